@@ -22,16 +22,16 @@ from rematplan.planner.core.schedule import runs_of
 from rematplan.planner.search_job import plan_of
 
 Heard: TypeAlias = Callable[[Plan | None, bool], None]
-"""A callback for a search, called in another thread with each better plan (or None) and whether the search has
-ended.
-"""
+"""A callback of a search, called in another thread: with each better plan (or None), and whether the search has
+ended."""
 
 LOG = logging.getLogger("rematplan")
 
 
 @dataclass(frozen=True)
 class _Search:
-    """A search in progress. ``process``: the process that searches. ``heard``: see `Heard`."""
+    """A search in progress. ``process``: the process that searches. ``problem``, ``budget`` (bytes): what is
+    searched for. ``heard``: called with the results."""
 
     process: subprocess.Popen[bytes]
     problem: TrainingGraph
@@ -40,11 +40,11 @@ class _Search:
 
 
 class BackgroundSearch:
-    """Searches for plans in another process.
+    """Searches for plans in another process, while this one trains.
 
-    The process is started by the first search and serves all later ones, one after the other. It may crash or be
-    killed at any time: searches in progress then end without a plan, and the next search starts another process. May
-    be used from several threads.
+    The process is started by the first search and serves all later ones. It may crash or be killed at any time:
+    searches in progress then end without a plan, and the next search starts another process. May be used from
+    several threads.
     """
 
     def __init__(self) -> None:
@@ -63,15 +63,16 @@ class BackgroundSearch:
         starts: Sequence[Plan],
         heard: Heard,
     ) -> bool:
-        """Start the search for a problem, and return whether that was possible: a process must be started.
+        """Start a search; return whether that was possible. It is not if no process can be started.
 
         Args:
             problem: the problem.
             budget: bytes.
             strategy: the name of a strategy.
-            options: its options, as for `registry.strategy`.
-            starts: known plans of the problem.
-            heard: called with the results. In its last call the search has ended, whatever happened.
+            options: the strategy's options, as for `registry.strategy`.
+            starts: known plans of the problem to start from.
+            heard: called in another thread with each better plan. Its last call says that the search has ended,
+                whatever happened.
         """
         number = {name: k for k, name in enumerate(recipe_names(problem))}
         with self._lock:
@@ -97,7 +98,7 @@ class BackgroundSearch:
             return True
 
     def stop(self) -> None:
-        """Kill the process; all searches in progress end."""
+        """Kill the process. All searches in progress end."""
         with self._lock:
             process, self._process = self._process, None
         if process is not None and self._owner == os.getpid():
@@ -106,11 +107,12 @@ class BackgroundSearch:
 
     @property
     def pid(self) -> int | None:
-        """The process id; None if there is no process."""
+        """The id of the process that searches; None if there is none."""
         return None if self._process is None else self._process.pid
 
     def _begun(self) -> subprocess.Popen[bytes] | None:
-        """Return the process; start it if none is alive. After a fork, the child starts a separate process."""
+        """Return the process, started if none is alive; None if none can be started. After a fork, the child starts
+        its own."""
         if self._process is not None and self._owner == os.getpid() and self._process.poll() is None:
             return self._process
         if self._owner != os.getpid():

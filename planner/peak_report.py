@@ -16,11 +16,11 @@ ACTIVATIONS, GRADIENTS, WORKSPACE, INPUTS = "activations", "gradients", "workspa
 
 
 def peak_split(graph: TrainingGraph, schedule: Schedule) -> dict[str, int]:
-    """Return the bytes held at the peak by kind; they sum to the peak.
+    """Return the bytes resident at a schedule's peak by kind; they sum to the peak.
 
-    The kinds are the problem's own division of its inputs (parameters, buffers, batch, ...), or one entry for all
-    of them; activations (written by forward ops), gradients (written by backward ops), and the workspace of the op
-    that runs there.
+    The kinds are those into which the problem divides its inputs (parameters, buffers, batch, ...), ``inputs`` for
+    inputs without a kind, ``activations`` (written by forward ops), ``gradients`` (written by backward ops), and
+    ``workspace`` of the op that runs at the peak.
     """
     graph = infer_phases(graph)
     at = simulate(graph, schedule).peak_at
@@ -42,8 +42,11 @@ def peak_split(graph: TrainingGraph, schedule: Schedule) -> dict[str, int]:
 
 @dataclass(frozen=True, slots=True)
 class Transients:
-    """The bytes that an op needs while it runs, without the problem's inputs: its reads, its writes and its
-    workspace."""
+    """The bytes that an op needs while it runs, in addition to the problem's inputs.
+
+    ``op``: its name. ``reads``: bytes of the tensors it reads. ``writes``: bytes of those it writes and does not
+    read. ``workspace``: bytes.
+    """
 
     op: str
     reads: int
@@ -52,7 +55,7 @@ class Transients:
 
     @property
     def total(self) -> int:
-        """The sum of the three."""
+        """The bytes of reads, writes and workspace together."""
         return self.reads + self.writes + self.workspace
 
     def __str__(self) -> str:
@@ -62,7 +65,8 @@ class Transients:
 
 
 def transients(graph: TrainingGraph, op: str) -> Transients:
-    """Return the transients of the op or inverse of that name."""
+    """Return the bytes that the op or inverse named ``op`` reads, writes and has as workspace, inputs of the problem
+    left out."""
     row, inputs = graph.op[op], set(graph.inputs)
     reads = set(row.reads) - inputs
     return Transients(
@@ -75,11 +79,13 @@ def transients(graph: TrainingGraph, op: str) -> Transients:
 
 @dataclass(frozen=True, slots=True)
 class PeakCause:
-    """Why a plan's peak is as high as it is: ``inputs`` + the transients of ``at`` + ``others``, which are held
-    during that op.
+    """Why a plan's peak is as high as it is: the peak is ``inputs`` + what the op at the peak needs + ``others``.
 
-    ``at``: None for a plan that runs nothing. ``floor``: the proven least; no schedule has a peak below
-    ``floor.bytes``.
+    ``inputs``: bytes of the problem's inputs. ``at``: the bytes that the op at the peak reads, writes and has as
+    workspace; None if no run needs more than the inputs. ``others``: bytes of tensors that are resident during that
+    op without being read or written. ``floor``: the proven least: a lower bound of any schedule's peak.
+    ``floor_at``: the bytes that the op which is the reason for this bound reads, writes and has as workspace; None
+    if inputs and outputs are the reason.
     """
 
     inputs: int
@@ -89,7 +95,7 @@ class PeakCause:
     floor_at: Transients | None
 
     def rows(self) -> dict[str, str]:
-        """Return names and values for a reader."""
+        """Return the causes as text for a table: names and values."""
         stands = "the inputs" if self.at is None else str(self.at)
         return {
             "the peak is at": stands,
@@ -99,7 +105,7 @@ class PeakCause:
         }
 
     def document(self) -> dict[str, Any]:
-        """Return the same as JSON data."""
+        """Return the causes as plain JSON data."""
         return {
             "inputs": self.inputs,
             "at": None if self.at is None else asdict(self.at),
@@ -110,7 +116,7 @@ class PeakCause:
 
 
 def peak_cause(graph: TrainingGraph, plan: Plan) -> PeakCause:
-    """Return what makes up the plan's peak, and the proven least."""
+    """Return what makes up the plan's peak, and the proven least: a lower bound of any schedule's peak."""
     name, floor = peak_op(plan), min_peak_bound(graph)
     at = None if name is None else transients(graph, name)
     others = plan.estimate.peak - graph.input_bytes - (at.total if at else 0)
@@ -120,7 +126,8 @@ def peak_cause(graph: TrainingGraph, plan: Plan) -> PeakCause:
 
 
 def floor_text(graph: TrainingGraph) -> str:
-    """Return, as part of a message, the proven least peak and the op that is the reason."""
+    """Return, as part of a message, the proven least (a lower bound of any schedule's peak) and the op that is the
+    reason for it."""
     floor = min_peak_bound(graph)
     return _floor_text(floor, None if floor.op is None else transients(graph, floor.op))
 

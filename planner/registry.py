@@ -29,11 +29,11 @@ LIMIT = "time_limit"
 
 
 def strategy(name: str, **options: object) -> Strategy:
-    """Return the strategy of that name with these options. Text is converted to the option's type, for the command
-    line.
+    """Return the strategy named ``name`` with these options. Text is converted to the option's type, for the command
+    line. `LIMIT` is accepted for every strategy.
 
     Raises:
-        UsageError: an unknown name or option (the message lists the known ones), or an invalid value.
+        UsageError: the name or an option is unknown (the message lists the known ones), or a value is invalid.
     """
     kind = STRATEGIES.get(name)
     if kind is None:

@@ -17,19 +17,19 @@ from rematplan.planner.core.schedule import runs_of
 from rematplan.planner.registry import LIMIT, strategy
 
 SHARES = (0.1, 0.3, 1.0)
-"""For each of the longer searches, its share of the remaining time.
-
-The first is short, so that a better plan is used soon.
-"""
+"""For each of the longer searches, its share of the remaining time. The first is short, so that a better plan is
+used soon."""
 
 Answer = dict[str, Any]
 
 
 def plan_of(problem: TrainingGraph, answer: Mapping[str, Any], budget: int) -> Plan:
-    """Return the plan in an answer; it is simulated again.
+    """Return the plan that an answer of a search (`message_of`) describes; its peak and cost are simulated anew.
+
+    ``budget``: bytes; recorded in the plan.
 
     Raises:
-        ProblemError, ValueError, LookupError: the answer has no valid plan.
+        ProblemError, ValueError, LookupError: the answer does not describe a valid plan.
     """
     names = recipe_names(problem)
     plan = plan_from_runs(problem, [names[k] for k in answer["runs"]], str(answer["strategy"]))
@@ -44,7 +44,8 @@ def plan_of(problem: TrainingGraph, answer: Mapping[str, Any], budget: int) -> P
 
 
 def message_of(problem: TrainingGraph, plan: Plan) -> Answer:
-    """Return the fields of an answer that describe a plan."""
+    """Return the part of a search's answer that describes a plan: its runs by position, strategy, lower bound and
+    status."""
     number = {name: k for k, name in enumerate(recipe_names(problem))}
     return {
         "runs": [number[name] for name in runs_of(plan.schedule)],
@@ -55,11 +56,11 @@ def message_of(problem: TrainingGraph, plan: Plan) -> Answer:
 
 
 class SearchJob:
-    """A request, and the plans found for it.
+    """A request for a search, and the plans found for it so far.
 
     Args:
-        request: see `worker`.
-        store: has the plans on disk; new plans are added to it.
+        request: ``problem``, ``budget`` in bytes, ``strategy``, ``options`` and ``starts``; see `worker`.
+        store: contains the plans on disk; new plans are added to it.
 
     Raises:
         ProblemError, UsageError, KeyError, TypeError, ValueError: the request is malformed.
@@ -81,9 +82,10 @@ class SearchJob:
         )
 
     def polish(self) -> Iterator[Answer]:
-        """Yield an answer for each better plan that short searches find.
+        """Yield an answer, a message for the parent process, for each better plan that short searches find from
+        plans for other sizes.
 
-        They need plans of other sizes to start from, and are skipped if a plan on disk needs no search.
+        Nothing is searched if the request has fewer than two starts, or a plan on disk needs no search.
         """
         if len(self.starts) < 2 or self._solved() is not None:
             return
@@ -92,8 +94,8 @@ class SearchJob:
             yield from self._take(plan)
 
     def search(self, urgent: Callable[[], bool] = lambda: False) -> Iterator[Answer]:
-        """Yield an answer for each better plan that the longer searches find. An empty answer lets the caller do
-        something else.
+        """Yield an answer, a message for the parent process, for each better plan that the longer searches find. An
+        empty answer is yielded after each search, so that the caller can do something else.
 
         ``urgent``: called often. If it returns True, the search is interrupted; it continues with the remaining time
         when the iterator is advanced.
@@ -122,7 +124,7 @@ class SearchJob:
             yield {}
 
     def done(self) -> Answer:
-        """Return the last answer."""
+        """Return the last answer to the request: that it is done, and the seconds since it was received."""
         return {"done": True, "seconds": time.monotonic() - self.began}
 
     def _searched(self, seconds: float, urgent: Callable[[], bool]) -> tuple[Plan | None, bool]:

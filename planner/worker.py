@@ -31,12 +31,12 @@ from rematplan.planner.search_job import Answer, SearchJob
 NICE = 10
 """The increment of the process's niceness, so that training goes first."""
 WATCH = 1.0
-"""Seconds between checks whether the parent is alive."""
+"""Seconds between two checks whether the parent is alive."""
 
 
 @contextmanager
 def _alone() -> Iterator[None]:
-    """Ensure that no other such process of this user is in the block at the same time, if files can be locked."""
+    """Ensure that of all such processes of this user only one is in the block at a time, if files can be locked."""
     with ExitStack() as stack:
         with suppress(ImportError, OSError):
             import fcntl
@@ -67,15 +67,15 @@ def _watch(parent: int) -> None:
 
 
 def serve(first: Answer, waiting: queue.Queue[Answer], answer: Callable[[Answer], None]) -> None:
-    """Answer a request and all that arrive meanwhile.
+    """Answer a first request for a search, and all requests that arrive meanwhile.
 
     Short searches for a new request interrupt longer searches of earlier requests. Of several requests the latest
     goes first: its sizes are the most likely to occur again.
 
     Args:
         first: the first request.
-        waiting: a queue that gets further requests from another thread.
-        answer: sends an answer.
+        waiting: a queue to which another thread adds further requests.
+        answer: called with each answer, to send it to the parent.
     """
     requests: list[Answer] = [first]
     begun: list[tuple[object, SearchJob, Iterator[Answer]]] = []
@@ -110,7 +110,8 @@ def _errors_answered(number: object, answer: Callable[[Answer], None]) -> Iterat
 
 
 def main() -> None:
-    """Answer requests until the parent ends."""
+    """Answer requests from standard input on standard output, until the parent ends. The process's priority is
+    lowered."""
     with suppress(OSError, AttributeError):
         os.nice(NICE)
     out = os.fdopen(os.dup(sys.stdout.fileno()), "wb")

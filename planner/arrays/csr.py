@@ -17,10 +17,12 @@ Flags = NDArray[np.bool_]
 
 
 class CSRGraph(NamedTuple):
-    """A problem as arrays. Op o reads ``reads[reads_at[o] : reads_at[o + 1]]``; its writes are stored the same way.
+    """A problem as arrays, in compressed sparse rows, for compiled loops.
 
-    Inputs are left out of the reads, because they are always resident. ``wanted``: per tensor, whether it is an
-    output, which must be resident at the end. The other fields are as in `Indexed`.
+    Op o reads the tensors ``reads[reads_at[o] : reads_at[o + 1]]`` and writes ``writes[writes_at[o] : writes_at[o +
+    1]]``. Inputs are left out of the reads, because they are always resident. ``wanted``: per tensor, whether it
+    must be resident at the end and is no input. ``producer``, ``after``, ``forward``, ``bytes``, ``cost``: as in
+    `Indexed`. ``workspace``: bytes per op. ``input_bytes``: bytes of all inputs.
     """
 
     reads_at: Ints
@@ -38,7 +40,7 @@ class CSRGraph(NamedTuple):
 
 
 def traffic_of(graph: TrainingGraph) -> CSRGraph:
-    """Return the problem as arrays. They are computed once per graph object."""
+    """Return the problem as arrays in compressed sparse rows, computed once per graph object."""
     return cached_on(graph, "traffic", lambda: _traffic(graph))
 
 

@@ -12,11 +12,14 @@ from rematplan.planner.caches.graph_cache import cached_on
 
 @dataclass(frozen=True)
 class Indexed:
-    """Positions in place of names, for code that walks a problem many times.
+    """A problem with integers in place of names, for code that walks it many times: op o is at position o of the
+    base order, tensor t at position t of ``graph.tensors``.
 
-    ``producer[t]``: the op that writes tensor t, -1 for an input. ``readers[t]``: ascending. ``after[o]``: the op
-    that must have run before op o because both draw random numbers, or -1. ``forward[o]``: whether op o belongs to
-    the forward half: it is not marked backward and depends on no backward op.
+    ``ops``, ``tensors``: names. ``reads[o]``, ``writes[o]``: tensors. ``cost[o]``; ``bytes[t]``. ``is_output[t]``:
+    whether it must be resident at the end. ``producer[t]``: the op that writes the tensor, -1 for an input.
+    ``readers[t]``: the ops that read it, ascending. ``after[o]``: the op that must have run before op o because both
+    draw random numbers, or -1. ``forward[o]``: whether op o belongs to the forward half: it is not marked backward
+    and depends on no backward op.
     """
 
     ops: tuple[str, ...]
@@ -38,7 +41,7 @@ class Indexed:
 
     @cached_property
     def backward_before(self) -> tuple[tuple[int, ...], ...]:
-        """For each op, the backward ops that it directly depends on."""
+        """For each op, the ops outside of the forward half that it directly depends on."""
         return tuple(
             tuple(
                 p
@@ -50,7 +53,7 @@ class Indexed:
 
 
 def indexed(graph: TrainingGraph) -> Indexed:
-    """Return the problem with positions in place of names. It is computed once per graph object."""
+    """Return the problem with integers in place of names (`Indexed`), computed once per graph object."""
     return cached_on(graph, "indexed", lambda: _index(graph))
 
 
@@ -83,7 +86,8 @@ def _index(graph: TrainingGraph) -> Indexed:
 
 
 def _random_order(graph: TrainingGraph) -> tuple[int, ...]:
-    """For each ordered op, the ordered op before it in the base order, or -1."""
+    """Return, for each op that draws random numbers, the op before it that does so in the problem's order; -1 for
+    other ops."""
     ordered = set(graph.ordered)
     after, last = [-1] * len(graph.ops), -1
     for i, op in enumerate(graph.ops):
@@ -95,8 +99,8 @@ def _random_order(graph: TrainingGraph) -> tuple[int, ...]:
 def _forward_half(
     graph: TrainingGraph, reads: tuple[tuple[int, ...], ...], producer: list[int], after: tuple[int, ...]
 ) -> tuple[bool, ...]:
-    """For each op, whether it belongs to the forward half. An op that depends on a backward op does not, however it
-    is marked."""
+    """Return, for each op, whether it belongs to the forward half. An op that depends on a backward op does not,
+    whatever its mark."""
     forward: list[bool] = []
     for i, op in enumerate(graph.ops):
         before = [producer[t] for t in reads[i] if producer[t] >= 0]

@@ -26,19 +26,20 @@ MIRRORED = -0.95
 read next, is at most this."""
 
 WAITING = 0.95
-"""Stated phases contradict the graph if fewer tensors than this share of those that are live between the inferred
-halves are live between the stated ones."""
+"""Stated phases contradict the graph if the number of tensors that are live between the stated halves is less than
+this share of the number between the inferred halves."""
 
 Floats = NDArray[np.float64]
 
 
 def phase_views(graph: TrainingGraph) -> tuple[TrainingGraph, ...]:
-    """Return the problem with each division into halves for which block plans should be made, the most plausible
-    first.
+    """Return the problem once for each division of its ops into forward and backward that is worth trying, the most
+    plausible first.
 
-    It is the problem itself unless it looks like a training step and states no phases, or phases that contradict the
-    graph: too few tensors are live between the stated halves (`WAITING`). The first problem then has the inferred
-    phases; contradicting phases are the second.
+    A problem looks like a training step if the tensors written last before some op are read first after that op. If
+    it does, and states no phases, the only result has inferred phases. If the stated phases contradict the graph,
+    because too few tensors are live between the halves (`WAITING`), the first result has inferred phases and the
+    second the stated ones. In all other cases the result is the problem itself.
     """
     inferred = cached_on(graph, "inferred phases", lambda: _inferred(graph))
     if inferred is None:
@@ -47,15 +48,16 @@ def phase_views(graph: TrainingGraph) -> tuple[TrainingGraph, ...]:
 
 
 def infer_phases(graph: TrainingGraph) -> TrainingGraph:
-    """Return a problem whose ops are marked as forward or backward: the first of `phase_views`.
+    """Return the problem with its ops marked as forward or backward: with the most plausible of the divisions that
+    `phase_views` returns.
 
-    It is the same object if its phases are plausible, or if it does not look like a training step.
+    It is ``graph`` itself if its phases are plausible, or if it does not look like a training step.
     """
     return phase_views(graph)[0]
 
 
 def contradiction(graph: TrainingGraph) -> str:
-    """Return a sentence that says that the stated phases contradict the graph; empty if they do not."""
+    """Return a sentence for the user that says how many stated phases contradict the graph; empty if none do."""
     views = phase_views(graph)
     if len(views) == 1:
         return ""

@@ -11,11 +11,12 @@ from rematplan.planner.caches.graph_cache import cached_on
 
 @dataclass(frozen=True)
 class Precedence:
-    """Which op must run before which.
+    """Which ops and inverses must run before which, in any valid schedule.
 
-    ``recipes``: the ops, then the inverses. ``makers[t]``: the recipes that write tensor t, which is not an input.
-    ``before[v]``: the recipes that must precede recipe v, and v itself, as a bit mask. ``needed``: the recipes that
-    every schedule must run, as a bit mask.
+    ``recipes``: the ops, then the inverses; the numbers below are positions in this tuple. ``makers``: for the name
+    of each tensor that is not an input, the recipes that write it. ``before[v]``: the recipes that must precede
+    recipe v, and v itself, as a bit mask. ``needed``: the recipes that every schedule must run for its outputs, as a
+    bit mask.
     """
 
     recipes: tuple[Op, ...]
@@ -25,12 +26,12 @@ class Precedence:
 
 
 def precedence(graph: TrainingGraph) -> Precedence:
-    """Compute what must precede what: before(v) = {v} ∪ ⋃_{t read by v} ⋂_{u writes t} before(u), the greatest
-    solution.
+    """Compute which ops and inverses must run before which: before(v) = {v} ∪ ⋃_{t read by v} ⋂_{u writes t}
+    before(u), the greatest solution.
 
-    Without inverses every tensor has one writer, and one pass in the base order finds the ancestors. With inverses
-    these are the equations of dominators; they are iterated downwards from the set of all ops. O(passes · reads · n
-    / 64).
+    Without inverses every tensor has one writer, and one pass in the problem's order finds the ancestors. With
+    inverses these are the equations of dominators; they are iterated downwards from the set of all ops. O(passes ·
+    reads · n / 64).
     """
     recipes = (*graph.ops, *graph.inverses)
     makers: dict[str, list[int]] = {}
@@ -64,8 +65,8 @@ def precedence(graph: TrainingGraph) -> Precedence:
 
 
 def working_sets(graph: TrainingGraph) -> tuple[int, ...]:
-    """Return, for each op, the bytes it needs while it runs, besides the inputs: its reads, its writes and its
-    workspace."""
+    """Return, for each op, the bytes it needs while it runs, in addition to the inputs: its reads, its writes and
+    its workspace."""
     inputs = set(graph.inputs)
 
     def sizes() -> tuple[int, ...]:
@@ -77,7 +78,7 @@ def working_sets(graph: TrainingGraph) -> tuple[int, ...]:
 
 
 def needed_ops(graph: TrainingGraph) -> list[Op]:
-    """Return the ops that must run if there are no inverses, in the base order.
+    """Return the ops that every schedule of the problem without its inverses runs, in the problem's order.
 
     These are the ops that an output depends on, that draw random numbers, or that write nothing (they run for their
     side effects), and everything that these depend on.
@@ -93,15 +94,13 @@ def needed_ops(graph: TrainingGraph) -> list[Op]:
 
 
 def without_inverses(graph: TrainingGraph) -> TrainingGraph:
-    """Return the same problem without inverses. Calling it twice returns the same object."""
+    """Return the same problem without inverses; the same object at each call for one graph."""
     return cached_on(graph, "without inverses", lambda: replace(graph, inverses=()))
 
 
 def must_run(graph: TrainingGraph) -> set[str]:
-    """Return the names of the ops that every schedule runs.
-
-    They draw random numbers, write nothing, or must precede an output.
-    """
+    """Return the names of the ops that every schedule runs: those that draw random numbers, those that write
+    nothing, and those that must precede an output."""
     needed = precedence(graph).needed
     ordered = set(graph.ordered)
     return {

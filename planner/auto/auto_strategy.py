@@ -22,29 +22,29 @@ class Auto(Strategy):
     A plan carries the name of the strategy that found it. The steps are:
 
     - Problems of a few ops are solved exhaustively.
-    - Block strategies make start plans, in at most two fifths of the time (but at least a second). Up to 3000 ops all
-      of them are run (``exact_dp`` finds all plans of ``approx_dp``); above, where they would take longer than the
-      annealing, only a thinned ``approx_dp``. While nothing fits, ``nested_dp`` is run first, for peaks near the
-      budget.
-    - The solution of the linear program with one cut at the loss makes another start plan.
+    - Block strategies make start plans, in at most two fifths of the time (but at least a second). Up to 3000 ops
+      all of them are run (``exact_dp`` finds all plans of ``approx_dp``); above, where they would take longer than
+      the annealing, only an ``approx_dp`` over fewer lower sets. While nothing fits, ``nested_dp`` is run first, for
+      peaks near the budget.
+    - A minimum cut at the boundary of forward and backward makes another start plan.
     - The annealer improves the best of these plans.
-    - At the same time a thread searches for a lower bound, whose solutions the annealer takes as further starts. With
-      two cores or more it gets three quarters of the time, and a second annealing gets the rest. Then problems of 200
-      to 3000 ops without inverses begin with a short annealing, since block strategies compete with the search for
-      the bound.
+    - At the same time a thread searches for a lower bound; the annealer also starts from its integer programs'
+      solutions. With two cores or more the thread gets three quarters of the time, and a second annealing gets the
+      rest. Then problems of 200 to 3000 ops without inverses begin with a short annealing, since block strategies
+      compete with the search for the bound.
 
-    The search ends when the gap is closed, when nothing has improved for long, or when the time is up. Ctrl-C ends it
-    with the best plan so far.
+    The search ends when the plan is proven to be optimal within ``gap``, when nothing has improved for long, or when
+    the time is up. Ctrl-C ends it with the best plan so far.
 
-    A problem without phases that looks like a training step (`infer_phases`) is searched as one first, then with
-    reordering. If stated phases contradict the graph, block plans are made with the stated phases and with inferred
-    ones; everything else uses the inferred ones. A problem with inverses is searched without them first, unless the
-    best known plan is a given start.
+    A problem without phases that looks like a training step (`infer_phases`) is searched with inferred phases first,
+    then without them, so that ops may change halves. If stated phases contradict the graph, block plans are made
+    with the stated phases and with inferred ones; everything else uses the inferred ones. A problem with inverses is
+    searched without them first, unless the best known plan is a given start.
 
-    Options: ``time_limit``: seconds, from the start of planning, block strategies included. ``seed``, ``keep_order``:
-    as for `Anneal`. ``reuse``: plans are worth keeping on disk, so the owner of a `PlanStore` starts later processes
-    from them; a plan for a smaller budget serves a larger one. ``gap``: end the search when the plan's overhead is
-    proven to be above the optimum's by no more than this (0.001: a tenth of a percent of the step's time).
+    Options: ``time_limit``: seconds, from the start of planning, block strategies included. ``seed``: of the random
+    choices. ``keep_order``: whether the first runs of all ops keep the problem's order. ``reuse``: whether plans are
+    worth keeping on disk, as starts for later processes. ``gap``: end the search when the plan's overhead is proven
+    to exceed the optimum's by no more than this (0.001: a tenth of a percent of the step's time).
     """
 
     time_limit: float = 30.0
@@ -60,7 +60,7 @@ class Auto(Strategy):
 
     @property
     def lasting(self) -> bool:
-        """Whether the plans are worth keeping on disk: the option ``reuse``."""
+        """Whether the plans are worth keeping on disk, as starts for later processes: the option ``reuse``."""
         return self.reuse
 
     @property
@@ -75,8 +75,9 @@ class Auto(Strategy):
         The plan is never worse than a start that fits (and keeps the order, if ``keep_order`` is set).
 
         Raises:
-            InfeasibleBudget: no plan was found that fits. The error has the smallest peak found.
-            KeyboardInterrupt: before any plan was found that fits. Later it ends the search with the best plan so far.
+            InfeasibleBudget: no plan was found that fits. The error states the smallest peak found.
+            KeyboardInterrupt: before any plan was found that fits. Later Ctrl-C ends the search with the best plan
+                so far.
         """
         compile_kernels(progress)
         return AutoSession(self._options, graph, budget, progress, starts).plan()
@@ -88,10 +89,12 @@ class Auto(Strategy):
         progress: Progress = silent,
         starts: Sequence[Plan] = (),
     ) -> tuple[Plan, ...]:
-        """Return the plans found, by falling peak and rising overhead, none dominated by another.
+        """Return the plans found, by falling peak and rising overhead; none is beaten or equalled by another in
+        both.
 
-        Budgets (bytes) are planned from the largest to the smallest, each with all plans found before as starts. No
-        smaller budget is planned after one that no plan fits. The time limit holds for the whole curve.
+        ``budgets`` (bytes) are planned from the largest to the smallest, each with all plans found before as starts.
+        After the first budget that no plan fits, smaller ones are skipped. The time limit holds for all budgets
+        together.
         """
         steps = sorted(set(budgets), reverse=True)
         found: list[Plan] = []

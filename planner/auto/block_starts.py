@@ -27,10 +27,8 @@ BLOCKS: Rows = (
     (ExactDP(objective="time"), ApproxDP(objective="time")),
     (ExactDP(objective="memory"), ApproxDP(objective="memory")),
 )
-"""The strategies that make start plans, in rows.
-
-In each row, the first for which the problem is not too large is used.
-"""
+"""The strategies that make start plans for problems with phases, in rows, in addition to those in `ALWAYS`. Of each
+row, the first strategy for which the problem is not too large is used."""
 
 VAST = 3000
 """Problems with more ops use `VAST_BLOCKS`: the full searches of `BLOCKS` would take longer than the annealing."""
@@ -38,27 +36,25 @@ VAST_BLOCKS: Rows = (
     (ApproxDP(objective="time", max_lower_sets=300, budgets=6),),
     (ApproxDP(objective="memory", max_lower_sets=300, budgets=6),),
 )
-"""The strategies for vast problems.
-
-Their time grows with the square of the number of lower sets, so that is limited.
-"""
+"""Like `BLOCKS`, for problems of more than `VAST` ops. Their time grows with the square of the number of lower sets,
+which is therefore limited."""
 
 
 LEANEST: FamilyStrategy = ApproxDP(objective="memory")
-"""The strategy that makes start plans of little memory, in addition to `NestedDP`."""
+"""The strategy that makes start plans with a small peak, in addition to `NestedDP`."""
 
 
 def starting_plans(
     graph: TrainingGraph, budget: int, until: float, report: Callable[[str], None]
 ) -> tuple[Plan, ...]:
-    """Return start plans for a budget: from each strategy, the best plan that fits and the one with the smallest
-    peak.
+    """Return plans to start a search from: of each block strategy, the cheapest plan that fits the budget and the
+    plan with the smallest peak.
 
-    Plans that another plan dominates are left out.
+    Plans that another plan beats or equals in both peak and cost are left out.
 
     Args:
-        graph: the problem. If it has no phases and none can be inferred, only the plan without recomputation is made.
-            If its phases contradict the graph, plans are made for both divisions into halves (`phase_views`).
+        graph: the problem. If it has no phases and none can be inferred, only the plan without recomputation is
+            made. If its phases contradict the graph, plans are made for both divisions into halves (`phase_views`).
         budget: bytes.
         until: a time of the monotonic clock. No further strategy begins then, and one that reports progress is
             stopped.
@@ -75,11 +71,17 @@ def starting_plans(
 def nested_plans(
     graph: TrainingGraph, budget: int, until: float, report: Callable[[str], None]
 ) -> tuple[Plan, ...]:
-    """Return plans of ``nested_dp``, computed for peaks near the budget (bytes): the cheapest that fits, if there is
-    one, and the one with the smallest peak.
+    """Return plans of the strategy ``nested_dp``, computed for peaks near the budget: the cheapest that fits, if
+    there is one, and the one with the smallest peak.
 
-    They are needed while no known plan fits. Empty if the problem has no phases or is too large for ``nested_dp``. The
-    arguments are those of `starting_plans`.
+    Args:
+        graph: the problem.
+        budget: bytes.
+        until: a time of the monotonic clock at which the strategy is stopped.
+        report: called with a text that says what is being done.
+
+    Returns:
+        The plans; none if the problem has no phases and none can be inferred, or is too large for ``nested_dp``.
     """
     if not infer_phases(graph).has_phases:
         return ()
@@ -87,11 +89,12 @@ def nested_plans(
 
 
 def leanest_plans(graph: TrainingGraph, until: float) -> tuple[Plan, ...]:
-    """Return plans with a small peak from the block strategies, and from `Reversible` if the problem has inverses.
+    """Return plans with a small peak from the block strategies, and from `Reversible` if the problem has inverses;
+    none for a problem without phases and inverses.
 
-    No strategy begins after ``until``, a time of the monotonic clock, while there is a plan. A search for the smallest
-    peak that starts from them ends lower than one that starts from the base order. In 20 s: DenseNet-161 at 1.45 times
-    its largest working set, instead of 2.11; Swin-T at 1.17, instead of 1.27.
+    No further strategy begins after ``until``, a time of the monotonic clock, once there is a plan. A search for the
+    smallest peak that starts from these plans ends lower than one that starts from the plan without recomputation.
+    In 20 s: DenseNet-161 at 1.45 times its largest working set, instead of 2.11; Swin-T at 1.17, instead of 1.27.
     """
     found = [*Reversible().curve(graph, ())[-1:]] if graph.inverses else []
     nested = nested_plans(graph, 0, until, lambda _: None)
@@ -112,7 +115,8 @@ def _first(
     until: float,
     report: Callable[[str], None],
 ) -> tuple[Plan, ...]:
-    """Return the plans around the budget of the first strategy in ``row`` for which the problem is not too large."""
+    """Return the plans of the first strategy in ``row`` for which the problem is not too large: the cheapest that
+    fits the budget and the one with the smallest peak."""
     for member in row:
 
         def progress(_fraction: float, text: str, name: str = member.name) -> None:

@@ -10,15 +10,16 @@ from rematplan.planner.bounds.bound_search import BoundSearch
 from rematplan.planner.bounds.cut_bounds import CLOSED
 
 LAST_WORDS = 0.5
-"""Seconds to wait for the search to end after it was stopped: it may be writing a program."""
+"""Seconds to wait for the search for a bound to end after it was stopped; a program being written delays it."""
 
 
 class Proof:
-    """A `BoundSearch` that is run in a thread, for the length of a ``with`` block.
+    """A thread that searches for a lower bound of the overhead, for the length of a ``with`` block.
 
-    ``seconds``: the time limit of the search. ``overhead``: the overhead of the best plan so far, infinite at first;
-    the owner updates it. The search ends when its bound is within ``gap`` of ``overhead``. If the search raises an
-    exception, the end of the block raises it, unless the block raised one itself.
+    ``bound``: the search. ``seconds``: its time limit. ``gap``: the search ends when its bound is within this
+    overhead of ``overhead``. ``overhead``: the overhead of the best plan so far, infinite at first; the code in the
+    block updates it. An exception of the search is raised at the end of the block, unless the block itself raised
+    one.
     """
 
     def __init__(self, bound: BoundSearch, seconds: float, gap: float = 0.0) -> None:
@@ -51,6 +52,6 @@ class Proof:
         return self._thread.is_alive()
 
     def finish(self, seconds: float) -> None:
-        """Give the search for the bound up to ``seconds`` more, and wait until it ends or they are over."""
+        """Give the search for the bound ``seconds`` more from now on, and wait until it ends or they are over."""
         self.bound.extend(seconds)
         self._thread.join(max(0.0, seconds))

@@ -17,18 +17,20 @@ from rematplan.planner.strategies.exact_dp import ExactDP
 from rematplan.planner.strategies.nested_dp import NestedDP
 
 HOT = (annealer, redundant_runs, moves, lowering_kernel, lower_set_dp, interval_dp)
-"""The modules whose loops Python calls."""
+"""The modules with compiled loops that Python code calls."""
 
 
 def kernels_are_ready() -> bool:
-    """Return whether all loops that `compile_kernels` compiles are compiled, so that a search can begin at once."""
+    """Return whether all loops that `compile_kernels` compiles are loaded or in the cache on disk, so that a search
+    can begin at once."""
     return are_compiled(loop for hot in HOT for loop in vars(hot).values() if isinstance(loop, Dispatcher))
 
 
 def compile_kernels(progress: Progress = silent) -> None:
-    """Compile the loops of the annealer and of the block strategies, by calling each on a tiny problem.
+    """Compile the numba loops of the annealer and of the block strategies, or load them from the cache on disk, by
+    calling each on a tiny problem.
 
-    ``progress``: called once, with a text that says so.
+    ``progress``: called once, with a text that says that loops are loaded.
     """
     progress(0.0, "loading the hot loops, which each machine compiles once, in about a minute")
     compile_annealer()

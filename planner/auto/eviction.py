@@ -16,23 +16,24 @@ NAME = "eviction"
 
 @dataclass(frozen=True)
 class EvictionOptions:
-    """The constants of searches by eviction, chosen by trial without a record of single measurements.
+    """The constants of searches by simulated eviction, chosen by trial without a record of single measurements.
 
-    A target is the smallest peak so far, less a share of its distance to the floor.
+    Each simulation tries to stay within a target: the smallest peak so far, less a share of its distance to the
+    least possible peak.
     """
 
     tries: int = 6
-    """Simulations at one target before a higher one is tried."""
+    """The number of simulations that fail at one target before a higher target is tried."""
     first: float = 1.0
-    """The share of the first target: the floor itself."""
+    """The share of the first target; 1 stands for the least possible peak."""
     last: float = 1e-3
-    """The share of the last target of a pass."""
+    """The share of the last target of a pass; a pass halves the share whenever its simulations fail."""
     next_pass: float = 0.125
-    """The share of the first target of later passes."""
+    """The share of the first target of each pass after the first."""
     passes: int = 2
-    """Passes from the first to the last target without any gain, after which the search ends."""
+    """The search ends after so many passes from the first to the last target without any gain."""
     repeat: float = 0.5
-    """The probability of using the last successful policy again."""
+    """The probability with which a simulation uses the last successful policy again."""
 
 
 EVICTION = EvictionOptions()
@@ -47,16 +48,17 @@ def lower_by_eviction(
     seed: int = 0,
     most_runs: float = math.inf,
 ) -> Plan:
-    """Return a plan with a smaller peak than ``best``, or ``best`` if none is found.
+    """Return a plan with a smaller peak than ``best``, found by simulated eviction, or ``best`` itself if none is
+    found.
 
-    The first target is the floor; after failures, targets are nearer to the smallest peak.
+    The first target is ``floor``; after failures, targets are nearer to the smallest peak found.
 
     Args:
         graph: the problem.
         best: a plan of it.
-        floor: bytes below which no peak can be.
-        go_on: whether there is time left; asked often.
-        seed: of the random choice of eviction policies, and of the simulations.
+        floor: bytes below which no peak can be, or need be; the search ends there.
+        go_on: returns whether there is time left; called often.
+        seed: the seed of the random choice of eviction policies, and of the simulations.
         most_runs: no further simulation begins once all simulations together have run this many ops, repetitions
             included.
     """
@@ -86,12 +88,12 @@ def lower_by_eviction(
 def plan_by_eviction(
     graph: TrainingGraph, budget: int, go_on: Callable[[], bool], *, tries: int, seed: int = 0
 ) -> Plan | None:
-    """Return the cheapest plan within the budget (bytes) that simulations of eviction find, or None if they find none.
+    """Return the cheapest plan within ``budget`` bytes that simulations of eviction find, or None if they find none.
 
     Args:
         graph: the problem.
         budget: bytes.
-        go_on: whether there is time left; asked often.
+        go_on: returns whether there is time left; called often.
         tries: the number of simulations, each with a random policy.
         seed: the seed of the random policies.
     """

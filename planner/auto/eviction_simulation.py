@@ -25,22 +25,23 @@ from rematplan.planner.arrays.precedence import needed_ops
 from rematplan.planner.caches.graph_cache import cached_on
 
 RUNS = 8
-"""A simulation fails after this many runs per op."""
+"""A simulation fails after this many runs for each op of the problem."""
 ANCESTORS = 60
-"""The recomputation cost of a tensor counts at most this many of its evicted ancestors."""
+"""The cost of recomputing a tensor is estimated with at most this many of its evicted ancestors."""
 TINY = 1e-3
-"""Tensors up to this share of the memory for tensors are not evicted."""
+"""Tensors up to this share of the budget without inputs are not evicted."""
 
 
 @dataclass(frozen=True, slots=True)
 class Policy:
-    """A rule that says which tensor is evicted first: the one of the largest distance^a · bytes^b / (1 + cost)^c.
+    """A rule that says which tensor a simulation evicts first: that with the largest distance^a · bytes^b / (1 +
+    cost)^c.
 
-    ``distance``, ``bytes``, ``cost``: the exponents a, b and c. They are of the number of ops until the tensor's next
-    use, of its size, and of the cost of its recomputation. ``wanted``: a factor of the score of tensors that a
-    recomputation in progress reads. ``noise``: the standard deviation of a random term of the score's logarithm.
-    ``backward``: whether tensors of the backward half may be evicted. ``last_first``: whether, of several missing
-    reads, the last is recomputed first.
+    ``distance``: the exponent a; distance is the number of ops until the tensor's next use. ``bytes``: the exponent
+    b of the tensor's size. ``cost``: the exponent c; cost is that of recomputing the tensor. ``wanted``: a factor of
+    the score of tensors that a recomputation in progress reads. ``noise``: the standard deviation of a random number
+    that is added to the score's logarithm. ``backward``: whether tensors of the backward half may be evicted.
+    ``last_first``: whether, of several missing reads of an op, the last is recomputed first.
     """
 
     distance: float
@@ -53,7 +54,8 @@ class Policy:
 
 
 def random_policy(source: random.Random) -> Policy:
-    """Draw a policy. Small exponents of the distance succeed most often, by counts on DenseNets."""
+    """Draw an eviction policy. Small exponents of the distance succeed most often in trials with DenseNets, so they
+    are drawn more often."""
     return Policy(
         distance=source.choice((0.0, 0.0, 0.5, 1.0)),
         bytes=source.choice((0.0, 0.5, 1.0)),
@@ -67,13 +69,15 @@ def random_policy(source: random.Random) -> Policy:
 
 @dataclass(frozen=True)
 class Tables:
-    """The needed ops of a problem in the base order, with integers in place of names. Inputs are left out.
+    """The ops of a problem that must run, in the problem's order, and their tensors, as integers. Inputs are left
+    out.
 
-    By op: ``names``, ``reads``, ``writes``, ``cost``, ``workspace`` (bytes), and ``once``, whether it must not run
-    again. By tensor: ``bytes``; the op that is its ``producer``; ``backward``, whether that op is of the backward
-    half; ``held``, whether the tensor is never evicted, as an output or because its producer must not run again; and
-    ``uses``, the ops that read it, ascending. The end is a use of the outputs. What cannot be recomputed is also used
-    as long as a forward tensor that is computed from it is.
+    By op: ``names``; ``reads`` and ``writes``, tensor numbers; ``cost``; ``workspace`` in bytes; ``once``, whether
+    it must not run again. By tensor: ``bytes``; ``producer``, the op that writes it; ``backward``, whether that op
+    is of the backward half; ``held``, whether the tensor is never evicted, because it is an output or its producer
+    must not run again; ``uses``, the ops that read it, ascending. The outputs are also used by the end of the step,
+    whose number is that of ops. A tensor whose producer must not run again is also used as long as a forward tensor
+    computed from it is. ``input_bytes``: of all inputs.
     """
 
     names: tuple[str, ...]
@@ -91,7 +95,7 @@ class Tables:
 
 
 def tables_of(graph: TrainingGraph) -> Tables:
-    """Return the tables of a problem. They are computed once per graph."""
+    """Return the ops and tensors of a problem as `Tables`, computed once per graph."""
     return cached_on(graph, "eviction", lambda: _build(graph))
 
 
@@ -134,10 +138,12 @@ def _build(graph: TrainingGraph) -> Tables:
 
 
 class Simulation:
-    """One pass over the base order within a budget (bytes, inputs included), which evicts and recomputes tensors.
+    """A simulation of one step within a budget (bytes, inputs included): ops run in the problem's order, tensors are
+    evicted when memory is short, and recomputed before they are read.
 
-    ``source``: random numbers for the policy. ``go_on``: returns whether there is time left. ``runs``: the positions
-    of the ops that have run so far, repeats included.
+    ``tables``: the problem. ``policy``: chooses the tensor to evict. ``source``: random numbers for the policy.
+    ``go_on``: returns whether there is time left. ``runs``: the positions of the ops that have run so far, repeats
+    included.
     """
 
     def __init__(
@@ -159,12 +165,12 @@ class Simulation:
         self.wanted: dict[int, int] = {}
 
     def run(self) -> bool:
-        """Simulate the step. Returns whether all ops have run within the budget, the time and the limit of runs; call
-        it once."""
+        """Simulate the step, and return whether all ops have run within the budget, the time and the limit of runs.
+        To be called once."""
         return all(self._make(op) for op in range(len(self.tables.names)))
 
     def _make(self, op: int) -> bool:
-        """Run an op, and before it what its missing reads need. Whether everything fits."""
+        """Run an op, after recomputing its missing reads, and return whether everything fits."""
         self.now, reads, producer = op, self.tables.reads, self.tables.producer
         stack = [op]
         tries = [self._begin(op)]
@@ -191,7 +197,7 @@ class Simulation:
         return True
 
     def _begin(self, op: int) -> int:
-        """Note what an op reads. Returns how many of its reads may be recomputed until it runs."""
+        """Record what an op reads, and return how many recomputations of its reads are allowed until it runs."""
         reads = self.tables.reads[op]
         for t in reads:
             self.wanted[t] = self.wanted.get(t, 0) + 1
@@ -232,7 +238,8 @@ class Simulation:
             self.left += self.tables.bytes[tensor]
 
     def _evict(self, short: int, pinned: set[int]) -> bool:
-        """Evict tensors until so many bytes more are free. Whether that is possible."""
+        """Evict tensors until ``short`` more bytes are free, and return whether that is possible. ``pinned``: not
+        evicted."""
         known, policy = self.tables, self.policy
         scores = [
             (self._score(t), t)

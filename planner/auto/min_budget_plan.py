@@ -24,12 +24,13 @@ class MinBudgetOptions:
     measurements."""
 
     slack: float = 0.01
-    """What a plan for ``min`` may have above the smallest peak found, as a share of it. At the smallest peak itself,
-    the last bytes may cost more than all others together."""
+    """How much a plan for the budget ``min`` may exceed the smallest peak found, as a share of that peak. At the
+    smallest peak itself, the last bytes may cost more overhead than all others together."""
     tries: int = 100
-    """Simulations of eviction at the budget, whose cheapest plan is a start."""
+    """The largest number of simulations of eviction within the budget. The cheapest plan they find is a start for
+    the search."""
     eviction: float = 0.1
-    """The share of the time left, after the smallest peak was found, for these simulations."""
+    """The share of the time left, after the smallest peak was found, for the simulations of eviction."""
 
 
 MIN_BUDGET = MinBudgetOptions()
@@ -49,20 +50,21 @@ def cheapest_near_smallest_peak(
 ) -> Plan:
     """Return the cheapest plan found whose peak is at most ``1 + slack`` times the smallest peak found.
 
-    `find_smallest_peak` finds the smallest peak in at most half of the time; the rest lowers the overhead.
-    `min_peak_bound` returns a peak below which there is no schedule.
+    Half of the time at most is for `find_smallest_peak`; the rest lowers the overhead. `min_peak_bound` returns
+    bytes below which no schedule's peak is.
 
     Args:
         graph: the problem.
         time_limit: seconds.
         progress: called with the fraction done and a short text.
         slack: a share of the smallest peak; 0 for the budget ``least``, `MIN_BUDGET.slack` for ``min``.
-        moves: if not 0, the number of moves, instead of the time limit; the plan is then the same on every machine.
-        keep_order: whether the first runs of all ops keep the base order.
+        moves: if not 0, the number of moves of the annealer, instead of the time limit; the plan is then the same on
+            every machine.
+        keep_order: whether the first runs of all ops keep the problem's order.
         seed: the seed of the random choices.
-        starts: known plans of the problem. None that keeps the order has a smaller peak than the smallest found.
+        starts: known plans of the problem to start from. With ``keep_order``, those in another order are ignored.
         cheapest: returns the strategy that lowers the overhead, given the seconds that are left; by default `Auto`.
-            Not used if moves are counted: then `Anneal` lowers the overhead.
+            Not used if ``moves`` is not 0: then `Anneal` lowers the overhead.
 
     Raises:
         KeyboardInterrupt: before any plan was found. Afterwards Ctrl-C ends the search, and the best plan so far is

@@ -18,11 +18,12 @@ SHORTEST = 1.0
 
 
 class SecondSearch:
-    """A thread, for the length of a ``with`` block, that runs ``search`` once the search for the bound (``proof``) has
-    ended.
+    """A thread, for the length of a ``with`` block, that runs a second annealing once the search for the lower bound
+    has ended.
 
-    ``until``: a time of the monotonic clock; the search ends then, and does not begin within the last second before.
-    ``starts``: sequences of runs to start from. The plans found are in ``search``.
+    ``search``: the annealing; it holds the plans found. ``proof``: the search for the bound. ``until``: a time of
+    the monotonic clock at which the annealing ends; it does not begin within the last second before. ``starts``:
+    sequences of runs to start from.
     """
 
     def __init__(self, search: Search, proof: Proof, until: float, starts: Sequence[Sequence[str]]) -> None:

@@ -39,18 +39,18 @@ class PeakSearchOptions:
     """The constants of the search for the smallest peak, chosen by trial without a record of single measurements."""
 
     blocks: float = 0.3
-    """The share of the time after which block plans end."""
+    """The share of the time after which no further block strategy makes plans."""
     eviction: float = 0.5
     """The share of the time left then for eviction. It finds plans in which recomputed tensors are evicted and
     recomputed again; annealing seldom does."""
     descents: float = 0.6
-    """The share of the time left then for descents."""
+    """The share of the time left then for descents: searches for plans slightly below the smallest peak."""
     plain: float = 0.5
     """The share of the time for the problem without its inverses, if it has any."""
     stalls: int = 3
-    """Descents in a row without success after which they end."""
+    """The descents end after so many in a row without success."""
     leaps: tuple[float, ...] = (0.03, 0.01)
-    """The last searches look for plans within the smallest peak less these shares of it."""
+    """The last searches look for plans within the smallest peak less each of these shares of it."""
 
 
 PEAK_SEARCH = PeakSearchOptions()
@@ -66,19 +66,19 @@ def find_smallest_peak(
     keep_order: bool = False,
     seed: int = 0,
 ) -> Plan:
-    """Return the plan with the smallest peak that is found.
+    """Return the plan with the smallest peak that is found, with unlimited recomputation.
 
-    With ``keep_order``, starts in another order are ignored. No other start has a smaller peak than the plan. A
-    problem with inverses is searched without them first, unless a start has a peak as small as the block plans'.
+    No start has a smaller peak, except that with ``keep_order`` starts in another order are ignored. A problem with
+    inverses is searched without them first, unless a start has a peak as small as the block strategies' plans.
 
     Args:
-        graph: the problem. Phases are inferred if none are stated; if stated ones contradict the graph, there are
-            block plans for both.
-        effort: what the search may spend. It ends earlier if nothing more is gained.
+        graph: the problem. Phases are inferred if none are stated; if the stated phases contradict the graph, block
+            strategies make plans for both.
+        effort: the time or number of moves that the search may spend. It ends earlier if nothing more is gained.
         starts: known plans of the problem.
         progress: called with the fraction done and a short text.
         aim: bytes; a plan with a peak of at most this ends the search.
-        keep_order: whether the first runs of all ops keep the base order.
+        keep_order: whether the first runs of all ops keep the problem's order.
         seed: the seed of the random choices.
 
     Raises:

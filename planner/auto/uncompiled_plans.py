@@ -1,4 +1,4 @@
-"""Plans by plain Python, for a training that begins before the hot loops are compiled."""
+"""Plans by plain Python, for a training that begins before the numba loops are compiled."""
 
 from __future__ import annotations
 
@@ -18,16 +18,17 @@ from rematplan.planner.strategies.chen_sqrt import ChenSqrt
 
 STRATEGIES: tuple[BlockStrategy, ...] = (ChenSqrt(), ChenGreedy())
 SIMULATIONS = 24
-"""Simulations of eviction, as many as the time allows."""
+"""The largest number of simulations of eviction."""
 LONGEST = 4.0
 """Eviction may take this many times the stated seconds if no other plan fits: compiling the loops takes longer."""
 
 
 def uncompiled_plan(graph: TrainingGraph, budget: int, seconds: float) -> Plan | None:
-    """Return the cheapest plan within ``budget`` bytes of `ChenSqrt`, `ChenGreedy` and simulated eviction.
+    """Return the cheapest plan within ``budget`` bytes that `ChenSqrt`, `ChenGreedy` and simulated eviction find,
+    without any compiled loop.
 
-    It needs no compiled loop. After ``seconds`` it returns the best plan found by then, or the first that it finds
-    later. None if no plan fits.
+    After ``seconds`` the best plan found by then is returned. If there is none, eviction goes on for up to four
+    times as long. None if no plan fits.
     """
     start = time.monotonic()
     best = _best_of_chen(graph, budget, start + seconds) if graph.has_phases else None

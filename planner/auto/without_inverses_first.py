@@ -20,12 +20,13 @@ def search_without_inverses_first(
     share: float,
     search: Callable[[TrainingGraph, float, tuple[Plan, ...]], Plan | None],
 ) -> Found:
-    """Search several problems of one step in order; the plans of earlier ones are start plans of later ones.
+    """Search variants of one problem in order, each from the plans that were found for earlier variants.
 
     Args:
-        problems: without inverses first, then with them; or a single problem.
-        share: the share of the time (0 to 1) for each problem except the last, which gets all of the remaining time.
-        search: called with a problem, its share of the time and the start plans. It returns None if it finds no plan.
+        problems: the problem without inverses, then with them; or a single problem.
+        share: the share of the remaining time (0 to 1) for each problem except the last, which gets all of it.
+        search: called with a problem, its share of the remaining time and the start plans. It returns None if it
+            finds no plan.
 
     Returns:
         Each problem for which a plan was found, with that plan.

@@ -24,7 +24,7 @@ from rematplan.planner.blocks.lowering import kept_always
 
 Costs = NDArray[np.float64]
 Groups = tuple[tuple[int, ...], ...]
-"""Ops as positions in the base order, grouped by block, in the order in which they run."""
+"""The positions of ops in ``graph.ops``, grouped by block, in the order in which they run."""
 
 MINOR = 1 / 64
 """Tensors smaller than this share of a block's mean bytes do not influence the stage of a backward op."""
@@ -32,18 +32,18 @@ MINOR = 1 / 64
 
 @dataclass(frozen=True)
 class BlockChain:
-    """A chain of blocks 0 .. n - 1 of the forward half, and of the stages n - 1 .. 0 of the backward half.
+    """The forward half as a chain of blocks 0 .. n - 1, and the backward half as stages n - 1 .. 0, one per block.
 
     A block can run in three ways. *Passing* keeps what later blocks read. *Saving* also keeps what any stage reads.
-    *Closing*, when the stages of later blocks are done, keeps what is read from the block's own stage on.
+    *Closing*, when the stages of later blocks are done, keeps what its own stage and the stages after it read.
 
     ``forward[k]`` and ``backward[k]``: the ops of block k and of stage k, in order. ``cost[k]`` and
-    ``closing_cost[k]``: the cost of block k when passing and when closing. All other fields are bytes, without what is
-    always resident. ``passing[k]``, ``saving[k]``, ``closing[k]``: the peak of what block k writes while it runs that
-    way. ``saved[k]``: what saving keeps of it. ``stage[k]``: the peak, in stage k, of gradients, of what is still
-    needed of block k, and of the outputs it writes. ``entering[k]``: the gradients that wait for stage k - 1 (n + 1
-    entries). ``left[k]``: the outputs that stage k writes. ``crossing``: rows (p, r, b): block p writes b bytes whose
-    last reader outside of p is block r or its stage.
+    ``closing_cost[k]``: the cost of block k when passing and when closing. All other fields are bytes, without what
+    is always resident. ``passing[k]``, ``saving[k]``, ``closing[k]``: the peak of what block k writes while it runs
+    that way. ``saved[k]``: what block k keeps when saving. ``stage[k]``: the peak, in stage k, of gradients, of what
+    is still needed of block k, and of the outputs that the stage writes. ``entering[k]``: the gradients that exist
+    before stage k - 1 (n + 1 entries). ``left[k]``: the outputs that stage k writes. ``crossing``: rows (p, r, b):
+    block p writes b bytes whose last reader outside of p is block r or its stage.
     """
 
     forward: Groups
@@ -64,7 +64,8 @@ class BlockChain:
 
     @cached_property
     def kept(self) -> Ints:
-        """``kept[i, s]``: the bytes that blocks i .. s - 1 keep for block s and later ones; shape (n + 1, n + 1)."""
+        """``kept[i, s]``: the bytes that blocks i .. s - 1 write and keep for block s and later ones; shape (n + 1,
+        n + 1) for n blocks."""
         n = len(self)
         change = np.zeros((n + 1, n + 2), dtype=np.int64)
         p, r, size = self.crossing.T
@@ -74,7 +75,8 @@ class BlockChain:
 
     @cached_property
     def kept_behind(self) -> Ints:
-        """For each block, the bytes that it and earlier blocks keep for later ones, if all blocks pass."""
+        """For each block, the bytes that it and earlier blocks keep for later blocks, if all of them keep only what
+        later blocks read."""
         change = np.zeros(len(self), dtype=np.int64)
         p, r, size = self.crossing.T
         np.add.at(change, p, size)
@@ -83,7 +85,7 @@ class BlockChain:
 
     @cached_property
     def kinds(self) -> Ints:
-        """A number per block; blocks with the same number are indistinguishable for a program over the chain."""
+        """A number for each block; blocks with the same number are equal in all costs and bytes."""
         tails: list[list[tuple[int, int]]] = [[] for _ in self.forward]
         for p, r, size in self.crossing.tolist():
             tails[p].append((r - p, size))
@@ -97,11 +99,12 @@ class BlockChain:
 
 
 def block_chain(graph: TrainingGraph, most: int) -> BlockChain:
-    """Return the chain of a problem whose forward half is not empty.
+    """Return the forward half of a problem as a chain of at most ``most`` blocks, with its backward half as stages.
+    The forward half must not be empty.
 
     A block is a node of the problem's `forward_graph`. Adjacent nodes are joined where that makes no boundary
-    larger. If more than ``most`` blocks remain, they are grouped into at most ``most`` blocks of about equal bytes
-    that end where few bytes cross.
+    larger. If more than ``most`` blocks remain, they are grouped into at most ``most`` of about equal bytes that end
+    where few bytes are kept for later ones.
     """
     ix = indexed(graph)
     members = _joined(ix, forward_graph(graph).members)
@@ -114,11 +117,11 @@ def block_chain(graph: TrainingGraph, most: int) -> BlockChain:
 
 
 def narrow_places(chain: BlockChain, most: int) -> list[int]:
-    """Choose at most ``most`` ends of groups; a place s is in front of block s. The last place is the end of the
-    chain.
+    """Choose at most ``most`` ends of groups of blocks. An end s means that a group ends in front of block s; the
+    last end is that of the chain.
 
-    The blocks are divided into ``most`` shares of equal bytes. In each share, the place behind which the fewest
-    bytes are held is chosen.
+    The blocks are divided into ``most`` shares of equal bytes. In each share, the end behind which the fewest bytes
+    are held is chosen.
     """
     if len(chain) <= most:
         return list(range(1, len(chain) + 1))

@@ -12,8 +12,11 @@ from rematplan.planner.caches.numba_kernels import kernel
 
 
 def evaluate_runs(graph: TrainingGraph, runs: Ints) -> tuple[int, float]:
-    """Return peak (bytes, inputs included) and cost of a sequence of runs given as base positions. O(reads +
-    writes)."""
+    """Return the peak (bytes, inputs included) and the cost of a sequence of runs, given as positions in
+    ``graph.ops``.
+
+    Each tensor is freed as early as possible. It takes time linear in the reads and writes.
+    """
     peak, cost = _scan(traffic_of(graph), runs)
     return int(peak), float(cost)
 

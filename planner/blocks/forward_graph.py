@@ -38,12 +38,12 @@ SIDE = 8
 
 @dataclass(frozen=True)
 class ForwardGraph:
-    """Nodes in topological order; sets of nodes are bit masks.
+    """The forward half as a graph whose nodes are groups of ops, in topological order. Sets of nodes are bit masks.
 
-    ``members[v]``: the ops of node v (base positions, ascending). ``cost[v]``: T_v, the cost of running them.
-    ``bytes[v]``: M_v, the size of the tensors it writes that an op outside of it reads; graph outputs do not count,
-    because they stay resident anyway. ``preds[v]`` and ``succs[v]``: data edges. ``before[v]``: ``preds`` and the
-    nodes whose random draws must come first.
+    ``members[v]``: the ops of node v (positions in ``graph.ops``, ascending). ``cost[v]``: T_v, the cost of running
+    them. ``bytes[v]``: M_v, the size of the tensors that node v writes and an op outside of v reads; graph outputs
+    do not count, because they stay resident anyway. ``preds[v]``, ``succs[v]``: the nodes that v reads from, and
+    that read from v. ``before[v]``: ``preds[v]`` and the nodes whose random draws must come before those of v.
     """
 
     members: tuple[tuple[int, ...], ...]
@@ -58,17 +58,18 @@ class ForwardGraph:
 
     @property
     def everything(self) -> int:
-        """The mask of all nodes."""
+        """The bit mask of all nodes."""
         return (1 << len(self.members)) - 1
 
     @cached_property
     def sizes(self) -> NDArray[np.int64]:
-        """The sizes ``bytes`` of the nodes, as an array."""
+        """For each node, M_v as an array: the bytes of the tensors that the node writes and an op outside of the
+        node reads."""
         return np.array(self.bytes, dtype=np.int64)
 
     @cached_property
     def ancestors(self) -> tuple[int, ...]:
-        """For each node, the mask of itself and everything that must come before it."""
+        """For each node, the bit mask of itself and everything that must come before it."""
         masks: list[int] = []
         for v, before in enumerate(self.before):
             mask = 1 << v
@@ -79,7 +80,7 @@ class ForwardGraph:
 
     @cached_property
     def descendants(self) -> tuple[int, ...]:
-        """For each node, the mask of itself and everything that must come after it."""
+        """For each node, the bit mask of itself and everything that must come after it."""
         masks = [1 << v for v in range(len(self))]
         for v in reversed(range(len(self))):
             for u in bits(self.before[v]):
@@ -96,7 +97,11 @@ def bits(mask: int) -> Iterator[int]:
 
 
 def forward_graph(graph: TrainingGraph) -> ForwardGraph:
-    """Return the contracted forward half; computed once per graph. Empty if no op belongs to the forward half."""
+    """Return the forward half as a graph in which ops that offer no useful choice are grouped; computed once per
+    problem.
+
+    It is empty if no op belongs to the forward half.
+    """
     return cached_on(graph, "forward_graph", lambda: _contract(indexed(graph)))
 
 
@@ -123,7 +128,7 @@ class _Groups:
                 self.succs[p].add(o)
 
     def merge_sources(self) -> bool:
-        """Join side sources with their earliest consumers. Returns whether any were joined."""
+        """Join small groups without predecessors with their earliest consumers, and return whether any were joined."""
         sources = [g for g in sorted(self.members) if not self.preds[g]]
         reach = self._reach(self.succs, sorted(self.members, reverse=True))
         main = max(sources, key=lambda g: (reach[g].bit_count(), -g), default=-1)
@@ -135,7 +140,7 @@ class _Groups:
         return merged
 
     def merge_sinks(self) -> bool:
-        """Join side sinks with their latest predecessors. Returns whether any were joined."""
+        """Join groups that no other group reads with their latest predecessors, and return whether any were joined."""
         sinks = [g for g in sorted(self.members) if not self.succs[g]]
         reach = self._reach(self.preds, sorted(self.members))
         main = max(sinks, key=lambda g: (reach[g].bit_count(), g), default=-1)
@@ -149,7 +154,8 @@ class _Groups:
         return merged
 
     def merge_pass_throughs(self) -> bool:
-        """Join pass-through groups with their only consumers. Returns whether any were joined."""
+        """Join groups with their only consumers where that makes no boundary larger, and return whether any were
+        joined."""
         merged = False
         for g in sorted(self.members):
             if len(self.succs[g]) != 1:
@@ -161,7 +167,7 @@ class _Groups:
         return merged
 
     def freeze(self) -> ForwardGraph:
-        """Return the groups as nodes, in the order of their anchors."""
+        """Return the groups as the nodes of a `ForwardGraph`, in topological order."""
         order = sorted(self.members)
         node = {g: v for v, g in enumerate(order)}
         preds = [_mask(node[p] for p in self.data[g] & self.preds[g]) for g in order]
@@ -201,7 +207,7 @@ class _Groups:
         return masks
 
     def _bytes(self, *groups: int) -> int:
-        """M of several groups taken together."""
+        """Return M of several groups taken together: the bytes they write that others read."""
         inside, ix = {o for g in groups for o in self.members[g]}, self.ix
         return sum(
             ix.bytes[t]

@@ -44,11 +44,12 @@ NEAR = 16
 
 
 class Intervals(NamedTuple):
-    """The intervals that saves and passes lead to, and which of them are equal.
+    """The intervals of blocks that the dynamic program visits, and which of them are equal.
 
-    ``place[s]``: whether a long pass may end in front of block s; passes of at most `NEAR` blocks may end anywhere.
-    ``row[i, j]``: the number of the interval of blocks i .. j - 1, or -1. ``first``: for each number, the i and j
-    of one interval that has it, by increasing length.
+    ``place[s]``: whether a long pass may end in front of block s (a pass runs blocks and keeps only what later
+    blocks read); a pass over at most `NEAR` blocks may end anywhere. ``row[i, j]``: the number of the interval of
+    blocks i .. j - 1; equal intervals have the same number; -1 if it is not visited. ``first``: for each number, the
+    i and j of one interval with that number, by increasing length.
     """
 
     place: Flags
@@ -57,16 +58,18 @@ class Intervals(NamedTuple):
 
     @property
     def splits(self) -> int:
-        """About how many ways there are to split all different intervals in two."""
+        """About how many ways there are to split all different intervals in two; the program's work is proportional
+        to it."""
         before = np.cumsum(self.place)
         i, j = self.first.T
         return int((before[j] - before[i] + np.minimum(j - i, NEAR)).sum())
 
 
 def intervals(chain: BlockChain, places: Sequence[int]) -> Intervals:
-    """Number the intervals of a chain. Two are equal if their blocks' kinds and places are. O(n² log n).
+    """Number the intervals of blocks of a chain. Two have the same number if their blocks are equal in cost and
+    bytes and passes may end at the same places. O(n² log n) for n blocks.
 
-    ``places``: where long passes may end, the chain's end included.
+    ``places``: the blocks in front of which long passes may end, the chain's end included.
     """
     n = len(chain)
     place = np.zeros(n + 1, dtype=np.bool_)
@@ -88,10 +91,13 @@ def intervals(chain: BlockChain, places: Sequence[int]) -> Intervals:
 
 
 class Units(NamedTuple):
-    """The figures of a chain in units, and costs as shares of their sum.
+    """The costs and bytes of a `BlockChain` for the dynamic program: costs as shares of their sum, bytes as whole
+    numbers of units.
 
-    ``cost`` and ``left`` are prefix sums over the blocks. ``pass_peak[i, s]``: the peak of a pass from block i to
-    block s. ``room``: K.
+    ``cost`` and ``left`` are prefix sums over the blocks. ``pass_peak[i, s]``: the peak while blocks i .. s - 1 run
+    and keep only what later blocks read. ``kept[i, s]``: the bytes that these blocks then keep. ``room``: the
+    largest number of units. ``closing_cost``, ``saved``, ``saving``, ``closing``, ``stage``, ``entering``: as in
+    `BlockChain`.
     """
 
     cost: Costs
@@ -108,7 +114,8 @@ class Units(NamedTuple):
 
 
 def in_units(chain: BlockChain, most: float, room: int) -> Units:
-    """Convert a chain to units: ``room`` units stand for ``most`` bytes."""
+    """Convert the costs and bytes of a chain for the dynamic program: ``room`` units of memory stand for ``most``
+    bytes."""
     unit = max(1.0, most / room)
 
     def rounded(figures: NDArray[Any]) -> Ints:
@@ -136,10 +143,11 @@ def in_units(chain: BlockChain, most: float, room: int) -> Units:
 
 @dataclass(frozen=True)
 class Table:
-    """The least recomputation cost C[i, j, m] for every interval of blocks i .. j - 1 and every number m of units.
+    """The least recomputation cost C[i, j, m] of every interval of blocks i .. j - 1 with every number m of memory
+    units.
 
-    ``cost``: C by the interval's number (see `Intervals`) and m, as shares of the sum of all costs (see `Units`);
-    infinite where nothing fits.
+    ``cost[r, m]``: C for the interval with the number r (see `Intervals`), as a share of the sum of all costs;
+    infinite if nothing fits. ``units``: the chain's costs and bytes. ``alike``: the intervals.
     """
 
     units: Units
@@ -148,12 +156,14 @@ class Table:
 
     @property
     def whole(self) -> Floats:
-        """The least recomputation cost of the whole chain with m units, for m = 0 .. K; infinite where nothing fits."""
+        """The least recomputation cost of the whole chain with m units of memory, for m = 0, 1, ..., as shares of
+        the sum of all costs; infinite if nothing fits."""
         row: Floats = self.cost[self.alike.row[0, -1]]
         return row
 
     def steps(self, room: int, most: int) -> Ints:
-        """Return a cheapest sequence of steps with ``room`` units: k stands for a run of block k, -1 - k for stage k.
+        """Return a cheapest sequence of steps with ``room`` units of memory: k stands for a run of block k, -1 - k
+        for the backward of block k.
 
         Empty if there are more than ``most`` steps.
         """
@@ -161,7 +171,8 @@ class Table:
 
 
 def solve(units: Units, alike: Intervals) -> Table:
-    """Compute the least recomputation cost of every interval, for every number of units."""
+    """Compute the least recomputation cost of every interval of blocks, for every number of memory units. ``alike``:
+    which intervals are equal."""
     return Table(units, alike, _fill(units, alike))
 
 
@@ -193,7 +204,7 @@ def _fill(u: Units, alike: Intervals) -> Floats:
 
 @kernel
 def _saving_needs(u: Units, i: int, j: int) -> int:
-    """The least m with which block i can be saved."""
+    """Return the least number of units with which block i can be saved."""
     runs = u.closing[i] if i + 1 == j < len(u.stage) else u.saving[i]
     rest = u.saved[i] if i + 1 < j else 0
     return int(max(u.entering[j] + runs, u.stage[i] + u.left[j] - u.left[i + 1], rest))
@@ -201,7 +212,8 @@ def _saving_needs(u: Units, i: int, j: int) -> int:
 
 @kernel
 def _pass_needs(u: Units, i: int, s: int, j: int) -> tuple[int, int, int]:
-    """The least m for a pass to block s, and by how much it reduces m for the later and for the earlier blocks."""
+    """Return the least number of units for a pass to block s, and by how much the pass reduces the units for the
+    later and for the earlier blocks."""
     kept, left = u.kept[i, s], u.left[j] - u.left[s]
     return int(max(u.entering[j] + u.pass_peak[i, s], kept, left)), int(kept), int(left)
 
@@ -241,7 +253,7 @@ def _trace(u: Units, alike: Intervals, table: Floats, room: int, most: int) -> I
 
 @kernel
 def _pass_to(u: Units, alike: Intervals, table: Floats, i: int, j: int, m: int) -> int:
-    """Which block to pass to with m units; i itself if block i should be saved."""
+    """Return the block to pass to with m units; i itself if block i should be saved."""
     best, to = np.float32(np.inf), i
     if j == i + 1:
         return to

@@ -35,9 +35,11 @@ NEVER = np.int64(2**62)  # no chain reaches this entry
 
 
 def formula(view: ForwardGraph, chain: Sequence[int], charge_last: bool = True) -> tuple[int, float]:
-    """Return the paper's peak (bytes) and recomputation time of a chain of lower sets.
+    """Return the peak (bytes) and recomputation time of a chain of lower sets by the formulas of Kusumoto et al.
+    2019.
 
-    ``charge_last``: whether the recomputation of the last block counts in the time.
+    ``chain``: L_1 ⊂ … ⊂ L_k as bit masks. ``charge_last``: whether the recomputation of the last block counts in the
+    time.
     """
     peak, time, cached = 0, 0.0, 0
     for block, mask in zip(blocks_of(chain), chain, strict=True):
@@ -50,11 +52,13 @@ def formula(view: ForwardGraph, chain: Sequence[int], charge_last: bool = True) 
 
 
 class Family(NamedTuple):
-    """A family of lower sets as arrays, by size, from ∅ to V.
+    """A family of lower sets L as arrays, by number of nodes, from ∅ to the set V of all nodes.
 
-    ``words``: the masks, 64 nodes per word. ``bytes``: M(L). ``time``: T(L), in fine cost units. ``transient``:
-    M(δ⁺(L) ∖ L) + M(δ⁻(δ⁺(L)) ∖ L). ``edge[edge_start[i] : edge_start[i + 1]]``: the nodes of ∂(L_i). ``copies``:
-    how many times M(V′) is charged.
+    ``words``: the sets as bit masks, 64 nodes per word. ``bytes``: M(L). ``time``: T(L), with costs as integers.
+    ``transient``: M(δ⁺(L) ∖ L) + M(δ⁻(δ⁺(L)) ∖ L), the bytes of the nodes outside of L that read from L and of those
+    that these read. ``edge[edge_start[i] : edge_start[i + 1]]``: the nodes of the boundary ∂(L_i). ``node_bytes``,
+    ``node_time``: M_v and T_v of each node. ``copies``: how often a block's bytes are charged: 2 for values and
+    gradients, 1 for values only.
     """
 
     words: Words
@@ -70,11 +74,12 @@ class Family(NamedTuple):
 
 @dataclass(frozen=True)
 class LowerSetDP:
-    """A family of lower sets, prepared for the program.
+    """A family of lower sets, prepared for the dynamic program of Kusumoto et al. 2019.
 
-    ``masks``: the family by size, from ∅ to V. ``unit``: fine cost units per tick. ``width``: ticks per row.
-    ``charge_last``: whether the last block's recomputation is charged, as in the paper; a schedule does not need
-    it.
+    ``masks``: the family as bit masks, by number of nodes, from ∅ to the set V of all nodes. ``family``: the same as
+    arrays. ``unit``: integer cost per tick; ticks are the resolution of the recomputation time. ``width``: ticks per
+    row of the table. ``charge_last``: whether the last block's recomputation is charged, as in the paper; a schedule
+    does not need it.
     """
 
     masks: tuple[int, ...]
@@ -84,8 +89,8 @@ class LowerSetDP:
     charge_last: bool
 
     def least_budget(self) -> int:
-        """Return the least formula budget (bytes) that some chain of the family meets, by bisection over the values
-        that occur."""
+        """Return the least budget (bytes) that some chain of the family meets by the paper's formula of the peak,
+        found by bisection."""
         low, high = 0, self.most_budget()
         while low < high:
             met, further = _asked(self.family, (low + high) // 2)
@@ -93,31 +98,40 @@ class LowerSetDP:
         return low
 
     def most_budget(self) -> int:
-        """Return a formula budget that every chain of the family meets."""
+        """Return a budget (bytes) that every chain of the family meets by the paper's formula of the peak."""
         return self.family.copies * int(self.family.bytes[-1]) + int(self.family.transient.max())
 
     def solve(self, budget: int) -> Table:
-        """Compute opt[L, t] for a formula budget (bytes), for every lower set of the family and every tick."""
+        """Compute opt[L, t], the least cached bytes of chains that end in L and recompute for t ticks, for all L and
+        t.
+
+        ``budget``: bytes that the chains must meet by the paper's formula of the peak.
+        """
         return Table(self, budget, _fill(self.family, self.unit, budget, self.width, self.charge_last))
 
 
 @dataclass(frozen=True)
 class Table:
-    """The least cached memory opt[L, t] of chains that end in L and recompute for t ticks, for one formula budget
-    (bytes)."""
+    """The least cached bytes ``opt[L, t]`` of chains that end in the lower set L and recompute for t ticks, among
+    chains that meet ``budget`` (bytes) by the paper's formula of the peak.
+
+    ``dp``: the family of lower sets; L is an index into it.
+    """
 
     dp: LowerSetDP
     budget: int
     opt: Ints
 
     def times(self) -> list[int]:
-        """Return the ticks with which some chain reaches V, ascending; empty if the budget is too small."""
+        """Return the recomputation times, in ticks, of the chains that reach V, ascending; empty if the budget is
+        too small."""
         return [int(t) for t in np.flatnonzero(self.opt[-1] < NEVER)]
 
     def chain(self, time: int) -> tuple[int, ...]:
-        """Return the chain L₁ ⊂ … ⊂ L_k = V of least cached memory that reaches V in ``time`` ticks, as bit masks.
+        """Return the chain L₁ ⊂ … ⊂ L_k = V with the least cached bytes among those that recompute for ``time``
+        ticks, as bit masks.
 
-        ``time``: one of `times`.
+        ``time``: an element of `times`.
         """
         dp = self.dp
         found = _trace(dp.family, dp.unit, self.budget, self.opt, time, dp.charge_last)
@@ -127,12 +141,16 @@ class Table:
 def prepare(
     view: ForwardGraph, masks: Sequence[int], ticks: int, charge_last: bool, gradients: bool = True
 ) -> LowerSetDP:
-    """Prepare the program for a family of lower sets, sorted by size, from ∅ to V.
+    """Prepare the dynamic program for a family of lower sets.
 
-    ``ticks``: the largest number of ticks into which the cost of all nodes is divided. ``charge_last``: whether the
-    last block's recomputation is charged. ``gradients``: whether a block's gradients and what they wait for are
-    charged, as in the paper. Otherwise a block costs M(V′), which is closer to the truth where each gradient takes the
-    place of the value it is computed from.
+    Args:
+        view: the forward graph.
+        masks: the family as bit masks, sorted by number of nodes, from ∅ to the set V of all nodes.
+        ticks: the largest number of ticks into which the cost of all nodes is divided.
+        charge_last: whether the last block's recomputation is charged, as in the paper.
+        gradients: whether a block's gradients and what they wait for are charged, as in the paper. If not, a block
+            is charged M(V′), the bytes of its values only, which is closer to the truth where each gradient takes
+            the place of the value it is computed from.
     """
     fine, sizes = _fine_costs(view), _short_sizes(view)
     total = sum(fine)
@@ -230,13 +248,13 @@ def _subset(words: Words, i: int, j: int) -> bool:
 
 @kernel
 def _need(family: Family, i: int, j: int) -> int:
-    """The bytes that the step from L_i to L_j needs in addition to the cache."""
+    """Return the bytes that the step from L_i to L_j needs in addition to the cached bytes."""
     return int(family.copies * (family.bytes[j] - family.bytes[i]) + family.transient[j])
 
 
 @kernel
 def _step(family: Family, unit: int, i: int, j: int, last_free: bool) -> tuple[int, int]:
-    """For the step from L_i to L_j: the bytes added to the cache, and the ticks of recomputation."""
+    """Return, for the step from L_i to L_j, the bytes added to the cache and the ticks of recomputation."""
     more, work = np.int64(0), family.time[j] - family.time[i]
     for e in range(family.edge_start[j], family.edge_start[j + 1]):
         v = family.edge[e]
@@ -250,10 +268,10 @@ def _step(family: Family, unit: int, i: int, j: int, last_free: bool) -> tuple[i
 
 @kernel
 def _asked(family: Family, budget: int) -> tuple[int, int]:
-    """Return the budget that a chain within ``budget`` needs, and the least that any step over the budget needs; or
-    NEVER.
+    """Return the budget that a chain within ``budget`` needs (`NEVER` if there is none), and the least that a step
+    which exceeds ``budget`` needs (`NEVER` if none does).
 
-    This is `_fill` without time.
+    It does the same as `_fill`, but ignores time.
     """
     count = len(family.bytes)
     cached, asked = np.full(count, NEVER), np.full(count, NEVER)

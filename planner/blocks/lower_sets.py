@@ -15,7 +15,7 @@ from rematplan.planner.blocks.forward_graph import ForwardGraph, bits
 
 
 def boundary(view: ForwardGraph, mask: int) -> int:
-    """Return ∂(L): the nodes of L that a node outside of L reads, as a mask."""
+    """Return the boundary ∂(L) of a set of nodes (bit mask): its nodes that a node outside of it reads, as a mask."""
     edge = 0
     for v in bits(mask):
         if view.succs[v] & ~mask:
@@ -24,14 +24,14 @@ def boundary(view: ForwardGraph, mask: int) -> int:
 
 
 def lower_sets(view: ForwardGraph, limit: int, strategy: str) -> tuple[int, ...]:
-    """Return all lower sets, sorted by their number of nodes, ∅ and V included.
+    """Return all lower sets of a forward graph as bit masks, sorted by their number of nodes, from ∅ to the set V of
+    all nodes.
 
-    They grow node by node from ∅: each non-empty lower set is a smaller one plus one of its maximal nodes. Ordering by
-    size is a linear extension of inclusion, so a single sweep of a dynamic program sees every transition; the order of
-    discovery would miss some.
+    They are found by adding one node at a time to smaller ones. Sorted by size, every lower set comes after those
+    that it contains, so a dynamic program needs a single pass over them.
 
     Raises:
-        LatticeTooLarge: there are more than ``limit``; noticed after generating that many. The error names
+        LatticeTooLarge: there are more than ``limit`` lower sets; noticed after so many were found. The error names
             ``strategy``.
     """
     after = [0] * len(view)
@@ -58,10 +58,11 @@ def lower_sets(view: ForwardGraph, limit: int, strategy: str) -> tuple[int, ...]
 
 
 def pruned_lower_sets(view: ForwardGraph, most: int) -> tuple[int, ...]:
-    """Return the pruned family: each node with its ancestors, ∅ and V, sorted by number of nodes. At most #V + 2 sets.
+    """Return the pruned family of lower sets as bit masks: each node with its ancestors, ∅, and the set V of all
+    nodes, sorted by number of nodes. These are at most #V + 2 (Kusumoto et al. 2019).
 
-    If there are more than ``most``, only some of them are returned, at most about ``most``: in the sorted order, a set
-    is kept where its bytes exceed a further ``most``-th of all bytes.
+    If there are more than ``most``, only about ``most`` of them are returned, spread evenly over the bytes they
+    contain, ∅ and V included.
     """
     family = by_size({0, view.everything, *view.ancestors})
     if len(family) <= most:
@@ -77,7 +78,7 @@ def pruned_lower_sets(view: ForwardGraph, most: int) -> tuple[int, ...]:
 
 
 def bytes_of(view: ForwardGraph, mask: int) -> int:
-    """Return the bytes of a set of nodes; fast for thousands of nodes."""
+    """Return the bytes of a set of nodes (bit mask): the sum of M_v. Fast for thousands of nodes."""
     member = np.unpackbits(
         np.frombuffer(mask.to_bytes(len(view) // 8 + 1, "little"), np.uint8), bitorder="little"
     )
@@ -90,9 +91,10 @@ def by_size(masks: set[int]) -> tuple[int, ...]:
 
 
 def boundaries(view: ForwardGraph, chain: Sequence[int]) -> int:
-    """Return U_k = ∪ ∂(L_i) of a chain: the nodes that a later block reads.
+    """Return the union U_k = ∪ ∂(L_i) of the boundaries of a chain of lower sets, as a bit mask: the nodes that a
+    later block reads.
 
-    A node outside of L_j ⊇ L_i is outside of L_i too.
+    ``chain``: L_1 ⊂ … ⊂ L_k as bit masks.
     """
     edge = 0
     for block, mask in zip(blocks_of(chain), chain, strict=True):
@@ -103,17 +105,17 @@ def boundaries(view: ForwardGraph, chain: Sequence[int]) -> int:
 
 
 def blocks_of(chain: Sequence[int]) -> list[int]:
-    """Return V_1..V_k of a rising chain that starts after ∅: the differences of neighbours."""
+    """Return the blocks V_i = L_i ∖ L_{i−1} of a chain of lower sets L_1 ⊂ … ⊂ L_k, all as bit masks; L_0 = ∅ is not
+    in the chain."""
     return [mask & ~below for below, mask in zip((0, *chain), chain, strict=False)]
 
 
 def cut_points(view: ForwardGraph) -> tuple[int, ...]:
-    """Return the lower sets with a boundary of one node that split the graph in two, as a rising chain without ∅
-    and V.
+    """Return the lower sets that have a single node v as their boundary, through which alone they communicate with
+    all other nodes. They are bit masks, each containing the one before; ∅ and the set of all nodes are left out.
 
-    Node v is a cut point if everything before and everything after it communicates through v alone: the nodes that
-    need not come after v form a lower set L with ∂(L) = {v}. In topological order; a node parallel to an earlier
-    cut point is left out.
+    Such a set consists of v and all nodes that need not come after v. Of two nodes that are parallel to each other
+    only the first is used.
     """
     read_after = [0] * len(view)  # what the nodes that come after v read
     for v in reversed(range(len(view))):

@@ -33,10 +33,11 @@ from rematplan.planner.caches.uncompiled_loops import plain
 
 @dataclass(frozen=True, slots=True)
 class Partition:
-    """What the block strategies choose.
+    """A division of the forward half into blocks, as the block strategies choose it.
 
-    ``blocks``: V_1..V_k, each as the names of its forward ops; together they are all forward ops, and no op is in
-    an earlier block than its producers. ``kept``: the tensors that stay resident at the loss boundary.
+    ``blocks``: V_1..V_k, each as the names of its forward ops; together they are all forward ops, and no op is in an
+    earlier block than its producers. ``kept``: the names of the tensors that stay resident between forward and
+    backward; the others are recomputed block by block.
     """
 
     blocks: tuple[tuple[str, ...], ...]
@@ -44,13 +45,14 @@ class Partition:
 
 
 def partition_of(graph: TrainingGraph, chain: Sequence[int], lean: bool = False) -> Partition:
-    """Return the canonical partition of a chain of lower sets of the `forward_graph`: blocks V_i, kept U_k = ∪
-    ∂(L_j).
+    """Return the partition of the forward into blocks that a chain of lower sets L_1 ⊂ … ⊂ L_k of the
+    `forward_graph` defines: block i is L_i ∖ L_{i−1}.
 
-    Kept are the boundary nodes' tensors that a later block reads, and also their tensors that any op outside of the
-    node reads (batch norm's saved statistics, max-pool's indices), as in the formula, which charges no
-    recomputation of boundary nodes. With ``lean``, the latter are kept only if they are much smaller than the
-    former.
+    Boundary nodes are nodes that a node of a later block reads. Kept are their tensors that a later block reads.
+    Kept as well are their tensors that only the backward or the own block reads (batch norm's saved statistics,
+    max-pool's indices), because Kusumoto's formula charges no recomputation of boundary nodes. With ``lean``,
+    tensors of this second kind are kept only if each is at most 1/`LEAN_RATIO` as large as those of the first kind
+    together.
     """
     ix, view = indexed(graph), forward_graph(graph)
     outer = cached_on(graph, "outer", lambda: _outer(ix, view))
@@ -66,8 +68,8 @@ def partition_of(graph: TrainingGraph, chain: Sequence[int], lean: bool = False)
 
 
 LEAN_RATIO = 8
-"""A lean partition keeps another tensor of a boundary node only if it is this many times smaller than the tensors
-that a later block reads."""
+"""With ``lean``, `partition_of` keeps tensors of a boundary node that no later block reads only if they are this
+many times smaller than those that a later block reads."""
 
 
 def _outer(ix: Indexed, view: ForwardGraph) -> list[list[tuple[int, int]]]:
@@ -89,16 +91,21 @@ def _kept_of_node(ix: Indexed, outer: list[tuple[int, int]], mask: int, lean: bo
 
 
 def lower(graph: TrainingGraph, partition: Partition) -> list[str]:
-    """Return the sequence of runs of a partition, as op names. It takes time linear in the reads and writes, apart
-    from sorting."""
+    """Return the sequence of runs (op names) of a partition: forward block by block, then the backward, with
+    recomputation.
+
+    It takes time linear in the reads and writes, apart from sorting.
+    """
     ix = indexed(graph)
     return [ix.ops[o] for o in lower_to_positions(graph, partition)]
 
 
 def lower_to_positions(graph: TrainingGraph, partition: Partition, compiled: bool = True) -> Ints:
-    """Return the sequence of runs of a partition, as positions in the base order.
+    """Return the sequence of runs of a partition, as positions in ``graph.ops``: forward block by block, then the
+    backward, with recomputation.
 
-    ``compiled``: whether machine code does it; otherwise plain Python does, slower but without compilation.
+    ``compiled``: whether compiled code computes it; else plain Python does, which is slower but needs no
+    compilation.
     """
     number = cached_on(graph, "numbers", lambda: _numbers(indexed(graph)))
     block = np.full(len(graph.ops), -1, dtype=np.int64)
@@ -111,7 +118,8 @@ def lower_to_positions(graph: TrainingGraph, partition: Partition, compiled: boo
 
 
 def kept_always(graph: TrainingGraph) -> Flags:
-    """For each tensor, whether it stays at the loss boundary in any case because a ``never_rerun`` op writes it."""
+    """Return, for each tensor, whether it stays resident between forward and backward in any case, because an op
+    that may run only once writes it."""
     once = set(graph.never_rerun)
     kept = {t for op in graph.ops if op.name in once for t in op.writes} if once else ()
     return np.array([t.name in kept for t in graph.tensors], dtype=np.bool_)

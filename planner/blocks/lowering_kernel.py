@@ -1,5 +1,5 @@
-"""Compute the runs of a partition in one compiled pass, because hundreds of partitions are compared. See
-`lowering`."""
+"""Compute the sequence of runs of a partition of the forward in one compiled pass, because hundreds of partitions
+are compared. See `lowering`."""
 
 from __future__ import annotations
 
@@ -11,10 +11,11 @@ from rematplan.planner.caches.numba_kernels import kernel
 
 @kernel
 def lowered(traffic: CSRGraph, block: Ints, blocks: int, kept: Flags) -> Ints:
-    """Return the sequence of runs of a partition, as positions in the base order.
+    """Return the sequence of runs of a partition of the forward into blocks, as positions in ``graph.ops``.
 
-    ``traffic``: the problem as arrays. ``block[o]``: the block of forward op o, from 0 to ``blocks`` - 1. ``kept[t]``:
-    whether tensor t stays at the loss boundary.
+    The forward ops run block by block. Then the backward ops run, each preceded by the forward ops that recompute
+    what it lacks. ``traffic``: the problem as arrays. ``block[o]``: the block of forward op o, from 0 to ``blocks``
+    - 1. ``kept[t]``: whether tensor t stays resident between forward and backward.
     """
     ops = len(traffic.forward)
     resident = kept | traffic.wanted

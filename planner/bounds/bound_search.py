@@ -11,18 +11,20 @@ from rematplan.planner.ilp.solver import Solver
 
 
 class BoundSearch(CutBounds):
-    """The search for a lower bound at one budget. Another thread may read its result and stop it.
+    """The search for a lower bound of the overhead at one budget. Another thread may read its result ``best`` and
+    stop it.
 
-    First each of a few places is cut alone and bounded by maximum flows. A set of cuts then grows from the best of
-    them (`cut_growth`).
+    A *cut* at an op states that what is resident at the op's first run fits the budget; what is not must be computed
+    later. First, maximum flows bound single cuts at a few ops. From the best of them a set of cuts grows, whose
+    integer programs prove more.
     """
 
     _growth: Growth | None = None
 
     def run(self, time_limit: float, enough: Callable[[float], bool] = lambda _: False) -> Bound:
-        """Search for up to ``time_limit`` seconds. Returns the best bound, and keeps it in ``best``.
+        """Search for up to ``time_limit`` seconds. Return the best bound proven, which is also in ``best``.
 
-        ``enough``: called between programs with the bound so far; returning True ends the search.
+        ``enough``: called between programs with the overhead that is proven so far; returning True ends the search.
         """
         with Solver() as self._solver:
             self._growth = Growth(self, time_limit, enough)
@@ -30,7 +32,8 @@ class BoundSearch(CutBounds):
         return self.best
 
     def extend(self, seconds: float) -> None:
-        """Let a search that has begun and not ended work for ``seconds`` from now on."""
+        """Allow a search that is running to go on for ``seconds`` from now on. Nothing happens before `run` has
+        begun."""
         if self._growth is not None:
             self._growth.time_limit = self._growth.spent + seconds
 
@@ -38,6 +41,7 @@ class BoundSearch(CutBounds):
 def lower_bound(graph: TrainingGraph, budget: int, time_limit: float = 10.0) -> Bound:
     """Return a proven lower bound of the overhead of any schedule whose peak is within ``budget`` bytes.
 
-    ``time_limit``: seconds for the search.
+    ``time_limit``: seconds for the search. Without a better proof, it is the overhead of running once each op that
+    every schedule must run.
     """
     return BoundSearch(graph, budget).run(time_limit)

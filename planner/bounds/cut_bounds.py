@@ -23,8 +23,8 @@ from rematplan.planner.caches.graph_cache import cached_on
 from rematplan.planner.ilp.solver import Solver
 
 MARGIN = 0.01
-"""Subtracted from a solver's dual bound, in cost units: its tolerance on reduced costs, 1e-7, times 10^5 variables.
-"""
+"""Subtracted from the dual bound of a solver, in cost units, because its arithmetic is inexact: its tolerance on
+reduced costs, 1e-7, times 10^5 variables."""
 
 GAP = 0.05
 """The gap to which integer programs are solved, in cost units."""
@@ -36,36 +36,38 @@ TINY = 1e-5
 """In problems of more than `LARGE` ops, tensors up to this share of the budget are assumed to be always resident."""
 LARGE = 200
 PLACES = 24
-"""The number of places along the network at which cuts are tried."""
+"""The number of ops along the network at which cuts are tried."""
 
 VAST = 3000
-"""With more ops no integer programs are solved: one of this size may prove nothing for a minute."""
+"""With more ops no integer programs are solved: one program of this size may prove nothing for a minute."""
 VAST_PLACES = 8
 
 CLOSED = 1e-6
-"""A gap of at most this much overhead counts as closed: one ten-thousandth of a percent of the base cost."""
+"""A plan counts as optimal if its overhead is at most this much above the lower bound: one ten-thousandth of a
+percent of the cost of running each op once."""
 
 
 @dataclass(frozen=True, slots=True)
 class Bound:
-    """``overhead``: no schedule within the budget has less; infinite if it is proven that no schedule fits."""
+    """A proven lower bound. ``overhead``: no schedule within the budget has less; infinite if it is proven that no
+    schedule fits."""
 
     overhead: float
 
     @property
     def unreachable(self) -> bool:
-        """Whether it is proven that no schedule fits the budget."""
+        """Whether it is proven that no schedule fits the budget that the bound is for."""
         return self.overhead == math.inf
 
 
 class CutBounds:
-    """Lower bounds that sets of cuts prove at one budget, and the best of them so far.
+    """Lower bounds of the overhead at one budget that sets of cuts prove, and the best of them so far (``best``).
 
-    A lower bound for a budget also holds for smaller budgets; it is cached for them. `stop` may be called from
-    another thread.
+    A *cut* at an op states that what is resident at the op's first run fits the budget. A lower bound for a budget
+    also holds for smaller budgets; it is cached for them. `stop` may be called from another thread.
 
     ``rounded``: the sequence of runs of the last integer program's solution, empty if there is none. ``nearest``:
-    that of the program that proved most so far. Both may exceed the budget.
+    the sequence of runs of the integer program that proved most so far. Both sequences may exceed the budget.
     """
 
     def __init__(self, graph: TrainingGraph, budget: int) -> None:
@@ -91,8 +93,8 @@ class CutBounds:
         self._solver = Solver()
 
     def price(self, cut: int) -> float:
-        """Return the lower bound of the overhead that a single cut at a needed op proves, by a maximum flow, and
-        record it.
+        """Return the lower bound of the overhead that a single cut proves by a maximum flow, and record it. ``cut``:
+        the position in ``graph.ops`` of an op that every schedule runs.
 
         Infinite if no schedule fits; -1, which proves nothing, if there are inverses, if no op costs anything, or if
         the numbers are too large.
@@ -110,30 +112,37 @@ class CutBounds:
         self._proven[self.budget] = self.best.overhead
 
     def reached(self, overhead: float) -> bool:
-        """Return whether an overhead is at most the best bound so far, within `CLOSED`."""
+        """Return whether ``overhead`` is at most the best bound so far plus `CLOSED`."""
         return overhead <= self.best.overhead + CLOSED
 
     def stop(self) -> None:
-        """End the search at once. What the current program would have proven is lost."""
+        """End the search at once. What the program being solved would have proven is lost."""
         self._stopped = True
         self._solver.stop()
 
     @property
     def stopped(self) -> bool:
-        """Whether `stop` was called."""
+        """Whether `stop` was called, which ends the search."""
         return self._stopped
 
     def _floor(self) -> float:
-        """The overhead of running each needed op once."""
+        """Return the overhead of running each needed op once."""
         needed = (op.cost for i, op in enumerate(self.graph.ops) if self.order.needed >> i & 1)
         return math.fsum(needed) / self.graph.base_cost - 1 if self.graph.base_cost else 0.0
 
     def solve(self, cuts: Sequence[int], seconds: float, *, integer: bool) -> tuple[float, bool]:
-        """Solve the program of these cuts, or with ``integer`` false its linear relaxation, and record the bound that
-        it proves.
+        """Solve the integer program of a set of cuts, or its linear relaxation, and record the bound that it proves.
 
-        Returns the overhead that it proves, infinite if no schedule fits, and whether more ``seconds`` would prove
-        nothing more. Loops (`loop_rows`) of the solution are excluded from later programs.
+        Loops of the solution (tensors that it computes only from each other) are excluded from later programs.
+
+        Args:
+            cuts: positions in ``graph.ops`` of ops, each of which must precede the next.
+            seconds: the time limit of the solver.
+            integer: whether to solve the integer program; if not, the relaxation.
+
+        Returns:
+            The overhead that is proven (infinite if no schedule fits), and whether more seconds would prove nothing
+                more.
         """
         tiny = int(TINY * (self.budget - self.graph.input_bytes)) if len(self.graph.ops) > LARGE else 0
         program = CutProgram(self.graph, self.order, cuts, self.budget, tiny, self.loops)
@@ -169,16 +178,19 @@ class CutBounds:
 
 @dataclass(frozen=True, slots=True)
 class PeakBound:
-    """No schedule has a peak below ``bytes``. ``op``: the op whose working set is the reason; None: inputs and
-    outputs are."""
+    """A lower bound of the peak of any schedule. ``bytes``: no schedule has a smaller peak. ``op``: the name of the
+    op whose reads, writes and workspace are the reason; None if the inputs and outputs are."""
 
     bytes: int
     op: str | None
 
 
 def min_peak_bound(graph: TrainingGraph) -> PeakBound:
-    """Return the largest working set among the ops that every schedule must run, inputs included, or the size of
-    inputs and outputs if that is larger."""
+    """Return a lower bound of the peak of any schedule: the inputs and the largest working set of an op that every
+    schedule must run, or the inputs and outputs if that is more.
+
+    An op's working set is its reads, writes and workspace.
+    """
     inputs = set(graph.inputs)
     outputs = sum(graph.size[t] for t in graph.outputs if t not in inputs)
     needed = precedence(graph).needed
@@ -191,7 +203,7 @@ def min_peak_bound(graph: TrainingGraph) -> PeakBound:
 
 
 def _quantum(graph: TrainingGraph) -> float:
-    """A number of which every cost is a whole multiple, or 0 if there is none that is coarse enough to help."""
+    """Return a number of which every cost is a whole multiple, or 0 if there is none that is coarse enough to help."""
     thousandths = [round(op.cost * 1000) for op in (*graph.ops, *graph.inverses)]
     exact = all(
         abs(op.cost * 1000 - n) <= 1e-9 * max(1, n)

@@ -24,10 +24,10 @@ from rematplan.planner.bounds.rounding import bytes_at_first_run
 Cuts = tuple[int, ...]
 
 ALONE = 4
-"""How many of the likeliest places are compared as first cut where maximum flows do not apply."""
+"""The number of likely ops that are compared as first cut where maximum flows do not apply."""
 
 FEW = 4
-"""How many places' relaxations are compared for the next cut, in addition to the likeliest one."""
+"""The number of prominent ops whose relaxations are compared for the next cut, in addition to the likeliest op."""
 
 FIRST = 1.0
 """Seconds that any integer program may take. Later ones may take as long as was spent before."""
@@ -36,17 +36,19 @@ GAIN = 1e-5
 """The least overhead by which a cut must raise a bound to be chosen for it."""
 
 SIBLINGS = 3
-"""How many cuts are tried with the same others before one that raises nothing stays."""
+"""The number of cuts that are tried with the same other cuts before one that raises nothing stays."""
 
 CLEARLY = 0.005
-"""Another place is preferred to the likeliest one only if its relaxation proves more by this share; small
-differences between relaxations say nothing about the integer programs."""
+"""Another op is preferred to the likeliest one only if its relaxation proves more by this share; small differences
+between relaxations say nothing about the integer programs."""
 
 
 class Growth:
-    """The growth of a set of cuts, to raise the lower bound of ``search``, within a time limit in seconds.
+    """The growth of a set of cuts, to raise the lower bound of the overhead in ``search``. A *cut* at an op states
+    that what is resident at the op's first run fits the budget.
 
-    ``enough``: called between programs with the overhead that is proven so far; returning True ends the growth.
+    ``time_limit``: seconds. ``enough``: called between programs with the overhead that is proven so far; returning
+    True ends the growth.
     """
 
     def __init__(self, search: CutBounds, time_limit: float, enough: Callable[[float], bool]) -> None:
@@ -59,7 +61,7 @@ class Growth:
         }
 
     def run(self) -> None:
-        """Grow until the time is up or there is nothing left to try."""
+        """Add cuts until the time is up, ``enough`` returned True, or there is nothing left to try."""
         search = self.search
         alone = {cut: search.price(cut) for cut in search.starts if not self.over()}
         if self.over() or not search.graph.base_cost or (search.vast and not search.graph.inverses):
@@ -76,12 +78,12 @@ class Growth:
                     self.solve(cuts)
 
     def grow(self, cuts: Cuts, among: Collection[int]) -> list[Cuts]:
-        """Add cuts at ops of ``among`` while likely ones raise the bound. Returns the sets whose programs were cut
-        short.
+        """Add cuts at ops of ``among`` while likely ones raise the bound. Return the sets of cuts whose programs
+        were not solved to the end.
 
-        A program that was cut short gets more time before a cut is added whose relaxation proves no more, because
-        the larger program would take even longer. If none of a few cuts raises the bound alone, the first of them
-        stays.
+        A program that was not solved to the end gets more time before a cut is added whose relaxation proves no
+        more, because the larger program would take even longer. If none of a few cuts raises the bound alone, the
+        first of them stays, because often only two cuts together do.
         """
         if self.over():
             return []
@@ -122,9 +124,11 @@ class Growth:
         return unsolved
 
     def resident(self, cuts: Cuts, among: Collection[int]) -> Mapping[int, int]:
-        """Return, for those ops of ``among`` at which a further cut is possible, the bytes held while each first runs.
+        """Return, for those ops of ``among`` at which a further cut is possible, the bytes resident while each first
+        runs.
 
-        They are those of the sequence of runs of the last solution, or of the base order before there is one.
+        They are the bytes of the sequence of runs of the last solution, or of the plan without recomputation before
+        there is a solution.
         """
         return {
             op: self._resident[op]
@@ -133,11 +137,15 @@ class Growth:
         }
 
     def likely(self, resident: Mapping[int, int], tried: Collection[int], failed: int) -> list[int]:
-        """Return the ops to try next as cuts, all of them over the budget: the most prominent ones, and the one that
-        the network's shape suggests.
+        """Return the ops to try next as cuts, all of them where the budget is exceeded: the most prominent ones, and
+        the first untried one of the places found in advance (``search.places``).
 
-        The latter is first, unless ``failed``, the number of cuts in turn that raised nothing, is above 0.
-        ``resident``: the bytes held at each op. ``tried``: ops to leave out.
+        The latter is first if ``failed`` is 0, else last. Empty if the budget is exceeded nowhere else.
+
+        Args:
+            resident: the bytes resident at each op.
+            tried: ops to leave out.
+            failed: how many cuts in a row have raised nothing.
         """
         over = [max(0, bytes_ - self.search.budget) for bytes_ in resident.values()]
         prominent = dict(zip(resident, prominence(over, over), strict=True)) if over else {}
@@ -148,8 +156,8 @@ class Growth:
         return list(dict.fromkeys(ranked)) or sorted(left, key=lambda op: -resident[op])[:1]
 
     def most_lifting(self, cuts: Cuts, likely: list[int]) -> int:
-        """Return the op of ``likely`` that, as a further cut, raises the bound of the relaxation most, if it does so
-        clearly; otherwise the first of them."""
+        """Return the op of ``likely`` that, added to ``cuts``, raises the bound of the linear relaxation most, if
+        clearly more than the first of ``likely``; else that first op."""
         value = self.relaxed(cuts)
         lifted = {cut: self.relaxed(self.wider(cuts, cut)) for cut in likely if not self.over()}
         best = max(lifted, key=lambda cut: lifted[cut], default=likely[0])
@@ -157,21 +165,21 @@ class Growth:
         return best if lifted and lifted[best] > least else likely[0]
 
     def wider(self, cuts: Cuts, cut: int) -> Cuts:
-        """Return ``cuts`` with the cut ``cut`` added, in the base order."""
+        """Return ``cuts`` with the op ``cut`` added, in the problem's order."""
         return tuple(sorted((*cuts, cut)))
 
     def relaxed(self, cuts: Cuts) -> float:
-        """Return the overhead that the linear relaxation of the program of these cuts proves; solved once per set of
+        """Return the overhead that the linear relaxation of the program of ``cuts`` proves; solved once per set of
         cuts."""
         if cuts not in self._relaxed:
             self._relaxed[cuts] = self.search.solve(cuts, self.left, integer=False)[0]
         return self._relaxed[cuts]
 
     def solve(self, cuts: Cuts) -> tuple[float, bool]:
-        """Solve the integer program of these cuts, for at most a share of the time. Returns the overhead that it
-        proves, and whether more time would prove nothing more.
+        """Solve the integer program of the set ``cuts``, for at most a share of the time. Return the overhead that
+        it proves, and whether more time would prove nothing more.
 
-        No program is solved for a vast problem: the result is (-inf, True).
+        For a problem with too many ops for integer programs (``search.vast``), the result is (-inf, True) at once.
         """
         if self.search.vast:
             return -math.inf, True
@@ -195,15 +203,16 @@ class Growth:
 
     @property
     def spent(self) -> float:
-        """Seconds since the start."""
+        """The seconds since the growth was created."""
         return time.monotonic() - self.began
 
     @property
     def left(self) -> float:
-        """Seconds left."""
+        """The seconds left until the time limit; 0 after it."""
         return max(0.0, self.time_limit - self.spent)
 
     def over(self) -> bool:
-        """Return whether the growth must end: stopped, time is up, no schedule fits, or ``enough`` returned True."""
+        """Return whether the growth must end: it was stopped, time is up, it is proven that no schedule fits, or
+        ``enough`` returned True."""
         best = self.search.best
         return self.search.stopped or not self.left or best.unreachable or self.enough(best.overhead)

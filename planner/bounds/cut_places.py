@@ -15,16 +15,17 @@ from rematplan.planner.core.schedule import Run, with_frees
 from rematplan.planner.core.simulator import resident_bytes
 
 LEVELS = 50
-"""Heights are compared in steps of this fraction of the highest, so that small tensors next to large ones make no
+"""Bytes are compared in steps of this fraction of the largest, so that small tensors next to large ones make no
 peaks."""
 
 
 def heaviest_chain(graph: TrainingGraph, order: Precedence) -> list[tuple[int, int]]:
-    """Return a chain of ops, each of which must precede the next, with the bytes that the base order holds while
-    each runs.
+    """Return a chain of ops, each of which must precede the next: pairs of an op's position in ``graph.ops`` and the
+    bytes resident while the op runs in the plan without recomputation.
 
-    It is the path, through tensors with a single writer, whose bytes have the largest sum: it follows the backbone
-    of the network, forward and back. Longest path, linear in the reads. Only needed ops are on it.
+    It is the path, through tensors with a single writer, with the largest sum of these bytes. So it follows the
+    backbone of the network, forward and back. It ends with an op that every schedule runs; empty if there is none.
+    Longest path, linear in the reads.
     """
     resident = _base_heights(graph)
     inputs = set(graph.inputs)
@@ -44,7 +45,8 @@ def heaviest_chain(graph: TrainingGraph, order: Precedence) -> list[tuple[int, i
 
 
 def needed_line(graph: TrainingGraph, order: Precedence) -> list[tuple[int, int]]:
-    """Return all ops that every schedule must run, in the base order, with bytes as in `heaviest_chain`."""
+    """Return all ops that every schedule must run, in the problem's order: pairs of an op's position in
+    ``graph.ops`` and the bytes resident while the op runs in the plan without recomputation."""
     return [(i, resident) for i, resident in enumerate(_base_heights(graph)) if order.needed >> i & 1]
 
 
@@ -60,7 +62,8 @@ def _base_heights(graph: TrainingGraph) -> list[int]:
 
 
 def in_line(order: Precedence, cuts: Sequence[int]) -> list[int]:
-    """Return the needed recipes, in order, that must precede or be preceded by each of ``cuts``."""
+    """Return the ops that every schedule must run and that must precede or follow each of ``cuts``, by position in
+    ``graph.ops``, ascending."""
     return [
         v
         for v, before in enumerate(order.before)
@@ -69,13 +72,15 @@ def in_line(order: Precedence, cuts: Sequence[int]) -> list[int]:
 
 
 def cut_candidates(graph: TrainingGraph, line: Sequence[tuple[int, int]], most: int) -> list[int]:
-    """Return ops of a line to cut at, the most promising first.
+    """Return positions in ``graph.ops`` of ops to cut at, the most promising first; at most ``most``, none if
+    ``line`` is empty.
 
-    ``line``: ops with the bytes held there, such as a chain. The first candidate is the op that holds most in the
-    base order. Then follow ops of the backward half (of all, if there is none) where the bytes held, or the op's
-    own working set, stand out. Standing out is measured by *prominence*, as for mountains: the height above the
-    highest saddle towards a higher peak. Most of them are where the network's tensors change size. Among equals the
-    later comes first; of two adjacent ops one is left out.
+    ``line``: ops to choose from, as pairs of an op's position in ``graph.ops`` and bytes resident there, such as
+    `heaviest_chain` returns. The first candidate is the op with the most resident bytes. Then follow ops of the
+    backward half (of all, if there is none) where the resident bytes, or the op's own working set, stand out.
+    Standing out is measured by *prominence*, as for mountains: the height above the highest saddle towards a higher
+    peak. Most such ops are where the sizes of the network's tensors change. Of equally prominent ops the later comes
+    first; of two adjacent ops only one is returned.
     """
     if not line:
         return []
@@ -98,9 +103,10 @@ def cut_candidates(graph: TrainingGraph, line: Sequence[tuple[int, int]], most: 
 
 
 def prominence(height: Sequence[int], second: Sequence[int]) -> list[int]:
-    """Return how far each entry stands out above the saddle towards a higher one.
+    """Return the prominence of each entry, as for mountains: its height above the highest saddle towards a higher
+    entry.
 
-    Among equal neighbours, the one that is higher in ``second`` wins, then the first.
+    ``second``: of equal neighbours, the entry that is higher in this list counts as higher, then the first.
     """
     unit = 1 + max(height) // LEVELS
     height = [h // unit for h in height]

@@ -23,7 +23,8 @@ from rematplan.planner.ilp.sparse_rows import is_set
 
 
 def pairs(graph: TrainingGraph, order: Precedence) -> list[Loop]:
-    """Return the pairs of tensors that are computed from each other; every problem with inverses has them."""
+    """Return the pairs of tensors that are computed from each other: one by an op, the other by an inverse of it.
+    Sorted."""
     found = {
         (min(t, source), max(t, source))
         for inverse in graph.inverses
@@ -35,12 +36,16 @@ def pairs(graph: TrainingGraph, order: Precedence) -> list[Loop]:
 
 
 def violated(program: CutProgram, values: Sequence[float]) -> list[Loop]:
-    """Return the smallest sets of tensors that a solution computes only from each other, in any interval."""
+    """Return the smallest sets of tensors that a solution of the program computes only from each other within an
+    interval between cuts, in any of the intervals. Sorted.
+
+    ``values``: the solution, by variable.
+    """
     return sorted(set(chain.from_iterable(_unfounded(program, values, i) for i in range(program.last + 1))))
 
 
 def _unfounded(program: CutProgram, values: Sequence[float], i: int) -> Iterator[Loop]:
-    """The same for one interval."""
+    """Yield these sets of tensors for interval ``i``."""
     recipes = program.order.recipes
     there = {t for t in program.tracked if is_set(values, program.h[t, i])}
     tracked = set(program.tracked)

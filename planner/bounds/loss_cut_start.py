@@ -34,15 +34,17 @@ CLOSE = 1.00002  # prices within this factor count as equal
 def cut_start(
     graph: TrainingGraph, order: Precedence, cut: int, budget: int, until: float = math.inf
 ) -> list[str] | None:
-    """Return the cheapest sequence of runs that a minimum cut at the loss gives within ``budget`` bytes; None if none
-    is found.
+    """Return the cheapest sequence of runs (names) within ``budget`` bytes that minimum cuts between forward and
+    backward give; None if none fits.
 
-    For problems with a backward half and without inverses.
+    At a price for each byte that is resident between forward and backward, a minimum cut says which forward ops run
+    again. The price is raised until the budget is met. For problems with a backward half and without inverses.
 
     Args:
         graph: the problem.
         order: which of its ops must precede which.
-        cut: a needed op at the loss boundary or soon after it.
+        cut: the position in ``graph.ops`` of an op that every schedule runs, at the boundary of forward and backward
+            or soon after it.
         budget: bytes.
         until: a time of the monotonic clock; no further price is tried after it.
     """
@@ -70,8 +72,8 @@ def cut_start(
 
 
 def _lower(graph: TrainingGraph, cut: int, again: Sequence[int]) -> Ints:
-    """Return the schedule that drops, at the loss boundary, what the ops ``again`` wrote, except the reads of the
-    cut's op."""
+    """Return the sequence of runs that drops, between forward and backward, the results of the ops ``again``, except
+    what the op ``cut`` reads."""
     traffic = traffic_of(graph)
     kept = np.ones(len(graph.tensors), dtype=np.bool_)
     for o in again:

@@ -22,9 +22,10 @@ from rematplan.ir import TrainingGraph
 from rematplan.planner.arrays.precedence import Precedence, working_sets
 
 SCALE = 2.0**40
-"""The base cost in units of capacity. Capacities are integers, rounded down."""
+"""The cost of running each op once, in units of capacity. Capacities are integers, rounded down."""
 NEVER = 2.0
-"""The cost, in base costs, of running again an op that may run only once; no schedule has it."""
+"""The cost of running again an op that may run only once, as a multiple of the cost of running each op once. No
+schedule has it."""
 LARGEST = 2.0**62
 """The largest sum of capacities, so that sums fit into 64 bits."""
 STEPS = 40
@@ -36,24 +37,30 @@ Ints = NDArray[np.int64]
 
 @dataclass(frozen=True)
 class Minimum:
-    """The minimum at one price.
+    """A minimum cut at one price λ of a byte that is resident just before the cut op's first run.
 
-    ``floor``: a proven lower bound of cost + price · held bytes. ``cost`` and ``resident``: the cost and the held bytes
-    of the minimiser.
+    ``floor``: a proven lower bound of cost + λ · resident bytes, for any schedule. ``cost``, ``resident``: the cost
+    and the resident bytes of the schedules that the minimum cut describes.
     """
 
     floor: float
     cost: float
     resident: float
     again: tuple[int, ...]
-    """The ops that run before the cut and again after it."""
+    """The positions in ``graph.ops`` of the ops that run before the cut op and again after it."""
 
 
 def flow_bound(graph: TrainingGraph, order: Precedence, cut: int, budget: int) -> float:
-    """Return the lower bound of the overhead that a cut at a needed op proves; infinite if nothing fits there.
+    """Return the lower bound of the overhead that a single cut proves; infinite if it is proven that no schedule
+    fits.
 
-    Only for problems without inverses, because with them the minimum is not a minimum cut. Returns -1, which proves
-    nothing, if the numbers are too large for the arithmetic.
+    Only for problems without inverses. -1, which proves nothing, if the numbers are too large for the arithmetic.
+
+    Args:
+        graph: the problem.
+        order: which op must precede which.
+        cut: the position in ``graph.ops`` of an op that every schedule runs.
+        budget: bytes.
     """
     room = budget - graph.input_bytes - working_sets(graph)[cut]
     if room < 0:
@@ -80,8 +87,10 @@ def flow_bound(graph: TrainingGraph, order: Precedence, cut: int, budget: int) -
 
 
 class CutNetwork:
-    """The flow network: node 0 is the source (y = 1), node 1 the sink (y = 0). Each op that may run on both sides
-    of the cut has a node, and each tensor that may be held.
+    """The flow network of one cut op: its minimum cuts say which ops run again after the cut op.
+
+    Node 0 is the source (runs after the cut op), node 1 the sink (does not). Each op that may run on both sides has
+    a node, and each tensor that may be resident at the cut.
 
     ``slope``: costs rise by this share from the first op to the last. Equal blocks then differ, and the minimum
     moves through them one by one as the price rises. For a bound it must be 0.
@@ -135,17 +144,14 @@ class CutNetwork:
         self.bytes = np.array([*[0] * count, *sizes], dtype=np.int64)
 
     def minimum(self, price: float) -> Minimum | None:
-        """Return the minimum cut if each held byte costs ``price``; None if the sum of the capacities would be too
-        large.
-
-        ``price``: in the unit of costs.
-        """
+        """Return the minimum cut if each resident byte costs ``price``, in the unit of `Op.cost`; None if the sum of
+        the capacities would be too large."""
         capacity = (self.cost + price * np.maximum(self.bytes, 0)) * self.scale
         return self._cut(capacity, uncut=float(np.floor(self.cost * self.scale).sum()) + 1, scale=self.scale)
 
     def fewest_bytes(self) -> Minimum | None:
-        """Return the cut that holds the fewest bytes at any cost; its ``floor`` is meaningless. None if the bytes are
-        too many to be summed."""
+        """Return the cut with the fewest resident bytes at any cost; its ``floor`` is meaningless. None if the bytes
+        are too many to be summed."""
         capacity = np.maximum(self.bytes, 0).astype(np.float64)
         return self._cut(capacity, uncut=float(capacity.sum()) + 1, scale=1.0)
 

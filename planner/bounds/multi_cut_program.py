@@ -30,14 +30,16 @@ Loop = tuple[str, ...]
 
 
 COST_UNIT = 1e-6
-"""Costs are counted in millionths of the base cost, rounded down to thousandths of that."""
+"""Costs in the program are millionths of the base cost (the cost of running each op once), rounded down to
+thousandths of that."""
 
 
 class CutProgram:
-    """The program for one set of cuts.
+    """The integer program of one set of cuts, whose optimum is a lower bound of the cost of any schedule.
 
-    Tensors of at most ``tiny`` bytes count as always resident, which can only lower the optimum. ``loops``: sets of
-    tensors that must not be computed only from each other (`loop_rows`).
+    ``order``: which op must precede which. ``cuts``: positions in ``graph.ops`` of ops, each of which must precede
+    the next. ``budget``: bytes. ``tiny``: tensors of at most so many bytes count as always resident, which can only
+    lower the optimum. ``loops``: sets of tensors that must not be computed only from each other.
     """
 
     def __init__(
@@ -68,11 +70,12 @@ class CutProgram:
         self._write_suffix_rows()
 
     def _earliest(self, v: int) -> int:
-        """The first interval in which v can run."""
+        """Return the first interval between cuts in which recipe v can run."""
         return max((j + 1 for j, b in enumerate(self.cuts) if self.order.before[v] >> b & 1), default=0)
 
     def _deadline(self, v: int) -> int:
-        """The interval before which v must have run; K + 1 if only by the end, K + 2 if it need not run at all."""
+        """Return the interval before which recipe v must have run; K + 1 (for K cuts) if only by the end, K + 2 if
+        it need not run."""
         for j, b in enumerate(self.cuts):
             if b != v and self.order.before[b] >> v & 1:
                 return j + 1

@@ -18,10 +18,14 @@ from rematplan.planner.ilp.sparse_rows import is_set
 
 
 def rounded_runs(program: CutProgram, values: Sequence[float]) -> list[str]:
-    """Return the sequence of runs of a solution; it is always valid.
+    """Return the sequence of runs (names) that a solution of the program describes. It is always valid, but may
+    exceed the budget between cuts.
 
-    In each interval the cut's op runs first, then, in the base order, what has not run before. Repeated runs are
-    placed just before they are read; what nothing reads is placed at the end of the interval.
+    In each interval between cuts, the cut's op runs first, then, in the problem's order, the ops that have not run
+    before. A repeated run is placed just before it is read, or at the end of the interval if nothing in the interval
+    reads it.
+
+    ``values``: the solution, by variable.
     """
     forward = indexed(program.graph).forward
     writer = _Writer(program)
@@ -62,7 +66,8 @@ class _Writer:
                     stack.append(source)
 
     def ran_early(self, v: int) -> bool:
-        """Whether a requested run has been made already; the next request for the same recipe is not affected."""
+        """Return whether recipe v has run although the program asks for it only now. The next request for v is not
+        affected."""
         was = v in self.early
         self.early.discard(v)
         return was
@@ -85,7 +90,8 @@ class _Writer:
 
 
 def bytes_at_first_run(graph: TrainingGraph, runs: Sequence[str]) -> dict[str, int]:
-    """Return the bytes that a sequence of runs holds during each op's first run, workspace included."""
+    """Return the bytes that are resident during each op's first run in a sequence of runs, by op name, workspace
+    included."""
     schedule = with_frees(graph, runs)
     resident: dict[str, int] = {}
     for step, bytes_ in zip(schedule, resident_bytes(graph, schedule), strict=True):

@@ -14,10 +14,11 @@ _kept: dict[int, dict[Hashable, object]] = {}
 
 
 def cached_on(graph: TrainingGraph, key: Hashable, work: Callable[[], Value]) -> Value:
-    """Return ``work()``, computed once for this graph object and key.
+    """Return the result of ``work()``, computed once for this graph object and ``key``, and kept as long as the
+    graph exists.
 
-    The cache is keyed by object identity: problems are frozen, and hashing thousands of ops would cost more than
-    most look-ups save. The value must not reference the graph, or neither would ever be freed.
+    The cache compares graphs by identity, because hashing thousands of ops would take longer than most results. The
+    result must not reference the graph, or neither would ever be freed.
     """
     row = _kept.get(id(graph))
     if row is None:

@@ -22,36 +22,38 @@ Loop = TypeVar("Loop", bound=Callable[..., object])
 
 
 def kernel(loop: Loop) -> Loop:
-    """Compile ``loop`` at its first call with each combination of argument types. The machine code is cached on
-    disk.
+    """Have numba compile the function ``loop`` at its first call with each combination of argument types. Machine
+    code is cached on disk.
 
-    If neither the user's folder nor the package's is writable, the loop is compiled again in each process.
+    If no folder for the cache is writable, the function is compiled again in each process.
     """
     return compiled(loop)
 
 
 def inner(loop: Loop) -> Loop:
-    """Compile a loop that only other kernels call, and that neither creates nor returns arrays; see `borrowing`.
+    """Have numba compile the function ``loop``, which only other compiled functions call and which neither creates
+    nor returns arrays.
 
-    No entry point from Python is compiled; for a short loop that takes longer than the loop itself.
+    Its entry points from Python are not compiled: for a short loop that takes longer than the loop itself.
+    References to its arguments are not counted.
     """
     return borrowing(loop, no_cpython_wrapper=True, no_cfunc_wrapper=True)
 
 
 def borrowing(loop: Loop, **options: bool) -> Loop:
-    """Compile a loop that neither creates nor returns arrays, without counting references to its arguments.
+    """Have numba compile the function ``loop``, which neither creates nor returns arrays, without counting
+    references to its arguments. Counting them took more than half of the annealer's time.
 
-    ``options``: of numba, as for `compiled`.
-
-    Counting needs atomic operations for each array and call, which took more than half of the annealer's time.
+    ``options``: of numba, such as ``nogil`` (other Python threads may run).
     """
     return compiled(loop, **UNCOUNTED, **options)
 
 
 def compiled(loop: Loop, **options: bool) -> Loop:
-    """Compile ``loop`` at its first call, as `kernel` does, with numba options.
+    """Have numba compile the function ``loop`` at its first call with each combination of argument types, with
+    options. Machine code is cached on disk.
 
-    ``options``: for example ``fastmath`` (sums may be reordered) or ``nogil`` (other Python threads may run).
+    ``options``: of numba, such as ``fastmath`` (sums may be reordered) or ``nogil`` (other Python threads may run).
     """
     made = cast(Any, numba.njit)(**options)(loop)  # numba's type hints list only some of its options
     with suppress(RuntimeError):  # numba found no folder for its cache
@@ -62,7 +64,7 @@ def compiled(loop: Loop, **options: bool) -> Loop:
 
 
 def are_compiled(loops: Iterable[object]) -> bool:
-    """Return whether the machine code of all these kernels for this processor is loaded or in the cache."""
+    """Return whether the machine code of all these functions for this processor is loaded or in the cache on disk."""
     return all(_is_compiled(cast(Any, loop)) for loop in loops)
 
 

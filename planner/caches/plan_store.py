@@ -27,14 +27,14 @@ from rematplan.planner.family.plan_family import PlanFamily
 
 PLANS_KEPT = 32
 RUNS_KEPT = 60_000
-"""Limits of one problem's file: the number of plans, and the number of runs in all of them. The latest plans are
-kept."""
+"""Limits of one problem's file: the number of plans, and the number of runs in all of them. Plans beyond them are
+dropped; the newest stay."""
 PROBLEMS_KEPT = 256
-"""The number of problems with plans on disk. Those that were not planned for longest are deleted."""
+"""The largest number of problems with plans on disk. The problems that were not planned for longest are deleted."""
 IN_MEMORY = 256
 """The number of plans that a store holds in memory: the latest."""
 AS_LONG = 0.9
-"""The share of a time limit from which on an earlier search counts as equally long."""
+"""An earlier search counts as equally long if it took at least this share of a time limit."""
 NEAREST = 4
 """The number of earlier problems of other structures whose plans serve as starts for another problem."""
 FAMILIES = 16
@@ -42,20 +42,19 @@ FAMILIES = 16
 STARTS = 12
 """The number of plans of a family that serve as starts for another size: the cheapest that fit."""
 SEARCHES_KEPT = 64
-"""The number of searches of one problem that a file notes: the latest."""
+"""The largest number of searches of one problem that a file records: the latest."""
 
 REFUSED = "refused"
 Key: TypeAlias = tuple[object, ...]
 
 
 class PlanStore:
-    """The plans of one strategy with its options, for any number of problems.
+    """Plans for any number of problems, all made by one strategy with its options: in memory, and on disk for later
+    processes.
 
-    The plans are passed to the strategy explicitly, as ``starts``. Copies and pickles contain what the store holds
-    in memory.
-
-    ``fixed``: budgets in bytes, as computed at the first plan; they hold for all later plans. The key is the
-    budget's text, and anything else on which the first plan depends.
+    The store does not call the strategy; its plans are handed to searches as starts. Copies and pickles contain what
+    the store holds in memory. ``fixed``: budgets in bytes that were computed at the first plan and hold for all
+    later plans, by the budget's text and anything else on which the first plan depends.
     """
 
     def __init__(self) -> None:
@@ -70,12 +69,13 @@ class PlanStore:
         return bool(self._made)
 
     def get(self, problem: TrainingGraph, budget: int | str) -> Plan | None:
-        """Return the plan that was stored for this problem and budget; None if there is none.
+        """Return the plan in memory that was stored for this problem and budget; None if there is none.
 
-        If a stored problem differs only in the ops' costs, its plan is returned without a lower bound, because the
-        bound belongs to other costs. A step in which only a constant changed needs no new search.
+        If the stored problem differs only in its ops' costs, the plan is returned with its cost computed anew, and
+        without a lower bound, because the bound belongs to the other costs.
 
         Args:
+            problem: the problem.
             budget: bytes, or the word of a budget without a number, such as ``min``.
         """
         costs, plan = self._made.get(_key(problem, budget), ((), None))
@@ -93,9 +93,14 @@ class PlanStore:
         lasting: bool = False,
         seconds: float = 0.0,
     ) -> None:
-        """Store a plan of a problem for a budget: bytes, or a word, such as ``min``.
+        """Store a plan of a problem for a budget.
 
-        ``lasting``: also keep it on disk, for later processes. ``seconds``: how long the search took.
+        Args:
+            problem: the problem.
+            budget: bytes, or the word of a budget without a number, such as ``min``.
+            plan: the plan.
+            lasting: whether to keep it on disk as well, for later processes.
+            seconds: how long the search for it took.
         """
         key = _key(problem, budget)
         self._made.pop(key, None)
@@ -108,7 +113,7 @@ class PlanStore:
             self.keep(problem, plan, seconds)
 
     def refuse(self, problem: TrainingGraph, error: InfeasibleBudget, seconds: float) -> None:
-        """Remember that no plan was found for a problem within the error's budget.
+        """Remember that no plan was found for a problem within the budget that the error states.
 
         ``seconds``: the search's time limit; 0 for a strategy without one.
         """
@@ -118,10 +123,11 @@ class PlanStore:
             del self._refused[next(iter(self._refused))]
 
     def refusal(self, problem: TrainingGraph, budget: int, seconds: float) -> InfeasibleBudget | None:
-        """Return the error for a budget that needs no search because it is known to be too small; otherwise None.
+        """Return the error to raise for a budget without a search, because it is known to be too small; otherwise
+        None.
 
-        It is known if this budget or a larger one was refused before, by a proof or after a search of about as many
-        seconds. A longer search is still made.
+        It is known if this budget or a larger one was refused before: by a proof, by a strategy that does not
+        search, or after a search of about as many seconds. A longer search is still made.
 
         Args:
             problem: the problem.
@@ -134,7 +140,8 @@ class PlanStore:
         return None
 
     def family(self, problem: TrainingGraph) -> PlanFamily:
-        """Return the family of a problem's structure, which is made if there is none."""
+        """Return the family of plans for a problem's structure (the same ops and tensors, any sizes), created if
+        there is none."""
         family = self._families.pop(problem.structure, None) or PlanFamily(problem)
         self._families[problem.structure] = family
         while len(self._families) > FAMILIES:
@@ -142,10 +149,10 @@ class PlanStore:
         return family
 
     def nearest(self, problem: TrainingGraph) -> tuple[Plan, ...]:
-        """Return plans from memory, converted to this problem, from which a search may start.
+        """Return plans in memory, converted to this problem, from which a search may start.
 
-        They are those of the `NEAREST` latest plans that have another structure and can be converted, and the members
-        of this structure's family that this problem allows.
+        They are the latest plans of problems of another structure that can be converted, and the plans that were
+        found for this structure at any sizes.
         """
         others = [plan for structure, plan in self._latest if structure != problem.structure]
         found = [plan for plan in (transfer_plan(other, problem) for other in others) if plan]
@@ -153,34 +160,34 @@ class PlanStore:
         return (*found, *(family.plans(problem) if family else ()))
 
     def serving(self, problem: TrainingGraph, budget: int) -> Plan | None:
-        """Return the cheapest plan of the family of a problem's structure, whatever the sizes it was found for, that
-        fits the budget (bytes); None if there is none."""
+        """Return the cheapest plan in memory that fits ``budget`` bytes, among those found for problems that differ
+        from this one at most in sizes and costs; None if none fits."""
         family = self._families.get(problem.structure)
         return family.best_plan(problem, budget) if family else None
 
     def starts(self, problem: TrainingGraph, budget: int) -> tuple[Plan, ...]:
-        """Return the plans of the family of a problem's structure from which its search begins: the cheapest that fit
-        the budget (bytes), and the one that exceeds it by the fewest bytes. Empty where no other size was met."""
+        """Return plans to start this problem's search from, found for problems that differ from it in sizes: the
+        cheapest that fit ``budget`` bytes, and the one that exceeds it by the fewest bytes.
+
+        Empty if no problem with other sizes and the same structure was met.
+        """
         family = self._families.get(problem.structure)
         if family is None or not family.knows_other_sizes(problem):
             return ()
         return family.starts(problem, budget, STARTS)
 
     def kept(self, problem: TrainingGraph) -> tuple[Plan, ...]:
-        """Return the plans on disk of a problem, then those of the same problem without inverses."""
+        """Return the plans on disk of a problem, followed by those of the same problem without inverses. Empty if
+        there are none, or their file is damaged."""
         plain = (replace(problem, inverses=()),) if problem.inverses else ()
         return tuple(plan for one in (problem, *plain) for plan in _read(_file(one), problem).plans)
 
     def solved(self, problem: TrainingGraph, budget: int, gap: float, seconds: float) -> Plan | None:
-        """Return the best plan on disk that fits the budget, if it needs no further search; otherwise None.
+        """Return the cheapest plan on disk within ``budget`` bytes, if it needs no further search; otherwise None.
 
-        It needs none if its overhead is proven to be at most ``gap`` above the optimum's, or if it was searched for at
-        least ``seconds`` seconds.
-
-        A floor that is proven for some budget holds for all smaller ones, whose plans are among those for it.
-
-        Args:
-            budget: bytes.
+        It needs none if its overhead is proven to be at most ``gap`` above the optimum's, or if a search for this
+        budget took at least ``seconds`` seconds. The plan has the best lower bound that is known from searches for
+        this budget or larger ones.
         """
         content = _read(_file(problem), problem)
         fitting = [plan for plan in content.plans if plan.estimate.peak <= budget]
@@ -199,7 +206,8 @@ class PlanStore:
     def keep(self, problem: TrainingGraph, plan: Plan, seconds: float = 0.0) -> None:
         """Keep a plan on disk with the others of its problem, together with the lower bound that its search proved.
 
-        Plans that another one equals or beats in peak and cost are dropped. ``seconds``: the duration of the search.
+        Plans that another one equals or beats in both peak and cost are dropped. ``seconds``: the duration of the
+        search.
         """
         file = _file(problem)
         content = _read(file, problem)
@@ -223,7 +231,7 @@ class PlanStore:
 
 
 def _key(problem: TrainingGraph, budget: int | str) -> Key:
-    """Everything that determines which peaks are possible."""
+    """Return the key of a problem's plans: everything that determines their peaks, and the budget."""
     sizes = tuple(t.bytes for t in problem.tensors)
     workspaces = tuple(op.workspace for op in (*problem.ops, *problem.inverses))
     return problem.fingerprint, sizes, workspaces, budget
@@ -234,20 +242,22 @@ def _costs(problem: TrainingGraph) -> tuple[float, ...]:
 
 
 def recipe_names(problem: TrainingGraph) -> list[str]:
-    """Return the names of ops and inverses, by whose positions plans are stored and sent."""
+    """Return the names of a problem's ops, then of its inverses. Plans on disk, and in messages to other processes,
+    contain positions in this list."""
     return [op.name for op in (*problem.ops, *problem.inverses)]
 
 
 class _Content(NamedTuple):
-    """What a file states: plans, and for each search the budget (bytes), the floor of the overhead that it proved, and
-    its seconds."""
+    """The content of a file: plans, and for each search the budget (bytes), the lower bound of the overhead that it
+    proved, and its seconds."""
 
     plans: tuple[Plan, ...] = ()
     searches: tuple[tuple[int, float, float], ...] = ()
 
 
 def _read(file: Path, problem: TrainingGraph) -> _Content:
-    """Return what a file states as plans of a problem; nothing if there is no file or it is damaged."""
+    """Return the content of a file, with its plans as plans of a problem; empty if there is no file or it is
+    damaged."""
     content = read_cached(file)
     if content is None:
         return _Content()

@@ -12,7 +12,7 @@ Loop = TypeVar("Loop", bound=Callable[..., object])
 
 
 def plain(loop: Loop) -> Loop:
-    """Return the same loop without compilation, the loops that it calls included."""
+    """Return the Python function behind a compiled one; the compiled functions that it calls are replaced likewise."""
     function = cast(FunctionType, loop.py_func if isinstance(loop, Dispatcher) else loop)
     known = function.__globals__
     called = {name: known[name] for name in function.__code__.co_names if name in known}

@@ -11,10 +11,11 @@ from rematplan.planner.core.schedule import runs_of, without_idle
 
 
 def transfer_plan(plan: Plan, graph: TrainingGraph) -> Plan | None:
-    """Return a plan of ``graph`` made from ``plan``, which may be of another problem; None if that is not valid.
+    """Convert a plan of another problem of the same step to a plan of ``graph``, as a start for a search; None if
+    the result is not a valid schedule.
 
-    Runs of ops that ``graph`` does not have are left out. Ops that only ``graph`` has run as soon as all tensors that
-    they read have been computed.
+    Runs of ops that ``graph`` does not have are left out. An op that the plan does not run runs once, as soon as
+    everything that it reads has been computed. Runs whose results nobody reads any more are left out.
     """
     known = [r for r in runs_of(plan.schedule) if r in graph.op]
     shared = set(known)
@@ -27,7 +28,8 @@ def transfer_plan(plan: Plan, graph: TrainingGraph) -> Plan | None:
 
 
 def _with_new(graph: TrainingGraph, shared: set[str], runs: Iterable[str]) -> list[str]:
-    """Insert the new ops into a sequence of runs, each as soon as all its reads are there."""
+    """Insert the ops that are not in ``shared`` into a sequence of runs, each as soon as everything that it reads
+    has been computed."""
     readers: dict[str, list[str]] = {}
     for op in graph.ops:
         for t in op.reads if op.name not in shared else ():

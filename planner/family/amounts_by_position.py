@@ -16,11 +16,13 @@ Floats: TypeAlias = NDArray[np.float64]
 
 @dataclass(frozen=True, eq=False)
 class Amounts:
-    """The numbers in which problems of one structure (`TrainingGraph.structure`) differ.
+    """The numbers in which problems of one structure (`TrainingGraph.structure`) differ: sizes, workspaces and
+    costs.
 
-    ``sizes``: bytes of each tensor that an op writes, in the order in which ops write them. ``workspaces``: bytes, of
-    the ops, then of the inverses. ``costs``: of the ops, then of the inverses. ``fixed``: bytes of the inputs.
-    ``base_cost``: the cost of running every op once. ``once``: positions of the ops that may run only once.
+    ``sizes``: bytes of each tensor that an op writes, in the order in which ops write them. ``workspaces``: bytes,
+    of the ops, then of the inverses. ``costs``: of the ops, then of the inverses. ``fixed``: bytes of all inputs
+    together. ``base_cost``: the cost of running every op once. ``once``: positions of the ops that may run only
+    once.
     """
 
     sizes: Ints
@@ -36,7 +38,7 @@ class Amounts:
         return self.fixed + int(self.sizes.sum())
 
     def equals(self, other: Amounts) -> bool:
-        """Whether all amounts are the same."""
+        """Return whether all these numbers are the same as those of ``other``."""
         return (
             (self.fixed, self.base_cost) == (other.fixed, other.base_cost)
             and np.array_equal(self.sizes, other.sizes)
@@ -47,7 +49,7 @@ class Amounts:
 
 
 def amounts_of(graph: TrainingGraph) -> Amounts:
-    """Return the amounts of a problem."""
+    """Return the sizes, workspaces and costs of a problem by position."""
     size, recipes = graph.size, (*graph.ops, *graph.inverses)
     once = set(graph.never_rerun)
     return Amounts(

@@ -17,10 +17,11 @@ Bools: TypeAlias = NDArray[np.bool_]
 
 @dataclass(frozen=True, eq=False)
 class Evaluation:
-    """The peaks and costs of a family's members for one problem.
+    """The peaks and costs of all members (schedules) of a family for one problem, in the order of the family's
+    members.
 
     ``peaks``: bytes, equal to those of `simulate`. ``costs``: equal to those of `simulate` up to rounding errors.
-    ``allowed``: for each member, whether it respects the ops that may run only once.
+    ``allowed``: whether the member runs no op again that may run only once.
     """
 
     peaks: Ints
@@ -28,18 +29,20 @@ class Evaluation:
     allowed: Bools
 
     def fitting(self, budget: int) -> list[int]:
-        """The positions of the members within a budget (bytes), the cheapest first."""
+        """Return the positions of the members whose peak is within ``budget`` bytes, the cheapest first. Members
+        that are not ``allowed`` are left out."""
         rows = np.flatnonzero(self.allowed & (self.peaks <= budget))
         return [int(m) for m in rows[np.lexsort((self.peaks[rows], self.costs[rows]))]]
 
     def nearest_over(self, budget: int) -> int | None:
-        """The position of the allowed member whose peak is over a budget by the fewest bytes; None if all allowed ones
-        fit."""
+        """Return the position of the member whose peak exceeds ``budget`` bytes by the least; None if all fit.
+        Members that are not ``allowed`` are left out."""
         rows = np.flatnonzero(self.allowed & (self.peaks > budget))
         return int(rows[np.lexsort((self.costs[rows], self.peaks[rows]))[0]]) if rows.size else None
 
     def front(self) -> list[int]:
-        """The positions of the members that no other beats in cost and peak, by rising cost and falling peak."""
+        """Return the positions of the members that no other one beats or equals in both cost and peak, by rising
+        cost and falling peak. Members that are not ``allowed`` are left out."""
         rows = np.flatnonzero(self.allowed)
         rows = rows[np.lexsort((self.peaks[rows], self.costs[rows]))]
         peaks = self.peaks[rows]
@@ -51,10 +54,13 @@ class Evaluation:
 
 @dataclass(frozen=True, eq=False)
 class Stack:
-    """The events of several members in one array, so that one cumulative sum evaluates all of them.
+    """The events of several members (schedules) in one array, so that one cumulative sum evaluates all of them.
 
-    With T tensors, event t makes tensor t resident and event T + t frees it. Each member begins with a row without a
-    run, since its peak is at least the bytes of the inputs.
+    ``events``: with T tensors, t where tensor t becomes resident and T + t where it is freed, member after member.
+    ``events_before``: for each run, the number of events up to and including what it allocates; each member begins
+    with a row without a run, since its peak is at least the bytes of the inputs. ``recipes``: the op or inverse of
+    each of these rows. ``starts``: each member's first row. ``counts``: for each member, how often each op and
+    inverse runs.
     """
 
     events: Ints
@@ -64,7 +70,8 @@ class Stack:
     counts: Floats
 
     def evaluate(self, amounts: Amounts) -> Evaluation:
-        """Return the peaks and costs of all members. O(events), in 64-bit integers, hence exact."""
+        """Return the peaks and costs of all members for a problem with these sizes, workspaces and costs. O(events);
+        peaks are computed in 64-bit integers, hence exact."""
         change = np.concatenate((amounts.sizes, -amounts.sizes))
         resident = np.empty(self.events.size + 1, dtype=np.int64)
         resident[0] = 0
@@ -79,10 +86,8 @@ class Stack:
 
 
 def stack(members: Sequence[Member], tensors: int) -> Stack:
-    """Join the events of members, of which there must be at least one, into a `Stack`.
-
-    ``tensors``: how many tensors the ops of the structure write.
-    """
+    """Join the events of members (at least one) into a `Stack`. ``tensors``: how many tensors the ops write in
+    problems of this structure."""
     nothing = members[0].recipes
     ends = np.cumsum([0, *(m.events.size for m in members)])
     rows = np.cumsum([0, *(m.runs.size + 1 for m in members)])

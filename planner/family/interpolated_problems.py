@@ -45,34 +45,36 @@ class _Places:
 
 @dataclass(frozen=True, eq=False)
 class Between:
-    """Problems at all sizes between the smallest and the largest captured one.
+    """Problems at all sizes of one dimension of the batch, interpolated between problems captured at some sizes.
 
-    ``captured``: problems of the same ops and tensors by size, in ascending order.
+    ``captured``: the captured problems by size, ascending; all have the same ops and tensors. The bytes of each
+    tensor are a polynomial of the size.
     """
 
     captured: Mapping[int, TrainingGraph]
 
     @cached_property
     def sizes(self) -> list[int]:
-        """The captured sizes."""
+        """The captured sizes, ascending."""
         return list(self.captured)
 
     @cached_property
     def _points(self) -> list[int]:
-        """The sizes through which the polynomials go."""
+        """The captured sizes that determine the polynomials."""
         last = len(self.sizes) - 1
         return [self.sizes[round(k * last / DEGREE)] for k in range(DEGREE + 1)]
 
     @cached_property
     def _rows(self) -> list[tuple[int, ...]]:
-        """For each tensor, its bytes at these sizes."""
+        """For each tensor, its bytes at the sizes that determine the polynomials."""
         return list(zip(*([t.bytes for t in self.captured[x].tensors] for x in self._points), strict=True))
 
     def bytes_at(self, size: int) -> list[int]:
-        """Return the bytes of each tensor of the problem at a size, by the polynomials.
+        """Return the bytes of each tensor of the problem at a size, by the polynomials, in the order of the
+        problem's tensors.
 
         Raises:
-            ProblemError: a polynomial has no whole number of bytes there.
+            ProblemError: some polynomial's value there is not a whole number of bytes, or negative.
         """
         weights = [_weight(self._points, k, size) for k in range(DEGREE + 1)]
         values = {
@@ -84,20 +86,21 @@ class Between:
         return [int(values[row]) for row in self._rows]
 
     def holds_at(self, size: int) -> bool:
-        """Return whether the polynomials give the bytes of all tensors at a captured size exactly."""
+        """Return whether at a captured size the polynomials give the captured bytes of all tensors exactly."""
         try:
             return self.bytes_at(size) == [t.bytes for t in self.captured[size].tensors]
         except ProblemError:
             return False
 
     def amounts(self, size: int) -> Amounts:
-        """Return the amounts of the problem at a size, without building the problem itself.
+        """Return the bytes, workspaces and costs of the problem at a size, without building the problem itself.
 
         ``size``: above the smallest captured size, at most the largest.
 
         Raises:
-            ProblemError: the size is outside of the range, a tensor would not have a whole number of bytes there, or
-                an op's traffic is not between those of the neighbouring captured sizes (`workspaces_between`).
+            ProblemError: the size is outside of this range, or a tensor would not have a whole number of bytes
+                there; or an op has different workspaces at the neighbouring captured sizes, and the bytes that it
+                reads and writes are not between those there.
         """
         below, above = self._neighbours(size)
         here = np.array(self.bytes_at(size), dtype=np.int64)
@@ -118,12 +121,14 @@ class Between:
     def problem(self, size: int) -> TrainingGraph:
         """Return the problem at a size from the smallest captured one to the largest.
 
-        Bytes are the polynomials'. Costs are linear between the nearest two captured sizes. So are workspaces, in the
-        bytes that an op reads and writes, with a margin (`workspaces_between`).
+        At captured sizes it is the captured problem. Elsewhere, bytes are the polynomials', costs are linear between
+        the nearest two captured sizes, and workspaces are linear in the bytes that an op reads and writes, with a
+        margin.
 
         Raises:
-            ProblemError: the size is outside of the range, a tensor would not have a whole number of bytes there, or
-                an op's traffic is not between those of the neighbouring captured sizes.
+            ProblemError: the size is outside of this range, or a tensor would not have a whole number of bytes
+                there; or an op has different workspaces at the neighbouring captured sizes, and the bytes that it
+                reads and writes are not between those there.
         """
         if size in self.captured:
             return self.captured[size]
@@ -166,10 +171,10 @@ class Between:
 
 
 def between(captured: Mapping[int, TrainingGraph]) -> Between | None:
-    """Return the problems between captured sizes; None where nothing is known of them.
+    """Return a `Between` that interpolates captured problems, given by size; None where that is not justified.
 
-    That is where too few sizes are captured, where their problems are not of the same ops, tensors and constraints, or
-    where some tensor's bytes are no polynomial of the size.
+    None if fewer than five sizes are captured, if the problems differ in ops, tensors or constraints, or if some
+    tensor's bytes at the captured sizes are not a polynomial of degree 2.
     """
     found = Between(dict(sorted(captured.items())))
     alike = {(g.fingerprint, tuple(t.name for t in g.tensors)) for g in captured.values()}
@@ -179,7 +184,7 @@ def between(captured: Mapping[int, TrainingGraph]) -> Between | None:
 
 
 def _weight(points: Sequence[int], k: int, x: int) -> Fraction:
-    """The k-th polynomial of Lagrange at x: 1 at the k-th point, 0 at the others."""
+    """Return the value at x of the k-th Lagrange polynomial: 1 at the k-th point, 0 at the others."""
     weight = Fraction(1)
     for j, point in enumerate(points):
         if j != k:

@@ -15,19 +15,21 @@ from rematplan.ir import ProblemError, TrainingGraph
 from rematplan.planner.family.amounts_by_position import Ints
 
 MARGIN = 0.02
-"""What is added to a workspace between two measured ones that differ, as a share of the larger one."""
+"""How much is added to an interpolated workspace, as a share of the larger of the two measured ones; nothing if they
+are equal."""
 
 
 @dataclass(frozen=True, eq=False)
 class Workspaces:
-    """What the ops, then the inverses, of a problem read and write, and their measured workspaces; in bytes."""
+    """The ops of a problem, then its inverses: ``traffic``, the bytes that each reads and writes, and ``bytes``, its
+    measured workspace."""
 
     traffic: Ints
     bytes: Ints
 
 
 def workspaces_of(graph: TrainingGraph) -> Workspaces:
-    """Return the workspaces of a problem whose ops were measured."""
+    """Return the workspace of each op and inverse of a problem, and the bytes that it reads and writes."""
     recipes = (*graph.ops, *graph.inverses)
     return Workspaces(traffic_of(graph), np.array([op.workspace for op in recipes], dtype=np.int64))
 
@@ -40,13 +42,15 @@ def traffic_of(graph: TrainingGraph) -> Ints:
 
 
 def workspaces_between(low: Workspaces, high: Workspaces, traffic: Ints) -> Ints:
-    """Return the workspaces of ops that read and write ``traffic`` bytes, from two measurements.
+    """Return the workspaces, in bytes, of ops that read and write ``traffic`` bytes, from measurements at a smaller
+    (``low``) and a larger size (``high``).
 
-    Where both measurements are equal, so is the result. Otherwise it is on the line through both, rounded up, plus
-    `MARGIN` of the larger one. An op whose traffic does not vary is charged the larger one.
+    Where both measurements are equal, so is the result. Otherwise it is on the line through both, as a function of
+    the traffic, rounded up, plus `MARGIN` of the larger one. An op whose traffic is equal in both gets the larger
+    workspace.
 
     Raises:
-        ProblemError: an op's traffic is not between the measured ones, though its workspaces differ.
+        ProblemError: an op's traffic is not between the measured ones, although its workspaces differ.
     """
     differ = low.bytes != high.bytes
     least, most = np.minimum(low.traffic, high.traffic), np.maximum(low.traffic, high.traffic)

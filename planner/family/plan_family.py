@@ -17,14 +17,14 @@ from rematplan.planner.family.schedule_by_position import Member, member_of, sch
 
 @dataclass(frozen=True)
 class FamilyLimits:
-    """The limits of a family."""
+    """The limits of a `PlanFamily`."""
 
     members: int = 36
-    """The number of members. The Pareto front of all plans found for one length had 18 to 34, for GPT-12, BERT-6,
-    Llama-8 and U-Net at two or three budgets."""
+    """The largest number of members. The Pareto front of all plans found for one length had 18 to 34, for GPT-12,
+    BERT-6, Llama-8 and U-Net at two or three budgets."""
     sizes_met: int = 6
-    """The number of problems at whose sizes members are compared: the largest that was met, and the latest. Chosen
-    without a measurement: each costs an evaluation of all members when a plan is added."""
+    """The largest number of problems at whose sizes members are compared: the largest problem that was met, and the
+    latest. Chosen without a measurement: each costs an evaluation of all members when a plan is added."""
 
 
 LIMITS = FamilyLimits()
@@ -44,11 +44,13 @@ class _State:
 
 
 class PlanFamily:
-    """Plans of one structure.
+    """Plans of problems of one structure: the same ops and tensors in order, with any sizes and costs. A plan that
+    was found at some sizes can be evaluated and used at others.
 
-    The first member runs every op once. Any other is kept while it is on the Pareto front of peak and cost at some
-    size met. If there are more than `LIMITS.members`, the member with the smallest gain (`_gains`) is dropped. May
-    be used from several threads: each change replaces the whole state.
+    The first member (a schedule by position) runs every op once. Another member is kept while it is on the Pareto
+    front of peak and cost at some of the sizes met so far. If there are more than `LIMITS.members`, the one that
+    adds least to these fronts is dropped. A family may be used from several threads: each change replaces the whole
+    state.
 
     Args:
         graph: any problem of the structure.
@@ -67,25 +69,25 @@ class PlanFamily:
 
     @property
     def members(self) -> tuple[Member, ...]:
-        """The members, in the order of the positions in an `Evaluation`."""
+        """The members, in the order that an `Evaluation` uses."""
         return self._state.members
 
     @property
     def met(self) -> tuple[Amounts, ...]:
-        """The amounts at which members are compared."""
+        """The sizes, workspaces and costs of the problems at which members are compared."""
         return self._state.met
 
     def add(self, graph: TrainingGraph, plan: Plan) -> None:
-        """Add a plan of a problem of this structure.
+        """Add a plan that was found for a problem of this structure.
 
         Raises:
-            ProblemError: the problem is of another structure.
+            ProblemError: the problem has another structure, or does not have an op or tensor of the plan.
         """
         self._check(graph)
         self.add_member(amounts_of(graph), member_of(graph, plan.schedule, plan.strategy))
 
     def add_member(self, amounts: Amounts, member: Member) -> None:
-        """Add a schedule that was found for a problem of these amounts."""
+        """Add a schedule that was found for a problem with these sizes, workspaces and costs."""
         state = self._state
         members = state.members
         known = any(np.array_equal(m.steps, member.steps) for m in members)
@@ -101,36 +103,55 @@ class PlanFamily:
         self._state = state
 
     def evaluate(self, amounts: Amounts) -> Evaluation:
-        """Return the peaks and costs of all members for a problem of these amounts."""
+        """Return the peaks and costs of all members for a problem with these sizes, workspaces and costs."""
         return self._state.stack.evaluate(amounts)
 
     def best(self, amounts: Amounts, budget: int) -> Member | None:
-        """Return the cheapest member within a budget (bytes), None if none fits."""
+        """Return the cheapest member (schedule) whose peak is within ``budget`` bytes; None if none fits.
+
+        ``amounts``: the sizes, workspaces and costs of a problem. Members that run an op again which may run only
+        once there are left out.
+        """
         members = self.fitting(amounts, budget, 1)
         return members[0] if members else None
 
     def fitting(self, amounts: Amounts, budget: int, count: int) -> tuple[Member, ...]:
-        """Return the ``count`` cheapest members within a budget (bytes), the cheapest first; fewer if fewer fit."""
+        """Return the ``count`` cheapest members (schedules) whose peak is within ``budget`` bytes, the cheapest
+        first; fewer if fewer fit.
+
+        ``amounts``: the sizes, workspaces and costs of a problem. Members that run an op again which may run only
+        once there are left out.
+        """
         state = self._state
         return tuple(state.members[m] for m in state.stack.evaluate(amounts).fitting(budget)[:count])
 
     def nearest_over(self, amounts: Amounts, budget: int) -> Member | None:
-        """Return the member whose peak is over a budget by the fewest bytes; None if all fit."""
+        """Return the member (schedule) whose peak exceeds ``budget`` bytes by the least; None if all fit.
+
+        ``amounts``: the sizes, workspaces and costs of a problem. Members that run an op again which may run only
+        once there are left out.
+        """
         state = self._state
         found = state.stack.evaluate(amounts).nearest_over(budget)
         return None if found is None else state.members[found]
 
     def least(self, amounts: Amounts) -> Member:
-        """Return the allowed member with the smallest peak for a problem of these amounts."""
+        """Return the member (schedule) with the smallest peak.
+
+        ``amounts``: the sizes, workspaces and costs of a problem. Members that run an op again which may run only
+        once there are left out.
+        """
         found = self.nearest_over(amounts, -1)
         assert found is not None, "the member that runs every op once is always allowed"
         return found
 
     def plan(self, graph: TrainingGraph, member: Member, amounts: Amounts | None = None) -> Plan:
-        """Return a member as a plan of a problem. ``amounts``: of the problem, if they are known.
+        """Return a member as a plan of a problem, with its simulated peak and cost there.
+
+        ``amounts``: the problem's sizes, workspaces and costs, if they are known already; they save time.
 
         Raises:
-            ProblemError: the problem is of another structure.
+            ProblemError: the problem has another structure.
         """
         self._check(graph)
         names, table = self._named
@@ -142,21 +163,21 @@ class PlanFamily:
         return Plan(graph.name, member.strategy, schedule, estimate)
 
     def plans(self, graph: TrainingGraph) -> tuple[Plan, ...]:
-        """Return as plans of a problem all members that are allowed there: those that run no op again that may run
-        only once.
+        """Return, as plans of a problem, all members that run no op again that may run only once there.
 
         Raises:
-            ProblemError: the problem is of another structure.
+            ProblemError: the problem has another structure.
         """
         amounts = amounts_of(graph)
         allowed = (member for member in self.members if member.is_allowed(amounts))
         return tuple(self.plan(graph, member, amounts) for member in allowed)
 
     def best_plan(self, graph: TrainingGraph, budget: int) -> Plan | None:
-        """Return the cheapest member within a budget (bytes) as a plan of a problem; None if none fits.
+        """Return the cheapest member whose peak is within ``budget`` bytes, as a plan of a problem; None if none
+        fits.
 
         Raises:
-            ProblemError: the problem is of another structure.
+            ProblemError: the problem has another structure.
         """
         self._check(graph)
         amounts = amounts_of(graph)
@@ -164,9 +185,8 @@ class PlanFamily:
         return None if member is None else replace(self.plan(graph, member, amounts), budget=budget)
 
     def starts(self, graph: TrainingGraph, budget: int, count: int) -> tuple[Plan, ...]:
-        """Return plans from which a search for a budget (bytes) can start.
-
-        They are the ``count`` cheapest members that fit, and the member that exceeds the budget by the fewest bytes.
+        """Return plans of a problem from which a search for ``budget`` bytes can start: the ``count`` cheapest
+        members of the family that fit, and the member that exceeds the budget by the fewest bytes.
 
         Raises:
             ProblemError: the problem has another structure.
@@ -177,7 +197,7 @@ class PlanFamily:
         return tuple(self.plan(graph, member, amounts) for member in members)
 
     def knows_other_sizes(self, graph: TrainingGraph) -> bool:
-        """Return whether the sizes at which members are compared include others than those of a problem."""
+        """Return whether the family compares its members also at other sizes than those of the problem ``graph``."""
         amounts = amounts_of(graph)
         return any(
             met.fixed != amounts.fixed or not np.array_equal(met.sizes, amounts.sizes) for met in self.met

@@ -19,10 +19,11 @@ Size = TypeVar("Size")
 
 @dataclass(frozen=True)
 class RangeRow(Generic[Size]):
-    """What a family offers at a size.
+    """What a family of plans offers at one size of the batch.
 
-    ``fits``: whether a member fits. ``member``: the cheapest that does, else the one of the smallest peak.
-    ``estimate``: its peak and cost there. ``base_peak``: bytes of the step without recomputation.
+    ``size``: the size, or the sizes of several dimensions. ``fits``: whether a member is within the budget.
+    ``member``: the cheapest member that fits, else the one with the smallest peak. ``estimate``: its peak and cost
+    at this size. ``base_peak``: bytes, the peak of the step without recomputation.
     """
 
     size: Size
@@ -34,24 +35,28 @@ class RangeRow(Generic[Size]):
 
 @dataclass(frozen=True)
 class RangeProof(Generic[Size]):
-    """The rows of all sizes of a range, within ``budget`` bytes."""
+    """What a family of plans offers at each size of a range (``rows``), within ``budget`` bytes."""
 
     budget: int
     rows: tuple[RangeRow[Size], ...]
 
     @property
     def unfit(self) -> tuple[Size, ...]:
-        """The sizes at which no member fits."""
+        """The sizes at which no member of the family is within the budget."""
         return tuple(row.size for row in self.rows if not row.fits)
 
     @property
     def holds(self) -> bool:
-        """Whether some member fits at every size."""
+        """Whether at every size some member of the family is within the budget."""
         return not self.unfit
 
 
 def range_row(family: PlanFamily, amounts: Amounts, size: Size, budget: int) -> RangeRow[Size]:
-    """Return what a family offers at one size, whose amounts are given."""
+    """Return the cheapest member of a family that is within ``budget`` bytes at one size, or the member with the
+    smallest peak if none is.
+
+    ``amounts``: the sizes of tensors, workspaces and costs at this size. ``size``: recorded in the result.
+    """
     found = family.best(amounts, budget)
     member = found or family.least(amounts)
     base_peak = family.members[0].estimate(amounts).peak

@@ -17,13 +17,13 @@ from rematplan.planner.family.amounts_by_position import Amounts, Ints
 
 @dataclass(frozen=True, eq=False)
 class Member:
-    """A schedule of a structure.
+    """A schedule in which positions stand for names, so that it can be evaluated for any problem of its structure.
 
-    ``steps``: r for a run of the op or inverse at position r; -1 - t for freeing the tensor at position t.
-    ``events``: t where the tensor at position t becomes resident, -1 - t where it is freed, in order. At the end
-    everything is freed, so that the bytes of all events sum to 0. ``events_before``: for each run, the number of
-    events up to and including what it allocates. ``recipes``: number of ops and inverses of the structure.
-    ``strategy``: the name of what found the schedule.
+    ``steps``: r for a run of the op or inverse at position r (ops first); -1 - t for freeing the tensor at position
+    t, among the tensors that ops write. ``events``: t where the tensor at position t becomes resident, -1 - t where
+    it is freed, in order. At the end everything is freed, so that the bytes of all events sum to 0.
+    ``events_before``: for each run, the number of events up to and including what it allocates. ``recipes``: the
+    number of ops and inverses of the structure. ``strategy``: the name of the strategy that found the schedule.
     """
 
     steps: Ints
@@ -39,19 +39,20 @@ class Member:
 
     @cached_property
     def counts(self) -> Ints:
-        """How often each op and inverse runs."""
+        """How often each op and inverse runs, by position."""
         return np.bincount(self.runs, minlength=self.recipes)
 
     def held(self, amounts: Amounts) -> Ints:
-        """The bytes that are resident during each run, inputs and workspace included."""
+        """Return the bytes that are resident during each run, inputs and workspace included. ``amounts``: the sizes,
+        workspaces and costs of a problem of this structure."""
         change = np.where(self.events >= 0, 1, -1) * amounts.sizes[_tensor(self.events)]
         resident = np.concatenate(([0], np.cumsum(change)))
         found: Ints = amounts.fixed + resident[self.events_before] + amounts.workspaces[self.runs]
         return found
 
     def estimate(self, amounts: Amounts) -> Estimate:
-        """Return the schedule's peak, cost and overhead in a problem of these amounts, equal to the result of
-        `simulate`."""
+        """Return the schedule's peak, cost and overhead in a problem with these sizes, workspaces and costs, equal
+        to the result of `simulate`."""
         resident = self.held(amounts)
         peak, peak_at = amounts.fixed, -1
         if resident.size and int(resident.max()) > peak:
@@ -67,14 +68,14 @@ class Member:
         )
 
     def is_allowed(self, amounts: Amounts) -> bool:
-        """Return whether each op that may run only once runs at most once."""
+        """Return whether each op that may run only once (``amounts.once``) runs at most once."""
         return not bool((self.counts[amounts.once] > 1).any())
 
 
 def member_of(graph: TrainingGraph, schedule: Schedule, strategy: str) -> Member:
-    """Return a valid schedule of a problem by position, so that it can be evaluated for other amounts.
+    """Convert a valid schedule of a problem to positions, so that it can be evaluated for other sizes and costs.
 
-    ``strategy``: the name of what found the schedule.
+    ``strategy``: the name of the strategy that found the schedule.
 
     Raises:
         ProblemError: the schedule names an op or tensor that the problem does not have.
@@ -109,12 +110,14 @@ def member_of(graph: TrainingGraph, schedule: Schedule, strategy: str) -> Member
 
 
 def step_table(graph: TrainingGraph) -> tuple[tuple[Step, ...], tuple[Step, ...]]:
-    """Return the run of each op and inverse, and the freeing of each tensor that an op writes, by position."""
+    """Return the steps of which schedules of a problem consist: by position, the run of each op and inverse, and the
+    freeing of each tensor that an op writes."""
     return tuple(Run(name) for name in graph.op), tuple(Free(t) for t in graph.producer)
 
 
 def schedule_of(member: Member, table: tuple[Sequence[Step], Sequence[Step]]) -> Schedule:
-    """Return a member's schedule in the names of a problem. ``table``: the result of `step_table` for that problem."""
+    """Return a member's schedule with the names of a problem. ``table``: the result of `step_table` for that
+    problem."""
     runs, frees = table
     return tuple(runs[s] if s >= 0 else frees[-1 - s] for s in member.steps.tolist())
 

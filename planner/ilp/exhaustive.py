@@ -18,15 +18,15 @@ from rematplan.ir import Op, TrainingGraph
 
 MOST_STATES = 4000
 MOST_TENSORS = 64
-"""With more tensors there are more states than may be visited, and each takes long."""
+"""The largest number of tensors. With more there are more states than may be visited, and each takes long."""
 
 
 @dataclass(frozen=True, slots=True)
 class Optimum:
     """The optimal schedule within a budget.
 
-    ``cost``: the least cost of any schedule that fits, infinite if none does. ``runs``: the names of the ops that a
-    schedule of this cost runs, in order.
+    ``cost``: the least cost of any schedule that fits, infinite if none does. ``runs``: the names of the ops and
+    inverses that a schedule of this cost runs, in order; empty if none fits.
     """
 
     cost: float
@@ -34,9 +34,11 @@ class Optimum:
 
 
 def exhaustive(graph: TrainingGraph, budget: int, most_states: int = MOST_STATES) -> Optimum | None:
-    """Return the optimum within ``budget`` bytes, by a search through all states. It ignores ``graph.ordered``.
+    """Return the optimal schedule within ``budget`` bytes, by a search (A*) through all sets of resident tensors;
+    None if the problem is not tiny.
 
-    None if there are too many tensors or states, or an op may run only once (a state does not record what has run).
+    None if there are more than `MOST_TENSORS` tensors or ``most_states`` states, or if an op may run only once (a
+    state does not record what has run). An order of random ops (``graph.ordered``) is ignored.
     """
     bits = len(graph.tensors) - len(graph.inputs) + sum(not op.writes for op in graph.ops)
     if graph.never_rerun or bits > MOST_TENSORS:
@@ -104,12 +106,12 @@ class _Masks:
         ]
 
     def bytes(self, mask: int) -> int:
-        """The bytes of a set of tensors."""
+        """Return the bytes of a set of tensors."""
         return sum(size for bit, size in self.sizes if mask & bit)
 
     def floor(self, mask: int) -> float:
-        """A lower bound of the remaining cost in a state: each op that alone writes something missing must run,
-        recursively."""
+        """Return a lower bound of the remaining cost in a state: each op that alone writes something missing must
+        run, recursively."""
         cost, missing = 0.0, self.goal & ~mask
         for price, reads, makes in self._only:
             if makes & missing:

@@ -18,11 +18,11 @@ from typing import IO
 
 LENGTH = struct.Struct("<Q")
 PR_SET_PDEATHSIG = 1
-"""Linux's number of that request (prctl(2))."""
+"""Linux's number of the request to send a signal when the parent ends (prctl(2))."""
 
 
 def read_message(stream: IO[bytes]) -> bytes | None:
-    """Return the next message, or None at the end of the stream."""
+    """Return the next message of a stream, or None at its end."""
     head = stream.read(LENGTH.size)
     if len(head) < LENGTH.size:
         return None
@@ -32,15 +32,15 @@ def read_message(stream: IO[bytes]) -> bytes | None:
 
 
 def write_message(stream: IO[bytes], body: bytes) -> None:
-    """Write a message, preceded by its length, and flush the stream."""
+    """Write a message to a stream, preceded by its length in eight bytes, and flush the stream."""
     stream.write(LENGTH.pack(len(body)))
     stream.write(body)
     stream.flush()
 
 
 def respond(request: bytes) -> bytes:
-    """Return the serialised response to a serialised request, both OR-tools messages; an empty response after an
-    error."""
+    """Solve the program of a serialised request and return the serialised response, both OR-tools messages; an empty
+    response if the solver fails."""
     from ortools.math_opt import callback_pb2, rpc_pb2
     from ortools.math_opt.core.python import solver
 
@@ -65,13 +65,14 @@ def respond(request: bytes) -> bytes:
 
 
 def end_with_parent() -> None:
-    """Have Linux kill this process when the thread that started it ends: while HiGHS solves, nothing else is heard."""
+    """Have Linux kill this process when the thread that started it ends; while HiGHS solves, the process cannot
+    notice that itself. Other systems: no effect."""
     with suppress(OSError, AttributeError):
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
 def main() -> None:
-    """Answer requests from standard input on standard output, until the input ends."""
+    """Answer requests to solve programs, from standard input on standard output, until the input ends."""
     end_with_parent()
     with os.fdopen(os.dup(sys.stdout.fileno()), "wb") as answers:
         os.dup2(sys.stderr.fileno(), sys.stdout.fileno())

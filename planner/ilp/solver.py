@@ -27,11 +27,11 @@ OVERRUN = 0.5
 
 @dataclass(frozen=True)
 class Answer:
-    """The result of a solve.
+    """What a solver found out about a program.
 
-    ``dual``: no solution costs less; infinite if there is no solution. ``values``: the best solution found, by
-    variable, or None. ``done``: the solver finished, so ``values`` are optimal within the requested gap, or there
-    is no solution.
+    ``dual``: a proven lower bound of the cost of any solution; infinite if there is no solution, -infinite if
+    nothing was proven. ``values``: the best solution found, by variable, or None. ``done``: whether the solver
+    finished: either ``values`` are optimal within the requested gap, or it is proven that there is no solution.
     """
 
     dual: float = -math.inf
@@ -40,7 +40,7 @@ class Answer:
 
 
 class Solver:
-    """Solves one program at a time. It must be closed; use it as a context manager."""
+    """Solves programs with HiGHS in another process, one at a time. It must be closed; use it as a context manager."""
 
     def __init__(self) -> None:
         self._process: subprocess.Popen[bytes] | None = None
@@ -54,7 +54,8 @@ class Solver:
         self.stop()
 
     def stop(self) -> None:
-        """End the current solve now. Later solves return at once and prove nothing."""
+        """End the current solve now. That solve, and later ones, return an empty answer. May be called from any
+        thread."""
         self._stopped = True
         self._kill()
 
@@ -67,12 +68,16 @@ class Solver:
         gap: float,
         hint: Mapping[int, float] | None = None,
     ) -> Answer:
-        """Minimise the cost of a program for at most about ``seconds``, and return the best solution and bound.
+        """Minimise the cost of a program for at most about ``seconds``, and return the best solution and the bound.
 
-        A solution within ``gap`` (in units of cost) of the optimum counts as optimal. After `stop`, or if the solver
-        fails, the answer is empty.
+        After `stop`, if the process had to be killed, or if the solver fails, the answer is empty.
 
-        ``integer``: False solves the linear relaxation. ``hint``: values of some variables to start from.
+        Args:
+            rows: the program.
+            seconds: the time limit.
+            integer: whether to solve the integer program; if not, its linear relaxation.
+            gap: a solution within this of the optimum, in the unit of cost, counts as optimal.
+            hint: values of some variables to start from, by the variable's number.
         """
         if self._stopped:
             return Answer()
@@ -103,7 +108,7 @@ class Solver:
         return response
 
     def _begun(self) -> subprocess.Popen[bytes] | None:
-        """The process, begun if there is none that lives; None if none can be."""
+        """Return the process, started if there is none; None if none can be started."""
         with self._lock:
             if self._process is not None:
                 return self._process

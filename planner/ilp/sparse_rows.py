@@ -10,7 +10,12 @@ Term = tuple[int, float]
 
 @dataclass
 class Rows:
-    """A mixed-integer program under construction: binary variables, rows Σ aⱼ xⱼ ≥ b, a cost to minimise."""
+    """A mixed-integer program under construction: variables between 0 and 1, rows Σ aⱼ xⱼ ≥ b, a cost to minimise.
+
+    ``cost``: of each variable. ``integers``: for each variable, whether it must be 0 or 1. Row r has the variables
+    ``columns[starts[r] : starts[r + 1]]`` with the factors ``factors[...]`` and the right-hand side ``floors[r]``.
+    ``constant``: added to the cost. ``impossible``: whether some row cannot hold.
+    """
 
     cost: list[float] = field(default_factory=list)
     starts: list[int] = field(default_factory=lambda: [0])
@@ -22,13 +27,14 @@ class Rows:
     impossible: bool = False
 
     def variable(self, cost: float, integer: bool = True) -> int:
-        """Add a variable and return its number. It is 0 or 1 or, if ``integer`` is False, any number between them."""
+        """Add a variable with this cost and return its number. Its value is 0 or 1 or, if ``integer`` is False, any
+        number between them."""
         self.cost.append(cost)
         self.integers.append(integer)
         return len(self.cost) - 1
 
     def at_least(self, terms: Iterable[Term], floor: float) -> None:
-        """Add the row Σ terms ≥ ``floor``."""
+        """Add the row Σ factor · variable ≥ ``floor``. ``terms``: pairs (variable, factor)."""
         for column, factor in terms:
             self.columns.append(column)
             self.factors.append(factor)
@@ -41,5 +47,6 @@ ZERO, ONE = -1, -2
 
 
 def is_set(values: Sequence[float], variable: int) -> bool:
-    """Whether a variable, or a known value in its place, is 1 in a solution."""
+    """Return whether a variable is 1 in a solution. ``values``: the solution. ``variable``: its number, or `ZERO` or
+    `ONE` for a known value."""
     return variable == ONE or (variable != ZERO and values[variable] > 0.5)

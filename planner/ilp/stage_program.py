@@ -31,16 +31,22 @@ from rematplan.planner.ilp.sparse_rows import ONE, ZERO, Rows, Term
 DEPTH = 24
 """How many ops upstream of a stage's op may run again in its stage."""
 SMALL_TENSOR_SHARE = 5e-4
-"""A tensor is small up to this share of the room (budget minus inputs)."""
+"""A tensor is small up to this share of the budget without inputs."""
 
 Key = tuple[int, int]
 
 
 @dataclass
 class StageProgram:
-    """The program of one problem and budget around a known sequence of runs. Rows may be added between solutions.
+    """The integer program of a whole schedule (Checkmate's stages) for one problem and budget, around a known
+    schedule.
 
-    The known sequence runs no inverses, and its first runs are in a valid order.
+    In stage k some earlier ops may run again, then op k runs for the first time. The order of first runs, and so of
+    the stages, is the known schedule's.
+
+    ``graph``: the problem. ``budget``: bytes. ``known``: the names of the ops that the known schedule runs, in
+    order; it runs no inverses. ``depth``: how many ops upstream of a stage's op may run again in the stage.
+    ``rows``: the program; `forbid` adds rows to it between solutions.
     """
 
     graph: TrainingGraph
@@ -71,7 +77,7 @@ class StageProgram:
         self._write_memory()
 
     def _repeats(self) -> list[set[int]]:
-        """The ops that the known sequence runs again, by stage."""
+        """Return the ops that the known sequence runs again, by stage."""
         number = {op.name: v for v, op in enumerate(self.ops)}
         repeats: list[set[int]] = [set() for _ in range(len(self.ops) + 1)]
         k = 0
@@ -83,7 +89,8 @@ class StageProgram:
         return repeats
 
     def hint(self) -> dict[int, float]:
-        """Return the known sequence of runs as values of the variables «the op runs again in the stage»."""
+        """Return the known schedule as values of variables: for each variable «op v runs again in stage k», 1 if it
+        does, else 0."""
         return {j: float(v in self.repeats[k]) for (v, k), j in self.run.items()}
 
     def _upstream(self, k: int) -> tuple[int, ...]:
@@ -130,7 +137,8 @@ class StageProgram:
         return tensor in self.reads[k] or any(tensor in self.reads[v] for v in self.again[k])
 
     def enters(self, tensor: str, k: int) -> int:
-        """Return the variable for «the tensor is resident on entering stage k»."""
+        """Return the number of the variable «the tensor is resident when stage k begins»; `ZERO` or `ONE` if its
+        value is known."""
         for stage in self.stages[tensor]:
             if stage >= k:
                 return self.entering[tensor][stage]
@@ -180,11 +188,11 @@ class StageProgram:
             self._row([(total, -1.0), *rest], fixed - 1.0)
 
     def forbid(self, v: int, k: int, resident: Iterable[str], values: Sequence[float]) -> None:
-        """Add a row that forbids op v to run again in stage k together with everything that the solution holds
-        there.
+        """Add a row that excludes a run: op v must not run again in stage k while everything is resident that the
+        solution ``values`` holds there.
 
-        Each held tensor is represented by a variable that explains why it is held: a later run in the stage that
-        reads it, or its being resident on entering the next stage.
+        ``resident``: the tensors that it holds. Each is represented by a variable that explains why it is resident:
+        a later run in the stage that reads it, or its being resident when the next stage begins.
         """
         op, size = self.ops[v], self.graph.size
         own = {t for t in (*op.reads, *op.writes) if t in self.producer}
@@ -212,7 +220,7 @@ class StageProgram:
 
 
 def runs_at(program: StageProgram, values: Sequence[float]) -> list[str]:
-    """Return the names of the ops in the order in which a solution runs them. ``values``: the solution."""
+    """Return the names of the ops in the order in which a solution runs them. ``values``: the solution, by variable."""
     runs = []
     for k, again in enumerate(program.again):
         runs += [program.ops[v].name for v in again if values[program.run[v, k]] > 0.5]
@@ -221,7 +229,11 @@ def runs_at(program: StageProgram, values: Sequence[float]) -> list[str]:
 
 
 def add_violated(program: StageProgram, values: Sequence[float]) -> int:
-    """Add rows for the repeated runs at which the solution's schedule exceeds the budget. Returns their number."""
+    """Add rows that exclude those repeated runs at which a solution's schedule exceeds the budget. Return how many
+    were added.
+
+    ``values``: the solution, by variable.
+    """
     graph, found, k = program.graph, 0, 0
     number = {op.name: v for v, op in enumerate(program.ops)}
     resident: set[str] = set()

@@ -32,8 +32,9 @@ BYTES = 2**40  # beyond this many bytes coarser units are used: sizes are rounde
 class StepOptimum:
     """The result of `solve_steps`.
 
-    ``runs``: the names of the ops that the best schedule found runs, in order; None if none was found. ``proven``:
-    whether it is proven that no schedule of at most ``steps`` runs is cheaper or, if ``runs`` is None, that none fits.
+    ``runs``: the names of the ops and inverses that the best schedule found runs, in order; None if none was found.
+    ``proven``: whether it is proven that no schedule of at most ``steps`` runs is cheaper or, if ``runs`` is None,
+    that none of them fits.
     """
 
     runs: tuple[str, ...] | None
@@ -41,9 +42,10 @@ class StepOptimum:
 
 
 def solve_steps(graph: TrainingGraph, budget: int, steps: int, seconds: float) -> StepOptimum:
-    """Search for the cheapest schedule of at most ``steps`` runs within ``budget`` bytes, for up to ``seconds``.
+    """Search for the cheapest schedule of at most ``steps`` runs within ``budget`` bytes, for up to ``seconds``,
+    with CP-SAT.
 
-    It ignores ``graph.ordered``.
+    All orders, repetitions and inverses are considered. An order of random ops (``graph.ordered``) is ignored.
     """
     if budget < graph.input_bytes:
         return StepOptimum(None, True)
@@ -95,7 +97,7 @@ def _counted(
     steps: int,
     runs: Mapping[tuple[int, int], cp_model.IntVar],
 ) -> dict[int, cp_model.IntVar]:
-    """Return, for each recipe that may run, how often it runs beyond what every schedule needs.
+    """Return, for each op and inverse, how often it runs beyond what every schedule needs.
 
     So a schedule without recomputation has the objective 0, and the solver sees at once that it is optimal.
     """

@@ -17,18 +17,21 @@ from rematplan.planner.core.schedule import runs_of
 from rematplan.planner.core.strategy import Progress, Strategy, pareto, silent
 
 CHEAP_SHARE = 0.05
-"""The share of the time, in addition, for the second plan that a refusal names."""
+"""The share of the time limit, in addition to it, for finding the cheap plan that a refusal names besides the
+smallest peak."""
 
 
 @dataclass(frozen=True)
 class Anneal(Strategy):
-    """Simulated annealing of the sequence of runs; see `planner.annealing.moves` for the moves and their source.
+    """Simulated annealing of the sequence of runs: runs are moved, added and removed at random (see
+    `planner.annealing.moves`).
 
-    Ctrl-C returns the best plan so far. There is no guarantee; the lower bound of `auto` tells how far a plan is
+    Ctrl-C returns the best plan so far. There is no guarantee; the lower bound of `Auto` tells how far a plan is
     from optimal.
 
-    Options: ``time_limit`` in seconds; ``seed``; ``keep_order`` keeps the first runs in the base order; ``moves``,
-    if not 0, replaces the time limit by a number of moves, so that the plan is the same on every machine.
+    Options: ``time_limit``: seconds. ``seed``: of the random choices. ``keep_order``: whether the first runs of all
+    ops keep the problem's order. ``moves``: if not 0, the number of moves, instead of the time limit; the plan is
+    then the same on every machine.
     """
 
     time_limit: float = 30.0
@@ -41,16 +44,17 @@ class Anneal(Strategy):
 
     @property
     def lasting(self) -> bool:
-        """Whether plans are kept on disk, where later searches start from them: always."""
+        """True: plans are worth keeping on disk, as starts for later processes."""
         return True
 
     def plan(
         self, graph: TrainingGraph, budget: int, progress: Progress = silent, starts: Sequence[Plan] = ()
     ) -> Plan:
-        """Return the best plan found within ``budget`` bytes. It is never worse than a start that fits.
+        """Return the best plan found within ``budget`` bytes. It is never worse than a start that fits (and keeps
+        the problem's order, if ``keep_order`` is set).
 
         Raises:
-            InfeasibleBudget: no plan was found; the error carries the smallest peak that the search met.
+            InfeasibleBudget: no plan was found that fits; the error states the smallest peak that the search met.
         """
         floor = _floor(graph)
         search = Search(
@@ -75,10 +79,11 @@ class Anneal(Strategy):
         progress: Progress = silent,
         starts: Sequence[Plan] = (),
     ) -> tuple[Plan, ...]:
-        """Return plans by falling peak and rising overhead, one for each of ``budgets`` (bytes) at most.
+        """Return plans by falling peak and rising overhead, at most one for each of ``budgets`` (bytes).
 
-        Budgets are planned from the largest down; each plan is a start for the next. The time limit holds for the
-        whole curve. A plan for a smaller budget also serves larger ones, so the curve is monotone.
+        Budgets are planned from the largest to the smallest; each plan is a start for the next budget. After the
+        first budget that no plan fits, smaller ones are skipped. Time limit and moves are divided equally among the
+        budgets. A plan that a plan for a smaller budget beats or equals is left out.
         """
         share = replace(
             self, time_limit=self.time_limit / max(1, len(budgets)), moves=self.moves // max(1, len(budgets))
@@ -97,7 +102,7 @@ class Anneal(Strategy):
 
 
 def _floor(graph: TrainingGraph) -> float:
-    """The overhead of running once each op that must run."""
+    """Return the overhead of running once each op that must run."""
     known = recipes(graph)
     least = sum(op.cost for op, runs in zip(known.rows, known.least, strict=True) if runs)
     return least / graph.base_cost - 1 if graph.base_cost else 0.0

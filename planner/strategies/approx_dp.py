@@ -18,10 +18,13 @@ from rematplan.planner.strategies.dp_strategy import DPStrategy
 
 @dataclass(frozen=True)
 class ApproxDP(DPStrategy):
-    """Block partition over the pruned family of lower sets. It needs no enumeration of all lower sets.
+    """Choose the best partition of the forward into blocks by dynamic programming over the pruned family of lower
+    sets: each node with its ancestors (Kusumoto et al. 2019, section 4.3).
 
-    Under the paper's formula and the same formula budget it is never better than `exact_dp`. ``max_lower_sets``: a
-    larger family is thinned to about this many, spread evenly over the bytes.
+    By the paper's formula of the peak, its plans are never better than those of `ExactDP`.
+
+    Options: ``objective``, ``ticks``, ``budgets``: as for `DPStrategy`. ``max_lower_sets``: of a larger family only
+    about this many lower sets are used, spread evenly over the bytes.
     """
 
     name: ClassVar[str] = "approx_dp"
@@ -37,5 +40,6 @@ class ApproxDP(DPStrategy):
             raise UsageError(f"{self.name}: max_lower_sets is {self.max_lower_sets}; it must be at least 2")
 
     def lower_sets(self, view: ForwardGraph) -> tuple[int, ...]:
-        """Return each node with its ancestors, ∅ and V."""
+        """Return the lower sets to use as bit masks: each node with its ancestors, ∅, and the set of all nodes, by
+        number of nodes."""
         return pruned_lower_sets(view, self.max_lower_sets)

@@ -21,12 +21,12 @@ from rematplan.planner.core.plan import Plan, plan_from_runs
 from rematplan.planner.core.strategy import Enough, FamilyStrategy, Progress, silent, undominated
 
 Chain = tuple[int, ...]
-"""L₁ ⊂ … ⊂ L_k = V, as masks of forward nodes."""
+"""A chain of lower sets L₁ ⊂ … ⊂ L_k = V of the forward graph, as bit masks of its nodes."""
 
 
 class Candidate(NamedTuple):
-    """A sequence of runs as base positions, and the blocks it was lowered from, if it comes from a single
-    partition."""
+    """A sequence of runs, as positions in ``graph.ops``. ``blocks``: the names of the ops of each block, if the runs
+    come from a partition of the forward into blocks; else None."""
 
     runs: Ints
     blocks: tuple[tuple[str, ...], ...] | None = None
@@ -40,22 +40,24 @@ class _Priced(NamedTuple):
 
 @dataclass(frozen=True)
 class CandidateStrategy(FamilyStrategy):
-    """A strategy that compares candidate sequences of runs.
+    """Base class of strategies that compare candidate sequences of runs that do not depend on the budget.
 
-    The candidates of a problem are cached with it, so many budgets cost one search. The base order is always a
-    candidate.
+    The candidates of a problem are cached with it, so a second budget costs no second search. The order of
+    ``graph.ops`` (no recomputation) is always a candidate.
     """
 
     def candidates(self, graph: TrainingGraph, progress: Progress) -> Iterable[Candidate]:
-        """Yield candidate sequences for a problem with phases. Duplicates are harmless."""
+        """Yield candidate sequences of runs for a problem with phases. The same sequence may be yielded several
+        times."""
         raise NotImplementedError
 
     def family(self, graph: TrainingGraph, progress: Progress = silent) -> Iterable[Plan]:
-        """Yield the candidates that no other one beats in both peak and cost, the leanest first.
+        """Yield as plans the candidates that no other candidate beats or equals in both peak and cost, by rising
+        peak.
 
         Raises:
-            UsageError: the problem has no backward half, neither marked nor recognisable (`phase_views`), so
-                blocks are undefined.
+            UsageError: the problem has no backward half, neither marked nor recognisable (`phase_views`), so blocks
+                are undefined.
         """
         front = self._front(graph, progress)
         with suppress(Enough):
@@ -66,9 +68,14 @@ class CandidateStrategy(FamilyStrategy):
                 progress(1.0, f"plan {at} of {len(front)}")
 
     def around(self, graph: TrainingGraph, budget: int, progress: Progress = silent) -> tuple[Plan, ...]:
-        """Return the cheapest plan that fits ``budget`` bytes, if one does, and the plan of the smallest peak.
+        """Return the cheapest candidate within ``budget`` bytes, then the candidate with the smallest peak, as
+        plans.
 
-        They may be the same plan, which is then returned once. No other plans are built.
+        The tuple has one plan if both are the same, or if no candidate fits: then it is the one with the smallest
+        peak.
+
+        Raises:
+            UsageError: the problem has no backward half.
         """
         front = self._front(graph, progress)
         fitting = [priced for priced in front if priced.peak <= budget]
@@ -76,8 +83,8 @@ class CandidateStrategy(FamilyStrategy):
         return tuple(self._plan(graph, priced) for priced in picks.values())
 
     def _front(self, graph: TrainingGraph, progress: Progress) -> list[_Priced]:
-        """Return the undominated candidates by increasing cost. After `Enough`, those found so far; these are not
-        cached."""
+        """Return the undominated candidates by increasing cost. If `Enough` is raised, these are those found so far,
+        and they are not cached."""
         views = phase_views(graph)
         if not views[0].has_phases:
             raise UsageError(
@@ -116,18 +123,20 @@ class CandidateStrategy(FamilyStrategy):
 
 @dataclass(frozen=True)
 class BlockStrategy(CandidateStrategy):
-    """A strategy that chooses chains of lower sets, independent of the budget.
+    """Base class of strategies that divide the forward into blocks by chains of lower sets, independent of the
+    budget.
 
-    Each chain is lowered twice: with all tensors of its boundary nodes kept, and with the lean choice of
-    `partition_of`. The chain of one block, which recomputes nothing, is always a candidate.
+    Each chain becomes two candidates: with all tensors of its boundary nodes kept, and with large ones left out that
+    only the backward reads (``lean`` of `partition_of`). The chain of one block, which recomputes nothing, is always
+    a candidate.
     """
 
     def chains(self, view: ForwardGraph, progress: Progress) -> Iterable[Chain]:
-        """Yield the candidate chains. Duplicates are harmless."""
+        """Yield candidate chains of lower sets. The same chain may be yielded several times."""
         raise NotImplementedError
 
     def candidates(self, graph: TrainingGraph, progress: Progress) -> Iterable[Candidate]:
-        """Yield the sequences of runs that the chains are lowered to, each with its blocks."""
+        """Yield the sequences of runs of all chains of lower sets, each with its blocks."""
         for partition in self._partitions(graph, progress):
             yield Candidate(lower_to_positions(graph, partition), partition.blocks)
 

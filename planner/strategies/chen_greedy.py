@@ -22,11 +22,13 @@ from rematplan.planner.strategies.block_strategy import BlockStrategy, Chain
 
 @dataclass(frozen=True)
 class ChenGreedy(BlockStrategy):
-    """Block partitions that begin a block when the accumulated bytes exceed a threshold, one for each threshold.
+    """Divide the forward into blocks greedily: end a block at the first cut point where its bytes exceed a threshold
+    (Chen et al. 2016, algorithm 3), for many thresholds.
 
-    The search takes O(grid · n) operations.
+    A cut point is a node through which alone what is before it communicates with what is after it. O(grid · nodes).
 
-    ``grid``: the number of thresholds; half of them cover the whole range, half are near √(x·y).
+    Options: ``grid``: the number of thresholds; half of them cover the whole range, half are near √(x·y), for x
+    bytes of cut points and y bytes of the largest block.
     """
 
     name: ClassVar[str] = "chen_greedy"
@@ -39,7 +41,7 @@ class ChenGreedy(BlockStrategy):
             raise UsageError(f"{self.name}: grid is {self.grid}; it must be at least 1")
 
     def chains(self, view: ForwardGraph, progress: Progress) -> Iterable[Chain]:
-        """Return one chain per threshold."""
+        """Return one chain of lower sets for each threshold; equal chains included."""
         cuts = cut_points(view)
         largest, total = max(view.bytes, default=0), sum(view.bytes)
         wide = _geometric(max(1, largest // 2), max(1, total), max(1, self.grid // 2))
@@ -59,7 +61,8 @@ def _geometric(low: float, high: float, count: int) -> list[float]:
 
 
 def _sweep(view: ForwardGraph, cuts: tuple[int, ...], threshold: float) -> Chain:
-    """Algorithm 3: end a segment at each cut point where its bytes exceed the threshold."""
+    """Return the chain of algorithm 3, which ends a block at each cut point where the block's bytes exceed
+    ``threshold``."""
     chain: list[int] = []
     bytes_ = 0
     for block, cut in zip(blocks_of(cuts), cuts, strict=True):

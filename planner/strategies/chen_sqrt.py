@@ -22,16 +22,19 @@ BLOCK_COUNTS_TRIED = 24
 
 @dataclass(frozen=True)
 class ChenSqrt(BlockStrategy):
-    """Block partitions into k = 2 .. 2√n segments, cut at the first cut point at or after each k-th of the memory.
+    """Divide the forward into k = 2 .. 2√n blocks of about equal bytes (Chen et al. 2016, section 4), n being the
+    number of nodes.
 
-    At most `BLOCK_COUNTS_TRIED` values of k are tried: all small ones, and large ones in geometric steps.
+    A block ends at the first cut point after its share of the bytes: a node through which alone what is before it
+    communicates with what is after it. At most `BLOCK_COUNTS_TRIED` values of k are tried: all small ones, and large
+    ones in geometric steps.
     """
 
     name: ClassVar[str] = "chen_sqrt"
     summary: ClassVar[str] = "segments of equal memory between cut points (Chen et al. 2016)"
 
     def chains(self, view: ForwardGraph, progress: Progress) -> Iterable[Chain]:
-        """Yield one chain per number of segments."""
+        """Yield one chain of lower sets for each number of blocks."""
         cuts = cut_points(view)
         before = [sum(view.bytes[v] for v in bits(cut)) for cut in cuts]
         total = sum(view.bytes)

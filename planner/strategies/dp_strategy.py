@@ -14,8 +14,8 @@ from rematplan.planner.core.strategy import Progress
 from rematplan.planner.strategies.block_strategy import BlockStrategy, Chain
 
 SHARES = {"time": (0.0, 0.02, 0.05, 0.1, 0.2, 0.4), "memory": (1.0, 0.95, 0.9, 0.75, 0.6, 0.4)}
-"""At which shares of a table's feasible recomputation times chains are taken, by objective; the first is its own
-end."""
+"""By objective, the recomputation times at which chains are taken from a table, as shares of the range of its
+feasible times."""
 
 WORK = 1.6e10
 FEWEST_TABLES = 6
@@ -23,15 +23,16 @@ FEWEST_TABLES = 6
 
 @dataclass(frozen=True)
 class DPStrategy(BlockStrategy):
-    """Chains by the dynamic program over a family of lower sets (`lower_set_dp`).
+    """Base class of `ExactDP` and `ApproxDP`: chains of lower sets by the dynamic program of Kusumoto et al. 2019.
 
-    Formula budgets form a grid from the smallest feasible one up, refined where the chains differ. Each table
-    yields a few chains, from its least recomputation time up (``objective`` time) or from its largest down
-    (memory). The formula ignores liveness, so its budget only parametrises the search: plans are compared by
-    simulated peaks. The search runs twice, with the paper's formula and with one that charges no gradients
-    (`prepare`).
+    The program is solved for a grid of budgets, from the smallest feasible one up, refined where the chains differ.
+    The paper's formula of the peak ignores that tensors are freed early, so these budgets only serve to get
+    different chains; their plans are compared by simulated peaks. The search runs twice, with the paper's formula
+    and with one that charges no gradients.
 
-    ``ticks``: resolution of the recomputation time. ``budgets``: the largest number of tables per formula.
+    Options: ``objective``: ``time``: take from each table the chains with the least recomputation time; ``memory``:
+    take the chains with the most, whose coarser blocks need less memory. ``ticks``: the number of steps into which
+    recomputation time is divided. ``budgets``: the largest number of tables for each formula.
     """
 
     objective: Literal["time", "memory"] = "time"
@@ -46,11 +47,11 @@ class DPStrategy(BlockStrategy):
                 raise UsageError(f"{self.name}: {option} is {getattr(self, option)}; it must be at least 1")
 
     def lower_sets(self, view: ForwardGraph) -> tuple[int, ...]:
-        """Return the family by size, ∅ and V included."""
+        """Return the lower sets to use as bit masks, by number of nodes, ∅ and the set of all nodes included."""
         raise NotImplementedError
 
     def chains(self, view: ForwardGraph, progress: Progress) -> Iterable[Chain]:
-        """Yield the chains of each table."""
+        """Yield the chains of lower sets that all tables give."""
         masks = self.lower_sets(view)
         # Only if the last block is charged, as in the paper, does the largest time belong to the coarsest chain.
         charge_last = self.objective == "memory"

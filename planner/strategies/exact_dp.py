@@ -22,9 +22,14 @@ from rematplan.planner.strategies.dp_strategy import DPStrategy
 
 @dataclass(frozen=True)
 class ExactDP(DPStrategy):
-    """Optimal under the paper's formula at each formula budget tried, within the resolution of ``ticks``.
+    """Choose the best partition of the forward into blocks by dynamic programming over all lower sets (Kusumoto et
+    al. 2019, section 4.1).
 
-    ``max_lower_sets``: graphs with more lower sets are refused (`LatticeTooLarge`) instead of taking forever.
+    The partition is optimal by the paper's formulas of peak and time, at each budget tried, within the resolution
+    ``ticks``.
+
+    Options: ``objective``, ``ticks``, ``budgets``: as for `DPStrategy`. ``max_lower_sets``: graphs with more lower
+    sets are refused (`LatticeTooLarge`), because the search would take too long.
     """
 
     name: ClassVar[str] = "exact_dp"
@@ -40,9 +45,13 @@ class ExactDP(DPStrategy):
             raise UsageError(f"{self.name}: max_lower_sets is {self.max_lower_sets}; it must be at least 2")
 
     def chains(self, view: ForwardGraph, progress: Progress) -> Iterable[Chain]:
-        """Yield chains over all lower sets, then chains over the pruned family.
+        """Yield chains of all lower sets, then chains of the pruned family that `ApproxDP` uses.
 
-        Under the formula the latter are never better. With liveness some are, and are then the better plans.
+        By the paper's formulas chains of the pruned family are never better, but by simulated peak and cost some
+        are.
+
+        Raises:
+            LatticeTooLarge: there are more than ``max_lower_sets`` lower sets.
         """
         yield from super().chains(view, lambda fraction, text: progress(fraction / 2, text))
         pruned = ApproxDP(self.objective, self.ticks, self.budgets)
@@ -50,5 +59,9 @@ class ExactDP(DPStrategy):
             yield from pruned.chains(view, lambda fraction, text: progress((1 + fraction) / 2, text))
 
     def lower_sets(self, view: ForwardGraph) -> tuple[int, ...]:
-        """Return all lower sets."""
+        """Return all lower sets as bit masks, by number of nodes.
+
+        Raises:
+            LatticeTooLarge: there are more than ``max_lower_sets``.
+        """
         return lower_sets(view, self.max_lower_sets, self.name)

@@ -25,16 +25,17 @@ from rematplan.planner.ilp.stage_program import StageProgram, add_violated, runs
 
 @dataclass(frozen=True)
 class IlpLimits:
-    """The constants of the search, chosen by trial without a record of single measurements."""
+    """The constants of the strategy `ILP`, chosen by trial without a record of single measurements."""
 
     every_order: int = 10
-    """The number of recipes up to which every order is searched."""
+    """The largest number of ops and inverses for which all orders are considered."""
     start: float = 0.3
-    """The share of the time for annealing, which finds the order and the first incumbent."""
+    """The share of the time for annealing, which finds the order of first runs and a first plan."""
     slice: float = 0.15
-    """The share of the time for the first slice of the solver; later ones are longer."""
+    """The share of the time for the first call of the solver; later calls are longer."""
     most_ops: int = 1500
-    """The number of ops beyond which no solver gets anywhere with the program: the start is returned."""
+    """The largest number of ops for which an integer program is solved; beyond it no solver finds better plans, so
+    the annealed plan is returned."""
 
 
 LIMITS = IlpLimits()
@@ -42,14 +43,14 @@ LIMITS = IlpLimits()
 
 @dataclass(frozen=True)
 class ILP(Strategy):
-    """Integer programs of the schedule, after Checkmate (Jain et al. 2020).
+    """Solve integer programs of the whole schedule, after Checkmate (Jain et al. 2020).
 
-    Up to 10 ops and inverses are scheduled in every order (`ilp.step_program`, CP-SAT); the result is optimal among
-    schedules of at most 2 · recipes + 2 runs. Larger problems are scheduled in the order of an annealed plan
-    (`ilp.stage_program`, HiGHS), without a guarantee: only a few upstream ops may run again in a stage, and inverses
-    are not used. Ctrl-C returns the best plan so far.
+    For up to 10 ops and inverses all orders are considered (solver CP-SAT); the result is optimal among schedules of
+    at most 2 · (ops and inverses) + 2 runs. For larger problems the order is that of an annealed plan (solver
+    HiGHS), without a guarantee: only a few ops upstream of each op may run again before it, and inverses are not
+    used. Ctrl-C returns the best plan so far.
 
-    Options: ``time_limit`` in seconds; ``upstream``: how many upstream ops may run again in a stage.
+    Options: ``time_limit``: seconds. ``upstream``: how many upstream ops may run again before each op.
     """
 
     time_limit: float = 30.0
@@ -60,16 +61,18 @@ class ILP(Strategy):
 
     @property
     def lasting(self) -> bool:
-        """Whether plans are kept on disk, where later searches start from them: always."""
+        """True: plans are worth keeping on disk, as starts for later processes."""
         return True
 
     def plan(
         self, graph: TrainingGraph, budget: int, progress: Progress = silent, starts: Sequence[Plan] = ()
     ) -> Plan:
-        """Return the plan of least overhead found within ``budget`` bytes. Starts that run inverses are not used.
+        """Return the plan of least overhead found within ``budget`` bytes, with a proven lower bound. Starts that
+        run inverses are ignored.
 
         Raises:
-            InfeasibleBudget: no plan was found.
+            InfeasibleBudget: no plan was found that fits; the error states the smallest peak found.
+            KeyboardInterrupt: before any plan was found that fits.
         """
         graph = infer_phases(graph)
         floor = BoundSearch(graph, budget).best.overhead
@@ -159,9 +162,11 @@ class ILP(Strategy):
         progress: Progress = silent,
         starts: Sequence[Plan] = (),
     ) -> tuple[Plan, ...]:
-        """Return plans by falling peak and rising overhead, one for each of ``budgets`` (bytes) at most.
+        """Return plans by falling peak and rising overhead, at most one for each of ``budgets`` (bytes).
 
-        The time limit holds for the whole curve. A plan for a smaller budget also serves larger ones.
+        Budgets are planned from the largest to the smallest; after the first that no plan fits, smaller ones are
+        skipped. The time limit is divided equally among the budgets. A plan that a plan for a smaller budget beats
+        or equals is left out.
         """
         share = replace(self, time_limit=self.time_limit / max(1, len(budgets)))
         plans: list[Plan] = []
@@ -179,10 +184,10 @@ class ILP(Strategy):
 
 @dataclass
 class _Best:
-    """The best plan so far.
+    """The best plan so far of one search.
 
-    ``bound``: a proven lower bound of the overhead of any plan. ``goal``: the same for plans without inverses,
-    which are those that are searched.
+    ``bound``: a proven lower bound of the overhead of any plan. ``goal``: a proven lower bound of the overhead of
+    plans without inverses, to which the search is limited.
     """
 
     graph: TrainingGraph
@@ -194,7 +199,7 @@ class _Best:
     smallest: int = field(default=2**63)
 
     def offer(self, runs: Sequence[str]) -> bool:
-        """Price a sequence of runs and keep it if it is the best that fits. Returns whether it fits."""
+        """Evaluate a sequence of runs, record its plan if it is the cheapest that fits, and return whether it fits."""
         plan = plan_from_runs(self.graph, runs, ILP.name)
         self.smallest = min(self.smallest, plan.estimate.peak)
         fits = plan.estimate.peak <= self.budget
@@ -208,11 +213,11 @@ class _Best:
 
     @property
     def closed(self) -> bool:
-        """Whether no better plan exists."""
+        """Whether it is proven that no cheaper plan without inverses exists."""
         return self.plan is not None and self.plan.estimate.overhead <= self.goal + CLOSED
 
     def report(self, fraction: float) -> None:
-        """Report the best plan and the bound."""
+        """Report the best plan's overhead and the bound, as progress."""
         text = "nothing fits yet"
         if self.plan is not None:
             text = f"overhead {100 * self.plan.estimate.overhead:.2f} %"

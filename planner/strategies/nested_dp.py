@@ -22,26 +22,27 @@ from rematplan.planner.strategies.block_strategy import Candidate, CandidateStra
 BLOCKS = 1000
 """The largest number of blocks of a chain."""
 PLACES = (BLOCKS, 40)
-"""Where long passes may end: everywhere, or at this many places if everywhere needs more than ``WORK``. Fewer
-places cost little."""
+"""In front of how many blocks long passes may end: of all, or of so many if all need more than ``WORK``. Fewer cost
+little overhead."""
 WORK = 5e8
 SCALES = (64, 16, 4, 1)
 """Each table covers this fraction of the bytes, so that small memories are resolved in small units."""
 SLACK = 1.3
-"""By which factor a plan's peak may be below what the table assumes."""
+"""The factor by which a plan's peak may be below what the table assumes."""
 LONGEST = 20
 """The largest number of runs of a plan, per op."""
 
 
 @dataclass(frozen=True)
 class NestedDP(CandidateStrategy):
-    """Plans in which blocks run more than twice, for scarce memory: those of `interval_dp`, in the base order of
-    the forward half.
+    """Plans for scarce memory in which blocks of the forward run as often as needed: an interval of blocks is split
+    at a boundary that is kept, and both parts are split again (Beaumont et al. 2019, for any graph).
 
-    In deep networks its smallest peak is far below that of block partitions.
+    In deep networks its smallest peak is far below the smallest peak of plans that run each block at most twice.
 
-    ``units``: units of memory in a table. ``plans``: the number of plans per table. ``near``: a budget in bytes;
-    only the table that resolves it best is used. 0: all tables are used.
+    Options: ``units``: how many units of memory a table distinguishes. ``plans``: the number of plans for each
+    table. ``near``: a budget in bytes; only the table with the finest units that covers it is used. 0: all tables
+    are used.
     """
 
     name: ClassVar[str] = "nested_dp"
@@ -58,7 +59,7 @@ class NestedDP(CandidateStrategy):
                 raise UsageError(f"{self.name}: {option} is {value}; it must be at least {least}")
 
     def candidates(self, graph: TrainingGraph, progress: Progress) -> Iterator[Candidate]:
-        """Yield candidate sequences of runs for a problem with phases; none without a forward half."""
+        """Yield candidate sequences of runs for a problem with phases; none if no op belongs to the forward half."""
         if not len(forward_graph(graph)):
             return
         chain, alike = cached_on(graph, ("block chain", self.units), lambda: self._chain(graph))

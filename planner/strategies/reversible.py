@@ -28,9 +28,10 @@ from rematplan.planner.core.strategy import FamilyStrategy, Progress, silent
 
 @dataclass(frozen=True)
 class Reversible(FamilyStrategy):
-    """Plans that recover tensors by inverses: one recovers all that can be, the others only those written first.
+    """Plans that keep no tensor that an inverse can recover, as reversible networks do (Gomez et al. 2017). One plan
+    recovers all such tensors; the other plans recover only a part of them, the tensors written first.
 
-    On a graph without inverses the only plan runs every op once. ``shares``: the number of plans.
+    Without inverses the only plan runs every op once. Options: ``shares``: the number of plans that recover tensors.
     """
 
     shares: int = 8
@@ -43,8 +44,8 @@ class Reversible(FamilyStrategy):
             raise UsageError(f"{self.name}: shares is {self.shares}; it must be at least 1")
 
     def family(self, graph: TrainingGraph, progress: Progress = silent) -> Iterable[Plan]:
-        """Yield one plan per share of the recoverable tensors, from none to all, the earliest-written tensors
-        first."""
+        """Yield the plan that recovers nothing, then one for each of ``shares`` steps up to all recoverable tensors,
+        the earliest-written tensors first."""
         graph = infer_phases(graph)
         found = recoveries(graph) if graph.has_phases else {}
         order = sorted(found, key=lambda t: graph.producer[t])
@@ -77,7 +78,7 @@ class _Sequence:
         self.done: list[str] = []
 
     def runs(self) -> list[str]:
-        """Return each forward op once, then each backward op with what it needs in front of it."""
+        """Return the runs: each forward op once, then each backward op, preceded by what makes its reads resident."""
         halves = list(zip(self.graph.ops, indexed(self.graph).forward, strict=True))
         late = [op for op, forward in halves if not forward]
         self.done = [op.name for op, forward in halves if forward]
