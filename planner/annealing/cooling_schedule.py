@@ -28,9 +28,9 @@ from typing import NamedTuple
 class Ordering(NamedTuple):
     """A stage of a round of annealing that only reorders runs, in problems without phases.
 
-    ``share``: its share of the round. ``heat``: first and last temperature, in tensors of mean size that are over
-    the budget at one run. The price of bytes over the budget is constant meanwhile: if it rose as long as nothing
-    fits, it would freeze the order.
+    ``share``: its share of the round. ``heat``: its first and last temperature. A temperature of 1 is the energy of
+    one tensor of mean size that is over the budget at one run. The price of bytes over the budget is constant during
+    the stage: if it rose as long as nothing fits, it would freeze the order.
     """
 
     share: float

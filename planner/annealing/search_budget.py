@@ -71,8 +71,8 @@ class SearchBudget:
         return max(1, min(self.slice_, int(left) if self.moves else self.slice_))
 
     def made(self, moves: int, seconds: float) -> None:
-        """Record that ``moves`` moves were made in ``seconds``. Unless moves are counted, the next slice is adjusted
-        to that speed."""
+        """Record that ``moves`` moves were made in ``seconds``. If seconds are counted, the number of moves until
+        the next look at the clock is adjusted to that speed."""
         self.done += moves
         if not self.moves:
             self.slice_ = max(FEWEST_MOVES, min(2 * self.slice_, int(moves * SLICE / max(seconds, 1e-6))))

@@ -122,8 +122,8 @@ class State(NamedTuple):
     ``stamp``, 1 while the op is in ``chain``. By slot: the node ``at`` it; ``mem``, the bytes live there; ``cap``,
     the bytes that may be live there (`NO_CAP` if empty). ``links``: where each op's runs are. ``free``: unused node
     numbers. ``log``: edits since the last commit. ``chain``, ``queue``: scratch space. ``best``: the ops of the best
-    sequence within the budget. ``number``, ``value``: single numbers (columns above). ``random``: the state of the
-    random generator.
+    sequence within the budget. ``number``: single numbers, indexed by `FREE` to `BEST`. ``value``: single numbers,
+    indexed by `PENALTY` to `GROWTH`. ``random``: the state of the random generator.
     """
 
     links: Links

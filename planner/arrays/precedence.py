@@ -13,10 +13,10 @@ from rematplan.planner.caches.graph_cache import cached_on
 class Precedence:
     """Which ops and inverses must run before which, in any valid schedule.
 
-    ``recipes``: the ops, then the inverses; the numbers below are positions in this tuple. ``makers``: for the name
-    of each tensor that is not an input, the recipes that write it. ``before[v]``: the recipes that must precede
-    recipe v, and v itself, as a bit mask. ``needed``: the recipes that every schedule must run for its outputs, as a
-    bit mask.
+    ``recipes``: the ops, then the inverses, both called recipes here; the numbers below are positions in this tuple.
+    ``makers``: for the name of each tensor that is not an input, the recipes that write it. ``before[v]``: the
+    recipes that must precede recipe v, and v itself, as a bit mask. ``needed``: the recipes that every schedule must
+    run for its outputs, as a bit mask.
     """
 
     recipes: tuple[Op, ...]
