@@ -21,10 +21,14 @@ from rematplan.planner.caches.graph_cache import cached_on
 
 FEWEST = 8
 """If fewer tensors than this are live between the halves, their order proves nothing."""
-MIRRORED = -0.95
+MIRRORED, CLEARLY = -0.95, -0.99
 """The graph is a training step if the rank correlation, between the time a tensor is written and the time it is
-read next, is at most this."""
+read next, is at most this: the first at the likeliest end of the forward half, the second at the others that are tried,
+since one of many may correlate by chance."""
 
+NEARLY, CANDIDATES = 0.9, 12
+"""As ends of the forward half, so many ops are tried at most, after which at least this share of the largest number of
+tensors is still to be read."""
 WAITING = 0.95
 """Stated phases contradict the graph if the number of tensors that are live between the stated halves is less than
 this share of the number between the inferred halves."""
@@ -97,25 +101,36 @@ def _live_between(ix: Indexed, forward: Sequence[bool]) -> int:
 def _turn(ix: Indexed) -> int:
     """Return the last forward op if the graph looks like a training step, else -1.
 
-    It is the op after which most tensors are still to be read; they must be read in the opposite order of writing.
+    It is the op after which most tensors are still to be read; they must be read in the opposite order of writing. If
+    they are not, ops after which nearly as many are to be read follow: a last op of the forward half that reads many
+    tensors, such as a concatenation, comes after the op of the most.
     """
     spans = [(p, reads[-1]) for p, reads in zip(ix.producer, ix.readers, strict=True) if p >= 0 and reads]
-    waiting = np.zeros(len(ix.ops) + 1, dtype=np.int64)
-    for written, last in spans:
-        waiting[written] += 1
-        waiting[last] -= 1
     if not spans:
         return -1
-    turn = int(np.cumsum(waiting).argmax())
+    change = np.zeros(len(ix.ops) + 1, dtype=np.int64)
+    for written, last in spans:
+        change[written] += 1
+        change[last] -= 1
+    waiting = np.cumsum(change)
+    likely = np.argsort(-waiting, kind="stable")[:CANDIDATES]
+    likely = likely[waiting[likely] >= NEARLY * waiting.max()]
+    limits = (MIRRORED, *[CLEARLY] * (CANDIDATES - 1))
+    pairs = zip(likely.tolist(), limits, strict=False)
+    return next((at for at, limit in pairs if _read_order(ix, at) <= limit), -1)
+
+
+def _read_order(ix: Indexed, turn: int) -> float:
+    """Return the rank correlation between the times at which tensors are written up to op ``turn`` and read next after
+    it; 0 if they are too few."""
     across = [
         (p, next(r for r in reads if r > turn))
         for p, reads in zip(ix.producer, ix.readers, strict=True)
         if 0 <= p <= turn and reads and reads[-1] > turn
     ]
     if len(across) < FEWEST:
-        return -1
-    when = [_ranks(np.array(column)) for column in zip(*across, strict=True)]
-    return turn if _correlation(*when) <= MIRRORED else -1
+        return 0.0
+    return _correlation(*(_ranks(np.array(column)) for column in zip(*across, strict=True)))
 
 
 def _ranks(values: NDArray[np.int64]) -> Floats:

@@ -10,7 +10,7 @@ from types import ModuleType
 import pytest
 import test_reversible
 
-from rematplan.ir import TrainingGraph
+from rematplan.ir import Op, Tensor, TrainingGraph
 from rematplan.planner.arrays.phases import contradiction, infer_phases, phase_views
 from rematplan.planner.auto.auto_strategy import Auto
 from rematplan.planner.auto.min_budget_plan import cheapest_near_smallest_peak
@@ -78,6 +78,33 @@ def test_wrong_phases_are_noticed_and_inferred(problems: ModuleType, spoil: Spoi
         assert "\n" not in contradiction(wrong)
         base = no_recompute(graph).schedule
         assert peak_split(wrong, base) == peak_split(inferred, base)
+
+
+def joined(layers: int) -> TrainingGraph:
+    """Return a step whose last forward op reads the outputs of all layers, which nothing reads afterwards.
+
+    The backward half reads other tensors of each layer.
+    """
+    size = 1024
+    forward = [Op("in", ("x",), ("h0",), 1.0, phase="forward")]
+    backward = []
+    for k in range(1, layers):
+        saved = tuple(f"saved{k}.{part}" for part in range(12))
+        forward.append(Op(f"f{k}", (f"h{k - 1}",), (f"h{k}", *saved), 1.0, phase="forward"))
+        backward.append(Op(f"d{k}", (f"g{k + 1}", *saved), (f"g{k}",), 2.0, phase="backward"))
+    forward.append(Op("join", tuple(f"h{k}" for k in range(layers)), ("y",), 1.0, phase="forward"))
+    backward.append(Op("dy", ("y",), (f"g{layers}",), 1.0, phase="backward"))
+    ops = (*forward, *reversed(backward))
+    made = tuple(Tensor(t, size) for op in ops for t in op.writes)
+    return TrainingGraph("joined", (Tensor("x", size), *made), ("x",), ("g1",), ops)
+
+
+def test_a_last_forward_op_that_reads_many_tensors_is_forward() -> None:
+    graph = joined(12)
+    assert phase_views(graph) == (graph,)
+    for spoil in WRONG.values():
+        inferred = phase_views(spoil(graph))[0]
+        assert sum(a.phase != b.phase for a, b in zip(inferred.ops, graph.ops, strict=True)) <= 1
 
 
 @wrongly
