@@ -41,19 +41,20 @@ def problem(
     progress: Progress = silent,
     max_inversion_error: float | None = None,
 ) -> TrainingGraph:
-    """Return the planning problem of a step.
+    """Return the planning problem of a captured training step: its ops, with bytes and costs.
 
     Args:
-        loaded: the step.
-        costs: ``roofline`` models the costs of ops; ``profile`` measures them on the present device; otherwise the
-            path of a file that ``rematplan profile`` wrote.
-        device: the name of the device model for ``roofline``.
-        progress: called with the fraction done and a short text.
-        max_inversion_error: the largest relative error that a tensor may have after it is recovered by inverses; by
-            default one that suits its type.
+        loaded: the captured step, from `load_step`.
+        costs: ``roofline`` models the times of ops; ``profile`` measures times and workspaces on the present device;
+            any other text is the path of a JSON file that ``rematplan profile`` wrote.
+        device: the name of the device model for ``roofline``; ignored otherwise.
+        progress: called with the fraction done (0 to 1) and a short text.
+        max_inversion_error: the largest predicted relative error that a tensor may have after inverses (ops that
+            compute an input from an output) recover it. None: a limit that suits the tensor's type.
 
     Raises:
-        UsageError: unknown costs or device model, or a profile file that lacks an op of the step.
+        UsageError: ``costs`` or ``device`` is unknown, the profile file lacks an op of the step, or
+            ``max_inversion_error`` is not positive.
     """
     return priced(loaded.step, costs, device, progress, max_inversion_error)
 
@@ -65,17 +66,17 @@ def plan(
     options: Mapping[str, object] | None = None,
     progress: Progress = silent,
 ) -> Plan:
-    """Return the best plan that a strategy finds within ``budget`` bytes.
+    """Return the best plan that a strategy finds whose simulated peak is at most ``budget`` bytes.
 
     Args:
         graph: the planning problem.
         budget: bytes that the simulated peak must not exceed.
-        strategy: the name of a strategy.
+        strategy: the name of a planning algorithm, such as ``auto``, ``anneal`` or ``ilp``.
         options: the strategy's options, by name.
-        progress: called with the fraction done and a short text.
+        progress: called with the fraction done (0 to 1) and a short text.
 
     Raises:
-        UsageError: an unknown strategy or option.
+        UsageError: the strategy or an option is unknown.
         InfeasibleBudget: the strategy finds no plan that fits. The error has the smallest peak found.
     """
     _warn_of_contradiction(graph)
@@ -88,13 +89,19 @@ def curves(
     budgets: Sequence[int],
     progress: Progress = silent,
 ) -> dict[str, tuple[Plan, ...]]:
-    """Return each strategy's trade-off curve: plans by rising overhead and falling peak, by the strategy's name.
+    """Return each strategy's trade-off curve, by the strategy's name: plans by rising overhead and falling peak.
 
-    A strategy for which the problem is too large is left out. ``budgets``: bytes; used by strategies that plan for
-    one budget at a time.
+    A strategy for which the problem is too large, or none of whose plans fits a budget, is left out.
+
+    Args:
+        graph: the planning problem.
+        strategies: names of strategies.
+        budgets: peaks in bytes at which strategies that plan for one budget at a time are run. Other strategies ignore
+            them.
+        progress: called with the fraction done (0 to 1) and a short text.
 
     Raises:
-        UsageError: an unknown strategy.
+        UsageError: a strategy is unknown.
     """
     _warn_of_contradiction(graph)
     chosen = {name: named_strategy(name) for name in strategies}

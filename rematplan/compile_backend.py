@@ -46,11 +46,12 @@ took 1.23 of its budget with it, and 1.02 without.
 
 
 class PlanningBackend:
-    """A backend of `torch.compile` that plans each graph it compiles. `backend` makes it.
+    """A backend of `torch.compile` that plans the recomputation of each graph it compiles. Made by `backend`.
 
-    ``plans``: all plans for which a graph was compiled. ``compiled``: the numbers of the compilations of each frame of
-    TorchDynamo (a function that it compiles), by the frame's number. Each compilation is for another size or mode, or
-    for symbolic sizes. ``reasons``: why graphs with symbolic sizes were compiled for fixed ones, if they were.
+    ``planner``: plans captured steps. ``compiler``: ``eager`` or ``inductor``. ``plans``: every plan for which a graph
+    was compiled. ``compiled``: for each frame (a function that TorchDynamo compiles), by its number, the numbers of its
+    compilations; a frame is compiled again for other sizes or modes. ``reasons``: as keys, in order, why graphs with
+    symbolic sizes were compiled for fixed sizes; empty if none was.
     """
 
     def __init__(self, planner: StepPlanner, compiler: str) -> None:
@@ -62,8 +63,11 @@ class PlanningBackend:
     def __call__(self, module: fx.GraphModule, inputs: Sequence[Any], **_: Any) -> Callable[..., Any]:
         """Compile a graph of forward ops and return the compiled function. Its backward, if any, follows a plan.
 
-        A graph with symbolic sizes is compiled for all of them (`SymbolicGraph`). Where the graph depends on some size,
-        its sizes are fixed to their present values, so TorchDynamo compiles again for other sizes.
+        A graph with symbolic sizes is compiled once for all sizes (`SymbolicGraph`). If its ops depend on the value of
+        a size, the sizes are fixed to their present values, so that TorchDynamo compiles again for other sizes.
+
+        Raises:
+            InfeasibleBudget: no plan fits the budget, and ``on_infeasible`` is ``raise`` for this plan.
         """
         self._say_limit()
         if any(isinstance(given, torch.SymInt) for given in inputs):
@@ -77,7 +81,14 @@ class PlanningBackend:
     def compile(
         self, module: fx.GraphModule, inputs: Sequence[Any], partition: Callable[..., Any]
     ) -> Callable[..., Any]:
-        """Compile a graph of forward ops whose joint graph ``partition`` splits into forward and backward."""
+        """Compile a graph of forward ops, and return the compiled function.
+
+        Args:
+            module: the graph of forward ops.
+            inputs: example inputs: tensors, and integers or symbolic sizes.
+            partition: splits the joint graph (forward and backward) that AOTAutograd makes of ``module`` into a forward
+                and a backward graph, as `default_partition` of PyTorch does.
+        """
         compiled: Any
         if self.compiler == "eager":
             # Random draws are kept even if nothing reads them: later draws depend on the generator's state.
@@ -101,12 +112,16 @@ class PlanningBackend:
         parameters: Shapes = (),
         **_: Any,
     ) -> tuple[fx.GraphModule, fx.GraphModule]:
-        """Plan a joint graph, and return the graphs of its forward and its backward.
+        """Plan a joint graph (forward and backward), and return the graphs of its forward and its backward.
 
-        The arguments are those of `torch._functorch.partitioners.default_partition`, and the parameters' shapes.
+        Args:
+            joint: the graph of forward and backward together.
+            inputs: ignored; an argument of `torch._functorch.partitioners.default_partition`.
+            num_fwd_outputs: how many of the joint graph's results the forward returns; the others are gradients.
+            parameters: the shapes of the parameters among the graph's inputs.
 
         Raises:
-            InfeasibleBudget: no plan fits, and the options say that this is raised.
+            InfeasibleBudget: no plan fits the budget, and ``on_infeasible`` is ``raise`` for this plan.
         """
         del inputs
         step = read_flat_joint_graph(joint, num_fwd_outputs, f"graph {len(self.plans)}")
@@ -124,16 +139,18 @@ class PlanningBackend:
         return graphs.forward, graphs.backward
 
     def scope(self, step: CapturedStep, parameters: Shapes) -> str:
-        """Return the name under which the bytes of a percentage are kept.
+        """Return the key under which the number of bytes that a percentage stands for is remembered.
 
-        Graphs after a break, and those of other models, have other peaks, hence other bytes. Graphs with the same ops
-        and parameters that are compiled of one function differ in the sizes of their batch, and share the bytes.
+        Steps with equal keys share one number of bytes. The key consists of TorchDynamo's frame, the ops of ``step``
+        and the shapes ``parameters``, so graphs that differ only in the sizes of their batch share it, and graphs after
+        a graph break or of other models do not.
         """
         present = CompileContext.current_compile_id()
         return repr((present and present.frame_id, parameters, [str(call.target) for call in step.calls]))
 
     def is_first(self) -> bool:
-        """Return whether the present frame is compiled for the first time."""
+        """Return whether TorchDynamo compiles the present frame (a user's function) for the first time; true outside of
+        TorchDynamo."""
         return len(self._frame()) <= 1
 
     def _frame(self) -> set[int]:
@@ -196,29 +213,30 @@ def backend(
     reserved: Iterable[object] = (),
     on_infeasible: str | None = None,
 ) -> PlanningBackend:
-    """Return a backend for `torch.compile` whose backward recomputes as a plan within ``budget`` says.
+    """Return a backend for `torch.compile` that recomputes in the backward as a plan within ``budget`` says.
 
     The arguments are those of `plan_module`, except ``compiler``. By default, ``on_infeasible`` raises for the first
-    plan of each compiled function. The budget holds for each compiled graph, so it holds for the whole model if there
-    is no graph break. A percentage is of the peak of that graph at the sizes that it was first compiled for; these
-    bytes hold at all others.
+    plan of each compiled function, and later plans use ``least``. The budget holds for each compiled graph, so it holds
+    for the whole model if there is no graph break. A percentage refers to the peak without recomputation of a graph at
+    the sizes for which it is first compiled; the resulting number of bytes holds at all other sizes.
 
-    ``compiler``: ``eager`` runs the planned graphs unchanged. ``inductor`` compiles them with Inductor, which fuses
-    and reorders ops, so the plan's peak and overhead are estimates. (Inductor is kept from changing the layout of
+    ``compiler``: ``eager`` runs the planned graphs unchanged. ``inductor`` compiles them with Inductor, which fuses and
+    reorders ops, so the plan's peak and overhead are estimates. (Inductor is kept from changing the layout of
     convolutions, which would take memory beyond the plan.)
 
     With ``torch.compile(dynamic=True)``, and from the second size on unless ``dynamic=False``, TorchDynamo hands over
-    graphs with symbolic sizes. Such a graph is compiled for all sizes; the bytes of a plan are computed for each new
-    size, and the graph is compiled again only for another plan: where no compiled one fits, or a known one is better
-    by more than a point of overhead. `PlanningBackend.reasons` says why a graph was compiled for fixed sizes, if it
-    was. TorchDynamo compiles a function for ``torch._dynamo.config.recompile_limit`` (8) fixed sizes and modes, and
-    runs further ones without a plan; a warning says when the last one is compiled.
+    graphs with symbolic sizes. Such a graph is compiled for all sizes, and the bytes of its plan are computed for each
+    new size. It is compiled again only for another plan: where no compiled plan fits, or where a known plan has less
+    overhead by more than 1 % of the step's time. `PlanningBackend.reasons` says why a graph was compiled for fixed
+    sizes, if one was. TorchDynamo compiles a function for at most ``torch._dynamo.config.recompile_limit`` (8) fixed
+    sizes and modes, and runs further ones without a plan; a warning says when the last one is compiled.
 
     While compiling, `InfeasibleBudget` and `ModelError` reach the caller as the cause of PyTorch's own error. At sizes
     that need no compilation they are raised themselves.
 
     Raises:
-        UsageError: a malformed budget or loss memory, an unknown strategy, option, compiler or kind of costs.
+        UsageError: the budget or the loss memory is malformed; a strategy, option, compiler or kind of costs is
+            unknown.
     """
     asked = PlanOptions(
         budget=budget,

@@ -31,9 +31,13 @@ class Refused(ModelError, unittest.SkipTest):
 
 
 class OnnxModelRep(BackendRep):
-    """A model that is ready to run, forward only.
+    """An ONNX model that is ready to run its forward with torch.
 
     A model with symbolic dimensions is built again for the shapes of each run.
+
+    ``model``: the ONNX model. ``device``: where it runs. ``symbolic``: for each symbolic dimension, the input and axis
+    that give its size (``INPUT.AXIS``); empty if there is none. ``module``: the torch module, built with size 1 for
+    symbolic dimensions.
     """
 
     def __init__(self, model: onnx.ModelProto, device: torch.device) -> None:
@@ -47,10 +51,10 @@ class OnnxModelRep(BackendRep):
         return OnnxModule(graph, seed=None).to(self.device)
 
     def run(self, inputs: Any, **_: Any) -> tuple[Any, ...]:
-        """Return the outputs as arrays, in the graph's order.
+        """Run the model without gradients, and return its outputs as NumPy arrays, in the graph's order.
 
         Args:
-            inputs: arrays in the graph's order, or a dictionary by name.
+            inputs: arrays in the order of the graph's inputs, or a dictionary of arrays by input name.
 
         Raises:
             ModelError: the inputs do not fit the model.
@@ -70,14 +74,14 @@ class OnnxModelRep(BackendRep):
 
 
 class RematplanBackend(Backend):
-    """A backend that runs a model's forward with torch, with the weights of the file."""
+    """An ``onnx.backend.base.Backend`` that runs an ONNX model's forward with torch, with the weights of the file."""
 
     @classmethod
     def prepare(cls, model: onnx.ModelProto, device: str = "CPU", **_: Any) -> OnnxModelRep:
-        """Return the model, ready to run on a device: ``CPU`` or ``CUDA``.
+        """Return the model, ready to run on ``device``: ``CPU`` or ``CUDA``.
 
         Raises:
-            Refused: an op is not supported, its result is random, or a value has a type that torch does not compute
+            Refused: an op is not supported, an op's result is random, or a value has a type that torch cannot compute
                 with.
         """
         kind = "cuda" if Device(device).type == DeviceType.CUDA else "cpu"
@@ -90,17 +94,19 @@ class RematplanBackend(Backend):
     def run_model(
         cls, model: onnx.ModelProto, inputs: Sequence[Any], device: str = "CPU", **options: Any
     ) -> tuple[Any, ...]:
-        """Prepare a model, run it once, and return its outputs as arrays, in the graph's order.
+        """Prepare a model, run it once, and return its outputs as NumPy arrays, in the graph's order.
+
+        ``inputs``: arrays in the order of the graph's inputs. ``device``: ``CPU`` or ``CUDA``.
 
         Raises:
-            Refused: see `prepare`.
+            Refused: the backend does not run the model, as in `prepare`.
             ModelError: the inputs do not fit the model.
         """
         return cls.prepare(model, device, **options).run(inputs)
 
     @classmethod
     def supports_device(cls, device: str) -> bool:
-        """Return whether a device can be used: ``CPU`` always, ``CUDA`` if torch has one."""
+        """Return whether a device can be used: ``CPU`` always, ``CUDA`` if torch has a CUDA device here, others never."""
         kind = Device(device).type
         return bool(kind == DeviceType.CPU or (kind == DeviceType.CUDA and torch.cuda.is_available()))
 

@@ -219,16 +219,17 @@ def plan_module(
 
 
 def finish_weights(planned: nn.Module) -> int:
-    """Compute the weight gradients that the oldest waiting backward has left out, and add them to the parameters'
-    gradients.
+    """Compute the weight gradients that the oldest unfinished backward left out, and add them to ``.grad`` of the
+    parameters.
 
-    ``planned``: a module that was planned with ``deferred``.
+    ``planned``: a module planned with ``deferred``: its backward computes only gradients of inputs, and this function
+    computes those of the weights later.
 
     Returns:
-        How many backwards still wait for their weight gradients.
+        How many other backwards still have weight gradients to compute.
 
     Raises:
-        UsageError: the module is not planned, or no backward waits.
+        UsageError: the module is not planned, or no backward has weight gradients left to compute.
     """
     waiting = compiled_plan(planned).deferred
     if not waiting:
@@ -241,8 +242,8 @@ def planning(planned: nn.Module) -> Planning:
     """Return an object with the attributes ``plan``, ``plans``, ``source`` and ``prepare`` of a planned module, and
     more.
 
-    It works for models that have attributes with these names themselves. Its other methods wait for plans that are
-    being refined and return statistics.
+    Use it if the model itself has attributes with these names. Its other methods wait until the background search for a
+    better plan ends, and return statistics.
 
     Raises:
         UsageError: the module is not planned.

@@ -32,12 +32,15 @@ MOST_REFUSALS = 5
 
 @dataclass(frozen=True)
 class LoadedStep:
-    """A model with its loss, a batch, and the captured forward and backward of both.
+    """A model with its loss, a batch, and the captured forward and backward of the model and the loss.
 
-    ``notes``: what the loader changed or noticed, for the user. ``inexact``: whether results may differ from plain
-    autograd by rounding errors, because a plan may run inverses that round. ``without``: the same step with only the
-    inverses that move numbers, if it was loaded with all inverses. ``bare``: the same step without any inverse, if it
-    was loaded with all.
+    ``module``: the model with its loss. ``batch``: the inputs of ``module``: the model's inputs and the targets.
+    ``step``: the captured step. ``notes``: what the loader changed or noticed, as sentences for the user. ``inexact``:
+    whether gradients may differ from plain autograd's by rounding errors, because a plan may run inverses (ops that
+    compute an input from an output) that round.
+
+    ``without``: the same step with only exact inverses, which move numbers and do not compute. ``bare``: the same step
+    without any inverse. Both are None unless the step was loaded with ``inverses=True``.
     """
 
     module: WithLoss
@@ -50,7 +53,7 @@ class LoadedStep:
 
     @property
     def blind(self) -> LoadedStep | None:
-        """The same step with only those inverses that do not need the values of weights (none divides by a scale).
+        """The same step with only those inverses that need no values of weights, so with none that divides by a scale.
 
         None unless the step was loaded with ``inverses=True``.
         """
@@ -62,7 +65,12 @@ class LoadedStep:
 
 @dataclass(frozen=True)
 class Sizes:
-    """Sizes of a network of the zoo (see `rematplan.models.SIZES`). None stands for the network's default."""
+    """Sizes of a network of the zoo. None stands for the network's default; each network has only some of these sizes.
+
+    ``batch``: samples. ``image``: height and width of the image in pixels. ``width``: channels, or features of a token.
+    ``tokens``: length of the sequence. ``depth``: number of layers. ``classes``: number of scores of a classifier.
+    ``vocabulary``: number of distinct tokens.
+    """
 
     batch: int | None = None
     image: int | None = None
@@ -88,28 +96,28 @@ def load_step(
 ) -> LoadedStep:
     """Load a network of the zoo or an ONNX file, and capture its training step for a random batch.
 
-    Weights are those of the file. Weights that the file does not contain, weights of the zoo's networks, inputs and
+    An ONNX file's weights are used. Weights that the file does not contain, weights of the zoo's networks, inputs and
     targets are random, drawn from ``seed``.
 
     Args:
         model: the name of a network of the zoo, or the path of an ONNX file.
         sizes: sizes of a network of the zoo.
         dims: sizes of an ONNX file's symbolic dimensions, by name.
-        loss: ``cross_entropy``, ``mse`` or ``output`` (the output is the loss). By default the loss that fits the
+        loss: ``cross_entropy``, ``mse`` or ``output`` (the model's output is the loss). None: the loss that fits the
             output.
-        seed: for random weights, inputs and targets. They are drawn on the CPU, so they are the same for every
-            device.
-        bn: ``as-is``, ``train`` or ``frozen``: the form to which an ONNX file's batch norms are changed.
-        dropout: ``as-is``, ``on`` or ``off``: the form to which an ONNX file's dropouts are changed.
-        weightless: capture without data. A network of any size then takes no memory, and external weights are not
-            read. The step can be planned, but not run.
-        inverses: find all inverses, including those that round, so that gradients may differ by rounding errors.
-            Otherwise find only those that move numbers.
+        seed: for random weights, inputs and targets. They are drawn on the CPU, so they are the same for every device.
+        bn: what becomes of an ONNX file's batch norms: ``as-is`` (unchanged), ``train`` (batch statistics) or
+            ``frozen`` (stored statistics).
+        dropout: what becomes of an ONNX file's dropouts: ``as-is`` (unchanged), ``on`` or ``off``.
+        weightless: capture without data. A network of any size then takes no memory, and external weights are not read.
+            The step can be planned, but not run.
+        inverses: find all inverses (ops that compute an input from an output), including inverses that round, so that
+            gradients may differ by rounding errors. Otherwise find only exact inverses, which move numbers.
         device: where the step is captured, measured and run: ``cpu``, ``cuda`` or, for example, ``cuda:1``.
 
     Raises:
-        UsageError: an unknown name; sizes for a file, or ``dims`` for a network of the zoo; a loss that does not fit
-            the output; a device that this machine does not have.
+        UsageError: an unknown name; sizes for a file; ``dims``, ``bn`` or ``dropout`` for a network of the zoo; a loss
+            that does not fit the output; a device that this machine does not have.
         ModelError: the file cannot be read, or its training step cannot be captured.
         ZooError: sizes that the network cannot have.
     """

@@ -29,10 +29,11 @@ from rematplan.step_loading import LoadedStep
 class StepReport:
     """The measurements of a planned step.
 
-    ``measured_peak``, ``eager_peak``: the measured peaks in bytes, parameters, buffers and batch included, with the
-    plan and with plain autograd. ``seconds``, ``eager_seconds``: the time of one step with each. ``losses``: the loss
-    of each timed step. ``verification``: the comparison with plain autograd; None if it was not asked for.
-    ``one_lane_seconds``: the time of the same plan on one lane, if the plan has two; otherwise None.
+    ``plan``: the plan that was run. ``measured_peak``, ``eager_peak``: the measured peaks in bytes with the plan and
+    with plain autograd, parameters, buffers and batch included. ``seconds``, ``eager_seconds``: seconds of one step
+    with the plan and with plain autograd. ``losses``: the loss of each timed step. ``verification``: the comparison
+    with plain autograd; None if ``check`` was false. ``one_lane_seconds``: for a plan on two lanes (CUDA streams or
+    threads), the seconds of the same plan on one lane; otherwise None.
     """
 
     plan: Plan
@@ -47,10 +48,10 @@ class StepReport:
 
 @dataclass(frozen=True, slots=True)
 class MeasuredPlan:
-    """A plan that was timed alternately with others.
+    """The measured peak and times of a plan that was timed alternately with other plans.
 
-    ``plan``: None stands for plain autograd. ``peak``: the measured peak in bytes, parameters, buffers and batch
-    included. ``seconds``: the time of the step in each round.
+    ``plan``: the plan; None stands for plain autograd. ``peak``: the measured peak in bytes, parameters, buffers and
+    batch included. ``seconds``: seconds of the step in each round of timing.
     """
 
     plan: Plan | None
@@ -58,7 +59,10 @@ class MeasuredPlan:
     seconds: tuple[float, ...]
 
     def overheads(self, base: MeasuredPlan) -> tuple[float, float, float]:
-        """Return the minimum, median and maximum over the rounds of the extra time, as a share of ``base``'s time."""
+        """Return the minimum, median and maximum, over the rounds, of this plan's time ÷ ``base``'s time - 1.
+
+        ``base``: usually plain autograd, measured in the same rounds.
+        """
         ratios = sorted(own / other - 1 for own, other in zip(self.seconds, base.seconds, strict=True))
         return ratios[0], statistics.median(ratios), ratios[-1]
 
@@ -66,16 +70,16 @@ class MeasuredPlan:
 def run_step(
     loaded: LoadedStep, plan: Plan, *, steps: int = 3, check: bool = False, progress: Progress = silent
 ) -> StepReport:
-    """Run a planned step; measure its peak, and its time alternately with plain autograd's.
+    """Run a planned step; measure its peak, and its time alternately with the time of plain autograd.
 
     No optimizer runs, and the module's state is restored afterwards.
 
     Args:
-        loaded: the step.
+        loaded: the captured step.
         plan: a plan of the step's problem.
         steps: the number of timed steps, whose losses are reported.
-        check: also compare loss, gradients and buffers with plain autograd.
-        progress: called with the fraction done and a short text.
+        check: whether to compare loss, gradients and buffers with plain autograd.
+        progress: called with the fraction done (0 to 1) and a short text.
 
     Raises:
         UsageError: the step was loaded without weights.
@@ -130,11 +134,11 @@ def measure_plans(
 ) -> tuple[MeasuredPlan, ...]:
     """Measure the peaks of plans and of plain autograd, then time all of them alternately in ``rounds`` rounds.
 
-    Plans with two lanes run on one lane. Times may be compared within a round, since a slow spell of the machine
-    affects all plans of a round alike. The module's state is restored afterwards.
+    Plans on two lanes (CUDA streams or threads) run on one lane. Compare times within a round: if the machine is slow
+    for a while, it slows all plans of that round alike. The module's state is restored afterwards.
 
     Returns:
-        One `MeasuredPlan` for each plan, in order, and one for plain autograd at the end.
+        One `MeasuredPlan` for each plan, in order, then one for plain autograd.
 
     Raises:
         UsageError: the step was loaded without weights.
@@ -172,11 +176,11 @@ def _one_lane(loaded: LoadedStep, plan: Plan) -> Callable[[], None]:
 
 
 def predicted_error(loaded: LoadedStep, plan: Plan) -> float:
-    """Return the largest predicted relative error of the forward tensors that the backward reads.
+    """Return the largest predicted relative error of the forward tensors that the backward reads under a plan.
 
-    Only tensors that the plan recovers by inverses have an error. The result is 0 if the step has no inverse that
-    rounds. Otherwise it is at least one rounding error, even if the plan runs no inverse, because the step may sum in
-    another order.
+    Only a tensor that the plan recovers by inverses (ops that compute an input from an output) has an error. The result
+    is 0 if the step has no inverse that rounds. Otherwise it is at least one rounding error, even if the plan runs no
+    inverse, because the step may sum in another order than plain autograd.
     """
     if not loaded.inexact:
         return 0.0

@@ -46,7 +46,10 @@ Partition: TypeAlias = Callable[..., Halves]
 
 
 class Compiler(Protocol):
-    """What compiles a graph: `PlanningBackend`."""
+    """The interface of the object that compiles a graph for `SymbolicGraph`; `PlanningBackend` implements it.
+
+    ``plans``: every plan for which a graph was compiled. ``planner``: plans captured steps.
+    """
 
     plans: list[Plan]
     planner: StepPlanner
@@ -54,13 +57,16 @@ class Compiler(Protocol):
     def compile(
         self, module: fx.GraphModule, inputs: Sequence[Any], partition: Partition
     ) -> Callable[..., Any]:
-        """Return a compiled graph of forward ops. ``partition`` splits its joint graph."""
+        """Compile a graph of forward ops for ``inputs``, and return the compiled function.
+
+        ``partition`` splits its joint graph (forward and backward) into a forward and a backward graph.
+        """
 
     def scope(self, step: CapturedStep, parameters: Shapes) -> str:
-        """Return the name under which the bytes of a percentage are kept."""
+        """Return the key under which the number of bytes that a percentage stands for is remembered."""
 
     def is_first(self) -> bool:
-        """Return whether the present frame is compiled for the first time."""
+        """Return whether TorchDynamo compiles the present function for the first time."""
 
 
 @dataclass(frozen=True)
@@ -73,16 +79,16 @@ class _Version:
 
 
 class SymbolicGraph:
-    """A compiled graph for all sizes for which TorchDynamo calls it.
+    """A compiled graph that serves all sizes with which TorchDynamo calls it, by several plans if sizes need it.
 
     Args:
         compiler: compiles the graph for a plan.
         module: the graph of forward ops, as TorchDynamo gives it.
-        inputs: its inputs: tensors, and symbolic sizes.
+        inputs: the graph's inputs: tensors, and symbolic sizes.
 
     Raises:
-        NotSymbolic: some size must be fixed.
-        InfeasibleBudget: no plan fits the present sizes, and the options say that this is raised.
+        NotSymbolic: the graph's ops depend on the value of a size.
+        InfeasibleBudget: no plan fits the present sizes, and ``on_infeasible`` is ``raise`` for this plan.
     """
 
     def __init__(self, compiler: Compiler, module: fx.GraphModule, inputs: Sequence[Any]) -> None:
@@ -123,7 +129,12 @@ class SymbolicGraph:
             self._remember(sizes, self._added(self.plan, self.first, lambda *_: True))
 
     def __call__(self, *given: Any) -> Any:
-        """Run the graph by the plan for the sizes of its inputs."""
+        """Run the graph by the plan for the sizes of its inputs, and return its results. New sizes are planned first.
+
+        Raises:
+            InfeasibleBudget: no plan fits new sizes, and ``on_infeasible`` is ``raise`` for this plan.
+            ModelError: the graph, compiled for another plan, is not valid for the present sizes.
+        """
         if self.step is None:  # without a backward there is no plan
             return self.first(*given)
         sizes = (
@@ -212,10 +223,10 @@ class _Reading:
         self.step = read_flat_joint_graph(joint, outputs, name, self.table)
 
     def opened(self) -> OpenStep:
-        """Return the step for all sizes.
+        """Return the step as a function of its symbolic sizes.
 
         Raises:
-            NotSymbolic: some size must be fixed.
+            NotSymbolic: the ops depend on the value of a size.
         """
         return OpenStep.of_graph(self.step, self.table)
 
@@ -253,10 +264,11 @@ class _SizeNodes:
         self.first = next(node for node in module.graph.nodes if node.op != "placeholder")
 
     def node(self, of: fx.Node) -> fx.Node:
-        """Return the node for a size of the joint graph.
+        """Return the node of this half that computes the same size as the node ``of`` of the joint graph; it is added
+        if missing.
 
         Raises:
-            NotSymbolic: it is computed from something other than sizes.
+            NotSymbolic: the size is computed from something other than sizes.
         """
         of = self.of.get(of.meta["val"].node.expr, of)
         found = self.made.get(of.name)
@@ -271,7 +283,7 @@ class _SizeNodes:
         return found
 
     def fill(self) -> None:
-        """Put nodes in place of open sizes into the arguments of all calls."""
+        """Replace each symbolic size among the arguments of the half's calls by the node that computes it."""
         by_place = {at: expression for expression, at in self.table.expressions.items()}
 
         def filled(a: Any) -> Any:
@@ -283,9 +295,16 @@ class _SizeNodes:
 
 
 def give_sizes(module: fx.GraphModule, joint: fx.GraphModule) -> dict[str, fx.Node]:
-    """Add the symbolic sizes among a joint graph's inputs to the inputs of its forward, and return them by name.
+    """Add the symbolic sizes among a joint graph's inputs to the inputs of its forward graph, in place.
 
-    The forward is called with the joint graph's inputs.
+    The forward graph is called with all inputs of the joint graph (forward and backward), so both need equal inputs.
+
+    Args:
+        module: the forward graph.
+        joint: the joint graph.
+
+    Returns:
+        The new input nodes of the forward graph, by the name of the joint graph's input; empty if no input is a size.
     """
     own = iter(module.graph.nodes)
     here, given = next(own), {}
@@ -305,9 +324,13 @@ def fill(
     sizes: Mapping[str, fx.Node],
     more: Sequence[fx.Node] = (),
 ) -> None:
-    """Put sizes and constants among the results of a joint graph into a graph's outputs, at their positions.
+    """Insert the results of a joint graph that are no tensors (sizes and constants) into a half's outputs, in place.
 
-    ``more``: further outputs, which become the last ones.
+    Args:
+        module: the forward or the backward graph. Its outputs are the tensors among ``results``, in order.
+        results: the results of the joint graph that this half returns: nodes, and constants such as None.
+        sizes: the half's nodes of results that are sizes, by the name of the joint graph's node.
+        more: further outputs, which are appended.
     """
     output = module.graph.find_nodes(op="output")[0]
     given = iter(output.args[0])
@@ -332,7 +355,7 @@ def _sizes_first(graphs: PlanGraphs, joint: fx.GraphModule) -> dict[str, fx.Node
 
 
 def parameter_shapes(inputs: Sequence[Any]) -> Shapes:
-    """Return the shapes of the parameters among a graph's inputs."""
+    """Return the shapes of the inputs that are `torch.nn.Parameter`, in order; other inputs are ignored."""
     return tuple(given.shape for given in inputs if isinstance(given, torch.nn.Parameter))
 
 

@@ -54,8 +54,10 @@ _FORMS = (
 class Budget:
     """A budget that was read from text. It becomes a number of bytes once the problem is known.
 
-    ``text``: as the user wrote it. ``kind``: ``bytes``, ``share`` (of the peak without recomputation),
-    ``activations`` (a share of them), or one of `LEAN`. ``amount``: the number of bytes, or 0.6 for 60%.
+    ``text``: as the user wrote it. ``kind``: ``bytes``; ``share`` (of the peak without recomputation); ``activations``
+    (a share of that peak less inputs and outputs); ``min`` (within 1 % of the smallest peak found); or ``least`` (the
+    smallest peak found). ``amount``: for ``bytes``, the number of bytes; for a share, the fraction (0.6 for 60%);
+    otherwise 0.
     """
 
     text: str
@@ -66,10 +68,10 @@ class Budget:
         """Return the budget in bytes, rounded down.
 
         Args:
-            base_peak: bytes; a percentage refers to it.
-            smallest: returns the smallest peak found in bytes. It is called only if the budget is ``min`` or
-                ``least``.
-            whole: bytes of ``base_peak`` that a share of activations does not reduce; see `whole_bytes`.
+            base_peak: the peak without recomputation in bytes, to which a percentage refers.
+            smallest: returns the smallest peak found in bytes. It is called only if the budget is ``min`` or ``least``.
+            whole: bytes of ``base_peak`` that a share of activations does not reduce (`whole_bytes`). Only a budget of
+                the kind ``activations`` needs it.
         """
         if self.is_lean:
             return int((1 + LEAN[self.kind]) * smallest())
@@ -86,7 +88,9 @@ class Budget:
     def of(self, graph: TrainingGraph, smallest: Callable[[], int] = lambda: 0) -> int:
         """Return the budget in bytes for a problem.
 
-        ``smallest``: returns the smallest peak found for the problem in bytes, which ``min`` and ``least`` need.
+        Args:
+            graph: the problem; its peak without recomputation is what a percentage refers to.
+            smallest: returns the smallest peak found for the problem in bytes; called only for ``min`` and ``least``.
         """
         return self.bytes(no_recompute(graph).estimate.peak, smallest, whole_bytes(graph))
 
@@ -94,7 +98,7 @@ class Budget:
 def whole_bytes(graph: TrainingGraph) -> int:
     """Return the bytes of a problem's inputs (parameters, buffers, batch) and outputs (gradients, new buffers).
 
-    Every plan holds them at its end. So a share of activations refers to the rest of the peak.
+    Every plan holds these tensors at its end, so ``50% of activations`` is a share of the peak less these bytes.
     """
     return sum(graph.size[t] for t in {*graph.inputs, *graph.outputs})
 
@@ -120,10 +124,10 @@ def parse_budget(text: str) -> Budget:
 
 
 def unit_missing(budget: Budget, graph: TrainingGraph) -> str:
-    """Return a question for the user whether the unit of a budget is missing; empty if the number may well mean
-    bytes.
+    """Return a question for the user whether the unit of a budget is missing, such as ``was --budget 4GiB meant?``.
 
-    It is asked only if the inputs alone exceed the budget, so that no plan can fit.
+    Empty if the budget may well be meant in bytes: unless it is a plain whole number below 1 MiB that is at most the
+    bytes of the problem's inputs, so that no plan can fit.
     """
     number = budget.text.strip()
     if not (number.isdecimal() and 0 < budget.amount < FEW and budget.amount <= graph.input_bytes):
@@ -134,9 +138,10 @@ def unit_missing(budget: Budget, graph: TrainingGraph) -> str:
 
 
 def parse_loss_memory(text: str) -> Budget:
-    """Read the memory of a loss from text: bytes, or, for example, ``3x`` for three tensors of the outputs' size.
+    """Read the memory of a loss from text: bytes such as ``1GiB``, or ``3x`` for three tensors of the outputs' size.
 
-    The result has the kind ``bytes``, or ``share`` with the number of such tensors as its amount.
+    Returns:
+        A `Budget` of the kind ``bytes``; or, for ``3x``, of the kind ``share`` with the amount 3.
 
     Raises:
         UsageError: the text is malformed. The message shows the accepted forms.
@@ -162,17 +167,19 @@ def plan_within(
     starts: Sequence[Plan] = (),
     hurried: bool = False,
 ) -> Plan:
-    """Return the strategy's plan within a budget.
+    """Return the strategy's plan within a budget, from the store's knowledge or by a search.
 
     Args:
-        strategy: the strategy.
+        strategy: the planning algorithm.
         graph: the problem.
-        budget: bytes.
-        progress: called with the fraction done and a short text.
-        store: its plans of the problem are starts for strategies that take any. The new plan, or the refusal, is
-            stored in it; a stored refusal is raised again without a search.
+        budget: bytes that the peak must not exceed.
+        progress: called with the fraction done (0 to 1) and a short text.
+        store: known plans and refusals. Strategies that can start from plans start from the store's. The new plan, or
+            the refusal, is stored. A stored refusal is raised again without a search, unless a plan with a smaller peak
+            is known since.
         starts: further plans to start from.
-        hurried: if even the largest op does not fit, refuse at once; do not search for the smallest peak.
+        hurried: if a lower bound proves that the budget is too small, refuse at once instead of searching for the
+            smallest peak.
 
     Raises:
         InfeasibleBudget: the strategy finds no plan that fits. The error says what limits the peak of any plan.
@@ -196,8 +203,10 @@ def plan_within(
 
 
 def known_plans(strategy: Strategy, graph: TrainingGraph, store: PlanStore) -> tuple[Plan, ...]:
-    """Return the stored plans that a strategy starts from: those of this process, and those on disk if it uses
-    them.
+    """Return the stored plans from which a strategy starts: plans of this process, then plans on disk if it uses the
+    disk.
+
+    Empty if the strategy cannot start from plans.
     """
     if not strategy.resumes:
         return ()
@@ -219,16 +228,17 @@ def least_plan(
     starts: Sequence[Plan] = (),
     store: PlanStore | None = None,
 ) -> Plan:
-    """Return the plan for a budget of `LEAN`: the cheapest one near the smallest peak that the strategy finds.
+    """Return the cheapest plan near the smallest peak that the strategy finds, and store it.
 
     Args:
-        strategy: ``auto``, ``anneal`` and ``ilp`` search for that peak; other strategies know theirs.
+        strategy: ``auto``, ``anneal`` and ``ilp`` search for the smallest peak; other strategies compute theirs
+            directly.
         graph: the problem.
-        progress: called with the fraction done and a short text.
-        kind: ``min`` or ``least``.
-        time_limit: seconds; by default the strategy's own.
+        progress: called with the fraction done (0 to 1) and a short text.
+        kind: how near: ``min`` allows peaks up to 1 % above the smallest one found, ``least`` only that one.
+        time_limit: seconds of search; by default the strategy's own limit.
         starts: known plans of the problem.
-        store: its plans of the problem are starts, too. The new plan is stored in it.
+        store: known plans; those of the problem are starts, too. None: an empty store.
     """
     store, slack = PlanStore() if store is None else store, LEAN[kind]
     if isinstance(strategy, (Auto, Anneal, ILP)):

@@ -21,12 +21,11 @@ SECONDS = 2.0
 
 
 def plan_at_once(graph: TrainingGraph, budget: int, store: PlanStore) -> Plan | None:
-    """Return a plan within ``budget`` bytes that needs no search; None if there is none.
+    """Return a plan within ``budget`` bytes without a long search; None if none is found.
 
-    It is the plan that recomputes nothing, if that fits, since no plan takes less time. Otherwise it is the best of
-    the store's plans for the same ops, perhaps of other sizes: a plan for one batch size is good for another.
-    Otherwise, if the planner's loops are not compiled yet, it is the best plan that
-    plain Python finds quickly.
+    It is, in this order: the plan that recomputes nothing, if it fits; the cheapest stored plan for the same ops,
+    perhaps found for other sizes, that fits; or, only if the planner's numba loops are not compiled yet, the best plan
+    that plain Python finds in about two seconds.
     """
     whole = _with_floor(no_recompute(graph), graph)
     found = whole if whole.peak <= budget else store.serving(graph, budget)

@@ -17,9 +17,9 @@ from rematplan.runtime.graph.allocator_rounding import allocated
 
 @dataclass(frozen=True)
 class OtherBytes:
-    """Bytes that others hold on one device.
+    """Bytes on one device of objects other than the model, such as optimizers.
 
-    ``always``: during the whole step. ``stepping``: in addition, during the optimizer's step.
+    ``always``: held during the whole training step. ``stepping``: held in addition while the optimizer's step runs.
     """
 
     always: int = 0
@@ -28,13 +28,13 @@ class OtherBytes:
 
 @dataclass(frozen=True)
 class Reserved:
-    """Others whose memory the budget includes. Their bytes are counted each time a plan is made.
+    """Objects other than the model whose memory the budget includes. Their bytes are counted each time a plan is made.
 
     ``items``: optimizers, modules, objects with a method ``reserved_bytes() -> int``, numbers of bytes, and text such
     as ``1GiB``.
 
     Raises:
-        UsageError: an item is something else.
+        UsageError: an item is something else, or a text is not a number of bytes.
     """
 
     items: tuple[object, ...] = ()
@@ -51,10 +51,11 @@ class Reserved:
 
     @classmethod
     def of(cls, items: Iterable[object]) -> Reserved:
-        """Return the reservations that a user lists.
+        """Return the reservations for the items that a user lists.
 
         Raises:
-            UsageError: see the class; also if ``items`` is a single item instead of a list.
+            UsageError: ``items`` is a single item instead of a list; or an item is not an optimizer, a module, an
+                object with a method ``reserved_bytes()``, a number of bytes, or a text such as ``1GiB``.
         """
         if isinstance(items, (str, int, nn.Module, torch.optim.Optimizer)):
             raise UsageError("reserved must be a list; write reserved=[optimizer]")
@@ -63,10 +64,15 @@ class Reserved:
     def on(self, device: torch.device, model: Mapping[str, torch.Tensor]) -> OtherBytes:
         """Return the bytes that the items hold on a device, in addition to a model's tensors.
 
-        A storage that several items share counts once. ``model``: the model's tensors, by name.
+        A storage that several items share counts once, and a storage of the model does not count. Stated bytes and
+        results of ``reserved_bytes()`` count on every device.
+
+        Args:
+            device: the device.
+            model: the model's tensors, by name.
 
         Raises:
-            UsageError: an optimizer has no state yet, and its size cannot be determined.
+            UsageError: an optimizer has no state yet, and the size of its state cannot be determined.
         """
         tensors: list[torch.Tensor] = []
         always, stepping = 0, 0
@@ -94,14 +100,15 @@ class Reserved:
         return OtherBytes(always + sum(others.values()), stepping)
 
     def __reduce__(self) -> Any:
-        """Pickle the bytes that items hold on each device, not optimizers and modules: those stay in this process."""
+        """Pickle the number of bytes on each device in place of optimizers, modules and other objects, which stay in
+        this process."""
         kept = tuple(i for i in self.items if isinstance(i, (str, int, Counted)))
         others = Reserved(tuple(i for i in self.items if not isinstance(i, (str, int, Counted))))
         counted = Counted({str(d): others.on(d, {}) for d in others.devices()})
         return Reserved, ((*kept, counted) if others.items else kept,)
 
     def devices(self) -> set[torch.device]:
-        """Return the devices of the optimizers' parameters and of the modules' tensors."""
+        """Return the devices of the parameters of listed optimizers and of the tensors of listed modules."""
         optimizers = (i for i in self.items if isinstance(i, torch.optim.Optimizer))
         parameters = [p for o in optimizers for group in o.param_groups for p in group["params"]]
         parameters += [
@@ -112,7 +119,10 @@ class Reserved:
 
 @dataclass(frozen=True)
 class Counted:
-    """Bytes that were counted in another process, by device."""
+    """Bytes of optimizers and modules that were counted in another process before a `Reserved` was pickled.
+
+    ``by_device``: the bytes, by the device's name.
+    """
 
     by_device: Mapping[str, OtherBytes]
 

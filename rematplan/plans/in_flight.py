@@ -24,18 +24,20 @@ QUESTIONS = 24
 
 
 def stage_planner(strategy: Strategy, seconds: float) -> StagePlanner:
-    """Return the planner of stages that uses ``strategy``.
+    """Return the object that plans single pipeline stages with ``strategy``.
 
-    `Auto` searches for about ``seconds`` in all; other strategies keep their own time limits.
+    `Auto` searches for about ``seconds`` in all, divided among the plans that a stage needs; other strategies keep
+    their own time limits.
     """
     return AutoStages(seconds / QUESTIONS) if isinstance(strategy, Auto) else StrategyStages(strategy)
 
 
 def with_in_flight(in_flight: int, deferred: int | None) -> RankActions:
-    """Return the actions of a schedule that keeps ``in_flight`` micro-batches in flight: one forward after each
-    backward.
+    """Return the actions of one rank with ``in_flight`` micro-batches in flight: forwards first, then one backward and
+    one forward alternately.
 
-    ``deferred``: how many micro-batches after the input's gradient the weight gradients are computed; None: at once.
+    ``deferred``: after how many further backwards the weight gradients of a micro-batch are computed; None: each
+    backward computes them itself.
     """
     microbatches = 2 * in_flight + (deferred or 0) + 1
     (actions,) = one_stage_a_rank("in flight", [in_flight], microbatches).actions
@@ -60,20 +62,21 @@ def plan_in_flight(
     in_flight: int,
     deferred: int | None,
 ) -> StepPlan:
-    """Return the plan of a step with several micro-batches in flight.
+    """Return the plan of a step of which several micro-batches are in flight (between start of forward and end of
+    backward).
 
-    Each micro-batch counts its inputs and outputs and the memory of its loss; the gradients of all parameters count
-    once.
+    The peak counts inputs, outputs and the memory of the loss once per micro-batch in flight, and the gradients of all
+    parameters once.
 
     Args:
         step: the captured step of one micro-batch.
-        graph: its problem with its boundaries.
+        graph: the planning problem of one micro-batch, with the op that separates forward from backward.
         loss: the memory of the loss.
-        budget: bytes or a percentage, for all micro-batches together.
-        strategy: the strategy.
-        seconds: the time limit.
+        budget: bytes or a percentage of the peak without recomputation, for all micro-batches together.
+        strategy: the planning algorithm.
+        seconds: the time limit of the search.
         in_flight: the number of micro-batches in flight.
-        deferred: see `with_in_flight`.
+        deferred: the number of further backwards after which weight gradients are computed; None: at once.
 
     Raises:
         InfeasibleBudget: no plan is found that fits.

@@ -22,10 +22,11 @@ COSTS = ("roofline", "profile")
 
 
 def check_costs(costs: str) -> None:
-    """Check that ``costs`` is ``roofline``, ``profile`` or a readable profile file, before a network is captured.
+    """Check, before a network is captured, that ``costs`` is ``roofline``, ``profile`` or the path of a readable
+    profile file.
 
     Raises:
-        UsageError: it is not. The message lists the kinds, or says what is wrong with the file.
+        UsageError: ``costs`` is none of these. The message lists the kinds, or says what is wrong with the file.
     """
     if costs not in COSTS:
         _profile(costs)
@@ -45,23 +46,23 @@ def priced(
     max_inversion_error: float | None = None,
     sized: SizedCosts | None = None,
 ) -> TrainingGraph:
-    """Return the planning problem of a captured step, with a cost in microseconds and a workspace in bytes for each
-    op.
+    """Return the planning problem of a captured step, with a cost in microseconds and a workspace in bytes for each op.
 
     Args:
         step: the captured step.
-        costs: ``roofline`` models the costs for the device model ``device``, without workspaces; ``profile`` measures
-            time and workspace of each distinct op on the present device; the path of a file that ``rematplan
-            profile`` wrote takes them from there.
-        device: the name of a device model.
-        progress: called with the fraction done and a short text.
-        max_inversion_error: the largest relative error that a tensor may have after it is recovered by inverses (see
-            `with_anchors`); by default one that suits its type.
-        sized: costs that were measured for other sizes of steps, which spare measurements; gets those that are made.
+        costs: ``roofline`` models the times for the device model ``device``, without workspaces; ``profile`` measures
+            time and workspace of each distinct op on the present device; otherwise the path of a JSON file that
+            ``rematplan profile`` wrote.
+        device: the name of a device model, for ``roofline``.
+        progress: called with the fraction done (0 to 1) and a short text.
+        max_inversion_error: the largest relative error that a tensor may have after inverses (ops that compute an input
+            from an output) recover it; None: a limit that suits its type. See `with_anchors`.
+        sized: costs measured before, for other sizes of the same step, between which ``profile`` interpolates instead
+            of measuring; new measurements are added to it. None: measure all.
 
     Raises:
-        UsageError: unknown costs or device model, a profile that lacks an op of the step, or an error that is not
-            positive.
+        UsageError: ``costs`` or ``device`` is unknown, the profile lacks an op of the step, or ``max_inversion_error``
+            is not positive.
     """
     if costs == "profile":
         known = (SizedCosts() if sized is None else sized).costs(step, progress)
@@ -73,10 +74,14 @@ def priced(
 
 
 def copies_priced(step: CapturedStep, graph: TrainingGraph, costs: str) -> Copies:
-    """Return the memory that the step needs in addition if gradients of its outputs arrive in another layout.
+    """Return the extra memory that the backward may need if gradients of the step's outputs arrive in another memory
+    layout.
 
-    ``costs``: as for `priced`. With ``profile`` the workspaces are measured; with ``roofline`` there are none;
-    with a file each call is assumed to copy every argument whose strides differ.
+    Args:
+        step: the captured step.
+        graph: its planning problem.
+        costs: ``profile`` measures the workspaces of ops on such gradients; ``roofline`` assumes none; for a profile
+            file, each op is assumed to copy every argument whose strides differ.
     """
 
     def measured(lying: CapturedStep, names: Collection[str]) -> Mapping[str, int]:

@@ -34,11 +34,11 @@ DETERMINISTIC_MOVES = 100_000
 
 @dataclass(frozen=True, kw_only=True)
 class PlanOptions:
-    """The arguments of `plan_module` that determine the plan; see there.
+    """The arguments of `plan_module` that determine the plan, with the same names and meanings.
 
     Raises:
-        UsageError: no budget, or a malformed budget or loss memory; an unknown strategy, option, kind of costs,
-            overlap or ``on_infeasible``; options that exclude each other.
+        UsageError: no budget; a malformed budget or loss memory; an unknown strategy, option, kind of costs, overlap or
+            ``on_infeasible``; or options that exclude each other.
     """
 
     budget: str | int | None
@@ -85,12 +85,13 @@ class PlanOptions:
             raise UsageError(f"unknown on_infeasible {self.on_infeasible!r}; known: {', '.join(INSTEAD)}")
 
     def chosen(self) -> Strategy:
-        """Return the strategy with its options.
+        """Return the strategy that the options name, with its time limit and its options.
 
-        If ``deterministic``, `auto` is replaced by annealing with a number of moves proportional to the time limit.
+        If ``deterministic``, `auto` is replaced by annealing with `DETERMINISTIC_MOVES` moves per second of the time
+        limit.
 
         Raises:
-            UsageError: an unknown strategy or option.
+            UsageError: the strategy or an option is unknown.
         """
         if self.strategy != Auto.name:
             return strategy(self.strategy, **{LIMIT: self.time_limit, **self.options})
@@ -101,11 +102,11 @@ class PlanOptions:
 
     @property
     def refines(self) -> bool:
-        """Whether training starts with a quickly found plan, which another process refines.
+        """Whether training starts with a quickly found plan, for which another process then searches replacements.
 
-        True only if the user did not turn it off, the strategy is `auto` and its time limit is above `QUICK` seconds.
-        False with ``deterministic``, a saved plan, inverses that round (results would depend on the plan), a budget
-        ``min`` or ``least``, or a second lane, whose time is measured for one plan.
+        True only if ``refine`` is true, the strategy is `auto` and its time limit is above `QUICK` seconds. False with
+        ``deterministic``, a saved plan, inverses that round (results would depend on the plan), a budget ``min`` or
+        ``least``, or ``overlap`` other than ``off`` (its times are measured for one plan).
         """
         return (
             self.refine
@@ -119,19 +120,24 @@ class PlanOptions:
         )
 
     def stated_budget(self) -> Budget:
-        """Return the budget as the user wrote it."""
+        """Return the budget as the user stated it, not yet in bytes if it is relative.
+
+        Raises:
+            UsageError: there is no budget (the options have a saved plan).
+        """
         return parse_budget(str(self.budget))
 
     def stated_loss(self) -> Budget | None:
-        """Return the memory of the loss as the user wrote it; None if it is not stated."""
+        """Return the memory of the loss as the user stated it: bytes, or a number of tensors of the outputs' size. None
+        if not stated."""
         return None if self.loss_memory is None else parse_loss_memory(str(self.loss_memory))
 
     @property
     def several(self) -> bool:
-        """Whether the plan is for several micro-batches in flight, or for weight gradients that are deferred."""
+        """Whether several micro-batches may be in flight, or weight gradients are deferred (``deferred`` is not None)."""
         return self.in_flight > 1 or self.deferred is not None
 
     @property
     def inverting(self) -> bool:
-        """Whether inverses that round may be used."""
+        """Whether plans may use inverses that round (ops that compute an input from an output, within rounding errors)."""
         return self.inverses or self.strategy == Reversible.name

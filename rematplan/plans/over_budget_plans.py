@@ -18,9 +18,10 @@ SECONDS = 2.0
 
 
 def leanest_plan(graph: TrainingGraph, known: Iterable[Plan] = ()) -> Plan:
-    """Return the plan with the smallest peak, and of these the one with the least cost.
+    """Return the plan with the smallest peak, and of plans with equal peaks the cheapest.
 
-    It is one of the known plans, a block plan if none is known, or the plan without recomputation.
+    It is chosen among ``known``, or block plans (lower-set plans found in about two seconds) if no known plan can be
+    used, and the plan without recomputation.
 
     Args:
         graph: the problem.
@@ -32,12 +33,15 @@ def leanest_plan(graph: TrainingGraph, known: Iterable[Plan] = ()) -> Plan:
 
 
 def check_floor(strategy: Strategy, graph: TrainingGraph, budget: int) -> None:
-    """Check, without a search, that the budget can hold the inputs together with any single op.
+    """Check, without a search, that a budget can hold the inputs together with any single op.
 
-    ``budget``: bytes. ``strategy``: its name is reported by the error.
+    Args:
+        strategy: its name is stated in the error.
+        graph: the problem.
+        budget: bytes.
 
     Raises:
-        InfeasibleBudget: it cannot. The error has a block plan with a small peak.
+        InfeasibleBudget: a lower bound on the peak exceeds the budget. The error has a plan with a small peak.
     """
     if min_peak_bound(graph).bytes > budget:
         plan = leanest_plan(graph)

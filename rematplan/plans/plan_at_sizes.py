@@ -19,9 +19,12 @@ COMPILED = 8
 
 
 def plan_at_sizes(planner: StepPlanner, step: CapturedStep, compiled: Sequence[Schedule]) -> Plan:
-    """Return the plan of a step: the cheapest compiled one within the budget, or a better one.
+    """Return the plan of a step at new sizes: the cheapest compiled plan that fits, or another that is better or
+    needed.
 
-    Only where no known plan fits, whatever the sizes it was found for, it is searched.
+    A known plan that is not compiled is returned only if no compiled plan fits, or if fewer than `COMPILED` plans are
+    compiled and its overhead is smaller by more than `WORTH`. Plans for other sizes count as known. A search is made
+    only if no known plan fits, or for the budgets ``min`` and ``least``.
 
     Args:
         planner: plans the step, and knows the plans for other sizes.
@@ -29,7 +32,7 @@ def plan_at_sizes(planner: StepPlanner, step: CapturedStep, compiled: Sequence[S
         compiled: the schedules for which its graph is compiled.
 
     Raises:
-        InfeasibleBudget: no plan fits, and the options say that this is raised.
+        InfeasibleBudget: no plan fits, and ``on_infeasible`` is ``raise``.
     """
     graph = planner.problem(step)
     budget = planner.limit(graph)

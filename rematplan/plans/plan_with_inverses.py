@@ -34,16 +34,18 @@ def plan_either(
     store: PlanStore | None = None,
     hurried: bool = False,
 ) -> tuple[TrainingGraph, Plan]:
-    """Return the better of `auto`'s plans for two problems of one step, and the problem that it belongs to.
+    """Return the better of `auto`'s plans for a step without and with inverses that round, and the problem it belongs
+    to.
 
     Args:
         auto: the strategy.
-        plain: the problem without inverses that round. A percentage as the budget refers to it.
-        inverted: the problem with them.
+        plain: the problem without inverses that round. A percentage as the budget refers to its peak.
+        inverted: the problem of the same step with inverses that round.
         budget: the budget.
-        progress: called with the fraction done and a short text.
-        store: every plan that is found is stored in it.
-        hurried: see `plan_within`.
+        progress: called with the fraction done (0 to 1) and a short text.
+        store: receives every plan that is found; None: an empty store.
+        hurried: if a lower bound proves that the budget is too small, refuse at once instead of searching for the
+            smallest peak.
 
     Raises:
         InfeasibleBudget: neither problem has a plan that fits. The error has the smaller of the two smallest peaks.
@@ -80,10 +82,10 @@ def plan_either(
 
 
 def better_of(found: Found, budget: Budget) -> tuple[TrainingGraph, Plan]:
-    """Return the problem and the plan of the least cost.
+    """Return the pair of problem and plan, among the pairs ``found``, whose plan costs least.
 
-    With ``min`` and ``least`` only plans near the smallest peak of all are compared; with other budgets all of
-    ``found`` fit already. Of plans with equal costs the first in ``found`` is returned.
+    For the budgets ``min`` and ``least``, only plans near the smallest peak of all are compared; for other budgets, all
+    plans of ``found`` must fit. Of plans with equal costs, the first is returned.
     """
     smallest = min(plan.estimate.peak for _, plan in found)
     within = [

@@ -25,7 +25,7 @@ class _Printed(logging.Handler):
 
 
 def print_log() -> None:
-    """Print the records of the logger ``rematplan``, unless it has a handler already."""
+    """Print the records of the logger ``rematplan`` on standard error, unless that logger has a handler already."""
     if not LOG.handlers:
         LOG.addHandler(_Printed())
         LOG.setLevel(logging.INFO)
@@ -33,11 +33,13 @@ def print_log() -> None:
 
 @contextmanager
 def progress_bar(title: str, wanted: bool = True) -> Iterator[Progress]:
-    """Show a progress bar on standard error if that is a terminal; yields what reports the fraction done and a text.
+    """Show a progress bar on standard error while the context lasts, if standard error is a terminal.
+
+    Yields a function that takes the fraction done (0 to 1) and a short text; without a bar it does nothing.
 
     Args:
-        title: the first words of the line.
-        wanted: whether there is to be one at all.
+        title: the first words of the bar's line.
+        wanted: whether a bar is shown at all.
     """
     if not wanted or not sys.stderr.isatty():
         yield silent
@@ -63,18 +65,19 @@ def progress_bar(title: str, wanted: bool = True) -> Iterator[Progress]:
 
 
 def log_plan(step: CapturedStep, plan: Plan, costs: float, search: float) -> None:
-    """Log a plan with the shapes it is for.
+    """Log a plan at level INFO, with the types and shapes of the step's batch and the time that planning took.
 
     Args:
-        step: the step that it is a plan of.
-        plan: the plan.
-        costs: seconds that measuring the costs of the ops took.
-        search: seconds that the search took.
+        step: the captured step.
+        plan: a plan of that step.
+        costs: seconds spent measuring the costs of ops.
+        search: seconds of the search.
     """
     LOG.info("%s; for %s; costs %.1f s, search %.1f s", plan, shapes_of(step), costs, search)
 
 
 def shapes_of(step: CapturedStep) -> str:
-    """Return the types and shapes of a step's batch, as text."""
+    """Return the types and shapes of a step's batch as text, such as ``float32[8, 3], int64[8]``; ``no tensors`` if it
+    has none."""
     batch = (step.values[i.value].fake for i in step.inputs if i.kind == "batch")
     return ", ".join(f"{str(t.dtype).removeprefix('torch.')}{list(t.shape)}" for t in batch) or "no tensors"

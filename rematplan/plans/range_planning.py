@@ -48,9 +48,10 @@ OPTIONS = RangeSearchOptions()
 class RangePlan:
     """The plans for a range of sizes of one dimension.
 
-    ``dimension``: its name. ``proof``: the plan of the range that fits at each size, if any. ``captured``: the sizes
-    at which the step was captured; the problems of other sizes were computed from these. ``proven``: the sizes at which
-    it is proven that no plan can fit. ``families``: the families of plans, by the structure of their problems.
+    ``dimension``: the dimension's name. ``proof``: for each size, the best known plan and whether it fits.
+    ``captured``: the sizes at which the step was captured; the problems of other sizes were computed from these.
+    ``proven``: the sizes at which a lower bound proves that no plan can fit. ``families``: the plans, grouped by the
+    structure (ops and tensors, without sizes) of the problems for which they are valid.
     """
 
     dimension: str
@@ -82,7 +83,7 @@ class RangePlan:
 
 
 def prove_sizes(problems: ProblemRange, budget: int, store: PlanStore) -> RangePlan:
-    """Return which of a store's plans fit within ``budget`` bytes at each size of a range, without a search."""
+    """Return, without a search, which of a store's plans fit within ``budget`` bytes at each size of a range."""
     return _RangeSearch(problems, budget, Auto(), silent, store).result()
 
 
@@ -93,17 +94,18 @@ def plan_range(
     progress: Progress = silent,
     store: PlanStore | None = None,
 ) -> RangePlan:
-    """Plan all sizes of a range within ``budget`` bytes.
+    """Search plans that fit within ``budget`` bytes at every size of a range; sizes at which none is found are in the
+    result.
 
-    The largest sizes come first: what fits there mostly fits below. Then sizes are searched at which nothing fits, and
-    for the rest of the time plans of other sizes are polished at sizes that need recomputation.
+    The largest size is planned first, because its plans mostly fit smaller sizes. Then sizes are searched at which no
+    plan fits yet. In the remaining time, plans of sizes that need recomputation are improved by short anneals.
 
     Args:
         problems: the problem of each size.
         budget: bytes, for every size.
         auto: the strategy. Its time limit is for all sizes together.
-        progress: called with the fraction done and a short text.
-        store: the search starts from its plans, and adds those that it finds.
+        progress: called with the fraction of the time limit that has passed and a short text.
+        store: the search starts from its plans, and adds the plans that it finds. None: an empty store.
     """
     compile_kernels(progress)  # before the clock starts
     search = _RangeSearch(problems, budget, auto, progress, PlanStore() if store is None else store)
@@ -134,7 +136,7 @@ class _RangeSearch:
             sizes.sort(key=lambda size: self.amounts[size].total, reverse=True)
 
     def result(self) -> RangePlan:
-        """Return which known plans fit at each size."""
+        """Return the best known plan at each size, whether it fits, and the sizes at which no plan can fit."""
         problems, rows = self.problems, tuple(self.row(size) for size in self.problems.sizes)
         unfit = [row.size for row in rows if not row.fits]
         return RangePlan(
@@ -146,15 +148,19 @@ class _RangeSearch:
         )
 
     def row(self, size: int) -> RangeRow[int]:
-        """Return the best known plan at a size."""
+        """Return the best known plan at a size, evaluated at that size, and whether it fits the budget."""
         return range_row(self.families[self.structure[size]], self.amounts[size], size, self.budget)
 
     def is_impossible(self, size: int) -> bool:
-        """Return whether it is proven that no plan fits at a size."""
+        """Return whether a lower bound on the peak proves that no plan fits the budget at a size."""
         return min_peak_bound(self.problems.problem(size)).bytes > self.budget
 
     def plan_group(self, sizes: Sequence[int], seconds: float) -> None:
-        """Plan the sizes of one structure, the largest first."""
+        """Search plans for the sizes of one structure within ``seconds``.
+
+        ``sizes``: by falling number of bytes. Nothing is searched if no size can fit, or if all fit without
+        recomputation.
+        """
         began = time.monotonic()
         first = next((at for at, size in enumerate(sizes) if not self.is_impossible(size)), len(sizes))
         possible = sizes[first:]

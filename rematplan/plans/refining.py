@@ -20,11 +20,12 @@ LOG = logging.getLogger("rematplan")
 
 @dataclass(frozen=True)
 class Wanted:
-    """A search in another process.
+    """A search for a better plan that another process shall make.
 
-    ``problem``: the planning problem of the step. ``shapes``: the shapes of the batch, as text. ``budget``: bytes.
-    ``plan``: the plan with which training starts. ``strategy``, ``options``: the name of the strategy that searches,
-    and its options. ``starts``: plans of the step in other sizes, from which the search starts in addition to ``plan``.
+    ``problem``: the planning problem of the step. ``shapes``: the types and shapes of the batch, as text. ``budget``:
+    bytes. ``plan``: the plan with which training starts. ``strategy``, ``options``: the name of the strategy that
+    searches, and its options. ``starts``: plans of the same step at other sizes, from which the search starts in
+    addition to ``plan``.
     """
 
     problem: TrainingGraph
@@ -38,12 +39,12 @@ class Wanted:
 
 @dataclass(eq=False)
 class Refining:
-    """The search for a better plan of one step, and its latest result; an implementation of
-    `accumulation.Refinement`.
+    """The search, in another process, for a better plan of one step. It implements `accumulation.Refinement`.
 
-    ``finish``: returns the step's plan for a schedule that was found; None if that would exceed the budget.
-    ``store``: every plan that is found is stored in it. ``seconds``: the duration of the search so far. ``floor``: the
-    best lower bound of the overhead of any plan that it has proved.
+    ``wanted``: the search. ``finish``: makes the step's plan of a plan that was found; returns None if that would
+    exceed the budget. ``store``: receives every plan that is found. ``seconds``: how long the search has taken so far.
+    ``floor``: the largest lower bound on the overhead that it has proven, as a share of the step's time; None if none
+    yet.
     """
 
     wanted: Wanted
@@ -59,7 +60,8 @@ class Refining:
         self._best = self.wanted.plan.estimate.cost
 
     def mapped(self, change: Callable[[StepPlan], StepPlan | None]) -> Refining:
-        """Return a copy whose results are changed by ``change``. It returns None for results that cannot be used."""
+        """Return a copy, not begun, whose results are changed by ``change``. A result for which ``change`` returns None
+        is dropped."""
         first = self.finish
 
         def both(plan: Plan) -> StepPlan | None:
@@ -69,9 +71,10 @@ class Refining:
         return Refining(self.wanted, both, self.store)
 
     def begin(self, compiled: Callable[[StepPlan], Any]) -> None:
-        """Start the search in another process.
+        """Start the search in another process, and return at once.
 
-        ``compiled``: compiles a better plan. It is called in another thread for each one; `take` returns its result.
+        ``compiled``: compiles a plan that is better than all before. It is called in another thread; `take` returns
+        what ``compiled`` returned.
         """
         wanted, began = self.wanted, time.monotonic()
 
@@ -102,11 +105,11 @@ class Refining:
 
     @property
     def ready(self) -> bool:
-        """Whether a better plan waits for `take`."""
+        """Whether a better plan has been found that `take` has not returned yet."""
         return self._found is not None
 
     def take(self) -> tuple[StepPlan, Any]:
-        """Return the best plan found since the last call, and what ``compiled`` returned for it. Call it if `ready`."""
+        """Return the best plan found since the last call, and its compiled form. Call it only if `ready` is true."""
         found, self._found = self._found, None
         assert found is not None
         return found
@@ -117,14 +120,15 @@ class Refining:
         return not self._ended.is_set()
 
     def wait(self, seconds: float | None = None) -> bool:
-        """Wait until the search ends, at most ``seconds`` (None: without a limit). Return whether it has ended."""
+        """Wait until the search ends, for at most ``seconds`` (None: without a limit). Return whether the search has
+        ended."""
         return self._ended.wait(seconds)
 
 
 def mapped(found: StepPlan, change: Callable[[StepPlan], StepPlan | None]) -> StepPlan | None:
-    """Return ``change`` of a step's plan. ``change`` is also applied to every better plan that refining finds later.
+    """Return ``change(found)``; ``change`` is also applied to every better plan that the background search finds later.
 
-    None if ``change`` returns None for the plan.
+    None if ``change(found)`` is None.
     """
     changed = change(found)
     if changed is None or found.refinement is None:

@@ -43,16 +43,28 @@ def prove_ranges(
     args: Sequence[Any],
     kwargs: Mapping[str, Any],
 ) -> tuple[RangePlan, ...]:
-    """Return what fits at each combination of sizes in the ranges of a planned module's arguments.
+    """Find plans for all combinations of sizes within ``shape_ranges``, and return which fit.
 
-    The dimension with most sizes varies, for each combination of sizes of the others. If there are more than
-    `MOST_LINES` such combinations, each dimension varies while the others have their largest sizes, and a warning says
-    so. Sizes below 2 have graphs of their own and are not among these. Nothing is proven with a saved plan, inverses
-    that round, accumulation, several micro-batches in flight or the budget ``min``: there the plan of a size depends on
-    more than its problem.
+    One result covers one dimension at all its sizes, for fixed sizes of the other dimensions. The dimension with the
+    most sizes varies, for each combination of sizes of the others. If there are more than `MOST_LINES` such
+    combinations, each dimension in turn varies while the others have their largest sizes, and a warning says so. Sizes
+    below `SMALLEST` (2) are not covered, because they have other graphs.
+
+    Empty if no ranges are stated, and with a saved plan, inverses that round, accumulation, several micro-batches in
+    flight, or the budgets ``min`` and ``least``, where the plan of a size depends on more than its problem. If each
+    size needs its own capture and there are more than `MOST_STEPS`, the proof ends with a warning.
+
+    Args:
+        planned: the planned module.
+        planner: the planner of that module.
+        shapes: the ranges of sizes.
+        model: the module that was planned.
+        args: example positional arguments.
+        kwargs: example keyword arguments.
 
     Raises:
-        UnfitSizes: no plan is known that fits at some size, unless the options state another reaction.
+        UnfitSizes: at some size no known plan fits, and ``on_infeasible`` is None or ``raise``. With other values a
+            warning says so.
     """
     options, found = planner.options, list[RangePlan]()
     if options.several or options.accumulate or options.inverting or options.plan is not None:
@@ -120,19 +132,20 @@ def _named(axis: Axis, fixed: Mapping[Axis, int] = MappingProxyType({})) -> str:
 def prove_step(
     planner: StepPlanner, dimension: str, sizes: Sequence[int], step_at: Callable[[int], CapturedStep]
 ) -> RangePlan:
-    """Return what fits at each size of one dimension of a step.
+    """Return which plans fit the budget at each size of one dimension of a step.
 
-    The planner's plans are evaluated first. Where none of them fits, it searches, and keeps what it finds.
+    The planner's known plans are evaluated first. If at some size none of them fits and the strategy is `auto`, more
+    plans are searched, and stored by the planner.
 
     Args:
         planner: plans the step. Its budget, costs, constraints and known plans are used for all sizes.
         dimension: the name of the dimension, for messages.
         sizes: the sizes of the dimension, in ascending order, without gaps.
-        step_at: returns the step at a size. It is called for a few sizes if the bytes of all tensors are polynomials
-            of the size, and otherwise for more, up to all.
+        step_at: returns the captured step at a size. It is called for a few sizes if the bytes of all tensors are
+            polynomials of the size, and otherwise for more, up to all.
 
     Raises:
-        UsageError: the budget is ``min``, which is another one at each size.
+        UsageError: the budget is ``min`` or ``least``, which differ from size to size.
     """
 
     def capture(size: int) -> TrainingGraph:

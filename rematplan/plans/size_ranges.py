@@ -18,8 +18,8 @@ EACH = 12
 class ProblemRange:
     """The planning problems of one step at all sizes of one dimension.
 
-    ``dimension``: its name. ``sizes``: in ascending order. ``captured``: the problems that were captured, by size.
-    ``spans``: computes the problems of all other sizes from captured ones.
+    ``dimension``: the dimension's name. ``sizes``: in ascending order. ``captured``: the problems that were captured,
+    by size. ``spans``: interpolations between captured sizes; each computes the problems of the sizes between its ends.
     """
 
     dimension: str
@@ -34,7 +34,8 @@ class ProblemRange:
         return self._span(size).problem(size)
 
     def amounts(self, size: int) -> tuple[str, Amounts]:
-        """Return the structure of the problem at ``size``, and its sizes, workspaces and costs."""
+        """Return the structure of the problem at ``size`` (a hash of its ops and tensors), and its bytes, workspaces
+        and costs."""
         if size in self.captured:
             return self.captured[size].structure, amounts_of(self.captured[size])
         span = self._span(size)
@@ -48,14 +49,14 @@ class ProblemRange:
 def problems_over(
     dimension: str, sizes: Sequence[int], capture: Callable[[int], TrainingGraph]
 ) -> ProblemRange:
-    """Capture a step at as many sizes as it takes to know its problem at each.
+    """Capture a step at as few sizes as are needed to know its planning problem at each size.
 
-    A size between captured ones is computed where all tensors' bytes are polynomials of the size that further captured
-    sizes confirm (`between`), and captured otherwise: where ops differ, as they often do at size 1, or where dimensions
-    are rounded.
+    Up to `EACH` sizes are all captured. Otherwise a size between captured ones is computed if the bytes of all tensors
+    are polynomials of the size, confirmed by further captured sizes (`between`). It is captured if not: where ops
+    differ, as they often do at size 1, or where dimensions are rounded.
 
     Args:
-        dimension: its name, for messages.
+        dimension: the dimension's name, for messages.
         sizes: in ascending order, without gaps.
         capture: returns the problem at a size.
     """
@@ -68,7 +69,7 @@ def problems_over(
 
 
 def show_sizes(sizes: Sequence[int]) -> str:
-    """Format sizes in ascending order: ``1, 40..64``."""
+    """Format whole numbers in ascending order with ranges: ``1, 40..64``. Empty if there are none."""
     parts: list[list[int]] = []
     for size in sizes:
         if parts and parts[-1][-1] == size - 1:

@@ -44,16 +44,18 @@ class _Measured:
 
 @dataclass(eq=False)
 class SizedCosts:
-    """Measured costs of steps, from which those of the same steps in other sizes are interpolated."""
+    """Measured costs of steps, from which costs of the same steps at other sizes are interpolated."""
 
     _known: dict[Kind, list[list[_Measured]]] = field(default_factory=dict)
 
     def costs(self, step: CapturedStep, progress: Progress = silent) -> Mapping[str, CallCost]:
-        """Return the cost of each call that is not a view, and of each inverse, as `profile_costs` does.
+        """Return the time and workspace of each call that is not a view and of each inverse, by the call's name.
+
+        Costs between two measured sizes of the same step are interpolated; all others are measured and remembered.
 
         Args:
             step: the captured step.
-            progress: called with the fraction done and a text.
+            progress: called with the fraction done (0 to 1) and a short text.
         """
         calls = step.priced_calls
         kind = (str(step.device), *(_kind(step, call) for call in calls))

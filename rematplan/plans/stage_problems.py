@@ -26,16 +26,19 @@ def stage_problem(
     between: int = 0,
     template: StagePlan,
 ) -> StageProblem:
-    """Return the problem of a step that runs while gradients of other micro-batches exist.
+    """Return the planning problem of a pipeline stage's step that runs while gradients of other micro-batches exist.
 
     Args:
         step: the captured step of one micro-batch.
-        graph: its problem with a loss boundary, and with the op `WEIGHTS` if its backward is split.
-        per_microbatch: the kinds of inputs that each micro-batch holds from its forward to its backward.
-        tangents: the kinds of inputs that it holds only in its backward. Batches and tangents in neither list are
-            counted elsewhere.
-        between: bytes that others hold for a micro-batch from its forward to its backward; see `StageProblem`.
-        template: the figures of the stage that do not depend on the plan.
+        graph: its problem with an op that separates forward from backward, and with the op `WEIGHTS` if weight
+            gradients are computed separately.
+        per_microbatch: the kinds of inputs that each micro-batch holds from its forward to its backward, such as
+            ``batch``.
+        tangents: the kinds of inputs that each micro-batch holds only in its backward. Kinds in neither list, except
+            parameters, buffers and constants, are counted elsewhere.
+        between: bytes outside of the graph that are held for a micro-batch from its forward to its backward, such as
+            those of a loss.
+        template: the memory of the stage that does not depend on the plan.
     """
     added, _ = earlier_gradients(step)
     adding = adding_problem(step, graph, added)
@@ -61,10 +64,9 @@ def stage_problem(
 
 
 def backward_spare(graph: TrainingGraph, schedule: Schedule) -> tuple[int, ...]:
-    """Return, for each step of a schedule, how many bytes the backward's peak is above the resident bytes at that
-    step; 0 where it is not above.
+    """Return, for each step of a schedule, the backward's peak minus the resident bytes at that step, but at least 0.
 
-    Gradients that wait to be added to earlier ones may use these bytes without raising the peak.
+    New gradients that wait to be added to earlier ones may use these bytes without raising the peak.
     """
     resident = resident_bytes(graph, schedule)
     peak = max(resident[schedule.index(Run(LOSS)) :])

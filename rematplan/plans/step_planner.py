@@ -63,9 +63,9 @@ MENTIONED = 0.01
 
 @dataclass(frozen=True)
 class StepPlanner:
-    """Plans captured steps.
+    """Plans captured steps as a user's options say.
 
-    ``options``: what the user asks for. ``store``: known plans; new ones are stored in it.
+    ``options``: what the user asks for. ``store``: known plans; new plans are stored in it.
     """
 
     options: PlanOptions
@@ -79,13 +79,14 @@ class StepPlanner:
     sized: SizedCosts = field(default_factory=SizedCosts, compare=False)
     """Costs that were measured, for further sizes of the same steps."""
     scope: str = ""
-    """A percentage refers to the peak of the first plan with the same scope; a compiler has one scope per graph."""
+    """A key. A percentage refers to the peak of the first problem planned with the same key; a compiler has one per
+    graph."""
 
     def limit(self, graph: TrainingGraph) -> Budget:
-        """Return the budget for a problem: bytes, or one that each problem determines itself (`LEAN`).
+        """Return the budget for a problem: in bytes, or ``min`` or ``least``, which each problem determines itself.
 
-        A percentage refers to the first problem's peak: otherwise a smaller batch later would get fewer bytes than
-        the device has.
+        A percentage refers to the peak of the first problem that this planner was given. A later problem with a smaller
+        batch gets the same number of bytes, because the device has that many.
         """
         stated = self.options.stated_budget()
         if stated.is_lean or stated.kind == "bytes":
@@ -96,7 +97,7 @@ class StepPlanner:
         return Budget(stated.text, "bytes", Fraction(fixed[key]))
 
     def loss(self, step: CapturedStep, graph: TrainingGraph) -> LossMemory:
-        """Return the memory that the loss needs in addition to the outputs and their gradients."""
+        """Return the memory of a loss outside of the model: as the user states it, otherwise a usual amount."""
         stated = self.options.stated_loss()
         if stated is None:
             return LossMemory.usual(step, no_recompute(graph).estimate.peak)
@@ -105,8 +106,10 @@ class StepPlanner:
         return LossMemory.of_peak(step, int(stated.amount))
 
     def problem(self, step: CapturedStep, progress: Progress = silent) -> TrainingGraph:
-        """Return the step's planning problem, with a loss boundary, the user's constraints and the memory of
-        others.
+        """Return the step's planning problem, with all that the options ask for.
+
+        The costs of ops are measured or modelled. A loss outside of the model becomes an op between forward and
+        backward. Ops that must not run again are marked, and the bytes of optimizers and other reservations are inputs.
         """
         asked = self.options
         error = asked.max_inversion_error
@@ -121,23 +124,27 @@ class StepPlanner:
         return holding(graph, {**self.held, RESERVED: others.always})
 
     def opened(self, step: CapturedStep) -> CapturedStep:
-        """Return the step with inverses: with all if the user allows them, otherwise with those that only move
-        numbers.
+        """Return the step with inverses (ops that compute an input from an output) added.
+
+        All inverses are added if the user allows inverses that round; otherwise only exact ones, which move numbers.
         """
         if self.options.inverting:
             return with_inverses(step, self.named, renormalise=True).step
         return with_exact_inverses(step)
 
     def __call__(self, step: CapturedStep, first: bool = False) -> StepPlan:
-        """Return the plan of a step, which has its inverses. With ``accumulate`` the plan counts gradients of earlier
-        steps.
+        """Return the plan of a step, together with the step to which inverses were added.
+
+        With ``accumulate`` the plan counts gradients of earlier steps. If no plan fits, ``on_infeasible`` decides.
 
         Args:
             step: the captured step.
-            first: whether a refusal is that of a first plan, even though other steps have plans.
+            first: whether a refusal is treated as that of the first plan, which is raised by default, even though plans
+                of other steps are known.
 
         Raises:
-            InfeasibleBudget: see `planned`; only if the options say that a refusal is raised.
+            InfeasibleBudget: no plan is found that fits, and ``on_infeasible`` says that this is raised.
+            ProblemError: the saved plan belongs to another graph.
         """
         if self.options.several:
             return self._in_flight(step)
@@ -155,15 +162,17 @@ class StepPlanner:
         return counted
 
     def instead(self, step: CapturedStep, error: InfeasibleBudget, first: bool) -> Plan:
-        """Return the plan for a step for which no plan fits the budget, and warn with the memory that it needs.
+        """Return a plan for a step for which no plan fits the budget, and warn with the memory that it needs.
+
+        The plan is the one of smallest peak (``least``), or one that recomputes nothing (``eager``).
 
         Args:
             step: the captured step, with its inverses.
-            error: the refusal.
-            first: whether it is the first plan, whose refusal is raised by default.
+            error: the error of the search that found no plan.
+            first: whether it is the first plan, whose error is raised by default.
 
         Raises:
-            InfeasibleBudget: the refusal, if the options say that it is raised.
+            InfeasibleBudget: ``error``, if ``on_infeasible`` says that it is raised.
         """
         how = self._reaction(first)
         if how == RAISE:
@@ -260,19 +269,20 @@ class StepPlanner:
     def with_gradients(
         self, step: CapturedStep, plan: Plan, gradients: int, names: Set[str]
     ) -> StepPlan | None:
-        """Return the plan for a step that begins with gradients of earlier steps.
+        """Return a plan for a step that begins while parameters have gradients of earlier steps.
 
-        None if ``plan``, made without them, still fits the budget; or if no plan fits, which a warning says.
+        None if ``plan``, which does not count these gradients, still fits the budget in addition to them; None with a
+        warning if no plan fits.
 
         Args:
             step: the captured step.
-            plan: its plan without these gradients.
-            gradients: their bytes.
-            names: the parameters that have them.
+            plan: its plan without earlier gradients.
+            gradients: bytes of the earlier gradients.
+            names: the parameters that have gradients.
 
         Raises:
-            InfeasibleBudget: no plan fits, and the options say that a refusal is raised.
-            ProblemError: see `planned`.
+            InfeasibleBudget: no plan fits, and ``on_infeasible`` is ``raise``.
+            ProblemError: the saved plan belongs to another graph.
         """
         if self.options.several:  # the plan counts all possible gradients
             return None
@@ -330,7 +340,7 @@ class StepPlanner:
         return StepPlan(step, self._overlapped(step, graph, replace(plan, fingerprint=graph.fingerprint)))
 
     def planned(self, step: CapturedStep) -> Plan:
-        """Return the plan of a step. Its inverses are those that the step has.
+        """Return the plan of a step. Only inverses that the step already has are used.
 
         Raises:
             InfeasibleBudget: the strategy finds no plan that fits. The error has the smallest peak found.

@@ -22,10 +22,11 @@ Curves = Mapping[str, Sequence[Plan]]
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """The plan of one strategy at one budget.
+    """The plan of one strategy at one budget, as a table's row.
 
-    ``plan``: None if no plan fits. ``smallest``: the smallest peak of the strategy's plans, in bytes. ``best``:
-    whether no other strategy has less overhead at this budget.
+    ``budget``: as the user wrote it. ``strategy``: the strategy's name. ``plan``: None if no plan fits. ``smallest``:
+    the smallest peak of all plans of the strategy, in bytes. ``best``: whether the plan fits and no other strategy's
+    plan has less overhead at this budget.
     """
 
     budget: str
@@ -42,18 +43,22 @@ def trace_curves(
     progress: Progress = silent,
     store: PlanStore | None = None,
 ) -> tuple[dict[str, tuple[Plan, ...]], tuple[str, ...]]:
-    """Return the curve of each strategy, and notes on the strategies without one (for example, the problem is too
-    large).
+    """Return the curve of each strategy, and notes on strategies without a curve.
 
-    `auto` is computed last. It starts from the plans of all others, and is also asked for some of their peaks, so
-    that its curve is nowhere above theirs.
+    A strategy has no curve if the problem is too large for it, or if none of its plans fits. `auto` is computed last:
+    it starts from the plans of all others, and also plans for some of their peaks, so that its curve is nowhere above
+    theirs.
 
     Args:
         graph: the problem.
         strategies: by name.
-        budgets: bytes; for strategies that plan for one budget at a time.
-        progress: called with the fraction done and a short text.
-        store: plans on disk from which strategies start, and to which new plans are added.
+        budgets: bytes; used by strategies that plan for one budget at a time.
+        progress: called with the fraction done (0 to 1) and a short text.
+        store: plans on disk from which strategies start, and to which new plans are added. None: an empty store.
+
+    Returns:
+        The plans by rising overhead and falling peak, by the strategy's name, in the order of ``strategies``; and one
+        note for each strategy without a curve.
     """
     store = PlanStore() if store is None else store
     found: dict[str, tuple[Plan, ...]] = {}
@@ -83,19 +88,25 @@ def trace_curves(
 
 
 def rival_peaks(rivals: Sequence[Plan], budgets: Sequence[int]) -> tuple[int, ...]:
-    """Return at most `RIVAL_PEAKS` peaks (bytes) of plans on the Pareto front of ``rivals``.
+    """Return at most `RIVAL_PEAKS` peaks in bytes of Pareto-optimal plans among ``rivals``, evenly spread.
 
-    Only plans that recompute something count, and of these only peaks of at least the smallest budget (bytes).
+    Plans without recomputation, and peaks below the smallest of ``budgets`` (bytes), are left out.
     """
     front = [p for p in pareto(rivals) if p.estimate.reruns and p.estimate.peak >= min(budgets, default=0)]
     return tuple(p.estimate.peak for p in spread(front, RIVAL_PEAKS))
 
 
 def rows_at(curves: Curves, budgets: Sequence[Budget], base_peak: int, whole: int) -> tuple[Row, ...]:
-    """Return the rows of a table: each strategy's plan of least overhead at each budget.
+    """Return the rows of a table: for each budget, each strategy's plan of least overhead that fits.
 
-    For the budget ``min`` it is the strategy's plan with the smallest peak. ``base_peak``, ``whole``: see
-    `Budget.bytes`.
+    For the budget ``least`` it is the strategy's plan with the smallest peak; for ``min`` its cheapest plan within 1 %
+    of that peak.
+
+    Args:
+        curves: the plans of each strategy, by its name.
+        budgets: the budgets.
+        base_peak: the peak without recomputation in bytes, to which percentages refer.
+        whole: bytes of inputs and outputs, which a share of activations does not reduce.
     """
     rows: list[Row] = []
     for budget in budgets:
@@ -123,14 +134,14 @@ def _row(budget: Budget, name: str, plans: Sequence[Plan], base_peak: int, whole
 
 
 def spread_places(length: int, count: int) -> list[int]:
-    """Return at most ``count`` places of a list of that length, evenly spread, both ends among them."""
+    """Return at most ``count`` positions in a list of ``length`` items, evenly spread, the first and the last included."""
     if length <= count:
         return list(range(length))
     return [round(i * (length - 1) / (count - 1)) for i in range(count)]
 
 
 def spread(plans: Sequence[Plan], count: int) -> tuple[Plan, ...]:
-    """Return at most ``count`` plans, evenly spaced along the curve, including both ends."""
+    """Return at most ``count`` of ``plans``, at evenly spread positions, the first and the last included."""
     return tuple(plans[at] for at in spread_places(len(plans), count))
 
 
@@ -139,7 +150,7 @@ Key = tuple[str, int, float]
 
 
 def key(plan: Plan) -> Key:
-    """Return the plan's strategy, peak and cost."""
+    """Return a plan's strategy, peak in bytes and cost in microseconds, which identify the plan in tables."""
     return plan.strategy, plan.estimate.peak, plan.estimate.cost
 
 
@@ -156,10 +167,13 @@ CSV_COLUMNS = (
 
 
 def curves_csv(curves: Curves, base: Plan, measured: Mapping[Key, tuple[int, float, float]]) -> str:
-    """Return all plans of all curves as CSV.
+    """Return all plans of all curves as CSV with the columns `CSV_COLUMNS`.
 
-    ``base``: the plan without recomputation, to which percentages refer. ``measured``: for the `key` of a plan that
-    was run, its measured peak in bytes, its seconds and those of plain autograd.
+    Args:
+        curves: the plans of each strategy, by its name.
+        base: the plan without recomputation, to which percentages refer.
+        measured: for the `key` of each plan that was run: its measured peak in bytes, its seconds, and the seconds of
+            plain autograd. Columns of other plans are empty.
     """
     out = io.StringIO()
     writer = csv.writer(out, lineterminator="\n")

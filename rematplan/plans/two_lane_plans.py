@@ -23,10 +23,10 @@ MODES = (OFF, AUTO, ON)
 
 
 def check_mode(mode: str | None) -> None:
-    """Check that ``mode`` is known.
+    """Check that ``mode``, a value of the option ``overlap``, is ``off``, ``auto``, ``on`` or None.
 
     Raises:
-        UsageError: it is not. The message lists the modes.
+        UsageError: ``mode`` is something else. The message lists the modes.
     """
     if mode not in (None, *MODES):
         raise UsageError(f"unknown overlap {mode!r}; known: {', '.join(MODES)}")
@@ -39,18 +39,18 @@ def overlapped(
     sharing: Callable[[], Sharing],
     more: Iterable[Plan] = (),
 ) -> tuple[Plan, tuple[str, ...]]:
-    """Return a plan on two lanes, if that is asked for and saves time; and notes that say why not.
+    """Return a plan that runs on two lanes (CUDA streams or threads), if that is asked for and saves time.
 
     Args:
         graph: the problem.
-        plan: a plan of it.
-        mode: ``on``; ``auto``: if two lanes are predicted to save a share of `PAYS` of the time; ``off``; None: leave
-            the plan unchanged.
-        sharing: returns how the lanes share the device. It is called only if needed.
+        plan: a plan of it on one lane, or a saved plan.
+        mode: ``on``: use two lanes if any op can be moved; ``auto``: only if they are predicted to save at least a
+            share of `PAYS` of the time; ``off``: one lane; None: return ``plan`` unchanged.
+        sharing: returns how fast each lane is while both work. It is called only for ``on`` and ``auto``.
         more: further plans of the same problem. The result may be any of them, within the budget of ``plan``.
 
     Returns:
-        The plan, and a note if two lanes were asked for and the plan has one.
+        The plan; and a note that says why it has one lane, if two lanes were asked for and it has one.
     """
     if mode in (None, OFF):
         return (replace(plan, lanes=None) if mode else plan), ()
@@ -78,7 +78,8 @@ def overlapped(
 
 
 def sharing_here(step: CapturedStep, graph: TrainingGraph, plan: Plan) -> Sharing:
-    """Measure how the two lanes of a plan share the present device, on ops of the step."""
+    """Measure how fast each of two lanes (CUDA streams or threads) is while both work, on ops of the step on this
+    device."""
     from rematplan.runtime.execute.lane_speed import measured_sharing  # torch takes seconds to import
 
     runs = runs_of(plan.schedule)
