@@ -126,8 +126,8 @@ def parse_budget(text: str) -> Budget:
 def unit_missing(budget: Budget, graph: TrainingGraph) -> str:
     """Return a question for the user whether the unit of a budget is missing, such as ``was --budget 4GiB meant?``.
 
-    Empty if the budget may well be meant in bytes: unless it is a plain whole number below 1 MiB that is at most the
-    bytes of the problem's inputs, so that no plan can fit.
+    Empty unless the budget is a plain whole number below 1 MiB that is at most the bytes of the problem's inputs, so
+    that no plan can fit.
     """
     number = budget.text.strip()
     if not (number.isdecimal() and 0 < budget.amount < FEW and budget.amount <= graph.input_bytes):

@@ -134,7 +134,8 @@ def _row(budget: Budget, name: str, plans: Sequence[Plan], base_peak: int, whole
 
 
 def spread_places(length: int, count: int) -> list[int]:
-    """Return at most ``count`` positions in a list of ``length`` items, evenly spread, the first and the last included."""
+    """Return at most ``count`` positions in a list of ``length`` items, evenly spread, the first and the last
+    included."""
     if length <= count:
         return list(range(length))
     return [round(i * (length - 1) / (count - 1)) for i in range(count)]
