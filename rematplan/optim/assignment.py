@@ -18,17 +18,18 @@ LEAST_GAIN = 0.1
 
 
 def owners(sides: Mapping[str, tuple[Factor, Factor]], ranks: int) -> dict[Part, int]:
-    """Assign both factors of each layer to a process, so that the time of inversions is divided evenly: the longest
-    first.
+    """Assign the Kronecker factors of all layers to processes, so that the time of inversions is divided evenly.
 
-    A layer that takes longer than an even share of the time is divided: its factors are assigned one by one.
+    Both factors of a layer have one owner, unless the layer takes longer than an even share of the time: then its two
+    factors are assigned separately. The longest jobs are assigned first.
 
     Args:
-        sides: the two factors of each layer, by weight name, in the same order in all processes.
+        sides: the two factors of each layer (of the inputs, of the outputs' gradients), by weight name, in the same
+            order in all processes.
         ranks: the number of processes.
 
     Returns:
-        The owner of each part, from 0.
+        The owner's rank, from 0, of each pair of a weight name and the factors of it that this owner has.
     """
     even = sum(a.cost + g.cost for a, g in sides.values()) / ranks
     jobs: dict[Part, float] = {}
@@ -47,15 +48,22 @@ def owners(sides: Mapping[str, tuple[Factor, Factor]], ranks: int) -> dict[Part,
 
 
 def by_factor(parts: Mapping[Part, int]) -> dict[FactorKey, int]:
-    """Return the owner of each factor."""
+    """Return the owner's rank for each single factor: (weight name, 0 for the inputs' or 1 for the outputs'
+    gradients')."""
     return {(name, at): owner for (name, these), owner in parts.items() for at in these}
 
 
 def homes(sides: Mapping[str, tuple[Factor, Factor]], parts: Mapping[Part, int]) -> dict[str, int]:
-    """Return the process that multiplies each layer's gradient by both inverses: the owner of the larger inverse.
+    """Return, for each layer, the rank that multiplies the layer's gradient by both inverses: the owner of the larger
+    one.
 
-    The other owner, if there is one, sends its inverse, at most as many numbers as the gradient has. (To send the
-    product of the gradient and one inverse instead would take as many numbers as the gradient has, in each step.)
+    If another process owns the smaller inverse, it sends this inverse, at most as many numbers as the gradient has,
+    whenever it is new. (Sending the product of the gradient and one inverse would take as many numbers as the gradient
+    has, in each step.)
+
+    Args:
+        sides: the two factors of each layer, by weight name.
+        parts: the owners, as from `owners`.
     """
     owner = by_factor(parts)
     larger = {name: int(g.inverse_bytes() > a.inverse_bytes()) for name, (a, g) in sides.items()}

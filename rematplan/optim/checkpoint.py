@@ -17,8 +17,10 @@ SIDES = ("a", "g")
 def merged(states: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """Merge the ``state_dict`` of each process into one that any number of processes can load.
 
-    Each factor comes from the process that has it. All else is equal in all processes, or taken from the
+    Each factor comes from the process that owns it. All other entries are equal in all processes, or taken from the
     first.
+
+    ``states``: the states of all processes, by rank.
     """
     whole = dict(states[0])
     whole[LAYERS] = {name: _of_owner(name, states) for name in states[0][LAYERS]}
@@ -34,9 +36,11 @@ def _of_owner(name: str, states: Sequence[Mapping[str, Any]]) -> Any:
 
 
 def check_whole(state: Mapping[str, Any], owned: Collection[FactorKey]) -> None:
-    """Check that a state has all factors that a process needs.
+    """Check that an optimizer's state has all factors that a process needs.
 
-    ``owned``: the factors that this process averages and inverts.
+    Args:
+        state: a ``state_dict`` of `KFAC`.
+        owned: the factors that this process averages and inverts.
 
     Raises:
         UsageError: a layer of ``owned`` had statistics when the state was saved, but the state lacks its factors.

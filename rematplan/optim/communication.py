@@ -12,65 +12,66 @@ from rematplan.optim.layer import BOTH, Layer
 
 
 class Exchange(Protocol):
-    """What processes send each other in a step, in the order of the methods. Each process calls each method, for
-    equal layers.
+    """What processes send each other in a step of K-FAC. Every process calls the methods in this order, with equal
+    layers.
 
-    Each factor has one owner: the process that averages and inverts it. Each layer has workers, among them the
-    owner of at least one of its factors: the processes that multiply its gradient by the inverses. All processes
-    hold its weights.
+    Each Kronecker factor has one owner: the process that averages and inverts it. Each layer has workers: the processes
+    that multiply its gradient by both inverses; an owner of one of its factors is among them. All processes hold all
+    weights.
     """
 
     def assign(self, layers: Mapping[str, Layer]) -> None:
-        """Choose the owners and the workers of each layer; ``layers`` by weight name."""
+        """Choose the owners of the factors and the workers of each layer. ``layers``: by weight name."""
 
     def parts(self) -> Collection[Part]:
-        """Return all factors of all layers, those of a layer together if they have one owner."""
+        """Return all factors of all layers: pairs of a weight name and the factors of this weight that have the same
+        owner."""
 
     def owned(self) -> Collection[FactorKey]:
-        """Return the factors that this process owns."""
+        """Return the factors that this process averages and inverts."""
 
     def worked(self) -> Collection[str]:
-        """Return the names of the layers that this process is a worker of."""
+        """Return the weight names of the layers whose gradients this process multiplies by inverses."""
 
     @property
     def early(self) -> bool:
-        """Whether `begin` sends statistics; then `sums` returns what it has sent."""
+        """Whether statistics are sent by `begin`, while a backward runs. If so, `sums` returns what `begin` sent."""
 
     def begin(self, part: Part, sums: Tensor, step: int) -> None:
-        """Start to add the statistics of one part of one backward, while the backward still runs.
+        """Start to send one layer's statistics of one backward to their owner, while the backward still runs.
 
         Args:
-            part: one of `parts`.
-            sums: this process's sums, a vector that is overwritten.
+            part: an item of `parts`.
+            sums: this process's statistics, a vector that is overwritten.
             step: the number of the training step.
         """
 
     def sums(self, sums: Iterable[tuple[Part, Tensor]]) -> Iterable[tuple[Part, Tensor]]:
-        """Add the statistics of all processes.
+        """Add the statistics of all processes, each at the owner of its factor.
 
         Args:
-            sums: this process's sums, as vectors, by part.
+            sums: this process's statistics, as pairs of an item of `parts` and a vector.
 
         Returns:
-            The sums over all processes, of the parts that this process owns.
+            Such pairs with the sums over all processes, for the factors that this process owns.
         """
 
     def inverses(self, made: Mapping[str, tuple[int, ...]]) -> None:
-        """Send new inverses from each factor's owner to the layer's other workers.
+        """Send new inverses from each factor's owner to the layer's workers. Received inverses are put into the layers.
 
-        ``made``: the factors that this process has just inverted, by layer name (0: of the inputs, 1: of the outputs'
-        gradients). Inverses that this process receives are put into its layers.
+        ``made``: the factors that this process has just inverted, by weight name (0: of the inputs, 1: of the outputs'
+        gradients).
         """
 
     def gradients(self, gradients: Mapping[str, Tensor], rows: float) -> Mapping[str, Tensor]:
-        """Average gradients over the processes.
+        """Average gradients over the processes, each at the workers of its layer.
 
         Args:
-            gradients: this process's gradients, by layer name.
-            rows: the weight of this process in the mean.
+            gradients: this process's gradients, by weight name.
+            rows: the weight of this process in the mean, for example its number of samples.
 
         Returns:
-            The means, of the layers that this process is a worker of.
+            The means, for the layers of which this process is a worker.
         """
 
     def updates(
@@ -79,12 +80,12 @@ class Exchange(Protocol):
         """Collect the updates of all layers from their workers.
 
         Args:
-            names: the layers to update.
-            updates: the updates that this process has computed.
-            product: a number (a tensor) of this process.
+            names: the weight names of all layers to update.
+            updates: the updates that this process has computed, by weight name.
+            product: a number (a scalar tensor), to be added over the processes that computed different layers.
 
         Returns:
-            The updates of all layers in ``names``, and the sum of ``product`` over all layers.
+            The updates of all layers in ``names``, and the sum of ``product``.
         """
 
     def others(self, gradients: Collection[Tensor], rows: float) -> None:
@@ -95,7 +96,7 @@ class Exchange(Protocol):
 
 
 class Alone:
-    """The exchange of a single process: it sends nothing."""
+    """The implementation of `Exchange` for a single process: it sends nothing, and owns all factors."""
 
     def __init__(self) -> None:
         self._names: Collection[str] = ()
@@ -105,11 +106,11 @@ class Alone:
         self._names = tuple(layers)
 
     def parts(self) -> Collection[Part]:
-        """Return both factors of each layer together."""
+        """Return each weight name with both factors of its layer."""
         return [(name, BOTH) for name in self._names]
 
     def owned(self) -> Collection[FactorKey]:
-        """Return all factors."""
+        """Return all factors: each weight name with 0 (of the inputs) and with 1 (of the outputs' gradients)."""
         return [(name, at) for name in self._names for at in BOTH]
 
     def worked(self) -> Collection[str]:
@@ -119,7 +120,7 @@ class Alone:
     early = False
 
     def begin(self, part: Part, sums: Tensor, step: int) -> None:
-        """Do nothing."""
+        """Do nothing. It is never called, since `early` is false."""
 
     def sums(self, sums: Iterable[tuple[Part, Tensor]]) -> Iterable[tuple[Part, Tensor]]:
         """Return the sums unchanged."""
@@ -141,4 +142,4 @@ class Alone:
         return updates, product
 
     def others(self, gradients: Collection[Tensor], rows: float) -> None:
-        """Do nothing."""
+        """Leave the gradients unchanged: one process has nothing to average."""

@@ -20,9 +20,9 @@ MORE_DAMPING = 10.0
 
 
 class Inverse(Protocol):
-    """The inverse (F + λ I)⁻¹ of a factor F with damping λ, in some form.
+    """The inverse (F + λ I)⁻¹ of a Kronecker factor F of n rows with damping λ, in some form.
 
-    Its fields are tensors or tuples of tensors, so that it can be saved and sent.
+    Its fields are tensors or tuples of tensors, so that it can be saved and sent. ``kind``: the name of the form.
     """
 
     kind: ClassVar[str]
@@ -33,22 +33,22 @@ class Inverse(Protocol):
 
 @dataclass(frozen=True)
 class Dense:
-    """The inverse as a matrix, (…, n, n)."""
+    """The inverse (F + λ I)⁻¹ as a matrix. ``matrix``: (…, n, n)."""
 
     matrix: Tensor
     kind: ClassVar[str] = "dense"
 
     def apply(self, x: Tensor) -> Tensor:
-        """Return the product of the inverse and ``x``, by one matrix multiplication."""
+        """Return (F + λ I)⁻¹ ``x`` for ``x`` of shape (…, n, columns), by one matrix multiplication."""
         return self.matrix @ x
 
 
 @dataclass(frozen=True)
 class Spectral:
-    """The inverse by eigenvectors.
+    """The inverse (F + λ I)⁻¹, or an approximation, by r eigenvectors of the factor F.
 
-    ``basis``: r eigenvectors of F, (…, n, r). ``scales``: the eigenvalue of the inverse for each of them, (…, r).
-    ``rest``: the eigenvalue of the inverse for all vectors orthogonal to them, (…).
+    ``basis``: the eigenvectors, (…, n, r). ``scales``: the eigenvalue of the inverse for each eigenvector, (…, r).
+    ``rest``: the eigenvalue of the inverse for all vectors that are orthogonal to ``basis``, (…).
     """
 
     basis: Tensor
@@ -57,33 +57,35 @@ class Spectral:
     kind: ClassVar[str] = "spectral"
 
     def apply(self, x: Tensor) -> Tensor:
-        """Return the product of the inverse and ``x``, by two multiplications with the basis."""
+        """Return (F + λ I)⁻¹ ``x`` for ``x`` of shape (…, n, columns), by two multiplications with the eigenvectors."""
         rest = self.rest[..., None, None]
         return x * rest + self.basis @ ((self.scales[..., None] - rest) * (self.basis.mT @ x))
 
 
 @dataclass(frozen=True)
 class Diagonal:
-    """The inverse of the diagonal of F + λ I. ``scales``: its entries, (…, n)."""
+    """The inverse of the diagonal of F + λ I, for a factor F of n rows. ``scales``: the inverse's diagonal, (…, n)."""
 
     scales: Tensor
     kind: ClassVar[str] = "diagonal"
 
     def apply(self, x: Tensor) -> Tensor:
-        """Return the product of the inverse and ``x``, by scaling each row."""
+        """Return the product of the inverse and ``x``, (…, n, columns): each row of ``x`` times its entry of
+        ``scales``."""
         return self.scales[..., None] * x
 
 
 @dataclass(frozen=True)
 class Hierarchical:
-    """The inverse of a matrix whose off-diagonal blocks are of low rank; the tensors of `hodlr.inverse`."""
+    """The inverse (F + λ I)⁻¹ with off-diagonal blocks of low rank (HODLR). ``leaves``, ``levels``: as from
+    `hodlr.inverse`."""
 
     leaves: Tensor
     levels: tuple[Tensor, ...]
     kind: ClassVar[str] = "hierarchical"
 
     def apply(self, x: Tensor) -> Tensor:
-        """Return the product of the inverse and ``x``, which must be one matrix (n, columns)."""
+        """Return (F + λ I)⁻¹ ``x`` for one matrix ``x``, (n, columns); batches of matrices are not supported."""
         return hodlr.apply(self.leaves, self.levels, x)
 
 
@@ -92,9 +94,10 @@ Make: TypeAlias = Callable[[Tensor, float, Inverse | None], Inverse]
 
 
 def cholesky(factor: Tensor, damping: float, _before: Inverse | None = None) -> Dense:
-    """Invert F + λ I by Cholesky factorisation; λ is ``damping``.
+    """Invert ``factor`` + λ I by Cholesky factorisation. ``factor``: (…, n, n); ``damping``: λ.
 
-    If rounding errors make F + λ I indefinite, λ is increased tenfold or more until the factorisation succeeds.
+    If rounding errors make the damped factor indefinite, λ is increased tenfold or more until the factorisation
+    succeeds. The previous inverse is ignored.
     """
     mean = float(factor.diagonal(dim1=-2, dim2=-1).mean())
     least = torch.finfo(factor.dtype).eps * factor.shape[-1] * max(mean, 0.0)
@@ -108,9 +111,10 @@ def cholesky(factor: Tensor, damping: float, _before: Inverse | None = None) -> 
 
 
 def eigen(factor: Tensor, damping: float, _before: Inverse | None = None) -> Spectral:
-    """Invert by all eigenvectors. Negative eigenvalues, which are rounding errors, count as 0.
+    """Invert ``factor`` + λ I by all eigenvectors. ``factor``: (…, n, n); ``damping``: λ.
 
-    It takes five times as long as Cholesky factorisation (measured).
+    Negative eigenvalues, which are rounding errors, count as 0. It takes five times as long as Cholesky factorisation
+    (measured). The previous inverse is ignored.
     """
     values, vectors = torch.linalg.eigh(factor)
     return Spectral(vectors, 1 / (values.clamp_min(0) + damping), values.new_zeros(values.shape[:-1]))
@@ -129,8 +133,15 @@ def low_rank(factor: Tensor, damping: float, before: Inverse | None = None) -> S
 
 
 def low_rank_inverse(factor: Tensor, values: Tensor, basis: Tensor, damping: float) -> Spectral:
-    """Return the inverse by given eigenvalues ``values`` (…, r) of ``factor`` and eigenvectors ``basis`` (…, n,
-    r).
+    """Return an approximate inverse of ``factor`` + λ I from the largest eigenvalues.
+
+    The orthogonal complement of ``basis`` is divided by λ + the mean of the eigenvalues that are left out.
+
+    Args:
+        factor: (…, n, n).
+        values: the r largest eigenvalues, (…, r).
+        basis: their eigenvectors, (…, n, r).
+        damping: λ.
     """
     trace = factor.diagonal(dim1=-2, dim2=-1).sum(-1)
     discarded = (trace - values.sum(-1)).clamp_min(0) / max(1, factor.shape[-1] - values.shape[-1])
@@ -138,13 +149,14 @@ def low_rank_inverse(factor: Tensor, values: Tensor, basis: Tensor, damping: flo
 
 
 def diagonal(factor: Tensor, damping: float, _before: Inverse | None = None) -> Diagonal:
-    """Invert a diagonal factor. ``factor``: its diagonal entries, (…, n); negative ones count as 0."""
+    """Invert a diagonal factor + λ I. ``factor``: the diagonal, (…, n), negative entries count as 0; ``damping``: λ."""
     return Diagonal(1 / (factor.clamp_min(0) + damping))
 
 
 def hierarchical(factor: Tensor, damping: float, _before: Inverse | None = None) -> Inverse:
-    """Invert by a hierarchical low-rank form. Batches of factors, and factors of at most 64 rows, are inverted by
-    Cholesky.
+    """Invert ``factor`` + λ I with off-diagonal blocks of low rank (`hodlr`). ``factor``: (n, n); ``damping``: λ.
+
+    Batches of factors (more dimensions), and factors of at most 64 rows, are inverted by Cholesky factorisation.
 
     Raises:
         NotDefinite: the low-rank approximation is not positive definite.
@@ -169,12 +181,12 @@ _KINDS: Mapping[str, type[Any]] = {c.kind: c for c in (Dense, Spectral, Diagonal
 
 
 def saved(inverse: Inverse) -> dict[str, Any]:
-    """Return an inverse as a dictionary: its tensors by field name, and its kind."""
+    """Return an inverse as a dictionary, for `restored`: its tensors by field name, and its form under ``kind``."""
     return {"kind": inverse.kind} | {f.name: getattr(inverse, f.name) for f in fields(inverse)}  # type: ignore[arg-type]
 
 
 def restored(state: Mapping[str, Any], device: torch.device) -> Inverse:
-    """Return the inverse that `saved` made a dictionary of, with its tensors on ``device``."""
+    """Return the inverse that `saved` turned into the dictionary ``state``, with its tensors on ``device``."""
     parts = {
         name: tuple(t.to(device) for t in part) if isinstance(part, (tuple, list)) else part.to(device)
         for name, part in state.items()

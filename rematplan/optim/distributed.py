@@ -44,19 +44,20 @@ ROWS = "(rows)"
 
 
 class Ranks:
-    """The exchange between the processes of a group.
+    """The implementation of `Exchange` for the processes of a group: what K-FAC's processes send each other in a step.
 
     Args:
-        group: the processes; by default all.
-        grad_workers: the number of workers of a layer, a divisor of the number of processes.
+        group: the process group; None for all processes.
+        grad_workers: for each layer, the number of processes that multiply its gradient by the inverses; a divisor of
+            the number of processes.
         reduce_gradients: whether gradients are those of each process alone. They are then averaged here, weighted by
             the ``rows`` of `KFAC.step`. False if DistributedDataParallel or FSDP2 has averaged them.
         early: whether the statistics of a planned module are sent while the backward still runs, layer by layer, and
-            not in `KFAC.step`. Each micro-batch then sends its own. All processes need the same number of backwards
+            not in `KFAC.step`. Each micro-batch then sends its own, and all processes need the same number of backwards
             in a training step.
 
     Raises:
-        UsageError: there is no process group, or ``grad_workers`` is no divisor.
+        UsageError: there is no process group, or ``grad_workers`` is no divisor of the number of processes.
         ProcessEnded: from any method, if another process has ended or cannot be reached.
     """
 
@@ -80,7 +81,8 @@ class Ranks:
         self._dtype = torch.float32
 
     def assign(self, layers: Mapping[str, Layer]) -> None:
-        """Assign factors to owners, so that the time of the inversions is divided evenly."""
+        """Assign the layers' factors to owners, so that the time of inversions is divided evenly. ``layers``: by weight
+        name."""
         self._layers = layers
         sides = {name: layer.sides for name, layer in layers.items()}
         self._parts = owners(sides, self._grid.size)
@@ -95,7 +97,8 @@ class Ranks:
             self._early_sums = EarlySums(nothing, mine, self._start)
 
     def parts(self) -> Collection[Part]:
-        """Return all factors of all layers, those of a layer together if they have one owner."""
+        """Return all factors of all layers: pairs of a weight name and the factors of this weight that have the same
+        owner."""
         return self._parts
 
     def owned(self) -> Collection[FactorKey]:
@@ -107,7 +110,13 @@ class Ranks:
         return tuple(name for name in self._places if self._places[name] == self._grid.here)
 
     def begin(self, part: Part, sums: Tensor, step: int) -> None:
-        """Start to add one part's statistics at its owner; see `EarlySums`."""
+        """Start to add one layer's statistics of one backward, of all processes, at their owner.
+
+        Args:
+            part: an item of `parts`.
+            sums: this process's statistics, a vector that is overwritten.
+            step: the number of the training step.
+        """
         assert self._early_sums
         self._early_sums.add(part, sums.to(self._dtype), step)
 
@@ -120,9 +129,10 @@ class Ranks:
         return started
 
     def sums(self, sums: Iterable[tuple[Part, Tensor]]) -> Iterable[tuple[Part, Tensor]]:
-        """Return the sums over all processes of the statistics of the parts that this process owns.
+        """Return the statistics added over all processes, for the factors that this process owns.
 
-        If `begin` has sent statistics, the result is their sum. Otherwise ``sums`` are added by a reduce-scatter.
+        If `begin` has sent statistics, the result is what it sent, and ``sums`` is ignored. Otherwise ``sums``, pairs
+        of an item of `parts` and a vector, are added by a reduce-scatter.
         """
         if self._early_sums and (found := self._grid.call(self._early_sums.finish)):
             return found.items()
@@ -131,15 +141,19 @@ class Ranks:
         return self._reduce_scatter(parts, self._parts, range(grid.size), grid.rank, grid.group).items()
 
     def inverses(self, made: Mapping[str, tuple[int, ...]]) -> None:
-        """Send new inverses from each factor's owner to the layer's workers; see `Exchange.inverses`."""
+        """Send new inverses from each factor's owner to the layer's workers, and put received ones into the layers.
+
+        ``made``: the factors that this process has just inverted, by weight name (0: of the inputs, 1: of the outputs'
+        gradients).
+        """
         assert self._routes
         self._routes.send(made)
 
     def gradients(self, gradients: Mapping[str, Tensor], rows: float) -> Mapping[str, Tensor]:
-        """Return the mean gradients of the layers that this process is a worker of.
+        """Return the mean gradients of the layers whose gradients this process multiplies by inverses, by weight name.
 
-        They are averaged by a reduce-scatter and an all-reduce, weighted by ``rows``. If ``reduce_gradients`` is False
-        they are returned unchanged.
+        They are averaged by a reduce-scatter and an all-reduce, with the weight ``rows`` for this process. If
+        ``reduce_gradients`` is False, gradients are not averaged.
         """
         places = {name: self._places[name] for name in gradients}
         here = self._grid.here
@@ -158,9 +172,11 @@ class Ranks:
     def updates(
         self, names: Collection[str], updates: Mapping[str, Tensor], product: Tensor
     ) -> tuple[Mapping[str, Tensor], Tensor]:
-        """Return the updates of all layers in ``names``, and the sum of ``product`` over all layers.
+        """Return the updates of all layers in ``names``, and the sum of ``product`` over processes with different
+        layers.
 
-        Each process broadcasts the updates that it has computed, together with its ``product``.
+        Each process broadcasts, within its block of consecutive ranks, the updates that it has computed and its
+        ``product``.
         """
         if self._grid.width == 1:
             return updates, product
@@ -187,9 +203,10 @@ class Ranks:
         return found, torch.stack([buffer[-1] for buffer in buffers]).sum()
 
     def others(self, gradients: Collection[Tensor], rows: float) -> None:
-        """Replace gradients by their means over the processes, weighted by ``rows``, in place, by one all-reduce.
+        """Average gradients over the processes, in place, by one all-reduce. ``rows``: the weight of this process in
+        the mean.
 
-        If ``reduce_gradients`` is False they stay unchanged.
+        If ``reduce_gradients`` is False, the gradients stay unchanged.
         """
         if not self._reduce or not gradients:
             return

@@ -1,4 +1,4 @@
-"""Statistics that leave for their owners while the backward still runs."""
+"""Statistics that are sent to the owners of their factors while the backward still runs."""
 
 from __future__ import annotations
 
@@ -12,25 +12,25 @@ from rematplan.optim.assignment import Part
 
 
 class Pending(Protocol):
-    """A communication that has been started."""
+    """A communication that has been started and may not be complete yet."""
 
     def wait(self) -> object:
         """Wait until the communication is complete."""
 
 
 class EarlySums:
-    """Adds the statistics of all processes part by part, each at its owner, as soon as a backward completes them.
+    """Adds the statistics of all processes at the owner of each factor, as soon as a backward has computed them.
 
-    A part has the factors of a layer, or one of them. Processes may complete the layers in different orders,
-    because their plans differ. So that all start the same communications in the same order, each backward is one
-    round over all parts, last part first: the statistics of a part wait until those of the parts before it have
-    been sent. `finish` completes the rounds, with zeros for a part that got no statistics. All processes need the
-    same number of backwards with statistics between two calls of `finish`.
+    Processes may compute the layers in different orders, because their plans differ, but must start the same
+    communications in the same order. So each backward is one round over all parts (the factors of a layer, or one of
+    them), the last part first: the statistics of a part are sent only after those of all parts before it in this order.
+    `finish` completes the rounds, with zeros for a part without statistics. All processes need the same number of
+    backwards with statistics between two calls of `finish`.
 
     Args:
-        parts: by part, in the same order in all processes, a function that returns the sums of no statistics.
+        parts: for each part, in the same order in all processes, a function that returns the vector of no statistics.
         owned: the parts whose sums this process receives.
-        start: takes a part and a vector, and starts the sum over all processes into the owner's vector.
+        start: takes a part and a vector, and starts the sum over all processes into the vector of the part's owner.
     """
 
     def __init__(
@@ -52,14 +52,14 @@ class EarlySums:
         self._sums: dict[Part, Tensor] = {}
 
     def add(self, part: Part, sums: Tensor, step: int) -> None:
-        """Send a part's statistics of one backward, or keep them until those before them have been sent.
+        """Send a part's statistics of one backward, or keep them until the parts before it have been sent.
 
-        The first statistics of a new training step drop those of an earlier one that `finish` did not return: its
-        backwards led to no update.
+        At the first call of a new training step, statistics of an earlier step that `finish` did not return are
+        dropped: the backwards of that step led to no update.
 
         Args:
-            part: the part.
-            sums: a vector that is overwritten.
+            part: one of the parts given to the constructor.
+            sums: the statistics, a vector that is overwritten.
             step: the number of the training step.
         """
         if step != self._step:
@@ -71,7 +71,7 @@ class EarlySums:
             self._send(self._waiting[self._next].popleft())
 
     def finish(self) -> dict[Part, Tensor]:
-        """Complete all rounds and return the sums of the owned parts; {} if there were no rounds."""
+        """Complete all rounds, and return the sums over all processes by owned part; {} if there was no backward."""
         rounds = max(self._received.values(), default=0)
         while self._sent < rounds * len(self._order):
             waiting = self._waiting[self._next]

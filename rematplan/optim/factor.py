@@ -40,16 +40,17 @@ _COUNTS = ("count", "made", "changed", "rank", "trace")
 
 @dataclass
 class Factor:
-    """One factor of ``size`` rows.
+    """One Kronecker factor of ``size`` rows: its moving average and its inverse.
 
-    ``blocks``: () for one factor, (groups,) for a grouped layer, which has one for each group. ``how``: a name of
-    `INVERSES`, or ``auto``. ``dtype``: the type of the average and the inverse. ``vector``: whether the statistics
-    contain only the factor's diagonal. ``total``: the decayed sum of outer products, packed, or its diagonal.
-    ``count``: the number of rows in that sum, decayed alike, so that ``total`` ÷ ``count`` is a moving average that
-    needs no correction at the start. ``inverse``: None before the first inversion. ``made``: how often the factor has
-    been inverted. ``changed``: whether the average has changed since the last inversion. ``rank``: the number of
-    eigenvalues above the damping when they were last counted; None before. ``trace``: of ``total``, if another process
-    has that.
+    ``blocks``: () for one matrix, (groups,) for a grouped layer, which has one matrix for each group. ``how``: the
+    method of inversion, a name of `INVERSES` or ``auto``. ``dtype``: the type of average and inverse. ``vector``:
+    whether the statistics contain only the factor's diagonal. ``total``: the decayed sum of outer products, packed, or
+    its diagonal; None before the first statistics, or if another process has it. ``count``: the decayed number of rows
+    in ``total``, so that ``total`` ÷ ``count`` is a moving average without a correction at the start.
+
+    ``inverse``: None before the first inversion. ``made``: how often the factor has been inverted. ``changed``: whether
+    the average has changed since the last inversion. ``rank``: the number of eigenvalues above the damping when they
+    were last counted; None before. ``trace``: the trace of ``total`` if another process has ``total``; otherwise None.
     """
 
     size: int
@@ -67,13 +68,13 @@ class Factor:
 
     @property
     def diagonal(self) -> bool:
-        """Whether only the diagonal is kept."""
+        """Whether only the diagonal of the factor is kept."""
         large = self.how == AUTO and self.size > DIAGONAL_ABOVE
         return self.vector or large or self.how == "diagonal"
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """The shape of ``total``."""
+        """The shape of ``total``: (…, size) for a diagonal, otherwise (…, size (size + 1) ÷ 2)."""
         return (*self.blocks, self.size if self.diagonal else packed_size(self.size))
 
     @property
@@ -82,7 +83,7 @@ class Factor:
         return float(torch.Size(self.blocks).numel() * self.size ** (1 if self.diagonal else 3))
 
     def kept(self, factor: Tensor) -> Tensor:
-        """Return the part of a factor that is kept, in the shape `shape`: packed, or the diagonal.
+        """Return what ``total`` keeps of new statistics: the packed triangle of a symmetric matrix, or the diagonal.
 
         ``factor``: (…, size, size), or (…, size) if statistics contain only the diagonal.
         """
@@ -91,7 +92,13 @@ class Factor:
         return (factor if self.vector else factor.diagonal(dim1=-2, dim2=-1)).to(self.dtype)
 
     def fold(self, kept: Tensor, count: float, decay: float) -> None:
-        """Add the sum over ``count`` rows to the moving average, after multiplying the earlier sum by ``decay``."""
+        """Add new statistics to the moving average.
+
+        Args:
+            kept: the sum of outer products over ``count`` rows, in the form of `kept`.
+            count: the number of rows.
+            decay: the factor by which the earlier sum and its count are multiplied first.
+        """
         if self.total is None:
             self.total = torch.zeros_like(kept)
         self.total.mul_(decay).add_(kept)
@@ -99,28 +106,34 @@ class Factor:
         self.changed = True
 
     def fold_trace(self, trace: float, count: float, decay: float) -> None:
-        """As `fold`, if another process has the average: add the trace of the sum over ``count`` rows."""
+        """Add the trace of new statistics, if another process has the average itself.
+
+        Args:
+            trace: the trace of the sum of outer products over ``count`` rows.
+            count: the number of rows.
+            decay: the factor by which the earlier trace and its count are multiplied first.
+        """
         self.trace = decay * (self.trace or 0.0) + trace
         self.count = decay * self.count + count
 
     def mean(self) -> Tensor:
-        """Return the average: (…, size, size), or its diagonal (…, size)."""
+        """Return the moving average: (…, size, size), or its diagonal (…, size). There must be statistics."""
         assert self.total is not None
         mean = self.total / self.count
         return mean if self.diagonal else unpack(mean, self.size)
 
     def trace_of(self, kept: Tensor) -> Tensor:
-        """Return the trace of what `kept` returned, as the mean over all blocks."""
+        """Return the trace of statistics in the form of `kept`, averaged over the groups of a grouped layer."""
         return (kept.sum(-1) if self.diagonal else packed_trace(kept, self.size)).mean()
 
     def mean_eigenvalue(self) -> Tensor | float:
-        """Return the trace of the average ÷ its number of rows, as the mean over all blocks."""
+        """Return the trace of the moving average ÷ ``size``, averaged over the groups of a grouped layer."""
         trace = self.trace if self.total is None else self.trace_of(self.total)
         assert trace is not None
         return trace / (self.count * self.size)
 
     def invert(self, damping: float) -> None:
-        """Compute the inverse of the average + ``damping`` I."""
+        """Compute ``inverse``: that of the moving average + ``damping`` I."""
         self.inverse = self._inverse(self.mean(), damping)
         self.made, self.changed = self.made + 1, False
 
@@ -149,22 +162,27 @@ class Factor:
         return low_rank_inverse(mean, values, basis, damping) if self.rank <= few else None
 
     def effective_rank(self, damping: float) -> int:
-        """Return how many eigenvalues of the average are above ``damping``, the most of any block.
+        """Return how many eigenvalues of the moving average are above ``damping``; of several groups, the largest
+        number.
 
-        It takes O(size³) operations.
+        It takes O(size³) operations, or O(size) for a diagonal.
         """
         mean = self.mean()
         values = mean if self.diagonal else torch.linalg.eigvalsh(mean)
         return int((values > damping).sum(-1).max())
 
     def state(self) -> dict[str, Any]:
-        """Return the state that `load` takes."""
+        """Return the average, the inverse and the counts as a dictionary, for `load`."""
         inverse = None if self.inverse is None else saved(self.inverse)
         parts = ("total", *_COUNTS)
         return {"inverse": inverse} | {part: getattr(self, part) for part in parts}
 
     def load(self, state: Mapping[str, Any], device: torch.device, average: bool, inverse: bool) -> None:
-        """Restore what `state` returned, on a device. ``average``, ``inverse``: whether this process needs them."""
+        """Restore what `state` returned, with tensors on ``device``.
+
+        ``average``, ``inverse``: whether this process needs them. Of an average that it does not need, the trace is
+        kept.
+        """
         for part in _COUNTS:
             setattr(self, part, state[part])
         self.total, total = None, state["total"]
@@ -175,7 +193,7 @@ class Factor:
         self.inverse = restored(state["inverse"], device) if inverse and state["inverse"] else None
 
     def average_bytes(self) -> int:
-        """Return the bytes of the average, whether it exists already or not."""
+        """Return the bytes of ``total``, whether it exists already or not."""
         return torch.Size(self.shape).numel() * self.dtype.itemsize
 
     def inverse_bytes(self) -> int:

@@ -9,10 +9,11 @@ from rematplan.optim.layer import Layer
 
 @dataclass(frozen=True)
 class SideReport:
-    """A row of the report: one factor of the weight called ``layer``.
+    """One Kronecker factor, as a row of a report.
 
-    ``side``: ``A`` (of the inputs) or ``G`` (of the outputs' gradients). ``size``: its number of rows. ``rank``: the
-    number of eigenvalues above the damping. ``kind``: the form of its inverse; empty if it has not been inverted yet.
+    ``layer``: the name of the layer's weight. ``side``: ``A`` (of the inputs) or ``G`` (of the outputs' gradients).
+    ``size``: the factor's number of rows. ``rank``: the number of its eigenvalues above the damping. ``kind``: the form
+    of its inverse, such as ``dense`` or ``spectral``; empty if it has not been inverted yet.
     """
 
     layer: str
@@ -23,7 +24,10 @@ class SideReport:
 
 
 def rows_of(layer: Layer, damping: float) -> tuple[SideReport, ...]:
-    """Return the rows of the factors of a layer that this process has. ``damping``: λ of the layer."""
+    """Return a row for each factor of a layer whose average this process has; empty if it has none.
+
+    ``damping``: λ of the layer.
+    """
     if layer.a.total is None and layer.g.total is None:
         return ()
     return tuple(

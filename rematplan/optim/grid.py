@@ -14,18 +14,19 @@ Result = TypeVar("Result")
 
 
 class Grid:
-    """The position of this process among the others.
+    """The position of this process in a grid: rows are blocks of consecutive ranks, columns have equal positions in
+    blocks.
 
-    ``group``: all processes. ``rank``, ``size``: this process's number in it, and their number. ``width``: the
-    number of processes of a block, and of columns. ``here``: the position of this process in its block, which is
-    the number of its column. ``block``, ``column``: the process groups of both.
+    ``group``: the process group; None for all processes. ``rank``: this process's rank in it. ``size``: its number of
+    processes. ``width``: the number of processes in a block. ``here``: the position of this process in its block, from
+    0. ``block``, ``column``: the process groups of this process's block and column.
 
     Args:
-        group: the processes; None for all.
-        columns_of: the number of processes of a column, a divisor of the number of processes.
+        group: the process group; None for all processes.
+        columns_of: the number of processes in a column, a divisor of the number of processes.
 
     Raises:
-        UsageError: there is no process group, or ``columns_of`` is no divisor.
+        UsageError: there is no process group, or ``columns_of`` is no divisor of the number of processes.
         ProcessEnded: from any method, if another process has ended or cannot be reached.
     """
 
@@ -44,8 +45,10 @@ class Grid:
         self.column = self.subgroup([range(c, self.size, self.width) for c in range(self.width)])
 
     def subgroup(self, parts: Sequence[range]) -> ProcessGroup | None:
-        """Create a process group for each part, in the same order in every process, and return the one with this
-        process.
+        """Create a process group for each of ``parts`` (ranks), and return the one with this process; None if it is in
+        none.
+
+        All processes must call it with equal ``parts``.
         """
         found: ProcessGroup | None = None
         for part in parts:
@@ -54,11 +57,11 @@ class Grid:
         return found
 
     def everywhere(self, rank: int) -> int:
-        """Return the rank among all processes of rank ``rank`` in the group."""
+        """Return the rank in the default process group of the process that has ``rank`` in this grid's group."""
         return rank if self.group is None else distributed.get_global_rank(self.group, rank)
 
     def in_block(self, place: int) -> int:
-        """Return the rank of the process at a position in this process's block."""
+        """Return the rank of the process at position ``place`` (from 0) in this process's block."""
         return self.rank - self.here + place
 
     def call(self, function: Callable[..., Result], *args: Any, **kwargs: Any) -> Result:

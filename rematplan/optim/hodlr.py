@@ -28,10 +28,14 @@ class NotDefinite(ProblemError):
 def inverse(
     matrix: Tensor, damping: float, rank: int = RANK, leaf: int = LEAF
 ) -> tuple[Tensor, tuple[Tensor, ...]]:
-    """Return the inverse of ``matrix`` + ``damping`` I in hierarchical form, as the two arguments that `apply` takes.
+    """Return the inverse of ``matrix`` + ``damping`` I in hierarchical form, as the arguments ``leaves, levels`` of
+    `apply`.
 
-    ``matrix`` is (n, n), symmetric and positive semi-definite. ``rank``: of the off-diagonal blocks. ``leaf``: the
-    largest number of rows of a diagonal block.
+    Args:
+        matrix: (n, n), symmetric and positive semi-definite.
+        damping: λ, added to the diagonal.
+        rank: the rank of the off-diagonal blocks.
+        leaf: the largest number of rows of a diagonal block.
 
     Raises:
         NotDefinite: the inverse is not positive definite or not finite.
@@ -56,9 +60,9 @@ def inverse(
 
 
 def apply(leaves: Tensor, levels: tuple[Tensor, ...], x: Tensor) -> Tensor:
-    """Return the product of a hierarchical inverse and ``x``, (n, columns).
+    """Return the product of a hierarchical inverse of n rows and ``x``, (n, columns).
 
-    ``leaves``, ``levels``: what `inverse` returned; three tensors a level.
+    ``leaves``, ``levels``: the two results of `inverse`.
     """
     side, columns = x.shape
     count, block, _ = leaves.shape

@@ -20,12 +20,16 @@ Pass: TypeAlias = Callable[..., Any]
 
 
 class InverseRoutes:
-    """The ways that inverses take: from an owner to the worker in its block, and from there along that one's column.
+    """Sends new inverses: from a factor's owner to the layer's worker in the owner's block, then along the worker's
+    column.
+
+    Processes form a grid (`Grid`): rows are blocks of consecutive ranks. A worker multiplies the layer's gradient by
+    both inverses; there is one in each block.
 
     Args:
         grid: the processes.
         layers: by weight name.
-        parts: the owners.
+        parts: the rank of the owner of each layer's factors.
         places: the position, in each block, of each layer's worker.
     """
 
@@ -39,7 +43,12 @@ class InverseRoutes:
         self._routes = sorted(route for route in routes if not alone or route[0] != route[1])
 
     def send(self, made: Mapping[str, tuple[int, ...]]) -> None:
-        """Send the inverses in ``made``, and put those that this process receives into its layers."""
+        """Send the inverses of the factors in ``made``, and put the inverses that this process receives into its
+        layers.
+
+        All processes must call it. ``made``: the factors that this process has just inverted, by weight name (0: of the
+        inputs, 1: of the outputs' gradients).
+        """
         grid = self._grid
         for source, place in self._routes:
             relay = source - source % grid.width + place

@@ -11,11 +11,11 @@ from rematplan.optim.options import Options
 
 
 class Refresh:
-    """Inverts the factors that this process owns, a part of them in each step.
+    """Inverts the factors that this process owns, some of them in each step, so that no step takes long.
 
-    Each factor of each layer is assigned to one of ``inverse_every`` slots by `longest_first`. In the steps of its
-    slot (step number mod ``inverse_every``) it is inverted again if its average has changed. During the first
-    ``early_steps`` steps, and while a factor has no inverse, it is inverted as soon as its average changes.
+    The factors of all layers are divided among ``inverse_every`` slots of about equal cost (`longest_first`). A factor
+    is inverted again in steps whose number mod ``inverse_every`` is its slot, if its average has changed. During the
+    first ``early_steps`` steps, and while a factor has no inverse, it is inverted as soon as its average changes.
     """
 
     def __init__(self, layers: Mapping[str, Layer], owned: Collection[FactorKey], options: Options) -> None:

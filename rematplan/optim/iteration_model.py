@@ -52,7 +52,7 @@ class Link:
     latency: float
 
     def half(self, size: float, ranks: int) -> float:
-        """Return the microseconds of half an all-reduce: a reduce-scatter or an all-gather.
+        """Return the microseconds of a reduce-scatter or an all-gather, which is half an all-reduce.
 
         ``size``: bytes. ``ranks``: the number of processes.
         """
@@ -62,7 +62,7 @@ class Link:
 
 @dataclass(frozen=True)
 class Iteration:
-    """The modelled time of one iteration on ``ranks`` processes.
+    """The modelled time and memory of one training iteration on ``ranks`` processes.
 
     ``times``: microseconds by the names of `PARTS`. ``state``: bytes of the optimizer's state, in the process with
     most.
@@ -80,11 +80,12 @@ class Iteration:
 
 @dataclass(frozen=True)
 class IterationModel:
-    """The model of one network on one device and link.
+    """The model of training iterations of one network on one kind of device and link.
 
-    ``plain``, ``counted``: the step of one process without statistics and with them. ``forms``: the factors by weight
-    name, on the device ``meta``. ``every``, ``inverse_every``: in every so many iterations statistics are taken, and
-    each factor is inverted. All times are means over iterations.
+    ``plain``, ``counted``: the captured step of one process without statistics and with them. ``forms``: the Kronecker
+    factors by weight name, on the device ``meta``. ``device``: the roofline of one device. ``link``: the network
+    between processes. ``every``: statistics are taken in every so many iterations. ``inverse_every``: each factor is
+    inverted in every so many iterations. All times are means over iterations.
     """
 
     plain: CapturedStep
@@ -96,7 +97,8 @@ class IterationModel:
     inverse_every: int
 
     def sgd(self, ranks: int) -> Iteration:
-        """Return an iteration of SGD with momentum, which averages gradients by an all-reduce."""
+        """Return the times of an iteration of SGD with momentum on ``ranks`` processes. Gradients are averaged by an
+        all-reduce."""
         times = self._step | {
             "gradient communication": 2 * self.link.half(self._gradient_bytes, ranks),
             "update": self._plain_update,
@@ -104,10 +106,10 @@ class IterationModel:
         return Iteration(ranks, _ordered(times), self._gradient_bytes)
 
     def kfac(self, ranks: int) -> Iteration:
-        """Return an iteration of K-FAC.
+        """Return the times of an iteration of K-FAC on ``ranks`` processes.
 
-        Factors and gradients go to their owners by a reduce-scatter; an all-gather distributes the updates. If a layer
-        has two owners, one sends its inverse to the other.
+        Factors and gradients go to the processes that own the layers by a reduce-scatter; an all-gather distributes the
+        updates. If the two factors of a layer have different owners, one sends its inverse to the other.
         """
         parts = owners(self._sides, ranks)
         owner, home = by_factor(parts), homes(self._sides, parts)

@@ -123,17 +123,17 @@ class KFAC(Optimizer):
 
     @property
     def layers(self) -> Mapping[str, Layer]:
-        """The layers with factors, by weight name."""
+        """The layers with Kronecker factors, by the name of their weight."""
         return self._layers
 
     def follow(self, model: nn.Module) -> None:
-        """Take statistics from another planned module with the same parameters, from now on.
+        """Take statistics from another planned module with the same parameters from now on.
 
         Use it after planning again with this optimizer's bytes reserved: ``planned = plan_module(planned, args,
         statistics=…, budget=…, reserved=[optimizer])``, then ``optimizer.follow(planned)``.
 
         Raises:
-            UsageError: the module is not planned with statistics, or lacks layers of this optimizer.
+            UsageError: the module is not planned with statistics, or it has no factors for a layer of this optimizer.
         """
         source = source_of(model)
         if left := sorted(self._layers.keys() - source.layers().keys()):
@@ -148,16 +148,16 @@ class KFAC(Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None, *, rows: float = 1.0) -> Any:
-        """Update all parameters, and return what ``closure`` returns, if there is one.
+        """Update all parameters, and return what ``closure`` returns; None without a closure.
 
-        A step is skipped if the gradients, or updates by factors that were never inverted, are not finite: no weight
-        changes, and the first such step is reported by a warning. Statistics that are not finite are left out of the
+        A step is skipped if a gradient or an update is not finite, as happens if a factor was never inverted: no weight
+        changes, and the first skipped step is reported by a warning. Statistics that are not finite are left out of the
         averages.
 
         Args:
             closure: computes the loss and the gradients first, as for any optimizer.
-            rows: the weight of this process's gradients in their mean over the processes, if the exchange averages
-                them: the number of samples in the mean of its loss.
+            rows: the weight of this process's gradients in their mean over the processes: the number of samples in the
+                mean of its loss. Used only if ``exchange`` averages gradients.
 
         Raises:
             UsageError: the model has no statistics yet; or there are none for a parameter with a gradient, and
@@ -259,10 +259,11 @@ class KFAC(Optimizer):
         super().add_param_group(param_group)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state of this process.
+        """Return the state of this process: param groups, momentum, factors, inverses and the state of the other
+        optimizer.
 
-        With several processes it contains only factors of layers that this process owns and inverses that it uses;
-        merge the states of all processes with `rematplan.optim.checkpoint.merged`.
+        With several processes it contains only factors that this process owns and inverses that it uses; merge the
+        states of all processes with `rematplan.optim.checkpoint.merged`.
         """
         return super().state_dict() | {
             LAYERS: {name: layer.state() for name, layer in self._layers.items()},
@@ -273,10 +274,10 @@ class KFAC(Optimizer):
         }
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Restore a state, of this process or merged from several. Training then continues with the same bits.
+        """Restore a state of this process, or one merged from several processes. Training continues bit for bit.
 
         Raises:
-            UsageError: the state lacks factors of layers that this process owns.
+            UsageError: the state lacks factors that this process owns.
         """
         check_whole(state_dict, self._exchange.owned())
         self._give_away([name for name in self._layers if name not in state_dict[LAYERS]])
@@ -301,11 +302,11 @@ class KFAC(Optimizer):
             self.param_groups.extend(self._others.param_groups)
 
     def reserved_bytes(self) -> int:
-        """Return the bytes of this process's state between steps, whether it exists already or not.
+        """Return the bytes of this process's state between steps, whether the state exists already or not.
 
-        The state consists of factors, inverses, momentum and the state of the other optimizer; and of the statistics
-        that are sent during a backward, if the exchange does that. So an optimizer can be
-        given to ``plan_module(..., reserved=[optimizer])``.
+        The state consists of factors, inverses, momentum and the state of the optimizer ``others``; and, if
+        ``exchange`` sends statistics during a backward, of these. Because of this method the optimizer can be given to
+        ``plan_module(..., reserved=[optimizer])``.
         """
         worked, owned = self._exchange.worked(), self._exchange.owned()
         factors = sum(
@@ -327,9 +328,9 @@ class KFAC(Optimizer):
         return factors + momentum + (state_bytes(theirs, self._others) if self._others is not None else 0)
 
     def report(self) -> tuple[SideReport, ...]:
-        """Return, for each factor that this process owns, the kind of its inverse and its effective rank now.
+        """Return, for each factor that this process owns, its size, its effective rank now and the form of its inverse.
 
-        It computes the eigenvalues of each factor, which takes time.
+        It computes the eigenvalues of each factor, which takes O(rows³) operations.
         """
         ours = self.param_groups[: self._ours]
         damping_of = {id(p): group["damping"] for group in ours for p in group["params"]}

@@ -20,10 +20,11 @@ BOTH = (0, 1)
 
 @dataclass(frozen=True)
 class Layer:
-    """A weight and its bias, with their Kronecker factors.
+    """A weight and its bias, with their two Kronecker factors.
 
-    ``name``: of the weight. ``form``: the factors on the device ``meta``, which define how weight and bias become one
-    matrix. ``a``, ``g``: the factors of the layer's inputs and of the gradients of its outputs.
+    ``name``: the weight's name. ``weight``, ``bias``: the parameters; ``bias`` is None if there is none. ``form``: the
+    factors on the device ``meta``, which define how weight and bias become one matrix. ``a``: the factor of the layer's
+    inputs. ``g``: the factor of the gradients of its outputs.
     """
 
     name: str
@@ -35,7 +36,7 @@ class Layer:
 
     @property
     def sides(self) -> tuple[Factor, Factor]:
-        """Both factors: of the inputs, of the outputs' gradients."""
+        """The two Kronecker factors: of the inputs, then of the outputs' gradients."""
         return self.a, self.g
 
     @property
@@ -49,9 +50,10 @@ class Layer:
         return self.a.inverse is not None and self.g.inverse is not None
 
     def gradient(self) -> Tensor | None:
-        """Return the gradient of weight and bias as a matrix (…, outputs, inputs), in the factors' type.
+        """Return the gradient of weight and bias as one matrix of `shape`, in the factors' type; None if the weight has
+        none.
 
-        The gradient of a missing bias is 0. Without a gradient of the weight, return None.
+        The gradient of a bias without gradient is 0.
         """
         if self.weight.grad is None:
             return None
@@ -64,7 +66,7 @@ class Layer:
         return self.form.matrix(weight, bias)
 
     def empty(self) -> Tensor:
-        """Return an uninitialised matrix of `shape`."""
+        """Return an uninitialised matrix of `shape`, in the factors' type and on the weight's device."""
         return torch.empty(self.shape, dtype=self.a.dtype, device=self.weight.device)
 
     @property
@@ -74,11 +76,17 @@ class Layer:
         return torch.Size((*blocks, self.g.size, self.a.size))
 
     def sums(self, factors: Factors, loss_scale: float, which: tuple[int, ...] = BOTH) -> Tensor:
-        """Return the sums of new statistics as one vector.
+        """Return the statistics of a step as one vector, to be added over processes.
 
-        It contains the kept part of A, that of G (divided by ``loss_scale``²), the number of rows and that of
-        samples. With ``which`` = (0,) or (1,) it contains only that factor, and both traces at the end, since the
-        damping of one factor depends on the trace of the other.
+        It contains the kept parts of the factors A (of the inputs) and G (of the outputs' gradients, divided by
+        ``loss_scale``²), the number of rows, and the number of samples. With ``which`` = (0,) or (1,) it contains only
+        that factor, and the traces of both at the end, since the damping of one factor depends on the trace of the
+        other.
+
+        Args:
+            factors: the statistics.
+            loss_scale: the factor by which the loss was multiplied before the backward.
+            which: the factors to include: 0 for A, 1 for G.
         """
         counts = torch.tensor([factors.rows, factors.samples], dtype=self.a.dtype, device=self.weight.device)
         kept = (self.a.kept(factors.a), self.g.kept(factors.g) / loss_scale**2)
@@ -86,12 +94,21 @@ class Layer:
         return torch.cat((*(kept[at].flatten() for at in which), counts, *(traces if which != BOTH else ())))
 
     def no_sums(self, device: torch.device | str | None = None, which: tuple[int, ...] = BOTH) -> Tensor:
-        """Return the `sums` of no statistics: zeros, on the weight's device if none is named."""
+        """Return a vector of zeros of the form of `sums`: no statistics. ``device``: None for the weight's device.
+
+        ``which``: the factors that the vector includes: 0 of the inputs, 1 of the outputs' gradients.
+        """
         size = sum(torch.Size(self.sides[at].shape).numel() for at in which) + (2 if which == BOTH else 4)
         return torch.zeros(size, dtype=self.a.dtype, device=device or self.weight.device)
 
     def fold(self, sums: Tensor, decay: float, which: tuple[int, ...] = BOTH) -> None:
-        """Add a vector of `sums` to the moving averages, which are first multiplied by ``decay``."""
+        """Add a vector from `sums` to the moving averages of the factors.
+
+        Args:
+            sums: the vector.
+            decay: the factor by which the earlier averages are multiplied first.
+            which: the factors that the vector includes; of the other factor only the trace is added.
+        """
         numbers = 2 if which == BOTH else 4
         rows, samples, *traces = sums[-numbers:].tolist()
         sizes = [torch.Size(self.sides[at].shape).numel() for at in which]
@@ -101,9 +118,9 @@ class Layer:
             self.sides[at].fold_trace(traces[at], (rows, samples)[at], decay)
 
     def dampings(self, damping: float) -> tuple[float, float]:
-        """Return the damping of each factor: π √λ for the inputs' and √λ ÷ π for the outputs'.
+        """Return the damping of each factor: π √λ for A (of the inputs) and √λ ÷ π for G (of the outputs' gradients).
 
-        π² is the mean eigenvalue of A ÷ that of G (Martens and Grosse 2015, section 6.3). π is 1 if a factor is zero.
+        π² is the mean eigenvalue of A ÷ that of G (Martens and Grosse 2015, section 6.3); π is 1 if a factor is zero.
         ``damping``: λ.
         """
         like: dict[str, Any] = {"dtype": self.a.dtype, "device": self.weight.device}
@@ -113,15 +130,19 @@ class Layer:
         return pi * math.sqrt(damping), math.sqrt(damping) / pi
 
     def precondition(self, gradient: Tensor) -> Tensor:
-        """Return (G + √λ/π I)⁻¹ ``gradient`` (A + π√λ I)⁻¹."""
+        """Return (G + √λ/π I)⁻¹ ``gradient`` (A + π√λ I)⁻¹, with the factors' last inverses. Both factors must have
+        one.
+
+        ``gradient``: a matrix of `shape`. A, G: the factors of inputs and outputs' gradients. λ: the damping.
+        """
         assert self.a.inverse is not None
         assert self.g.inverse is not None
         return self.a.inverse.apply(self.g.inverse.apply(gradient).mT).mT
 
     def updates(self, matrix: Tensor) -> tuple[tuple[Parameter, Tensor], ...]:
-        """Split a matrix of `shape` into the updates of weight and bias, each in the parameter's type and shape.
+        """Split a matrix of `shape` into pairs of a parameter and its update, in the parameter's type and shape.
 
-        A bias without a gradient is left out. Of a sharded parameter the update is this process's part.
+        A bias without a gradient is left out. For a sharded parameter the update is this process's shard.
         """
         weight, bias = self.form.tensors(matrix, self.weight.shape)
         parts = [(self.weight, weight)]
@@ -130,25 +151,26 @@ class Layer:
         return tuple((p, part_of(p, t.to(p.dtype))) for p, t in parts)
 
     def state(self) -> dict[str, Any]:
-        """Return the state that `load` takes."""
+        """Return the state of both factors as a dictionary, for `load`."""
         return {"a": self.a.state(), "g": self.g.state()}
 
     def load(self, state: Mapping[str, Any], averages: tuple[int, ...] = BOTH, inverses: bool = True) -> None:
         """Restore what `state` returned.
 
-        ``averages``: the factors that this process averages. ``inverses``: whether it needs both inverses.
+        ``averages``: the factors (0: of the inputs, 1: of the outputs' gradients) whose averages this process needs; it
+        then needs their inverses, too. ``inverses``: whether it needs both inverses.
         """
         for at, (side, key) in enumerate(zip(self.sides, "ag", strict=True)):
             side.load(state[key], self.weight.device, at in averages, inverses or at in averages)
 
 
 def layers_of(model: nn.Module, forms: Mapping[str, Factors], how: str) -> dict[str, Layer]:
-    """Return the model's layers that are trained and have factors, by weight name.
+    """Return the model's layers that are trained and have Kronecker factors, by weight name.
 
     Args:
         model: the model.
-        forms: the factors of each weight, on the device ``meta``.
-        how: how factors are inverted: a name of `INVERSES` or ``auto``.
+        forms: the factors of each weight, as tensors of the device ``meta``, by weight name.
+        how: the method of inversion: a name of `INVERSES` or ``auto``.
     """
     named = dict(model.named_parameters())
     return {
@@ -159,9 +181,14 @@ def layers_of(model: nn.Module, forms: Mapping[str, Factors], how: str) -> dict[
 
 
 def layer(name: str, form: Factors, weight: Parameter, bias: Parameter | None, how: str) -> Layer:
-    """Return the layer of one weight, before its first statistics.
+    """Return the layer of one weight, without statistics yet.
 
-    The arguments are those of `Layer` and `layers_of`.
+    Args:
+        name: the weight's name.
+        form: the layer's factors, as tensors of the device ``meta``.
+        weight: the weight.
+        bias: the bias, or None.
+        how: the method of inversion: a name of `INVERSES` or ``auto``.
     """
     blocks = (form.groups,) if form.groups > 1 else ()
     sides = (
@@ -171,15 +198,14 @@ def layer(name: str, form: Factors, weight: Parameter, bias: Parameter | None, h
 
 
 def whole(tensor: Tensor) -> Tensor:
-    """Return the whole of a tensor that may be sharded over processes, as with FSDP2."""
+    """Return a tensor unchanged; if it is sharded over processes (a DTensor of FSDP2), gather it and return the
+    whole."""
     gather = getattr(tensor, "full_tensor", None)
     return tensor if gather is None else gather()
 
 
 def part_of(parameter: Tensor, update: Tensor) -> Tensor:
-    """Return this process's part of an update, if ``parameter`` is sharded over processes; otherwise the whole
-    update.
-    """
+    """Return this process's shard of ``update`` if ``parameter`` is sharded over processes; otherwise ``update``."""
     mesh = getattr(parameter, "device_mesh", None)
     if mesh is None:
         return update

@@ -11,14 +11,16 @@ from torch import Tensor
 
 
 def nystrom(matrix: Tensor, rank: int, start: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    """Approximate the ``rank`` largest eigenvalues (…, rank), in descending order, and their eigenvectors (…, n,
-    rank).
+    """Approximate the ``rank`` largest eigenvalues of a matrix, in descending order, and their eigenvectors.
 
     Args:
         matrix: (…, n, n), symmetric and positive semi-definite up to rounding errors.
-        rank: from 1 to n.
-        start: (…, n, any number), a basis to sketch with, such as the eigenvectors of an earlier state of the matrix.
-            Missing columns are random with a fixed seed; without a start all columns are.
+        rank: the number of eigenvalues, from 1 to n.
+        start: (…, n, any number), vectors that span about the same space as the eigenvectors, such as those of an
+            earlier state of the matrix. Missing columns are random with a fixed seed. None: all columns are random.
+
+    Returns:
+        The eigenvalues, (…, rank), and the eigenvectors, (…, n, rank).
     """
     # Scaled to a largest diagonal entry of 1: a norm squares entries, which may overflow or underflow float32.
     largest = matrix.diagonal(dim1=-2, dim2=-1).amax(-1)[..., None, None]

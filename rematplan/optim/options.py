@@ -19,15 +19,15 @@ MakeOthers: TypeAlias = Callable[[list[Group]], Optimizer]
 
 
 def check_others(model: nn.Module, theirs: list[Group], others: MakeOthers | None) -> None:
-    """Check that parameters without factors have an optimizer.
+    """Check that parameters without Kronecker factors have an optimizer.
 
     Args:
         model: the model, for the names of parameters.
-        theirs: the param groups of parameters without factors.
-        others: makes the optimizer for ``theirs``, if the user named one.
+        theirs: the param groups of parameters without factors; may be empty.
+        others: makes the optimizer for ``theirs``; None if the user named none.
 
     Raises:
-        UsageError: there are such parameters and no optimizer; the message names the first five.
+        UsageError: ``theirs`` is not empty and ``others`` is None; the message names the first five parameters.
     """
     if others is not None or not theirs:
         return
@@ -40,7 +40,7 @@ def check_others(model: nn.Module, theirs: list[Group], others: MakeOthers | Non
 
 
 class OptionNames(TypedDict, total=False):
-    """The fields of `Options`, as keyword arguments."""
+    """The names and types of the fields of `Options`, as optional keyword arguments of `KFAC`."""
 
     kl_clip: float | None
     decay: float
@@ -52,10 +52,10 @@ class OptionNames(TypedDict, total=False):
 
 @dataclass(frozen=True, kw_only=True)
 class Options:
-    """The options of `KFAC` that are no settings of param groups; it says what they mean.
+    """The options of `KFAC` that do not belong to a param group, with the same names; `KFAC` says what they mean.
 
     Raises:
-        UsageError: one of them is out of its range; the message names it with its value.
+        UsageError: an option is out of its range; the message names it with its value.
     """
 
     kl_clip: float | None = 1e-3
@@ -78,10 +78,10 @@ class Options:
 
 
 def check_settings(settings: Mapping[str, float]) -> None:
-    """Check the settings of a param group: learning rate, momentum, weight decay and damping, by name.
+    """Check the settings of a param group, which must be 0 or more: learning rate, momentum, weight decay and damping.
 
     Raises:
-        UsageError: one of them is negative, or the damping is 0; the message names it with its value.
+        UsageError: a setting is negative, or the damping is 0; the message names it with its value.
     """
     for name, number in settings.items():
         if not number >= 0:

@@ -19,7 +19,7 @@ OTHERS = "others"
 def split_groups(
     model: nn.Module, layers: Mapping[str, Layer], params: Iterable[Group] | None
 ) -> tuple[dict[str, Layer], list[Group], list[Group]]:
-    """Split param groups by whether a parameter belongs to a layer with factors.
+    """Split param groups into parameters of layers with Kronecker factors and all other trained parameters.
 
     Args:
         model: the model whose parameters are optimized.
@@ -27,8 +27,8 @@ def split_groups(
         params: param groups; None stands for one group of all parameters of the model.
 
     Returns:
-        The layers whose weights are in ``params``; the groups of their parameters; and the groups of the other
-        trained parameters, with the options under the key ``others``.
+        The layers whose weights are in ``params``; the param groups of these layers' parameters; and the param groups
+        of the other trained parameters, with the options that a group has under the key ``others``.
 
     Raises:
         UsageError: a group is no dictionary with ``params``, or no weight has factors.

@@ -15,7 +15,7 @@ from rematplan.runtime.statistics.recorder import Listener
 
 
 class PlannedSource:
-    """A `Source` for `KFAC`: the Kronecker factors of one planned module, or of several inside of a model.
+    """Provides the Kronecker factors of one planned module, or of several inside of a model, to `KFAC`.
 
     ``parts``: the planned modules, by the prefix that their parameters' names have in the whole model.
     """
@@ -25,25 +25,21 @@ class PlannedSource:
         self._relays: tuple[_Relay, ...] = ()
 
     def layers(self) -> Mapping[str, Factors]:
-        """Return the factors that the statistics will have, on the device ``meta``, by weight name in the whole
-        model.
-        """
+        """Return the factors that statistics will have, by weight name in the whole model, as tensors of the device
+        ``meta``."""
         return _Joined({prefix: part.statistics_layers() for prefix, part in self._parts.items()})
 
     def statistics(self) -> Statistics | None:
-        """Return the statistics of the current training step, of all modules; None if no module has taken any in
-        it.
-        """
+        """Return the statistics of the current training step, of all modules; None if it has none yet."""
         found = {prefix: part.statistics() for prefix, part in self._parts.items()}
         factors = _Joined({prefix: one.factors for prefix, one in found.items() if one.factors})
         skipped = {prefix + name: why for prefix, one in found.items() for name, why in one.skipped.items()}
         return Statistics(factors, skipped, self.step()) if len(factors) else None
 
     def listen(self, listener: Listener) -> None:
-        """Call ``listener`` with the factors of each layer as soon as a backward has completed them.
+        """Call ``listener`` with the factors of each layer as soon as a backward has computed them.
 
-        The second argument of a call is the ``step`` that `statistics` would return. Only one listener is called: that
-        of the last call of this method.
+        Its second argument is the number of the training step. A later call of this method replaces the listener.
         """
         self._relays = tuple(_Relay(self, prefix, listener) for prefix in self._parts)
         for relay, part in zip(self._relays, self._parts.values(), strict=True):
@@ -61,7 +57,7 @@ class PlannedSource:
         return [(step + 1, draws) for step, draws in states]
 
     def load(self, state: Sequence[tuple[int, int]]) -> None:
-        """Continue with the step numbers and counts of draws that `state` returned."""
+        """Continue with the training steps' numbers and the counts of drawn labels that `state` returned."""
         for part, (step, draws) in zip(self._parts.values(), state, strict=True):
             part.statistics_state = step, draws
 
@@ -73,7 +69,8 @@ class _Relay:
         self._source, self._prefix, self._listener = source, prefix, listener
 
     def report(self, factors: Mapping[str, Factors], _step: int) -> None:
-        """Call the listener."""
+        """Call the listener with the factors under their names in the whole model. The module's own step number is
+        ignored."""
         self._listener(_Joined({self._prefix: factors}), self._source.step())
 
 
@@ -101,7 +98,7 @@ class _Joined(Mapping[str, Factors]):
 
 
 def source_of(model: nn.Module) -> Source:
-    """Return the statistics of a planned module, or of all planned modules inside of ``model``.
+    """Return the source of the statistics of a planned module, or of all planned modules inside of ``model``.
 
     Raises:
         UsageError: no module is planned with statistics.

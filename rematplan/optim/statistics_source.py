@@ -10,21 +10,20 @@ from rematplan.runtime.statistics.factors import Factors, Statistics
 
 @runtime_checkable
 class Source(Protocol):
-    """An object that provides Kronecker statistics to `KFAC`."""
+    """An object that provides Kronecker factors to `KFAC`: sums of outer products of inputs and of output gradients."""
 
     def layers(self) -> Mapping[str, Factors]:
-        """Return the factors that the statistics will have, by weight name, as tensors of the device ``meta``."""
+        """Return the factors that statistics will have, by weight name, as tensors of the device ``meta``."""
 
     def statistics(self) -> Statistics | None:
         """Return the sums over the micro-batches since the last update of the weights.
 
-        None, or statistics whose ``step`` the optimizer has read before, mean that there is nothing new.
+        Nothing is new if the result is None, or has a ``step`` that the optimizer has read before.
         """
 
     def state(self) -> Any:
-        """Return what must be saved, after a step of the optimizer, so that later statistics are the same after
-        `load`.
-        """
+        """Return what a checkpoint must contain for `load`, so that later statistics are the same. Called after an
+        update."""
 
     def load(self, state: Any) -> None:
-        """Restore the state that `state` returned."""
+        """Restore what `state` returned."""

@@ -18,7 +18,7 @@ MOMENTUM = "momentum_buffer"
 def preconditioned(
     layers: Mapping[str, Layer], gradients: Mapping[str, Tensor], group_of: Mapping[int, Group]
 ) -> tuple[dict[str, Tensor], Tensor]:
-    """Multiply gradients by the inverses of their layers' factors.
+    """Multiply the gradients of layers by the inverses of their Kronecker factors.
 
     Args:
         layers: the layers, by weight name.
@@ -26,8 +26,8 @@ def preconditioned(
         group_of: the param group of each parameter, by the parameter's ``id``.
 
     Returns:
-        The updates by weight name, of the gradients' shapes; and Σ lr² ⟨update, gradient⟩ over these layers. The
-        update of a layer without inverses is NaN, which makes `finite` false.
+        The updates by weight name, with the gradients' shapes; and Σ lr² ⟨update, gradient⟩ over these layers. The
+        update of a layer without inverses is NaN, and so is the sum.
     """
     product = torch.zeros((), dtype=torch.float64, device=next(iter(layers.values())).weight.device)
     updates = {}
@@ -40,9 +40,10 @@ def preconditioned(
 
 
 def clipped(product: float, most: float | None) -> float:
-    """Return the factor of the updates that bounds a step's divergence in the quadratic model by ``most``.
+    """Return the factor for updates that bounds a step's divergence in the quadratic model (Osawa et al. 2019) by
+    ``most``.
 
-    ``product``: Σ lr² ⟨update, gradient⟩. The factor is min(1, √(most ÷ product)), and 1 if ``most`` is None.
+    The factor is min(1, √(``most`` ÷ ``product``)), and 1 if ``most`` is None. ``product``: Σ lr² ⟨update, gradient⟩.
     """
     return 1.0 if most is None or product <= most else math.sqrt(most / product)
 
@@ -74,6 +75,7 @@ def move(
 
 
 def finite(product: Tensor, gradients: Sequence[Tensor]) -> bool:
-    """Return whether ``product`` and all gradients are finite. Norms are tested: one transfer to the host in all."""
+    """Return whether ``product`` and all gradients are finite. One transfer to the host suffices, because norms are
+    tested."""
     norms = [product, *(torch.linalg.vector_norm(whole(g)) for g in gradients)]
     return all(math.isfinite(norm) for norm in torch.stack([n.double() for n in norms]).tolist())

@@ -34,21 +34,22 @@ def auto_cuts(
     budget: Budget,
     asked: PlanOptions,
 ) -> tuple[str, ...]:
-    """Return the modules with which the second and each later stage begin, for the least simulated makespan.
+    """Return the names of the modules with which the second and each later stage begin, for the least simulated
+    makespan.
 
-    Links are assumed to take no time.
+    Messages between ranks are assumed to take no time.
 
     Args:
-        model: the model.
-        args: its positional arguments for one micro-batch.
-        kwargs: its keyword arguments, in the same way.
-        schedule: the order of the ranks' actions.
+        model: the model to divide.
+        args: positional arguments of the model for one micro-batch.
+        kwargs: keyword arguments of the model for one micro-batch.
+        schedule: the order of the ranks' actions (forwards and backwards of stages).
         budget: the budget of each rank, in bytes or as a percentage.
         asked: strategy, costs and time limit.
 
     Raises:
         UsageError: the model has too few modules to cut at.
-        ModelError: its training step cannot be captured.
+        ModelError: the training step of the model cannot be captured.
     """
     known = cut_names(exported(model, args, kwargs))
     if len(known) < schedule.stages - 1:
@@ -80,13 +81,13 @@ def auto_cuts(
 
 
 def agreed(choose: Callable[[], tuple[str, ...]]) -> tuple[str, ...]:
-    """Return what ``choose`` returns in the first process, in all processes of the default group.
+    """Call ``choose`` in the process of rank 0 of the default process group, and return its result in all processes.
 
-    Measured costs and searches that are limited by time differ between processes. Without a group, it is the result of
-    ``choose`` in this process.
+    Costs that are measured and searches that are limited by time would differ between processes. Without a process
+    group, the result is that of ``choose`` in this process.
 
     Raises:
-        RematplanError: ``choose`` raised one. Processes other than the first raise a UsageError with its message.
+        RematplanError: ``choose`` raised it. Other processes raise a UsageError with the same message.
     """
     if not (distributed.is_available() and distributed.is_initialized()):
         return choose()

@@ -65,14 +65,16 @@ class _FixedPlan:
         return self.plan
 
     def with_gradients(self, step: CapturedStep, plan: Plan, gradients: int, names: Set[str]) -> None:
-        """Return None: the plan is valid for these gradients, too."""
+        """Return None: the plan already counts gradients of earlier micro-batches."""
 
 
 @dataclass(frozen=True)
 class CapturedStage:
-    """A stage with its captured step and its planning problem.
+    """A pipeline stage with its captured step and its planning problem.
 
-    ``calls``: the targets of the calls that were captured.
+    ``stage``: the stage's module and arguments. ``step``: the captured forward and backward, with inverses.
+    ``problem``: the planning problem. ``calls``: the ATen ops of the capture, in order, by which another capture is
+    compared.
     """
 
     stage: StageModule
@@ -81,10 +83,15 @@ class CapturedStage:
     calls: tuple[object, ...]
 
     def planned(self, plan: Plan, prepared: bool = True) -> nn.Module:
-        """Return a module that runs the stage as ``plan`` says. It shares the parameters and buffers of the stage.
+        """Return a module that runs the stage as ``plan`` says. It shares the stage's parameters and buffers.
 
-        ``plan``: a plan of ``problem``. ``prepared``: whether it is compiled now, and not in its first forward, as
-        a module must be whose class changes before that.
+        Args:
+            plan: a plan of ``problem``.
+            prepared: whether the plan is compiled now. Otherwise it is compiled in the first forward; a module needs
+                this if its class changes before then, as by ``fully_shard``.
+
+        Raises:
+            ModelError: the stage, captured again, runs other ops.
         """
         spare = backward_spare(self.problem.graph, plan.schedule)
         given = _FixedPlan(StepPlan(self.step, plan, spare, self.problem.gradient_bytes), self.calls)
@@ -95,15 +102,16 @@ class CapturedStage:
 def captured_stage(
     stage: StageModule, planner: StepPlanner, template: StagePlan, *, last: bool, split: bool, handed: int
 ) -> CapturedStage:
-    """Capture a stage, and return it with its planning problem.
+    """Capture a pipeline stage, and return it with its planning problem.
 
     Args:
         stage: the stage's module and arguments.
-        planner: determines the costs, and the memory of the loss, which only the last stage has.
-        template: the figures of the stage that do not depend on the plan.
-        last: whether the loss is computed from its outputs.
-        split: whether weight gradients are computed separately from the inputs' gradients.
-        handed: bytes of its outputs that are already counted as the inputs of the next stage, on the same rank.
+        planner: determines the costs, and for the last stage the memory of the loss.
+        template: the memory of the stage that does not depend on the plan.
+        last: whether this is the last stage, from whose outputs the loss is computed.
+        split: whether the backward computes weight gradients later than the gradients of inputs.
+        handed: bytes of the stage's outputs that are counted already as inputs of the next stage, because both stages
+            are on one rank; otherwise 0.
 
     Raises:
         ModelError: the stage cannot be captured.

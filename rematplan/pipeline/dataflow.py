@@ -1,5 +1,7 @@
-"""The stages of a dataflow pipeline: their planning problems, and the stages of the engine that follow given
-plans.
+"""The stages of a dataflow pipeline: their planning problems, and their executable form under given plans.
+
+A dataflow pipeline recovers each stage's input by inverses from a tensor that the next stage sends with the gradient,
+so that invertible stages keep nothing between forward and backward.
 """
 
 from __future__ import annotations
@@ -42,9 +44,10 @@ SMALL = 1e-6
 
 @dataclass(frozen=True)
 class DataflowPart:
-    """A captured stage of a dataflow pipeline, with its planning problem.
+    """A captured stage of a dataflow pipeline (inverses recover inputs in the backward), with its planning problem.
 
-    ``number``: the stage's number, from 0. ``stages``: how many stages the pipeline has.
+    ``number``: the stage's number, from 0. ``stages``: how many stages the pipeline has. ``stage``: the stage's module
+    and arguments. ``step``: the captured forward and backward. ``problem``: the planning problem.
     """
 
     number: int
@@ -54,11 +57,11 @@ class DataflowPart:
     problem: StageProblem
 
     def of_engine(self, plan: Plan, group: ProcessGroup) -> DataflowStage:
-        """Return the stage in the form that `DataflowSchedule` runs.
+        """Return the stage in the form that `DataflowSchedule` runs: compiled after a plan.
 
         Args:
-            plan: a plan of ``problem``, which the stage follows.
-            group: the processes of the pipeline.
+            plan: a plan of ``problem``.
+            group: the process group of the pipeline.
         """
         code = compile_stage(self.step, plan.schedule, self.number == self.stages - 1)
         error, gain = _errors(self.problem.graph, plan.schedule, _answers(self.step))
@@ -71,14 +74,14 @@ class DataflowPart:
 def dataflow_part(
     stage: StageModule, planner: StepPlanner, template: StagePlan, number: int, stages: int
 ) -> DataflowPart:
-    """Capture a stage of a dataflow pipeline, and return it with its planning problem.
+    """Capture a stage of a dataflow pipeline (inverses recover inputs in the backward), with its planning problem.
 
     Args:
         stage: the stage's module and arguments.
-        planner: determines the costs, and the memory of the loss, which only the last stage has.
-        template: the figures of the stage that do not depend on the plan.
-        number: the stage's number.
-        stages: the number of stages.
+        planner: determines the costs, and for the last stage the memory of the loss.
+        template: the memory of the stage that does not depend on the plan.
+        number: the stage's number, from 0.
+        stages: the number of stages of the pipeline.
 
     Raises:
         ModelError: the stage cannot be captured.
@@ -112,16 +115,16 @@ def dataflow_part(
 def dataflow_stages(
     part: DataflowPart, plan: Plan, group: ProcessGroup | None, wrapped: bool
 ) -> list[DataflowStage]:
-    """Return this process's stage, in a list.
+    """Return a list with this process's stage of a dataflow pipeline, ready for `DataflowSchedule`.
 
     Args:
         part: the captured stage.
         plan: a plan of its problem.
-        group: the processes of the pipeline; None: all.
-        wrapped: whether the user wants the stage's module to be wrapped, which is refused.
+        group: the process group of the pipeline; None: all processes.
+        wrapped: whether the user wants to wrap the stage's module (for example in FSDP2), which is refused.
 
     Raises:
-        UsageError: the stage is to be wrapped, the processes do not use gloo, or the stage is not on a CPU.
+        UsageError: ``wrapped`` is true, the process group does not use gloo, or the stage is not on a CPU.
     """
     if wrapped:
         raise UsageError(

@@ -28,21 +28,25 @@ Key = tuple[str, bool]
 
 @dataclass(frozen=True)
 class FilePlans:
-    """The plans of a pipeline file. ``step``, ``chain``: the whole step that the file divides, and its blocks."""
+    """The plans of a pipeline file, with the step that they are plans of.
+
+    ``file``: the pipeline as read from the file. ``step``: the captured step of the whole model with its loss, which
+    the file divides into stages. ``chain``: that step as a chain of blocks, between which stages are cut.
+    """
 
     file: PlannedPipeline
     step: CapturedStep
     chain: NamedChain
 
     def plan(self, number: int, part: CapturedStage) -> Plan:
-        """Return the file's plan for a captured stage.
+        """Return the file's plan of stage ``number`` as a plan of the stage that this process captured.
 
         Args:
-            number: the stage's number.
-            part: the captured stage.
+            number: the stage's number, from 0.
+            part: the stage as captured here.
 
         Raises:
-            ProblemError: the captured stage is not the one that the file's plan is of. The message says why.
+            ProblemError: the captured stage has other ops than the file's stage. The message says which.
         """
         bounds = list(pairwise((0, *self.file.cuts, len(self.chain.chain))))
         ops = StageSlice(self.chain.chain, *bounds[number]).ops
@@ -62,9 +66,11 @@ class FilePlans:
 
 
 def file_plans(file: PlannedPipeline, name: str) -> FilePlans:
-    """Capture the whole step that a pipeline file divides.
+    """Capture the whole step that a pipeline file divides, and return it with the file's plans.
 
-    ``name``: the model's name in the zoo.
+    Args:
+        file: the pipeline file's content.
+        name: the model's name in the zoo.
 
     Raises:
         ProblemError: the step cannot be divided as the file says.
@@ -86,14 +92,15 @@ def file_plans(file: PlannedPipeline, name: str) -> FilePlans:
 
 
 def loss_ops(step: CapturedStep, graph: TrainingGraph, names: Sequence[str]) -> frozenset[str]:
-    """Return the ops of a loss outside of the model, forward and backward.
+    """Return the names of the forward and backward ops of the loss, which is outside of the model.
 
-    Their calls are in no module of the model, and those of the backward read results of none of the model's.
+    A forward op belongs to the loss if it is in none of the model's modules; a backward op, if in addition it reads no
+    result of a backward op of the model.
 
     Args:
         step: the captured step of the model with its loss.
-        graph: its problem.
-        names: the ops to look at, in order.
+        graph: its planning problem.
+        names: the ops to test, in running order.
     """
     found: set[str] = set()
     for name in names:
@@ -109,16 +116,19 @@ def loss_ops(step: CapturedStep, graph: TrainingGraph, names: Sequence[str]) -> 
 def matched(
     step: CapturedStep, names: Sequence[str], other: CapturedStep, other_names: Sequence[str]
 ) -> dict[str, str]:
-    """Return, for each op of a part of a step, the same op of another capture of that part.
+    """Return, for each op of a part of a step, the name of the same op in another capture of that part.
+
+    Ops are paired by ATen op and phase, in order. Paired ops must read results of paired ops and write equally many
+    bytes.
 
     Args:
         step: a captured step.
-        names: the part's ops, in order.
+        names: the ops of the part, in order.
         other: the other captured step.
-        other_names: its ops, in order.
+        other_names: the ops of the part in ``other``, in order.
 
     Raises:
-        ProblemError: the parts are not the same.
+        ProblemError: the ops cannot be paired.
     """
     mine, theirs = _by_key(step, names), _by_key(other, other_names)
     for key in sorted({*mine, *theirs}):

@@ -121,10 +121,24 @@ def captured_pipeline(
     ranks: Iterable[int] | None = None,
     shards: int = 1,
 ) -> Pipeline:
-    """Cut a model and capture the stages of ``ranks``. The result has no plans yet.
+    """Cut a model into stages and capture the stages of ``ranks``. The result has no plans yet.
 
-    ``order``: the schedule. ``stated``: the budget. ``asked``: the options of planning, whose own budget is ignored.
-    The other arguments and the errors are those of `plan_pipeline`.
+    Args:
+        model: the model to divide.
+        args: positional arguments of the model, whole batches.
+        kwargs: keyword arguments of the model, or None.
+        order: the schedule.
+        stated: the budget of each rank.
+        cuts: names of the modules with which the second and each later stage begin, as a sequence or separated by
+            commas; or ``auto``.
+        asked: the options of planning, whose own budget is ignored.
+        ranks: the ranks to capture; None for all.
+        shards: the number of processes over which FSDP2 shards each stage's parameters.
+
+    Raises:
+        UsageError: a budget that is neither bytes nor a percentage, impossible cuts or shards, or a batch that cannot
+            be divided evenly.
+        ModelError: the model cannot be divided into stages.
     """
     stages, microbatches = order.stages, order.microbatches
     check_budget(stated)

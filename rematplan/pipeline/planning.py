@@ -35,10 +35,12 @@ AMPLE = 2**50
 class Asked:
     """A user's options for a pipeline.
 
-    ``schedule``: the name of a schedule, or ``auto``. ``stages``, ``microbatches``: their numbers. ``budget``: the
-    budget of each rank. ``cuts``: names of the modules that begin stages; None: choose them. ``link``: the network
-    between ranks. ``overhead``: microseconds that each action takes in addition to its work. ``optimizer``: the size of
-    the optimizer's state, in copies of the trained parameters. ``seconds``: about how long the search may take.
+    ``schedule``: the name of a schedule, or ``auto``. ``stages``: the number of stages. ``microbatches``: the number of
+    micro-batches in a step. ``budget``: the budget of each rank. ``cuts``: names of the modules with which the second
+    and each later stage begin; None: they are chosen. ``link``: bandwidth and latency of the network between ranks.
+    ``overhead``: microseconds that each action (a forward or backward of a stage) takes in addition to its ops.
+    ``optimizer``: the size of the optimizer's state ÷ that of the trained parameters. ``seconds``: about how long the
+    search may take.
     """
 
     schedule: str
@@ -55,17 +57,17 @@ class Asked:
 def plan_stages(
     step: CapturedStep, graph: TrainingGraph, asked: Asked, model: Mapping[str, Any], progress: Progress
 ) -> PlannedPipeline:
-    """Divide a captured step into pipeline stages, plan their recomputation, and return the pipeline.
+    """Divide a captured step into pipeline stages, plan their recomputation, and return the pipeline of least makespan.
 
     Args:
         step: the captured step of one micro-batch.
         graph: its planning problem.
         asked: the user's options.
-        model: how the model was loaded; it is kept in the result.
-        progress: called with the fraction done and a short text.
+        model: how the model was loaded, as JSON data; it is stored in the result.
+        progress: called with the fraction done (0 to 1) and a short text.
 
     Raises:
-        InfeasibleBudget: a rank does not fit. The error names it and its smallest budget.
+        InfeasibleBudget: a rank does not fit. The error names the rank and the smallest budget found for it.
         UsageError: impossible cuts or numbers of stages or micro-batches.
     """
     chain = named_chain(step, graph, asked.cuts or ())
@@ -137,18 +139,18 @@ def _search(
 def best_cuts(
     chain: NamedChain, schedule: PipelineSchedule, asked: Asked, planner: StagePlanner | None
 ) -> tuple[str, ...]:
-    """Return the modules with which the second and each later stage begin, for the least makespan of a schedule.
+    """Return the names of the modules with which the second and each later stage begin, for the least makespan.
 
-    If no cuts are found with which all ranks fit, it returns those that come nearest.
+    If no cuts are found with which all ranks fit their budget, the result is the cuts with the least excess.
 
     Args:
-        chain: the blocks of the step of one micro-batch.
+        chain: the step of one micro-batch as a chain of blocks.
         schedule: the order of the ranks' actions.
         asked: the user's options; its schedule and its cuts are ignored.
         planner: plans single stages; None for `auto`.
 
     Raises:
-        UsageError: too few places to cut at.
+        UsageError: the chain has too few places to cut at.
     """
     search = _search(chain, schedule, asked)
     search.planner = planner or _planner(asked.seconds, schedule.ranks)

@@ -33,9 +33,14 @@ Part = CapturedStage | DataflowPart
 def captured_part(
     order: PipelineSchedule, planner: StepPlanner, number: int, stage: StageModule, shards: int = 1
 ) -> Part:
-    """Capture a stage of a pipeline with the schedule ``order``, and return it with its planning problem.
+    """Capture a stage of a pipeline, and return it with its planning problem.
 
-    ``number``: the stage's number. ``shards``: the number of processes over which its parameters are sharded.
+    Args:
+        order: the pipeline's schedule.
+        planner: determines the costs, and for the last stage the memory of the loss.
+        number: the stage's number, from 0.
+        stage: the stage's module and arguments.
+        shards: the number of processes over which FSDP2 shards the stage's parameters; 1 for none.
 
     Raises:
         ModelError: the stage cannot be captured.
@@ -51,17 +56,20 @@ def captured_part(
 
 
 def check_budget(stated: Budget) -> None:
-    """Check that a budget is in bytes or a percentage.
+    """Check that a pipeline's budget is in bytes or a percentage.
 
     Raises:
-        UsageError: it is not.
+        UsageError: the budget is of another kind: a share of activations, ``min`` or ``least``.
     """
     if stated.kind not in ("bytes", "share"):
         raise UsageError(f"state a pipeline's budget in bytes or as a percentage, not as {stated.text!r}")
 
 
 def budget_bytes(stated: Budget, order: PipelineSchedule, parts: Mapping[int, Part]) -> int:
-    """Return a pipeline's budget in bytes. A percentage refers to the largest peak of a rank without recomputation."""
+    """Return a pipeline's budget for each rank in bytes.
+
+    A percentage refers to the largest peak of a rank without recomputation; then ``parts`` must have all stages.
+    """
     if stated.kind == "bytes":
         return int(stated.amount)
     problems = {number: part.problem for number, part in parts.items()}
@@ -80,9 +88,17 @@ def rank_plan(
     budget: int,
     asked: PlanOptions,
 ) -> RankPlan:
-    """Return the plans of a rank's stages within ``budget`` bytes.
+    """Search plans for all stages of a rank that together fit within ``budget`` bytes, and return them.
 
-    In a dataflow pipeline, each stage keeps as few bytes per micro-batch as is known to be possible.
+    In a dataflow pipeline (inverses recover inputs in the backward), each stage keeps as few bytes per micro-batch as
+    is known to be possible.
+
+    Args:
+        order: the pipeline's schedule.
+        rank: the rank.
+        parts: captured stages by number; those of the rank are used.
+        budget: bytes.
+        asked: strategy and time limit.
 
     Raises:
         InfeasibleBudget: no plans are found that fit. The error names the rank.
@@ -105,9 +121,14 @@ def stated_rank_plan(
     budget: int,
     plans: Mapping[int, Mapping[str, Any]],
 ) -> RankPlan:
-    """Return the plans of a rank's stages, read from plans that were made before.
+    """Return the plans of a rank's stages, read from plans as JSON data.
 
-    ``plans``: the plans as JSON data, by stage number. ``budget``: bytes.
+    Args:
+        order: the pipeline's schedule.
+        rank: the rank.
+        parts: captured stages by number; those of the rank are used.
+        budget: bytes.
+        plans: the plans as JSON data, by stage number.
 
     Raises:
         InfeasibleBudget: the rank's peak with these plans exceeds the budget.
@@ -121,7 +142,14 @@ def stated_rank_plan(
 def measured_rank_plan(
     order: PipelineSchedule, rank: int, parts: Mapping[int, Part], budget: int, own: Sequence[Plan]
 ) -> RankPlan:
-    """Return given plans of a rank's stages with their figures. ``own``: the plans, by rising stage number.
+    """Return given plans of a rank's stages, with the rank's peak in bytes and each stage's memory and times.
+
+    Args:
+        order: the pipeline's schedule.
+        rank: the rank.
+        parts: captured stages by number; those of the rank are used.
+        budget: bytes.
+        own: the plans of the rank's stages, by rising stage number.
 
     Raises:
         InfeasibleBudget: the rank's peak with these plans exceeds the budget.

@@ -42,14 +42,17 @@ LEAST_NORM = 1e-2
 
 @dataclass(frozen=True)
 class RankReport:
-    """The measurements of a rank.
+    """The measurements of one rank in a pipeline step.
 
     ``promised``, ``measured``: the predicted and the measured peak in bytes, parameters and buffers included.
-    ``extra``: microseconds of recomputation per micro-batch. ``losses``: the losses, on the rank of the last stage;
-    empty on others. ``compared``: the number of tensors that were compared with a single process. ``different``: the
-    names of those that are not bit-equal to a single process; of a dataflow's gradients, those whose relative error is
-    more than ``expected``. ``error``: the largest relative error of a gradient. ``anew``: why the rank's stages were
-    planned anew; empty if they follow the file's plans.
+    ``extra``: microseconds of recomputation per micro-batch. ``losses``: the losses of the micro-batches; only on the
+    rank of the last stage.
+
+    ``compared``: the number of tensors compared with a single process; 0 without verification. ``different``: the names
+    of tensors that are not bit-equal to a single process; in a dataflow pipeline (inverses recover inputs), of
+    gradients whose relative error is above ``expected``. ``expected``: the predicted relative error of gradients.
+    ``error``: the largest measured one. ``anew``: why the rank's stages were planned again; empty if they follow the
+    file's plans.
     """
 
     promised: int
@@ -64,9 +67,17 @@ class RankReport:
 
 
 def run_on_all_ranks(plan: PlannedPipeline, *, verify: bool, time_limit: float) -> list[RankReport]:
-    """Join the other processes that torchrun started, run one step, and return the reports of all ranks.
+    """Join the other processes that torchrun started, run one pipeline step, and return the reports of all ranks.
 
-    The arguments and the errors are those of `reports_of_step`.
+    Args:
+        plan: the pipeline.
+        verify: whether to compare the results with those of a single process.
+        time_limit: seconds of search for each rank that must plan its stages again.
+
+    Raises:
+        UsageError: the model is not a network of the zoo.
+        InfeasibleBudget: this rank's stages do not fit.
+        ProcessEnded: another process has ended.
     """
     name = _network(plan)
     distributed.init_process_group("gloo")
@@ -79,20 +90,19 @@ def run_on_all_ranks(plan: PlannedPipeline, *, verify: bool, time_limit: float) 
 def reports_of_step(
     plan: PlannedPipeline, name: str, rank: int, *, verify: bool, time_limit: float
 ) -> list[RankReport]:
-    """Run one step as one rank of the default process group, and return the reports of all ranks.
+    """Run one pipeline step as one rank of the default process group, and return the reports of all ranks.
 
-    Cuts, schedule, budget and plans are those of ``plan``. Each rank captures its stages. If they are not those that
-    the plans are of, it plans them anew within the budget.
+    Cuts, schedule, budget and plans are those of ``plan``. If the stages that a rank captures have other ops than the
+    file's stages, the rank plans its stages again within the budget.
 
     Args:
         plan: the pipeline.
         name: the model's name in the zoo.
         rank: this process's rank.
         verify: whether to compare the results with those of a single process.
-        time_limit: seconds of search for each rank that plans anew.
+        time_limit: seconds of search for each rank that must plan its stages again.
 
     Raises:
-        UsageError: the model is not a network of the zoo.
         InfeasibleBudget: this rank's stages do not fit.
         ProcessEnded: another process has ended.
     """

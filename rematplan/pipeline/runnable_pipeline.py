@@ -41,9 +41,9 @@ TORCH_CLASSES: Mapping[str, str] = {
 class Pipeline:
     """A planned pipeline.
 
-    ``order``: the schedule, with the actions of each rank. ``cuts``: the names of the modules with which the second
-    and each later stage begin. ``budget``: the bytes that each rank may hold. ``parts``: the captured stages, by
-    stage number. ``ranks``: the plans of a rank's stages, by rank; only planned ranks are included.
+    ``order``: the schedule, with the actions of each rank. ``cuts``: the names of the modules with which the second and
+    each later stage begin. ``budget``: the bytes that each rank may hold. ``parts``: the captured stages, by stage
+    number. ``ranks``: for each planned rank, the plans of its stages.
     """
 
     order: PipelineSchedule
@@ -66,7 +66,9 @@ class Pipeline:
     def modules(self, rank: int, prepared: bool = True) -> tuple[nn.Module, ...]:
         """Return the planned modules of a rank's stages. They share the model's parameters and buffers.
 
-        ``prepared``: whether they are compiled now, and not in their first forward.
+        Args:
+            rank: a planned rank.
+            prepared: whether the plans are compiled now; otherwise each is compiled in its module's first forward.
 
         Raises:
             UsageError: the schedule is ``dataflow``, whose stages run without autograd.
@@ -83,18 +85,19 @@ class Pipeline:
         mesh: DeviceMesh | ProcessGroup | None = None,
         wrap: Callable[[nn.Module], nn.Module] | None = None,
     ) -> list[Any]:
-        """Return this process's stages, for `torch.distributed.pipelining`; for ``dataflow`` its `DataflowStage`.
+        """Return this process's stages, for `torch.distributed.pipelining`; for ``dataflow`` its one `DataflowStage`.
 
         Args:
             mesh: a process group or a device mesh of one dimension, with the ranks of the pipeline; by default all
                 processes.
             wrap: takes each planned module and returns the module to run, for example
-                ``DistributedDataParallel(module)`` or ``fully_shard(module, mesh=mesh["data"])``.
+                ``DistributedDataParallel(module)`` or ``fully_shard(module, mesh=mesh["data"])``. None: modules are not
+                wrapped.
 
         Raises:
-            UsageError: the number of processes differs from the number of ranks; or ``wrap`` is given and the
-                schedule splits backwards, which PyTorch does differently in wrapped modules, or is ``dataflow``, which
-                needs processes that communicate over gloo.
+            UsageError: the number of processes differs from the number of ranks; or ``wrap`` is given and the schedule
+                computes weight gradients separately, which PyTorch does differently in wrapped modules; or the schedule
+                is ``dataflow`` and ``wrap`` is given, the backend is not gloo, or the stage is not on a CPU.
         """
         group = mesh.get_group() if isinstance(mesh, DeviceMesh) else mesh
         size, rank = torch.distributed.get_world_size(group), get_rank(group)
@@ -120,13 +123,13 @@ class Pipeline:
         return made
 
     def schedule(self, stages: Sequence[Any], loss_fn: Callable[..., torch.Tensor], **more: Any) -> Any:
-        """Return PyTorch's schedule object for these stages, or a `DataflowSchedule`. Its method ``step`` runs the
-        pipeline.
+        """Return PyTorch's schedule object for this process's stages, or a `DataflowSchedule`. Its method ``step`` runs
+        a step.
 
         Args:
             stages: this process's stages, from `stages`.
             loss_fn: computes the loss from the last stage's output and a micro-batch of targets.
-            more: further arguments of the class, such as ``scale_grads``, or ``updates`` of a dataflow.
+            more: further arguments of the schedule's class, such as ``scale_grads``, or ``updates`` for ``dataflow``.
 
         Raises:
             UsageError: the schedule has neighbouring stages on one rank, and PyTorch before 2.13 cannot run that over

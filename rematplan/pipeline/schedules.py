@@ -26,14 +26,14 @@ STAGES_A_RANK = 2
 def schedule_named(
     name: str, ranks: int, microbatches: int, *, each: int | None = None, hop: float = 0.0
 ) -> PipelineSchedule:
-    """Return the schedule called ``name``.
+    """Return the schedule called ``name``: the order of the actions of each rank.
 
     Args:
         name: one of `SCHEDULES`.
         ranks: the number of ranks.
-        microbatches: the number of micro-batches.
-        each: stages per rank; by default 1, or `STAGES_A_RANK` for a `VIRTUAL` schedule.
-        hop: for ``dataflow``, the time of a message ÷ the time of a stage's forward and backward.
+        microbatches: the number of micro-batches in a step.
+        each: stages per rank; None: 1, or `STAGES_A_RANK` for a schedule with several stages per rank.
+        hop: the time of a message ÷ the time of a stage's forward and backward; used only by ``dataflow``.
 
     Raises:
         UsageError: an unknown name, or numbers that the schedule cannot have.

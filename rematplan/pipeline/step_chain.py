@@ -20,10 +20,10 @@ WRAPPER = "model."
 
 @dataclass(frozen=True)
 class NamedChain:
-    """The chain of blocks of a step, between which stages can be cut.
+    """A captured step as a chain of blocks of ops, between which pipeline stages can be cut.
 
-    ``names``: the module or op with which each block begins; empty for the first. ``batch``: the names of the inputs
-    that differ between micro-batches.
+    ``chain``: the blocks. ``names``: for each block, the module (or op) with which it begins; empty for the first.
+    ``batch``: the names of the inputs that differ between micro-batches.
     """
 
     chain: StageChain
@@ -31,7 +31,7 @@ class NamedChain:
     batch: frozenset[str]
 
     def positions(self, cuts: Sequence[str]) -> tuple[int, ...]:
-        """Return the positions in the chain of the blocks that begin with the modules or ops named in ``cuts``.
+        """Return the positions in ``chain`` of the blocks that begin with the modules or ops named in ``cuts``.
 
         Raises:
             UsageError: no block begins with one of the names, or the names are not in running order.
@@ -55,16 +55,16 @@ def named_chain(
     only: Collection[str] | None = None,
     prefix: str = WRAPPER,
 ) -> NamedChain:
-    """Divide a step's problem into a chain of blocks, and return it with the blocks' names.
+    """Divide a step into a chain of blocks that begin at modules, and return it with the blocks' names.
 
-    If no module begins a block, blocks begin at ops, and are named after them.
+    If no module can begin a block, blocks begin at ops and have their names.
 
     Args:
         step: the captured step.
         graph: its planning problem.
-        wanted: modules that begin blocks at any depth.
+        wanted: modules that shall begin blocks, however deep in the model they are.
         only: the modules that may begin blocks; None for all.
-        prefix: what the names of the model's modules begin with in the step.
+        prefix: the prefix of the names of the model's modules in the step.
     """
     kinds = {step.values[i.value].storage: i.kind for i in step.inputs}
     owner = {i.target: step.values[i.value].storage for i in step.inputs if i.kind == "parameter"}

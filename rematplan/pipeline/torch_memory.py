@@ -15,9 +15,14 @@ from rematplan.runtime.pipeline.stage_modules import StageModule
 def stage_torch_memory(
     schedule: PipelineSchedule, number: int, stage: StageModule, device: torch.device
 ) -> StagePlan:
-    """Return the figures of a stage that do not depend on its plan: bytes for messages, without states and gradients.
+    """Return the bytes that messages between ranks need in a stage, as a `StagePlan` without states, gradients and
+    plan.
 
-    ``number``: the stage's number.
+    Args:
+        schedule: the pipeline's schedule.
+        number: the stage's number, from 0.
+        stage: the stage's module, with example inputs and outputs of one micro-batch.
+        device: where the stage runs.
     """
     first, last = number == 0, number == schedule.stages - 1
     inputs, outputs = ([] if first else stage.inputs), ([] if last else stage.outputs)
@@ -33,21 +38,21 @@ def stage_torch_memory(
 
 
 def handed_on(schedule: PipelineSchedule, number: int, stage: StageModule, device: torch.device) -> int:
-    """Return the bytes of a stage's outputs if the next stage is on the same rank, and otherwise 0.
+    """Return the bytes of a stage's outputs for one micro-batch if the next stage is on the same rank; otherwise 0.
 
-    They are then counted as the inputs of the next stage.
+    Then these bytes are counted as the inputs of the next stage, and must not be counted twice.
     """
     mine = schedule.stage_of_rank[schedule.rank_of(number)]
     return _bytes(stage.outputs, device) if number + 1 in mine else 0
 
 
 def shard_bytes(stage: StageModule, shards: int, device: torch.device) -> int:
-    """Return the bytes that FSDP2 holds of a stage's parameters in addition to the gathered ones: this process's shard.
+    """Return the bytes of this process's shard of a stage's parameters, which FSDP2 holds in addition to gathered
+    parameters.
 
-    FSDP2 divides the first dimension of each parameter evenly, rounded up. At the end of a step it holds a copy of all
-    gradients, but no gathered parameters any more.
+    FSDP2 divides the first dimension of each parameter evenly, rounded up.
 
-    ``shards``: the number of processes over which the parameters are sharded; 1 for none.
+    ``shards``: the number of processes over which the parameters are sharded; for 1 the result is 0.
     """
     if shards == 1:
         return 0
