@@ -106,7 +106,7 @@ class RematplanBackend(Backend):
 
     @classmethod
     def supports_device(cls, device: str) -> bool:
-        """Return whether a device can be used: ``CPU`` always, ``CUDA`` if torch has a CUDA device here, others never."""
+        """Return whether a device can be used: ``CPU`` always, ``CUDA`` if torch has a CUDA device, others never."""
         kind = Device(device).type
         return bool(kind == DeviceType.CPU or (kind == DeviceType.CUDA and torch.cuda.is_available()))
 

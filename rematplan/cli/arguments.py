@@ -22,18 +22,18 @@ LARGEST = 2**31 - 1
 
 
 class Parser(argparse.ArgumentParser):
-    """An argument parser that raises a `UsageError`, so that its errors are one line."""
+    """An argument parser that raises a `UsageError` for wrong arguments, so that the error is shown in one line."""
 
     def __init__(self, **more: Any) -> None:
         super().__init__(allow_abbrev=False, **more)
 
     def error(self, message: str) -> NoReturn:
-        """Raise a `UsageError` instead of exiting."""
+        """Raise a `UsageError` with ``message`` instead of printing the usage and exiting."""
         raise UsageError(f"{message} (see {self.prog} --help)")
 
 
 def positive(text: str) -> int:
-    """Read a whole number from 1 to `LARGEST`.
+    """Read a whole number from 1 to `LARGEST` (2³¹ − 1), both included.
 
     Raises:
         ArgumentTypeError: ``text`` is something else.
@@ -59,7 +59,7 @@ def positive_number(text: str) -> float:
 
 
 def dimension(text: str) -> tuple[str, int]:
-    """Read a dimension with its size, such as ``batch=8``.
+    """Read a dimension with its size, such as ``batch=8``, as the pair ``("batch", 8)``.
 
     Raises:
         ArgumentTypeError: ``text`` is something else.
@@ -72,6 +72,8 @@ def dimension(text: str) -> tuple[str, int]:
 
 def dimension_or_range(text: str) -> tuple[str, int | range]:
     """Read a dimension with its size, such as ``batch=8``, or with a range of sizes, such as ``batch=1..64``.
+
+    The range includes both ends, and has 2 to `MOST_SIZES` sizes.
 
     Raises:
         ArgumentTypeError: ``text`` is something else.
@@ -89,7 +91,7 @@ def dimension_or_range(text: str) -> tuple[str, int | range]:
 
 
 def dimensions(pairs: Sequence[tuple[str, int]]) -> dict[str, int]:
-    """Return the sizes of dimensions by name.
+    """Return the sizes of dimensions by name, from pairs of a name and a size.
 
     Raises:
         UsageError: a name has two different sizes.
@@ -114,7 +116,7 @@ SIZES = {
 
 
 def add_sizes(parser: argparse.ArgumentParser) -> None:
-    """Add the options for the sizes of a network of the zoo."""
+    """Add one option for each size of a network of the zoo (`SIZES`), such as ``--batch`` and ``--image``."""
     group = parser.add_argument_group(
         "sizes of a network of the zoo (rematplan models lists which has which)"
     )
@@ -123,7 +125,7 @@ def add_sizes(parser: argparse.ArgumentParser) -> None:
 
 
 def given_sizes(args: argparse.Namespace) -> dict[str, int | None]:
-    """Return the sizes by name, None for those that were not given."""
+    """Return the values of the options of `add_sizes` by name; None for sizes that were not given."""
     return {size: getattr(args, size) for size in SIZES}
 
 
@@ -161,7 +163,8 @@ MEANINGS: Mapping[str, tuple[str, str]] = {
 
 
 def add_strategy_options(parser: argparse.ArgumentParser) -> None:
-    """Add an option for each field of each strategy, and a description of each strategy below all options."""
+    """Add one option for each field of each strategy (planning algorithm), and a list of the strategies below the
+    options."""
     width = max(map(len, STRATEGIES))
     rows = (f"  {name:{width}}  {kind.summary}" for name, kind in STRATEGIES.items())
     parser.epilog = "\n".join(("strategies:", *rows))
@@ -203,16 +206,16 @@ def _choices(kinds: Sequence[Any]) -> str:
 
 
 def strategy_options(args: argparse.Namespace) -> dict[str, object]:
-    """Return the strategy options that were given, by field name."""
+    """Return the options of strategies that were given, by the name of the strategy's field."""
     names = (n.removeprefix("option_") for n in vars(args) if n.startswith("option_"))
     return {n: value for n in names if (value := getattr(args, f"option_{n}")) is not None}
 
 
 def one_strategy(args: argparse.Namespace) -> Strategy:
-    """Return the strategy that ``--strategy`` names, with its options.
+    """Return the strategy that ``--strategy`` names, with the options that were given.
 
     Raises:
-        UsageError: the strategy is unknown, or does not have one of the options.
+        UsageError: the strategy is unknown, or it does not have one of the given options.
     """
     return strategy(args.strategy, **strategy_options(args))
 
@@ -221,7 +224,8 @@ def several_strategies(names: Sequence[str], options: Mapping[str, object]) -> d
     """Return strategies by name, each with those of the options that it has.
 
     Raises:
-        UsageError: a strategy is unknown, or none of them has one of the options.
+        UsageError: a strategy is unknown, or an option belongs to none of the strategies (a time limit is ignored
+            then).
     """
     made: dict[str, Strategy] = {}
     unused = set(options) - {LIMIT}
@@ -236,7 +240,7 @@ def several_strategies(names: Sequence[str], options: Mapping[str, object]) -> d
 
 
 def check_outputs(*paths: Path | None) -> None:
-    """Check, before any work is done, that output files can be written.
+    """Check, before any work is done, that output files can be written. Paths that are None are ignored.
 
     Raises:
         UsageError: a path is a folder, its folder does not exist, or two outputs have the same path.

@@ -14,7 +14,7 @@ KEPT = {"plans": "plans/*.json", "costs": "profile-*.json"}
 
 
 def add(parser: argparse.ArgumentParser) -> None:
-    """Add the arguments of this command to ``parser``."""
+    """Add the argument of ``rematplan cache`` to ``parser``: ``list`` or ``clear``."""
     parser.add_argument(
         "action",
         choices=("list", "clear"),
@@ -23,7 +23,7 @@ def add(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace, out: Output) -> int:
-    """List or delete the files, and return the exit status."""
+    """Run ``rematplan cache``: list or delete saved plans and measured costs. Return the exit status 0."""
     from rematplan.report.tables import pairs_table
 
     folder, deleting = cache_folder(), args.action == "clear"

@@ -37,13 +37,13 @@ HALF = 50
 
 @dataclass(frozen=True)
 class PlannedRival(Rival):
-    """A row of the table, with the problem to which its plan belongs."""
+    """A row of the table of ``rematplan compare``. ``source``: the problem to which the row's plan belongs."""
 
     source: Source = field(kw_only=True)
 
 
 def add(parser: argparse.ArgumentParser) -> None:
-    """Add the arguments of this command to ``parser``."""
+    """Add the arguments of ``rematplan compare`` to ``parser``."""
     add_model(parser, problem_file=False)
     add_costs(parser)
     parser.add_argument(
@@ -68,7 +68,11 @@ def add(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace, out: Output) -> int:
-    """Plan, run and show each strategy; return 1 if a verification failed, otherwise 0."""
+    """Run ``rematplan compare``: plan the step by several strategies, run each plan, and show all in a table.
+
+    Return the exit status: 1 if the gradients of a plan differ from plain autograd's by more than predicted, otherwise
+    0.
+    """
     check_outputs(args.png)
     check_overlap(args)
     args.overlap = args.overlap or ON

@@ -50,11 +50,13 @@ LEAST_SHARE = 0.25
 
 @dataclass(frozen=True)
 class TradeOff:
-    """The trade-off of a problem.
+    """The trade-off between memory and overhead of one problem.
 
-    ``curves``: plans by strategy. ``base``: the plan without recomputation. ``budgets``: the rows of the table.
-    ``measured``: the plans that were run: first the one without recomputation, last plain autograd. ``floors``: pairs
-    of a budget in bytes and the lower bound of the overhead within it, if a picture was asked for.
+    ``source``: the problem. ``base``: the plan without recomputation. ``curves``: plans by the strategy's name, by
+    rising overhead and falling peak. ``budgets``: the rows of the table. ``notes``: sentences for the user.
+    ``measured``: the plans that were run: first the one without recomputation, last plain autograd; empty without
+    ``--measure``. ``floors``: pairs of a budget in bytes and the proven lower bound of the overhead within it; empty
+    without ``--png``.
     """
 
     source: Source
@@ -72,7 +74,7 @@ class TradeOff:
 
 
 def add(parser: argparse.ArgumentParser) -> None:
-    """Add the arguments of this command to ``parser``."""
+    """Add the arguments of ``rematplan curve`` to ``parser``."""
     add_model(parser, problem_file=True, ranges=True)
     add_costs(parser)
     parser.add_argument(
@@ -100,7 +102,8 @@ def add(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace, out: Output) -> int:
-    """Trace the curves, then show and write them; return the exit status."""
+    """Run ``rematplan curve``: trace the curves, then show them and write the requested files. Return the exit status
+    0."""
     check_outputs(args.png, args.csv)
     if args.measure and args.model is None:
         raise UsageError("--measure needs a MODEL: a problem file does not contain the model to run")
@@ -128,10 +131,16 @@ def run(args: argparse.Namespace, out: Output) -> int:
 def trace(
     source: Source, strategies: Mapping[str, Strategy], budgets: Sequence[Budget], out: Output
 ) -> TradeOff:
-    """Return the curves of all strategies.
+    """Return the trade-off curves of all strategies for a problem.
+
+    Args:
+        source: the problem.
+        strategies: planning algorithms by name.
+        budgets: the rows of the table. For ``min`` and ``least`` the smallest peak is searched in addition.
+        out: shows the progress.
 
     Raises:
-        UsageError: the problem is too large for all of them.
+        UsageError: no strategy has a plan, for example because the problem is too large for all of them.
     """
     base = no_recompute(source.graph)
     whole = whole_bytes(source.graph)
@@ -157,7 +166,8 @@ def trace(
 
 
 def prove(trade_off: TradeOff, strategies: Mapping[str, Strategy], out: Output) -> TradeOff:
-    """Return the trade-off with lower bounds of the overhead at budgets along the curves, for the picture."""
+    """Return the trade-off with ``floors``: proven lower bounds of the overhead, at `FLOORS` + 1 budgets along the
+    curves."""
     graph, base = trade_off.source.graph, trade_off.base.estimate.peak
     least = min(p.estimate.peak for plans in trade_off.curves.values() for p in plans)
     budgets = [base - (base - least) * k // FLOORS for k in range(FLOORS + 1)]
@@ -172,7 +182,11 @@ def prove(trade_off: TradeOff, strategies: Mapping[str, Strategy], out: Output) 
 
 
 def measure(trade_off: TradeOff, out: Output) -> TradeOff:
-    """Run the plan without recomputation, some plans along the best curve, and plain autograd, alternately."""
+    """Run plans alternately, and return the trade-off with ``measured``.
+
+    The plans are: the one without recomputation, up to `MEASURED_PLANS` plans along the Pareto front, and plain
+    autograd.
+    """
     from rematplan import api
 
     loaded = trade_off.source.loaded
@@ -185,7 +199,7 @@ def measure(trade_off: TradeOff, out: Output) -> TradeOff:
 
 
 def show(trade_off: TradeOff, out: Output) -> None:
-    """Show the tables."""
+    """Print the notes, the table of plans by budget, and the table of measured plans, if any were run."""
     name, base = trade_off.source.graph.name, trade_off.base
     rows = rows_at(
         _without_store_all(trade_off.curves), trade_off.budgets, base.estimate.peak, trade_off.whole
@@ -196,7 +210,7 @@ def show(trade_off: TradeOff, out: Output) -> None:
 
 
 def write(trade_off: TradeOff, png: Path | None, csv: Path | None) -> None:
-    """Write the picture and the CSV file, if asked for."""
+    """Write the curves as a picture to ``png`` and as a table to ``csv``. A path of None is not written."""
     if csv:
         eager = trade_off.measured[-1:]
         measured = {
@@ -217,7 +231,7 @@ def write(trade_off: TradeOff, png: Path | None, csv: Path | None) -> None:
 
 
 def document(trade_off: TradeOff) -> dict[str, Any]:
-    """Return the JSON output of this command."""
+    """Return the JSON output of ``rematplan curve``: peaks in bytes, overheads as shares of the step's time."""
     base = trade_off.base.estimate
     plans = [p for curve in trade_off.curves.values() for p in curve]
     rows = rows_at(trade_off.curves, trade_off.budgets, base.peak, trade_off.whole)

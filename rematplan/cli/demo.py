@@ -32,7 +32,11 @@ TIME_LIMIT = 20.0
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """A network of the demo, its sizes, and the budget (as text) within which its step is planned and run."""
+    """A network of the demo.
+
+    ``name``: its name in the zoo. ``batch``, ``image``, ``width``: its sizes: samples, side of the image, channels.
+    ``budget``: as text, such as ``60%``; the step is planned and run within it.
+    """
 
     name: str
     batch: int
@@ -46,7 +50,7 @@ SMALL_CASES = (Case("unet", 2, 32, 4, "min"), Case("resnet18", 2, 32, 4, "min"))
 
 
 def add(parser: argparse.ArgumentParser) -> None:
-    """Add the arguments of this command to ``parser``."""
+    """Add the arguments of ``rematplan demo`` to ``parser``."""
     parser.add_argument(
         "--folder",
         type=Path,
@@ -58,7 +62,7 @@ def add(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace, out: Output) -> int:
-    """Run all cases; return the first exit status that is not 0, otherwise 0."""
+    """Run ``rematplan demo``: export, plan, run and verify two networks. Return 0 if all were verified, otherwise 1."""
     args.folder.mkdir(parents=True, exist_ok=True)
     start, worst = time.perf_counter(), 0
     documents = []

@@ -8,12 +8,12 @@ from rematplan.cli.output import Output
 
 
 def add(parser: argparse.ArgumentParser) -> None:
-    """Do nothing: this command has no arguments."""
+    """Add nothing to ``parser``: ``rematplan devices`` has no arguments."""
     del parser
 
 
 def run(args: argparse.Namespace, out: Output) -> int:
-    """List the device models; return the exit status."""
+    """Run ``rematplan devices``: list the device models for roofline costs. Return the exit status 0."""
     del args
     import torch  # imported here, since `rematplan --help` does not need it
 

@@ -13,7 +13,7 @@ from rematplan.ir import show_bytes
 
 
 def add(parser: argparse.ArgumentParser) -> None:
-    """Add the arguments of this command to ``parser``."""
+    """Add the arguments of ``rematplan export`` to ``parser``."""
     parser.add_argument("name", metavar="NAME", help="a network of the zoo (see: rematplan models)")
     add_sizes(parser)
     parser.add_argument(
@@ -27,7 +27,10 @@ def add(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace, out: Output) -> int:
-    """Export the network with weights from a fixed seed, so that the same command writes the same file."""
+    """Run ``rematplan export``: write a network as an ONNX file. Return the exit status 0.
+
+    The weights are drawn from a fixed seed, so the same command writes the same file.
+    """
     check_outputs(args.output)
     with zoo_errors(), out.progress(f"exporting {args.name}"):
         shapes = write_network(args.name, given_sizes(args), args.output, dynamic_batch=not args.static_batch)
@@ -48,13 +51,13 @@ def run(args: argparse.Namespace, out: Output) -> int:
 def write_network(
     name: str, sizes: Mapping[str, int | None], path: Path, *, dynamic_batch: bool = True
 ) -> list[tuple[int, ...]]:
-    """Export a network as an ONNX file, and return the shapes of its inputs.
+    """Export a network of the zoo in training form as an ONNX file, and return the shapes of its inputs.
 
     Args:
         name: a network of the zoo.
-        sizes: by name (see `SIZES`); None stands for the network's default.
+        sizes: by name (see `rematplan.models.SIZES`); None stands for the network's default.
         path: the file to write.
-        dynamic_batch: whether the batch is a symbolic dimension.
+        dynamic_batch: whether the batch is a symbolic dimension named ``batch``; otherwise its size is fixed.
 
     Raises:
         ZooError: an unknown name, or sizes that the network cannot have.

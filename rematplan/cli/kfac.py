@@ -23,7 +23,7 @@ MOST_RANKS = 2**20
 
 
 def add(parser: argparse.ArgumentParser) -> None:
-    """Add the arguments of this command to ``parser``."""
+    """Add the arguments of ``rematplan kfac`` to ``parser``."""
     add_model(parser, problem_file=False)
     parser.add_argument(
         "--ranks",
@@ -70,10 +70,10 @@ def add(parser: argparse.ArgumentParser) -> None:
 
 
 def ranks(text: str) -> tuple[int, ...]:
-    """Read numbers of processes: ``1..2048``, ``8`` or ``1,8,64``.
+    """Read numbers of processes: ``1..2048`` (doubled from the first to the last, both included), ``8`` or ``1,8,64``.
 
     Raises:
-        ArgumentTypeError: ``text`` is something else.
+        ArgumentTypeError: ``text`` is something else, or a number is above `MOST_RANKS`.
     """
     first, dots, last = text.partition("..")
     found = [positive(part) for part in ([first, last] if dots else text.split(","))]
@@ -91,10 +91,10 @@ def _doubled(first: int, last: int) -> Iterator[int]:
 
 
 def link(text: str) -> tuple[float, float]:
-    """Read a bandwidth in 10⁹ bytes per second and a latency in microseconds, such as ``25GB/s,5us``.
+    """Read a bandwidth in 10⁹ bytes per second and a latency in microseconds: ``25GB/s,5us`` becomes (25.0, 5.0).
 
     Raises:
-        ArgumentTypeError: ``text`` is something else.
+        ArgumentTypeError: ``text`` is something else, or the bandwidth is 0.
     """
     number = r"(\d+(?:\.\d+)?)"
     found = re.fullmatch(number + "GB/s," + number + "us", text)
@@ -104,7 +104,7 @@ def link(text: str) -> tuple[float, float]:
 
 
 def run(args: argparse.Namespace, out: Output) -> int:
-    """Model the times, then show and draw them; return the exit status."""
+    """Run ``rematplan kfac``: model iterations of SGD and K-FAC, then show and draw them. Return the exit status 0."""
     check_outputs(args.png)
     model, peaks = modelled(args, out)
     pairs = [(model.sgd(count), model.kfac(count)) for count in args.ranks]
@@ -121,8 +121,9 @@ def run(args: argparse.Namespace, out: Output) -> int:
 
 
 def modelled(args: argparse.Namespace, out: Output) -> tuple[IterationModel, tuple[int, int]]:
-    """Return the model of an iteration, and the peaks without recomputation: without statistics and with them, in
-    bytes.
+    """Return the model of training iterations, and two peaks without recomputation, in bytes.
+
+    The peaks are those of one process's step: without Kronecker statistics, then with them.
     """
     loaded = load_model(args, out, weightless=True)
     from rematplan import api
@@ -151,7 +152,14 @@ def document(
     pairs: Sequence[tuple[Iteration, Iteration]],
     peaks: tuple[int, int],
 ) -> dict[str, Any]:
-    """Return the JSON output of this command."""
+    """Return the JSON output of ``rematplan kfac``.
+
+    Args:
+        args: the command's arguments.
+        model: the model of training iterations.
+        pairs: an iteration of SGD and one of K-FAC, for each number of processes.
+        peaks: the peak of one process's step with SGD and with K-FAC, in bytes.
+    """
     return {
         "model": model.plain.name,
         "kind": LABEL,

@@ -8,12 +8,13 @@ from rematplan.cli.output import Output
 
 
 def add(parser: argparse.ArgumentParser) -> None:
-    """Do nothing: this command has no arguments."""
+    """Add nothing to ``parser``: ``rematplan models`` has no arguments."""
     del parser
 
 
 def run(args: argparse.Namespace, out: Output) -> int:
-    """List the networks; return the exit status."""
+    """Run ``rematplan models``: list the networks of the zoo with their sizes and parameters. Return the exit status
+    0."""
     del args
     from rematplan.models import ZOO, build  # imported here, since `rematplan --help` does not need torch
     from rematplan.report.tables import models_table

@@ -20,17 +20,16 @@ PLAIN_WIDTH = 120
 
 @dataclass(frozen=True)
 class Output:
-    """Where a command's output goes.
+    """What a command prints.
 
-    ``json``: print one JSON document on standard output, and no tables. ``quiet``: print no tables and no progress
-    bar.
+    ``json``: print one JSON document on standard output, and no tables. ``quiet``: print no tables and no progress bar.
     """
 
     json: bool = False
     quiet: bool = False
 
     def show(self, *views: RenderableType) -> None:
-        """Print tables or lines, unless the output is JSON or quiet."""
+        """Print tables or lines on standard output, unless ``json`` or ``quiet`` is set."""
         if self.json or self.quiet:
             return
         # Names come from files: text in them must not be read as markup or emoji codes.
@@ -41,12 +40,16 @@ class Output:
             console.print(view)
 
     def data(self, document: dict[str, Any]) -> None:
-        """Print the JSON document, if the output is JSON."""
+        """Print a command's JSON document, if ``json`` is set. Infinities and NaN become null."""
         if self.json:
             print(json.dumps(_finite(document), indent=2, allow_nan=False))
 
     def progress(self, title: str) -> AbstractContextManager[Progress]:
-        """Return a context with a progress bar; see `progress_bar`."""
+        """Return a context that shows a progress bar, unless ``quiet`` is set, and yields a function that updates the
+        bar.
+
+        The function takes the fraction done (0 to 1) and a short text. ``title``: the first words of the bar's line.
+        """
         return progress_bar(title, not self.quiet)
 
 

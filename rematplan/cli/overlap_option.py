@@ -16,7 +16,10 @@ from rematplan.plans.two_lane_plans import MODES, overlapped, sharing_here
 
 
 def add_overlap(parser: argparse.ArgumentParser, default: str) -> None:
-    """Add ``--overlap`` and ``--lane-speed``. ``default``: the default in the help text."""
+    """Add the options ``--overlap`` and ``--lane-speed`` to ``parser``.
+
+    ``default``: what the help text of ``--overlap`` states as its default.
+    """
     parser.add_argument(
         "--overlap",
         choices=MODES,
@@ -34,19 +37,21 @@ def add_overlap(parser: argparse.ArgumentParser, default: str) -> None:
 
 
 def check_overlap(args: argparse.Namespace) -> None:
-    """Check the speed of lanes.
+    """Check that ``--lane-speed``, the speed of each of two lanes (CUDA streams or threads) while both run, is
+    possible.
 
     Raises:
-        UsageError: it is not between 0.5 and 1.
+        UsageError: the speed is not between 0.5 and 1.
     """
     if args.lane_speed is not None and not 0.5 <= args.lane_speed <= 1:
         raise UsageError(f"--lane-speed {args.lane_speed:g} is not between 0.5 and 1")
 
 
 def lane_sharing(source: Source, plan: Plan, args: argparse.Namespace, out: Output) -> Sharing:
-    """Return how two lanes share the device: as the user states, as measured on a plan's ops, or the usual value.
+    """Return how fast each of two lanes (CUDA streams or threads) is while both run.
 
-    It is measured if the ops' costs are measured, too.
+    It is the speed that the user states; otherwise it is measured on ops of the plan, if the costs of ops are measured,
+    too; otherwise it is a usual value.
     """
     if args.lane_speed is not None:
         return replace(USUAL, speed=args.lane_speed)
@@ -59,5 +64,8 @@ def lane_sharing(source: Source, plan: Plan, args: argparse.Namespace, out: Outp
 def wanted_lanes(
     source: Source, plan: Plan, args: argparse.Namespace, out: Output
 ) -> tuple[Plan, tuple[str, ...]]:
-    """Return the plan on as many lanes as ``--overlap`` asks for, and notes; see `overlapped`."""
+    """Return the plan on one or two lanes (CUDA streams or threads), as ``--overlap`` asks for, and notes for the user.
+
+    A note says why the plan has one lane, if two were asked for and it has one.
+    """
     return overlapped(source.graph, plan, args.overlap, lambda: lane_sharing(source, plan, args, out))

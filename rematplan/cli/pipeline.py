@@ -20,7 +20,7 @@ AUTO, DATAFLOW = "auto", "dataflow"
 
 
 def add(parser: argparse.ArgumentParser) -> None:
-    """Add the arguments of this command to ``parser``."""
+    """Add the arguments of ``rematplan pipeline`` to ``parser``."""
     add_model(parser, problem_file=False)
     add_costs(parser)
     parser.add_argument(
@@ -87,7 +87,12 @@ def add(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace, out: Output) -> int:
-    """Divide the model, plan, show and write; return the exit status."""
+    """Run ``rematplan pipeline``: divide the model into stages, plan them, show and write the pipeline. Return 0.
+
+    Raises:
+        UsageError: an argument is malformed, or arguments exclude each other.
+        InfeasibleBudget: a rank does not fit.
+    """
     check_outputs(args.output, args.png)
     budget = parse_budget(args.budget)
     link, optimizer = parse_link(args.link), optimizer_copies(args.optimizer)
@@ -134,7 +139,11 @@ def run(args: argparse.Namespace, out: Output) -> int:
 
 
 def kept_inputs(plan: PlannedPipeline) -> tuple[str, ...]:
-    """Return a note for each stage of a dataflow pipeline that keeps tensors from forward to backward."""
+    """Return a note for each stage of a dataflow pipeline that keeps tensors from forward to backward.
+
+    In a dataflow pipeline, inverses recover the input of a stage in the backward, so that it need not be kept. Empty
+    for other schedules.
+    """
     if plan.schedule.name != DATAFLOW:
         return ()
     kept = {s.stage: show_bytes(s.kept_bytes) for s in plan.stages if s.kept_bytes}

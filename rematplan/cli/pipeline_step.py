@@ -17,7 +17,7 @@ VERIFICATION_FAILED = 1
 
 
 def add(parser: argparse.ArgumentParser) -> None:
-    """Add the arguments of this command to ``parser``."""
+    """Add the arguments of ``rematplan pipeline-step`` to ``parser``."""
     parser.add_argument(
         "file", type=Path, metavar="PIPELINE.json", help="a file that rematplan pipeline wrote"
     )
@@ -37,9 +37,12 @@ def add(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace, out: Output) -> int:
-    """Run one step on all ranks; rank 0 shows the measurements of all.
+    """Run ``rematplan pipeline-step`` as one rank of a pipeline; rank 0 shows the measurements of all ranks.
 
-    Return 1 if the verification failed, otherwise 0.
+    Return 1 if the verification found a difference from a single process, otherwise 0.
+
+    Raises:
+        UsageError: torchrun has not started as many processes as the pipeline has ranks.
     """
     plan = load_pipeline(args.file)
     ranks = plan.schedule.ranks

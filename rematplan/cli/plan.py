@@ -30,7 +30,7 @@ from rematplan.report.tables import pairs_table, plan_table, split_for_people, s
 
 
 def add(parser: argparse.ArgumentParser) -> None:
-    """Add the arguments of this command to ``parser``."""
+    """Add the arguments of ``rematplan plan`` to ``parser``."""
     add_model(parser, problem_file=True, ranges=True)
     add_costs(parser)
     add_budget(parser)
@@ -41,7 +41,7 @@ def add(parser: argparse.ArgumentParser) -> None:
 
 
 def add_budget(parser: argparse.ArgumentParser, *, required: bool = True) -> None:
-    """Add the options for budget and strategy."""
+    """Add the options ``--budget`` and ``--strategy``. ``required``: whether the command needs ``--budget``."""
     parser.add_argument(
         "--budget",
         required=required,
@@ -59,7 +59,12 @@ def add_budget(parser: argparse.ArgumentParser, *, required: bool = True) -> Non
 
 
 def run(args: argparse.Namespace, out: Output) -> int:
-    """Plan, show and write; return the exit status."""
+    """Run ``rematplan plan``: plan the step within the budget, show and write the plan. Return the exit status 0.
+
+    Raises:
+        InfeasibleBudget: the strategy finds no plan that fits.
+        UnfitSizes: for a range of sizes: no known plan fits at some size.
+    """
     check_outputs(args.output, args.problem_out)
     parse_budget(args.budget)  # refuses a malformed budget before the model is loaded
     one_strategy(args)
@@ -105,9 +110,10 @@ def _error(source: Source, plan: Plan) -> float:
 
 
 def plan_for(source: Source, args: argparse.Namespace, out: Output) -> tuple[Source, Plan]:
-    """Return the strategy's plan within the budget that the arguments name, and the source that it plans.
+    """Return the plan that ``--strategy`` finds within ``--budget``, and the problem that it is a plan of.
 
-    With inverses, that is the problem with or without them, whichever has the better plan.
+    If inverses that round are allowed and the strategy is `auto`, the problem without them is planned, too, and the
+    better of both plans is returned.
 
     Raises:
         InfeasibleBudget: the strategy finds no plan that fits.
@@ -131,9 +137,10 @@ def plan_for(source: Source, args: argparse.Namespace, out: Output) -> tuple[Sou
 
 @contextmanager
 def asking_for_units(budget: Budget, graph: TrainingGraph) -> Iterator[None]:
-    """In the block, add a question to an `InfeasibleBudget` if the budget is a small number without a unit.
+    """A context that adds a question to an `InfeasibleBudget` raised in it, if the budget is a small number without a
+    unit.
 
-    The question is whether the user meant GiB or percent.
+    The question is whether the user meant, for example, GiB or percent.
     """
     try:
         yield
@@ -145,7 +152,14 @@ def asking_for_units(budget: Budget, graph: TrainingGraph) -> Iterator[None]:
 
 
 def plan_document(source: Source, plan: Plan, base: Plan, said: tuple[str, ...] = ()) -> dict[str, Any]:
-    """Return the JSON output for a plan, without its schedule. ``said``: notes in addition to the source's."""
+    """Return the JSON output for a plan: its figures without its schedule. Peaks are in bytes, costs in microseconds.
+
+    Args:
+        source: the problem.
+        plan: a plan of it.
+        base: the plan without recomputation.
+        said: notes in addition to those of ``source``.
+    """
     e = plan.estimate
     return {
         "problem": source.graph.name,
@@ -172,7 +186,7 @@ def plan_document(source: Source, plan: Plan, base: Plan, said: tuple[str, ...] 
 
 
 def lanes_document(plan: Plan) -> dict[str, Any] | None:
-    """Return the JSON output for the two lanes of a plan; None if it has one lane."""
+    """Return the JSON output for a plan on two lanes (CUDA streams or threads); None if it has one lane."""
     if plan.lanes is None:
         return None
     lanes = plan.lanes

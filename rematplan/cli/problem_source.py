@@ -42,8 +42,9 @@ MODEL_ONLY = (*SIZES, "dim", "loss", "bn", "dropout", "costs", "device", "device
 class Source:
     """A problem to plan.
 
-    ``loaded``: the captured step to which it belongs; None for a problem file. ``notes``: for the user. ``without``:
-    the problem of the same step without inverses that round, if `auto` may choose between the two.
+    ``graph``: the problem. ``loaded``: the captured step to which it belongs; None for a problem file. ``notes``:
+    sentences for the user. ``without``: the problem of the same step without inverses that round; None unless the
+    strategy `auto` is to choose between both problems.
     """
 
     graph: TrainingGraph
@@ -53,8 +54,11 @@ class Source:
 
 
 def add_model(parser: argparse.ArgumentParser, *, problem_file: bool, ranges: bool = False) -> None:
-    """Add the argument MODEL and its options; with ``problem_file``, also ``--problem`` to be used instead; with
-    ``ranges``, a dimension may have a range of sizes."""
+    """Add the argument MODEL and its options to ``parser``.
+
+    ``problem_file``: whether ``--problem FILE`` may be given instead of MODEL. ``ranges``: whether ``--dim`` accepts a
+    range of sizes.
+    """
     parser.add_argument(
         "model",
         nargs="?" if problem_file else None,
@@ -94,9 +98,7 @@ def add_model(parser: argparse.ArgumentParser, *, problem_file: bool, ranges: bo
 
 
 def add_costs(parser: argparse.ArgumentParser) -> None:
-    """Add the options for recovering tensors by inverting ops (``--inverses``, ``--max-inversion-error``) and for the
-    costs of ops (``--costs``, ``--device-model``).
-    """
+    """Add the options ``--inverses``, ``--max-inversion-error``, ``--costs`` and ``--device-model`` to ``parser``."""
     parser.add_argument(
         "--inverses",
         action="store_true",
@@ -124,10 +126,10 @@ def add_costs(parser: argparse.ArgumentParser) -> None:
 
 
 def load(args: argparse.Namespace, out: Output, *, runs: bool = False) -> Source:
-    """Load the problem that the arguments name.
+    """Load the problem that the arguments name: from MODEL, or from the file of ``--problem``.
 
-    ``runs``: whether the step will be run. If not, and a device model gives the costs, no weights and no batch are
-    made.
+    ``runs``: whether the step will be run. If it will not, and costs are not measured, the step is captured without
+    weights and data.
 
     Raises:
         UsageError: MODEL and ``--problem`` are both given, or neither; or options that cannot be combined.
@@ -169,20 +171,22 @@ def _load_model(args: argparse.Namespace, out: Output, runs: bool) -> Source:
 
 
 def costs_of(args: argparse.Namespace) -> str:
-    """Return the kind of costs that the arguments ask for; a device model implies ``roofline``."""
+    """Return the value of ``--costs``; if it is not given, ``roofline`` with a ``--device-model``, otherwise
+    ``profile``."""
     return args.costs or (PROFILE if args.device_model is None else ROOFLINE)
 
 
 def load_model(
     args: argparse.Namespace, out: Output, *, weightless: bool = False, inverses: bool = False
 ) -> LoadedStep:
-    """Return the captured step of the MODEL that the arguments name.
+    """Load and capture the MODEL that the arguments name.
 
-    ``weightless``, ``inverses``: as for `api.load_step`. The options for costs are checked first, since a capture
-    takes long.
+    ``weightless``, ``inverses``: as for `api.load_step`. The options for costs are checked first, since a capture takes
+    long.
 
     Raises:
-        UsageError: unknown costs, a broken profile file, an unknown device model.
+        UsageError: unknown costs, a broken profile file, an unknown device model, or sizes that the network cannot
+            have.
         RematplanError: the model cannot be read.
     """
     check_reachable(args.model, args.device)
@@ -208,10 +212,11 @@ def load_model(
 
 
 def check_reachable(model: str, device: str | None) -> None:
-    """Check that a file exists and a device is possible, before torch is loaded, which takes seconds.
+    """Check that MODEL and ``--device`` are possible, before torch is loaded, which takes seconds.
 
     Raises:
-        UsageError: the file does not exist, or this machine has no driver for the device.
+        UsageError: ``model`` looks like a path and there is no such file; or ``device`` is neither CPU nor CUDA, or it
+            is CUDA and this machine has no driver for it.
     """
     if (Path(model).suffix or Path(model).name != model) and not Path(model).exists():
         raise UsageError(f"{model}: there is no such file")
@@ -236,7 +241,15 @@ def price(
     device_model: str | None = None,
     max_inversion_error: float | None = None,
 ) -> Source:
-    """Return the problem of a captured step, with measured or modelled costs of its ops.
+    """Return the planning problem of a captured step, with measured or modelled costs of its ops.
+
+    Args:
+        loaded: the captured step.
+        out: shows the progress.
+        costs: ``profile``, ``roofline`` or the path of a profile file.
+        device_model: the name of the device for ``roofline``; None: the default one.
+        max_inversion_error: the largest predicted relative error of a tensor that inverses recover; None: a limit that
+            suits its type.
 
     Raises:
         UsageError: unknown costs or device model.
@@ -252,7 +265,8 @@ def price(
 
 @contextmanager
 def zoo_errors() -> Iterator[None]:
-    """In the block, turn errors of the zoo into errors of usage. The zoo does not import rematplan's errors."""
+    """A context that turns a `ZooError` raised in it into a `UsageError`. The zoo does not import rematplan's
+    errors."""
     from rematplan.models import ZooError
 
     try:

@@ -13,7 +13,7 @@ from rematplan.cli.problem_source import add_model, load_model
 
 
 def add(parser: argparse.ArgumentParser) -> None:
-    """Add the arguments of this command to ``parser``."""
+    """Add the arguments of ``rematplan profile`` to ``parser``."""
     add_model(parser, problem_file=False)
     parser.add_argument(
         "-o", "--output", type=Path, required=True, metavar="PROFILE.json", help="the file to write"
@@ -21,7 +21,10 @@ def add(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace, out: Output) -> int:
-    """Measure every distinct op and write the file, which ``--costs PROFILE.json`` reads; return the exit status."""
+    """Run ``rematplan profile``: measure every distinct op and write the costs to a file. Return the exit status 0.
+
+    The option ``--costs FILE.json`` of other commands reads the file.
+    """
     check_outputs(args.output)
     step = load_model(args, out).step
     from rematplan.runtime.costs.profile import profile_costs

@@ -39,7 +39,10 @@ exit status).
 
 
 def run(argv: Sequence[str] | None = None) -> int:
-    """Run a command and return its exit status; see `rematplan.cli.main`."""
+    """Run the command that ``argv`` names and return its exit status, as described at `rematplan.cli.main`.
+
+    ``argv``: the arguments; None: those of the process. Every error of the user is printed as one line.
+    """
     if isinstance(
         sys.stdout, io.TextIOWrapper
     ):  # names in files may contain characters that the terminal cannot show
@@ -65,8 +68,9 @@ def run(argv: Sequence[str] | None = None) -> int:
 
 
 def parser(argv: Sequence[str]) -> Parser:
-    """Return the parser of all commands. Only the module of the command in ``argv`` is imported: some take
-    seconds.
+    """Return the parser of all commands. Only the command named in ``argv`` gets its arguments.
+
+    The modules of the other commands are not imported, because some take seconds.
     """
     root = Parser(
         prog="rematplan",

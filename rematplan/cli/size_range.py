@@ -30,10 +30,10 @@ COLUMNS = ("budget_bytes", "size", "fits", "predicted_peak_bytes", "overhead_per
 
 
 def spanned(args: argparse.Namespace) -> tuple[str, range] | None:
-    """Return the dimension for which the arguments state a range of sizes, and the range; None if there is none.
+    """Return the dimension for which ``--dim`` states a range of sizes, and the range; None if there is none.
 
     Raises:
-        UsageError: there are several.
+        UsageError: several dimensions have a range.
     """
     found = [(name, sizes) for name, sizes in args.dim or () if isinstance(sizes, range)]
     if len(found) > 1:
@@ -42,11 +42,11 @@ def spanned(args: argparse.Namespace) -> tuple[str, range] | None:
 
 
 def plan_sizes(args: argparse.Namespace, out: Output) -> int:
-    """Run ``rematplan plan`` for a range of sizes: plan all sizes, show a table, and return the exit status.
+    """Run ``rematplan plan`` for a range of sizes: plan all sizes, show a table, and return the exit status 0.
 
     Raises:
         UsageError: an option that can only be used with one size, or a strategy other than ``auto``.
-        UnfitSizes: no plan is known that fits at some sizes; the table was shown.
+        UnfitSizes: at some sizes no known plan fits. It is raised after the table was shown.
     """
     for option, file in (("--output", args.output), ("--problem-out", args.problem_out)):
         if file:
@@ -70,9 +70,12 @@ def plan_sizes(args: argparse.Namespace, out: Output) -> int:
 
 
 def draw_sizes(args: argparse.Namespace, out: Output) -> int:
-    """Run ``rematplan curve`` for a range of sizes, and return the exit status.
+    """Run ``rematplan curve`` for a range of sizes, and return the exit status 0.
 
-    Overhead by size, at several budgets, is shown as tables, a picture and a CSV file.
+    Overhead by size, at several budgets, is shown as tables and, if asked for, written as a picture and a CSV file.
+
+    Raises:
+        UsageError: ``--measure``, or a strategy other than ``auto``.
     """
     if args.measure:
         raise UsageError("--measure goes with one size, not with a range")

@@ -26,7 +26,7 @@ VERIFICATION_FAILED = 1
 
 
 def add(parser: argparse.ArgumentParser) -> None:
-    """Add the arguments of this command to ``parser``."""
+    """Add the arguments of ``rematplan step`` to ``parser``."""
     add_model(parser, problem_file=False)
     add_costs(parser)
     add_budget(parser, required=False)
@@ -50,7 +50,13 @@ def add(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace, out: Output) -> int:
-    """Plan, run and measure; return 1 if the verification found a difference, otherwise 0."""
+    """Run ``rematplan step``: plan or load a plan, run the step and measure it.
+
+    Return 1 if the verification found a difference that was not predicted, otherwise 0.
+
+    Raises:
+        UsageError: ``--budget`` and ``--plan`` are both given, or neither.
+    """
     if (args.budget is None) == (args.plan is None):
         raise UsageError("state a --budget or a --plan file, not both")
     if args.budget is not None:
@@ -108,9 +114,9 @@ def _saved(args: argparse.Namespace, source: Source, out: Output) -> tuple[Sourc
 
 
 def run_plan(loaded: LoadedStep, plan: Plan, out: Output, steps: int, check: bool) -> StepReport:
-    """Run a plan for ``steps`` timed steps, show its measurements, and return them.
+    """Run a plan for ``steps`` timed steps, print a table of its measurements, and return them.
 
-    ``check``: also compare the results with plain autograd.
+    ``check``: whether to compare loss, gradients and buffers with plain autograd.
     """
     from rematplan import api
 
@@ -121,8 +127,10 @@ def run_plan(loaded: LoadedStep, plan: Plan, out: Output, steps: int, check: boo
 
 
 def exit_status(report: StepReport) -> int:
-    """Return 1 if the verification found a difference that was not predicted, and print it on standard error;
+    """Return 1, and print why on standard error, if the verification found a difference that was not predicted;
     otherwise 0.
+
+    0 also if nothing was verified.
     """
     if report.verification is None or report.verification.passed:
         return 0
@@ -131,7 +139,8 @@ def exit_status(report: StepReport) -> int:
 
 
 def step_document(report: StepReport) -> dict[str, Any]:
-    """Return the JSON output for a step that was run."""
+    """Return the JSON output for a step that was run: peaks in bytes, times in seconds, the losses and the
+    verification."""
     checked = report.verification
     return {
         "measured_peak": report.measured_peak,

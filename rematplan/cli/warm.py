@@ -10,13 +10,14 @@ from rematplan.ir.cache_folder import cache_folder
 
 
 def add(parser: argparse.ArgumentParser) -> None:
-    """Do nothing: this command has no arguments."""
+    """Add nothing to ``parser``: ``rematplan warm`` has no arguments."""
     del parser
 
 
 def run(args: argparse.Namespace, out: Output) -> int:
-    """Compile all loops that are not compiled yet, and save the machine code for later processes; return the exit
-    status.
+    """Run ``rematplan warm``: compile the planner's numba loops that are not compiled yet. Return the exit status 0.
+
+    The machine code is saved on disk for later processes.
     """
     del args
     from rematplan.planner.auto.compile_kernels import compile_kernels

@@ -134,10 +134,10 @@ class PlanOptions:
 
     @property
     def several(self) -> bool:
-        """Whether several micro-batches may be in flight, or weight gradients are deferred (``deferred`` is not None)."""
+        """Whether several micro-batches may be in flight, or weight gradients are deferred."""
         return self.in_flight > 1 or self.deferred is not None
 
     @property
     def inverting(self) -> bool:
-        """Whether plans may use inverses that round (ops that compute an input from an output, within rounding errors)."""
+        """Whether plans may use inverses (ops that compute an input from an output) that round."""
         return self.inverses or self.strategy == Reversible.name

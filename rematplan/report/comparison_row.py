@@ -13,10 +13,11 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Rival:
-    """A plan of the step, under the name of how it was found.
+    """One row of the comparison of strategies: a plan of a step, with its predicted and measured figures.
 
-    ``extra``: predicted time beyond that of the step without recomputation, as a share of it. ``error``: the predicted
-    relative error of tensors that inverses recover. ``report``: None if the plan was not run.
+    ``name``: how the plan was found, such as ``auto with inverses``. ``plan``: the plan. ``extra``: predicted time ÷
+    that of the step without recomputation, − 1. ``error``: the predicted relative error of tensors that inverses (ops
+    that compute an input from an output) recover. ``report``: the measurements; None if the plan was not run.
     """
 
     name: str
@@ -26,9 +27,9 @@ class Rival:
     report: StepReport | None = None
 
     def fits(self, budget: int) -> str:
-        """Return whether the peak is within ``budget`` bytes: ``yes``, ``no`` or ``predicted``.
+        """Return ``yes`` if the plan's peak is within ``budget`` bytes, otherwise ``no``.
 
-        ``predicted``: the predicted peak is within the budget, the measured one is not.
+        ``predicted`` if the predicted peak is within the budget and the measured peak is above it.
         """
         if self.plan.peak > budget:
             return "no"
@@ -36,6 +37,7 @@ class Rival:
 
     @property
     def gradient_error(self) -> float | None:
-        """The measured largest relative difference from plain autograd; 0 where all gradients are bit-equal."""
+        """The largest measured relative difference of a gradient from plain autograd; 0 if all are bit-equal; None if
+        not verified."""
         checked = self.report.verification if self.report else None
         return checked.error if checked else None

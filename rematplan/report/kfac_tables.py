@@ -18,9 +18,9 @@ Pairs = Sequence[tuple["Iteration", "Iteration"]]
 
 
 def breakdown_table(title: str, pairs: Pairs) -> Table:
-    """Return a table of the milliseconds of an iteration by part, with a row each for SGD and K-FAC.
+    """Return a table of the milliseconds of a training iteration by part, with a row for SGD and one for K-FAC.
 
-    ``pairs``: the iterations of SGD and of K-FAC, for each number of devices.
+    ``pairs``: an iteration of SGD and one of K-FAC, for each number of devices.
     """
     table = Table(title=f"{title}: milliseconds an iteration", box=box.SIMPLE, title_justify="left")
     table.add_column("devices", justify="right")
@@ -35,9 +35,12 @@ def breakdown_table(title: str, pairs: Pairs) -> Table:
 
 
 def memory_table(title: str, pairs: Pairs, peaks: tuple[int, int]) -> Table:
-    """Return a table of the bytes of SGD's and K-FAC's state, on the device that holds most, without and with a step.
+    """Return a table of the memory of SGD and K-FAC on the device that holds most.
 
-    ``pairs``: as for `breakdown_table`. ``peaks``: the step's peak in bytes with SGD and with K-FAC.
+    For each number of devices, it has the bytes of the optimizer's state, and the state plus the step's peak.
+
+    ``pairs``: an iteration of SGD and one of K-FAC, for each number of devices. ``peaks``: the step's peak in bytes
+    with SGD and with K-FAC.
     """
     table = Table(title=title, box=box.SIMPLE, title_justify="left")
     for column in ("devices", "SGD state", "K-FAC state", "SGD in all", "K-FAC in all"):

@@ -31,12 +31,15 @@ COLUMNS = (
 
 
 def transient(stage: StagePlan) -> int:
-    """Return the most bytes that any action of a stage needs for its micro-batch."""
+    """Return the most bytes that a forward or backward of a stage needs for its own micro-batch.
+
+    What the rank holds for other micro-batches, and parameters and buffers, are not included.
+    """
     return max(stage.transient_forward, stage.transient_backward, stage.transient_weight)
 
 
 def ranks_table(plan: PlannedPipeline) -> Table:
-    """Return a table with one row per rank: its memory, and the time of recomputation."""
+    """Return a table with one row per rank: its stages, its memory by kind, and the share of time for recomputation."""
     title = f"{plan.problem}: {plan.schedule.name} within {show_bytes(plan.budget)} a rank"
     table = Table(title=title, box=box.SIMPLE_HEAD, title_justify="left", title_style="bold")
     for i, column in enumerate(COLUMNS):
@@ -60,7 +63,10 @@ def ranks_table(plan: PlannedPipeline) -> Table:
 
 
 def pipeline_table(plan: PlannedPipeline) -> Table:
-    """Return a table of a pipeline's makespan and bubble, and of its slowest stage with a lower bound of its time."""
+    """Return a table of a pipeline's schedule, cuts, makespan, bubble and messages, and of its slowest stage.
+
+    The slowest stage's time is shown with a lower bound for the slowest stage under any cuts and plans.
+    """
     order, line, slowest = plan.schedule, plan.timeline, plan.slowest
     formula = FORMULAS[order.name]
     rows = {
@@ -81,7 +87,10 @@ def pipeline_table(plan: PlannedPipeline) -> Table:
 
 
 def measured_ranks_table(plan: PlannedPipeline, reports: Sequence[RankReport]) -> Table:
-    """Return a table of the promised and the measured peak of each rank."""
+    """Return a table with one row per rank: its predicted and measured peak, and its time of recomputation.
+
+    ``reports``: by rank.
+    """
     title = f"{plan.problem}: {plan.schedule.name} within {show_bytes(plan.budget)} a rank, measured"
     table = Table(title=title, box=box.SIMPLE_HEAD, title_justify="left", title_style="bold")
     for column in (

@@ -30,8 +30,11 @@ WORTH_CUTTING = 1.6
 
 @dataclass(frozen=True, slots=True)
 class MeasuredPoint:
-    """A plan that was run: its measured peak in bytes; least, median and largest of its step time ÷ the no-recompute
-    plan's in the same round − 1."""
+    """A plan that was run, as a point of the picture.
+
+    ``peak``: its measured peak in bytes. ``least``, ``overhead``, ``largest``: the minimum, median and maximum over the
+    rounds of: its step time ÷ the step time of the plan without recomputation in the same round, − 1.
+    """
 
     peak: int
     least: float
@@ -41,9 +44,10 @@ class MeasuredPoint:
 
 @dataclass(frozen=True, slots=True)
 class Floors:
-    """What is proven of every schedule.
+    """Lower bounds that are proven for every schedule of a problem.
 
-    ``peak``: bytes that it holds at some time. ``overheads``: pairs of a budget in bytes and the least overhead in it.
+    ``peak``: the least possible peak in bytes. ``overheads``: pairs of a budget in bytes and the least possible
+    overhead within this budget.
     """
 
     peak: int = 0
@@ -58,7 +62,7 @@ def save_trade_off(
     measured: Sequence[MeasuredPoint] = (),
     floors: Floors = Floors(),
 ) -> None:
-    """Write the picture of `trade_off_png` as a PNG file, whole or not at all.
+    """Write the picture of `trade_off_png` as a PNG file. A failure leaves no partial file.
 
     Raises:
         ProblemError: the file cannot be written.
@@ -73,11 +77,11 @@ def trade_off_png(
     measured: Sequence[MeasuredPoint] = (),
     floors: Floors = Floors(),
 ) -> bytes:
-    """Return a PNG of overhead against peak.
+    """Return a PNG image that shows the overhead of plans against their peak.
 
     Each strategy is a staircase, because a plan serves every budget from its peak upwards. ``auto`` is drawn on top.
-    The region that no schedule can reach is shaded. If one small budget would flatten all other plans, the vertical
-    axis is cut, and a small panel shows the whole range.
+    The region that no schedule can reach is shaded. If the overhead at one small budget would flatten all other plans,
+    the vertical axis is cut, and a small panel shows the whole range.
 
     Args:
         title: the picture's title.
@@ -146,8 +150,11 @@ class _Picture:
 
     @property
     def cut(self) -> float:
-        """A height that shows every curve right of the middle between the smallest peak and the base's, the knee of
-        the best one, and every measured point."""
+        """The height in percent at which the vertical axis is cut, if at all.
+
+        It shows every measured point; of each curve the plans right of the middle between the smallest peak and the
+        peak without recomputation; and twice the best overhead at that middle.
+        """
         points = [point for curve in self.curves.values() for point in curve]
         if not points:
             return 1.0
@@ -156,7 +163,7 @@ class _Picture:
         return ROOM * max(*shown, 2 * min(shown), *self._measured_tops(), 1.0)
 
     def draw(self, axes: Axes, size: float = 1.0) -> None:
-        """Draw all but the texts; ``size`` scales lines and markers."""
+        """Draw curves, measured points and shaded regions into ``axes``. ``size`` scales lines and markers."""
         others = [name for name in self.curves if name != TOP]
         for k, name in enumerate(others):
             self._staircase(axes, name, COLOURS[k % len(COLOURS)], MARKERS[k % len(MARKERS)], size)
@@ -235,7 +242,8 @@ class _Picture:
             )
 
     def summary(self) -> str:
-        """Return the figures to print next to the picture, as lines of text."""
+        """Return the peak without recomputation, the smallest peak found and the proven least peak, as lines of
+        text."""
         base = self.base.estimate.peak
         lines = [f"no recompute: {show_bytes(base)}"]
         least = min(self.plans, key=lambda p: (p.estimate.peak, p.estimate.cost), default=self.base)
@@ -279,7 +287,7 @@ def _add_share_axis(axes: Axes, one_percent: float) -> None:
 
 
 def unit_of(n: int) -> tuple[str, int]:
-    """Return the unit in which to show a number of bytes, and the unit's size in bytes."""
+    """Return the largest unit of GiB, MiB, KiB and B that is not above ``n`` bytes, and its size in bytes."""
     return next(
         (unit, size)
         for unit, size in (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10), ("B", 1))

@@ -18,9 +18,10 @@ GREY = "#BBBBBB"
 
 
 def save_breakdown(path: Path, title: str, pairs: Sequence[tuple[Iteration, Iteration]]) -> None:
-    """Draw the time of an iteration by part as a PNG file: for each number of devices SGD, left, and K-FAC, right.
+    """Draw the time of a training iteration by part, as stacked bars in a PNG file. A failure leaves no partial file.
 
-    The file is written completely or not at all. ``pairs``: the iterations of SGD and of K-FAC.
+    For each number of devices there is a bar for SGD, left, and one for K-FAC, right. ``pairs``: an iteration of SGD
+    and one of K-FAC, for each number of devices.
 
     Raises:
         ProblemError: the file cannot be written.

@@ -23,10 +23,10 @@ LEAST = 1e-18
 
 
 def save_comparison(path: Path, title: str, rivals: Sequence[Rival], budget: int) -> None:
-    """Draw the peak and the extra time of each row as a PNG file, which is written completely or not at all.
+    """Draw the peak of each row against its extra time and its error, as a PNG file. A failure leaves no partial file.
 
-    ``budget``: bytes; a line marks it, and rows that do not fit have hollow markers. Peaks are measured where the row
-    was run, else predicted; extra times are predicted.
+    Peaks and errors are measured if the row's plan was run, otherwise predicted; extra times are predicted. ``budget``:
+    bytes; a line marks it, and rows that do not fit have hollow markers.
 
     Raises:
         ProblemError: the file cannot be written.

@@ -16,9 +16,11 @@ from rematplan.report.plot import COLOURS, MARKERS, unit_of
 
 
 def save_range(path: Path, title: str, plans: Sequence[RangePlan]) -> None:
-    """Draw overhead by size and predicted peak by size as two panels of a PNG file, with one line per budget.
+    """Draw overhead by size, and predicted peak by size, as two panels of a PNG file, with one line per item of
+    ``plans``.
 
-    Sizes at which no plan fits have no point. The dashed line is the step without recomputation.
+    Each item is the result of planning the range within another budget. Sizes at which no plan fits have no point. The
+    dashed line is the step without recomputation. A failure leaves no partial file.
 
     Raises:
         ProblemError: the file cannot be written.

@@ -30,7 +30,7 @@ NUMBERED = 1 / 90
 
 
 def save_timeline(path: Path, plan: PlannedPipeline) -> None:
-    """Draw a pipeline's timeline as a PNG file, which is written completely or not at all.
+    """Draw a pipeline's timeline, and the predicted peak of each rank, as a PNG file. A failure leaves no partial file.
 
     Raises:
         ProblemError: the file cannot be written.
@@ -60,7 +60,10 @@ def save_timeline(path: Path, plan: PlannedPipeline) -> None:
 
 
 def draw_timeline(axes: Axes, line: Timeline) -> None:
-    """Draw the actions of each rank over time into ``axes``. Later stages of a rank are darker."""
+    """Draw the forwards and backwards of each rank over time into ``axes``, one row per rank.
+
+    If a rank has several stages, later ones are darker or lighter shades of the same colour.
+    """
     scale, unit = next(((s, u) for s, u in ((1e6, "s"), (1e3, "ms")) if line.makespan >= s), (1.0, "µs"))
     present = {span.action.kind for row in line.rows for span in row}
     for rank, row in enumerate(line.rows):

@@ -18,8 +18,11 @@ ROWS = 12
 
 
 def range_table(name: str, plan: RangePlan) -> Table:
-    """Return a table of peak and overhead by size: a sample of the sizes, both ends among them, and each size at which
-    no plan fits next to one at which one does."""
+    """Return a table of the predicted peak and overhead by size. ``name``: the problem's name.
+
+    It has about `ROWS` sizes, evenly spread, with the smallest and the largest; and each pair of neighbouring sizes of
+    which a plan fits at one and none fits at the other.
+    """
     proof = plan.proof
     title = f"{name}: {plan.members} plans for {len(proof.rows)} sizes within {show_bytes(proof.budget)}"
     table = Table(title=title, box=box.SIMPLE_HEAD, title_justify="left", title_style="bold")
@@ -48,6 +51,9 @@ def range_table(name: str, plan: RangePlan) -> Table:
 
 
 def shown_rows(rows: Sequence[RangeRow[int]]) -> list[int]:
-    """Return the positions of the rows that `range_table` shows, in ascending order."""
+    """Return the positions of the rows that `range_table` shows, in ascending order.
+
+    These are about `ROWS` evenly spread positions, and each pair of neighbours of which only one row fits the budget.
+    """
     edges = {k + d for k in range(len(rows) - 1) for d in (0, 1) if rows[k].fits is not rows[k + 1].fits}
     return sorted({*spread_places(len(rows), ROWS), *edges})

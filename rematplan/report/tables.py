@@ -48,17 +48,20 @@ def show_seconds(seconds: float) -> str:
 
 
 def show_share(part: float, whole: float) -> str:
-    """Format a part as a percentage of the whole; a dash if the whole is 0."""
+    """Format ``part`` as a percentage of ``whole``, such as ``50.0 %``; a dash if ``whole`` is 0."""
     return f"{100 * part / whole:.1f} %" if whole else "–"
 
 
 def show_overhead(plan: Plan) -> str:
-    """Format a plan's overhead as a percentage."""
+    """Format a plan's overhead (extra time as a share of the time without recomputation) as a percentage."""
     return f"{100 * plan.estimate.overhead:.2f} %"
 
 
 def show_lanes(plan: Plan) -> str:
-    """Describe what a plan's two lanes promise."""
+    """Describe the predicted peak and time of a plan on two lanes (CUDA streams or threads) in one line of text.
+
+    The plan must have two lanes.
+    """
     assert plan.lanes is not None
     share = 100 * saved(plan, plan.estimate.cost)
     return (
@@ -69,14 +72,17 @@ def show_lanes(plan: Plan) -> str:
 
 
 def split_for_people(graph: TrainingGraph, plan: Plan) -> dict[str, int]:
-    """Return the bytes held at the plan's peak under the names of `LABELS`; a training step shows all of `ALWAYS`."""
+    """Return the bytes held at a plan's peak, by kind of tensor as people read it (the values of `LABELS`).
+
+    Kinds without bytes are left out; of a captured training step, all of `ALWAYS` are present.
+    """
     found = {LABELS.get(kind, kind): n for kind, n in peak_split(graph, plan.schedule).items()}
     shown = dict.fromkeys(ALWAYS, 0) if graph.fixed_split else {}
     return {name: n for name, n in (shown | found).items() if n or name in shown}
 
 
 def pairs_table(title: str, rows: Mapping[str, str]) -> Table:
-    """Return a table of names and values."""
+    """Return a table with two columns: the names and the values of ``rows``."""
     table = Table(title=title, box=box.SIMPLE, show_header=False, title_justify="left", title_style="bold")
     table.add_column(overflow="fold")
     table.add_column(overflow="fold")
@@ -86,7 +92,10 @@ def pairs_table(title: str, rows: Mapping[str, str]) -> Table:
 
 
 def split_table(graph: TrainingGraph, base: Plan, plan: Plan) -> Table:
-    """Return a table of what the step holds at its peak, without recomputation and as planned."""
+    """Return a table of the bytes held at the peak by kind of tensor, without recomputation and as planned.
+
+    ``base``: the plan without recomputation.
+    """
     table = _table(f"{graph.name}: bytes held at the peak", "", "no recompute", "planned")
     without, planned = split_for_people(graph, base), split_for_people(graph, plan)
     for kind in dict.fromkeys((*without, *planned)):
@@ -97,7 +106,14 @@ def split_table(graph: TrainingGraph, base: Plan, plan: Plan) -> Table:
 
 
 def plan_table(graph: TrainingGraph, plan: Plan, base: Plan, error: float = 0.0) -> Table:
-    """Return a table of a plan's predicted figures."""
+    """Return a table of a plan's predicted peak, overhead, recomputed ops, errors, lanes and lower bound.
+
+    Args:
+        graph: the problem.
+        plan: a plan of it.
+        base: the plan without recomputation.
+        error: the predicted relative error of forward tensors that the backward reads; 0 if gradients are bit-equal.
+    """
     e = plan.estimate
     rows = {
         "strategy": plan.strategy,
@@ -126,7 +142,10 @@ def plan_table(graph: TrainingGraph, plan: Plan, base: Plan, error: float = 0.0)
 
 
 def trade_off_table(name: str, base: Plan, rows: Sequence[Row]) -> Table:
-    """Return a table of strategies × budgets, one section per budget; the least overhead of each section is bold."""
+    """Return a table with one section per budget and one row per strategy; the least overhead of each section is bold.
+
+    ``name``: the problem's name. ``base``: the plan without recomputation. ``rows``: grouped by budget.
+    """
     columns = ("predicted\npeak", "of no\nrecompute", "overhead", "ops\nrecomputed")
     table = _table(f"{name}: memory against time", "budget", "strategy", *columns, left=2)
     table.add_row("none", base.strategy, *_cells(base, base), end_section=True)
@@ -159,9 +178,10 @@ def _cells(plan: Plan, base: Plan) -> tuple[str, ...]:
 
 
 def measured_table(name: str, measured: Sequence[MeasuredPlan]) -> Table:
-    """Return a table of plans that were timed alternately.
+    """Return a table of the measured peak and step time of plans that were timed alternately.
 
-    ``measured``: first the plan without recomputation, with which all are compared; last plain autograd.
+    ``name``: the problem's name. ``measured``: first the plan without recomputation, to which overheads refer; last
+    plain autograd.
     """
     table = _table(
         f"{name}: measured on this machine, median of {len(measured[0].seconds)} rounds",
@@ -191,8 +211,10 @@ def measured_table(name: str, measured: Sequence[MeasuredPlan]) -> Table:
 
 
 def step_table(name: str, report: StepReport) -> Table:
-    """Return a table of predicted and measured peak, step time against eager mode, and the comparison with plain
-    autograd."""
+    """Return a table of a step that was run: its peaks, times and losses, and those of plain autograd (eager mode).
+
+    ``name``: the step's name.
+    """
     predicted, measured = report.plan.peak, report.measured_peak
     rows = {
         "predicted peak": show_bytes(predicted),
@@ -214,7 +236,10 @@ def step_table(name: str, report: StepReport) -> Table:
 
 
 def comparison_table(name: str, budget: int, rivals: Sequence[Rival]) -> Table:
-    """Return a table of the peak, extra time and error of each row, and of whether it fits ``budget`` bytes."""
+    """Return a table of strategies with peak, extra time and error of each, and whether it fits ``budget`` bytes.
+
+    ``name``: the problem's name. ``rivals``: the rows. If the first row was run, plain autograd is a further row.
+    """
     columns = (
         "fits",
         "predicted\npeak",
@@ -253,7 +278,10 @@ def _error(error: float) -> str:
 
 
 def models_table(entries: Sequence[tuple[ZooEntry, int]]) -> Table:
-    """Return a table of the zoo with each network's number of parameters at its default width."""
+    """Return a table of the zoo's networks: name, summary, default sizes and number of parameters.
+
+    ``entries``: pairs of a network and its number of parameters.
+    """
     table = _table("Networks", "name", "", "sizes", "parameters", left=3)
     for entry, parameters in entries:
         sizes = ", ".join(f"{name} {size}" for name, size in entry.sizes.items())
@@ -262,7 +290,10 @@ def models_table(entries: Sequence[tuple[ZooEntry, int]]) -> Table:
 
 
 def devices_table(rows: Sequence[Mapping[str, Any]]) -> Table:
-    """Return a table of device models. ``rows``: as in the JSON output of ``rematplan devices``."""
+    """Return a table of device models: operations per second, memory bandwidth and launch time.
+
+    ``rows``: the items of ``devices`` in the JSON output of ``rematplan devices``.
+    """
     columns = ("TFLOP/s\nfloat32", "TFLOP/s\nfloat16", "GB/s", "launch\nµs")
     keys = ("teraflops_float32", "teraflops_float16", "gigabytes_a_second", "launch_microseconds")
     table = _table("Device models", "name", "", *columns, left=2)
