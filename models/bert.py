@@ -16,9 +16,14 @@ DROPOUT = 0.1
 
 
 class BERT(nn.Module):
-    """A network from token numbers (N, T) to scores of each token (N, T, ``vocabulary``), with T ≤ ``positions``.
+    """BERT: a network from token numbers (N, T) to scores of each token (N, T, ``vocabulary``), with T ≤ ``positions``.
 
-    ``kinds``: the number of segment embeddings, of which the first is used: 2 in BERT, 1 in RoBERTa.
+    Args:
+        depth: the number of transformer blocks.
+        width: the features of a token.
+        vocabulary: the number of distinct tokens.
+        positions: the largest length of a sequence.
+        kinds: the number of segment embeddings, of which the first is used: 2 in BERT, 1 in RoBERTa.
     """
 
     def __init__(
@@ -48,7 +53,7 @@ class BERT(nn.Module):
         small_normal_weights(self)
 
     def forward(self, tokens: Tensor) -> Tensor:
-        """Return scores (N, T, ``vocabulary``)."""
+        """Return scores (N, T, ``vocabulary``) for token numbers (N, T)."""
         x = self.embedding(tokens) + self.positions.weight[: tokens.shape[1]] + self.kinds.weight[0]
         x = self.head(self.blocks(self.start(x)))
         return functional.linear(x, self.embedding.weight, self.bias)

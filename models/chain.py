@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 
 class Chain(nn.Module):
-    """A network from rows of features (N, ``width``) to class scores (N, ``classes``), with ``depth`` layers."""
+    """A chain of ``depth`` linear layers with tanh, from features (N, ``width``) to class scores (N, ``classes``)."""
 
     def __init__(self, depth: int = 1000, width: int = 128, classes: int = 10) -> None:
         super().__init__()
@@ -25,5 +25,5 @@ class Chain(nn.Module):
         self.layers, self.head = nn.Sequential(*layers), nn.Linear(width, classes)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return class scores."""
+        """Return class scores (N, ``classes``) for features (N, ``width``)."""
         return cast(Tensor, self.head(self.layers(x)))

@@ -12,8 +12,9 @@ from torch import Tensor, nn
 
 
 class Coupling(nn.Module):
-    """A block from two tensors to two tensors of the same shape, with the functions ``first`` (F) and ``second``
-    (G).
+    """An additive coupling of two tensors: (a, b) becomes (a + F(b), b + G(a + F(b))). Both keep their shapes.
+
+    ``first``, ``second``: the functions F and G.
     """
 
     def __init__(self, first: nn.Module, second: nn.Module) -> None:
@@ -21,13 +22,13 @@ class Coupling(nn.Module):
         self.first, self.second = first, second
 
     def forward(self, a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
-        """Return ``a`` + F(``b``), and ``b`` + G of that sum."""
+        """Return a + F(b), and b + G(a + F(b))."""
         a = a + self.first(b)
         return a, b + self.second(a)
 
 
 class Couplings(nn.Module):
-    """Several couplings, one after the other."""
+    """Additive couplings of two tensors, one after the other. ``blocks``: the couplings, in order."""
 
     def __init__(self, blocks: Iterable[Coupling]) -> None:
         super().__init__()

@@ -24,7 +24,10 @@ BOTTLENECK = 4
 
 
 def norm_relu_conv(inside: int, outside: int, size: int) -> nn.Sequential:
-    """Return batch norm, ReLU and a convolution, in this order."""
+    """Return batch norm, ReLU and a convolution without bias that keeps the image size, in this order.
+
+    ``inside``, ``outside``: the numbers of input and output channels. ``size``: the side of the kernel, odd.
+    """
     return nn.Sequential(
         nn.BatchNorm2d(inside),
         nn.ReLU(inplace=True),
@@ -33,8 +36,10 @@ def norm_relu_conv(inside: int, outside: int, size: int) -> nn.Sequential:
 
 
 class DenseBlock(nn.Module):
-    """A block in which each layer reads the input and the outputs of all earlier layers, and adds ``growth``
+    """A dense block: each layer reads the block's input and the outputs of all earlier layers, and adds ``growth``
     channels.
+
+    ``layers``: the number of layers. ``inside``: the channels of the input.
     """
 
     def __init__(self, layers: int, inside: int, growth: int) -> None:
@@ -48,7 +53,8 @@ class DenseBlock(nn.Module):
         )
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return the input and the outputs of all layers, concatenated."""
+        """Return the input and the outputs of all layers, concatenated: (N, ``inside`` + ``layers`` · ``growth``, H,
+        W)."""
         features = [x]
         for layer in self.layers:
             features.append(layer(torch.cat(features, dim=1)))
@@ -56,9 +62,10 @@ class DenseBlock(nn.Module):
 
 
 class DenseNet(nn.Module):
-    """A network from images (N, 3, H, W) to class scores (N, ``classes``).
+    """DenseNet: a network from images (N, 3, H, W) to class scores (N, ``classes``).
 
-    ``depth``: a key of `DEPTHS`. ``width``: the growth rate; None stands for the paper's.
+    ``depth``: the number of layers, a key of `DEPTHS`. ``width``: the channels that each layer adds (growth rate); None
+    stands for the paper's.
     """
 
     def __init__(self, depth: int = 121, width: int | None = None, classes: int = 1000) -> None:
@@ -85,5 +92,5 @@ class DenseNet(nn.Module):
                 nn.init.kaiming_normal_(module.weight)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return class scores."""
+        """Return class scores (N, ``classes``) for images (N, 3, H, W)."""
         return cast(Tensor, self.head(self.features(x).flatten(1)))

@@ -28,12 +28,18 @@ CONTEXT = 768
 
 
 def norm_silu_conv(inside: int, outside: int) -> nn.Sequential:
-    """Return group norm, SiLU and a 3×3 convolution."""
+    """Return group norm, SiLU and a 3×3 convolution that keeps the image size, in this order.
+
+    ``inside``, ``outside``: the numbers of input and output channels.
+    """
     return nn.Sequential(nn.GroupNorm(GROUPS, inside), nn.SiLU(), nn.Conv2d(inside, outside, 3, padding=1))
 
 
 class Residual(nn.Module):
-    """A residual block of two convolutions; the features of the time are added between them."""
+    """A residual block of two convolutions; an embedding of the diffusion time is added between them, to every pixel.
+
+    ``inside``, ``outside``: the numbers of input and output channels. ``time``: the features of the time embedding.
+    """
 
     def __init__(self, inside: int, outside: int, time: int) -> None:
         super().__init__()
@@ -42,26 +48,34 @@ class Residual(nn.Module):
         self.shortcut = nn.Identity() if inside == outside else nn.Conv2d(inside, outside, 1)
 
     def forward(self, x: Tensor, time: Tensor) -> Tensor:
-        """Return features (N, ``outside``, H, W)."""
+        """Return features (N, ``outside``, H, W) for ``x`` (N, ``inside``, H, W) and the time embedding (N,
+        features)."""
         middle = self.first(x) + self.time(time)[:, :, None, None]
         return cast(Tensor, self.shortcut(x) + self.second(middle))
 
 
 class GatedFeedForward(nn.Module):
-    """A feed-forward layer in which one half of the hidden features gates the other (GEGLU, Shazeer 2020)."""
+    """A feed-forward layer in which one half of the hidden features gates the other (GEGLU, Shazeer 2020).
+
+    ``width``: the features of a token; there are 4 · ``width`` hidden features after gating.
+    """
 
     def __init__(self, width: int) -> None:
         super().__init__()
         self.widen, self.narrow = nn.Linear(width, 8 * width), nn.Linear(4 * width, width)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return features of the same shape."""
+        """Return features of the same shape, (N, T, ``width``)."""
         value, gate = self.widen(x).chunk(2, dim=-1)
         return cast(Tensor, self.narrow(value * functional.gelu(gate)))
 
 
 class Attending(nn.Module):
-    """Self-attention between pixels, followed by cross-attention to the text and a feed-forward layer."""
+    """Self-attention between pixels, then cross-attention to a text, then a feed-forward layer, each added to its
+    input.
+
+    ``width``: the channels of the image. ``context``: the features of a text token.
+    """
 
     def __init__(self, width: int, context: int) -> None:
         super().__init__()
@@ -73,7 +87,7 @@ class Attending(nn.Module):
         self.mlp = GatedFeedForward(width)
 
     def forward(self, x: Tensor, context: Tensor) -> Tensor:
-        """Return features of the same shape."""
+        """Return features of the shape of ``x``, (N, ``width``, H, W). ``context``: the text, (N, T, features)."""
         y = self.inward(self.norm(x))
         rows, columns = y.shape[-2:]
         y = y.flatten(2).transpose(1, 2)
@@ -85,39 +99,49 @@ class Attending(nn.Module):
 
 
 class Level(nn.Module):
-    """A residual block, followed by attention and by a change of size, if they are given."""
+    """A residual block, then attention to pixels and text, then a change of height and width; the last two may be
+    None."""
 
     def __init__(self, residual: Residual, attending: Attending | None, resize: nn.Module | None) -> None:
         super().__init__()
         self.residual, self.attending, self.resize = residual, attending, resize
 
     def forward(self, x: Tensor, time: Tensor, context: Tensor) -> Tensor:
-        """Return the features."""
+        """Return features (N, channels, H', W') for the image ``x``, the time embedding (N, features) and the text (N,
+        T, features)."""
         x = self.residual(x, time)
         x = x if self.attending is None else self.attending(x, context)
         return x if self.resize is None else cast(Tensor, self.resize(x))
 
 
 class Shrink(nn.Conv2d):
-    """A strided convolution that halves height and width. It is called like a `Level`."""
+    """A 3×3 convolution with stride 2: (N, ``width``, H, W) to (N, ``width``, H ÷ 2, W ÷ 2).
+
+    It may be called with the arguments of a `Level`, of which it ignores all but the first.
+    """
 
     def __init__(self, width: int) -> None:
         super().__init__(width, width, 3, stride=2, padding=1)
 
     def forward(self, x: Tensor, *_: Tensor) -> Tensor:
-        """Return the features at half the size."""
+        """Return features of half the height and width. Arguments after ``x`` are ignored."""
         return super().forward(x)
 
 
 def grow(width: int) -> nn.Sequential:
-    """Return layers that double height and width: nearest-neighbour upsampling and a convolution."""
+    """Return layers that double height and width: nearest-neighbour upsampling and a 3×3 convolution.
+
+    ``width``: the number of input channels, and of output channels.
+    """
     return nn.Sequential(nn.Upsample(scale_factor=2.0), nn.Conv2d(width, width, 3, padding=1))
 
 
 class DiffusionUNet(nn.Module):
-    """A network from latents (N, 4, H, W), times (N,) and a text (N, T, ``context``) to noise (N, 4, H, W).
+    """The U-Net of Stable Diffusion 1: predicts the noise (N, 4, H, W) in latents.
 
-    H and W must be divisible by 8, ``width`` by `GROUPS`.
+    Its inputs are latents (N, 4, H, W), diffusion times (N,) and a text (N, T, ``context``). H and W must be divisible
+    by 8. ``width``: the channels of the first level, divisible by `GROUPS` (32). ``context``: the features of a text
+    token.
     """
 
     def __init__(self, width: int = 320, context: int = CONTEXT) -> None:
@@ -151,7 +175,8 @@ class DiffusionUNet(nn.Module):
         self.end = norm_silu_conv(width, LATENT)
 
     def forward(self, x: Tensor, times: Tensor, context: Tensor) -> Tensor:
-        """Return the noise."""
+        """Return the noise (N, 4, H, W) in latents ``x`` (N, 4, H, W), at ``times`` (N,), for the text ``context`` (N,
+        T, features)."""
         angles = times[:, None].to(x.dtype) * cast(Tensor, self.frequencies)
         time = self.time(torch.cat((angles.cos(), angles.sin()), dim=1))
         x = self.start(x)

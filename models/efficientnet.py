@@ -33,7 +33,10 @@ def silu() -> nn.Module:
 
 
 class SqueezeExcite(nn.Module):
-    """A layer that scales each channel by a function of the means of all channels (Hu et al., CVPR 2018)."""
+    """A layer that scales each channel of an image by a function of the means of all channels (Hu et al., CVPR 2018).
+
+    ``width``: the number of channels. ``squeezed``: the hidden features of the function.
+    """
 
     def __init__(self, width: int, squeezed: int) -> None:
         super().__init__()
@@ -46,14 +49,22 @@ class SqueezeExcite(nn.Module):
         )
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return the scaled features."""
+        """Return the scaled features, of the same shape (N, ``width``, H, W)."""
         return cast(Tensor, x * self.gate(x))
 
 
 class MBConv(nn.Module):
-    """An inverted residual block with squeeze-and-excitation: widen, filter each channel, scale, narrow.
+    """An inverted residual block with squeeze-and-excitation: widen, convolve each channel, scale channels, narrow.
 
     The input is added if the shapes agree.
+
+    Args:
+        inside: the number of input channels.
+        outside: the number of output channels.
+        expansion: hidden channels ÷ input channels.
+        size: the side of the kernel.
+        stride: the factor by which height and width shrink.
+        drop: the rate of stochastic depth.
     """
 
     def __init__(
@@ -71,14 +82,14 @@ class MBConv(nn.Module):
         self.drop = DropPath(drop) if stride == 1 and inside == outside else None
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return the block's output."""
+        """Return features (N, ``outside``, H ÷ ``stride``, W ÷ ``stride``) for ``x`` (N, ``inside``, H, W)."""
         return cast(Tensor, self.body(x) if self.drop is None else x + self.drop(self.body(x)))
 
 
 class EfficientNet(nn.Module):
-    """A network from images (N, 3, H, W) to class scores (N, ``classes``).
+    """EfficientNet-B0: a network from images (N, 3, H, W) to class scores (N, ``classes``).
 
-    ``width``: channels of the first convolution.
+    ``width``: channels of the first convolution; all other channels scale with it (32 in the paper).
     """
 
     def __init__(self, width: int = STEM, classes: int = 1000) -> None:
@@ -99,5 +110,5 @@ class EfficientNet(nn.Module):
                 nn.init.kaiming_normal_(module.weight, mode="fan_out")
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return class scores."""
+        """Return class scores (N, ``classes``) for images (N, 3, H, W)."""
         return cast(Tensor, self.layers(x))

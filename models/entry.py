@@ -48,11 +48,11 @@ def tokens(sizes: Sizes, generator: Generator) -> tuple[Tensor, ...]:
 class ZooEntry:
     """A network of the zoo.
 
-    ``make``: returns the network of given sizes. ``inputs``: returns a random batch from sizes and a generator.
-    ``sizes``: the network's sizes with their defaults. ``tiny``: sizes to change so that a step takes a moment.
-    ``multiple``: for a size, the number that it must be a multiple of. ``least``: for a size, its least value if that
-    is not 1. ``stride``: side of the image ÷ side of the smallest features, if the network has batch norm; else None.
-    ``loss``: the usual loss.
+    ``name``, ``summary``: its name, and one line about it. ``output``: the kind of its output. ``make``: returns the
+    network of given sizes. ``sizes``: its sizes with their defaults. ``tiny``: sizes for a step that takes a moment.
+    ``inputs``: returns a random batch from sizes and a generator. ``multiple``: for a size, the number that it must be
+    a multiple of. ``least``: for a size, its least value if that is not 1. ``stride``: side of the image ÷ side of the
+    smallest features, if the network has batch norm; else None. ``loss``: the usual loss.
     """
 
     name: str
@@ -68,10 +68,10 @@ class ZooEntry:
     loss: str = "cross_entropy"
 
     def complete(self, requested: Mapping[str, int | None]) -> dict[str, int]:
-        """Return all sizes: those given, and the defaults for others and for None.
+        """Return all sizes by name: those requested, and the defaults for sizes that are missing or None.
 
         Raises:
-            ZooError: the network does not have a given size or cannot have its value; or batch norm would get a
+            ZooError: the network does not have a requested size or cannot have its value; or batch norm would get a
                 single value per channel.
         """
         stated = {name: size for name, size in requested.items() if size is not None}

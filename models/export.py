@@ -25,20 +25,21 @@ FILE_LIMIT = 2**31 - 2**24
 def export_onnx(
     model: nn.Module, inputs: Sequence[Tensor], path: Path, *, dynamic_batch: bool = True
 ) -> None:
-    """Write a network as an ONNX file in training form (opset 17), completely or not at all.
+    """Write a network as an ONNX file in training form (opset 17). A failure leaves no partial file.
 
-    The exporter that traces is used, since the other one silently folds batch norm into convolutions, even in
-    training mode. Tracing runs the network once in training mode; modes, buffers and torch's random state are
-    restored afterwards.
+    PyTorch's exporter that traces is used, since the newer one (``dynamo=True``) silently folds batch norm into
+    convolutions, even in training mode. Tracing runs the network once in training mode; modes, buffers and torch's
+    random state are restored afterwards.
 
     Args:
         model: the network.
-        inputs: a batch, for tracing.
+        inputs: example inputs, for tracing.
         path: the file to write.
-        dynamic_batch: whether dimension 0 of every input is symbolic, with the name ``batch``.
+        dynamic_batch: whether dimension 0 of every input is symbolic, with the name ``batch``; otherwise its size is
+            fixed.
 
     Raises:
-        ZooError: the weights do not fit in one ONNX file.
+        ZooError: the weights do not fit in one ONNX file (2 GiB).
         OSError: the file cannot be written.
     """
     weights = sum(t.nbytes for t in (*model.parameters(), *model.buffers()))

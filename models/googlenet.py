@@ -32,14 +32,20 @@ STEM = 64
 
 
 def conv(inside: int, outside: int, size: int, stride: int = 1) -> nn.Sequential:
-    """Return a convolution with bias, and ReLU."""
+    """Return a convolution with bias, and ReLU. With stride 1 it keeps the image size.
+
+    ``inside``, ``outside``: the numbers of input and output channels. ``size``: the side of the kernel, odd.
+    """
     return nn.Sequential(
         nn.Conv2d(inside, outside, size, stride=stride, padding=size // 2), nn.ReLU(inplace=True)
     )
 
 
 class Inception(nn.Module):
-    """Four branches with different kernel sizes, concatenated."""
+    """Four branches with different kernel sizes, whose channels are concatenated.
+
+    ``inside``: the number of input channels. ``row``: a row of `STAGES`: the channels within the branches.
+    """
 
     def __init__(self, inside: int, row: tuple[int, ...]) -> None:
         super().__init__()
@@ -55,34 +61,33 @@ class Inception(nn.Module):
         self.outside = one + three + five + pooled
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return the channels of all branches."""
+        """Return the channels of all branches, (N, sum of the branches' channels, H, W), for ``x`` (N, ``inside``, H,
+        W)."""
         return torch.cat([branch(x) for branch in self.branches], dim=1)
 
 
 class LocalResponseNorm(nn.Module):
-    """Divides each value by a power of the sum of squares in neighbouring channels (Krizhevsky et al. 2012).
+    """Divides each value by (1 + 10⁻⁴ · mean of squares in 5 neighbouring channels)^0.75 (Krizhevsky et al. 2012).
 
-    The constants are those of the paper.
-
-    PyTorch's own layer squeezes a dimension, which an export turns into a branch on the shape.
+    It is used in place of PyTorch's layer, which squeezes a dimension, so that an export has a branch on the shape.
     """
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return the normalised features."""
+        """Return the normalised features, of the same shape (N, C, H, W)."""
         squares = functional.pad(x.square().unsqueeze(1), (0, 0, 0, 0, 2, 2))
         means = functional.avg_pool3d(squares, (5, 1, 1), stride=1)[:, 0]
         return x / (1.0 + 1e-4 * means).pow(0.75)
 
 
 def halve() -> nn.MaxPool2d:
-    """Return the max pooling between stages, which halves height and width, rounded up."""
+    """Return a 3×3 max pooling with stride 2, which halves height and width, rounded up."""
     return nn.MaxPool2d(3, stride=2, ceil_mode=True)
 
 
 class GoogLeNet(nn.Module):
-    """A network from images (N, 3, H, W) to class scores (N, ``classes``).
+    """GoogLeNet: a network from images (N, 3, H, W) to class scores (N, ``classes``).
 
-    ``width``: channels of the first convolution.
+    ``width``: channels of the first convolution; all other channels scale with it (64 in the paper).
     """
 
     def __init__(self, width: int = STEM, classes: int = 1000) -> None:
@@ -114,5 +119,5 @@ class GoogLeNet(nn.Module):
                 nn.init.zeros_(cast(Tensor, module.bias))
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return class scores."""
+        """Return class scores (N, ``classes``) for images (N, 3, H, W)."""
         return cast(Tensor, self.layers(x))

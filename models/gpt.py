@@ -13,7 +13,12 @@ from rematplan.models.transformer import Block, SelfAttention, heads_of, small_n
 
 
 class GPT(nn.Module):
-    """A network from token numbers (N, T) to scores of the next token (N, T, ``vocabulary``), with T ≤ ``tokens``."""
+    """GPT-2: a network from token numbers (N, T) to scores of the next token (N, T, ``vocabulary``), with T ≤
+    ``tokens``.
+
+    ``depth``: the number of transformer blocks. ``width``: the features of a token. ``vocabulary``: the number of
+    distinct tokens. ``tokens``: the largest length of a sequence.
+    """
 
     def __init__(
         self, depth: int = 12, width: int = 768, vocabulary: int = 50257, tokens: int = 1024
@@ -29,6 +34,6 @@ class GPT(nn.Module):
         small_normal_weights(self)
 
     def forward(self, tokens: Tensor) -> Tensor:
-        """Return scores."""
+        """Return scores of the next token, (N, T, ``vocabulary``), for token numbers (N, T)."""
         x = self.embedding(tokens) + self.positions.weight[: tokens.shape[1]]
         return functional.linear(self.norm(self.blocks(x)), self.embedding.weight)

@@ -15,9 +15,10 @@ DROPOUT = 0.5
 
 
 class UnrolledLSTM(nn.Module):
-    """A network from token numbers (N, T) to scores of the next token (N, T, ``vocabulary``).
+    """An unrolled LSTM: a network from token numbers (N, T) to scores of the next token (N, T, ``vocabulary``).
 
-    The initial state is zero.
+    Each step of each layer is a separate cell. The initial state is zero. ``depth``: the number of layers. ``width``:
+    the features of a token and of the state. ``vocabulary``: the number of distinct tokens.
     """
 
     def __init__(self, depth: int = 2, width: int = 650, vocabulary: int = 10000) -> None:
@@ -28,7 +29,7 @@ class UnrolledLSTM(nn.Module):
         self.head = nn.Linear(width, vocabulary)
 
     def forward(self, tokens: Tensor) -> Tensor:
-        """Return scores."""
+        """Return scores of the next token, (N, T, ``vocabulary``), for token numbers (N, T)."""
         embedded = self.dropout(self.embedding(tokens))
         zero = torch.zeros_like(embedded[:, 0])
         states, outputs = [(zero, zero)] * len(self.cells), []

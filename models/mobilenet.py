@@ -24,7 +24,8 @@ LAST = 1280
 
 
 def round_channels(channels: float) -> int:
-    """Return the nearest multiple of 8 that is not below 90 % of ``channels``, and at least 8."""
+    """Return ``channels`` rounded to the nearest multiple of 8; the next one if that is below 90 % of it; at least
+    8."""
     rounded = max(8, int(channels + 4) // 8 * 8)
     return rounded + 8 if rounded < 0.9 * channels else rounded
 
@@ -38,7 +39,16 @@ def conv_norm(
     groups: int = 1,
     act: Callable[[], nn.Module] | None = None,
 ) -> nn.Sequential:
-    """Return a convolution and batch norm, followed by an activation if one is given."""
+    """Return a convolution without bias and batch norm, followed by an activation if ``act`` is given.
+
+    Args:
+        inside: the number of input channels.
+        outside: the number of output channels.
+        size: the side of the kernel, odd.
+        stride: the factor by which height and width shrink.
+        groups: the number of groups of channels that are convolved separately.
+        act: makes the activation.
+    """
     layers: list[nn.Module] = [
         nn.Conv2d(inside, outside, size, stride, size // 2, groups=groups, bias=False),
         nn.BatchNorm2d(outside),
@@ -52,7 +62,11 @@ def relu6() -> nn.Module:
 
 
 class InvertedResidual(nn.Module):
-    """An inverted residual block: widen, filter each channel, narrow. The input is added if the shapes agree."""
+    """An inverted residual block: widen, convolve each channel, narrow. The input is added if the shapes agree.
+
+    ``inside``, ``outside``: the numbers of input and output channels. ``expansion``: hidden channels ÷ ``inside``.
+    ``stride``: the factor by which height and width shrink.
+    """
 
     def __init__(self, inside: int, outside: int, expansion: int, stride: int) -> None:
         super().__init__()
@@ -66,14 +80,14 @@ class InvertedResidual(nn.Module):
         self.added = stride == 1 and inside == outside
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return the block's output."""
+        """Return features (N, ``outside``, H ÷ ``stride``, W ÷ ``stride``) for ``x`` (N, ``inside``, H, W)."""
         return cast(Tensor, x + self.body(x) if self.added else self.body(x))
 
 
 class MobileNetV2(nn.Module):
-    """A network from images (N, 3, H, W) to class scores (N, ``classes``).
+    """MobileNetV2: a network from images (N, 3, H, W) to class scores (N, ``classes``).
 
-    ``width``: channels of the first convolution.
+    ``width``: channels of the first convolution; all other channels scale with it (32 in the paper).
     """
 
     def __init__(self, width: int = STEM, classes: int = 1000) -> None:
@@ -93,5 +107,5 @@ class MobileNetV2(nn.Module):
                 nn.init.kaiming_normal_(module.weight, mode="fan_out")
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return class scores."""
+        """Return class scores (N, ``classes``) for images (N, 3, H, W)."""
         return cast(Tensor, self.layers(x))

@@ -19,7 +19,10 @@ BINS = (1, 2, 3, 6)
 
 
 def conv_norm_relu(inside: int, outside: int, size: int, stride: int = 1) -> nn.Sequential:
-    """Return a convolution, batch norm and ReLU."""
+    """Return a convolution without bias, batch norm and ReLU. With stride 1 it keeps the image size.
+
+    ``inside``, ``outside``: the numbers of input and output channels. ``size``: the side of the kernel, odd.
+    """
     return nn.Sequential(conv(inside, outside, size, stride), nn.BatchNorm2d(outside), nn.ReLU(inplace=True))
 
 
@@ -29,8 +32,9 @@ def enlarge(x: Tensor, like: Tensor) -> Tensor:
 
 
 class Pyramid(nn.Module):
-    """The pyramid pooling module: the features and their means over coarser grids, each with a quarter of the
-    channels.
+    """The pyramid pooling module: concatenates features with their means over grids of 1, 2, 3 and 6 cells per side.
+
+    ``features``: the number of input channels; each grid's means are projected to a quarter of it.
     """
 
     def __init__(self, features: int) -> None:
@@ -41,14 +45,14 @@ class Pyramid(nn.Module):
         )
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return features with twice as many channels."""
+        """Return features with twice as many channels, (N, 2 ``features``, H, W), for ``x`` (N, ``features``, H, W)."""
         return torch.cat([x, *(enlarge(level(x), x) for level in self.levels)], dim=1)
 
 
 class PSPNet(nn.Module):
-    """A network from images (N, 3, H, W) to class scores of every pixel (N, ``classes``, H, W).
+    """PSPNet: a network from images (N, 3, H, W) to class scores of every pixel (N, ``classes``, H, W).
 
-    ``width``: channels of the stem of the ResNet.
+    ``width``: channels of the stem of the ResNet; all other channels scale with it (64 in the paper).
     """
 
     def __init__(self, width: int = 64, classes: int = 19) -> None:
@@ -69,5 +73,5 @@ class PSPNet(nn.Module):
         )
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return class scores of every pixel."""
+        """Return class scores of every pixel, (N, ``classes``, H, W), for images (N, 3, H, W)."""
         return enlarge(cast(Tensor, self.head(self.stages(self.stem(x)))), x)

@@ -27,12 +27,19 @@ EXPANSION = 4
 
 
 def conv(inside: int, outside: int, size: int, stride: int = 1, dilation: int = 1) -> nn.Conv2d:
-    """Return a convolution without bias, padded so that stride 1 keeps the image size; batch norm follows it."""
+    """Return a convolution without bias, padded so that with stride 1 it keeps the image size.
+
+    ``inside``, ``outside``: the numbers of input and output channels. ``size``: the side of the kernel, odd.
+    """
     return nn.Conv2d(inside, outside, size, stride, size // 2 * dilation, dilation, bias=False)
 
 
 def plain_body(inside: int, width: int, stride: int, dilation: int = 1) -> nn.Sequential:
-    """Return two 3×3 convolutions with batch norm."""
+    """Return the branch of a plain residual block: two 3×3 convolutions with batch norm, and ReLU between them.
+
+    ``inside``: the number of input channels. ``width``: of output channels. ``stride``, ``dilation``: of the first
+    convolution.
+    """
     return nn.Sequential(
         conv(inside, width, 3, stride, dilation),
         nn.BatchNorm2d(width),
@@ -43,8 +50,10 @@ def plain_body(inside: int, width: int, stride: int, dilation: int = 1) -> nn.Se
 
 
 def bottleneck_body(inside: int, width: int, stride: int, dilation: int = 1) -> nn.Sequential:
-    """Return convolutions 1×1 down to ``width`` channels, 3×3, and 1×1 up to ``EXPANSION · width``, with batch
-    norm.
+    """Return the branch of a bottleneck block: convolutions 1×1 to ``width`` channels, 3×3, and 1×1 to 4 · ``width``.
+
+    Each has batch norm, with ReLU between them. ``inside``: the number of input channels. ``stride``, ``dilation``: of
+    the 3×3 convolution.
     """
     return nn.Sequential(
         conv(inside, width, 1),
@@ -59,7 +68,10 @@ def bottleneck_body(inside: int, width: int, stride: int, dilation: int = 1) -> 
 
 
 class Residual(nn.Module):
-    """relu(body(x) + shortcut(x)). The shortcut is a strided 1×1 convolution if the shapes differ."""
+    """A residual block: relu(body(x) + shortcut(x)). The shortcut is a strided 1×1 convolution if the shapes differ.
+
+    ``inside``, ``outside``: the numbers of input and output channels of ``body``. ``stride``: its factor of shrinking.
+    """
 
     def __init__(self, body: nn.Sequential, inside: int, outside: int, stride: int) -> None:
         super().__init__()
@@ -70,14 +82,15 @@ class Residual(nn.Module):
             self.shortcut = nn.Sequential(conv(inside, outside, 1, stride), nn.BatchNorm2d(outside))
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return the block's output."""
+        """Return features (N, ``outside``, H ÷ ``stride``, W ÷ ``stride``) for ``x`` (N, ``inside``, H, W)."""
         return cast(Tensor, self.relu(self.body(x) + self.shortcut(x)))
 
 
 class ResNet(nn.Module):
-    """A network from images (N, 3, H, W) of any size to class scores (N, ``classes``).
+    """ResNet: a network from images (N, 3, H, W) of any size to class scores (N, ``classes``).
 
-    ``depth``: a key of `DEPTHS`. ``width``: channels of the stem; stage i has width·2^i inner channels.
+    ``depth``: the number of layers, a key of `DEPTHS`. ``width``: channels of the stem; the blocks of stage i have
+    width·2^i inner channels.
     """
 
     def __init__(self, depth: int = 50, width: int = 64, classes: int = 1000) -> None:
@@ -97,17 +110,22 @@ class ResNet(nn.Module):
                 nn.init.kaiming_normal_(module.weight, mode="fan_out", nonlinearity="relu")
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return class scores."""
+        """Return class scores (N, ``classes``) for images (N, 3, H, W)."""
         return cast(Tensor, self.head(self.pool(self.stages(self.stem(x))).flatten(1)))
 
 
 def make_stages(
     bottleneck: bool, blocks: Sequence[int], width: int, *, stem: int | None = None, dilated: bool = False
 ) -> tuple[nn.Sequential, int]:
-    """Return the residual stages, and the number of channels after the last.
+    """Return the residual stages of a ResNet, and the number of channels after the last stage.
 
-    ``bottleneck``, ``blocks``: a value of `DEPTHS`. ``stem``: the number of input channels, if it is not ``width``.
-    ``dilated``: dilate the 3×3 convolutions of the last two stages by 2 and 4, instead of halving the image.
+    Args:
+        bottleneck: whether blocks are bottlenecks (1×1, 3×3, 1×1), not two 3×3 convolutions.
+        blocks: the number of blocks of each stage.
+        width: the inner channels of the first stage; they double from stage to stage.
+        stem: the number of input channels; None: ``width``.
+        dilated: whether the 3×3 convolutions of the last two stages are dilated by 2 and 4, instead of halving the
+            image.
     """
     body, expansion = (bottleneck_body, EXPANSION) if bottleneck else (plain_body, 1)
     stages, inside = [], stem or width

@@ -20,16 +20,18 @@ STRIDE = 32
 
 
 class ChannelNorm(nn.LayerNorm):
-    """Layer norm over the channels of features (N, C, H, W)."""
+    """Layer norm over the channels of features (N, C, H, W); the shape stays the same."""
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return features of the same shape."""
+        """Return normalised features of the same shape, (N, C, H, W)."""
         return super().forward(x.permute(0, 2, 3, 1)).permute(0, 3, 1, 2)
 
 
 class ConvNeXt(nn.Module):
-    """An ordinary residual block: depthwise 3×3 convolution, norm, and two 1×1 convolutions with GELU between
-    them.
+    """A ConvNeXt block: x + f(x), where f is a depthwise 3×3 convolution, norm, and two 1×1 convolutions with GELU
+    between.
+
+    ``width``: the number of channels; there are 4 · ``width`` between the 1×1 convolutions.
     """
 
     def __init__(self, width: int) -> None:
@@ -43,14 +45,16 @@ class ConvNeXt(nn.Module):
         )
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return features of the same shape."""
+        """Return features of the same shape, (N, ``width``, H, W)."""
         return cast(Tensor, x + self.function(x))
 
 
 class Level(nn.Module):
-    """One level of a column.
+    """One level of a RevCol column, which reads the level below in its column and the level above in the previous
+    column.
 
-    ``below``, ``above``: the widths of its neighbours; ``above`` is 0 if there is none.
+    ``width``: its channels. ``below``: the channels of the level below. ``above``: the channels of the level above; 0
+    if there is none. ``blocks``: the number of ConvNeXt blocks.
     """
 
     def __init__(self, width: int, below: int, above: int, blocks: int) -> None:
@@ -64,7 +68,11 @@ class Level(nn.Module):
         self.blocks = nn.Sequential(*(ConvNeXt(width) for _ in range(blocks)))
 
     def forward(self, below: Tensor, above: Tensor | None) -> Tensor:
-        """Return the sum of both neighbours, after the level's blocks."""
+        """Return features (N, ``width``, H, W): the projected sum of both neighbours, after the level's blocks.
+
+        ``below``: features of the level below, with twice this height and width (for level 0, the stem's, of equal
+        size). ``above``: features of the level above, with half of them; None if there is none.
+        """
         x = below if self.down is None else self.down(below)
         if self.up is not None and above is not None:
             x = x + functional.interpolate(self.up(above), scale_factor=2.0, mode="nearest")
@@ -72,9 +80,9 @@ class Level(nn.Module):
 
 
 class RevCol(nn.Module):
-    """A network from images (N, 3, H, W) to class scores (N, ``classes``); H and W must be multiples of 32.
+    """RevCol: a network from images (N, 3, H, W) to class scores (N, ``classes``); H and W must be multiples of 32.
 
-    ``width``: channels of level 0.
+    ``width``: channels of level 0; they double from level to level.
     """
 
     def __init__(self, width: int = 64, classes: int = 1000) -> None:
@@ -92,7 +100,7 @@ class RevCol(nn.Module):
         self.norm, self.head = nn.LayerNorm(widths[-1]), nn.Linear(widths[-1], classes)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return class scores."""
+        """Return class scores (N, ``classes``) for images (N, 3, H, W)."""
         stem = self.stem(x)
         before: list[Tensor] = []
         for i, column in enumerate(self.columns):

@@ -26,7 +26,7 @@ STRIDE = 4
 
 
 def residual(channels: int) -> nn.Sequential:
-    """Return batch norm, ReLU and a 3×3 convolution, twice."""
+    """Return batch norm, ReLU and a 3×3 convolution without bias, twice; ``channels`` and image size stay the same."""
     layers: list[nn.Module] = []
     for _ in range(2):
         conv = nn.Conv2d(channels, channels, 3, padding=1, bias=False)
@@ -35,14 +35,14 @@ def residual(channels: int) -> nn.Sequential:
 
 
 class HalvesBlock(nn.Module):
-    """A coupling of the two halves of the channels."""
+    """An additive coupling of the two halves of the channels of an image; it can be inverted. ``channels``: even."""
 
     def __init__(self, channels: int) -> None:
         super().__init__()
         self.coupling = Coupling(residual(channels // 2), residual(channels // 2))
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return features of the same shape."""
+        """Return features of the same shape, (N, ``channels``, H, W)."""
         a, b = x.chunk(2, 1)
         return torch.cat(self.coupling(a, b), 1)
 
@@ -55,17 +55,18 @@ class OrdinaryBlock(nn.Module):
         self.functions = nn.ModuleList(residual(channels) for _ in range(2))
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return features of the same shape."""
+        """Return features of the same shape, (N, ``channels``, H, W)."""
         for function in self.functions:
             x = x + function(x)
         return x
 
 
 class RevNet(nn.Module):
-    """A network from images (N, 3, H, W) to class scores (N, ``classes``).
+    """RevNet for CIFAR: a network from images (N, 3, H, W) to class scores (N, ``classes``).
 
-    ``width``: channels of the first stage, even. ``reversible``: how many of the three stages, from the first, are
-    couplings; the others are ordinary residual stages.
+    ``depth``: the number of layers, a key of `BLOCKS`. ``width``: channels of the first stage, even. ``reversible``:
+    how many of the three stages, from the first, consist of invertible couplings; the others have ordinary residual
+    blocks.
     """
 
     def __init__(self, depth: int = 38, width: int = 32, classes: int = 10, reversible: int = 3) -> None:
@@ -86,7 +87,7 @@ class RevNet(nn.Module):
         self.norm, self.head = nn.BatchNorm2d(widths[-1]), nn.Linear(widths[-1], classes)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return class scores."""
+        """Return class scores (N, ``classes``) for images (N, 3, H, W)."""
         x = self.stem(x)
         for i, stage in enumerate(self.stages):
             x = stage(self.projections[i - 1](x) if i else x)

@@ -31,7 +31,12 @@ DROPOUT = 0.1
 def reversible_block(
     width: int, attention: nn.Module, after: Callable[[], nn.Module] = nn.Identity
 ) -> Coupling:
-    """Return a pre-norm transformer block as a coupling. ``after``: a layer after each function, such as dropout."""
+    """Return a pre-norm transformer block as an additive coupling of two sequences (N, T, ``width``).
+
+    Layer norm and ``attention`` of the second sequence are added to the first; then layer norm and a feed-forward layer
+    of the first are added to the second. ``after``: makes a layer, such as dropout, that is applied to each of both
+    before it is added.
+    """
     return Coupling(
         nn.Sequential(nn.LayerNorm(width), attention, after()),
         nn.Sequential(nn.LayerNorm(width), feed_forward(width), after()),
@@ -39,9 +44,10 @@ def reversible_block(
 
 
 class RevViT(nn.Module):
-    """A network from images (N, 3, ``image``, ``image``) to class scores (N, ``classes``).
+    """A reversible ViT: a network from images (N, 3, ``image``, ``image``) to class scores (N, ``classes``).
 
-    ``image`` must be a multiple of 16.
+    ``image``: the side of the image, a multiple of 16. ``depth``: the number of blocks. ``width``: the features of a
+    token.
     """
 
     def __init__(self, image: int = 224, depth: int = 12, width: int = 384, classes: int = 1000) -> None:
@@ -54,14 +60,18 @@ class RevViT(nn.Module):
         self.norm, self.head = nn.LayerNorm(2 * width), nn.Linear(2 * width, classes)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return class scores."""
+        """Return class scores (N, ``classes``) for images (N, 3, ``image``, ``image``)."""
         x = self.patches(x).flatten(2).transpose(1, 2) + self.positions
         x = torch.cat(self.blocks(x, x), -1)
         return cast(Tensor, self.head(self.norm(x).mean(1)))
 
 
 class RevBERT(nn.Module):
-    """A network from token numbers (N, T) to scores of each token (N, T, ``vocabulary``), with T ≤ ``positions``."""
+    """A reversible BERT: from token numbers (N, T) to scores of each token (N, T, ``vocabulary``), with T ≤
+    ``positions``.
+
+    ``depth``: the number of blocks. ``width``: the features of a token. ``vocabulary``: the number of distinct tokens.
+    """
 
     def __init__(
         self, depth: int = 12, width: int = 768, vocabulary: int = 50265, positions: int = 514
@@ -81,16 +91,17 @@ class RevBERT(nn.Module):
         small_normal_weights(self)
 
     def forward(self, tokens: Tensor) -> Tensor:
-        """Return scores."""
+        """Return scores (N, T, ``vocabulary``) for token numbers (N, T)."""
         x = self.start(self.embedding(tokens) + self.positions.weight[: tokens.shape[1]])
         x = self.head(self.fuse(torch.cat(self.blocks(x, x), -1)))
         return functional.linear(x, self.embedding.weight, self.bias)
 
 
 class RevSwin(nn.Module):
-    """A network from images (N, 3, ``image``, ``image``) to class scores (N, ``classes``).
+    """A reversible Swin Transformer: from images (N, 3, ``image``, ``image``) to class scores (N, ``classes``).
 
-    ``width``: features of the first stage.
+    ``image``: the side of the image, a multiple of 32. ``width``: features of the first stage; they double from stage
+    to stage.
     """
 
     def __init__(self, image: int = 224, width: int = 96, classes: int = 1000) -> None:
@@ -107,7 +118,7 @@ class RevSwin(nn.Module):
         self.norm, self.head = nn.LayerNorm(width), nn.Linear(width, classes)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return class scores."""
+        """Return class scores (N, ``classes``) for images (N, 3, ``image``, ``image``)."""
         x = self.start(self.patches(x).permute(0, 2, 3, 1))
         for i, stage in enumerate(self.stages):
             x = x if not i else self.merges[i - 1](x)

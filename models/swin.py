@@ -27,12 +27,14 @@ DROP_PATH = 0.2
 
 
 def window_side(image: int) -> int:
-    """Return the largest side up to `WINDOW` that divides the features of the last stage, and hence of all.
+    """Return the side of the attention windows for an image: the largest up to 7 that divides the last stage's
+    features.
 
-    224 gives 7, as in the paper; 64 gives 2.
+    It then divides the features of all stages. ``image``: the side of the image; 224 gives 7, as in the paper; 64 gives
+    2.
 
     Raises:
-        ZooError: the image cannot be divided into patches through all stages.
+        ZooError: ``image`` is not a multiple of 32.
     """
     side, rest = divmod(image, STRIDE)
     if rest or not side:
@@ -41,10 +43,10 @@ def window_side(image: int) -> int:
 
 
 class WindowAttention(nn.Module):
-    """Self-attention within windows of features (N, H, W, C).
+    """Self-attention within square windows of features (N, H, W, C), with a learned bias for each relative position.
 
-    ``side``: the side of the features. ``window``: the side of a window. ``shifted``: whether the windows are
-    shifted by half their side.
+    ``width``: the number of features C. ``side``: H and W. ``window``: the side of a window, a divisor of ``side``.
+    ``shifted``: whether the windows are shifted by half their side.
     """
 
     def __init__(self, width: int, side: int, window: int, shifted: bool) -> None:
@@ -59,7 +61,7 @@ class WindowAttention(nn.Module):
         self.register_buffer("apart", apart(side, window, self.shift), persistent=False)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return features of the same shape."""
+        """Return features of the same shape, (N, H, W, C)."""
         w, s = self.window, self.shift
         mask = self.bias[cast(Tensor, self.relative)].permute(2, 0, 1)  # heads × w² × w²
         if s:
@@ -73,16 +75,21 @@ class WindowAttention(nn.Module):
 
 
 def relative_positions(window: int) -> Tensor:
-    """Return, for each pair of places in a window, the row of the bias table (w² × w²)."""
+    """Return, for each pair of places in a window, the row of the table of biases for their relative position: (w²,
+    w²).
+
+    ``window``: the side w of a window; the table has (2w − 1)² rows.
+    """
     places = torch.cartesian_prod(torch.arange(window), torch.arange(window)).reshape(-1, 2)
     difference = places[:, None] - places[None] + window - 1
     return difference[..., 0] * (2 * window - 1) + difference[..., 1]
 
 
 def apart(side: int, window: int, shift: int) -> Tensor:
-    """Return the mask for shifted windows (windows × 1 × w² × w²).
+    """Return the attention mask for shifted windows, (windows, 1, w², w²), which is added to the scores.
 
-    It is −100 for pairs of places that are in one window only because of the shift, and 0 for others.
+    It is −100 for pairs of places that are in one window only because the shift wraps around, and 0 for all others.
+    ``side``: the side of the features. ``window``: the side w of a window. ``shift``: the number of places.
     """
     region = torch.zeros(side, dtype=torch.long)
     if shift:
@@ -94,7 +101,7 @@ def apart(side: int, window: int, shift: int) -> Tensor:
 
 
 class Merge(nn.Module):
-    """Merges 2 × 2 neighbours (N, H, W, C) into one place of twice the width (N, H/2, W/2, 2C)."""
+    """Merges 2 × 2 neighbours: features (N, H, W, ``width``) to (N, H ÷ 2, W ÷ 2, 2 · ``width``)."""
 
     def __init__(self, width: int) -> None:
         super().__init__()
@@ -102,15 +109,16 @@ class Merge(nn.Module):
         self.reduce = nn.Linear(4 * width, 2 * width, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return the merged features."""
+        """Return the merged features, (N, H ÷ 2, W ÷ 2, 2 · ``width``)."""
         corners = (x[:, 0::2, 0::2], x[:, 1::2, 0::2], x[:, 0::2, 1::2], x[:, 1::2, 1::2])
         return cast(Tensor, self.reduce(self.norm(torch.cat(corners, dim=-1))))
 
 
 class Swin(nn.Module):
-    """A network from images (N, 3, ``image``, ``image``) to class scores (N, ``classes``).
+    """Swin Transformer: a network from images (N, 3, ``image``, ``image``) to class scores (N, ``classes``).
 
-    ``width``: features of the first stage.
+    ``image``: the side of the image, a multiple of 32. ``width``: features of the first stage; they double from stage
+    to stage.
     """
 
     def __init__(self, image: int = 224, width: int = 96, classes: int = 1000) -> None:
@@ -134,6 +142,6 @@ class Swin(nn.Module):
         )
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return class scores."""
+        """Return class scores (N, ``classes``) for images (N, 3, ``image``, ``image``)."""
         x = self.layers(self.start(self.patches(x).permute(0, 2, 3, 1)))
         return cast(Tensor, self.head(self.norm(x).mean(dim=(1, 2))))

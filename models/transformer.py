@@ -17,24 +17,30 @@ HEAD = 64
 
 
 def heads_of(width: int, size: int = HEAD) -> int:
-    """Return the number of heads for ``width`` features: the largest that divides it with at least ``size`` features
-    per head.
+    """Return the number of attention heads for ``width`` features.
+
+    It is the largest divisor of ``width`` that leaves at least ``size`` features per head; 1 if there is none.
     """
     return max(n for n in range(1, max(1, width // size) + 1) if width % n == 0)
 
 
 def split(x: Tensor, heads: int) -> Tensor:
-    """Return (..., tokens, width) as (..., heads, tokens, width ÷ heads)."""
+    """Split features into heads: (..., tokens, width) becomes (..., heads, tokens, width ÷ heads)."""
     return cast(Tensor, x.unflatten(-1, (heads, -1)).transpose(-2, -3))
 
 
 def joined(x: Tensor) -> Tensor:
-    """Return (..., heads, tokens, features) as (..., tokens, heads · features)."""
+    """Join heads, the inverse of `split`: (..., heads, tokens, features) becomes (..., tokens, heads · features)."""
     return x.transpose(-2, -3).flatten(-2)
 
 
 class SelfAttention(nn.Module):
-    """Self-attention with queries, keys and values from one packed matrix product."""
+    """Self-attention of a sequence (..., tokens, ``width``), with queries, keys and values from one packed matrix
+    product.
+
+    ``width``: the features of a token, divisible by ``heads``. ``causal``: whether a token attends only to earlier
+    ones.
+    """
 
     def __init__(self, width: int, heads: int, *, causal: bool = False) -> None:
         super().__init__()
@@ -43,19 +49,22 @@ class SelfAttention(nn.Module):
         self.out = nn.Linear(width, width)
 
     def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
-        """Return the sequence after attention. ``mask`` is added to the scores (..., heads, tokens, tokens)."""
+        """Return the sequence after attention, of the shape of ``x``, (..., tokens, ``width``).
+
+        ``mask``: numbers that are added to the scores (..., heads, tokens, tokens); None for none.
+        """
         q, k, v = (split(part, self.heads) for part in self.packed(x).chunk(3, dim=-1))
         return cast(Tensor, self.out(joined(self.mix(q, k, v, mask))))
 
     def mix(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
-        """Return the weighted values of each head."""
+        """Return softmax(q kᵀ / √features + mask) v for each head: all of shape (..., heads, tokens, features)."""
         return functional.scaled_dot_product_attention(q, k, v, mask, is_causal=self.causal)
 
 
 class DroppedAttention(SelfAttention):
-    """Self-attention with dropout of its weights.
+    """Self-attention of a sequence (..., tokens, ``width``), with dropout of the attention weights at rate ``dropout``.
 
-    It is written out, because exporters leave out the dropout of the fused form.
+    It is written out, because exporters leave out the dropout of PyTorch's fused attention.
     """
 
     def __init__(self, width: int, heads: int, dropout: float) -> None:
@@ -63,16 +72,17 @@ class DroppedAttention(SelfAttention):
         self.scale, self.dropout = (width // heads) ** -0.5, nn.Dropout(dropout)
 
     def mix(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
-        """Return the weighted values of each head."""
+        """Return dropout(softmax(q kᵀ / √features + mask)) v for each head: all of shape (..., heads, tokens,
+        features)."""
         scores = q @ k.transpose(-1, -2) * self.scale
         weights = (scores if mask is None else scores + mask).softmax(-1)
         return cast(Tensor, self.dropout(weights) @ v)
 
 
 class CrossAttention(nn.Module):
-    """Attention with queries of one sequence, and keys and values of another with ``context`` features.
+    """Attention with queries from one sequence (N, T, ``width``), and keys and values from another (N, S, ``context``).
 
-    The projections of queries, keys and values have no biases.
+    ``width`` must be divisible by ``heads``. The projections of queries, keys and values have no biases.
     """
 
     def __init__(self, width: int, context: int, heads: int) -> None:
@@ -84,14 +94,14 @@ class CrossAttention(nn.Module):
         self.out = nn.Linear(width, width)
 
     def forward(self, x: Tensor, context: Tensor) -> Tensor:
-        """Return the sequence ``x`` after attention to ``context``."""
+        """Return ``x`` after attention to ``context``: (N, T, ``width``). ``context``: (N, S, features)."""
         parts = (self.query(x), self.key(context), self.value(context))
         q, k, v = (split(part, self.heads) for part in parts)
         return cast(Tensor, self.out(joined(functional.scaled_dot_product_attention(q, k, v))))
 
 
 def feed_forward(width: int, gelu: str = "none") -> nn.Sequential:
-    """Return two linear layers with GELU and four times the width between them.
+    """Return two linear layers from ``width`` to ``width`` features, with GELU and 4 · ``width`` features between them.
 
     ``gelu``: ``none`` (exact) or ``tanh`` (approximate).
     """
@@ -99,9 +109,14 @@ def feed_forward(width: int, gelu: str = "none") -> nn.Sequential:
 
 
 class Block(nn.Module):
-    """Attention and a feed-forward layer, each with layer norm before it, and added to its input (pre-norm).
+    """A pre-norm transformer block for sequences (..., tokens, ``width``): x + attention(norm(x)), then x +
+    mlp(norm(x)).
 
-    ``after``: makes the layer that is applied to each of the two before the addition, such as dropout.
+    Args:
+        width: the features of a token.
+        attention: the attention layer; its result has the shape of its input.
+        gelu: ``none`` (exact) or ``tanh`` (approximate), for the feed-forward layer.
+        after: makes a layer, such as dropout, that is applied to each of both results before it is added.
     """
 
     def __init__(
@@ -118,35 +133,39 @@ class Block(nn.Module):
         self.after = nn.ModuleList(after() for _ in range(2))
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return the sequence, of the same shape."""
+        """Return the sequence after the block, of the shape of ``x``."""
         x = x + self.after[0](self.attention(self.norms[0](x)))
         return cast(Tensor, x + self.after[1](self.mlp(self.norms[1](x))))
 
 
 class PostNormBlock(Block):
-    """A `Block` with layer norm after each addition instead, as in the paper and in BERT."""
+    """A `Block` with layer norm after each addition, as in BERT: norm(x + attention(x)), then norm(x + mlp(x))."""
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return the sequence, of the same shape."""
+        """Return the sequence after the block, of the shape of ``x``."""
         x = self.norms[0](x + self.after[0](self.attention(x)))
         return cast(Tensor, self.norms[1](x + self.after[1](self.mlp(x))))
 
 
 class DropPath(nn.Module):
-    """Stochastic depth (Huang et al., ECCV 2016): the branch is zero for some samples, and scaled for the others."""
+    """Stochastic depth (Huang et al., ECCV 2016): sets a residual branch to zero for random samples, in training mode.
+
+    The branch of the other samples is divided by 1 − ``rate``. ``rate``: the probability of zero.
+    """
 
     def __init__(self, rate: float) -> None:
         super().__init__()
         self.dropout = nn.Dropout(rate)
 
     def forward(self, branch: Tensor) -> Tensor:
-        """Return the branch (N, ...), zero for the dropped samples."""
+        """Return ``branch`` (N, ...): zero for the dropped samples, and divided by 1 − rate for the others."""
         ones = torch.ones((branch.shape[0],) + (1,) * (branch.dim() - 1), device=branch.device)
         return cast(Tensor, branch * self.dropout(ones.to(branch.dtype)))
 
 
 def small_normal_weights(model: nn.Module) -> None:
-    """Initialise linear layers and embeddings as GPT-2 and BERT do: normal with deviation 0.02, biases zero."""
+    """Initialise linear layers and embeddings in place as GPT-2 and BERT do: normal with deviation 0.02, biases
+    zero."""
     for module in model.modules():
         if isinstance(module, (nn.Linear, nn.Embedding)):
             nn.init.normal_(module.weight, std=0.02)

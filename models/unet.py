@@ -22,7 +22,10 @@ The sides of the image must be divisible by 2^LEVELS, so that skips have matchin
 
 
 def double_conv(inside: int, outside: int) -> nn.Sequential:
-    """Return two 3×3 convolutions, each with batch norm and ReLU."""
+    """Return two 3×3 convolutions that keep the image size, each with batch norm and ReLU.
+
+    ``inside``, ``outside``: the numbers of input and output channels.
+    """
     return nn.Sequential(
         nn.Conv2d(inside, outside, 3, padding=1, bias=False),
         nn.BatchNorm2d(outside),
@@ -34,7 +37,7 @@ def double_conv(inside: int, outside: int) -> nn.Sequential:
 
 
 class UNet(nn.Module):
-    """A network from images (N, 3, H, W) to class scores of every pixel (N, ``classes``, H, W).
+    """U-Net: a network from images (N, 3, H, W) to class scores of every pixel (N, ``classes``, H, W).
 
     ``base``: channels of the first level; level i has base·2^i.
 
@@ -56,7 +59,11 @@ class UNet(nn.Module):
         self.head = nn.Conv2d(base, classes, 1)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return class scores of every pixel."""
+        """Return class scores of every pixel, (N, ``classes``, H, W), for images (N, 3, H, W).
+
+        Raises:
+            ZooError: H or W is not divisible by 16.
+        """
         height, width = x.shape[-2:]
         if height % 2**LEVELS or width % 2**LEVELS:
             raise ZooError(

@@ -17,13 +17,13 @@ GRID = 7
 
 
 def grid_side(image: int) -> int:
-    """Return the side to which the last features are averaged: the largest up to `GRID` that divides theirs.
+    """Return the side of the grid to which VGG's last features are averaged, for an image of side ``image``.
 
-    It must be a divisor because ONNX has an average pooling, but no adaptive one. 224 gives 7, as in the paper; 256
-    gives 4; 32 gives 1.
+    It is the largest divisor, up to 7, of the features' side: 224 gives 7, as in the paper; 256 gives 4; 32 gives 1. A
+    divisor is needed because ONNX has an average pooling, but no adaptive one.
 
     Raises:
-        ZooError: the image is too small for the poolings.
+        ZooError: ``image`` is below 32.
     """
     side = image // STRIDE
     if side < 1:
@@ -32,10 +32,10 @@ def grid_side(image: int) -> int:
 
 
 class VGG(nn.Module):
-    """A network from images (N, 3, ``image``, ``image``) to class scores (N, ``classes``).
+    """VGG-19: a network from images (N, 3, ``image``, ``image``) to class scores (N, ``classes``).
 
     ``width``: channels of the first stage; the classifier's hidden layers have 64·width features (4096 in the paper).
-    ``image``: determines the size of the classifier (see `grid_side`).
+    ``image``: the side of the image, which determines the size of the classifier (see `grid_side`).
     """
 
     def __init__(self, image: int = 224, width: int = 64, classes: int = 1000) -> None:
@@ -65,5 +65,5 @@ class VGG(nn.Module):
                 nn.init.zeros_(cast(Tensor, module.bias))
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return class scores."""
+        """Return class scores (N, ``classes``) for images (N, 3, ``image``, ``image``)."""
         return cast(Tensor, self.classifier(self.pool(self.features(x)).flatten(1)))

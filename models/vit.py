@@ -14,9 +14,10 @@ PATCH = 16
 
 
 class ViT(nn.Module):
-    """A network from images (N, 3, ``image``, ``image``) to class scores (N, ``classes``).
+    """Vision Transformer: a network from images (N, 3, ``image``, ``image``) to class scores (N, ``classes``).
 
-    ``image`` must be a multiple of `PATCH`.
+    ``image``: the side of the image, a multiple of 16. ``depth``: the number of blocks. ``width``: the features of a
+    token.
     """
 
     def __init__(self, image: int = 224, depth: int = 12, width: int = 768, classes: int = 1000) -> None:
@@ -31,7 +32,7 @@ class ViT(nn.Module):
         nn.init.trunc_normal_(self.positions, std=0.02)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return class scores."""
+        """Return class scores (N, ``classes``) for images (N, 3, ``image``, ``image``)."""
         patches = self.patches(x).flatten(2).transpose(1, 2)
         first = self.class_token.expand(patches.shape[0], -1, -1)
         mixed = self.blocks(torch.cat((first, patches), dim=1) + self.positions)

@@ -63,8 +63,11 @@ FILLS: Mapping[tuple[str, int], Fill] = {
 
 
 def first_readers(graph: Graph) -> dict[str, tuple[Node, int]]:
-    """Return for each value the first node that computes with it and the position of that input. Nodes that
-    only rearrange elements are looked through."""
+    """Return, for each value, the first node that computes with it, and the value's position among this node's inputs.
+
+    Nodes that only rearrange elements (reshapes, transposes and the like) do not count: the reader of their result
+    does. A value that nothing reads is absent.
+    """
     found: dict[str, tuple[Node, int]] = {}
     source: dict[str, str] = {}
     for node in graph.nodes:
@@ -77,9 +80,13 @@ def first_readers(graph: Graph) -> dict[str, tuple[Node, int]]:
 
 
 def initialise(tensor: torch.Tensor, reader: tuple[Node, int] | None, seed: torch.Generator) -> None:
-    """Fill a generated weight in place with random values that suit the node that reads it.
+    """Fill a weight in place with random values, or a constant, that suits the node that reads it.
 
-    ``reader``: the weight's row of `first_readers`; None if nothing reads it. ``seed``: the generator to draw from.
+    Args:
+        tensor: the weight.
+        reader: the reading node and the weight's position among its inputs, from `first_readers`; None if nothing reads
+            it.
+        seed: the generator to draw from.
     """
     node, at = reader if reader is not None else (None, 0)
     fill = FILLS.get((node.op, at), SMALL_NORMAL) if node is not None else SMALL_NORMAL

@@ -34,7 +34,7 @@ Value = Any  # Tensor | np.ndarray | list | None: a tensor, a known value, a seq
 
 
 def torch_name(name: str) -> str:
-    """Return a unique parameter name for an ONNX name. :func:`onnx_name` is the inverse.
+    """Return a unique name for a torch parameter from an ONNX name. :func:`onnx_name` is the inverse.
 
     Torch forbids dots, so they become colons; percent signs and colons are escaped as in a URL.
     """
@@ -49,9 +49,10 @@ def onnx_name(name: str) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Instruction:
-    """One node, ready to run.
+    """One node of an ONNX graph, ready to run.
 
-    ``row``: the node's row of the op table. ``last``: the names of the values that no later node reads.
+    ``node``: the node. ``row``: the op table's entry for its op and opset, with the function to call. ``last``: the
+    names of the values that no later node reads, which are freed after the node.
     """
 
     node: Node
@@ -65,16 +66,20 @@ class Instruction:
 
     @classmethod
     def of(cls, node: Node) -> Instruction:
-        """Return the instruction of a single node that drops none of its inputs."""
+        """Return the instruction of a single node that frees none of its inputs.
+
+        Raises:
+            ModelError: the op table has no entry for the node, or the entry does not support its attributes.
+        """
         return cls(node, row_of(node), (), ())
 
 
 class OnnxModule(nn.Module):
-    """The forward pass of a :class:`~rematplan.ir.onnx.graph.Graph`.
+    """The forward pass of a :class:`~rematplan.ir.onnx.graph.Graph` as a torch module.
 
-    Parameters and buffers are registered under the :func:`torch_name` of their ONNX names. Weights that the
-    file generates start with random values. A batch norm in training form updates its buffers once per
-    forward.
+    Parameters and buffers are registered under the :func:`torch_name` of their ONNX names. Weights that the file
+    generates by random ops start with random values from ``seed``. A batch norm in training form updates its buffers
+    once per forward.
 
     Args:
         graph: the graph.
@@ -82,8 +87,7 @@ class OnnxModule(nn.Module):
         device: the device of the weights; with ``"meta"`` no weights are read.
 
     Raises:
-        ModelError: an op is not in the table (the message names the node and its opset), or a weight cannot
-            be read.
+        ModelError: an op is not in the op table (the message names the node and its opset), or a weight cannot be read.
     """
 
     def __init__(self, graph: Graph, seed: int | None = 0, device: str = "cpu") -> None:
@@ -117,10 +121,10 @@ class OnnxModule(nn.Module):
             self.register_buffer(name, tensor, persistent=weight.role == "buffer")
 
     def forward(self, *inputs: Tensor) -> tuple[Tensor, ...]:
-        """Return the graph's outputs, in order.
+        """Return the graph's outputs, in order, for the graph's inputs, in order.
 
         Raises:
-            ModelError: the number of inputs is wrong, or a node cannot run on them.
+            ModelError: the number of inputs is wrong, or a node cannot run on its inputs.
         """
         values = self.start(inputs)
         updates: dict[str, Tensor] = {}
@@ -132,7 +136,7 @@ class OnnxModule(nn.Module):
         return outputs
 
     def start(self, inputs: Sequence[Tensor]) -> dict[str, Value]:
-        """Return the values that exist before the first node runs (inputs and weights), by name.
+        """Return the values that exist before the first node runs (the graph's inputs and the weights), by name.
 
         Raises:
             ModelError: the number of inputs is wrong.
@@ -194,7 +198,11 @@ class OnnxModule(nn.Module):
         return results if isinstance(results, tuple) else (results,)
 
     def advance(self, step: Instruction, values: dict[str, Value]) -> Sequence[Value]:
-        """Run one node on ``values``, add its results there, and return them."""
+        """Run one node on ``values`` (by name), add its results to ``values``, and return the results.
+
+        Raises:
+            ModelError: the node cannot run on its inputs.
+        """
         results = self._run(step, [values[n] if n else None for n in step.node.inputs])
         place = next((v.device for v in values.values() if isinstance(v, Tensor)), torch.device("cpu"))
         # Results that are made from known values are on the CPU.

@@ -59,11 +59,11 @@ TABLE: Mapping[tuple[str, str], Mapping[int, Row]] = _table()
 
 
 def row_of(node: Node) -> Row:
-    """Return the row that defines a node: among its op's rows the newest that is not newer than the node's
+    """Return the op table's entry that defines a node: of its op, the newest version that is not newer than the node's
     opset.
 
     Raises:
-        ModelError: the table has no such row, or the row does not support the node's attributes.
+        ModelError: the table has no such entry, or the entry does not support the node's attributes.
     """
     versions = TABLE.get((node.domain, node.op), {})
     known = [since for since in versions if since <= node.version]

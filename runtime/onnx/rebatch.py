@@ -30,11 +30,13 @@ PICKING = frozenset({"Compress", "Gather", "GatherElements", "GatherND", "Slice"
 
 
 def rebatched(graph: Graph) -> Graph:
-    """Return the graph with its constants adapted to the batch size of its inputs; the same graph if nothing
-    changes.
+    """Return the graph with its constants adapted to the batch size to which its inputs are bound.
+
+    An export often stores its own batch size in constants, such as the shape of a Reshape. The same graph is returned
+    if nothing must change.
 
     Raises:
-        ModelError: the file fixes its batch size, and a node cannot follow another one.
+        ModelError: the file fixes its batch size, and a node cannot be adapted to another one.
     """
     batch = graph.batch
     if batch is None:
@@ -92,7 +94,8 @@ class _Rebatching:
         return module.start(batch), mode
 
     def values(self, size: int) -> Iterator[tuple[str, KnownValue | None]]:
-        """Yield every value by name, as it is with batch size ``size``."""
+        """Run the graph without data at batch size ``size``, and yield the shape (and content, if known) of every value
+        by name."""
         values, mode = self._begin(size)
         with mode, torch.no_grad(), quiet():
             for step in self.module.program:
@@ -100,7 +103,13 @@ class _Rebatching:
                 yield from ((n, _seen(values[n])) for n in (*step.node.inputs, *step.node.outputs) if n)
 
     def follow(self, before: Mapping[str, KnownValue | None]) -> None:
-        """Run with the wanted batch size, and change each node whose constants contain the old one."""
+        """Run with the wanted batch size, and change each node whose constants contain the export's batch size.
+
+        ``before``: every value at the export's batch size, from `values`.
+
+        Raises:
+            ModelError: a node cannot be adapted.
+        """
         values, mode = self._begin(self.batch.size)
         with mode, torch.no_grad(), quiet():
             for step in self.module.program:
@@ -166,7 +175,7 @@ class _Rebatching:
         return made
 
     def result(self) -> Graph:
-        """Return the changed graph, with a note."""
+        """Return the changed graph, with a note for the user; the original graph if no node was changed."""
         if not self.changed:
             return self.graph
         note = f"{self.changed} nodes that the export made for a batch of {self.batch.traced} follow the batch now"

@@ -17,7 +17,10 @@ Shape = tuple[int, ...]
 
 @dataclass(frozen=True)
 class KnownValue:
-    """What is known of a value at one batch size: its shape, and its content (None if it is not known)."""
+    """What is known of a value in a graph, at one batch size, without running it on data.
+
+    ``shape``: its shape. ``known``: its content; None if the content depends on data.
+    """
 
     shape: Shape
     known: np.ndarray | None
@@ -25,8 +28,12 @@ class KnownValue:
 
 @dataclass(frozen=True)
 class RebatchCase:
-    """A node, with its inputs at the old batch size (``old``) and at the new one (``new``), and its first
-    result at the old one (``result``)."""
+    """A node that may contain the batch size of the export in its constants.
+
+    ``node``: the node. ``batch``: the export's and the wanted batch size. ``old``, ``new``: what is known of the inputs
+    at the export's and at the wanted batch size; None for an absent input. ``result``: what is known of the first
+    result at the export's batch size.
+    """
 
     node: Node
     batch: Batch
@@ -35,7 +42,7 @@ class RebatchCase:
     result: KnownValue | None
 
     def constant(self, at: int) -> np.ndarray | None:
-        """Return a known input that is the same at both batch sizes; else None."""
+        """Return the content of input ``at`` if it is known and equal at both batch sizes; otherwise None."""
         if at >= len(self.old):
             return None
         old, new = self.old[at], self.new[at]
@@ -44,14 +51,15 @@ class RebatchCase:
         return new.known if np.array_equal(old.known, new.known) else None
 
     def axis(self, at: int) -> int | None:
-        """Return the batch axis of an input; None if it has none."""
+        """Return the axis in which the shapes of input ``at`` differ between both batch sizes; None if there is not
+        exactly one."""
         if at >= len(self.old):
             return None
         old, new = self.old[at], self.new[at]
         return None if old is None or new is None else batch_axis(old.shape, new.shape)
 
     def scaled(self, shape: Shape, axis: int) -> Shape | None:
-        """Return a shape of the old batch size with the given axis scaled to the new one; None if it is not
+        """Return ``shape`` with the size of ``axis`` multiplied by wanted ÷ export's batch size; None if it is not
         divisible."""
         if shape[axis] % self.batch.traced:
             return None
@@ -61,10 +69,10 @@ class RebatchCase:
 
 @dataclass(frozen=True)
 class Operand:
-    """What replaces a node's input.
+    """What replaces an input of a node.
 
-    ``numbers``: the new values, if ``op`` is empty. Otherwise the input is replaced by the result of a node ``op``
-    (Expand or Tile) that is applied to it with ``numbers`` as the shape or the repeats.
+    ``numbers``: the new content, if ``op`` is empty. Otherwise the input is replaced by the result of a new node of
+    type ``op`` (Expand or Tile), which is applied to the input with ``numbers`` as its shape or repeats.
     """
 
     numbers: Shape | np.ndarray

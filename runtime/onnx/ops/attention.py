@@ -29,14 +29,24 @@ def attention(
     past_value: Tensor | None = None,
     lengths: Tensor | None = None,
 ) -> tuple[Tensor, ...]:
-    """Compute attention.
+    """Run ONNX Attention: scaled dot product attention with masks, caches of keys and values, and grouped heads.
 
-    Inputs are (batch, heads, steps, size), or (batch, steps, heads·size) with the numbers of heads as
-    attributes. ``lengths``: the number of keys of each batch entry that are not padding.
+    Args:
+        node: its attributes are used, such as ``is_causal``, ``scale``, ``softcap`` and the window sizes.
+        q: queries, (batch, heads, steps, size), or (batch, steps, heads·size) with the numbers of heads as attributes.
+        k: keys, in the same form; heads of queries must be a multiple of heads of keys.
+        v: values, in the same form.
+        mask: numbers to add to the scores, or booleans that are true where a query may attend.
+        past_key: keys of earlier steps, (batch, heads, steps, size).
+        past_value: values of earlier steps.
+        lengths: for each batch entry, the number of keys that are not padding.
 
     Returns:
-        The result; keys and values, with the past ones in front; and, if requested, the scores at the stage
-        of ``qk_matmul_output_mode``.
+        The result; keys and values, with the past ones in front; and, if requested, the scores at the stage of
+        ``qk_matmul_output_mode``.
+
+    Raises:
+        ModelError: the numbers of heads do not divide the features.
     """
     flat = q.dim() == 3
     if flat:

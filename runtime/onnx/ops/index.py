@@ -32,8 +32,11 @@ def _sliced(x: Tensor, at: Slice) -> Tensor:
 
 @ROWS.add("Gather", 1, 11, 13, literal=(1,))
 def gather(node: Node, x: Tensor, indices: Any) -> Tensor:
-    """Select slices by index along an axis. Known evenly spaced indices give a view; rows of a floating-point
-    matrix use torch's embedding."""
+    """Run ONNX Gather: select slices of ``x`` along ``axis`` by index. The result replaces that axis by the indices'
+    axes.
+
+    Indices that are known and evenly spaced give a view; rows of a floating-point matrix use torch's embedding.
+    """
     axis = integer(node, "axis", 0) % x.dim()
     if isinstance(indices, np.ndarray):
         if indices.ndim == 0:
@@ -50,14 +53,17 @@ def gather(node: Node, x: Tensor, indices: Any) -> Tensor:
 
 @ROWS.add("GatherElements", 11, 13)
 def gather_elements(node: Node, x: Tensor, indices: Tensor) -> Tensor:
-    """Select elements by index along one axis."""
+    """Run ONNX GatherElements: select elements of ``x`` by index along ``axis``; the result has the indices' shape."""
     axis = integer(node, "axis", 0)
     return torch.gather(x, axis, _wrapped(indices, x.shape[axis]))
 
 
 @ROWS.add("GatherND", 12, 13)
 def gather_nd(node: Node, x: Tensor, indices: Tensor) -> Tensor:
-    """Select slices by tuples of indices, within each entry of the first ``batch_dims`` axes."""
+    """Run ONNX GatherND: select slices of ``x`` by tuples of indices (the last axis of ``indices``).
+
+    Tuples refer to the axes after the first ``batch_dims`` ones, which ``x`` and ``indices`` share.
+    """
     batch = integer(node, "batch_dims", 0)
     if not batch and indices.shape[-1] == 1:
         rows = x.index_select(0, _wrapped(indices, x.shape[0]).reshape(-1))
@@ -72,13 +78,14 @@ def gather_nd(node: Node, x: Tensor, indices: Tensor) -> Tensor:
 
 @ROWS.add("GatherND", 11)
 def gather_nd_without_batch(node: Node, x: Tensor, indices: Tensor) -> Tensor:
-    """Select slices by tuples of indices; this opset has no batch axes."""
+    """Run ONNX GatherND of opset 11: select slices of ``x`` by tuples of indices (the last axis), without batch
+    axes."""
     return gather_nd(node, x, indices)
 
 
 @ROWS.add("ReverseSequence", 10, 28)
 def reverse_sequence(node: Node, x: Tensor, lengths: Tensor) -> Tensor:
-    """Reverse the first ``lengths`` steps of each sample."""
+    """Run ONNX ReverseSequence: reverse the first ``lengths[i]`` steps of sample i; later steps keep their place."""
     time, batch = integer(node, "time_axis", 0), integer(node, "batch_axis", 1)
     steps = torch.arange(x.shape[time], device=x.device).unsqueeze(1)
     ends = lengths.to(torch.int64).unsqueeze(0)
@@ -90,8 +97,11 @@ def reverse_sequence(node: Node, x: Tensor, lengths: Tensor) -> Tensor:
 
 @ROWS.add("TensorScatter", 24)
 def tensor_scatter(node: Node, cache: Tensor, update: Tensor, starts: Tensor | None = None) -> Tensor:
-    """Write new steps into each sample of a cache, from the position ``starts`` on. In ``circular`` mode
-    positions wrap around."""
+    """Run ONNX TensorScatter: return a copy of ``cache`` with the steps of ``update`` written into each sample.
+
+    They are written along ``axis`` from the position ``starts`` of the sample on (None: 0). In ``circular`` mode
+    positions wrap around.
+    """
     axis = integer(node, "axis", -2) % cache.dim()
     places = torch.arange(update.shape[axis], device=cache.device).unsqueeze(0)
     if starts is not None:
@@ -108,8 +118,14 @@ SCATTER_REDUCTIONS = {"add": "sum", "mul": "prod", "max": "amax", "min": "amin"}
 
 @ROWS.add("ScatterElements", 11, 13, 16, 18, literal=(1,))
 def scatter_elements(node: Node, x: Tensor, indices: Any, updates: Tensor) -> Tensor:
-    """Write or reduce elements at indices along one axis. Known indices that form a slice become a slice
-    scatter."""
+    """Run ONNX ScatterElements: return a copy of ``x`` with ``updates`` written, or reduced into it, at indices along
+    ``axis``.
+
+    Known indices that form a slice become a slice scatter.
+
+    Raises:
+        ModelError: the reduction is none of ``none``, ``add``, ``mul``, ``max`` and ``min``.
+    """
     axis, how = integer(node, "axis", 0) % max(x.dim(), 1), text(node, "reduction", "none")
     if isinstance(indices, np.ndarray):
         at = _written_slice(indices, axis, x.shape) if how == "none" else None
@@ -139,13 +155,20 @@ def _written_slice(indices: np.ndarray[Any, Any], axis: int, shape: torch.Size) 
 
 @ROWS.add("Scatter", 9, 11, literal=(1,))
 def scatter(node: Node, x: Tensor, indices: Any, updates: Tensor) -> Tensor:
-    """Scatter elements; the older name of ScatterElements."""
+    """Run ONNX Scatter, the older name of ScatterElements, in the same way."""
     return scatter_elements(node, x, indices, updates)
 
 
 @ROWS.add("ScatterND", 11, 13, 16, 18, literal=(1,))
 def scatter_nd(node: Node, x: Tensor, indices: Any, updates: Tensor) -> Tensor:
-    """Write or reduce slices at tuples of indices. Known indices that form a slice become a slice scatter."""
+    """Run ONNX ScatterND: return a copy of ``x`` with slices ``updates`` written, or reduced into it, at tuples of
+    indices.
+
+    Known indices that form a slice become a slice scatter.
+
+    Raises:
+        ModelError: the reduction is none of ``none``, ``add``, ``mul``, ``max`` and ``min``.
+    """
     how, depth = text(node, "reduction", "none"), indices.shape[-1]
     if isinstance(indices, np.ndarray):
         at = picked_slice(list(indices.reshape(-1, depth).T), x.shape) if indices.size else None
@@ -170,8 +193,11 @@ def scatter_nd(node: Node, x: Tensor, indices: Any, updates: Tensor) -> Tensor:
 
 @ROWS.add("OneHot", 9, 11, 28, known=(1,))
 def one_hot(node: Node, indices: Tensor, depth: np.ndarray, values: Tensor) -> Tensor:
-    """Put the on-value at each index along a new axis, the off-value elsewhere. Indices out of range get no
-    on-value."""
+    """Run ONNX OneHot: ``values[1]`` where the position along a new axis of size ``depth`` is the index, else
+    ``values[0]``.
+
+    Negative indices count from the end; for indices out of range all positions get ``values[0]``.
+    """
     n = int(depth.reshape(-1)[0])
     axis = integer(node, "axis", -1)
     axis = axis + indices.dim() + 1 if axis < 0 else axis
@@ -183,8 +209,10 @@ def one_hot(node: Node, indices: Tensor, depth: np.ndarray, values: Tensor) -> T
 
 @ROWS.add("TopK", 10, 11, 24, known=(1,))
 def top_k(node: Node, x: Tensor, k: np.ndarray) -> tuple[Tensor, Tensor]:
-    """Return the k largest or smallest elements and their indices. Among equal elements the first comes
-    first."""
+    """Run ONNX TopK: return the k largest (or smallest) elements along ``axis`` in sorted order, and their indices.
+
+    Of equal elements, the one with the lower index comes first.
+    """
     axis, n = integer(node, "axis", -1), int(k.reshape(-1)[0])
     order = torch.argsort(signed(x), dim=axis, descending=bool(integer(node, "largest", 1)), stable=True)
     places = order.narrow(axis, 0, n)
@@ -195,14 +223,17 @@ def top_k(node: Node, x: Tensor, k: np.ndarray) -> tuple[Tensor, Tensor]:
 
 @ROWS.add("TopK", 1)
 def top_k_by_attribute(node: Node, x: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the k largest elements and their indices; k is an attribute."""
+    """Run ONNX TopK of opsets below 10: the k largest elements along ``axis`` and their indices; k is an attribute."""
     return top_k(node, x, np.asarray([integer(node, "k", 1)]))
 
 
 @ROWS.add("Compress", 9, 11, 28)
 def compress(node: Node, x: Tensor, condition: Tensor) -> Tensor:
-    """Select the slices along ``axis`` for which the condition holds; without an axis, elements of the
-    flattened input."""
+    """Run ONNX Compress: select the slices along ``axis`` for which ``condition`` is true; without ``axis``, elements.
+
+    Without ``axis`` the input is flattened. The result's shape depends on data, so capture refuses it unless
+    ``condition`` is known.
+    """
     axis = node.attributes.get("axis")
     x, at = (x.reshape(-1), 0) if axis is None else (x, integer(node, "axis", 0))
     return x.index_select(at, torch.nonzero(condition).reshape(-1))

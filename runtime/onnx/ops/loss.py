@@ -19,8 +19,10 @@ NEVER = -100  # torch's default of ignore_index, which is no label
 
 @ROWS.add("NegativeLogLikelihoodLoss", 12, 13, 22)
 def nll_loss(node: Node, x: Tensor, target: Tensor, weight: Tensor | None = None) -> Tensor:
-    """Compute the negative log-likelihood of the targets, weighted by class. The mean is divided by the sum
-    of the weights."""
+    """Run ONNX NegativeLogLikelihoodLoss on log-probabilities ``x`` (N, C, …) and class numbers ``target`` (N, …).
+
+    ``weight``: a weight for each class, or None. The reduction ``mean`` divides by the sum of the targets' weights.
+    """
     ignored = integer(node, "ignore_index", NEVER)
     return F.nll_loss(
         x, target.long(), weight, ignore_index=ignored, reduction=text(node, "reduction", "mean")
@@ -31,7 +33,10 @@ def nll_loss(node: Node, x: Tensor, target: Tensor, weight: Tensor | None = None
 def cross_entropy(
     node: Node, x: Tensor, target: Tensor, weight: Tensor | None = None
 ) -> tuple[Tensor, Tensor] | Tensor:
-    """Compute the cross entropy of scores. The log-softmax of the scores is a second output."""
+    """Run ONNX SoftmaxCrossEntropyLoss on scores ``x`` (N, C, …) and class numbers ``target`` (N, …).
+
+    ``weight``: a weight for each class, or None. Return the loss and the log-softmax of the scores.
+    """
     log_probability = F.log_softmax(x, 1)
     loss = nll_loss(node, log_probability, target, weight)
     return loss, log_probability
@@ -77,7 +82,8 @@ for _op, (_draw, _draw_like, _scale) in RANDOM.items():
 
 @ROWS.add("Bernoulli", 15, 22, random=True)
 def bernoulli(node: Node, x: Tensor) -> Tensor:
-    """Draw ones with the input as probability, else zeros."""
+    """Run ONNX Bernoulli: draw 1 with the input as probability, else 0, in the type ``dtype`` (by default the
+    input's)."""
     return torch.bernoulli(x).to(_dtype(node, x.dtype))
 
 

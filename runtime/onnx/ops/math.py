@@ -70,19 +70,19 @@ for (_op, _since), _function in UNARY.items():
 
 @ROWS.add("Elu", 1, 6, 22)
 def elu(node: Node, x: Tensor) -> Tensor:
-    """Apply ELU: ``alpha (eˣ − 1)`` below zero."""
+    """Run ONNX Elu: x from zero on, ``alpha (eˣ − 1)`` below."""
     return F.elu(x, number(node, "alpha", 1.0))
 
 
 @ROWS.add("Celu", 12, 28)
 def celu(node: Node, x: Tensor) -> Tensor:
-    """Apply CELU: ``alpha (exp(x / alpha) − 1)`` below zero."""
+    """Run ONNX Celu: x from zero on, ``alpha (exp(x / alpha) − 1)`` below."""
     return F.celu(x, number(node, "alpha", 1.0))
 
 
 @ROWS.add("Selu", 1, 6, 22)
 def selu(node: Node, x: Tensor) -> Tensor:
-    """Apply a scaled ELU with the node's constants."""
+    """Run ONNX Selu: ``gamma x`` above zero, ``gamma alpha (eˣ − 1)`` below; ``alpha`` and ``gamma`` are attributes."""
     alpha, gamma = (
         number(node, "alpha", 1.67326319217681884765625),
         number(node, "gamma", 1.05070102214813232421875),
@@ -92,31 +92,31 @@ def selu(node: Node, x: Tensor) -> Tensor:
 
 @ROWS.add("Gelu", 20)
 def gelu(node: Node, x: Tensor) -> Tensor:
-    """Apply GELU, exact or with the tanh approximation."""
+    """Run ONNX Gelu: x Φ(x), exact, or with the tanh approximation if the attribute ``approximate`` is ``tanh``."""
     return F.gelu(x, approximate=text(node, "approximate", "none"))
 
 
 @ROWS.add("LeakyRelu", 1, 6, 16)
 def leaky_relu(node: Node, x: Tensor) -> Tensor:
-    """Apply leaky ReLU: ``alpha x`` below zero."""
+    """Run ONNX LeakyRelu: x from zero on, ``alpha x`` below."""
     return F.leaky_relu(x, number(node, "alpha", 0.01))
 
 
 @ROWS.add("ThresholdedRelu", 10, 22)
 def thresholded_relu(node: Node, x: Tensor) -> Tensor:
-    """Return x above ``alpha``, else zero."""
+    """Run ONNX ThresholdedRelu: x above ``alpha``, else zero."""
     return F.threshold(x, number(node, "alpha", 1.0), 0.0)
 
 
 @ROWS.add("HardSigmoid", 1, 6, 22)
 def hard_sigmoid(node: Node, x: Tensor) -> Tensor:
-    """Return ``alpha x + beta`` clamped to [0, 1]."""
+    """Run ONNX HardSigmoid: ``alpha x + beta``, clamped to [0, 1]."""
     return (x * number(node, "alpha", 0.2) + number(node, "beta", 0.5)).clamp(0, 1)
 
 
 @ROWS.add("Shrink", 9)
 def shrink(node: Node, x: Tensor) -> Tensor:
-    """Move values outside ``±lambd`` towards zero by ``bias``; others become zero."""
+    """Run ONNX Shrink: ``x + bias`` below −``lambd``, ``x − bias`` above ``lambd``, zero between."""
     bias, edge = number(node, "bias", 0.0), number(node, "lambd", 0.5)
     zero = torch.zeros_like(x)
     return torch.where(x < -edge, (x + bias).to(x.dtype), torch.where(x > edge, (x - bias).to(x.dtype), zero))
@@ -124,32 +124,33 @@ def shrink(node: Node, x: Tensor) -> Tensor:
 
 @ROWS.add("Swish", 24)
 def swish(node: Node, x: Tensor) -> Tensor:
-    """Return ``x σ(alpha x)``."""
+    """Run ONNX Swish: ``x σ(alpha x)``, with σ the logistic sigmoid."""
     alpha = number(node, "alpha", 1.0)
     return F.silu(x) if alpha == 1.0 else x * torch.sigmoid(alpha * x)
 
 
 @ROWS.add("SwiGLU", 28)
 def swiglu(node: Node, a: Tensor, b: Tensor) -> Tensor:
-    """Return ``a σ(alpha a) b``."""
+    """Run ONNX SwiGLU: ``a σ(alpha a) b``, with σ the logistic sigmoid."""
     return swish(node, a) * b
 
 
 @ROWS.add("PRelu", 7, 9, 16)
 def prelu(node: Node, x: Tensor, slope: Tensor) -> Tensor:
-    """Apply PReLU with a slope that is broadcast to the input."""
+    """Run ONNX PRelu: x from zero on, ``slope · x`` below; ``slope`` is broadcast to the input."""
     return torch.where(x < 0, x * slope, x)
 
 
 @ROWS.add("PRelu", 1, 6)
 def prelu_by_channel(node: Node, x: Tensor, slope: Tensor) -> Tensor:
-    """Apply PReLU with one slope per channel, or one for all."""
+    """Run ONNX PRelu of opsets below 7: ``slope`` has one number per channel, or one for all."""
     return F.prelu(x, slope)
 
 
 @ROWS.add("IsInf", 10, 20)
 def is_inf(node: Node, x: Tensor) -> Tensor:
-    """Return whether elements are infinite, of the signs that the attributes select."""
+    """Run ONNX IsInf: true where an element is infinite, of the signs that ``detect_positive`` and ``detect_negative``
+    allow."""
     found = torch.zeros_like(x, dtype=torch.bool)
     if integer(node, "detect_positive", 1):
         found = found | (x == math.inf)
@@ -160,7 +161,8 @@ def is_inf(node: Node, x: Tensor) -> Tensor:
 
 @ROWS.add("Clip", 11, 12, 13, scalars=True)
 def clip(node: Node, x: Tensor, low: Any = None, high: Any = None) -> Tensor:
-    """Clamp to two optional bounds. If they conflict, the upper one wins."""
+    """Run ONNX Clip: clamp to the bounds ``low`` and ``high``, each of which may be None. If low > high, ``high``
+    wins."""
     if low is None and high is None:
         return x
     bounds = [b.to(x.dtype) if isinstance(b, Tensor) else b for b in (low, high)]
@@ -176,7 +178,7 @@ def _as_tensor(value: Any, like: Tensor) -> Tensor:
 
 @ROWS.add("Clip", 1, 6)
 def clip_by_attributes(node: Node, x: Tensor) -> Tensor:
-    """Clamp to two bounds that are attributes."""
+    """Run ONNX Clip of opsets below 11: clamp to the attributes ``min`` and ``max``, each of which may be absent."""
     return torch.clamp(x, number(node, "min", -math.inf), number(node, "max", math.inf))
 
 
@@ -323,14 +325,15 @@ for (_op, _since), _pair in LEGACY.items():
 
 @ROWS.add("Mod", 10, 13, 28)
 def mod(node: Node, a: Tensor, b: Tensor) -> Tensor:
-    """Return the remainder with the divisor's sign, or with ``fmod`` the dividend's."""
+    """Run ONNX Mod: the remainder of a ÷ b with the sign of b; with the attribute ``fmod``, with the sign of a."""
     function = torch.fmod if integer(node, "fmod", 0) else torch.remainder
     return _unsigned(function, a, b) if a.dtype in WIDER else function(a, b)
 
 
 @ROWS.add("BitShift", 11, 28)
 def bit_shift(node: Node, a: Tensor, b: Tensor) -> Tensor:
-    """Shift unsigned integers. torch shifts signed ones, which are wide enough here."""
+    """Run ONNX BitShift: shift the unsigned integers ``a`` by ``b`` bits, left or right by the attribute
+    ``direction``."""
     shift = (
         torch.bitwise_left_shift if text(node, "direction", "LEFT") == "LEFT" else torch.bitwise_right_shift
     )
@@ -339,7 +342,7 @@ def bit_shift(node: Node, a: Tensor, b: Tensor) -> Tensor:
 
 @ROWS.add("Where", 9, 16, scalars=True)
 def where(node: Node, condition: Any, a: Any, b: Any) -> Tensor:
-    """Select elements of ``a`` where the condition is true, else of ``b``."""
+    """Run ONNX Where: elements of ``a`` where ``condition`` is true, else of ``b``, with broadcasting."""
     like = next((v for v in (a, b) if isinstance(v, Tensor)), None)
     if like is not None:
         a, b = (_as_tensor(v, like) if not isinstance(v, Tensor) else v for v in (a, b))
@@ -368,6 +371,6 @@ for (_op, _since), _fold in VARIADIC.items():
 
 @ROWS.add("Mean", 1, 6, 8, 13)
 def mean(node: Node, *tensors: Tensor) -> Tensor:
-    """Return the elementwise mean of several tensors."""
+    """Run ONNX Mean: the elementwise mean of several tensors, with broadcasting."""
     found = present(tensors)
     return reduce(torch.add, found) / len(found)

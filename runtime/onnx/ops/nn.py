@@ -27,7 +27,11 @@ CONV_TRANSPOSE: dict[int, Callable[..., Tensor]] = {
 
 
 def spread(node: Node, name: str, rank: int) -> tuple[int, ...]:
-    """Return a per-axis attribute (strides, dilations), ones if it is absent."""
+    """Return an attribute with one number per spatial axis, such as ``strides`` or ``dilations``; ones if it is absent.
+
+    Raises:
+        ModelError: the attribute does not have ``rank`` numbers.
+    """
     values = ints(node, name) or (1,) * rank
     if len(values) != rank:
         raise refuse(node, f"{name} has {len(values)} numbers for {rank} spatial axes")
@@ -37,7 +41,18 @@ def spread(node: Node, name: str, rank: int) -> tuple[int, ...]:
 def window_pads(
     node: Node, sizes: Sequence[int], kernel: Sequence[int], strides: Sequence[int], dilations: Sequence[int]
 ) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Return the padding before and after each spatial axis, from ``pads`` or ``auto_pad``."""
+    """Return the padding before and after each spatial axis, from the attributes ``pads`` or ``auto_pad``.
+
+    Args:
+        node: a convolution or pooling.
+        sizes: the sizes of the input's spatial axes.
+        kernel: the sizes of the kernel.
+        strides: the stride of each axis.
+        dilations: the dilation of each axis.
+
+    Raises:
+        ModelError: ``pads`` has a wrong length, or ``auto_pad`` is unknown.
+    """
     rank, mode = len(sizes), text(node, "auto_pad", "NOTSET")
     if mode == "VALID":
         return (0,) * rank, (0,) * rank
@@ -58,7 +73,8 @@ def window_pads(
 
 
 def pad_spatial(x: Tensor, before: Sequence[int], after: Sequence[int], value: float = 0.0) -> Tensor:
-    """Pad the trailing axes with a constant, or crop them where the padding is negative."""
+    """Pad the last axes of ``x`` with ``value``: ``before`` and ``after`` have one number per axis. Negative numbers
+    crop."""
     pairs = [p for b, a in zip(reversed(before), reversed(after), strict=True) for p in (b, a)]
     return F.pad(x, pairs, value=value) if any(pairs) else x
 
@@ -68,7 +84,12 @@ def pad_spatial(x: Tensor, before: Sequence[int], after: Sequence[int], value: f
 
 @ROWS.add("Conv", 1, 11, 22)
 def conv(node: Node, x: Tensor, w: Tensor, b: Tensor | None = None) -> Tensor:
-    """Convolve in one to three dimensions. Symmetric padding is done by the kernel."""
+    """Run ONNX Conv on ``x`` (N, C, …) with 1 to 3 spatial axes. ``w``: the kernel (C', C ÷ group, …); ``b``: (C'), or
+    None.
+
+    Raises:
+        ModelError: another number of spatial axes, or an attribute that does not fit it.
+    """
     rank = x.dim() - 2
     if rank not in CONV:
         raise refuse(node, f"{rank} spatial axes; 1, 2 and 3 are supported")
@@ -81,7 +102,13 @@ def conv(node: Node, x: Tensor, w: Tensor, b: Tensor | None = None) -> Tensor:
 
 @ROWS.add("ConvTranspose", 1, 11, 22)
 def conv_transpose(node: Node, x: Tensor, w: Tensor, b: Tensor | None = None) -> Tensor:
-    """Apply a transposed convolution. Asymmetric padding is cropped from the full result."""
+    """Run ONNX ConvTranspose on ``x`` (N, C, …) with 1 to 3 spatial axes. ``w``: the kernel (C, C' ÷ group, …).
+
+    Padding that torch does not support (asymmetric or negative) is cropped from the full result. ``b``: (C'), or None.
+
+    Raises:
+        ModelError: another number of spatial axes, or an attribute that does not fit it.
+    """
     rank = x.dim() - 2
     if rank not in CONV_TRANSPOSE:
         raise refuse(node, f"{rank} spatial axes; 1, 2 and 3 are supported")
@@ -149,8 +176,11 @@ def _trained_batch_norm(
 
 @ROWS.add("BatchNormalization", 14, 15)
 def batch_norm(node: Node, *inputs: Tensor) -> Any:
-    """Apply batch norm; in training form if ``training_mode`` is set. Then the second and third outputs are
-    the new running statistics."""
+    """Run ONNX BatchNormalization on the inputs X, scale, shift, running mean and running variance.
+
+    If ``training_mode`` is set, X is normalised by the batch, and the second and third outputs are the new running
+    statistics.
+    """
     return (
         _trained_batch_norm(node, *inputs)
         if integer(node, "training_mode", 0)
@@ -160,8 +190,12 @@ def batch_norm(node: Node, *inputs: Tensor) -> Any:
 
 @ROWS.add("BatchNormalization", 7, 9)
 def batch_norm_by_outputs(node: Node, *inputs: Tensor) -> Any:
-    """Apply batch norm; in training form if the node has more than one output. The second and third outputs
-    are the new running statistics, further ones the batch's."""
+    """Run ONNX BatchNormalization of opsets 7 to 13, which normalises by the batch if the node has more than one
+    output.
+
+    The inputs are X, scale, shift, running mean and running variance. The second and third outputs are the new running
+    statistics, the fourth and fifth the mean and variance of the batch.
+    """
     if len(node.outputs) == 1:
         return _batch_norm(node, *inputs)
     return _with_saved(node, *inputs)
@@ -169,8 +203,10 @@ def batch_norm_by_outputs(node: Node, *inputs: Tensor) -> Any:
 
 @ROWS.add("BatchNormalization", 1, 6)
 def batch_norm_by_test_flag(node: Node, *inputs: Tensor) -> Any:
-    """Apply batch norm; in training form, with the outputs of `batch_norm_by_outputs`, unless ``is_test`` is
-    set."""
+    """Run ONNX BatchNormalization of opsets below 7, which normalises by the batch unless ``is_test`` is set.
+
+    Inputs and outputs are those of `batch_norm_by_outputs`.
+    """
     return _batch_norm(node, *inputs) if integer(node, "is_test", 0) else _with_saved(node, *inputs)
 
 
@@ -184,13 +220,17 @@ def _with_saved(node: Node, x: Tensor, *rest: Tensor) -> tuple[Tensor, ...]:
 
 @ROWS.add("InstanceNormalization", 1, 6, 22)
 def instance_norm(node: Node, x: Tensor, w: Tensor, b: Tensor) -> Tensor:
-    """Normalise each channel of each sample."""
+    """Run ONNX InstanceNormalization: normalise each channel of each sample of ``x`` (N, C, …). ``w``, ``b``: scale and
+    shift (C)."""
     return torch.instance_norm(x, w, b, None, None, True, 0.0, number(node, "epsilon", 1e-5), False)
 
 
 @ROWS.add("LayerNormalization", 17)
 def layer_norm(node: Node, x: Tensor, w: Tensor, b: Tensor | None = None) -> Any:
-    """Normalise over the axes from ``axis`` on. Mean and inverse standard deviation are further outputs."""
+    """Run ONNX LayerNormalization over the axes from ``axis`` on. ``w``, ``b``: scale, and shift or None.
+
+    Return the result, the mean and the inverse standard deviation.
+    """
     axis = integer(node, "axis", -1) % x.dim()
     shape = list(x.shape[axis:])
     eps = number(node, "epsilon", 1e-5)
@@ -204,20 +244,22 @@ def layer_norm(node: Node, x: Tensor, w: Tensor, b: Tensor | None = None) -> Any
 
 @ROWS.add("GroupNormalization", 21)
 def group_norm(node: Node, x: Tensor, w: Tensor, b: Tensor) -> Tensor:
-    """Normalise groups of channels, with a scale and a shift for each channel."""
+    """Run ONNX GroupNormalization: normalise groups of channels of ``x`` (N, C, …). ``w``, ``b``: scale and shift
+    (C)."""
     return torch.group_norm(x, integer(node, "num_groups", 1), w, b, number(node, "epsilon", 1e-5), False)
 
 
 @ROWS.add("GroupNormalization", 18)
 def group_norm_by_group(node: Node, x: Tensor, w: Tensor, b: Tensor) -> Tensor:
-    """Normalise groups of channels, with a scale and a shift for each group."""
+    """Run ONNX GroupNormalization of opset 18, where scale ``w`` and shift ``b`` have one number per group."""
     each = x.shape[1] // integer(node, "num_groups", 1)
     return group_norm(node, x, w.repeat_interleave(each), b.repeat_interleave(each))
 
 
 @ROWS.add("RMSNormalization", 23)
 def rms_norm(node: Node, x: Tensor, w: Tensor) -> Tensor:
-    """Divide by the root mean square over the axes from ``axis`` on."""
+    """Run ONNX RMSNormalization: divide by the root mean square over the axes from ``axis`` on, then multiply by
+    ``w``."""
     axis = integer(node, "axis", -1) % x.dim()
     wide = (
         x.float() if x.dtype in (torch.float16, torch.bfloat16) and integer(node, "stash_type", 1) == 1 else x
@@ -228,8 +270,10 @@ def rms_norm(node: Node, x: Tensor, w: Tensor) -> Tensor:
 
 @ROWS.add("LRN", 1, 13)
 def local_response_norm(node: Node, x: Tensor) -> Tensor:
-    """Divide by a power of the squares summed over neighbouring channels. Of an even window, one more
-    neighbour has a higher index."""
+    """Run ONNX LRN: divide by (bias + alpha · mean of squares over ``size`` neighbouring channels)^beta.
+
+    The channel is in the middle of its neighbours; for an even ``size``, there is one more with a higher index.
+    """
     size = integer(node, "size", 1)
     alpha, beta, bias = number(node, "alpha", 1e-4), number(node, "beta", 0.75), number(node, "bias", 1.0)
     flat = x.reshape(x.shape[0], 1, x.shape[1], -1)
@@ -240,7 +284,7 @@ def local_response_norm(node: Node, x: Tensor) -> Tensor:
 
 @ROWS.add("MeanVarianceNormalization", 9, 13)
 def mean_variance_norm(node: Node, x: Tensor) -> Tensor:
-    """Normalise to zero mean and unit standard deviation over ``axes``."""
+    """Run ONNX MeanVarianceNormalization: zero mean and unit standard deviation over ``axes``, by default (0, 2, 3)."""
     axes = ints(node, "axes") or (0, 2, 3)
     centred = x - x.mean(axes, keepdim=True)
     deviation = (x.pow(2).mean(axes, keepdim=True) - x.mean(axes, keepdim=True).pow(2)).sqrt()
@@ -249,7 +293,8 @@ def mean_variance_norm(node: Node, x: Tensor) -> Tensor:
 
 @ROWS.add("LpNormalization", 1, 22)
 def lp_norm(node: Node, x: Tensor) -> Tensor:
-    """Divide by the L1 or L2 norm along an axis; zero where the norm is zero."""
+    """Run ONNX LpNormalization: divide by the L1 or L2 norm along ``axis``; the result is zero where the norm is
+    zero."""
     norm = torch.linalg.vector_norm(x, integer(node, "p", 2), integer(node, "axis", -1), keepdim=True)
     return torch.where(
         norm == 0, torch.zeros_like(x), x / torch.where(norm == 0, torch.ones_like(norm), norm)
@@ -261,7 +306,10 @@ def lp_norm(node: Node, x: Tensor) -> Tensor:
 
 @ROWS.add("Dropout", 12, 13, 22, known=(1, 2), random=True)
 def dropout(node: Node, x: Tensor, ratio: Any = None, training: Any = None) -> Any:
-    """Apply torch's dropout in training mode; otherwise return the input. The second output is the mask."""
+    """Run ONNX Dropout: dropout if ``training`` is true, otherwise return the input. ``ratio``: None for 0.5.
+
+    The second output, if requested, is the mask of kept elements.
+    """
     p = 0.5 if ratio is None else intended(ratio.reshape(()).item())
     if training is None or not bool(training.reshape(())) or p == 0.0:
         return (x, torch.ones_like(x, dtype=torch.bool)) if len(node.outputs) > 1 and node.outputs[1] else x
@@ -270,13 +318,14 @@ def dropout(node: Node, x: Tensor, ratio: Any = None, training: Any = None) -> A
 
 @ROWS.add("Dropout", 7, 10)
 def dropout_at_inference(node: Node, x: Tensor) -> Any:
-    """Return the input: these opsets have no training flag."""
+    """Run ONNX Dropout of opsets 7 to 11, which have no training flag: return the input, and a mask of ones if
+    requested."""
     return (x, torch.ones_like(x, dtype=torch.bool)) if len(node.outputs) > 1 and node.outputs[1] else x
 
 
 @ROWS.add("Dropout", 1, 6, random=True)
 def dropout_by_test_flag(node: Node, x: Tensor) -> Any:
-    """Apply dropout unless ``is_test`` is set."""
+    """Run ONNX Dropout of opsets below 7: return dropout and its mask, or the input if ``is_test`` is set."""
     if integer(node, "is_test", 0):
         return dropout_at_inference(node, x)
     return torch.native_dropout(x, number(node, "ratio", 0.5), True)

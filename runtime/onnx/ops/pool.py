@@ -25,8 +25,11 @@ CONV: dict[int, Callable[..., Tensor]] = {1: F.conv1d, 2: F.conv2d, 3: F.conv3d}
 
 @dataclass(frozen=True, slots=True)
 class Window:
-    """The geometry of a pooling window. ``before``, ``after``: the padding of each axis. ``reach``: the
-    padding after each axis that the last window needs. ``ceil``: whether the output size is rounded up."""
+    """The geometry of a pooling window; each field has a number for each spatial axis, except ``ceil``.
+
+    ``kernel``, ``strides``, ``dilations``: as in torch. ``before``, ``after``: the padding that the node states.
+    ``reach``: the padding after the axis that the last window needs. ``ceil``: whether the output size is rounded up.
+    """
 
     kernel: tuple[int, ...]
     strides: tuple[int, ...]
@@ -38,14 +41,18 @@ class Window:
 
     @property
     def native(self) -> bool:
-        """Whether torch's pooling supports it: symmetric padding of at most half a kernel."""
+        """Whether torch's pooling supports the padding: it is symmetric and at most half a kernel."""
         return self.before == self.after and all(
             2 * p <= k for p, k in zip(self.before, self.kernel, strict=True)
         )
 
 
 def window(node: Node, x: Tensor) -> Window:
-    """Return the node's window on this input, by ONNX's formula for the output size."""
+    """Return the pooling window of a node on the input ``x`` (N, C, …), by ONNX's formula for the output size.
+
+    Raises:
+        ModelError: ``kernel_shape`` or another attribute does not fit the input, which must have 1 to 3 spatial axes.
+    """
     kernel = ints(node, "kernel_shape")
     rank = x.dim() - 2
     if kernel is None or len(kernel) != rank or rank not in MAX_POOL:
@@ -65,7 +72,13 @@ def window(node: Node, x: Tensor) -> Window:
 
 @ROWS.add("MaxPool", 1, 8, 10, 11, 12, 22)
 def max_pool(node: Node, x: Tensor) -> Any:
-    """Return the maximum of each window. The second output is its index in the flattened input."""
+    """Run ONNX MaxPool: the maximum of each window of ``x`` (N, C, …), with 1 to 3 spatial axes.
+
+    If requested, the second output is the maximum's index in the flattened input.
+
+    Raises:
+        ModelError: the window does not fit the input.
+    """
     w = window(node, x)
     indices = len(node.outputs) > 1 and bool(node.outputs[1])
     # torch pools only floats, in which eight-bit integers are exact.
@@ -104,7 +117,13 @@ def _global_places(node: Node, x: Tensor, padded: Tensor, places: Tensor, before
 
 @ROWS.add("AveragePool", 1, 7, 10, 11, 19, 22)
 def average_pool(node: Node, x: Tensor) -> Tensor:
-    """Return the mean of each window; padding counts if ``count_include_pad`` is set."""
+    """Run ONNX AveragePool: the mean of each window of ``x`` (N, C, …), with 1 to 3 spatial axes.
+
+    Padding counts as zeros only if ``count_include_pad`` is set.
+
+    Raises:
+        ModelError: the window does not fit the input.
+    """
     w = window(node, x)
     counted = bool(integer(node, "count_include_pad", 0))
     rank = len(w.kernel)
@@ -126,7 +145,11 @@ def _window_sum(x: Tensor, w: Window) -> Tensor:
 
 @ROWS.add("LpPool", 1, 2, 11, 18, 22)
 def lp_pool(node: Node, x: Tensor) -> Tensor:
-    """Return the p-norm of each window."""
+    """Run ONNX LpPool: (Σ |x|ᵖ)^(1/p) over each window of ``x`` (N, C, …), with 1 to 3 spatial axes.
+
+    Raises:
+        ModelError: the window does not fit the input.
+    """
     w = window(node, x)
     p = number(node, "p", 2)
     return _window_sum(pad_spatial(x.abs().pow(p), w.before, w.reach), w).pow(1.0 / p)
@@ -134,18 +157,18 @@ def lp_pool(node: Node, x: Tensor) -> Tensor:
 
 @ROWS.add("GlobalAveragePool", 1, 22)
 def global_average_pool(node: Node, x: Tensor) -> Tensor:
-    """Return the mean of each channel."""
+    """Run ONNX GlobalAveragePool: (N, C, …) to (N, C, 1, …), the mean over all spatial axes."""
     return x.mean(tuple(range(2, x.dim())), keepdim=True)
 
 
 @ROWS.add("GlobalMaxPool", 1, 22)
 def global_max_pool(node: Node, x: Tensor) -> Tensor:
-    """Return the maximum of each channel."""
+    """Run ONNX GlobalMaxPool: (N, C, …) to (N, C, 1, …), the maximum over all spatial axes."""
     return x.amax(tuple(range(2, x.dim())), keepdim=True)
 
 
 @ROWS.add("GlobalLpPool", 1, 2, 22)
 def global_lp_pool(node: Node, x: Tensor) -> Tensor:
-    """Return the p-norm of each channel."""
+    """Run ONNX GlobalLpPool: (N, C, …) to (N, C, 1, …), the p-norm over all spatial axes."""
     norm: Tensor = torch.linalg.vector_norm(x, number(node, "p", 2), tuple(range(2, x.dim())), keepdim=True)
     return norm

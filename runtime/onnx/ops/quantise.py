@@ -43,8 +43,15 @@ def _quantisable(node: Node) -> None:
 
 @ROWS.add("QuantizeLinear", 10, 13, 19, 21, 23, 24, 25, 28, check=_quantisable)
 def quantize_linear(node: Node, x: Tensor, scale: Tensor, zero: Tensor | None = None) -> Tensor:
-    """Return ``round(x / scale) + zero``, clamped to the range of the type, which is that of the zero
-    point."""
+    """Run ONNX QuantizeLinear: ``round(x / scale) + zero``, clamped to the range of the zero point's type.
+
+    ``scale``, ``zero``: for the whole tensor, per index of ``axis``, or per block along it. Without ``zero`` the type
+    is ``output_dtype`` or uint8.
+
+    Raises:
+        ModelError: a type other than (u)int8 and (u)int16, or a scale whose shape needs a ``block_size`` that is not
+            given.
+    """
     axis = integer(node, "axis", 1)
     stated = ONNX_DTYPES.get(integer(node, "output_dtype", 0), torch.uint8)
     dtype = stated if zero is None else zero.dtype
@@ -62,7 +69,13 @@ def quantize_linear(node: Node, x: Tensor, scale: Tensor, zero: Tensor | None = 
 
 @ROWS.add("DequantizeLinear", 10, 13, 19, 21, 23, 24, 25, 28)
 def dequantize_linear(node: Node, x: Tensor, scale: Tensor, zero: Tensor | None = None) -> Tensor:
-    """Return ``(x − zero) · scale``, in the scale's type unless the node states another."""
+    """Run ONNX DequantizeLinear: ``(x − zero) · scale``, in the type ``output_dtype``, or the scale's if it is not
+    stated.
+
+    Raises:
+        ModelError: ``x`` is not of (u)int8, (u)int16 or int32, or a scale's shape needs a ``block_size`` that is not
+            given.
+    """
     axis = integer(node, "axis", 1)
     if x.dtype not in QUANTISED and x.dtype != torch.int32:
         raise refuse(node, f"quantisation to {str(x.dtype).removeprefix('torch.')} is not supported")
@@ -74,8 +87,10 @@ def dequantize_linear(node: Node, x: Tensor, scale: Tensor, zero: Tensor | None 
 
 @ROWS.add("DynamicQuantizeLinear", 11)
 def dynamic_quantize_linear(node: Node, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:  # noqa: ARG001
-    """Quantise to bytes over the range of the input and zero. Return the bytes, the scale and the zero
-    point."""
+    """Run ONNX DynamicQuantizeLinear: quantise to uint8 over the range of the input, extended to include zero.
+
+    Return the bytes, the scale and the zero point.
+    """
     low, high = x.amin().clamp(max=0), x.amax().clamp(min=0)
     scale = (high - low) / 255
     scale = torch.where(scale == 0, torch.ones_like(scale), scale)
@@ -91,7 +106,10 @@ def matmul_integer(
     a_zero: Tensor | None = None,
     b_zero: Tensor | None = None,
 ) -> Tensor:
-    """Multiply integer matrices after subtracting their zero points (per row of a, per column of b)."""
+    """Run ONNX MatMulInteger: (a − a_zero) (b − b_zero) for 8-bit integer matrices, as int32.
+
+    ``a_zero``: one number, or one per row of ``a``. ``b_zero``: one number, or one per column of ``b``. None: 0.
+    """
     left, right = _wide(a), _wide(b)
     if a_zero is not None:
         left = left - (

@@ -41,10 +41,10 @@ DIRECTIONS = {"forward": (False,), "reverse": (True,), "bidirectional": (False, 
 
 @dataclass(frozen=True)
 class Kind:
-    """A recurrent op: the number of its gates and states, its default activations, and one step.
+    """A kind of recurrent op: RNN, GRU or LSTM.
 
-    ``step(node, activations, projected, state, weights)`` returns the next state; ``projected`` is X·Wᵀ at
-    that step.
+    ``gates``, ``states``: their numbers. ``activations``: the names of the default activations. ``step(node,
+    activations, projected, state, weights)``: returns the next state; ``projected`` is X·Wᵀ plus its bias at that step.
     """
 
     gates: int
@@ -55,7 +55,11 @@ class Kind:
 
 @dataclass(frozen=True)
 class Weights:
-    """The recurrent weights of one direction: R, its bias (None if there is none), and peepholes i, o, f."""
+    """The recurrent weights of one direction.
+
+    ``r``: (gates·hidden, hidden). ``bias``: (gates·hidden), or None. ``peepholes``: weights (hidden) with which the
+    LSTM gates i, o and f read the cell; empty if there are none.
+    """
 
     r: Tensor
     bias: Tensor | None
@@ -222,17 +226,27 @@ def _reversed(x: Tensor, lengths: Tensor | None) -> Tensor:
 
 @ROWS.add("RNN", 1, 7, 14, 22, check=_check(RNN))
 def rnn(node: Node, *inputs: Tensor | None) -> tuple[Tensor, ...]:
-    """Run a simple recurrent network: Hₜ = f(Xₜ·Wᵀ + Hₜ₋₁·Rᵀ + b)."""
+    """Run ONNX RNN, step by step: Hₜ = f(Xₜ·Wᵀ + Hₜ₋₁·Rᵀ + b).
+
+    Inputs: X (steps, batch, inputs), W, R, B, lengths, initial H; None or missing if absent. Return all H and the last.
+    """
     return _run(node, RNN, inputs)
 
 
 @ROWS.add("GRU", 1, 3, 7, 14, 22, check=_check(GRU))
 def gru(node: Node, *inputs: Tensor | None) -> tuple[Tensor, ...]:
-    """Run a gated recurrent unit."""
+    """Run ONNX GRU, a gated recurrent unit, step by step.
+
+    Inputs: X (steps, batch, inputs), W, R, B, lengths, initial H; None or missing if absent. Return all H and the last.
+    """
     return _run(node, GRU, inputs)
 
 
 @ROWS.add("LSTM", 1, 7, 14, 22, check=_check(LSTM))
 def lstm(node: Node, *inputs: Tensor | None) -> tuple[Tensor, ...]:
-    """Run a long short-term memory, with or without peepholes."""
+    """Run ONNX LSTM, a long short-term memory, step by step.
+
+    Inputs: X (steps, batch, inputs), W, R, B, lengths, initial H, initial C, peepholes; None or missing if absent.
+    Return all H, the last H and the last C.
+    """
     return _run(node, LSTM, inputs)

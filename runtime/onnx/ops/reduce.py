@@ -128,19 +128,20 @@ def _arg_extreme(node: Node, x: Tensor, function: Callable[..., Tensor]) -> Tens
 
 @ROWS.add("ArgMax", 1, 11, 12, 13)
 def arg_max(node: Node, x: Tensor) -> Tensor:
-    """Return the index of the maximum along an axis."""
+    """Run ONNX ArgMax: the index of the maximum along ``axis``; of equal maxima the first, or the last if so stated."""
     return _arg_extreme(node, x, torch.argmax)
 
 
 @ROWS.add("ArgMin", 1, 11, 12, 13)
 def arg_min(node: Node, x: Tensor) -> Tensor:
-    """Return the index of the minimum along an axis."""
+    """Run ONNX ArgMin: the index of the minimum along ``axis``; of equal minima the first, or the last if so stated."""
     return _arg_extreme(node, x, torch.argmin)
 
 
 @ROWS.add("CumSum", 11, 14, known=(1,))
 def cum_sum(node: Node, x: Tensor, axis: np.ndarray) -> Tensor:
-    """Return the running sum along an axis, from either end, with or without the element itself."""
+    """Run ONNX CumSum: the running sum along ``axis``; ``reverse``: from the end; ``exclusive``: without the element
+    itself."""
     at = int(axis.reshape(()))
     if integer(node, "reverse", 0):
         x = x.flip(at)
@@ -154,8 +155,7 @@ def cum_sum(node: Node, x: Tensor, axis: np.ndarray) -> Tensor:
 
 
 def softmax(x: Tensor, axis: int) -> Tensor:
-    """Compute torch's softmax; for float16, round after each step of ONNX's definition instead of once at the
-    end."""
+    """Compute softmax along ``axis`` by torch; for float16, round after each step as ONNX's definition does."""
     if x.dtype != torch.float16:
         return torch.softmax(x, axis)
     raised = torch.exp(x - x.detach().amax(axis, keepdim=True))
@@ -186,14 +186,15 @@ for _op, _function in SOFTMAX.items():
 
 @ROWS.add("Hardmax", 13)
 def hardmax(node: Node, x: Tensor) -> Tensor:
-    """Return one at the first maximum along an axis, zero elsewhere."""
+    """Run ONNX Hardmax: 1 at the first maximum along ``axis``, 0 elsewhere."""
     axis = integer(node, "axis", -1)
     return torch.zeros_like(x).scatter(axis, x.argmax(axis, keepdim=True), 1.0)
 
 
 @ROWS.add("Hardmax", 1, 11)
 def flat_hardmax(node: Node, x: Tensor) -> Tensor:
-    """Return one at the first maximum over all axes from ``axis`` on, zero elsewhere."""
+    """Run ONNX Hardmax of opsets below 13: 1 at the first maximum over all axes from ``axis`` on together, 0
+    elsewhere."""
     flat = x.flatten(integer(node, "axis", 1) % x.dim())
     return torch.zeros_like(flat).scatter(-1, flat.argmax(-1, keepdim=True), 1.0).reshape(x.shape)
 
@@ -203,13 +204,16 @@ def flat_hardmax(node: Node, x: Tensor) -> Tensor:
 
 @ROWS.add("MatMul", 1, 9, 13)
 def mat_mul(node: Node, a: Tensor, b: Tensor) -> Tensor:
-    """Compute numpy's matrix product."""
+    """Run ONNX MatMul: NumPy's matrix product, with broadcasting of leading axes."""
     return torch.matmul(a, b)
 
 
 @ROWS.add("Gemm", 1, 6, 7, 9, 11, 13)
 def gemm(node: Node, a: Tensor, b: Tensor, c: Tensor | None = None) -> Tensor:
-    """Compute ``alpha A·B + beta C``. A linear layer's form uses torch's linear."""
+    """Run ONNX Gemm: ``alpha A·B + beta C``, with ``a`` and ``b`` transposed if so stated. ``c``: None, or broadcast.
+
+    If it has the form of a linear layer (B transposed, alpha = beta = 1), torch's linear is used.
+    """
     alpha, beta = number(node, "alpha", 1.0), number(node, "beta", 1.0)
     a = a.t() if integer(node, "transA", 0) else a
     plain = alpha == beta == 1.0 and integer(node, "transB", 0) and a.is_floating_point()
@@ -232,12 +236,12 @@ def _integer_gemm(product: Tensor, c: Tensor | None, alpha: float, beta: float) 
 
 @ROWS.add("Einsum", 12, 28)
 def einsum(node: Node, *tensors: Tensor) -> Tensor:
-    """Compute the sum of products that the equation states."""
+    """Run ONNX Einsum: the sum of products of ``tensors`` that the attribute ``equation`` states."""
     return torch.einsum(text(node, "equation", ""), *present(tensors))
 
 
 @ROWS.add("Det", 11, 22)
 def det(node: Node, x: Tensor) -> Tensor:
-    """Return the determinants of the matrices in the last two axes."""
+    """Run ONNX Det: the determinants of the matrices in the last two axes."""
     result: Tensor = torch.linalg.det(x)
     return result

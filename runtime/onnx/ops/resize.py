@@ -27,8 +27,11 @@ LINEAR = {3: "linear", 4: "bilinear", 5: "trilinear"}
 
 @dataclass(frozen=True, slots=True)
 class Axis:
-    """How axis ``at`` is resized: from ``n`` to ``out`` elements, with the stated ``scale``; ``start`` and
-    ``end`` are the cropped region in [0, 1]."""
+    """How one axis is resized.
+
+    ``at``: the axis. ``n``, ``out``: its number of elements before and after. ``scale``: the stated factor. ``start``,
+    ``end``: the region of the input that is resized, in [0, 1] (only for ``tf_crop_and_resize``).
+    """
 
     at: int
     n: int
@@ -39,13 +42,19 @@ class Axis:
 
     @property
     def length(self) -> float:
-        """The resized length before rounding down, which ONNX's formulas use."""
+        """The resized length ``n · scale`` before rounding down, which ONNX's formulas use."""
         return self.n * self.scale
 
 
 @dataclass(frozen=True, slots=True)
 class Rule:
-    """The node's attributes."""
+    """How a Resize or Upsample node interpolates; each field is the attribute of that meaning.
+
+    ``mode``: ``nearest``, ``linear`` or ``cubic``. ``coordinates``: how positions of the result map to the input.
+    ``rounding``: for ``nearest``. ``cubic``: the coefficient a. ``exclude_outside``: whether positions outside of the
+    input get weight 0. ``antialias``: whether the kernel is widened when shrinking. ``extrapolation``: the result
+    outside of a cropped region.
+    """
 
     mode: str
     coordinates: str
@@ -220,7 +229,14 @@ def _native(x: Tensor, axes: Sequence[Axis], rule: Rule) -> Tensor | None:
 
 @ROWS.add("Resize", 11, 13, 18, 19, known=(1, 2, 3))
 def resize(node: Node, x: Tensor, roi: Known = None, scales: Known = None, sizes: Known = None) -> Tensor:
-    """Interpolate to given scales or sizes."""
+    """Run ONNX Resize: interpolate to given ``scales`` or ``sizes``, one number per axis in the attribute ``axes`` (or
+    all).
+
+    ``roi``: the region for ``tf_crop_and_resize``: starts, then ends, in [0, 1].
+
+    Raises:
+        ModelError: neither scales nor sizes are given, or the mode, coordinates or rounding is unknown.
+    """
     along = ints(node, "axes") or tuple(range(x.dim()))
     along = tuple(a % x.dim() for a in along)
     region = (
@@ -266,17 +282,25 @@ def _upsampled(node: Node, x: Tensor, scales: Sequence[float]) -> Tensor:
 
 @ROWS.add("Resize", 10, known=(1,))
 def resize_by_scales(node: Node, x: Tensor, scales: np.ndarray) -> Tensor:
-    """Interpolate with asymmetric coordinates; nearest rounds down."""
+    """Run ONNX Resize of opset 10: interpolate to ``scales`` with asymmetric coordinates; ``nearest`` rounds down.
+
+    Raises:
+        ModelError: the mode is unknown.
+    """
     return _upsampled(node, x, [float(s) for s in scales])
 
 
 @ROWS.add("Upsample", 9, 10, known=(1,))
 def upsample(node: Node, x: Tensor, scales: np.ndarray) -> Tensor:
-    """Interpolate to given scales; the older name of Resize."""
+    """Run ONNX Upsample, the older name of Resize: interpolate to ``scales`` with asymmetric coordinates.
+
+    Raises:
+        ModelError: the mode is unknown.
+    """
     return _upsampled(node, x, [float(s) for s in scales])
 
 
 @ROWS.add("Upsample", 7)
 def upsample_by_attribute(node: Node, x: Tensor) -> Tensor:
-    """Interpolate to scales that are an attribute."""
+    """Run ONNX Upsample of opset 7: as `upsample`, with the scales as an attribute."""
     return _upsampled(node, x, tuple(node.attributes["scales"]))  # type: ignore[arg-type]

@@ -27,12 +27,13 @@ Known = np.ndarray | None
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One op at one since_version.
+    """The implementation of one ONNX op from one opset on.
 
-    ``run``: the handler. ``known``: positions of inputs whose values must be known when the op runs.
-    ``scalars``: whether known one-element operands become Python numbers. ``size``: a function of the known
-    inputs that returns the number of elements of the result, if the inputs' sizes do not bound it.
-    ``random``: whether it draws random numbers.
+    ``domain``, ``op``, ``since``: the op's domain, name and the opset version from which the implementation is valid.
+    ``run``: the function, called with the node and its inputs. ``known``: positions of inputs whose values must be
+    known when the op runs (shapes, axes). ``scalars``: whether known one-element operands become Python numbers.
+    ``size``: a function of the known inputs that returns the number of elements of the result, if the inputs' sizes do
+    not bound it; else None. ``random``: whether the op draws random numbers.
     """
 
     domain: str
@@ -53,7 +54,7 @@ class Row:
 
 @dataclass
 class Rows:
-    """The rows of one module, collected by a decorator."""
+    """The implementations of one module's ops (`Row`), collected by the decorator `add`."""
 
     rows: list[Row] = field(default_factory=list)
 
@@ -69,8 +70,10 @@ class Rows:
         check: Callable[[Node], None] | None = None,
         raw: bool = False,
     ) -> Callable[[H], H]:
-        """Return a decorator that adds rows for ``op``, one for each since_version with this handler. The
-        other arguments are fields of `Row`."""
+        """Return a decorator that registers a function as the implementation of ``op`` from each opset in ``since`` on.
+
+        The other arguments are fields of `Row`.
+        """
 
         def collect(handler: H) -> H:
             for version in since:
@@ -95,15 +98,21 @@ class Rows:
 
 
 def refuse(node: Node, why: str) -> ModelError:
-    """Return the error for a node that its row does not support. ``why``: the reason."""
+    """Return (do not raise) the error for a node that cannot run, with the node's name, op and opset. ``why``: the
+    reason."""
     return ModelError(f"node {node.name!r} ({node.op}, opset {node.version}): {why}")
 
 
 def stated(node: Node, at: int, value: Any) -> np.ndarray:
-    """Return the values of an input that determines a shape or an index.
+    """Return, as an array, the value of an input that determines a shape or an index.
+
+    Args:
+        node: the node, for messages.
+        at: the input's position.
+        value: the input.
 
     Raises:
-        ModelError: the values depend on data, so that they are not known during planning.
+        ModelError: the value depends on data, so it is not known during planning.
     """
     if isinstance(value, np.ndarray):
         return value
@@ -113,38 +122,38 @@ def stated(node: Node, at: int, value: Any) -> np.ndarray:
 
 
 def text(node: Node, name: str, default: str) -> str:
-    """Return a string attribute."""
+    """Return a node's string attribute ``name``; ``default`` if it is absent."""
     value = node.attributes.get(name, default)
     return value.decode() if isinstance(value, bytes) else str(value)
 
 
 def ints(node: Node, name: str) -> tuple[int, ...] | None:
-    """Return an attribute that is a list of integers; None if it is absent."""
+    """Return a node's attribute ``name``, a list of integers; None if it is absent."""
     value = node.attributes.get(name)
     return None if value is None else tuple(int(v) for v in value)  # type: ignore[union-attr]
 
 
 def integer(node: Node, name: str, default: int) -> int:
-    """Return an integer attribute."""
+    """Return a node's integer attribute ``name``; ``default`` if it is absent."""
     return int(node.attributes.get(name, default))  # type: ignore[arg-type]
 
 
 def number(node: Node, name: str, default: float) -> float:
-    """Return a floating-point attribute, as `intended`."""
+    """Return a node's floating-point attribute ``name``, rounded by `intended`; ``default`` if it is absent."""
     return intended(node.attributes.get(name, default))  # type: ignore[arg-type]
 
 
 def intended(value: float) -> float:
-    """Return the decimal from which a single-precision value was written: 0.9 where the file has
-    0.89999998."""
+    """Return the shortest decimal that has the same float32 value: 0.9 for 0.89999998, which files contain in its
+    place."""
     return float(str(np.float32(value)))
 
 
 def known_ints(array: Known) -> tuple[int, ...] | None:
-    """Return a known input as integers; None if it is absent."""
+    """Return an input that is a known array as a flat tuple of integers; None if it is absent."""
     return None if array is None else tuple(int(v) for v in array.ravel())
 
 
 def present(tensors: tuple[Any, ...]) -> list[torch.Tensor]:
-    """Return the inputs of a variadic op that are present."""
+    """Return the tensors that are not None: the inputs of an op with any number of inputs that are not absent."""
     return [t for t in tensors if t is not None]

@@ -25,45 +25,62 @@ Value = Any  # Tensor | np.ndarray
 
 @ROWS.add("SequenceEmpty", 11, raw=True)
 def sequence_empty(node: Node) -> list[Value]:
-    """Return an empty sequence."""
+    """Run ONNX SequenceEmpty: an empty sequence, as a Python list."""
     return []
 
 
 @ROWS.add("SequenceConstruct", 11, raw=True)
 def sequence_construct(node: Node, *values: Value) -> list[Value]:
-    """Return the inputs as a sequence."""
+    """Run ONNX SequenceConstruct: the inputs as a sequence."""
     return list(values)
 
 
 @ROWS.add("SequenceInsert", 11, raw=True)
 def sequence_insert(node: Node, items: list[Value], value: Value, at: Value = None) -> list[Value]:
-    """Return a copy with one more element, at the end or before a position."""
+    """Run ONNX SequenceInsert: a copy of the sequence with ``value`` before position ``at``; None: at the end.
+
+    Raises:
+        ModelError: there is no such position, or it depends on data.
+    """
     place = len(items) if at is None else _place(node, at, len(items), end=True)
     return [*items[:place], value, *items[place:]]
 
 
 @ROWS.add("SequenceErase", 11, raw=True)
 def sequence_erase(node: Node, items: list[Value], at: Value = None) -> list[Value]:
-    """Return a copy without the last element, or without the one at a position."""
+    """Run ONNX SequenceErase: a copy of the sequence without the element at position ``at``; None: without the last.
+
+    Raises:
+        ModelError: there is no such position, or it depends on data.
+    """
     place = _place(node, np.asarray(-1) if at is None else at, len(items))
     return [*items[:place], *items[place + 1 :]]
 
 
 @ROWS.add("SequenceAt", 11, raw=True)
 def sequence_at(node: Node, items: list[Value], at: Value) -> Value:
-    """Return the tensor at a position."""
+    """Run ONNX SequenceAt: the element at position ``at``; negative positions count from the end.
+
+    Raises:
+        ModelError: there is no such position, or it depends on data.
+    """
     return items[_place(node, at, len(items))]
 
 
 @ROWS.add("SequenceLength", 11, raw=True)
 def sequence_length(node: Node, items: list[Value]) -> np.ndarray:
-    """Return the number of elements."""
+    """Run ONNX SequenceLength: the number of elements of the sequence."""
     return np.asarray(len(items), np.int64)
 
 
 @ROWS.add("ConcatFromSequence", 11, raw=True)
 def concat_from_sequence(node: Node, items: list[Value]) -> Value:
-    """Concatenate all elements along an axis, or stack them along a new one."""
+    """Run ONNX ConcatFromSequence: concatenate all elements along ``axis``, or stack them along a new one
+    (``new_axis``).
+
+    Raises:
+        ModelError: the sequence is empty.
+    """
     axis, new = integer(node, "axis", 0), bool(integer(node, "new_axis", 0))
     if not items:
         raise refuse(node, "an empty sequence cannot be concatenated")
@@ -76,8 +93,14 @@ def concat_from_sequence(node: Node, items: list[Value]) -> Value:
 
 @ROWS.add("SplitToSequence", 11, 24, raw=True)
 def split_to_sequence(node: Node, value: Value, sizes: Value = None) -> list[Value]:
-    """Split into parts: of size one without ``sizes`` (the axis is dropped if ``keepdims`` is 0), of one size
-    with a smaller last part, or of listed sizes."""
+    """Run ONNX SplitToSequence: split ``value`` along ``axis`` into a sequence.
+
+    ``sizes``: one number: parts of that size, the last one smaller; a list: the size of each part; None: parts of size
+    1, without the axis if ``keepdims`` is 0.
+
+    Raises:
+        ModelError: a size is below 1, or the sizes depend on data.
+    """
     axis = integer(node, "axis", 0)
     length = value.shape[axis]
     if sizes is None:

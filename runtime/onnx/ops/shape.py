@@ -32,21 +32,20 @@ ROWS = Rows()
 
 
 def stated_sizes(node: Node, x: Tensor) -> list[int]:
-    """Return the sizes that a Shape node returns."""
+    """Return the sizes of ``x`` from the attribute ``start`` to ``end`` (excluded), which a Shape node returns."""
     end = integer(node, "end", x.dim())
     return list(x.shape)[integer(node, "start", 0) : end]
 
 
 @ROWS.add("Shape", 1, 13, 15, 19, 21, 23, 24, 25)
 def shape(node: Node, x: Tensor) -> Tensor:
-    """Return the input's sizes from ``start`` to ``end``. The interpreter computes this from the sizes
-    alone."""
+    """Run ONNX Shape: the input's sizes from ``start`` to ``end`` (excluded). `OnnxModule` needs no data for it."""
     return torch.tensor(stated_sizes(node, x), dtype=torch.int64)
 
 
 @ROWS.add("Size", 1, 13, 19, 21, 23, 24, 25)
 def size(node: Node, x: Tensor) -> Tensor:
-    """Return the number of elements."""
+    """Run ONNX Size: the number of elements."""
     return torch.tensor(math.prod(x.shape), dtype=torch.int64)
 
 
@@ -56,7 +55,8 @@ def _filled(shape: np.ndarray) -> int:
 
 @ROWS.add("ConstantOfShape", 9, 20, 21, 23, 24, 25, known=(0,), size=_filled)
 def constant_of_shape(node: Node, shape: np.ndarray) -> Tensor:
-    """Return a tensor filled with one value."""
+    """Run ONNX ConstantOfShape: a tensor of the given shape, filled with the attribute ``value`` (by default float32
+    zero)."""
     value = node.attributes.get("value", np.zeros(1, np.float32))
     fill = to_tensor(np.asarray(value), "ConstantOfShape's value")
     return torch.full(known_ints(shape), np.asarray(value).ravel()[0].item(), dtype=fill.dtype)  # type: ignore[arg-type]
@@ -64,7 +64,7 @@ def constant_of_shape(node: Node, shape: np.ndarray) -> Tensor:
 
 @ROWS.add("Constant", 1, 9, 11, 12, 13, 19, 21, 23, 24, 25)
 def constant(node: Node) -> Tensor:
-    """Return a constant. (The loader turns most of these into weights.)"""
+    """Run ONNX Constant: the attribute ``value``. (The loader turns most constants into weights instead.)"""
     return to_tensor(np.asarray(node.attributes["value"]), "Constant's value")
 
 
@@ -74,14 +74,14 @@ def _range_size(start: np.ndarray, limit: np.ndarray, delta: np.ndarray) -> int:
 
 @ROWS.add("Range", 11, 27, known=(0, 1, 2), size=_range_size)
 def arange(node: Node, start: np.ndarray, limit: np.ndarray, delta: np.ndarray) -> Tensor:
-    """Return ``start``, ``start + delta``, ... below ``limit``."""
+    """Run ONNX Range: ``start``, ``start + delta``, … up to ``limit``, which is excluded."""
     dtype = to_tensor(start).dtype
     return torch.arange(start.item(), limit.item(), delta.item(), dtype=dtype)
 
 
 @ROWS.add("EyeLike", 9, 22)
 def eye_like(node: Node, x: Tensor) -> Tensor:
-    """Return ones on a diagonal, zeros elsewhere."""
+    """Run ONNX EyeLike: a matrix of the shape of ``x`` with ones on the diagonal ``k`` and zeros elsewhere."""
     dtype = ONNX_DTYPES[integer(node, "dtype", 0)] if "dtype" in node.attributes else x.dtype
     rows, columns = x.shape
     shifted = torch.arange(columns, device=x.device) - torch.arange(rows, device=x.device)[:, None]
@@ -90,7 +90,7 @@ def eye_like(node: Node, x: Tensor) -> Tensor:
 
 @ROWS.add("NonZero", 9, 13)
 def non_zero(node: Node, x: Tensor) -> Tensor:
-    """Return the indices of nonzero elements, one row per axis."""
+    """Run ONNX NonZero: the indices of nonzero elements, (axes, count). The count depends on data."""
     return torch.nonzero(x).t().contiguous() if x.dim() else torch.nonzero(x).t()
 
 
@@ -99,13 +99,13 @@ def non_zero(node: Node, x: Tensor) -> Tensor:
 
 @ROWS.add("Identity", 1, 13, 14, 16, 19, 21, 23, 24, 25)
 def identity(node: Node, x: Tensor) -> Tensor:
-    """Return the input."""
+    """Run ONNX Identity: the input itself."""
     return x
 
 
 @ROWS.add("Reshape", 5, 13, 14, 19, 21, 23, 24, 25, known=(1,))
 def reshape(node: Node, x: Tensor, shape: np.ndarray) -> Tensor:
-    """Reshape. A size of 0 keeps the input's (unless ``allowzero``); −1 is inferred."""
+    """Run ONNX Reshape. A size of 0 stands for the input's size there (unless ``allowzero`` is set); −1 is inferred."""
     sizes = known_ints(shape) or ()
     if not integer(node, "allowzero", 0):
         sizes = tuple(x.shape[i] if s == 0 and i < x.dim() else s for i, s in enumerate(sizes))
@@ -114,13 +114,13 @@ def reshape(node: Node, x: Tensor, shape: np.ndarray) -> Tensor:
 
 @ROWS.add("Reshape", 1)
 def reshape_by_attribute(node: Node, x: Tensor) -> Tensor:
-    """Reshape to a shape that is an attribute."""
+    """Run ONNX Reshape of opsets below 5, with the shape as an attribute."""
     return reshape(node, x, np.asarray(ints(node, "shape") or (), np.int64))
 
 
 @ROWS.add("Flatten", 1, 9, 11, 13, 21, 23, 24, 25)
 def flatten(node: Node, x: Tensor) -> Tensor:
-    """Reshape to two axes: those before ``axis`` and those from it on."""
+    """Run ONNX Flatten: reshape to two axes, the product of the axes before ``axis`` and the product of the others."""
     axis = integer(node, "axis", 1)
     axis = axis + x.dim() if axis < 0 else axis
     return x.reshape(math.prod(x.shape[:axis]), math.prod(x.shape[axis:]))
@@ -128,13 +128,17 @@ def flatten(node: Node, x: Tensor) -> Tensor:
 
 @ROWS.add("Transpose", 1, 13, 21, 23, 24, 25)
 def transpose(node: Node, x: Tensor) -> Tensor:
-    """Permute the axes; reverse them by default."""
+    """Run ONNX Transpose: permute the axes by the attribute ``perm``; without it, reverse them."""
     return x.permute(ints(node, "perm") or tuple(reversed(range(x.dim()))))
 
 
 @ROWS.add("Unsqueeze", 13, 21, 23, 24, 25, known=(1,))
 def unsqueeze(node: Node, x: Tensor, axes: np.ndarray) -> Tensor:
-    """Insert axes of size one at positions in the result."""
+    """Run ONNX Unsqueeze: insert axes of size 1, at the positions ``axes`` in the result.
+
+    Raises:
+        ModelError: two positions are equal, or a position is outside of the result.
+    """
     wanted = known_ints(axes) or ()
     rank = x.dim() + len(wanted)
     places = {a % rank for a in wanted}
@@ -147,13 +151,21 @@ def unsqueeze(node: Node, x: Tensor, axes: np.ndarray) -> Tensor:
 
 @ROWS.add("Unsqueeze", 1, 11)
 def unsqueeze_by_attribute(node: Node, x: Tensor) -> Tensor:
-    """Insert axes of size one; the axes are an attribute."""
+    """Run ONNX Unsqueeze of opsets below 13: insert axes of size 1, at the positions in the attribute ``axes``.
+
+    Raises:
+        ModelError: two positions are equal, or a position is outside of the result.
+    """
     return unsqueeze(node, x, np.asarray(ints(node, "axes") or (), np.int64))
 
 
 @ROWS.add("Squeeze", 13, 21, 23, 24, 25, known=(1,))
 def squeeze(node: Node, x: Tensor, axes: Known = None) -> Tensor:
-    """Drop axes of size one: those listed, or all."""
+    """Run ONNX Squeeze: drop the axes of size 1 listed in ``axes``; None: all axes of size 1.
+
+    Raises:
+        ModelError: a listed axis is not of size 1.
+    """
     wanted = known_ints(axes)
     wanted = tuple(a for a, n in enumerate(x.shape) if n == 1) if wanted is None else wanted
     if any(x.shape[a] != 1 for a in wanted):
@@ -163,7 +175,12 @@ def squeeze(node: Node, x: Tensor, axes: Known = None) -> Tensor:
 
 @ROWS.add("Squeeze", 1, 11)
 def squeeze_by_attribute(node: Node, x: Tensor) -> Tensor:
-    """Drop axes of size one; the axes are an attribute."""
+    """Run ONNX Squeeze of opsets below 13: drop the axes of size 1 in the attribute ``axes``; without it, all of size
+    1.
+
+    Raises:
+        ModelError: a listed axis is not of size 1.
+    """
     axes = ints(node, "axes")
     return squeeze(node, x, None if axes is None else np.asarray(axes, np.int64))
 
@@ -174,25 +191,25 @@ def _expanded_size(x: np.ndarray, shape: np.ndarray) -> int:
 
 @ROWS.add("Expand", 8, 13, known=(1,), size=_expanded_size)
 def expand(node: Node, x: Tensor, shape: np.ndarray) -> Tensor:
-    """Broadcast to a shape, which may have ones where the input is larger."""
+    """Run ONNX Expand: broadcast ``x`` and ``shape`` against each other; ``shape`` may have 1 where ``x`` is larger."""
     return x.expand(np.broadcast_shapes(tuple(x.shape), known_ints(shape) or ()))
 
 
 @ROWS.add("Tile", 6, 13, known=(1,), size=_expanded_size)
 def tile(node: Node, x: Tensor, repeats: np.ndarray) -> Tensor:
-    """Repeat along each axis."""
+    """Run ONNX Tile: repeat ``x`` along each axis, ``repeats`` times."""
     return x.repeat(known_ints(repeats) or ())
 
 
 @ROWS.add("Concat", 4, 11, 13)
 def concat(node: Node, *tensors: Tensor) -> Tensor:
-    """Concatenate along an axis."""
+    """Run ONNX Concat: concatenate the tensors along ``axis``."""
     return torch.cat(present(tensors), integer(node, "axis", 1))
 
 
 @ROWS.add("Concat", 1)
 def concat_default(node: Node, *tensors: Tensor) -> Tensor:
-    """Concatenate along an axis, which has a default."""
+    """Run ONNX Concat of opsets below 4: concatenate the tensors along ``axis``, by default 1."""
     return concat(node, *tensors)
 
 
@@ -207,19 +224,20 @@ def _split(node: Node, x: Tensor, sizes: Sequence[int] | None) -> tuple[Tensor, 
 
 @ROWS.add("Split", 13, 18, known=(1,))
 def split(node: Node, x: Tensor, sizes: Known = None) -> tuple[Tensor, ...]:
-    """Split along an axis into parts of given or equal sizes."""
+    """Run ONNX Split: split ``x`` along ``axis`` into parts of the given sizes; None: as many equal parts as
+    outputs."""
     return _split(node, x, known_ints(sizes))
 
 
 @ROWS.add("Split", 2, 11)
 def split_by_attribute(node: Node, x: Tensor) -> tuple[Tensor, ...]:
-    """Split along an axis; the sizes are an attribute."""
+    """Run ONNX Split of opsets 2 to 12: as `split`, with the sizes in the attribute ``split``."""
     return _split(node, x, ints(node, "split"))
 
 
 @ROWS.add("Split", 1, known=(1,))
 def split_by_either(node: Node, x: Tensor, sizes: Known = None) -> tuple[Tensor, ...]:
-    """Split along an axis; the sizes are an attribute or an input."""
+    """Run ONNX Split of opset 1: as `split`, with the sizes in the attribute ``split`` or as an input."""
     return _split(node, x, ints(node, "split") or known_ints(sizes))
 
 
@@ -230,7 +248,10 @@ def split_by_either(node: Node, x: Tensor, sizes: Known = None) -> tuple[Tensor,
 def slice_(
     node: Node, x: Tensor, starts: np.ndarray, ends: np.ndarray, axes: Known = None, steps: Known = None
 ) -> Tensor:
-    """Slice along some axes as numpy does; a negative step runs backwards."""
+    """Run ONNX Slice: slice ``x`` along ``axes`` as NumPy does; a negative step runs backwards.
+
+    ``axes``: None for the first axes. ``steps``: None for 1.
+    """
     first, last = known_ints(starts) or (), known_ints(ends) or ()
     along = known_ints(axes) or tuple(range(len(first)))
     stride = known_ints(steps) or (1,) * len(first)
@@ -253,7 +274,7 @@ def _slice_of(x: Tensor, axis: int, picked: range) -> Tensor:
 
 @ROWS.add("Slice", 1)
 def slice_by_attributes(node: Node, x: Tensor) -> Tensor:
-    """Slice; starts, ends and axes are attributes."""
+    """Run ONNX Slice of opsets below 10: as `slice_`, with starts, ends and axes as attributes, and no steps."""
     starts, ends, axes = (ints(node, k) for k in ("starts", "ends", "axes"))
     return slice_(node, x, *(None if v is None else np.asarray(v, np.int64) for v in (starts, ends, axes)))  # type: ignore[arg-type]
 
@@ -290,27 +311,36 @@ def _mirror(mode: str, n: int, low: int, high: int) -> Tensor:
 
 @ROWS.add("Pad", 11, 13, 18, 19, 21, 23, 24, 25, known=(1, 2, 3))
 def pad(node: Node, x: Tensor, pads: np.ndarray, value: Known = None, axes: Known = None) -> Tensor:
-    """Pad; padding, value and axes are inputs."""
+    """Run ONNX Pad: pad ``x`` before and after each of ``axes`` (None: all); negative padding crops.
+
+    ``pads``: the padding before all axes, then after all axes. ``value``: the constant to pad with; None: 0.
+
+    Raises:
+        ModelError: the mode is none of ``constant``, ``reflect``, ``edge`` and ``wrap``.
+    """
     fill = 0.0 if value is None or not value.size else value.reshape(()).item()
     return _pad(node, x, known_ints(pads) or (), fill, known_ints(axes))
 
 
 @ROWS.add("Pad", 2)
 def pad_by_attributes(node: Node, x: Tensor) -> Tensor:
-    """Pad; padding and value are attributes."""
+    """Run ONNX Pad of opsets 2 to 10: as `pad`, with ``pads`` and ``value`` as attributes."""
     return _pad(node, x, ints(node, "pads") or (), number(node, "value", 0.0), None)
 
 
 @ROWS.add("Pad", 1)
 def pad_by_old_attributes(node: Node, x: Tensor) -> Tensor:
-    """Pad; the padding is an attribute named ``paddings``."""
+    """Run ONNX Pad of opset 1: as `pad`, with the attributes ``paddings`` and ``value``."""
     return _pad(node, x, ints(node, "paddings") or (), number(node, "value", 0.0), None)
 
 
 @ROWS.add("CenterCropPad", 18, known=(1,))
 def center_crop_pad(node: Node, x: Tensor, shape: np.ndarray) -> Tensor:
-    """Crop each axis to its middle, or pad it with zeros. Of an odd difference the smaller half is at the
-    front."""
+    """Run ONNX CenterCropPad: crop each axis to its middle, or pad it with zeros on both sides, to the given sizes.
+
+    ``shape``: one size for each of the attribute ``axes`` (or of all axes). Of an odd difference the smaller half is at
+    the front.
+    """
     axes = ints(node, "axes") or tuple(range(x.dim()))
     pairs = [0] * (2 * x.dim())
     for axis, wanted in zip(axes, known_ints(shape) or (), strict=True):
@@ -323,7 +353,8 @@ def center_crop_pad(node: Node, x: Tensor, shape: np.ndarray) -> Tensor:
 
 @ROWS.add("Trilu", 14, known=(1,))
 def trilu(node: Node, x: Tensor, k: Known = None) -> Tensor:
-    """Keep the upper or the lower triangle of the last two axes."""
+    """Run ONNX Trilu: keep the upper or lower triangle of the last two axes, from diagonal ``k`` on; the rest is
+    zero."""
     at = 0 if k is None else int(k.reshape(()))
     return torch.triu(x, at) if integer(node, "upper", 1) else torch.tril(x, at)
 
@@ -333,7 +364,7 @@ def trilu(node: Node, x: Tensor, k: Known = None) -> Tensor:
 
 @ROWS.add("DepthToSpace", 1, 11, 13, 28)
 def depth_to_space(node: Node, x: Tensor) -> Tensor:
-    """Move channels into blocks of the plane."""
+    """Run ONNX DepthToSpace: (N, C, H, W) to (N, C ÷ b², H b, W b), for the block size b."""
     block, (n, c, h, w) = integer(node, "blocksize", 1), x.shape
     if text(node, "mode", "DCR") == "CRD":
         return F.pixel_shuffle(x, block)
@@ -343,7 +374,7 @@ def depth_to_space(node: Node, x: Tensor) -> Tensor:
 
 @ROWS.add("SpaceToDepth", 1, 13, 28)
 def space_to_depth(node: Node, x: Tensor) -> Tensor:
-    """Move blocks of the plane into channels."""
+    """Run ONNX SpaceToDepth: (N, C, H, W) to (N, C b², H ÷ b, W ÷ b), for the block size b."""
     block, (n, c, h, w) = integer(node, "blocksize", 1), x.shape
     if text(node, "mode", "DCR") == "CRD":
         return F.pixel_unshuffle(x, block)
@@ -365,11 +396,12 @@ def _castable(node: Node) -> None:
 
 @ROWS.add("Cast", 6, 9, 13, 19, 21, 23, 24, 25, 28, check=_castable)
 def cast(node: Node, x: Tensor) -> Tensor:
-    """Convert to another element type."""
+    """Run ONNX Cast: convert to the element type ``to``. Types without a torch type are refused before anything
+    runs."""
     return _cast(x, ONNX_DTYPES[integer(node, "to", 0)])
 
 
 @ROWS.add("CastLike", 15, 19, 21, 23, 24, 25)
 def cast_like(node: Node, x: Tensor, like: Tensor) -> Tensor:
-    """Convert to the other input's element type."""
+    """Run ONNX CastLike: convert ``x`` to the element type of ``like``."""
     return _cast(x, like.dtype)

@@ -24,8 +24,11 @@ def _complex(x: Tensor) -> Tensor:
 
 @ROWS.add("DFT", 20, known=(1, 2))
 def dft(node: Node, x: Tensor, length: Known = None, axis: Known = None) -> Tensor:
-    """Transform along an axis, which is cropped or zero-padded to a length. One-sided transforms return or
-    take only half of it."""
+    """Run ONNX DFT along ``axis`` (None: −2), forward or inverse. The last axis has size 1 (real) or 2 (complex).
+
+    ``length``: the size to which the axis is cropped or zero-padded first; None: unchanged. With ``onesided``, a
+    forward transform returns, and an inverse one takes, only the first half of the frequencies.
+    """
     along = (-2 if axis is None else int(axis.reshape(()))) % x.dim()
     size = None if length is None else int(length.reshape(()))
     half, values = bool(integer(node, "onesided", 0)), _complex(x)
@@ -42,7 +45,7 @@ def dft(node: Node, x: Tensor, length: Known = None, axis: Known = None) -> Tens
 
 @ROWS.add("DFT", 17, known=(1,))
 def dft_by_attribute(node: Node, x: Tensor, length: Known = None) -> Tensor:
-    """Transform along an axis that is an attribute."""
+    """Run ONNX DFT of opset 17: as `dft`, with the axis as an attribute (by default 1)."""
     return dft(node, x, length, np.asarray(integer(node, "axis", 1)))
 
 

@@ -36,7 +36,10 @@ def _samples(node: Node) -> None:
 
 @ROWS.add("GridSample", 16, 20, 22, check=_samples)
 def grid_sample(node: Node, x: Tensor, grid: Tensor) -> Tensor:
-    """Interpolate the input at positions in [−1, 1]."""
+    """Run ONNX GridSample: interpolate ``x`` (N, C, …) at the positions ``grid`` (N, …, axes), in [−1, 1].
+
+    Unknown modes are refused before anything runs.
+    """
     mode = SAMPLE_MODES[text(node, "mode", "linear")]
     corners = bool(integer(node, "align_corners", 0))
     return F.grid_sample(x, grid, mode, text(node, "padding_mode", "zeros"), corners)
@@ -44,7 +47,7 @@ def grid_sample(node: Node, x: Tensor, grid: Tensor) -> Tensor:
 
 @ROWS.add("AffineGrid", 20, known=(1,))
 def affine_grid(node: Node, theta: Tensor, size: np.ndarray) -> Tensor:
-    """Return the positions to which affine maps send a regular grid."""
+    """Run ONNX AffineGrid: the positions to which the affine maps ``theta`` send a regular grid of the given size."""
     return F.affine_grid(theta, list(known_ints(size) or ()), bool(integer(node, "align_corners", 0)))
 
 
@@ -52,10 +55,16 @@ def affine_grid(node: Node, theta: Tensor, size: np.ndarray) -> Tensor:
 def rotary_embedding(
     node: Node, x: Tensor, cos: Tensor, sin: Tensor, positions: Tensor | None = None
 ) -> Tensor:
-    """Rotate pairs of features by angles that depend on the position. Pairs are the halves of a head, or
-    neighbours if ``interleaved``.
+    """Run ONNX RotaryEmbedding: rotate pairs of features by angles that depend on the position.
 
-    x is (batch, heads, steps, size), or (batch, steps, heads·size).
+    Pairs are the halves of a head, or neighbours if ``interleaved`` is set.
+
+    Args:
+        node: its attributes are used.
+        x: (batch, heads, steps, size), or (batch, steps, heads·size) with the number of heads as an attribute.
+        cos: cosines of the angles, by position, (positions, pairs); without ``positions``, (batch, steps, pairs).
+        sin: sines, in the same form.
+        positions: the position of each step, (batch, steps); or None.
     """
     heads = x.transpose(1, 2) if x.dim() == 4 else x.reshape(*x.shape[:2], integer(node, "num_heads", 1), -1)
     width = integer(node, "rotary_embedding_dim", 0) or heads.shape[3]
@@ -75,8 +84,8 @@ def rotary_embedding(
 
 @ROWS.add("CumProd", 26, known=(1,))
 def cumulative_product(node: Node, x: Tensor, axis: Known) -> Tensor:
-    """Return the product of all elements up to each along an axis, without the element itself if
-    ``exclusive``."""
+    """Run ONNX CumProd: the running product along ``axis``; ``reverse``: from the end; ``exclusive``: without the
+    element."""
     at = (known_ints(axis) or (0,))[0]
     x = x.flip(at) if integer(node, "reverse", 0) else x
     if integer(node, "exclusive", 0):
@@ -87,7 +96,17 @@ def cumulative_product(node: Node, x: Tensor, axis: Known) -> Tensor:
 
 @ROWS.add("Col2Im", 18, known=(1, 2))
 def col2im(node: Node, x: Tensor, image: np.ndarray, block: np.ndarray) -> Tensor:
-    """Put columns of blocks back to their positions and add where they overlap; for any number of axes."""
+    """Run ONNX Col2Im: put columns of blocks at their positions in an image, and add where blocks overlap.
+
+    Args:
+        node: its attributes are used: dilations, strides and pads.
+        x: (N, C · size of a block, blocks).
+        image: the sizes of the image's axes, any number.
+        block: the sizes of a block.
+
+    Returns:
+        The image, (N, C, *image).
+    """
     sizes, kernel = known_ints(image) or (), known_ints(block) or ()
     rank = len(sizes)
     dilations, strides = (ints(node, k) or (1,) * rank for k in ("dilations", "strides"))

@@ -39,8 +39,23 @@ def linear_attention(
     decay: Tensor | None = None,
     beta: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Compute linear attention: a state of keys by values is updated at each step and read by the query.
-    Return the result and the last state."""
+    """Run ONNX LinearAttention: at each step a state (keys × values) is updated, and read by the query.
+
+    Args:
+        node: its attributes are used: ``update_rule``, numbers of heads, ``scale``.
+        query: (batch, steps, heads·size).
+        key: (batch, steps, heads·size).
+        value: (batch, steps, heads·size).
+        past: the state before the first step, (batch, heads, key size, value size); None: zero.
+        decay: logarithms of the factors of the state, for the rules ``gated`` and ``gated_delta``; otherwise None.
+        beta: the rates of the update, for the rules ``delta`` and ``gated_delta``; otherwise None.
+
+    Returns:
+        The result, (batch, steps, heads·value size), and the last state.
+
+    Raises:
+        ModelError: the rule is unknown or does not fit the inputs, or the numbers of heads do not divide the features.
+    """
     rule = text(node, "update_rule", "gated_delta")
     heads, readers = integer(node, "kv_num_heads", 0), integer(node, "q_num_heads", 0)
     if rule not in RULES or RULES[rule] != (decay is not None, beta is not None):
@@ -76,8 +91,15 @@ def _stepped(state: Tensor, k: Tensor, v: Tensor, kept: Tensor | None, rate: Ten
 def causal_conv(
     node: Node, x: Tensor, weight: Tensor, bias: Tensor | None = None, past: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Convolve each channel separately, looking only backwards. Return the result and the last inputs, for
-    the next block."""
+    """Run ONNX CausalConvWithState: convolve each channel of ``x`` (N, C, steps) separately with the present and past
+    steps.
+
+    ``past``: the steps before ``x``, (N, C, kernel − 1); None: zeros. Return the result, and the last kernel − 1 steps
+    for the next call.
+
+    Raises:
+        ModelError: the activation is none of ``none``, ``silu`` and ``swish``.
+    """
     activation, back = text(node, "activation", "none"), weight.shape[2] - 1
     if activation not in ("none", "silu", "swish"):
         raise refuse(node, f"the activation {activation!r} is not supported")

@@ -32,7 +32,8 @@ BY_NAME: dict[str, torch.dtype] = {str(d).removeprefix("torch."): d for d in ONN
 
 
 def torch_dtype(name: str, what: str) -> torch.dtype:
-    """Return the torch dtype of a numpy name. ``what``: the beginning of the error's message.
+    """Return the torch dtype with a NumPy dtype's name, such as ``float32``. ``what``: the beginning of the error's
+    message.
 
     Raises:
         ModelError: torch has no such type.
@@ -56,8 +57,7 @@ def to_tensor(array: np.ndarray, what: str = "a value") -> torch.Tensor:
 
 
 def to_array(tensor: torch.Tensor) -> np.ndarray:
-    """Return the tensor's values as a numpy array. bfloat16 is that of ml_dtypes, as in arrays read from
-    files."""
+    """Return a tensor's values as a NumPy array on the CPU. bfloat16 becomes the type of ``ml_dtypes``."""
     tensor = tensor.detach().cpu()
     if tensor.dtype != torch.bfloat16:
         return tensor.numpy()
@@ -65,8 +65,7 @@ def to_array(tensor: torch.Tensor) -> np.ndarray:
 
 
 def constant_tensor(array: np.ndarray, what: str) -> torch.Tensor:
-    """Return the array as a tensor, created so that a tracer sees a constant. ``what``: the beginning of the
-    error's message.
+    """Return an array as a tensor that tracing records as a constant. ``what``: the beginning of the error's message.
 
     Raises:
         ModelError: torch has no such type.
@@ -95,7 +94,8 @@ SAME_WIDTH: dict[torch.dtype, torch.dtype] = {
 
 
 def signed(x: torch.Tensor) -> torch.Tensor:
-    """Return the tensor in a type that torch can compare, with the same order."""
+    """Return a tensor in a type that torch can compare, whose order is the same: signed types for unsigned 16 to 64
+    bits."""
     if x.dtype == torch.uint64:
         return x.view(torch.int64) ^ torch.iinfo(torch.int64).min
     return x.to(WIDER.get(x.dtype, x.dtype))
