@@ -32,7 +32,11 @@ KINDS = {
 
 
 class Tally(unittest.TestResult):
-    """Outcomes by kind of case."""
+    """A `unittest.TestResult` that counts the outcomes of ONNX's test cases.
+
+    ``counts``: for each kind of case, how many passed, were refused or failed. ``reasons``: how often each op, or other
+    reason, was refused.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -43,11 +47,12 @@ class Tally(unittest.TestResult):
         self.counts[type(test).__name__.removeprefix("OnnxBackend").removesuffix("ModelTest")][outcome] += 1
 
     def addSuccess(self, test: unittest.TestCase) -> None:
-        """A case whose outputs are right."""
+        """Count a case with right outputs as passed."""
         self._count(test, "passed")
 
     def addSkip(self, test: unittest.TestCase, reason: str) -> None:
-        """A case that was refused, or that is for a device this machine has not."""
+        """Count a case as refused, with the unsupported op or the reason. Cases for a device that this machine lacks do
+        not count."""
         if "doesn't support device" in reason:
             return
         self._count(test, "refused")
@@ -55,18 +60,18 @@ class Tally(unittest.TestResult):
         self.reasons[op.group(1) if op else reason[-90:]] += 1
 
     def addFailure(self, test: unittest.TestCase, err: object) -> None:
-        """A case with wrong outputs."""
+        """Count a case with wrong outputs as failed."""
         super().addFailure(test, err)  # type: ignore[arg-type]
         self._count(test, "failed")
 
     def addError(self, test: unittest.TestCase, err: object) -> None:
-        """A case that raised."""
+        """Count a case that raised an error as failed."""
         super().addError(test, err)  # type: ignore[arg-type]
         self._count(test, "failed")
 
 
 def run(kinds: tuple[str, ...] = tuple(KINDS)) -> Tally:
-    """The suite's cases of these kinds, run."""
+    """Run the cases of ONNX's test suite of the given kinds (keys of `KINDS`), and return their outcomes."""
     tally, wanted, load = Tally(), {KINDS[k] for k in kinds}, suite.load_model_tests
     # The suite loads every kind, and computes the node cases' references by it, which takes longer than the others run.
     only = unittest.mock.patch.object(
@@ -82,7 +87,7 @@ def run(kinds: tuple[str, ...] = tuple(KINDS)) -> Tally:
 
 
 def show(tally: Tally, refusals: bool) -> None:
-    """The table of outcomes, the failures, and on request what was refused."""
+    """Print a table of the outcomes by kind, the failed cases and, if ``refusals``, how often each op was refused."""
     print(f"{'cases':<18}{'passed':>8}{'refused':>9}{'failed':>8}")
     for kind, counts in tally.counts.items():
         print(f"{kind:<18}{counts['passed']:>8}{counts['refused']:>9}{counts['failed']:>8}")
@@ -94,6 +99,7 @@ def show(tally: Tally, refusals: bool) -> None:
 
 
 def main() -> int:
+    """Run the chosen cases and print the table. Return the exit status: 1 if a case failed, otherwise 0."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--refusals", action="store_true", help="list what was refused")
     parser.add_argument("--kind", action="append", choices=KINDS, help="only these cases")

@@ -23,7 +23,8 @@ BUDGETS = ("100%", "90%", "70%", "50%", "min")
 
 
 class Sequence(nn.Module):
-    """Attention by separate projections and a feed-forward block, on sequences; one prediction for each token."""
+    """A network for sequences (N, T, ``width``): attention with separate projections, a feed-forward block, and 5
+    scores."""
 
     def __init__(self, width: int = 16) -> None:
         super().__init__()
@@ -35,14 +36,14 @@ class Sequence(nn.Module):
         )
 
     def forward(self, x: Tensor) -> Tensor:
-        """Logits (samples, 5, tokens)."""
+        """Return scores (samples, 5, tokens) for sequences (samples, tokens, width)."""
         scores = (self.q(x) @ self.k(x).mT / x.shape[-1] ** 0.5).softmax(-1)
         x = x + self.out(scores @ self.v(x))
         return self.head(x + self.down(nn.functional.gelu(self.up(x)))).mT
 
 
 def networks() -> dict[str, tuple[nn.Module, Tensor]]:
-    """Networks and their inputs."""
+    """Return small networks, each with a batch of inputs, by name."""
     torch.manual_seed(0)
     layers = (m for _ in range(4) for m in (nn.Linear(20, 20), nn.Tanh()))
     mlp = nn.Sequential(*layers, nn.Linear(20, 5))
@@ -64,12 +65,27 @@ def networks() -> dict[str, tuple[nn.Module, Tensor]]:
 
 
 def error(found: Tensor, wanted: Tensor) -> float:
-    """The relative error. What is zero by symmetry (a sum of keys' gradients) is all rounding."""
+    """Return the relative L2 distance of ``found`` from ``wanted``.
+
+    A tensor that is zero by symmetry (a sum of gradients of attention keys) contains only rounding errors; its norm
+    counts as at least `ROUNDING`.
+    """
     return float((found - wanted).norm() / max(float(wanted.norm()), ROUNDING))
 
 
 def compare(name: str, model: nn.Module, x: Tensor, approx: str, reduction: str) -> None:
-    """Print a line."""
+    """Compare the Kronecker factors of a network with curvlinops' at several budgets, and print a line.
+
+    The line has the largest relative errors of A (inputs) and G (outputs' gradients), and how many ops each plan runs
+    again.
+
+    Args:
+        name: the network's name.
+        model: the network.
+        x: a batch of its inputs.
+        approx: ``expand`` or ``reduce``, the form of the factors for weights that are shared over tokens or places.
+        reduction: ``mean`` or ``sum``, of the loss.
+    """
     labels = model(x)[:, 0]
     y = (torch.arange(labels.numel()) % 5).view(labels.shape)
     loss = nn.CrossEntropyLoss(reduction=reduction)
@@ -114,7 +130,7 @@ def compare(name: str, model: nn.Module, x: Tensor, approx: str, reduction: str)
 
 
 def main() -> None:
-    """Compare all."""
+    """Compare all networks, with both forms of the factors and both reductions of the loss."""
     torch.set_default_dtype(torch.float64)
     for name, (model, x) in networks().items():
         for approx in ("expand", "reduce"):

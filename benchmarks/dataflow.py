@@ -39,7 +39,8 @@ CPU = torch.device("cpu")
 def network(
     ranks: int, microbatches: int, each: int
 ) -> tuple[nn.Module, torch.Tensor, torch.Tensor, tuple[str, ...]]:
-    """A network, a batch, its targets, and cuts before every ``each``-th pair of couplings."""
+    """Return a reversible ViT, a batch, its targets, and cuts of the model into ``ranks`` stages of ``each`` coupling
+    pairs."""
     depth = ranks * each
     torch.manual_seed(0)
     model = build("revvit_s", depth=depth, **SIZES)
@@ -49,13 +50,19 @@ def network(
 
 
 def peak_of(step: Callable[[], object], module: nn.Module) -> int:
-    """Bytes above entry at the step's worst moment, without gradients."""
+    """Return the peak of ``step`` in bytes above the bytes held at its start, without the gradients of ``module``."""
     peak, _ = peak_above_entry(step, CPU)
     return peak - sum(p.grad.nbytes for p in module.parameters() if p.grad is not None)
 
 
 def dataflow(rank: int, group: ProcessGroup, case: tuple[int, int, int]) -> dict[str, Any]:
-    """A dataflow's peak on this rank, its promise, its message, and squares of distances of gradients."""
+    """Run a step of the dataflow pipeline (inverses recover inputs) as one rank, and return its measurements.
+
+    ``case``: ranks, micro-batches, couplings per stage. The result has, by name: ``peak`` (bytes above entry),
+    ``kept_promise`` (measured ÷ predicted peak), ``kept`` (bytes kept per micro-batch), ``message`` (bytes sent back),
+    and ``squares``: squared distances of the pipeline's and of eager mode's gradients from float64's, and the squared
+    norm of the latter.
+    """
     model, x, y, cuts = network(*case)
     eager, exact = copy.deepcopy(model), copy.deepcopy(model).double()
     asked: dict[str, Any] = {"stages": case[0], "microbatches": case[1], "cuts": cuts, "schedule": "dataflow"}
@@ -90,7 +97,11 @@ def dataflow(rank: int, group: ProcessGroup, case: tuple[int, int, int]) -> dict
 
 
 def checkpointed(rank: int, group: ProcessGroup, case: tuple[int, int, int]) -> dict[str, Any]:
-    """The peak of PyTorch's 1F1B with checkpoints."""
+    """Run a step of PyTorch's 1F1B as one rank, with each coupling pair of inner stages as a checkpoint; return its
+    ``peak``.
+
+    ``case``: ranks, micro-batches, couplings per stage. The peak is in bytes above entry, without gradients.
+    """
     model, x, y, cuts = network(*case)
     wanted = stage_modules(model, (x[:1],), {}, cuts)[rank]
     each, first, last = case[2], rank == 0, rank == case[0] - 1
@@ -117,7 +128,7 @@ def checkpointed(rank: int, group: ProcessGroup, case: tuple[int, int, int]) -> 
 
 
 def worker(rank: int, rendezvous: str, cases: list[tuple[int, int, int]], results: Any) -> None:
-    """Run all cases as one rank."""
+    """Run all cases as one process, and put (case, function's name, rank, measurements) into the queue ``results``."""
     torch.set_num_threads(1)
     distributed.init_process_group(
         "gloo", init_method=f"file://{rendezvous}", rank=rank, world_size=PROCESSES
@@ -131,7 +142,7 @@ def worker(rank: int, rendezvous: str, cases: list[tuple[int, int, int]], result
 
 
 def main() -> None:
-    """Run the cases and print a row for each."""
+    """Run the cases in `PROCESSES` processes, and print a row for each case as soon as all its ranks have reported."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -152,7 +163,10 @@ def main() -> None:
 
 
 def show(case: tuple[int, int, int], found: dict[Any, Any]) -> None:
-    """A row of the table."""
+    """Print a row: peaks of dataflow and of checkpointing on the second rank, and errors of gradients over all ranks.
+
+    ``found``: the measurements, by case, function's name and rank.
+    """
     inner = min(1, case[0] - 1)
     mine, theirs = found[case, "dataflow", inner], found[case, "checkpointed", inner]
     sums = [sum(found[case, "dataflow", r]["squares"][k] for r in range(case[0])) for k in range(3)]

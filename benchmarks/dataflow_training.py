@@ -16,7 +16,12 @@ from rematplan.report.plot import COLOURS, MARKERS
 
 
 class Couplings(nn.Module):
-    """Additive couplings of two-layer functions; the first stage embeds, the last one has a head."""
+    """A stage of additive couplings of two-layer functions, on two tensors (N, ``width``) stored as one (N, 2 ·
+    ``width``).
+
+    ``count``: the number of couplings. ``inputs``: if above 0, a first layer embeds that many features. ``classes``: if
+    above 0, `head` is a last layer to that many scores.
+    """
 
     def __init__(self, count: int, width: int, inputs: int = 0, classes: int = 0) -> None:
         super().__init__()
@@ -28,7 +33,7 @@ class Couplings(nn.Module):
         self.head = nn.Linear(2 * width, classes) if classes else None
 
     def forward(self, x: Tensor) -> Tensor:
-        """Both streams side by side."""
+        """Return both tensors after the couplings, concatenated: (N, 2 · width). The head is not applied."""
         a, b = (x if self.embed is None else self.embed(x)).chunk(2, -1)
         for f, g in zip(self.functions[::2], self.functions[1::2], strict=True):
             a = a + f(b)
@@ -37,7 +42,7 @@ class Couplings(nn.Module):
 
     @torch.no_grad()
     def inverse(self, y: Tensor) -> Tensor:
-        """What the couplings were given."""
+        """Return the input of the couplings, recovered from their output ``y``, (N, 2 · width)."""
         a, b = y.chunk(2, -1)
         for f, g in zip(reversed(self.functions[::2]), reversed(self.functions[1::2]), strict=True):
             b = b - g(a)
@@ -46,7 +51,11 @@ class Couplings(nn.Module):
 
 
 def backward_by_inversion(stages: Sequence[Couplings], y: Tensor, gradient: Tensor) -> Tensor:
-    """Gradients of all stages from the last output and its gradient alone; the input as recovered."""
+    """Compute the gradients of all stages from the last output ``y`` and its gradient alone; return the recovered
+    input.
+
+    The input of each stage is recovered by its inverse, and its forward is run again to differentiate it.
+    """
     for stage in reversed(stages):
         y = stage.inverse(y)
         x = y.detach().requires_grad_(True)
@@ -57,7 +66,11 @@ def backward_by_inversion(stages: Sequence[Couplings], y: Tensor, gradient: Tens
 
 
 def errors(quick: bool, folder: Path | None) -> None:
-    """Relative errors of gradients by inversion and of plain autograd, against float64."""
+    """Print, by number of couplings and type, the errors of gradients by inversion and by plain autograd.
+
+    Errors are L2 distances from float64's gradients, relative to their norm. ``quick``: fewer couplings. ``folder``:
+    where a picture is saved; None: nowhere.
+    """
     depths = (4, 16, 64) if quick else (2, 4, 8, 16, 32, 64, 128)
     rows: dict[str, list[float]] = {}
     for count in depths:
@@ -95,7 +108,11 @@ def errors(quick: bool, folder: Path | None) -> None:
 
 
 def digits(count: int, seed: int) -> tuple[Tensor, Tensor]:
-    """Ten shapes of 8 × 8 points, shifted and noisy, and which one each is."""
+    """Return ``count`` noisy pictures of ten shapes of 8 × 8 points, shifted by up to one point, and the shapes'
+    numbers.
+
+    ``seed``: for shifts and noise; the shapes are always the same. Pictures are (count, 64).
+    """
     shapes = torch.rand(10, 8, 8, generator=torch.Generator().manual_seed(1)) > 0.6
     generator = torch.Generator().manual_seed(seed)
     labels = torch.randint(10, (count,), generator=generator)
@@ -108,8 +125,12 @@ def digits(count: int, seed: int) -> tuple[Tensor, Tensor]:
 
 @dataclass
 class Trainer:
-    """Stages trained action by action in the order of a dataflow timeline. ``every``: backwards of a stage after which
-    it updates, with the weights of the moment for its inversions; 0: all stages once at the end of a step."""
+    """Trains the stages of a dataflow pipeline in one process, action by action in the order of the simulated timeline.
+
+    ``every``: a stage updates its weights after this many of its backwards, and inverts with its weights at that
+    moment; 0: all stages update once at the end of a step. ``ranks``: the number of stages. ``microbatches``: in a
+    step. ``rate``: the learning rate. ``drift``: the largest relative error of a recovered input so far.
+    """
 
     every: int
     ranks: int = 4
@@ -130,7 +151,7 @@ class Trainer:
         self.actions = [span.action for span in spans]
 
     def run(self, steps: int) -> list[float]:
-        """The loss of each micro-batch."""
+        """Train for ``steps`` steps, and return the loss of each micro-batch, in order."""
         total = steps * self.microbatches
         images, labels = digits(8 * total, 2)
         batches = list(zip(images.split(8), labels.split(8), strict=True))
@@ -191,7 +212,7 @@ class Trainer:
 
 
 def plain_training(steps: int) -> list[float]:
-    """The same networks, data and updates with plain autograd."""
+    """Train the same networks on the same data with plain autograd, and return the loss of each micro-batch."""
     trainer = Trainer(0)
     images, labels = digits(8 * steps * trainer.microbatches, 2)
     losses = []
@@ -210,7 +231,10 @@ def plain_training(steps: int) -> list[float]:
 
 
 def training(quick: bool, folder: Path | None) -> None:
-    """Losses of one process, of synchronous and asynchronous dataflow."""
+    """Train by plain autograd, and by dataflow with one update per step or several; print the mean losses at the end.
+
+    ``quick``: fewer steps. ``folder``: where a picture is saved; None: nowhere.
+    """
     steps = 30 if quick else 160
     rows = {"one process": plain_training(steps)}
     for every in (0, 16, 4, 1):

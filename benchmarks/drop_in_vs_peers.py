@@ -60,8 +60,12 @@ DEAR = {
 
 @dataclass(frozen=True)
 class Case:
-    """A network of the zoo and its sizes. ``block``: the class of the modules that are checkpointed. ``sequence``: the
-    name of its sequence of blocks, if it has one."""
+    """A network to compare on.
+
+    ``name``: of the case. ``network``: the network's name in the zoo. ``sizes``: its sizes. ``block``: the class of the
+    modules that are checkpointed. ``sequence``: the name of the attribute with its sequence of blocks; None if it has
+    none.
+    """
 
     name: str
     network: str
@@ -95,25 +99,26 @@ CASES = {
 
 
 class MeanSquare(nn.Module):
-    """A network and a loss, so that every peer has the loss's own memory to look after."""
+    """A network together with a mean square loss, so that the loss's memory belongs to the model under every method."""
 
     def __init__(self, network: nn.Module) -> None:
         super().__init__()
         self.network = network
 
     def forward(self, *inputs: Tensor) -> Tensor:
-        """The mean square of what comes out."""
+        """Return the mean square of the network's output."""
         return cast(Tensor, self.network(*inputs)).pow(2).mean()
 
 
 def network(case: Case) -> MeanSquare:
-    """The network, its weights from a fixed seed."""
+    """Return the case's network with its loss, with weights from a fixed seed."""
     torch.manual_seed(0)
     return MeanSquare(build(case.network, **{k: v for k, v in case.sizes.items() if k != "batch"}))
 
 
 def checkpointed(case: Case, **options: Any) -> nn.Module:
-    """The network with every block under `torch.utils.checkpoint`."""
+    """Return the network with each of its blocks under `torch.utils.checkpoint`. ``options``: arguments of
+    `checkpoint`."""
     model = network(case)
     for block in [m for m in model.modules() if isinstance(m, case.block)]:
         block.forward = partial(checkpoint, block.forward, use_reentrant=False, **options)  # type: ignore[method-assign]
@@ -121,17 +126,19 @@ def checkpointed(case: Case, **options: Any) -> nn.Module:
 
 
 def saving(_context: Any, op: Any, *_args: Any, **_kwargs: Any) -> CheckpointPolicy:
-    """Save what is dear, recompute the rest."""
+    """Return the policy of selective checkpointing for an op: save results of products, convolutions and attention
+    (`DEAR`)."""
     return CheckpointPolicy.MUST_SAVE if op in DEAR else CheckpointPolicy.PREFER_RECOMPUTE
 
 
 def selective(case: Case) -> nn.Module:
-    """Every block under selective checkpointing."""
+    """Return the network with each of its blocks under selective checkpointing, which saves the results of `DEAR`
+    ops."""
     return checkpointed(case, context_fn=partial(create_selective_checkpoint_contexts, saving))
 
 
 def in_sequence(case: Case) -> nn.Module:
-    """The sequence of blocks under `checkpoint_sequential`."""
+    """Return the network with its sequence of n blocks under `checkpoint_sequential`, in √n segments."""
     model = network(case)
     sequence = getattr(model.network, case.sequence or "")
     segments = max(2, round(math.sqrt(len(sequence))))
@@ -141,7 +148,8 @@ def in_sequence(case: Case) -> nn.Module:
 
 
 def partitioned(case: Case, budget: float) -> nn.Module:
-    """The network split by PyTorch's min-cut partitioner under its activation memory budget."""
+    """Return the network split by PyTorch's min-cut partitioner, with ``budget`` as its `activation_memory_budget` (0
+    to 1)."""
     torch._dynamo.reset()
     backend = aot_autograd(fw_compiler=boxed_nop, partition_fn=min_cut_rematerialization_partition)
     model = network(case)
@@ -155,7 +163,11 @@ def partitioned(case: Case, budget: float) -> nn.Module:
 
 
 def peers(case: Case) -> Iterator[tuple[str, nn.Module]]:
-    """All that there are for a network, eager first."""
+    """Yield the name and the model of each method for a case: eager mode first, then PyTorch's methods of saving
+    memory.
+
+    A method that fails is left out, with a printed line.
+    """
     yield "eager", network(case)
     yield "checkpoint", checkpointed(case)
     if case.sequence:
@@ -169,7 +181,7 @@ def peers(case: Case) -> Iterator[tuple[str, nn.Module]]:
 
 
 def stepper(model: nn.Module, inputs: tuple[Tensor, ...]) -> Callable[[], None]:
-    """A step: forward, backward."""
+    """Return a function that clears the gradients and runs forward and backward."""
 
     def step() -> None:
         model.zero_grad(set_to_none=True)
@@ -179,7 +191,7 @@ def stepper(model: nn.Module, inputs: tuple[Tensor, ...]) -> Callable[[], None]:
 
 
 def measured(model: nn.Module, inputs: tuple[Tensor, ...]) -> int:
-    """The step's peak, bytes, everything it holds counted."""
+    """Return the peak of a step in bytes: parameters, buffers, inputs, activations, gradients and workspaces."""
     resident = sum(t.nbytes for t in (*model.parameters(), *model.buffers(), *inputs))
     step = stepper(model, inputs)
     step()
@@ -188,7 +200,8 @@ def measured(model: nn.Module, inputs: tuple[Tensor, ...]) -> int:
 
 
 def ladder(peaks: Collection[int]) -> Iterator[tuple[str, int]]:
-    """Names and budgets from the highest peak down to below the lowest, in equal ratios."""
+    """Yield names and budgets in bytes, in equal ratios from below the largest peak down to `LOWEST` times the
+    smallest."""
     ratio = (LOWEST * min(peaks) / max(peaks)) ** (1 / RUNGS)
     for k in range(1, RUNGS + 1):
         yield f"rung {k}", int(max(peaks) * ratio**k)
@@ -196,7 +209,8 @@ def ladder(peaks: Collection[int]) -> Iterator[tuple[str, int]]:
 
 @contextmanager
 def told(name: str) -> Iterator[None]:
-    """A block in which a budget that cannot be kept is printed and not raised."""
+    """A context in which an `InfeasibleBudget` is printed and not raised. ``name``: the method whose peak is the
+    budget."""
     try:
         yield
     except InfeasibleBudget as error:
@@ -204,7 +218,8 @@ def told(name: str) -> Iterator[None]:
 
 
 def without_limit(case: Case, inputs: tuple[Tensor, ...], rounds: int, time_limit: float) -> str:
-    """The times of two models planned without a limit, and of a second eager one, as ratios to eager's."""
+    """Return, as text, the times of two models planned without a memory limit, and of a second eager one, ÷ eager
+    mode's."""
     models = {name: network(case) for name in ("eager", "planned", "planned again", "eager again")}
     for name in ("planned", "planned again"):
         models[name] = rematplan.plan_module(models[name], inputs, budget=2**62, time_limit=time_limit)
@@ -214,7 +229,7 @@ def without_limit(case: Case, inputs: tuple[Tensor, ...], rounds: int, time_limi
 
 
 def run(case: Case, rounds: int, time_limit: float) -> None:
-    """Measure and print one network."""
+    """Measure all methods on one network, plan within the peak of each, and print a line for each."""
     inputs = example_inputs(case.network, **case.sizes)
     unlimited = without_limit(case, inputs, rounds, time_limit)
     models = dict(peers(case))
@@ -248,7 +263,7 @@ def run(case: Case, rounds: int, time_limit: float) -> None:
 
 
 def main() -> None:
-    """Each network in turn."""
+    """Measure each named network, one after the other."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("names", nargs="*", default=list(CASES), metavar="NAME", help=", ".join(CASES))
     parser.add_argument("--rounds", type=int, default=5)

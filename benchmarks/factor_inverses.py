@@ -40,7 +40,11 @@ RANKS = (32, 128)
 
 @dataclass(frozen=True)
 class Factor:
-    """``matrix``: the factor, float32. ``gradient``: columns that its inverse multiplies."""
+    """A Kronecker factor of a layer.
+
+    ``name``: A (of the inputs) or G (of the outputs' gradients). ``matrix``: the factor, (n, n), float32. ``gradient``:
+    the layer's gradient, (n, columns), which the inverse multiplies.
+    """
 
     name: str
     matrix: Tensor
@@ -48,12 +52,13 @@ class Factor:
 
     @property
     def mean(self) -> float:
-        """The mean eigenvalue."""
+        """The mean eigenvalue of the factor."""
         return float(self.matrix.diagonal().mean())
 
 
 def factors(size: int, steps: int) -> Iterator[Factor]:
-    """A and G of the square layer of a network that has learnt for some steps."""
+    """Train a network on digits for ``steps`` steps, and yield the factors A and G of its square layer of ``size``
+    features."""
     found = load_digits()
     x, y = torch.tensor(found.data, dtype=torch.float32) / 16, torch.tensor(found.target)
     torch.manual_seed(0)
@@ -81,7 +86,7 @@ def factors(size: int, steps: int) -> Iterator[Factor]:
 
 
 def by_rank(share: int) -> Callable[[Tensor, float], Inverse]:
-    """A low-rank inverse of one ``share``-th of the rows."""
+    """Return a function from (matrix, damping) to a low-rank inverse with n ÷ ``share`` eigenvectors, for n rows."""
 
     def make(matrix: Tensor, damping: float) -> Inverse:
         return low_rank_inverse(matrix, *nystrom(matrix, len(matrix) // share), damping)
@@ -90,7 +95,8 @@ def by_rank(share: int) -> Callable[[Tensor, float], Inverse]:
 
 
 def by_levels(rank: int) -> Callable[[Tensor, float], Inverse]:
-    """A hierarchical inverse with blocks of this rank."""
+    """Return a function from (matrix, damping) to a hierarchical inverse whose off-diagonal blocks have rank
+    ``rank``."""
     return lambda matrix, damping: Hierarchical(*hodlr.inverse(matrix, damping, rank))
 
 
@@ -108,7 +114,10 @@ def cosine(a: Tensor, b: Tensor) -> float:
 
 
 def measured(factor: Factor, form: str, exact: dict[float, Tensor]) -> str:
-    """A row of the table."""
+    """Return a row of the table: seconds, bytes ÷ the factor's, and the cosine with the exact result for each damping.
+
+    ``form``: a key of `FORMS`. ``exact``: for each damping, the gradient multiplied by the exact inverse.
+    """
     cells, seconds, share = [], 0.0, 0.0
     for damping in DAMPINGS:
         start = time.perf_counter()

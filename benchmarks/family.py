@@ -44,7 +44,12 @@ COLUMNS = ("chosen", "tidied", "4 × .1 s", "4 × .4 s")
 
 @dataclass(frozen=True)
 class Cell:
-    """A length at a budget: points over the fresh search in each of `COLUMNS`; infinite where no member fits."""
+    """The results at one length and one budget.
+
+    ``length``: of the sequence, or side of the image. ``budget``: bytes. ``fresh``: the overhead of a new search.
+    ``over``: for each of `COLUMNS`, the overhead above a new search, in percentage points of the step's time; infinite
+    if no plan of the family fits.
+    """
 
     length: int
     budget: int
@@ -53,14 +58,18 @@ class Cell:
 
 
 def problem(name: str, length: int) -> TrainingGraph:
-    """The network's planning problem at a length."""
+    """Return the planning problem of a network at a length. ``name``: a key of `LENGTHS`."""
     fixed, varying, _ = LENGTHS[name]
     sizes = api.Sizes(**{**fixed, varying: length})
     return api.problem(api.load_step(name, sizes=sizes, weightless=True))
 
 
 def cell(family: PlanFamily, graph: TrainingGraph, length: int, budget: int, seconds: float) -> Cell:
-    """Plan a length; what polishing finds joins the family."""
+    """Plan one length within one budget: from the family, by polishing, and by a new search. Polished plans join the
+    family.
+
+    ``seconds``: of the new search.
+    """
     try:
         fresh = Auto(time_limit=seconds, reuse=False).plan(replace(graph), budget).estimate.overhead
     except InfeasibleBudget:
@@ -77,7 +86,7 @@ def cell(family: PlanFamily, graph: TrainingGraph, length: int, budget: int, sec
 
 
 def milliseconds(call: Callable[[], object], times: int = 50) -> float:
-    """The median time of a call."""
+    """Return the median time of ``times`` calls, in milliseconds."""
     durations = []
     for _ in range(times):
         began = time.perf_counter()
@@ -87,7 +96,8 @@ def milliseconds(call: Callable[[], object], times: int = 50) -> float:
 
 
 def timing(family: PlanFamily, graph: TrainingGraph) -> str:
-    """How long the evaluation of the whole family takes, and the simulation of its plans."""
+    """Return, as text, how long it takes to evaluate all plans of the family at once, and to simulate them one by
+    one."""
     amounts = amounts_of(graph)
     plans = [family.plan(graph, member) for member in family.members]
     evaluated = milliseconds(lambda: family.evaluate(amounts))
@@ -100,7 +110,13 @@ def timing(family: PlanFamily, graph: TrainingGraph) -> str:
 
 
 def table(name: str, seconds: float, shares: Sequence[float]) -> list[Cell]:
-    """Plan a network at all lengths and budgets; prints a line a cell."""
+    """Plan a network at all its lengths and at all budgets; print a line for each, and return them.
+
+    Args:
+        name: a key of `LENGTHS`.
+        seconds: of each new search.
+        shares: budgets, as shares of the activations of the largest length.
+    """
     lengths = LENGTHS[name][2]
     largest = problem(name, lengths[0])
     whole, peak = whole_bytes(largest), no_recompute(largest).estimate.peak
@@ -131,7 +147,7 @@ def table(name: str, seconds: float, shares: Sequence[float]) -> list[Cell]:
 
 
 def main() -> None:
-    """Print the table and its summary."""
+    """Print the table of each network, and for each column the mean and the worst overhead above a new search."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )

@@ -62,18 +62,21 @@ CACHES = ("none", "kernels", "plans")
 
 
 class Times(logging.Handler):
-    """Takes down the seconds that log lines of first plans state."""
+    """A log handler that keeps the seconds that a first plan took. ``costs``: measuring ops. ``search``: searching."""
 
     costs = search = 0.0
 
     def emit(self, record: logging.LogRecord) -> None:
-        """Add up those of one line."""
+        """Keep the seconds of a log line about a plan; other lines are ignored."""
         if "costs" in str(record.msg):
             self.costs, self.search = map(float, record.args[-2:])  # type: ignore[arg-type, misc, index]
 
 
 def timed(step: Callable[[], None], began: float, go_on: Callable[[], bool] = lambda: False) -> list[float]:
-    """Run `STEPS` steps for `SECONDS`, and more while ``go_on()``. Return their ends in seconds since ``began``."""
+    """Run at least `STEPS` steps and `SECONDS` seconds, and on while ``go_on()`` is true.
+
+    Return the end of each step, in seconds since ``began``.
+    """
     ends: list[float] = []
     while len(ends) <= STEPS or ends[-1] < ends[0] + SECONDS or go_on():
         step()
@@ -82,7 +85,7 @@ def timed(step: Callable[[], None], began: float, go_on: Callable[[], bool] = la
 
 
 def planned(case: Case, inputs: tuple[torch.Tensor, ...], time_limit: float) -> dict[str, Any]:
-    """Train while the plan is refined."""
+    """Plan a network and train it until the background search ends; return the measurements of the row by name."""
     times = Times()
     log = logging.getLogger("rematplan")
     log.addHandler(times)
@@ -118,13 +121,15 @@ def planned(case: Case, inputs: tuple[torch.Tensor, ...], time_limit: float) -> 
 
 
 def peer(model: nn.Module, inputs: tuple[torch.Tensor, ...]) -> dict[str, Any]:
-    """Some steps of a model that needs no plan."""
+    """Train a model that needs no plan for a few steps. Return ``first``, its seconds, and ``speed``, steps per
+    second."""
     ends = timed(stepper(model, inputs), time.perf_counter())
     return {"first": ends[0], "speed": (len(ends) - 1) / (ends[-1] - ends[0])}
 
 
 def compiled(case: Case, inputs: tuple[torch.Tensor, ...]) -> dict[str, Any]:
-    """torch.compile with an activation memory budget."""
+    """Train under `torch.compile` with an activation memory budget. Return ``first`` (seconds) and ``speed`` (steps per
+    second)."""
     began = time.perf_counter()
     try:
         model = partitioned(case, SHARE)  # which does a step
@@ -141,13 +146,13 @@ def compiled(case: Case, inputs: tuple[torch.Tensor, ...]) -> dict[str, Any]:
 
 
 def eager(case: Case, inputs: tuple[torch.Tensor, ...]) -> dict[str, Any]:
-    """The model as it is."""
+    """Train in eager mode. Return ``first``, the seconds of the first step, and ``speed``, steps per second."""
     ends = timed(stepper(network(case), inputs), time.perf_counter())
     return {"first": ends[0], "speed": (len(ends) - 1) / (ends[-1] - ends[0])}
 
 
 def cpu_seconds(pid: int | None) -> float:
-    """CPU time of a process, its children included, those that ended too; 0 if there is none."""
+    """Return the CPU seconds of a process and of its children, ended ones included; 0 for None."""
     if pid is None:
         return 0.0
     tick, rows = os.sysconf("SC_CLK_TCK"), dict[int, tuple[int, float]]()
@@ -165,7 +170,7 @@ def cpu_seconds(pid: int | None) -> float:
 
 
 def child(how: str, name: str, time_limit: float) -> None:
-    """Measure one row and print it as JSON."""
+    """Measure one row in this process, and print it as JSON. ``how``: the method; ``name``: the network."""
     case = CASES[name]
     torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
     inputs = example_inputs(case.network, **case.sizes)
@@ -179,7 +184,15 @@ def child(how: str, name: str, time_limit: float) -> None:
 
 
 def measured(how: str, name: str, threads: int, folder: Path, time_limit: float) -> dict[str, Any] | None:
-    """One row, measured in a process of its own; None if it failed, which is printed."""
+    """Measure one row in a new process, and return it; None, with a printed line, if the process failed.
+
+    Args:
+        how: the method: ``eager``, ``checkpoint``, ``compile`` or ``planned``.
+        name: the network.
+        threads: of PyTorch.
+        folder: of the caches.
+        time_limit: seconds of search.
+    """
     paths = [str(Path(__file__).parents[1]), os.environ.get("PYTHONPATH", "")]
     done = subprocess.run(
         [sys.executable, __file__, "--child", how, name, "--time-limit", str(time_limit)],
@@ -201,7 +214,7 @@ def measured(how: str, name: str, threads: int, folder: Path, time_limit: float)
 
 
 def rows(name: str, threads: int, caches: list[str], time_limit: float) -> Iterator[str]:
-    """The rows of one network, as text."""
+    """Yield the rows of one network as text. ``caches``: for planned rows, the states of the caches at the start."""
     with tempfile.TemporaryDirectory() as base:
         plain = measured("eager", name, threads, Path(base) / "eager", time_limit)
         assert plain is not None
@@ -226,7 +239,7 @@ def rows(name: str, threads: int, caches: list[str], time_limit: float) -> Itera
 
 
 def main() -> None:
-    """Each network with each number of threads."""
+    """Measure each named network with each number of threads."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("names", nargs="*", default=list(CASES), metavar="NAME", help=", ".join(CASES))
     parser.add_argument("--threads", nargs="+", type=int, default=[1, 2])

@@ -8,7 +8,11 @@ from pathlib import Path
 
 @dataclass(frozen=True)
 class Device:
-    """Peak rates in GFLOP/s (GOP/s) and watts, each from least to most; ``source`` of both."""
+    """An FPGA board or a GPU. ``rate``: peak GFLOP/s (or GOP/s), from least to most. ``watts``: power, from least to
+    most.
+
+    ``name``: the device's name. ``source``: where both figures come from.
+    """
 
     name: str
     rate: tuple[float, float]
@@ -17,12 +21,15 @@ class Device:
 
     @property
     def efficiency(self) -> tuple[float, float]:
-        """GFLOP/s a watt at the peak rate."""
+        """GFLOP/s (or GOP/s) per watt at the peak rate, from least to most."""
         return self.rate[0] / self.watts[1], self.rate[1] / self.watts[0]
 
 
 def fpga(slices: int, each: int) -> tuple[float, float]:
-    """GFLOP/s of so many DSP slices, ``each`` for a multiplication and an addition, at 200 to 300 MHz."""
+    """Return GFLOP/s of an FPGA's DSP slices at 200 and at 300 MHz.
+
+    ``slices``: their number. ``each``: how many of them one multiplication and addition takes.
+    """
     return slices / each * 2 * 0.2, slices / each * 2 * 0.3
 
 
@@ -52,7 +59,8 @@ EXTRA = 4 / 3
 
 
 def energy(_quick: bool, _folder: Path | None) -> None:
-    """The utilisation of a GPU below which an FPGA takes less energy for the same step."""
+    """Print the utilisation of a GPU below which an FPGA takes less energy for the same step. Both arguments are
+    ignored."""
     print("model, not measured")
     for kind, (*boards, gpu) in DEVICES.items():
         for board in boards:

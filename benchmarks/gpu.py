@@ -56,7 +56,10 @@ Maker: TypeAlias = tuple[Callable[[], nn.Module], Callable[[nn.Module], dict[str
 
 @dataclass(frozen=True)
 class Case:
-    """A network, its inputs, and the class of the blocks that are checkpointed."""
+    """A network to measure.
+
+    ``make``: builds it. ``inputs``: makes a batch. ``block``: the class of the modules that are checkpointed.
+    """
 
     make: Callable[[], nn.Module]
     inputs: Callable[[], tuple[Tensor, ...]]
@@ -65,7 +68,12 @@ class Case:
 
 @dataclass(frozen=True)
 class Row:
-    """What was measured of one step. Bytes; ``time``: a ratio to eager mode's. ``note``: why figures are absent."""
+    """What was measured of one network, type and method.
+
+    ``network``, ``dtype``, ``step``: their names. ``budget``, ``promised``: the plan's budget and predicted peak in
+    bytes; None without a plan. ``allocated``, ``reserved``: measured peaks in bytes. ``time``: step time ÷ eager
+    mode's. ``note``: why figures are absent.
+    """
 
     network: str
     dtype: str
@@ -79,7 +87,7 @@ class Row:
 
 
 def cases(small: bool) -> Mapping[str, Case]:
-    """The networks, at sizes for a data-centre GPU or, ``small``, for a quick look on any device."""
+    """Return the networks by name, at sizes for a data-centre GPU or, if ``small``, for a quick look on any device."""
     image, batch = (32, 2) if small else (224, 64)
     tokens, depth, width = (16, 2, 32) if small else (1024, 12, 768)
     vocabulary, texts = (64, 2) if small else (32000, 8)
@@ -120,20 +128,21 @@ def cases(small: bool) -> Mapping[str, Case]:
 
 
 class MeanSquare(nn.Module):
-    """A network and a loss, under autocast where ``dtype`` is not float32."""
+    """A network together with a mean square loss, under autocast unless ``dtype`` is float32."""
 
     def __init__(self, network: nn.Module, dtype: torch.dtype, device: str) -> None:
         super().__init__()
         self.network, self.dtype, self.kind = network, dtype, torch.device(device).type
 
     def forward(self, *inputs: Tensor) -> Tensor:
-        """The mean square of what comes out."""
+        """Return the mean square of the network's output, in float32."""
         with torch.autocast(self.kind, self.dtype, enabled=self.dtype is not torch.float32):
             return cast(Tensor, self.network(*inputs)).float().pow(2).mean()
 
 
 class Bench:
-    """One call: a deadline, a device, and the rows so far."""
+    """One run of this benchmark. ``end``: the deadline. ``rows``: the results so far. ``tests``: the outcome of the
+    tests."""
 
     def __init__(self, options: argparse.Namespace) -> None:
         self.options = options
@@ -148,7 +157,7 @@ class Bench:
         return self.end - time.monotonic()
 
     def run(self) -> None:
-        """Tests, then network by network; the files after each."""
+        """Run the tests on CUDA, then measure network by network, and write the files again after each."""
         if self.device.type == "cuda":
             self.tests = self.tested()
         self.write()
@@ -163,7 +172,7 @@ class Bench:
             self.write()
 
     def tested(self) -> str:
-        """pytest's last line; at most a quarter of the time."""
+        """Run the tests that use a CUDA device, for at most a quarter of the time left; return pytest's last lines."""
         found = []
         for files in (TESTS, MORE_TESTS):
             command = [sys.executable, "-m", "pytest", "-q", "--no-header", "-p", "no:cacheprovider", *files]
@@ -177,12 +186,21 @@ class Bench:
         return "; ".join(found)
 
     def model(self, case: Case, dtype: str) -> nn.Module:
-        """The network with its loss on the device, its weights from a fixed seed."""
+        """Return the network with its loss on the device, with weights from a fixed seed. ``dtype``: a key of
+        `TYPES`."""
         torch.manual_seed(0)
         return MeanSquare(case.make(), TYPES[dtype], self.options.device).to(self.device)
 
     def measured(self, name: str, case: Case, dtype: str, makers: Mapping[str, Maker]) -> Iterator[Row]:
-        """The rows of a network in one type, whose steps are made by ``makers``; eager mode is among them."""
+        """Measure a network by several methods, alternately, and yield a row for each.
+
+        Args:
+            name: the network's name.
+            case: the network.
+            dtype: a key of `TYPES`.
+            makers: for each method, a function that makes the model, and one that returns fields of its row. ``eager``
+                must be among them.
+        """
         inputs = case_inputs(case, self.device)
         steps: dict[str, Callable[[], None]] = {}
         facts: dict[str, dict[str, Any]] = {}
@@ -207,7 +225,7 @@ class Bench:
         gc.collect()
 
     def compiled(self, case: Case, dtype: str) -> dict[str, Maker]:
-        """Eager mode, which times are ratios to, and torch.compile."""
+        """Return the makers of eager mode and of `torch.compile`, for `measured`."""
         plain = partial(self.model, case, dtype)
         return {
             "eager": (plain, lambda _: {}),
@@ -215,7 +233,7 @@ class Bench:
         }
 
     def steps(self, case: Case, dtype: str, inputs: tuple[Tensor, ...]) -> dict[str, Maker]:
-        """What is measured of a network, by name: how it is made, and what its plan says."""
+        """Return the makers of eager mode, checkpointing, and plans at several budgets, for `measured`."""
 
         def checkpointed() -> nn.Module:
             model = self.model(case, dtype)
@@ -241,7 +259,8 @@ class Bench:
         }
 
     def peaks(self, model: nn.Module, inputs: tuple[Tensor, ...], run: Callable[[], None]) -> dict[str, int]:
-        """The peak of allocated bytes, all that is held counted, and on CUDA that of reserved ones."""
+        """Return the peak of allocated bytes of a step, parameters and inputs included; on CUDA also of reserved
+        bytes."""
         run()
         model.zero_grad(set_to_none=True)
         gc.collect()
@@ -257,7 +276,7 @@ class Bench:
         return {"allocated": peak, "reserved": reserved}
 
     def write(self) -> None:
-        """The JSON and the table; each file is whole at any moment."""
+        """Write the JSON file and the table with the results so far. Each file is complete at any moment."""
         card = torch.cuda.get_device_name(self.device) if self.device.type == "cuda" else "CPU"
         facts = {
             "device": card,
@@ -271,12 +290,12 @@ class Bench:
 
 
 def case_inputs(case: Case, device: torch.device) -> tuple[Tensor, ...]:
-    """The inputs of a network on a device."""
+    """Return a batch of inputs of a network on a device."""
     return tuple(t.to(device) for t in case.inputs())
 
 
 def stepper(model: nn.Module, inputs: tuple[Tensor, ...]) -> Callable[[], None]:
-    """A step: forward, backward."""
+    """Return a function that clears the gradients and runs forward and backward."""
 
     def step() -> None:
         model.zero_grad(set_to_none=True)
@@ -286,7 +305,7 @@ def stepper(model: nn.Module, inputs: tuple[Tensor, ...]) -> Callable[[], None]:
 
 
 def table(facts: Mapping[str, Any], rows: list[Row]) -> str:
-    """The rows as a table of Markdown. Shares: of the plan's budget."""
+    """Return the rows as a table of Markdown, below a line about the device. Shares are of the plan's budget."""
     lines = [
         f"{facts['device']}, torch {facts['torch']}, rematplan {facts['rematplan']}. Tests: {facts['tests']}",
         "",
@@ -319,14 +338,14 @@ def table(facts: Mapping[str, Any], rows: list[Row]) -> str:
 
 
 def replace(path: Path, text: str) -> None:
-    """Write a file anew at once."""
+    """Write ``text`` to a new file and put it in place of ``path``, so that the file is complete at any moment."""
     new = path.with_name(path.name + ".new")
     new.write_text(text)
     new.replace(path)
 
 
 def main() -> None:
-    """One call."""
+    """Measure, write both files, and print the table."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--device", default="cuda", help="where to run; cpu leaves the tests and streams out")
     parser.add_argument("--minutes", type=float, default=7.5, help="what is left out after that is named")

@@ -35,7 +35,12 @@ Shape = tuple[int, int, int]
 
 @dataclass(frozen=True)
 class Layer:
-    """A layer and what it reads, as places in its network; an input reads nothing."""
+    """A layer of a `Network`.
+
+    ``kind``: such as ``conv``. ``reads``: the positions in the network of the layers that it reads; empty for an input.
+    ``shape``: of its output for one sample, (channels, height, width). ``flops``: floating-point operations for one
+    sample.
+    """
 
     kind: str
     reads: tuple[int, ...]
@@ -45,52 +50,57 @@ class Layer:
 
 @dataclass
 class Network:
-    """A network written down layer by layer; each method returns its layer's place."""
+    """A network as a list of layers. Each method appends a layer and returns its position in ``layers``."""
 
     layers: list[Layer] = field(default_factory=list)
 
     def add(self, kind: str, reads: Sequence[int], shape: Shape, flops: float | None = None) -> int:
-        """Any layer; one that computes little is told by leaving out ``flops``."""
+        """Append a layer of any kind that reads the layers at the positions ``reads``, and return its position.
+
+        ``shape``: of its output, (channels, height, width). ``flops``: None for a cheap layer, whose cost is
+        proportional to the elements read and written.
+        """
         cheap = PER_ELEMENT * (math.prod(shape) + sum(math.prod(self.layers[i].shape) for i in reads))
         self.layers.append(Layer(kind, tuple(reads), shape, cheap if flops is None else flops))
         return len(self.layers) - 1
 
     def conv(self, x: int, channels: int, kernel: int = 3, stride: int = 1, groups: int = 1) -> int:
-        """A convolution that pads its input."""
+        """Append a padded convolution with ``channels`` output channels of layer ``x``, and return its position."""
         before, height, width = self.layers[x].shape
         shape = (channels, -(-height // stride), -(-width // stride))
         return self.add("conv", [x], shape, 2.0 * math.prod(shape) * kernel**2 * before / groups)
 
     def dense(self, x: int, features: int) -> int:
-        """A product with a matrix of weights."""
+        """Append a dense layer with ``features`` outputs, which reads all numbers of layer ``x``, and return its
+        position."""
         return self.add("dense", [x], (features, 1, 1), 2.0 * math.prod(self.layers[x].shape) * features)
 
     def same(self, kind: str, *reads: int) -> int:
-        """A layer whose output has the shape of its first input."""
+        """Append a cheap layer whose output has the shape of the first layer that it reads, and return its position."""
         return self.add(kind, reads, self.layers[reads[0]].shape)
 
     def block(self, x: int, channels: int, kernel: int = 3, stride: int = 1, groups: int = 1) -> int:
-        """Convolution, batch norm, ReLU."""
+        """Append a convolution of layer ``x``, batch norm and ReLU, and return the position of the ReLU."""
         return self.same("relu", self.same("norm", self.conv(x, channels, kernel, stride, groups)))
 
     def pool(self, x: int, by: int = 2) -> int:
-        """A smaller image, each side divided."""
+        """Append a pooling of layer ``x`` that divides height and width by ``by``, and return its position."""
         channels, height, width = self.layers[x].shape
         return self.add("pool", [x], (channels, height // by, width // by))
 
     def up(self, x: int, by: int = 2) -> int:
-        """A larger image, each side multiplied."""
+        """Append an upsampling of layer ``x`` that multiplies height and width by ``by``, and return its position."""
         channels, height, width = self.layers[x].shape
         return self.add("up", [x], (channels, height * by, width * by))
 
     def cat(self, x: int, y: int) -> int:
-        """Return the concatenation along the channels."""
+        """Append the concatenation of layers ``x`` and ``y`` along the channels, and return its position."""
         (first, *size), (second, *_) = self.layers[x].shape, self.layers[y].shape
         return self.add("cat", [x, y], (first + second, size[0], size[1]))
 
 
 def image(channels: int, height: int, width: int) -> tuple[Network, int]:
-    """A network that has an input only."""
+    """Return a network that has only an input of the given shape, and the input's position."""
     net = Network()
     return net, net.add("input", [], (channels, height, width), 0.0)
 
@@ -210,9 +220,10 @@ NETWORKS: dict[str, Callable[[], Network]] = {
 
 
 def training_graph(name: str, phases: bool) -> TrainingGraph:
-    """The network's step: its layers, a loss, and the layers' backward nodes in reverse.
+    """Return the training step of a network: its layers, a loss, and the layers' backward ops in reverse order.
 
-    Without ``phases`` the planner is not told which half an op belongs to and may reorder.
+    ``name``: a key of `NETWORKS`. ``phases``: whether ops state that they belong to the forward or the backward; if
+    not, the planner may reorder them across both halves.
     """
     layers = NETWORKS[name]().layers
     last = len(layers) - 1
@@ -248,7 +259,10 @@ def training_graph(name: str, phases: bool) -> TrainingGraph:
 
 
 def cell(graph: TrainingGraph, share: float, seconds: float) -> tuple[str, bool]:
-    """One line of the table, and whether the planner ended with a proof: an optimal plan, or that there is none."""
+    """Plan a graph at a share of the peak without recomputation, and return a line of the table.
+
+    The second result is whether the search ended with a proof: that the plan is optimal, or that no plan fits.
+    """
     peak = plan_from_runs(graph, [op.name for op in graph.ops], "base").estimate.peak
     start = f"{graph.name:>10} {len(graph.ops):>5} {sum(len(op.reads) for op in graph.ops):>6} {share:>6}"
     began = time.monotonic()
@@ -264,6 +278,7 @@ def cell(graph: TrainingGraph, share: float, seconds: float) -> tuple[str, bool]
 
 
 def main() -> None:
+    """Plan the chosen networks at all shares, print a line for each, and count the proofs."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )

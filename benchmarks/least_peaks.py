@@ -28,7 +28,10 @@ WIDTHS = (24, 6, 12, 14, 12, 7, 8)
 
 
 def problems(names: list[str], device_model: str) -> Iterator[TrainingGraph]:
-    """Yield the planning problem of each network or file."""
+    """Yield the planning problem of each network of the zoo or problem file named in ``names``.
+
+    ``device_model``: models the costs of networks.
+    """
     for name in names:
         if name in ZOO:
             yield problem(load_step(name, weightless=True), "roofline", device_model)
@@ -37,7 +40,7 @@ def problems(names: list[str], device_model: str) -> Iterator[TrainingGraph]:
 
 
 def line(*cells: object) -> str:
-    """Return the cells of a line, the first of them left-aligned."""
+    """Return cells as one line of text in columns: the first is left-aligned, the others right-aligned."""
     first, *others = map(str, cells)
     return " ".join(
         [f"{first:<{WIDTHS[0]}}", *(f"{c:>{w}}" for c, w in zip(others, WIDTHS[1:], strict=True))]
@@ -45,7 +48,7 @@ def line(*cells: object) -> str:
 
 
 def searched(graph: TrainingGraph, seconds: float) -> str:
-    """Return the line of a problem, after a search of at most so many seconds."""
+    """Search the smallest peak of a problem for at most ``seconds`` seconds, and return the table's line for it."""
     effort = SearchBudget(seconds)
     found = find_smallest_peak(graph, effort).peak
     spent, proven = effort.spent(), min_peak_bound(graph).bytes
@@ -54,7 +57,7 @@ def searched(graph: TrainingGraph, seconds: float) -> str:
 
 
 def main() -> None:
-    """Print the table."""
+    """Search all named problems, and print a line for each."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("names", nargs="*", default=list(ZOO), metavar="NAME|FILE")
     parser.add_argument("--seconds", type=float, default=15.0, help="of each search, at most")

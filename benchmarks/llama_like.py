@@ -10,7 +10,11 @@ from torch.nn import functional
 
 
 class Attention(nn.Module):
-    """Causal attention in which ``groups`` heads of keys and values serve ``heads`` heads of queries."""
+    """Causal attention (batch, tokens, ``width``) in which each of ``groups`` heads of keys and values serves several
+    queries.
+
+    ``heads``: the number of heads of queries, a multiple of ``groups``. ``tokens``: the largest length.
+    """
 
     def __init__(self, width: int, heads: int, groups: int, tokens: int) -> None:
         super().__init__()
@@ -28,7 +32,7 @@ class Attention(nn.Module):
         return cast(Tensor, x * self.cosines.to(x.dtype) + turned * self.sines.to(x.dtype))
 
     def forward(self, x: Tensor) -> Tensor:
-        """(batch, tokens, width) → the same."""
+        """Return the sequence after attention, of the shape of ``x``, (batch, tokens, width)."""
         batch, tokens, width = x.shape
         q = self.queries(x).view(batch, tokens, self.heads, self.size).transpose(1, 2)
         k, v = self.keys_values(x).view(batch, tokens, 2 * self.groups, self.size).transpose(1, 2).chunk(2, 1)
@@ -49,14 +53,19 @@ class DecoderBlock(nn.Module):
         self.down = nn.Linear(hidden, width, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
-        """(batch, tokens, width) → the same."""
+        """Return the sequence after the block, of the shape of ``x``, (batch, tokens, width)."""
         x = x + self.attention(self.norms[0](x))
         y = self.norms[1](x)
         return cast(Tensor, x + self.down(functional.silu(self.gate(y)) * self.up(y)))
 
 
 class LlamaLike(nn.Module):
-    """Token indices (batch, tokens) → logits (batch, tokens, vocabulary)."""
+    """A decoder like Llama: from token numbers (batch, tokens) to scores of the next token (batch, tokens,
+    ``vocabulary``).
+
+    ``tokens``: the largest length. ``depth``: the number of blocks. ``width``: the features of a token. ``heads``,
+    ``groups``: the numbers of heads of queries, and of keys and values.
+    """
 
     def __init__(
         self, *, tokens: int, depth: int, width: int, heads: int, groups: int, vocabulary: int
@@ -67,5 +76,5 @@ class LlamaLike(nn.Module):
         self.norm, self.head = nn.RMSNorm(width), nn.Linear(width, vocabulary, bias=False)
 
     def forward(self, ids: Tensor) -> Tensor:
-        """The next token's logits at each place."""
+        """Return scores of the next token, (batch, tokens, vocabulary), for token numbers (batch, tokens)."""
         return cast(Tensor, self.head(self.norm(self.blocks(self.embedding(ids)))))

@@ -23,7 +23,11 @@ DEVICE = "a100"
 
 @dataclass(frozen=True)
 class Network:
-    """A network of the zoo and its sizes. ``block``: what in a parameter's name tells its block, for checkpointing."""
+    """A network for the planner's benchmarks.
+
+    ``name``: of the row. ``sizes``: the network's sizes. ``block``: a pattern that matches, in a parameter's name, the
+    name of its block. ``model``: the network's name in the zoo; empty if it is ``name``.
+    """
 
     name: str
     sizes: Sizes
@@ -31,7 +35,7 @@ class Network:
     model: str = ""
 
     def load(self) -> tuple[LoadedStep, TrainingGraph]:
-        """The captured step without weights, and its problem."""
+        """Capture the network's step without weights, and return it and its planning problem."""
         loaded = load_step(self.model or self.name, sizes=self.sizes, weightless=True)
         return loaded, problem(loaded, "roofline", DEVICE)
 
@@ -58,13 +62,17 @@ NETWORKS: Mapping[str, Network] = {n.name: n for n in _ALL}
 
 
 def activation_share(graph: TrainingGraph, share: float) -> int:
-    """The budget, bytes, at a share f of the activation part: the no-recompute peak less inputs and outputs."""
+    """Return the budget in bytes that leaves a share of the activations: inputs and outputs + ``share`` · (peak −
+    these).
+
+    The peak is the one without recomputation.
+    """
     peak, fixed = _peak_and_fixed(graph)
     return fixed + int(share * (peak - fixed))
 
 
 def share_of(graph: TrainingGraph, budget: int) -> float:
-    """The share f that a budget is."""
+    """Return the share of the activations that a budget in bytes leaves; the inverse of `activation_share`."""
     peak, fixed = _peak_and_fixed(graph)
     return (budget - fixed) / (peak - fixed)
 
@@ -76,14 +84,15 @@ def _peak_and_fixed(graph: TrainingGraph) -> tuple[int, int]:
 
 
 def base_plan(graph: TrainingGraph) -> Plan:
-    """Every op once, in the base order."""
+    """Return the plan that runs every op once, in the graph's order."""
     return plan_from_runs(graph, [op.name for op in graph.ops], "base")
 
 
 def per_block(network: Network, loaded: LoadedStep, graph: TrainingGraph) -> Plan:
-    """Checkpointing per block, as one does it by hand: kept is what one block gives another, the rest runs again.
+    """Return the plan of checkpointing each block, as people do it by hand.
 
-    An op belongs to the block of the parameters that it or the last op before it reads.
+    Tensors that one block reads of another are kept, and everything within a block is run again. An op belongs to the
+    block of the parameters that it reads, or that the last op before it reads which reads any.
     """
     step = loaded.step
     names = {step.values[i.value].storage: i.target for i in step.inputs if i.kind == "parameter"}
@@ -114,7 +123,11 @@ def per_block(network: Network, loaded: LoadedStep, graph: TrainingGraph) -> Pla
 def rivals(
     network: Network, loaded: LoadedStep, graph: TrainingGraph
 ) -> Iterator[tuple[str, tuple[Plan, ...]]]:
-    """What others would do: each one's trade-off, by falling peak. A DP that the graph is too large for is left out."""
+    """Yield the plans of other methods: the method's name, and its plans by falling peak.
+
+    The methods are per-block checkpointing, both strategies of Chen et al. (2016), and both dynamic programs of
+    Kusumoto et al. (2019), except those for which the graph is too large.
+    """
     yield "per block", (per_block(network, loaded, graph),)
     for strategy in (ChenSqrt(), ChenGreedy(), ApproxDP(), ExactDP()):
         try:

@@ -33,7 +33,11 @@ from rematplan.planner.strategies.exact_dp import ExactDP
 
 @dataclass(frozen=True)
 class Row:
-    """The paper's peaks with liveness analysis, GB; the DPs are the memory-centric ones."""
+    """Peaks in GB that Kusumoto et al. (2019) publish, with tensors freed at their last use.
+
+    ``vanilla``: without recomputation. ``chen``: by Chen's algorithm. ``approx``, ``exact``: by the memory-centric
+    forms of the paper's two dynamic programs.
+    """
 
     vanilla: float
     chen: float
@@ -42,7 +46,7 @@ class Row:
 
     @property
     def best(self) -> float:
-        """The lower of the DPs' peaks as a share of vanilla's."""
+        """The smaller peak of both dynamic programs ÷ the peak without recomputation."""
         return min(self.approx, self.exact) / self.vanilla
 
 
@@ -58,7 +62,8 @@ PAPER: Mapping[str, Row] = {
 
 
 def leanest(graph: TrainingGraph) -> dict[str, Plan]:
-    """The plan of least peak of Chen and of either DP, where the graph is not too large for it."""
+    """Return the plan of the smallest peak of ``chen``, ``approx`` and ``exact``; those for which the graph is too
+    large are absent."""
     found: dict[str, Plan] = {}
     for name, strategies in (
         ("chen", (ChenSqrt(), ChenGreedy())),
@@ -76,7 +81,10 @@ def leanest(graph: TrainingGraph) -> dict[str, Plan]:
 
 
 def line(name: str, seconds: float) -> str:
-    """One network's row: the paper's figures, ours, the two comparisons."""
+    """Return the row of a network as text: the paper's peaks, our peaks, and the overhead at the paper's best peak.
+
+    ``seconds``: of each search.
+    """
     _, graph = NETWORKS[name].load()
     paper, base, blocks = PAPER[name], base_plan(graph).estimate.peak, leanest(graph)
     least = cheapest_near_smallest_peak(graph, seconds, starts=tuple(blocks.values()))
@@ -98,6 +106,7 @@ def line(name: str, seconds: float) -> str:
 
 
 def main() -> None:
+    """Print the row of each chosen network."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )

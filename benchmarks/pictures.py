@@ -7,7 +7,7 @@ from matplotlib.figure import Figure
 
 
 def picture(x: str, y: str):
-    """A figure with one pair of named axes."""
+    """Return a figure and its only axes, whose labels are ``x`` and ``y``."""
     figure = Figure(figsize=(6.4, 4), layout="constrained")
     FigureCanvasAgg(figure)
     axes = figure.subplots()

@@ -13,7 +13,10 @@ from rematplan.report.plot import COLOURS, MARKERS
 
 
 def latency(_quick: bool, folder: Path | None) -> None:
-    """Utilisation of 1F1B and of the dataflow order over slow links."""
+    """Simulate 1F1B and the dataflow schedule over links of rising latency, and print their utilisation.
+
+    ``folder``: where a picture is saved; None: nowhere.
+    """
     ranks, microbatches, times = 8, 256, [StageTimes(1, 2)] * 8
     hops = [k / 20 for k in range(0, 31)]
     used: dict[str, list[float]] = {"1f1b": [], "dataflow": []}

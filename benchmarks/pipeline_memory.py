@@ -45,8 +45,9 @@ MOVES = 1_000
 class Network:
     """A network of the table.
 
-    ``sizes``: of a micro-batch. ``pattern``: matches the names of what is checkpointed. ``inverses``: whether plans may
-    recover tensors by inverses that round.
+    ``name``: in the zoo, or `UNTIED`. ``sizes``: of a micro-batch. ``pattern``: matches the names of the modules that
+    are checkpointed. ``inverses``: whether plans may recover tensors by inverses (ops that compute an input from an
+    output) that round.
     """
 
     name: str
@@ -56,7 +57,7 @@ class Network:
 
     @property
     def label(self) -> str:
-        """What the table calls it."""
+        """The network's name in the table."""
         return f"{self.name}, inverses" if self.inverses else self.name
 
 
@@ -75,7 +76,10 @@ NETWORKS = (
 
 
 class UntiedGPT(nn.Module):
-    """The zoo's GPT with a head of its own."""
+    """The zoo's GPT with a separate weight for its scores, so that its first and last stage share no weight.
+
+    ``sizes``: of the zoo's ``gpt12``.
+    """
 
     def __init__(self, **sizes: int) -> None:
         super().__init__()
@@ -89,13 +93,13 @@ class UntiedGPT(nn.Module):
         self.head = nn.Linear(self.embedding.embedding_dim, self.embedding.num_embeddings, bias=False)
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
-        """Scores of the next token."""
+        """Return scores of the next token, (N, T, vocabulary), for token numbers (N, T)."""
         x = self.embedding(tokens) + self.positions.weight[: tokens.shape[1]]
         return self.head(self.norm(self.blocks(x)))
 
 
 def untied(sizes: dict[str, int]) -> api.LoadedStep:
-    """The captured step of `UntiedGPT`, without data."""
+    """Return the captured step of `UntiedGPT`, without data. ``sizes``: of the zoo's ``gpt12``."""
     model, inputs, mode = without_data(
         lambda: UntiedGPT(**sizes), lambda: example_inputs("gpt12", seed=0, **sizes)
     )
@@ -105,7 +109,7 @@ def untied(sizes: dict[str, int]) -> api.LoadedStep:
 
 
 def loaded(name: str, sizes: dict[str, int], inverses: bool = False) -> tuple[NamedChain, TrainingGraph]:
-    """The chain of a network and its problem."""
+    """Return a network's step as a chain of blocks, between which stages are cut, and its planning problem."""
     step = (
         untied(sizes)
         if name == UNTIED
@@ -116,7 +120,10 @@ def loaded(name: str, sizes: dict[str, int], inverses: bool = False) -> tuple[Na
 
 
 def units(chain: NamedChain, start: int, end: int, pattern: str) -> list[list[int]]:
-    """The blocks of a stage in groups: those that a checkpoint runs again as one."""
+    """Group the blocks from ``start`` to ``end`` (excluded) of a chain: each group is what one checkpoint runs again.
+
+    Neighbouring blocks belong to one group if ``pattern`` matches the same text at the beginning of their names.
+    """
     groups: list[list[int]] = []
     before = ""
     for block in range(start, end):
@@ -130,7 +137,11 @@ def units(chain: NamedChain, start: int, end: int, pattern: str) -> list[list[in
 
 
 def checkpointed(chain: NamedChain, graph: TrainingGraph, start: int, end: int, pattern: str) -> Plan:
-    """The plan of a stage that keeps what passes between its groups of blocks, and runs each group again."""
+    """Return the plan of a stage that keeps what passes between its groups of blocks (`units`), and runs each group
+    again.
+
+    ``graph``: the stage's problem. ``start``, ``end``: the stage's blocks, ``end`` excluded.
+    """
     ix, block = (
         indexed(graph),
         dict(zip((op.name for op in chain.chain.graph.ops), chain.chain.block, strict=True)),
@@ -154,7 +165,10 @@ def checkpointed(chain: NamedChain, graph: TrainingGraph, start: int, end: int, 
 def stages_of(
     search: PipelineSearch, cuts: Sequence[int], plan: Callable[[TrainingGraph, int, int], Plan]
 ) -> list[StagePlan]:
-    """Figures of each stage under a rule for its plan."""
+    """Return the memory and times of each stage under given cuts.
+
+    ``plan``: returns the plan of a stage from its problem, its first block and the block after its last.
+    """
     bounds = [0, *cuts, len(search.chain)]
     found = []
     for stage, (start, end) in enumerate(pairwise(bounds)):
@@ -167,13 +181,16 @@ def stages_of(
 
 
 def peaks(search: PipelineSearch, stages: Sequence[StagePlan]) -> list[int]:
-    """Of each rank with one stage."""
+    """Return the peak of each rank in bytes. ``stages``: one per rank."""
     return [rank_peak(row, [stage]) for row, stage in zip(search.schedule.actions, stages, strict=True)]
 
 
 def memory(quick: bool, _folder: Path | None) -> None:
-    """Print nothing recomputed, checkpoints, and our plans within the peak that checkpoints reach: with cuts that are
-    best without a budget, and with cuts chosen for it.
+    """Print for each network the peak and extra time of: no recomputation, checkpoints, plans, and plans with better
+    cuts.
+
+    The plans' budget is the peak of checkpoints. First they have the cuts that are best without a budget, then cuts
+    that are chosen for this budget. ``quick``: fewer networks.
     """
     print(
         f"1F1B, {RANKS} ranks, {MICROBATCHES} micro-batches; greatest peak of a rank; extra time of the slowest stage"
@@ -208,7 +225,17 @@ def memory(quick: bool, _folder: Path | None) -> None:
 def dataflow_stage(
     chain: NamedChain, start: int, end: int, stage: int, ranks: int, microbatches: int
 ) -> StagePlan:
-    """A stage of the dataflow that keeps least."""
+    """Return the memory and times of a dataflow stage (inverses recover its input) under the plan with the smallest
+    peak found.
+
+    Args:
+        chain: the network's blocks.
+        start: the stage's first block.
+        end: the block after its last.
+        stage: its number.
+        ranks: the number of stages.
+        microbatches: in a step.
+    """
     schedule = schedule_named("dataflow", ranks, microbatches, hop=0.1)
     piece = StageSlice(chain.chain, start, end)
     size = MessageBytes(
@@ -233,12 +260,16 @@ def dataflow_stage(
 
 
 def priced_for(graph: TrainingGraph, plans: Sequence[Plan]) -> list[Plan]:
-    """Plans of another variant of a problem as plans of this one."""
+    """Return plans of a variant of a problem as plans of ``graph``, with their peaks and costs simulated for it."""
     return [replace(plan, estimate=simulate(graph, plan.schedule)) for plan in plans]
 
 
 def depth(quick: bool, folder: Path | None) -> None:
-    """Print the largest peak of the middle stages, without states and gradients, by depth, ranks and micro-batches."""
+    """Print the second stage's peak, without states and gradients, by couplings per stage, ranks and micro-batches.
+
+    It is printed for no recomputation, checkpoints and dataflow. ``quick``: fewer couplings. ``folder``: where a
+    picture is saved; None: nowhere.
+    """
     print("RevViT-S, micro-batch 1, inner stage next to the first; bytes without parameters and gradients")
     rows: dict[str, list[int]] = {"keep": [], "checkpoint": [], "dataflow": []}
     couplings = (1, 2, 4) if quick else (1, 2, 4, 8)

@@ -32,7 +32,7 @@ PARTS: dict[str, Callable[[bool, Path | None], None]] = {
 
 
 def main() -> None:
-    """Run what is asked for."""
+    """Run the named parts, or all of them."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )

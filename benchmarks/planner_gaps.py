@@ -51,7 +51,7 @@ CLOSER = (
 
 
 def planned(graph: TrainingGraph, budget: int, seconds: float) -> Plan | InfeasibleBudget:
-    """`auto`'s plan, or its refusal."""
+    """Return `auto`'s plan within ``budget`` bytes, or the error if it finds none."""
     try:
         return Auto(time_limit=seconds, reuse=False).plan(graph, budget)
     except InfeasibleBudget as error:
@@ -59,12 +59,16 @@ def planned(graph: TrainingGraph, budget: int, seconds: float) -> Plan | Infeasi
 
 
 def cpu_seconds() -> float:
-    """Of this process and of those that it has waited for."""
+    """Return the CPU seconds of this process and of ended children that it has waited for."""
     return sum(os.times()[:4])
 
 
 def cell(graph: TrainingGraph, share: float, goal: float | None, seconds: float) -> str:
-    """One line of the table."""
+    """Plan a graph at a share of its activations, and return a line of the table.
+
+    ``goal``: the largest gap (overhead − lower bound, in percentage points) that counts as reached; None if there is no
+    goal. ``seconds``: of planning.
+    """
     graph = replace(graph)  # so that nothing is known of it from the cell before
     budget = activation_share(graph, share)
     began, worked = time.monotonic(), cpu_seconds()
@@ -81,7 +85,7 @@ def cell(graph: TrainingGraph, share: float, goal: float | None, seconds: float)
 
 
 def least(graph: TrainingGraph, others: Sequence[Plan], seconds: float) -> Plan:
-    """Print and return the plan of the least peak."""
+    """Search the plan of the smallest peak; print it next to the smallest peak of ``others``, and return it."""
     plan = cheapest_near_smallest_peak(graph, seconds, starts=others)
     rival = min((p.estimate.peak for p in others), default=0)
     print(
@@ -94,7 +98,11 @@ def least(graph: TrainingGraph, others: Sequence[Plan], seconds: float) -> Plan:
 
 
 def compare(graph: TrainingGraph, name: str, curve: Sequence[Plan], seconds: float) -> None:
-    """The rival's leanest plan and one in the middle of its curve against ours, below their peaks if that will do."""
+    """Compare two plans of another method with `auto`'s at their peaks, and print a line for each.
+
+    They are its plan of the smallest peak and the one in the middle of its ``curve``. `auto` is tried first with a
+    smaller budget than their peak. ``name``: the method's name.
+    """
     for plan in dict.fromkeys((curve[-1], curve[len(curve) // 2])):
         peak, overhead = plan.estimate.peak, plan.estimate.overhead
         if overhead == 0:
@@ -114,7 +122,7 @@ def compare(graph: TrainingGraph, name: str, curve: Sequence[Plan], seconds: flo
 
 
 def network(name: str, shares: Sequence[float], seconds: float, with_rivals: bool) -> None:
-    """The table's part for one network."""
+    """Print the lines of one network at all shares, and the comparisons with other methods if ``with_rivals``."""
     chosen = NETWORKS[name]
     loaded, graph = chosen.load()
     seconds = max(seconds, LARGE_SECONDS) if len(graph.ops) > LARGE else seconds
@@ -129,6 +137,7 @@ def network(name: str, shares: Sequence[float], seconds: float, with_rivals: boo
 
 
 def main() -> None:
+    """Print the table for all chosen networks or problem files."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )

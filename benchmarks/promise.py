@@ -38,7 +38,7 @@ Made = tuple[nn.Module, tuple[Any, ...], dict[str, Any]]
 
 
 def of_zoo(name: str) -> Made:
-    """A network of the zoo, small."""
+    """Return a network of the zoo at small sizes, with its positional and keyword arguments."""
     sizes = {**ZOO[name].tiny, "batch": BATCH}
     torch.manual_seed(0)
     return build(name, **{k: v for k, v in sizes.items() if k != "batch"}), example_inputs(name, **sizes), {}
@@ -48,7 +48,13 @@ Inputs = Callable[[], dict[str, Any]]
 
 
 def of_hugging_face(kind: str, inputs: Inputs, **config: Any) -> Callable[[], Made]:
-    """A model of `transformers` from a configuration, with random weights."""
+    """Return a function that makes a model of `transformers` with random weights, and its arguments.
+
+    Args:
+        kind: the model's class.
+        inputs: makes the keyword arguments of a call.
+        config: arguments of the model's configuration.
+    """
 
     def make() -> Made:
         import transformers
@@ -63,30 +69,30 @@ def of_hugging_face(kind: str, inputs: Inputs, **config: Any) -> Callable[[], Ma
 
 
 def tokens() -> dict[str, Any]:
-    """Sentences, one of them padded."""
+    """Return four sentences of 64 tokens as keyword arguments, one of them padded."""
     mask = torch.ones(4, 64, dtype=torch.int64)
     mask[0, -9:] = 0
     return {"input_ids": torch.randint(3, 100, (4, 64)), "attention_mask": mask}
 
 
 def labelled() -> dict[str, Any]:
-    """Sentences and what to predict, so that the loss is the model's own."""
+    """Return the sentences of `tokens` with labels, so that the model computes its loss."""
     batch = tokens()
     return {**batch, "labels": batch["input_ids"].clone()}
 
 
 def pixels() -> dict[str, Any]:
-    """Images."""
+    """Return images (8, 3, 64, 64) as keyword arguments."""
     return {"pixel_values": torch.randn(8, 3, 64, 64)}
 
 
 def sounds() -> dict[str, Any]:
-    """Spectrograms and what is said."""
+    """Return spectrograms (4, 8, 128) and their texts as labels (4, 32), as keyword arguments."""
     return {"input_features": torch.randn(4, 8, 128), "labels": torch.randint(3, 100, (4, 32))}
 
 
 def pairs() -> dict[str, Any]:
-    """Return images with their captions."""
+    """Return four images with captions as keyword arguments. The model then computes its loss."""
     return {**tokens(), "pixel_values": torch.randn(4, 3, 64, 64), "return_loss": True}
 
 
@@ -148,7 +154,7 @@ HUGGING_FACE: Mapping[str, Callable[[], Made]] = {
 
 
 def loss_of(outputs: list[torch.Tensor]) -> torch.Tensor:
-    """The model's own loss, or the mean squares of what it gives, which hold more than most losses."""
+    """Return the sum of the model's scalar outputs; if there are none, the sum of the mean squares of its outputs."""
     own = [t for t in outputs if t.numel() == 1]
     return sum(own) if own else sum(t.float().square().mean() for t in outputs)
 
@@ -156,7 +162,7 @@ def loss_of(outputs: list[torch.Tensor]) -> torch.Tensor:
 def step_of(
     model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Callable[[], list[torch.Tensor]]:
-    """A step, from inputs to gradients, that returns the differentiable outputs."""
+    """Return a function that runs forward and backward, and returns the outputs that had a gradient, detached."""
 
     def step() -> list[torch.Tensor]:
         out = [
@@ -171,7 +177,12 @@ def step_of(
 def results(
     model: nn.Module, made: Made, optimizer: torch.optim.Optimizer
 ) -> tuple[int, dict[str, torch.Tensor]]:
-    """The peak, bytes, of all that two iterations hold, and all that a step and these iterations leave."""
+    """Run a step and two iterations with an optimizer. Return the peak of the iterations in bytes, and what all of them
+    leave.
+
+    The peak includes parameters, buffers, inputs and optimizer states. The tensors by name: outputs, gradients, buffers
+    and random state after the step; parameters after the iterations.
+    """
     step = step_of(model, *made[1:])
     buffers = {name: b.clone() for name, b in model.named_buffers()}
     torch.manual_seed(7)
@@ -209,7 +220,11 @@ def results(
 
 
 def check(name: str, make: Callable[[], Made], time_limit: float, optimizer: str) -> Iterator[bool]:
-    """Whether each promise to one network is kept. ``optimizer``: a class of `torch.optim`."""
+    """Plan one network at each of `SHARES` of eager mode's peak, print a line for each, and yield whether it is kept.
+
+    A promise is kept if the measured peak is within the budget and all results equal eager mode's bit by bit; or if the
+    budget was refused with a larger smallest peak. ``optimizer``: the name of a class of `torch.optim`.
+    """
     made = make()
 
     def copied() -> tuple[nn.Module, torch.optim.Optimizer]:
@@ -242,7 +257,7 @@ def check(name: str, make: Callable[[], Made], time_limit: float, optimizer: str
 
 
 def main() -> int:
-    """Each network in turn."""
+    """Check each named network. Return the exit status: 0 if all promises are kept, otherwise 1."""
     every = {**{name: lambda name=name: of_zoo(name) for name in ZOO}, **HUGGING_FACE}
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("names", nargs="*", default=list(every), metavar="NAME")

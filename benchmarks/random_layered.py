@@ -59,12 +59,11 @@ OTHERS = {
 
 
 def random_layered(ops: int, edges: int, ratio: float, seed: int = 0) -> TrainingGraph:
-    """Return a graph of ``ops`` ops, including one source and one sink, and ``edges`` reads, in a random depth-first
-    order.
+    """Return a random layered graph of ``ops`` ops (one source and one sink included) and ``edges`` reads.
 
-    Between source and sink are layers with a mean of √(ops · ratio) ops. An op reads ops of the previous layer that
+    Between source and sink are layers with a mean of √(ops · ``ratio``) ops. An op reads ops of the previous layer that
     are at about its own position in the layer. Every op reads something and is read. Some edges lead further than the
-    next layer.
+    next layer. The ops are in a random depth-first order.
     """
     rng = random.Random(seed)
     layers = _layers(ops, ratio, rng)
@@ -146,10 +145,10 @@ def _depth_first(reads: list[list[int]], rng: random.Random) -> list[int]:
 
 
 def floor_in_order(graph: TrainingGraph, budget: int) -> float:
-    """Percent of overhead that a plan whose first runs are in the base order has at least.
+    """Return a lower bound, in percent, on the overhead of plans whose first runs are in the graph's order.
 
-    While the op at that order's peak runs, each tensor that is read later is resident, or its op runs again, for which
-    what it reads is resident or made again in turn: a linear relaxation.
+    It is a linear relaxation: while the op at that order's peak runs, each tensor that is read later is resident or its
+    op runs again; then what this op reads is resident or recomputed, too. ``budget``: bytes.
     """
     base = plan_from_runs(graph, [op.name for op in graph.ops], "base")
     done = sum(isinstance(step, Run) for step in base.schedule[: base.estimate.peak_at + 1])
@@ -168,7 +167,10 @@ def floor_in_order(graph: TrainingGraph, budget: int) -> float:
 
 
 def line(graph: TrainingGraph, share: float, seconds: float, keep_order: bool) -> str:
-    """One line of the table."""
+    """Plan a graph at a share of the peak without recomputation, and return a line of the table.
+
+    ``keep_order``: whether the first runs of all ops keep the graph's order.
+    """
     ops, edges = len(graph.ops), sum(len(op.reads) for op in graph.ops)
     peak = plan_from_runs(graph, [op.name for op in graph.ops], "base").estimate.peak
     in_order = floor_in_order(graph, int(share * peak))
@@ -184,6 +186,7 @@ def line(graph: TrainingGraph, share: float, seconds: float, keep_order: bool) -
 
 
 def main() -> None:
+    """Print a line for each chosen graph and share."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )

@@ -43,7 +43,7 @@ WIDTH, ROWS = 128, 256
 
 
 class Chain(nn.Module):
-    """``depth`` couplings; ``gamma``: what scales the stream that is added to."""
+    """A chain of ``depth`` additive couplings, (``gamma`` · a + F(b), ``gamma`` · b + G(…)), and a mean square loss."""
 
     def __init__(self, depth: int, gamma: float = 1.0) -> None:
         super().__init__()
@@ -54,7 +54,7 @@ class Chain(nn.Module):
         )
 
     def forward(self, x: Tensor) -> Tensor:
-        """The mean square of what comes out."""
+        """Return the mean square of the output, for ``x`` (rows, 2 · `WIDTH`)."""
         a, b = x.chunk(2, -1)
         for f, g in zip(self.functions[::2], self.functions[1::2], strict=True):
             a = self.gamma * a + f(b) if self.gamma != 1 else a + f(b)
@@ -63,10 +63,10 @@ class Chain(nn.Module):
 
 
 class Residual(Chain):
-    """``depth`` pairs of ordinary residual blocks, which nothing inverts."""
+    """As many ordinary residual blocks as a `Chain` of ``depth`` couplings has functions; they cannot be inverted."""
 
     def forward(self, x: Tensor) -> Tensor:
-        """The mean square of what comes out."""
+        """Return the mean square of the output. Only the first half of the features of ``x`` is used."""
         a = x.chunk(2, -1)[0]
         for f in self.functions:
             a = a + f(a)
@@ -74,13 +74,16 @@ class Residual(Chain):
 
 
 class Recorder:
-    """An inverse that notes how far from the truth its results are."""
+    """An inverse op that also appends the relative error of its result to a list.
+
+    ``call``: the inverse. ``truth``: the right result. ``errors``: the list.
+    """
 
     def __init__(self, call: Call, truth: Tensor, errors: list[float]) -> None:
         self.call, self.truth, self.errors = call, truth, errors
 
     def __call__(self, *tensors: Tensor) -> Tensor:
-        """Run it."""
+        """Run the inverse, append the error of its result to ``errors``, and return the result."""
         found: Tensor = self.call.target(*tensors)
         self.errors.append(relative(found, self.truth))
         return found
@@ -90,19 +93,23 @@ class Recorder:
 
 
 def relative(found: Tensor, truth: Tensor) -> float:
-    """Relative distance, L2, of one tensor from another."""
+    """Return the L2 distance of ``found`` from ``truth``, ÷ the norm of ``truth``."""
     return float((found.double() - truth.double()).norm() / truth.double().norm().clamp_min(1e-300))
 
 
 def inverted(model: nn.Module, x: Tensor, limit: float | None = 1e9) -> tuple[CapturedStep, Any, Plan]:
-    """The step with its inverses, its problem, and the plan that keeps the least; without anchors unless asked."""
+    """Return the captured step with its inverses, its planning problem, and the plan with the smallest peak.
+
+    ``limit``: the largest predicted relative error of a recovered tensor, which anchors (stored tensors) enforce; 10⁹
+    means no anchors, None a limit that suits the type.
+    """
     step = with_inverses(capture(model, (x,), "couplings"), named_tensors(model)).step
     graph = priced(step, "roofline", max_inversion_error=limit)
     return step, graph, Reversible().curve(graph, ())[-1]
 
 
 def true_values(model: nn.Module, step: CapturedStep, x: Tensor) -> dict[str, Tensor]:
-    """Every forward value of a step."""
+    """Return every value of a step's forward, by name, computed without recomputation and inverses."""
     inputs = bind_inputs(step, named_tensors(model), (x,))
     values = dict(zip((i.value for i in step.inputs), inputs, strict=True))
     with torch.no_grad():
@@ -132,7 +139,8 @@ def errors_of(model: nn.Module, step: CapturedStep, plan: Plan, x: Tensor) -> tu
 
 
 def memory(depths: tuple[int, ...]) -> None:
-    """Activation memory against depth."""
+    """Print the activation memory, measured and predicted, of storing all and of inverting, for each number of
+    blocks."""
     print("\nActivations at the peak, measured (predicted), by depth")
     for depth in depths:
         torch.manual_seed(0)
@@ -158,7 +166,8 @@ def _peak(model: nn.Module, run: Callable[[], Any]) -> int:
 
 
 def errors(depths: tuple[int, ...]) -> None:
-    """Errors against their prediction."""
+    """Print the predicted and measured error of recovered tensors, and the gradients' error, by type and number of
+    blocks."""
     print("\nError of what is brought back: predicted, measured, their ratio; error of the gradients")
     for dtype, gamma in (
         (torch.float64, 1.0),
@@ -178,7 +187,7 @@ def errors(depths: tuple[int, ...]) -> None:
 
 
 def anchors() -> None:
-    """What anchors do to a long chain in bfloat16."""
+    """Print what anchors (stored tensors that end a chain of inverses) do to a chain of 96 blocks in bfloat16."""
     print(
         "\nAnchors, 96 blocks in bfloat16: limit, tensors kept as anchors, error measured, gradients, activations"
     )
@@ -196,7 +205,7 @@ def anchors() -> None:
 
 
 def overlap(depths: tuple[int, ...]) -> None:
-    """Two lanes against one, with as many threads an op as PyTorch has now."""
+    """Print the times of plans on one lane and on two (threads), within the one-lane plan's peak and 1 MiB more."""
     print(f"\nTwo lanes, in the one lane's peak and in 1 MiB more; {torch.get_num_threads()} thread(s) an op")
     for strategy, kind in ((Reversible(), Chain), (ChenSqrt(), Residual)):
         for depth in depths:
@@ -245,15 +254,15 @@ NETWORKS = {
 
 
 def side_by_side(names: tuple[str, ...], seconds: int) -> None:
-    """What `rematplan compare` says of networks of the zoo: store all, √n, auto without inverses, reversible, auto with
-    inverses, and on two lanes; each as a picture NAME.png, too."""
+    """Run ``rematplan compare`` on networks, with a picture NAME.png for each. ``seconds``: of each search."""
     for name in names:
         sys.stdout.flush()
         command(["compare", name, *NETWORKS[name], "--time-limit", str(seconds), "--png", f"{name}.png"])
 
 
 def main() -> None:
-    """All of it; ``--quick``: smaller depths; ``--overlap``: two lanes only; ``--compare``: the strategies only."""
+    """Run all parts. ``--quick``: smaller depths. ``--overlap``: only the two lanes. ``--compare``: only the
+    strategies."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
     parser.add_argument("--quick", action="store_true")
     parser.add_argument("--overlap", action="store_true")

@@ -42,8 +42,12 @@ SMOOTHED = 10
 
 @dataclass(frozen=True)
 class Task:
-    """``make``: the network. ``loss``: of its outputs. ``data``: all of it. ``sequences``: weights are shared over
-    tokens. ``target``: the loss that runs for growing batches end at."""
+    """A problem to train on.
+
+    ``name``: its name. ``make``: builds the network. ``loss``: of outputs and targets. ``data``: returns all inputs and
+    targets. ``likelihood``: as in `Kronecker`. ``batch``: the usual batch size. ``target``: the loss at which runs that
+    count iterations end. ``sequences``: whether weights are shared over tokens.
+    """
 
     name: str
     make: Callable[[], nn.Module]
@@ -56,17 +60,22 @@ class Task:
 
 
 def digits() -> tuple[Tensor, Tensor]:
+    """Return scikit-learn's 1,797 digits, (1797, 64), from 0 to 1, and their numbers."""
     found = load_digits()
     return torch.tensor(found.data, dtype=torch.float32) / 16, torch.tensor(found.target)
 
 
 def layers(*sizes: int) -> nn.Module:
+    """Return linear layers between the given numbers of features, with tanh between them."""
     linear = [nn.Linear(a, b) for a, b in itertools.pairwise(sizes)]
     return nn.Sequential(*itertools.chain(*((layer, nn.Tanh()) for layer in linear[:-1])), linear[-1])
 
 
 def text() -> Batch:
-    """Sequences of a language: words of a small vocabulary, drawn with a memory of two characters."""
+    """Return 1,797 random sequences of characters, and the next character of each place.
+
+    Each character is drawn from a distribution that depends on the two characters before it.
+    """
     generator = torch.Generator().manual_seed(7)
     table = torch.distributions.Dirichlet(torch.full((VOCABULARY,), 0.1))
     torch.manual_seed(7)
@@ -79,6 +88,7 @@ def text() -> Batch:
 
 
 def of_tokens(outputs: Tensor, targets: Tensor) -> Tensor:
+    """Return the cross entropy over all tokens of all samples."""
     return functional.cross_entropy(outputs.flatten(0, 1), targets.flatten())
 
 
@@ -119,7 +129,12 @@ TASKS = {
 
 @dataclass(frozen=True)
 class Rival:
-    """An optimizer: ``make`` takes the model, one of the ``rates``, one of the ``seconds``, the task."""
+    """An optimizer to compare.
+
+    ``name``: its name. ``make``: takes the model, a learning rate and a second setting (such as momentum or damping).
+    ``rates``: learning rates to try. ``seconds``: second settings to try. ``statistics``: options of `Kronecker` that
+    it needs; None if it needs none. ``sequences``: whether it only suits tasks with weights shared over tokens.
+    """
 
     name: str
     make: Callable[[nn.Module, float, float], torch.optim.Optimizer]
@@ -130,7 +145,10 @@ class Rival:
 
 
 class Both(torch.optim.Optimizer):
-    """Muon for the matrices inside, AdamW for the rest, as its authors advise."""
+    """Muon for inner matrices and AdamW for all other parameters, as Muon's authors advise, as one optimizer.
+
+    ``lr``, ``decay``: Muon's learning rate and weight decay.
+    """
 
     def __init__(self, model: nn.Module, lr: float, decay: float) -> None:
         inner = [p for name, p in model.named_parameters() if p.dim() == 2 and "embedding" not in name]
@@ -141,13 +159,14 @@ class Both(torch.optim.Optimizer):
         self.param_groups = [group for part in self.parts for group in part.param_groups]
 
     def step(self, closure: None = None) -> None:
-        """A step of both."""
+        """Make one step of Muon and one of AdamW. ``closure`` is ignored."""
         del closure
         for part in self.parts:
             part.step()
 
 
 def kfac(model: nn.Module, lr: float, damping: float) -> rematplan.KFAC:
+    """Return K-FAC with the given learning rate and damping, and AdamW for parameters without factors."""
     return rematplan.KFAC(
         model,
         lr,
@@ -159,6 +178,7 @@ def kfac(model: nn.Module, lr: float, damping: float) -> rematplan.KFAC:
 
 
 def soap(model: nn.Module, lr: float, beta: float) -> torch.optim.Optimizer:
+    """Return SOAP with the given learning rate, and ``beta`` for both of its averages."""
     return pytorch_optimizer.SOAP(
         model.parameters(), lr=lr, betas=(beta, beta), precondition_frequency=INVERSE_EVERY
     )
@@ -188,7 +208,11 @@ RIVALS = (
 
 @dataclass
 class Run:
-    """The losses of a run, the CPU seconds at each, and the settings."""
+    """The course of one training run.
+
+    ``settings``: learning rate and second setting. ``losses``: of each step. ``seconds``: CPU seconds at the end of
+    each step.
+    """
 
     settings: tuple[float, float]
     losses: list[float] = field(default_factory=list)
@@ -196,13 +220,13 @@ class Run:
 
     @property
     def final(self) -> float:
-        """The mean of the last losses; infinite if there are none, or one is not finite."""
+        """The mean of the last `SMOOTHED` losses; infinite if there are none, or one is not finite."""
         last = self.losses[-SMOOTHED:]
         return statistics.fmean(last) if last and all(map(math.isfinite, last)) else math.inf
 
 
 def batches(task: Task, size: int) -> Iterator[Batch]:
-    """Whole batches of shuffled data, without end."""
+    """Yield batches of ``size`` samples of shuffled data, without end. A smaller rest of each epoch is left out."""
     x, y = task.data()
     generator = torch.Generator().manual_seed(1)
     while True:
@@ -226,7 +250,15 @@ def model_of(task: Task, rival: Rival, size: int) -> nn.Module:
 def train(
     task: Task, rival: Rival, settings: tuple[float, float], size: int, done: Callable[[Run], float]
 ) -> Run:
-    """Train until ``done``, the share that is over, is 1; the learning rate falls with it."""
+    """Train a new model, and return the run. It also ends if the loss grows to 10⁴.
+
+    Args:
+        task: the problem.
+        rival: the optimizer.
+        settings: learning rate and second setting.
+        size: of a batch.
+        done: returns the share of the run that is over; training ends at 1. The learning rate falls linearly with it.
+    """
     model = model_of(task, rival, size)
     optimizer = rival.make(model, *settings)
     rates = [group["lr"] for group in optimizer.param_groups]
@@ -247,11 +279,12 @@ def train(
 
 
 def for_seconds(limit: float) -> Callable[[Run], float]:
+    """Return a function for `train` that ends a run after ``limit`` CPU seconds."""
     return lambda run: (run.seconds[-1] if run.seconds else 0.0) / limit
 
 
 def until(target: float, most: int) -> Callable[[Run], float]:
-    """Done at a loss, or after a number of steps, over which the learning rate falls."""
+    """Return a function for `train` that ends a run at a loss of ``target``, or after ``most`` steps."""
 
     def done(run: Run) -> float:
         reached = len(run.losses) >= SMOOTHED and run.final <= target
@@ -261,7 +294,8 @@ def until(target: float, most: int) -> Callable[[Run], float]:
 
 
 def tuned(task: Task, rival: Rival, size: int, seconds: float) -> Run:
-    """The run of the best settings."""
+    """Train with all pairs of settings for ``seconds`` CPU seconds each, and return the run with the smallest final
+    loss."""
     tries = [
         train(task, rival, settings, size, for_seconds(seconds))
         for settings in itertools.product(rival.rates, rival.seconds)
@@ -270,7 +304,11 @@ def tuned(task: Task, rival: Rival, size: int, seconds: float) -> Run:
 
 
 def iterations(task: Task, rival: Rival, size: int, most: int) -> int | None:
-    """The least iterations to the task's target over the learning rates, with the middle second setting."""
+    """Return the least number of steps to the task's target over all learning rates; None if ``most`` steps never reach
+    it.
+
+    The second setting is the middle one. ``size``: of a batch.
+    """
     found = []
     for rate in rival.rates:
         run = train(task, rival, (rate, rival.seconds[1]), size, until(task.target, most))

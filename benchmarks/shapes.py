@@ -37,8 +37,11 @@ VOCABULARY = 1000
 
 @dataclass(frozen=True)
 class Case:
-    """A network, and batches of it. ``make``: builds the network for sizes up to ``largest``. ``batch``: of a size.
-    ``least``, ``step``: sizes are ``least``, ``least + step`` and so on."""
+    """A network that is trained on batches of varying size (length, or side of an image).
+
+    ``make``: builds it for sizes up to ``largest``. ``batch``: returns a batch of a size. ``least``, ``step``: sizes
+    are ``least``, ``least + step`` and so on, up to ``largest``.
+    """
 
     make: Callable[[], nn.Module]
     batch: Callable[[int], tuple[Tensor, ...]]
@@ -62,14 +65,14 @@ def _images(size: int) -> tuple[Tensor, ...]:
 
 
 class Scores(nn.Module):
-    """A model of the library transformers that returns the scores only."""
+    """A language model of the library ``transformers`` that returns only its scores, as a tensor."""
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
         self.model = model
 
     def forward(self, tokens: Tensor, mask: Tensor | None = None) -> Tensor:
-        """Scores of tokens."""
+        """Return scores (N, T, vocabulary) for token numbers (N, T). ``mask``: the attention mask, or None."""
         found: Tensor = self.model(input_ids=tokens, attention_mask=mask, use_cache=False, return_dict=False)[
             0
         ]
@@ -105,7 +108,13 @@ CASES: Mapping[str, Case] = {
 
 @dataclass
 class Result:
-    """What a loop has shown. Seconds; ``peaks`` as shares of the budget."""
+    """The measurements of one training loop. Times are CPU seconds.
+
+    ``first``: of making the first plan. ``waits``: of preparing each new size. ``again``: of preparing each known size.
+    ``peaks``: the peak of each step ÷ the budget. ``planned``, ``eager``: of the whole loop. ``different``: the number
+    of steps whose gradients differ from eager mode's. ``growth``: bytes of resident memory gained in the second half of
+    the loop.
+    """
 
     first: float = 0.0
     waits: list[float] = field(default_factory=list)
@@ -136,7 +145,10 @@ def _resident() -> int:
 
 
 def train(case: Case, steps: int, budget: str, seed: int) -> tuple[Result, rematplan.PlanningStats, int]:
-    """Train one network on random sizes."""
+    """Train one network on ``steps`` batches of random size, next to a copy in eager mode.
+
+    Return the measurements, the planning statistics, and the budget in bytes.
+    """
     torch.manual_seed(seed)
     model, result, sizes = case.make().train(), Result(), random.Random(seed)
     eager = copy.deepcopy(model)
@@ -172,7 +184,7 @@ def _differ(a: Tensor | None, b: Tensor | None) -> bool:
 
 
 def main() -> None:
-    """Print a row for each network."""
+    """Train each named network, and print a row for each."""
     parser = argparse.ArgumentParser()
     parser.add_argument("names", nargs="*", default=list(CASES))
     parser.add_argument("--steps", type=int, default=100)

@@ -33,7 +33,10 @@ VARIANTS: dict[str, dict[str, Any]] = {
 
 
 class GPT(nn.Module):
-    """Six pre-norm blocks of a language model, without dropout."""
+    """A language model of ``blocks`` pre-norm transformer blocks, without dropout.
+
+    ``width``: the features of a token. ``words``: the number of distinct tokens. ``places``: the largest length.
+    """
 
     def __init__(self, width: int, blocks: int, words: int, places: int) -> None:
         super().__init__()
@@ -46,7 +49,7 @@ class GPT(nn.Module):
         self.head = nn.Linear(width, words, bias=False)
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
-        """Logits (samples, places, words)."""
+        """Return scores (samples, places, words) for token numbers (samples, places)."""
         h = self.words(tokens) + self.places(torch.arange(tokens.shape[1], device=tokens.device))
         mask = nn.Transformer.generate_square_subsequent_mask(tokens.shape[1], device=tokens.device)
         for block in self.blocks:
@@ -55,7 +58,8 @@ class GPT(nn.Module):
 
 
 def made(name: str, args: argparse.Namespace) -> tuple[nn.Module, torch.Tensor]:
-    """A model that gives logits, and its input."""
+    """Return a model that computes scores, and a batch of its inputs. ``name``: ``gpt``, ``resnet18`` or
+    ``resnet50``."""
     torch.manual_seed(0)
     if name == "gpt":
         model = GPT(args.width, args.blocks, 256, args.places)
@@ -65,13 +69,13 @@ def made(name: str, args: argparse.Namespace) -> tuple[nn.Module, torch.Tensor]:
 
 
 def loss_of(y: torch.Tensor) -> torch.Tensor:
-    """Cross entropy with fixed labels."""
+    """Return the cross entropy of scores (…, classes) with fixed labels."""
     logits = y.flatten(0, -2)
     return functional.cross_entropy(logits, torch.arange(len(logits), device=y.device) % logits.shape[1])
 
 
 def step(model: nn.Module, x: torch.Tensor) -> float:
-    """The seconds of a step."""
+    """Run forward and backward, and return the CPU seconds that they took."""
     model.zero_grad(set_to_none=True)
     began = time.process_time()
     loss_of(model(x)).backward()
@@ -79,7 +83,7 @@ def step(model: nn.Module, x: torch.Tensor) -> float:
 
 
 def measure(name: str, args: argparse.Namespace) -> None:
-    """One model's lines."""
+    """Measure one model in eager mode, planned, and planned with each kind of statistics; print its lines."""
     model, x = made(name, args)
     plain = rematplan.plan_module(
         copy.deepcopy(model), (x,), budget=args.budget, time_limit=args.time_limit, costs=args.costs
@@ -133,7 +137,7 @@ def measure(name: str, args: argparse.Namespace) -> None:
 
 
 def main() -> None:
-    """Measure and print."""
+    """Measure each named model."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("names", nargs="*", default=["resnet50", "gpt"])
     sizes = {"batch": 8, "image": 224, "width": 64, "blocks": 6, "places": 512, "every": 10, "rounds": 5}

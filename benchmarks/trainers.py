@@ -43,7 +43,8 @@ BUDGET = "60%"
 
 
 def labelled(vocabulary: int, rows: int, tokens: int) -> Callable[[], dict[str, Any]]:
-    """Return what makes sentences, which are their own labels."""
+    """Return a function that makes keyword arguments: random sentences (``rows``, ``tokens``), which are their own
+    labels."""
 
     def make() -> dict[str, Any]:
         ids = torch.randint(3, vocabulary, (rows, tokens))
@@ -74,7 +75,7 @@ MODELS: Mapping[str, Callable[[], Made]] = {
 
 
 def fixed_bytes(model: nn.Module, batch: object) -> int:
-    """Return the bytes of a model's tensors and of a batch. Each storage counts once."""
+    """Return the bytes of a model's parameters and buffers and of a batch. A storage that several share counts once."""
     held = [t for t in (*model.parameters(), *model.buffers(), *tree_leaves(batch)) if torch.is_tensor(t)]
     storages = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in held}
     return sum(storages.values())
@@ -82,28 +83,31 @@ def fixed_bytes(model: nn.Module, batch: object) -> int:
 
 @dataclass(frozen=True)
 class Trainer:
-    """A model and its optimizer."""
+    """A model and its optimizer, with the two halves of a training step: `backward` and `update`."""
 
     model: nn.Module
     optimizer: torch.optim.Optimizer
 
     @classmethod
     def of(cls, model: nn.Module) -> Trainer:
-        """Return the trainer of a model with AdamW."""
+        """Return a trainer of a model with AdamW at its default settings."""
         return cls(model, torch.optim.AdamW(model.parameters()))
 
     def backward(self, images: torch.Tensor) -> None:
-        """Compute the gradients for a batch."""
+        """Compute the gradients of the mean square of the model's output for a batch of images."""
         self.model(images).square().mean().backward()
 
     def update(self) -> None:
-        """Update the parameters."""
+        """Update the parameters, and clear the gradients."""
         self.optimizer.step()
         self.optimizer.zero_grad()
 
 
 def loop(rounds: int, time_limit: float) -> bool:
-    """Print the figures of the loop with an odd last batch; return whether the budget and the bits were kept."""
+    """Train a U-Net in a loop whose last batch is smaller, planned and in eager mode; print the figures.
+
+    Return whether the measured peaks are within the budget and the final parameters equal eager mode's bit by bit.
+    """
     torch.manual_seed(0)
     batches = torch.randn(SAMPLES, 3, 64, 64).split(BATCH)
     model = build("unet", width=8)
@@ -146,7 +150,7 @@ def loop(rounds: int, time_limit: float) -> bool:
 
 
 def left_by(model: nn.Module, made: Made) -> list[torch.Tensor]:
-    """Return what a step leaves, from a fixed seed: its outputs, then the gradients."""
+    """Run a step from a fixed seed, and return its outputs, then the gradients of the parameters that have one."""
     torch.manual_seed(7)
     model.zero_grad(set_to_none=True)
     outputs = step_of(model, *made[1:])()
@@ -154,7 +158,11 @@ def left_by(model: nn.Module, made: Made) -> list[torch.Tensor]:
 
 
 def against_checkpointing(name: str, rounds: int, time_limit: float) -> bool:
-    """Print a model's figures; return whether the budget was kept, with the right bits."""
+    """Plan a model within the peak of its own gradient checkpointing, and print peaks and times of both.
+
+    Return whether the measured peak is within the budget and the results equal eager mode's bit by bit; False if no
+    plan fits. ``name``: a key of `MODELS`.
+    """
     made = MODELS[name]()
     models = {"eager mode": made[0], "gradient checkpointing": copy.deepcopy(made[0])}
     models["gradient checkpointing"].gradient_checkpointing_enable()
@@ -196,7 +204,7 @@ def against_checkpointing(name: str, rounds: int, time_limit: float) -> bool:
 
 
 def main() -> int:
-    """Run the chosen trainers."""
+    """Run the named parts. Return the exit status: 0 if all kept the budget and the bits, otherwise 1."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("names", nargs="*", default=["loop", *MODELS], metavar="NAME")
     parser.add_argument("--rounds", type=int, default=7)

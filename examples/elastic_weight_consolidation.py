@@ -39,8 +39,10 @@ PLACES = {
 
 
 def digits(count: int, labels: range, seed: int) -> tuple[Tensor, Tensor]:
-    """Return pictures of random digits in seven segments, shifted, with noise and strokes of different strength; and
-    y % 2.
+    """Return noisy pictures of random digits in seven segments, (``count``, 120), and whether each digit is odd (0 or
+    1).
+
+    The pictures are shifted, and their strokes differ in strength. ``labels``: the digits to draw from.
     """
     generator = torch.Generator().manual_seed(seed)
     y = torch.randint(labels.start, labels.stop, (count,), generator=generator)
@@ -54,13 +56,14 @@ def digits(count: int, labels: range, seed: int) -> tuple[Tensor, Tensor]:
 
 
 def accuracy(model: nn.Module, task: tuple[Tensor, Tensor]) -> float:
-    """Return the share of a task's pictures that are classified correctly."""
+    """Return the share of a task's pictures that the model classifies correctly, from 0 to 1."""
     with torch.no_grad():
         return float((model(task[0]).argmax(1) == task[1]).float().mean())
 
 
 def train(model: nn.Module, task: tuple[Tensor, Tensor], penalty: Callable[[], Tensor] | None = None) -> None:
-    """Train for thirty epochs with Adam on the cross entropy, plus a penalty if there is one."""
+    """Train the model in place for thirty epochs with Adam on the cross entropy, plus ``penalty()`` if it is not
+    None."""
     optimizer = torch.optim.Adam(model.parameters(), lr=3e-3)
     x, y = task
     generator = torch.Generator().manual_seed(0)
@@ -73,8 +76,9 @@ def train(model: nn.Module, task: tuple[Tensor, Tensor], penalty: Callable[[], T
 
 
 def consolidated(model: nn.Module, x: Tensor, strength: float) -> Callable[[], Tensor]:
-    """Return the penalty for changing the model's present weights, weighted by their importance for the inputs
-    ``x``.
+    """Return a function that computes the penalty for changing the model's weights from their present values.
+
+    The penalty is ``strength`` / 2 · (w − w₁)ᵀ F (w − w₁), where F is the curvature of the loss for the inputs ``x``.
     """
     planned = rematplan.plan_module(
         model, (x,), budget="1GiB", time_limit=2, statistics=rematplan.Kronecker(fisher="type-2")

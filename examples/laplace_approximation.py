@@ -18,7 +18,7 @@ NOISE, PRIOR = 0.1, 1.0
 
 
 class Posterior:
-    """A normal distribution of a model's weights around the present ones, for each layer."""
+    """A normal distribution of a model's weights around their present values, from the curvature for the data ``x``."""
 
     def __init__(self, model: nn.Module, x: Tensor) -> None:
         self.model = model
@@ -31,9 +31,8 @@ class Posterior:
         model.zero_grad()
 
     def deviation(self, x: Tensor) -> Tensor:
-        """Return the standard deviation of the predictions for ``x`` (samples, 1), with a model that is linear in the
-        weights.
-        """
+        """Return the standard deviation of each prediction for ``x`` (samples, 1), with the model linearised in its
+        weights."""
         parameters = {name: p.detach() for name, p in self.model.named_parameters()}
         slopes = jacrev(lambda now: functional_call(self.model, now, (x,))[:, 0])(parameters)
         variance = torch.zeros(len(x))

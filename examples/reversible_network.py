@@ -14,7 +14,7 @@ import rematplan
 
 
 class Coupling(nn.Module):
-    """A block with two halves, to each of which a function of the other is added."""
+    """An additive coupling of two halves of the features, (N, 2 · ``width``): a + f(b), then b + g(a + f(b))."""
 
     def __init__(self, width: int) -> None:
         super().__init__()
@@ -22,7 +22,7 @@ class Coupling(nn.Module):
         self.g = nn.Sequential(nn.LayerNorm(width), nn.Linear(width, width), nn.Tanh())
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Return both halves after the additions."""
+        """Return both halves after the additions, concatenated, of the shape of ``x``."""
         first, second = x.chunk(2, dim=1)
         first = first + self.f(second)
         second = second + self.g(first)
@@ -30,7 +30,7 @@ class Coupling(nn.Module):
 
 
 def gradients(model: nn.Module, x: torch.Tensor) -> list[torch.Tensor]:
-    """Return the gradients of a mean square."""
+    """Return the gradients of the mean square of the model's output, with respect to each parameter."""
     model.zero_grad()
     model(x).square().mean().backward()
     return [p.grad.clone() for p in model.parameters() if p.grad is not None]

@@ -23,7 +23,7 @@ LIMIT = 0.75
 def train_step(
     model: nn.Module, optimizer: torch.optim.Optimizer, images: torch.Tensor, masks: torch.Tensor
 ) -> float:
-    """Make one step of gradient descent and return the loss."""
+    """Make one step of the optimizer on the cross entropy for ``images`` and ``masks``, and return the loss."""
     optimizer.zero_grad()
     loss = nn.functional.cross_entropy(model(images), masks)
     loss.backward()
@@ -32,7 +32,7 @@ def train_step(
 
 
 def bytes_of_process() -> int:
-    """Return the size of this process's address space."""
+    """Return the size of this process's address space in bytes."""
     with open("/proc/self/statm") as pages:
         return int(pages.read().split()[0]) * resource.getpagesize()
 
