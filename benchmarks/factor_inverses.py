@@ -110,6 +110,7 @@ FORMS: dict[str, Callable[[Tensor, float], Inverse]] = {
 
 
 def cosine(a: Tensor, b: Tensor) -> float:
+    """Return the cosine of the angle between two tensors."""
     return float(functional.cosine_similarity(a.flatten().double(), b.flatten().double(), dim=0))
 
 
@@ -133,6 +134,7 @@ def measured(factor: Factor, form: str, exact: dict[float, Tensor]) -> str:
 
 
 def main() -> None:
+    """Print the table for each size of layer."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )

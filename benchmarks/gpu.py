@@ -153,7 +153,7 @@ class Bench:
 
     @property
     def left(self) -> float:
-        """Seconds until the deadline."""
+        """The seconds until the deadline; negative after it."""
         return self.end - time.monotonic()
 
     def run(self) -> None:

@@ -97,6 +97,7 @@ def per_call(call: Callable[[], object], calls: int) -> float:
 
 
 def shown(values: list[float]) -> str:
+    """Return times as text: their median, and the range in brackets."""
     return f"{statistics.median(values):6.0f} ({min(values):.0f}–{max(values):.0f})"
 
 

@@ -112,6 +112,7 @@ VGG = {
 
 
 def vgg(depth: int) -> Network:
+    """Return a VGG for images of 224 × 224. ``depth``: a key of `VGG`."""
     net, x = image(3, 224, 224)
     for channels, convs in VGG[depth]:
         for _ in range(convs):
@@ -123,6 +124,7 @@ def vgg(depth: int) -> Network:
 
 
 def mobilenet() -> Network:
+    """Return a MobileNet for images of 224 × 224."""
     net, x = image(3, 224, 224)
     x = net.block(x, 32, stride=2)
     widths = [
@@ -144,6 +146,8 @@ def mobilenet() -> Network:
 
 
 def resnet(blocks: Sequence[int], bottleneck: bool) -> Network:
+    """Return a ResNet for images of 224 × 224. ``blocks``: of each stage. ``bottleneck``: whether they are
+    bottlenecks."""
     net, x = image(3, 224, 224)
     x = net.pool(net.block(x, 64, kernel=7, stride=2))
     for stage, count in enumerate(blocks):
@@ -163,6 +167,7 @@ def resnet(blocks: Sequence[int], bottleneck: bool) -> Network:
 
 
 def unet() -> Network:
+    """Return a U-Net for images of 416 × 608."""
     net, x = image(3, 416, 608)
     skips = []
     for channels in (64, 128, 256, 512):
@@ -178,6 +183,7 @@ def unet() -> Network:
 
 
 def segnet() -> Network:
+    """Return a SegNet on a VGG-16 for images of 416 × 608."""
     net, x = image(3, 416, 608)
     for channels, convs in VGG[16]:
         for _ in range(convs):
@@ -192,6 +198,7 @@ def segnet() -> Network:
 
 
 def fcn8() -> Network:
+    """Return an FCN-8 on a VGG-16 for images of 416 × 608."""
     net, x = image(3, 416, 608)
     pooled = []
     for channels, convs in VGG[16]:

@@ -42,7 +42,11 @@ class Attention(nn.Module):
 
 
 class DecoderBlock(nn.Module):
-    """Attention, then a gated feed-forward network, each added to its input."""
+    """A block of the decoder: attention, then a gated feed-forward network (SwiGLU), each added to its input.
+
+    ``width``: the features of a token. ``heads``, ``groups``: the numbers of heads of queries, and of keys and values.
+    ``tokens``: the largest length.
+    """
 
     def __init__(self, width: int, heads: int, groups: int, tokens: int) -> None:
         super().__init__()

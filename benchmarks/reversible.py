@@ -123,7 +123,11 @@ def true_values(model: nn.Module, step: CapturedStep, x: Tensor) -> dict[str, Te
 
 
 def errors_of(model: nn.Module, step: CapturedStep, plan: Plan, x: Tensor) -> tuple[float, float]:
-    """Return the largest error of a recovered tensor, and the error of the gradients."""
+    """Run a step by a plan. Return the largest relative error of a recovered tensor, and that of all gradients as one
+    vector.
+
+    ``x``: the step's batch.
+    """
     truth, errors = true_values(model, step, x), [0.0]
     recorded = tuple(
         c if is_exact(c) else replace(c, target=Recorder(c, truth[c.results[0] or ""], errors))

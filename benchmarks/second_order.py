@@ -236,6 +236,10 @@ def batches(task: Task, size: int) -> Iterator[Batch]:
 
 
 def model_of(task: Task, rival: Rival, size: int) -> nn.Module:
+    """Return the task's network with weights from a fixed seed, planned with statistics if the optimizer needs them.
+
+    ``size``: of a batch.
+    """
     torch.manual_seed(0)
     model = task.make()
     if rival.statistics is None:
@@ -318,6 +322,8 @@ def iterations(task: Task, rival: Rival, size: int, most: int) -> int | None:
 
 
 def draw(path: Path, task: Task, runs: dict[str, Run]) -> None:
+    """Draw the smoothed losses of runs against steps and against CPU seconds, as a picture. ``runs``: by optimizer's
+    name."""
     figure = Figure(figsize=(11, 4.5), layout="constrained")
     FigureCanvasAgg(figure)
     for axes, kind in zip(figure.subplots(1, 2, sharey=True), ("steps", "CPU seconds"), strict=True):
@@ -337,10 +343,13 @@ def draw(path: Path, task: Task, runs: dict[str, Run]) -> None:
 
 
 def chosen(task: Task, names: Sequence[str]) -> list[Rival]:
+    """Return the optimizers that suit the task, and of these the named ones if ``names`` is not empty."""
     return [r for r in RIVALS if (task.sequences or not r.sequences) and (not names or r.name in names)]
 
 
 def main() -> None:
+    """Print, for one task, the final losses of all optimizers; with ``--batches``, the steps to the target by batch
+    size."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )

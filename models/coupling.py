@@ -35,7 +35,7 @@ class Couplings(nn.Module):
         self.blocks = nn.ModuleList(blocks)
 
     def forward(self, a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the two tensors after all couplings."""
+        """Return the two tensors after all couplings, of the shapes of ``a`` and ``b``."""
         for block in self.blocks:
             a, b = block(a, b)
         return a, b

@@ -28,7 +28,7 @@ DROP_PATH = 0.2
 
 
 def silu() -> nn.Module:
-    """Return SiLU, the activation of the EfficientNet paper."""
+    """Return an in-place SiLU layer, the activation of the EfficientNet paper."""
     return nn.SiLU(inplace=True)
 
 

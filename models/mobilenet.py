@@ -57,7 +57,7 @@ def conv_norm(
 
 
 def relu6() -> nn.Module:
-    """Return ReLU6, the activation of the MobileNetV2 paper."""
+    """Return an in-place ReLU6 layer, the activation of the MobileNetV2 paper."""
     return nn.ReLU6(inplace=True)
 
 
@@ -87,7 +87,8 @@ class InvertedResidual(nn.Module):
 class MobileNetV2(nn.Module):
     """MobileNetV2: a network from images (N, 3, H, W) to class scores (N, ``classes``).
 
-    ``width``: channels of the first convolution; all other channels scale with it (32 in the paper).
+    ``width``: channels of the first convolution; the other channels scale with it (32 in the paper), except that the
+    last convolution has at least 1280.
     """
 
     def __init__(self, width: int = STEM, classes: int = 1000) -> None:

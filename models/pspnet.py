@@ -27,7 +27,7 @@ def conv_norm_relu(inside: int, outside: int, size: int, stride: int = 1) -> nn.
 
 
 def enlarge(x: Tensor, like: Tensor) -> Tensor:
-    """Resize ``x`` bilinearly to the height and width of ``like``."""
+    """Resize ``x`` (N, C, h, w) bilinearly to the height and width of ``like``: (N, C, H, W)."""
     return functional.interpolate(x, like.shape[-2:], mode="bilinear", align_corners=True)
 
 

@@ -48,7 +48,10 @@ class HalvesBlock(nn.Module):
 
 
 class OrdinaryBlock(nn.Module):
-    """Two ordinary residual blocks with as many convolutions as `HalvesBlock`; they cannot be inverted."""
+    """Two ordinary residual blocks with as many convolutions as a `HalvesBlock`; they cannot be inverted.
+
+    ``channels``: of the input and of the output.
+    """
 
     def __init__(self, channels: int) -> None:
         super().__init__()

@@ -220,7 +220,7 @@ ZOO: Mapping[str, ZooEntry] = MappingProxyType({e.name: e for e in _ENTRIES})
 
 
 def entry(name: str) -> ZooEntry:
-    """Return the zoo's row of a network.
+    """Return the entry of the zoo for a network: its sizes, and how the network and a batch are made.
 
     Raises:
         ZooError: the zoo has no network of that name. The message lists the names.
@@ -245,9 +245,10 @@ def build(name: str, **sizes: int | None) -> nn.Module:
 def example_inputs(
     name: str, batch: int | None = None, image: int | None = None, *, seed: int = 0, **sizes: int | None
 ) -> tuple[Tensor, ...]:
-    """Return a random batch for a network of these sizes.
+    """Return a random batch of inputs for a network of the zoo, in the order of its forward's arguments.
 
-    It is drawn from a new generator with ``seed``, so torch's global generator does not change.
+    The batch is drawn from a new generator with ``seed``, so torch's global generator does not change. ``batch``,
+    ``image``, ``sizes``: by names of `SIZES`. None, and sizes that are not given, stand for the network's defaults.
 
     Raises:
         ZooError: an unknown name, or sizes that the network cannot have.

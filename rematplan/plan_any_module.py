@@ -83,14 +83,14 @@ def plan_module(
     The planned module shares the model's parameters, buffers and state. The first plan is made here, for ``args`` and
     ``kwargs``, without running the model. Another shape, type or mode gets a further plan when it first occurs. So
     does another outcome of a branch on values of inputs and buffers (``if mask.all()``, ``x[mask]``,
-    ``lengths.tolist()``), which every call evaluates again. ``planned.plan`` is the plan of the latest call; use
+    ``lengths.tolist()``); every call evaluates such conditions again. ``planned.plan`` is the plan of the latest call; use
     `planning` if the model itself has an attribute ``plan``.
 
     The budget bounds everything that a forward and backward hold: parameters, buffers, inputs, outputs and their
     gradients, activations, gradients of parameters and inputs, workspaces, the loss; on CUDA also what cuBLAS keeps
     and what the allocator may count in addition to a tensor's bytes. If parameters have gradients of earlier steps
-    when the module is called, and the plan does not fit in addition to them, another plan is made, or a warning says
-    that none fits.
+    when the module is called, and the plan together with these gradients exceeds the budget, another plan is made, or
+    a warning says that no plan fits.
 
     Args:
         model: the module to plan. It is not changed.
@@ -101,9 +101,10 @@ def plan_module(
             found; or ``min``, for the cheapest plan within 1 % of it. A percentage becomes bytes here, for the
             peak of ``args``. These bytes hold for all later plans and for copies and pickles of the module, so give
             the largest batch. ``least`` and ``min`` are determined for each plan separately.
-        strategy: the name of a strategy.
-        time_limit: seconds of search. With ``refine`` they are spent while training runs. A plan for another shape
-            starts from the earlier plans, and has a quarter of the time if one of them fits.
+        strategy: the name of a planning algorithm; ``auto`` combines several.
+        time_limit: seconds of search for a plan. With ``refine`` the search runs in another process while training
+            runs. The search for another shape starts from the earlier plans, and is given a quarter of the time if one
+            of these plans fits.
         options: further options of the strategy, by name.
         costs: ``profile`` measures ops on the present device; ``roofline`` models them, without workspaces; or the
             path of a file that ``rematplan profile`` wrote.
@@ -116,35 +117,37 @@ def plan_module(
             ``{"input_ids": {1: (16, 512)}}``. Other sizes are refused. Plans are made here for the largest sizes
             first (``args`` and ``kwargs`` are repeated along these dimensions), then for those given and for the
             smallest, so that training does not wait for the capture with open sizes, which the second shape needs.
-            For every size from 2 on, the other dimensions at their largest, it is proven here that a known plan fits.
-            If none does, more is searched; what is still missing is an error that names the sizes, or a warning if
-            ``on_infeasible`` states another reaction. (Nothing is proven with a saved plan, inverses, accumulation,
-            several micro-batches in flight or a budget ``min`` or ``least``.)
-        max_plans: the number of plans that are kept. When there are more, those that were not used for longest are
-            dropped; they are made again when they are needed.
-        inverses: whether tensors may also be recovered by inverting what was computed from them. Gradients then equal
-            plain autograd's within rounding errors, not bit by bit. The strategy ``reversible`` implies it.
-        max_inversion_error: the largest predicted relative error of a recovered tensor; by default one that suits its
-            type.
+            For every combination of sizes from 2 on it is checked here that a known plan fits; if there are very many
+            combinations, for those in which all dimensions except one are at their largest. Where no plan fits, more
+            are searched. If some sizes remain without a plan, an error names them, or a warning does if
+            ``on_infeasible`` is ``least`` or ``eager``. (Nothing is checked with a saved plan, inverses,
+            accumulation, several micro-batches in flight or a budget ``min`` or ``least``.)
+        max_plans: the largest number of plans that are kept. Beyond it, the plan that was not used for longest is
+            dropped; it is made again when it is needed.
+        inverses: whether tensors may also be recovered by inverses (ops that compute an input from an output), even if
+            these round. Gradients then equal plain autograd's within rounding errors, not bit by bit. The strategy
+            ``reversible`` implies it.
+        max_inversion_error: the largest predicted relative error of a tensor that inverses recover; by default a limit
+            that suits the tensor's type.
         overlap: ``on`` runs recomputation and inverses concurrently with the gradients, on two threads or CUDA
             streams, as far ahead as the budget allows; ``auto`` does so if it is predicted to save time; ``off``. By
             default ``off``, or as the saved plan says.
         loss_memory: the peak memory of a loss outside of the model. ``3x`` is three tensors of the outputs' size (in
             float32 at least), the outputs' gradients included; cross entropy needs that. Or bytes, or text such as
             ``1GiB``, in addition to the outputs and their gradients. By default ``5x``, which is enough for almost
-            every loss, or ``4x`` if five would be more than an eighth of the peak. Scalar outputs (assumed to be
-            losses) and outputs that they are computed from do not count.
-        accumulate: whether gradients of several steps are summed before the optimizer's step. The plan then counts
-            earlier gradients from the start, a percentage refers to a peak with them, and no plan is made in the
-            middle of a loop.
+            every loss, or ``4x`` if ``5x`` would be more than an eighth of the peak. Scalar outputs (assumed to be
+            losses) do not count as outputs here, nor do outputs from which a scalar output is computed.
+        accumulate: whether gradients of several backwards are summed before the optimizer's step. The plan then counts
+            gradients of earlier backwards from the start, and a percentage refers to a peak with them, so that no
+            further plan must be made when such gradients exist.
         statistics: options of Kronecker-factored curvature, which is summed within the step and its budget in every
             n-th training step; ``planning(planned).statistics()`` returns it. A step with statistics has a separate
             plan, which is made here too.
-        reserved: memory of others during the step, which the budget then also bounds: optimizers (their state,
+        reserved: objects outside of the model whose memory the budget also bounds: optimizers (their state,
             present or future, and the temporary memory of their step), modules (parameters and buffers that the model
             does not share, such as a teacher's), objects with a method ``reserved_bytes() -> int``, and bytes
-            (``"1GiB"`` or a number). A percentage refers to a peak with them. A saved plan must be loaded with the
-            same kinds of reservations.
+            (``"1GiB"`` or a number). A percentage then refers to a peak that includes them. A saved plan must be loaded
+            with the same kinds of reserved objects.
         on_infeasible: what a call does if no plan fits the budget. ``raise`` raises the error; ``least`` uses the
             plan of the smallest found peak; ``eager`` uses a plan that recomputes nothing. The last two warn with the
             memory they need. By default the first plan raises and later ones use ``least``, so that a larger batch
@@ -152,19 +155,19 @@ def plan_module(
         refine: start training with a plan that is found in about two seconds, while another process, at low priority,
             searches for better ones for up to ``time_limit`` seconds. A better plan takes effect between two steps:
             after an optimizer's step, when no backward is pending. Gradients are bit-equal under any of these plans.
-            It is off with inverses, a saved plan, a second lane, a budget ``min`` or ``least``, and strategies other
-            than ``auto``.
-        gap: end a search when the plan's overhead is proven to be above the optimum's by no more than this, a share
-            of the step's time.
+            It is off with inverses, a saved plan, ``overlap`` other than ``off``, a budget ``min`` or ``least``, and
+            strategies other than ``auto``.
+        gap: a search ends when the plan's overhead minus a proven lower bound on any plan's overhead is at most this
+            share of the step's time.
         deterministic: make the same plans at the same steps in every process, given equal ``costs``: the search
             counts moves instead of seconds, and plans are not refined.
         verbose: also print what the logger ``rematplan`` records about each plan, and show a progress bar if
             standard error is a terminal. Otherwise nothing is printed.
         in_flight: for pipeline schedules: how many micro-batches may be between the start of their forward and the
             end of their backward. The budget holds for all of them together, in addition to accumulated gradients.
-        deferred: the number of micro-batches whose weight gradients may wait at once. A backward then computes only
-            the gradients of the inputs, and `finish_weights` computes those of the weights later. None: a backward
-            computes both.
+        deferred: the largest number of micro-batches whose weight gradients are still to be computed after their
+            backward. A backward then computes only the gradients of the inputs, and `finish_weights` computes those of
+            the weights later. None: a backward computes both.
 
     Raises:
         InfeasibleBudget: the strategy finds no plan that fits. The error has the smallest peak found.

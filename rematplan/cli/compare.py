@@ -70,8 +70,8 @@ def add(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace, out: Output) -> int:
     """Run ``rematplan compare``: plan the step by several strategies, run each plan, and show all in a table.
 
-    Return the exit status: 1 if the gradients of a plan differ from plain autograd's by more than predicted, otherwise
-    0.
+    Return the exit status: 1 if loss, gradients or buffers under a plan differ from plain autograd's by more than
+    predicted, otherwise 0.
     """
     check_outputs(args.png)
     check_overlap(args)

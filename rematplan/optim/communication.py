@@ -89,9 +89,9 @@ class Exchange(Protocol):
         """
 
     def others(self, gradients: Collection[Tensor], rows: float) -> None:
-        """Replace gradients of parameters without factors by their means over the processes, in place.
+        """Average the gradients of parameters without Kronecker factors over the processes, in place.
 
-        ``rows``: the weight of this process in the mean.
+        ``rows``: the weight of this process in the mean, for example its number of samples.
         """
 
 
@@ -102,7 +102,7 @@ class Alone:
         self._names: Collection[str] = ()
 
     def assign(self, layers: Mapping[str, Layer]) -> None:
-        """Remember the layers: this process owns all."""
+        """Remember the layers, by weight name. This process owns all their factors."""
         self._names = tuple(layers)
 
     def parts(self) -> Collection[Part]:
@@ -114,7 +114,7 @@ class Alone:
         return [(name, at) for name in self._names for at in BOTH]
 
     def worked(self) -> Collection[str]:
-        """Return the names of all layers."""
+        """Return the weight names of all layers."""
         return self._names
 
     early = False
@@ -123,21 +123,21 @@ class Alone:
         """Do nothing. It is never called, since `early` is false."""
 
     def sums(self, sums: Iterable[tuple[Part, Tensor]]) -> Iterable[tuple[Part, Tensor]]:
-        """Return the sums unchanged."""
+        """Return the statistics unchanged: they are already the sums over all processes."""
         return sums
 
     def inverses(self, made: Mapping[str, tuple[int, ...]]) -> None:
         """Do nothing: the inverses are in this process already."""
 
     def gradients(self, gradients: Mapping[str, Tensor], rows: float) -> Mapping[str, Tensor]:
-        """Return the gradients unchanged."""
+        """Return the gradients unchanged: they are already the means over all processes."""
         del rows
         return gradients
 
     def updates(
         self, names: Collection[str], updates: Mapping[str, Tensor], product: Tensor
     ) -> tuple[Mapping[str, Tensor], Tensor]:
-        """Return the updates and the product unchanged."""
+        """Return the updates and the product unchanged: this process has computed those of all layers."""
         del names
         return updates, product
 

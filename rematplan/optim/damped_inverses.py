@@ -121,11 +121,12 @@ def eigen(factor: Tensor, damping: float, _before: Inverse | None = None) -> Spe
 
 
 def low_rank(factor: Tensor, damping: float, before: Inverse | None = None) -> Spectral:
-    """Invert by the largest eigenvalues (Nyström approximation), one for 8 rows.
+    """Invert ``factor`` + λ I approximately by n ÷ 8 largest eigenvalues (Nyström). ``factor``: (…, n, n); ``damping``:
+    λ.
 
-    The sketch starts with the eigenvectors of the previous inverse, if it has any. The orthogonal complement is
-    divided by λ + the mean of the other eigenvalues: dividing by λ alone makes the error up to 20 times larger
-    (measured).
+    The approximation starts with the eigenvectors of the previous inverse ``before``, if it has any. The orthogonal
+    complement is divided by λ + the mean of the other eigenvalues: dividing by λ alone makes the error up to 20 times
+    larger (measured).
     """
     rank = max(1, factor.shape[-1] // LOW_RANK_SHARE)
     values, basis = nystrom(factor, rank, before.basis if isinstance(before, Spectral) else None)

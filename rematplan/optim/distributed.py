@@ -102,11 +102,11 @@ class Ranks:
         return self._parts
 
     def owned(self) -> Collection[FactorKey]:
-        """Return the factors that `assign` gave to this process."""
+        """Return the factors that this process averages and inverts, as `assign` has chosen them."""
         return tuple(factor for factor, owner in by_factor(self._parts).items() if owner == self._grid.rank)
 
     def worked(self) -> Collection[str]:
-        """Return the names of the layers whose gradients this process multiplies by inverses."""
+        """Return the weight names of the layers whose gradients this process multiplies by inverses."""
         return tuple(name for name in self._places if self._places[name] == self._grid.here)
 
     def begin(self, part: Part, sums: Tensor, step: int) -> None:

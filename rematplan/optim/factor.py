@@ -79,7 +79,8 @@ class Factor:
 
     @property
     def cost(self) -> float:
-        """The number of operations of an inversion, up to a constant factor."""
+        """The number of operations of an inversion, up to a constant factor: size³ for each matrix, or size for a
+        diagonal."""
         return float(torch.Size(self.blocks).numel() * self.size ** (1 if self.diagonal else 3))
 
     def kept(self, factor: Tensor) -> Tensor:
@@ -197,9 +198,9 @@ class Factor:
         return torch.Size(self.shape).numel() * self.dtype.itemsize
 
     def inverse_bytes(self) -> int:
-        """Return an upper bound of the bytes of the inverse, whether it exists already or not.
+        """Return an upper bound of the bytes of the inverse, whether the inverse exists already or not.
 
-        With ``auto`` and ``hierarchical`` the bound is that of a dense inverse, to which both may fall back.
+        For the methods ``auto`` and ``hierarchical`` it is the size of a dense inverse, which they use in some cases.
         """
         if self.inverse is not None and self.how not in (AUTO, "hierarchical"):
             return inverse_bytes(self.inverse)

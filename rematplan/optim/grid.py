@@ -68,7 +68,7 @@ class Grid:
         """Call a function of `torch.distributed` and return its result.
 
         Raises:
-            ProcessEnded: the call failed.
+            ProcessEnded: the call raised a RuntimeError, which torch does if another process cannot be reached.
         """
         try:
             return function(*args, **kwargs)

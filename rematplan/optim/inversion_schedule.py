@@ -31,10 +31,10 @@ class Refresh:
 
         Args:
             clock: the number of steps so far.
-            damping: returns λ of a layer.
+            damping: returns λ, the damping, of a layer.
 
         Returns:
-            The factors that were inverted, by layer name (0: of the inputs, 1: of the outputs' gradients).
+            The factors that were inverted, by weight name (0: of the inputs, 1: of the outputs' gradients).
         """
         made: dict[str, tuple[int, ...]] = {}
         for name, at in self._due(clock):

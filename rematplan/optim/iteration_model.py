@@ -74,7 +74,7 @@ class Iteration:
 
     @property
     def total(self) -> float:
-        """The microseconds of the iteration."""
+        """The microseconds of the whole iteration: the sum of its parts."""
         return sum(self.times.values())
 
 

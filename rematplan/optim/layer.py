@@ -46,7 +46,7 @@ class Layer:
 
     @property
     def inverted(self) -> bool:
-        """Whether both factors have an inverse."""
+        """Whether both factors have been inverted at least once."""
         return self.a.inverse is not None and self.g.inverse is not None
 
     def gradient(self) -> Tensor | None:
@@ -71,7 +71,8 @@ class Layer:
 
     @property
     def shape(self) -> torch.Size:
-        """The shape of the gradient matrix: (outputs, inputs), or (groups, outputs, inputs)."""
+        """The shape of weight and bias as one matrix: (outputs, inputs), or (groups, outputs, inputs) for a grouped
+        layer."""
         blocks = (self.form.groups,) if self.form.groups > 1 else ()
         return torch.Size((*blocks, self.g.size, self.a.size))
 

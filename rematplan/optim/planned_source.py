@@ -46,13 +46,12 @@ class PlannedSource:
             part.listen_to_statistics(relay.report)
 
     def step(self) -> int:
-        """Return the number of the current training step, summed over the modules."""
+        """Return the number of the current training step, summed over the planned modules."""
         return sum(part.statistics_state[0] for part in self._parts.values())
 
     def state(self) -> Sequence[tuple[int, int]]:
-        """Return, for each module, the number of the next training step and how often labels have been drawn so
-        far.
-        """
+        """Return, for each planned module, the number of the next training step and how often labels were drawn so
+        far."""
         states = (part.statistics_state for part in self._parts.values())
         return [(step + 1, draws) for step, draws in states]
 

@@ -53,7 +53,7 @@ def move(
     group_of: Mapping[int, Group],
     state: Mapping[Tensor, dict[str, Any]],
 ) -> None:
-    """Update parameters in place: weight decay first, then the update times −lr, with momentum.
+    """Update parameters in place: weight decay first, then subtract lr · update, with momentum as in `torch.optim.SGD`.
 
     Args:
         updates: pairs of a parameter and its update.

@@ -135,7 +135,8 @@ def captured_stage(
 
 
 def captured_step(stage: StageModule) -> CapturedStep:
-    """Return the captured step of a stage: its forward and backward for one micro-batch.
+    """Capture a pipeline stage for one micro-batch, and return its forward and backward as ATen calls, without
+    inverses.
 
     Raises:
         ModelError: the stage cannot be captured.

@@ -59,9 +59,10 @@ def plan_pipeline(
         stages: the number of stages. The ranks of ``zbv``, ``dualpipev`` and the interleaved schedules have two each,
             the ranks of other schedules one.
         microbatches: the number of micro-batches in a batch.
-        schedule: ``gpipe``, ``1f1b``, ``interleaved``, ``zbv``, ``interleaved-zb``, ``dualpipev`` or ``dataflow``. In a
-            dataflow each stage sends its input, which inverses recover, back with its gradient, so that invertible
-            stages keep nothing between forward and backward; a stage that is not invertible keeps its input.
+        schedule: ``gpipe``, ``1f1b``, ``interleaved``, ``zbv``, ``interleaved-zb``, ``dualpipev`` or ``dataflow``. With
+            ``dataflow``, a stage recovers its input in the backward by inverses, and sends it to the previous stage
+            together with the input's gradient. So invertible stages keep nothing between forward and backward; a stage
+            that is not invertible keeps its input.
         budget: bytes of each rank, or text such as ``8GiB``, or ``60%`` of the largest peak of a rank without
             recomputation. It bounds everything that a rank holds during a step that begins without gradients:
             parameters, buffers, gradients, activations of the micro-batches in flight, and PyTorch's buffers for
@@ -75,8 +76,8 @@ def plan_pipeline(
         time_limit: seconds of search for each rank, and for the cuts.
         loss_memory: as for `plan_module`.
         ranks: the ranks to plan; by default all. A process that runs one rank needs only that.
-        plans: plans that were made before, by the stage's number, in the form of `StagePlan.plan`. They are used
-            instead of planning.
+        plans: plans that were made before, as JSON data like `StagePlan.plan`, by the stage's number. They are used
+            instead of a search.
         hop: for ``dataflow``, the time of a message divided by the time of a stage's forward and backward. If it is
             above 0, more micro-batches are in flight for each hop to the last stage.
         max_inversion_error: for ``dataflow``, the largest relative error of a recovered tensor; by default it depends
@@ -85,7 +86,7 @@ def plan_pipeline(
             `Pipeline.stages`). Each of them then holds its shard in addition to the gathered parameters.
 
     Raises:
-        InfeasibleBudget: a rank does not fit. The error names it and its smallest budget.
+        InfeasibleBudget: a rank does not fit. The error names the rank and the smallest peak found for it.
         UsageError: an unknown schedule or cut, a batch that cannot be divided evenly, a malformed budget.
         ModelError: the model cannot be divided into stages.
     """

@@ -139,9 +139,10 @@ def _search(
 def best_cuts(
     chain: NamedChain, schedule: PipelineSchedule, asked: Asked, planner: StagePlanner | None
 ) -> tuple[str, ...]:
-    """Return the names of the modules with which the second and each later stage begin, for the least makespan.
+    """Return the names of the modules with which the second and each later stage begin, for the least simulated
+    makespan.
 
-    If no cuts are found with which all ranks fit their budget, the result is the cuts with the least excess.
+    If no cuts are found with which the plans of all ranks fit their budget, the result is the most promising cuts.
 
     Args:
         chain: the step of one micro-batch as a chain of blocks.

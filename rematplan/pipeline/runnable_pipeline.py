@@ -54,7 +54,8 @@ class Pipeline:
 
     @cached_property
     def stage_plans(self) -> tuple[StagePlan, ...]:
-        """The memory, times and plan of each stage of the planned ranks, by rising stage number."""
+        """The memory (bytes), times (microseconds) and plan of each stage of the planned ranks, by rising stage
+        number."""
         found = (one for rank in self.ranks.values() for one in rank.stages)
         return tuple(sorted(found, key=lambda one: one.stage))
 

@@ -54,10 +54,10 @@ _FORMS = (
 class Budget:
     """A budget that was read from text. It becomes a number of bytes once the problem is known.
 
-    ``text``: as the user wrote it. ``kind``: ``bytes``; ``share`` (of the peak without recomputation); ``activations``
-    (a share of that peak less inputs and outputs); ``min`` (within 1 % of the smallest peak found); or ``least`` (the
-    smallest peak found). ``amount``: for ``bytes``, the number of bytes; for a share, the fraction (0.6 for 60%);
-    otherwise 0.
+    ``text``: as the user wrote it. ``kind``: ``bytes``; ``share``: a share of the peak without recomputation;
+    ``activations``: inputs and outputs whole, plus a share of the rest of that peak; ``min``: at most 1 % above the
+    smallest peak found; ``least``: the smallest peak found. ``amount``: for ``bytes``, the number of bytes; for a
+    share, the fraction (0.6 for 60%); otherwise 0.
     """
 
     text: str
@@ -82,7 +82,8 @@ class Budget:
 
     @property
     def is_lean(self) -> bool:
-        """Whether the budget is ``min`` or ``least``."""
+        """Whether the budget is ``min`` or ``least``, whose bytes depend on the smallest peak found for each
+        problem."""
         return self.kind in LEAN
 
     def of(self, graph: TrainingGraph, smallest: Callable[[], int] = lambda: 0) -> int:
@@ -104,7 +105,8 @@ def whole_bytes(graph: TrainingGraph) -> int:
 
 
 def parse_budget(text: str) -> Budget:
-    """Read a budget from text.
+    """Read a budget from text: ``4GiB``, ``60%``, ``50% of activations``, a whole number of bytes, ``min`` or
+    ``least``.
 
     Raises:
         UsageError: the text is malformed. The message shows the accepted forms.

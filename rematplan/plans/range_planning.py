@@ -25,7 +25,10 @@ NAMED = 5
 
 @dataclass(frozen=True)
 class RangeSearchOptions:
-    """The constants of the search over a range of sizes. Shares are of the time for the sizes of one structure."""
+    """The constants of the search for plans over a range of sizes.
+
+    Shares refer to the time limit for all sizes whose problems have one structure (ops and tensors, without sizes).
+    """
 
     budgets: int = 5
     """The number of budgets at which the largest size is planned: from the one asked for to what needs no plan."""
@@ -62,7 +65,7 @@ class RangePlan:
 
     @property
     def members(self) -> int:
-        """The number of plans in all families."""
+        """The number of known plans for all sizes together."""
         return sum(map(len, self.families.values()))
 
     @property

@@ -116,7 +116,7 @@ class Refining:
 
     @property
     def working(self) -> bool:
-        """Whether the search has not ended yet."""
+        """Whether the search in the other process is still running."""
         return not self._ended.is_set()
 
     def wait(self, seconds: float | None = None) -> bool:

@@ -62,7 +62,7 @@ def save_timeline(path: Path, plan: PlannedPipeline) -> None:
 def draw_timeline(axes: Axes, line: Timeline) -> None:
     """Draw the forwards and backwards of each rank over time into ``axes``, one row per rank.
 
-    If a rank has several stages, later ones are darker or lighter shades of the same colour.
+    If a rank has several stages, the later ones are drawn in lighter shades. ``line``: the timeline to draw.
     """
     scale, unit = next(((s, u) for s, u in ((1e6, "s"), (1e3, "ms")) if line.makespan >= s), (1.0, "µs"))
     present = {span.action.kind for row in line.rows for span in row}

@@ -231,8 +231,8 @@ def top_k_by_attribute(node: Node, x: Tensor) -> tuple[Tensor, Tensor]:
 def compress(node: Node, x: Tensor, condition: Tensor) -> Tensor:
     """Run ONNX Compress: select the slices along ``axis`` for which ``condition`` is true; without ``axis``, elements.
 
-    Without ``axis`` the input is flattened. The result's shape depends on data, so capture refuses it unless
-    ``condition`` is known.
+    Without ``axis`` the input is flattened. The result's shape depends on data, so a capture refuses the op unless all
+    its inputs are known constants.
     """
     axis = node.attributes.get("axis")
     x, at = (x.reshape(-1), 0) if axis is None else (x, integer(node, "axis", 0))

@@ -45,7 +45,7 @@ def torch_dtype(name: str, what: str) -> torch.dtype:
 
 
 def to_tensor(array: np.ndarray, what: str = "a value") -> torch.Tensor:
-    """Return a copy of the array as a tensor. ``what``: the beginning of the error's message.
+    """Return a copy of a NumPy array as a tensor of the same type. ``what``: the beginning of the error's message.
 
     Raises:
         ModelError: torch has no such type.
