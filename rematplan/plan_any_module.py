@@ -116,14 +116,15 @@ def plan_module(
         shape_ranges: the sizes that calls may have, by argument and dimension:
             ``{"input_ids": {1: (16, 512)}}``. Other sizes are refused. Plans are made here for the largest sizes
             first (``args`` and ``kwargs`` are repeated along these dimensions), then for those given and for the
-            smallest, so that training does not wait for the capture with open sizes, which the second shape needs.
+            smallest, so that training does not wait for the capture that serves all sizes, which is made for the
+            second shape.
             For every combination of sizes from 2 on it is checked here that a known plan fits; if there are very many
             combinations, for those in which all dimensions except one are at their largest. Where no plan fits, more
             are searched. If some sizes remain without a plan, an error names them, or a warning does if
             ``on_infeasible`` is ``least`` or ``eager``. (Nothing is checked with a saved plan, inverses,
             accumulation, several micro-batches in flight or a budget ``min`` or ``least``.)
-        max_plans: the largest number of plans that are kept. Beyond it, the plan that was not used for longest is
-            dropped; it is made again when it is needed.
+        max_plans: the largest number of plans that are kept. Beyond it, the least recently used plan is dropped; it is
+            made again when it is needed.
         inverses: whether tensors may also be recovered by inverses (ops that compute an input from an output), even if
             these round. Gradients then equal plain autograd's within rounding errors, not bit by bit. The strategy
             ``reversible`` implies it.
@@ -245,8 +246,8 @@ def planning(planned: nn.Module) -> Planning:
     """Return an object with the attributes ``plan``, ``plans``, ``source`` and ``prepare`` of a planned module, and
     more.
 
-    Use it if the model itself has attributes with these names. Its other methods wait until the background search for a
-    better plan ends, and return statistics.
+    Use it if the model itself has attributes with these names. Other methods of the object wait until the background
+    search for a better plan ends, and return Kronecker statistics and counts of plans.
 
     Raises:
         UsageError: the module is not planned.

@@ -297,7 +297,8 @@ class _SizeNodes:
 def give_sizes(module: fx.GraphModule, joint: fx.GraphModule) -> dict[str, fx.Node]:
     """Add the symbolic sizes among a joint graph's inputs to the inputs of its forward graph, in place.
 
-    The forward graph is called with all inputs of the joint graph (forward and backward), so both need equal inputs.
+    It is needed because the forward graph is called with the inputs of the joint graph (forward and backward), sizes
+    included.
 
     Args:
         module: the forward graph.

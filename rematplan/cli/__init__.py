@@ -11,7 +11,7 @@ INTERRUPTED = 130
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run a command and return its exit status.
+    """Run the command that the arguments name, and return its exit status.
 
     0: success. 1: a verification found a difference. 2: an argument, a file or a problem is at fault. 3: no plan fits
     the budget. 130: interrupted. Every error is one line on standard error.

@@ -15,9 +15,9 @@ class Exchange(Protocol):
     """What processes send each other in a step of K-FAC. Every process calls the methods in this order, with equal
     layers.
 
-    Each Kronecker factor has one owner: the process that averages and inverts it. Each layer has workers: the processes
-    that multiply its gradient by both inverses; an owner of one of its factors is among them. All processes hold all
-    weights.
+    Statistics are the sums of outer products that each process adds to the Kronecker factors. Each factor has one
+    owner: the process that averages and inverts it. Each layer has workers: the processes that multiply its gradient by
+    both inverses; an owner of one of its factors is among them. All processes hold all weights.
     """
 
     def assign(self, layers: Mapping[str, Layer]) -> None:

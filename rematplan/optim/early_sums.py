@@ -19,7 +19,8 @@ class Pending(Protocol):
 
 
 class EarlySums:
-    """Adds the statistics of all processes at the owner of each factor, as soon as a backward has computed them.
+    """Adds the statistics (sums of outer products) of all processes at each factor's owner, as soon as a backward has
+    them.
 
     Processes may compute the layers in different orders, because their plans differ, but must start the same
     communications in the same order. So each backward is one round over all parts (the factors of a layer, or one of

@@ -131,10 +131,11 @@ class Layer:
         return pi * math.sqrt(damping), math.sqrt(damping) / pi
 
     def precondition(self, gradient: Tensor) -> Tensor:
-        """Return (G + √λ/π I)⁻¹ ``gradient`` (A + π√λ I)⁻¹, with the factors' last inverses. Both factors must have
-        one.
+        """Return (G + √λ/π I)⁻¹ ``gradient`` (A + π√λ I)⁻¹, by the latest inverses. Both factors must have been
+        inverted.
 
-        ``gradient``: a matrix of `shape`. A, G: the factors of inputs and outputs' gradients. λ: the damping.
+        ``gradient``: a matrix of `shape`. A, G: the factors of inputs and of outputs' gradients. λ: the damping. π: as
+        in `dampings`.
         """
         assert self.a.inverse is not None
         assert self.g.inverse is not None

@@ -30,7 +30,8 @@ class PlannedSource:
         return _Joined({prefix: part.statistics_layers() for prefix, part in self._parts.items()})
 
     def statistics(self) -> Statistics | None:
-        """Return the statistics of the current training step, of all modules; None if it has none yet."""
+        """Return the Kronecker factors of the current training step, of all planned modules; None if no module has
+        taken any yet."""
         found = {prefix: part.statistics() for prefix, part in self._parts.items()}
         factors = _Joined({prefix: one.factors for prefix, one in found.items() if one.factors})
         skipped = {prefix + name: why for prefix, one in found.items() for name, why in one.skipped.items()}

@@ -57,7 +57,7 @@ class DataflowPart:
     problem: StageProblem
 
     def of_engine(self, plan: Plan, group: ProcessGroup) -> DataflowStage:
-        """Return the stage in the form that `DataflowSchedule` runs: compiled after a plan.
+        """Return the stage in the form that `DataflowSchedule` runs, compiled so that it follows a plan.
 
         Args:
             plan: a plan of ``problem``.

@@ -74,8 +74,10 @@ def priced(
 
 
 def copies_priced(step: CapturedStep, graph: TrainingGraph, costs: str) -> Copies:
-    """Return the extra memory that the backward may need if gradients of the step's outputs arrive in another memory
+    """Return the extra memory that a backward may need if the loss passes gradients of outputs in another memory
     layout.
+
+    Such gradients have other strides than the captured ones, so ops may copy them.
 
     Args:
         step: the captured step.
