@@ -23,9 +23,8 @@ STAGES = (
     ),
     ((256, 160, 320, 32, 128, 128), (384, 192, 384, 48, 128, 128)),
 )
-"""Table 1 of the paper, one row per block: 1×1, reduction of 3×3, 3×3, reduction of 5×5, 5×5, projection after
-pooling.
-"""
+"""Table 1 of the paper, one row per inception block, with channels of: the 1×1 branch; the 3×3 branch's 1×1 and 3×3
+convolution; the 5×5 branch's 1×1 and 5×5 convolution; the pooling branch's 1×1 convolution."""
 
 STEM = 64
 """Channels of the first convolution in the paper. Other widths scale all channels by width ÷ 64."""

@@ -15,7 +15,7 @@ from torch.nn import functional
 from rematplan.models.resnet import DEPTHS, conv, make_stages
 
 BINS = (1, 2, 3, 6)
-"""The sides of the pyramid's grids."""
+"""The sides of the grids over which the pyramid pooling module takes means."""
 
 
 def conv_norm_relu(inside: int, outside: int, size: int, stride: int = 1) -> nn.Sequential:

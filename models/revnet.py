@@ -20,7 +20,8 @@ from rematplan.models.coupling import Coupling
 BLOCKS = {38: 3, 110: 9}
 """For a depth, the couplings in each stage: 4 convolutions each, in 3 stages, plus the stem and the last layer."""
 WIDTHS = {38: (2, 4, 7), 110: (2, 4, 8)}
-"""Channels of the stages: a width of 32 gives 32, 64, and 112 or 128 channels (see `RevNet`)."""
+"""For a depth, the channels of the three stages, as multiples of half the width: a width of 32 gives 32, 64, and 112 or
+128."""
 STRIDE = 4
 """Side of the image ÷ side of the last features."""
 

@@ -40,10 +40,10 @@ if TYPE_CHECKING:
 
 
 FIRST_CHECK_TOLERANCE = 1e-2
-"""The relative error that gradients of a plan with inverses may have in the first check, which untested PyTorch
-versions get.
+"""The largest relative error of gradients of a plan with inverses in the check of the first plan, which is made only
+with PyTorch versions that were not tested.
 
-It is far above rounding errors of inverses, and far below the errors of a wrong inverse.
+It is far above the rounding errors of inverses, and far below the errors of a wrong inverse.
 """
 
 

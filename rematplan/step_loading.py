@@ -27,7 +27,7 @@ from rematplan.runtime.onnx.ops.values import torch_dtype
 from rematplan.runtime.onnx.rebatch import rebatched
 
 MOST_REFUSALS = 5
-"""At most this many notes say why a tensor cannot be recovered by an inverse."""
+"""The largest number of notes that say why a tensor cannot be recovered by an inverse."""
 
 
 @dataclass(frozen=True)

@@ -36,7 +36,7 @@ from rematplan.runtime.symbols.expressions import ExpressionTable, NotSymbolic, 
 from rematplan.runtime.symbols.symbolic_step import OpenStep
 
 SIZES = 1024
-"""The number of combinations of sizes whose plans are remembered."""
+"""The largest number of combinations of sizes for which a compiled graph remembers its plan."""
 
 Sizes: TypeAlias = tuple[tuple[int, ...], tuple[int, ...]]
 """The values of a graph's symbols, and the bytes of the storages of its inputs with symbolic sizes."""

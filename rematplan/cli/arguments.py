@@ -16,9 +16,9 @@ from rematplan.planner.core.strategy import Strategy
 from rematplan.planner.registry import LIMIT, STRATEGIES, strategy
 
 MOST_SIZES = 4096
-"""The number of sizes of a range."""
+"""The largest number of sizes of a range such as ``batch=1..64``."""
 LARGEST = 2**31 - 1
-"""The upper limit of sizes and counts."""
+"""The largest size or count that an option accepts."""
 
 
 class Parser(argparse.ArgumentParser):

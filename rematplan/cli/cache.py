@@ -10,7 +10,7 @@ from rematplan.ir import show_bytes
 from rematplan.ir.cache_folder import cache_folder
 
 KEPT = {"plans": "plans/*.json", "costs": "profile-*.json"}
-"""The kinds of files, with their patterns below the cache's folder."""
+"""The kinds of saved files, with the patterns of their paths in the folder of saved files."""
 
 
 def add(parser: argparse.ArgumentParser) -> None:

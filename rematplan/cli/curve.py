@@ -41,11 +41,11 @@ BUDGETS = ("80%", "70%", "60%", "50%", "40%", "min")
 MEASURED_PLANS = 5
 """The number of plans along the best curve that ``--measure`` runs."""
 ROUNDS = 5
-"""How often each of them runs, alternately with the others."""
+"""How often ``--measure`` runs each plan, alternately with the others."""
 FLOORS, FLOOR_SHARE = 10, 0.3
 """A picture shows lower bounds at ``FLOORS`` + 1 budgets; proving them takes this share of a curve's time limit."""
 LEAST_SHARE = 0.25
-"""The search for the smallest peak takes this share of a curve's time limit in addition."""
+"""The time for the search of the smallest peak, as a share of a curve's time limit and in addition to it."""
 
 
 @dataclass(frozen=True)

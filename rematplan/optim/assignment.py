@@ -9,12 +9,12 @@ from rematplan.optim.factor import Factor
 from rematplan.optim.load_balancing import longest_first
 
 FactorKey: TypeAlias = tuple[str, int]
-"""One factor: the weight's name, and 0 for that of the inputs, 1 for that of the outputs' gradients."""
+"""A Kronecker factor: the weight's name, and 0 for the factor of the inputs or 1 for that of the outputs' gradients."""
 Part: TypeAlias = tuple[str, tuple[int, ...]]
-"""Factors of one weight that the same process owns: the weight's name, and which."""
+"""Factors of one weight with the same owner: the weight's name, and (0,), (1,) or (0, 1) as in `FactorKey`."""
 
 LEAST_GAIN = 0.1
-"""A layer is divided only if the smaller factor takes at least this share of its time."""
+"""The factors of a layer get different owners only if the cheaper one takes at least this share of the layer's time."""
 
 
 def owners(sides: Mapping[str, tuple[Factor, Factor]], ranks: int) -> dict[Part, int]:

@@ -25,15 +25,15 @@ from rematplan.runtime.statistics.packing import pack, packed_size, packed_trace
 
 AUTO = "auto"
 DIAGONAL_ABOVE = 16_384
-"""With ``auto``, only the diagonal is kept of factors with more rows; a whole one and its inverse would hold 1.5
-GiB.
-"""
+"""With ``auto``, only the diagonal of a factor with more rows is kept: the matrix and its inverse would take 1.5
+GiB."""
 LOW_RANK_FROM = 2_048
-"""With ``auto``, factors with fewer rows never get a low-rank inverse: Cholesky takes no longer."""
+"""With ``auto``, a factor with fewer rows never gets a low-rank inverse: Cholesky factorisation takes no longer."""
 LOW_RANK_BELOW = 16
 """With ``auto``, a factor gets a low-rank inverse if at most rows ÷ 16 of its eigenvalues are above the damping."""
 MEASURE_EVERY = 10
-"""With ``auto``, the rank of a factor that was too high is measured again at every tenth inversion."""
+"""With ``auto``, the number of eigenvalues above the damping is counted again at every tenth inversion if it was too
+high for a low-rank inverse."""
 _COUNTS = ("count", "made", "changed", "rank", "trace")
 """The fields of a factor's state that are numbers."""
 

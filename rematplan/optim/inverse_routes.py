@@ -16,7 +16,7 @@ from rematplan.optim.layer import Layer
 
 SavedInverses: TypeAlias = dict[FactorKey, dict[str, Any]]
 Pass: TypeAlias = Callable[..., Any]
-"""Sends or receives its argument."""
+"""A function that sends its argument to other processes, or fills it with what it receives."""
 
 
 class InverseRoutes:

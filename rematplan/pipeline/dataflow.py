@@ -39,7 +39,7 @@ STATES = ("parameter", "buffer", "constant", LIBRARIES)
 LOSS_BYTES = 8
 """The bytes of a micro-batch's loss, which is kept until the end of the step."""
 SMALL = 1e-6
-"""The relative error of an answer for which the growth of errors is computed."""
+"""The relative error of a tensor received in the backward for which the growth of errors is computed."""
 
 
 @dataclass(frozen=True)

@@ -23,7 +23,7 @@ from rematplan.runtime.graph.captured_step import Call, CapturedStep
 from rematplan.runtime.problem import loss_boundary
 
 Key = tuple[str, bool]
-"""The target of a call, and whether it belongs to the backward."""
+"""The ATen op of a call as text, and whether the call belongs to the backward."""
 
 
 @dataclass(frozen=True)

@@ -24,9 +24,9 @@ from rematplan.runtime.graph.captured_step import CapturedStep
 
 AUTO = "auto"
 QUESTIONS = 48
-"""About how many plans and bounds the search for one rank's plans needs."""
+"""About how many searches for plans and lower bounds of single stages one rank needs."""
 LONGEST = 5.0
-"""The largest number of seconds for each of them."""
+"""The largest number of seconds for one search or lower bound of a single stage."""
 AMPLE = 2**50
 """A number of bytes that is enough for any rank."""
 

@@ -37,7 +37,8 @@ SEED = 0
 LOST = ("Connection closed by peer", "Connection reset by peer", "Broken pipe", "gloo")
 """What torch says, in a RuntimeError, if the connection to another process is lost."""
 LEAST_NORM = 1e-2
-"""The error of a gradient is relative to its norm, but at least to this share of the norm of all gradients."""
+"""The error of a gradient is divided by the gradient's norm, but at least by this share of the norm of all
+gradients."""
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,8 @@ from rematplan.planner.pipeline.stage_chain import StageChain, blocks_at, stage_
 from rematplan.runtime.graph.captured_step import CapturedStep
 
 MOST_BLOCKS = 64
-"""The largest number of blocks. Modules deeper in the model begin blocks as long as there are no more than this."""
+"""The largest number of blocks. Modules begin blocks from the outermost inwards, as long as there are not more
+blocks."""
 WRAPPER = "model."
 """The prefix of the names of everything inside a model that was wrapped together with a loss."""
 

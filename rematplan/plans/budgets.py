@@ -32,14 +32,13 @@ UNITS = {
     "gib": 2**30,
     "tib": 2**40,
 }
-"""The number of bytes in each unit, in lower case."""
+"""The number of bytes of each unit. Units are in lower case."""
 
 FEW = 2**20
-"""For a plain number of fewer bytes than this, the unit may have been forgotten."""
+"""A budget that is a number without a unit and below this many bytes may lack its unit by mistake."""
 
 LEAN: Mapping[str, float] = {"min": MIN_BUDGET.slack, "least": 0.0}
-"""Budgets that each problem determines itself: by how much their plans may exceed the smallest found, as a share of
-it."""
+"""Budgets that depend on the smallest peak found for a problem: by what share of it a plan's peak may exceed it."""
 
 _NUMBER = re.compile(
     r"([0-9]{1,24}(?:\.[0-9]{1,24})?) ?(% of activations|%|[a-z]*)", re.IGNORECASE | re.ASCII

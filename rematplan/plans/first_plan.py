@@ -17,7 +17,7 @@ from rematplan.planner.strategies.store_all import no_recompute
 LOG = logging.getLogger("rematplan")
 
 SECONDS = 2.0
-"""Seconds for plans by plain Python, once one of them fits."""
+"""Seconds of search for plans by plain Python, after a first one fits."""
 
 
 def plan_at_once(graph: TrainingGraph, budget: int, store: PlanStore) -> Plan | None:

@@ -20,7 +20,7 @@ from rematplan.runtime.problem.accumulation import StepPlan
 from rematplan.runtime.problem.loss_memory import LossMemory
 
 QUESTIONS = 24
-"""About how many plans and bounds of a stage share the time limit."""
+"""About how many searches for plans and lower bounds of a stage share the time limit."""
 
 
 def stage_planner(strategy: Strategy, seconds: float) -> StagePlanner:

@@ -13,9 +13,9 @@ from rematplan.plans.step_planner import StepPlanner
 from rematplan.runtime.graph.captured_step import CapturedStep
 
 WORTH = 0.01
-"""By how much less overhead, as a share of the step's time, makes it worth compiling another plan."""
+"""Another plan is compiled if its overhead is smaller by more than this share of the step's time."""
 COMPILED = 8
-"""The number of compiled plans from which on another one is compiled only where none of them fits."""
+"""Once this many plans are compiled, another one is compiled only if none of them fits."""
 
 
 def plan_at_sizes(planner: StepPlanner, step: CapturedStep, compiled: Sequence[Schedule]) -> Plan:

@@ -21,7 +21,7 @@ from rematplan.planner.core.strategy import Progress, silent
 from rematplan.plans.budgets import Budget, least_plan, plan_within
 
 PLAIN = 0.4
-"""The share of the time for the problem without inverses."""
+"""The share of the time limit for the problem without inverses that round."""
 
 
 def plan_either(

@@ -20,7 +20,7 @@ from rematplan.planner.family.range_proof import RangeProof, RangeRow, range_row
 from rematplan.plans.size_ranges import ProblemRange, show_sizes
 
 NAMED = 5
-"""The number of unfit ranges that a refusal names."""
+"""The largest number of ranges of sizes that an error about sizes without a plan names."""
 
 
 @dataclass(frozen=True)
@@ -31,17 +31,20 @@ class RangeSearchOptions:
     """
 
     budgets: int = 5
-    """The number of budgets at which the largest size is planned: from the one asked for to what needs no plan."""
+    """The number of budgets at which the largest size is planned: from the stated one towards the peak without
+    recomputation."""
     curve_share: float = 0.4
-    """The share for these plans. What fits at the largest size mostly fits below."""
+    """The share of the time for these plans of the largest size. A plan that fits at the largest size mostly fits
+    smaller ones."""
     fit_share: float = 0.3
-    """The share for sizes at which nothing fits yet."""
+    """The share of the time for searches at sizes at which no plan fits yet."""
     searches: int = 6
-    """The largest number of searches at such sizes; each halves them."""
+    """The largest number of searches at sizes without a fitting plan. Each halves the number of these sizes."""
     starts: int = 12
-    """The number of plans of other sizes from which a size is polished; see `AdaptOptions`, which has as many."""
+    """The number of plans, found for other sizes, from which the anneals of a size start; as many as in
+    `AdaptOptions`."""
     polish_seconds: float = 0.1
-    """CPU seconds of each of the four anneals of a size; see the measurement at `AdaptOptions`."""
+    """CPU seconds of each of the four anneals of a size; `AdaptOptions` states the measurement."""
 
 
 OPTIONS = RangeSearchOptions()

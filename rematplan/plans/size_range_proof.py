@@ -22,11 +22,12 @@ from rematplan.runtime.module.planned_module import step_of
 from rematplan.runtime.module.shape_options import Axis, ShapeOptions
 
 SMALLEST = 2
-"""The smallest size that is proven."""
+"""The smallest size at which it is checked that a plan fits; smaller sizes have other graphs."""
 MOST_STEPS = 32
-"""The number of sizes of one dimension whose steps are made for a proof. Where more are needed, nothing is proven."""
+"""The largest number of sizes of one dimension at which the step is captured for a proof. If more are needed, the proof
+is given up."""
 MOST_LINES = 12
-"""The number of combinations of sizes of all dimensions but one up to which each combination is proven."""
+"""Up to this many combinations of sizes of all dimensions except the longest, every combination is proven."""
 
 Sizes: TypeAlias = dict[Axis, int]
 

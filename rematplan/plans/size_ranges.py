@@ -11,7 +11,7 @@ from rematplan.planner.family.amounts_by_position import Amounts, amounts_of
 from rematplan.planner.family.interpolated_problems import Between, between
 
 EACH = 12
-"""Up to this many sizes, all of them are captured."""
+"""If a range has at most this many sizes, the step is captured at each of them."""
 
 
 @dataclass(frozen=True, eq=False)

@@ -23,11 +23,11 @@ from rematplan.runtime.graph.captured_step import Call, CapturedStep, substitute
 KERNELS = re.compile("convolution|attention|cudnn|mkldnn|rnn|lstm|gru|fft")
 """Ops that choose among kernels by their sizes."""
 SIZES = 16
-"""The number of sizes that are kept of a step."""
+"""The largest number of sizes of one step whose costs are remembered."""
 STEPS = 32
-"""The number of steps, apart from their sizes, of which costs are kept."""
+"""The largest number of steps whose costs are remembered; a step at several sizes counts once."""
 NUMBERS = 8
-"""A larger number among a call's arguments counts as a size."""
+"""A number among a call's arguments that is larger than this is taken for a size."""
 
 Kind: TypeAlias = tuple[str, ...]
 

@@ -50,15 +50,15 @@ from rematplan.runtime.problem.loss_memory import LossMemory
 from rematplan.runtime.problem.optimizer_step import with_optimizer_step
 
 FURTHER = 0.25
-"""The share of the time limit for a step within whose budget a plan of an earlier step fits.
+"""The share of the time limit for planning a step if an earlier plan, made for other shapes, fits its budget.
 
 The same ops on other shapes need similar plans. With half, double and one more than the first batch, U-Net, ResNet-50
 and a GPT came within 0.2 points of the overhead found in the whole time, whenever the earlier plan fitted.
 """
 RESERVED = "reserved"
-"""The name of the problem's input that represents memory of others."""
+"""The name of the problem's input whose size is the memory of optimizers and other objects outside of the model."""
 MENTIONED = 0.01
-"""A refusal names the memory set aside for a loss if it is at least this share of the refused plan's peak."""
+"""The error that no plan fits names the memory for a loss if this is at least this share of the smallest peak found."""
 
 
 @dataclass(frozen=True)
@@ -73,11 +73,11 @@ class StepPlanner:
     named: Mapping[str, torch.Tensor] = field(default_factory=dict)
     """Parameters and buffers under the names that captured steps use; inverses need the values of scales."""
     added: frozenset[str] = frozenset()
-    """Names of parameters that have gradients, to which new ones are added."""
+    """Names of parameters that have gradients before the step, to which the step's gradients are added."""
     held: Mapping[str, int] = field(default_factory=dict)
-    """Bytes that others hold during the whole step, by a name for them."""
+    """Bytes that are held during the whole step in addition to the step's tensors, by a name for each."""
     sized: SizedCosts = field(default_factory=SizedCosts, compare=False)
-    """Costs that were measured, for further sizes of the same steps."""
+    """Measured costs of ops, from which costs of the same steps at other sizes are interpolated."""
     scope: str = ""
     """A key. A percentage refers to the peak of the first problem planned with the same key; a compiler has one per
     graph."""

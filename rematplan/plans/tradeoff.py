@@ -147,7 +147,7 @@ def spread(plans: Sequence[Plan], count: int) -> tuple[Plan, ...]:
 
 
 Key = tuple[str, int, float]
-"""A key for a plan among the plans of one problem."""
+"""Strategy, peak in bytes and cost of a plan, which identify it among the plans of one problem."""
 
 
 def key(plan: Plan) -> Key:

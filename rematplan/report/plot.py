@@ -23,9 +23,9 @@ MARKERS = ("s", "^", "D", "v", "P", "X", "<")
 TOP, TOP_COLOUR = "auto", "#0072B2"
 """The strategy that is drawn over all others, and its colour."""
 ROOM = 1.25
-"""Height of the cut axis, as a multiple of what it must show."""
+"""The height of the cut vertical axis ÷ the height of the points that it must show."""
 WORTH_CUTTING = 1.6
-"""The axis is cut where the whole range is at least this many times higher."""
+"""The vertical axis is cut if the highest point is at least this many times higher than the cut axis."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 MARKS = {"yes": "", "no": " (does not fit)", "predicted": " (fits as predicted, not as measured)"}
 LEAST = 1e-18
-"""Where an error of 0 is drawn."""
+"""The value at which an error of 0 is drawn on the logarithmic axis."""
 
 
 def save_comparison(path: Path, title: str, rivals: Sequence[Rival], budget: int) -> None:

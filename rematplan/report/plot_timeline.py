@@ -24,9 +24,9 @@ KINDS: Mapping[str, tuple[str, str]] = {
     "I": ("gradient of the input", COLOURS[1]),
     "W": ("gradients of the weights", COLOURS[2]),
 }
-"""What each kind of action is called, and its colour."""
+"""For each kind of action (forward, backward or a part of it), its name in the legend and its colour."""
 NUMBERED = 1 / 90
-"""Of the makespan: actions of at least this length bear the number of their micro-batch."""
+"""An action that takes at least this share of the makespan is labelled with its micro-batch's number."""
 
 
 def save_timeline(path: Path, plan: PlannedPipeline) -> None:

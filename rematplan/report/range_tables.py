@@ -14,7 +14,7 @@ from rematplan.plans.tradeoff import spread_places
 from rematplan.report.tables import show_share
 
 ROWS = 12
-"""The number of sizes that are shown, evenly spread."""
+"""The number of evenly spread sizes that a table shows."""
 
 
 def range_table(name: str, plan: RangePlan) -> Table:

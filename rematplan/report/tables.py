@@ -37,7 +37,7 @@ LABELS = {
     "gradients": "gradients",
     "workspace": "workspace",
 }
-"""The kinds of `peak_split` as shown to a reader."""
+"""For each kind of memory of `peak_split`, its name in tables."""
 
 ALWAYS = ("parameters", "buffers", "batch", "activations", "gradients", "workspace")
 

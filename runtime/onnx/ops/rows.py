@@ -45,7 +45,7 @@ class Row:
     size: SizeRule | None = None
     random: bool = False
     literal: frozenset[int] = frozenset()
-    """Positions of inputs that are numpy arrays if they are known, else tensors."""
+    """Positions of inputs that are passed as NumPy arrays if their values are known, otherwise as tensors."""
     check: Callable[[Node], None] | None = None
     """Refuses, before anything runs, a node whose attributes the handler does not support."""
     raw: bool = False
