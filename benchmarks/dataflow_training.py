@@ -180,7 +180,8 @@ class Trainer:
         return losses
 
     def _steps(self, total: int) -> list:
-        """Of `sync` each step's actions by themselves; of `async` one stream."""
+        """Return the actions of ``total`` micro-batches in order: step by step if ``every`` is 0, otherwise as one
+        stream."""
         if self.every:
             return [a for a in self.actions if a.microbatch < total]
         once = [a for a in self.actions if a.microbatch < self.microbatches]

@@ -84,7 +84,7 @@ def random_layered(ops: int, edges: int, ratio: float, seed: int = 0) -> Trainin
 
 
 def _layers(ops: int, ratio: float, rng: random.Random) -> list[list[int]]:
-    """Ops by layer: op 0 first, op ops − 1 last."""
+    """Return ops by layer, of random widths: op 0 alone in the first, op ``ops`` − 1 alone in the last."""
     layers, at, mean = [[0]], 1, math.sqrt(ops * ratio)
     while at < ops - 1:
         width = min(ops - 1 - at, max(1, round(mean * rng.uniform(1 - VARIABILITY, 1 + VARIABILITY))))
@@ -100,7 +100,8 @@ def _by_distance(above: list[int], below: list[int], rng: random.Random) -> list
 
 
 def _skip(layers: list[list[int]], edges: int, found: set[tuple[int, int]], rng: random.Random) -> None:
-    """Add edges over at least one layer, to about the same place, until there are enough."""
+    """Add random edges that skip at least one layer, to ops at about the same position, until there are ``edges``
+    edges."""
     while len(found) < edges:
         start = rng.choices(range(1, len(layers) - 3), [len(layer) for layer in layers[1:-3]])[0]
         above, below = layers[start], layers[rng.randrange(start + 2, len(layers) - 1)]
@@ -126,7 +127,7 @@ def _graph(ops: int, edges: set[tuple[int, int]], rng: random.Random) -> Trainin
 
 
 def _depth_first(reads: list[list[int]], rng: random.Random) -> list[int]:
-    """A topological order that takes an op as soon as it can, ties by chance."""
+    """Return a topological order in which an op that has become ready comes next; ties are broken at random."""
     readers: list[list[int]] = [[] for _ in reads]
     for v, row in enumerate(reads):
         for u in row:

@@ -127,7 +127,7 @@ class Result:
 
 
 def _step(model: nn.Module, batch: tuple[Tensor, ...]) -> None:
-    """Forward, a loss, and backward; gradients begin as None."""
+    """Run forward, a mean square loss, and backward. Gradients are None at the beginning."""
     for parameter in model.parameters():
         parameter.grad = None
     model(*batch).square().mean().backward()

@@ -71,7 +71,8 @@ class Compiler(Protocol):
 
 @dataclass(frozen=True)
 class _Version:
-    """A graph compiled for one plan. ``holds``: whether it is valid for values of the symbols."""
+    """A graph compiled for one plan. ``schedule``: the plan's. ``run``: the compiled graph. ``holds``: returns whether
+    the compiled graph is valid for values of the symbols."""
 
     schedule: Schedule
     run: Callable[..., Any]
@@ -175,8 +176,11 @@ class SymbolicGraph:
         return version
 
     def _compiled_again(self, plan: Plan) -> _Version:
-        """Compile the graph for another plan. What is assumed of sizes in addition becomes the version's condition,
-        since TorchDynamo's guards are already made."""
+        """Compile the graph for another plan.
+
+        If this compilation assumes more about sizes than earlier ones, the assumptions become the version's condition,
+        since TorchDynamo's guards are already made.
+        """
         shapes = self.mode.shape_env
         assert shapes is not None
 

@@ -270,17 +270,16 @@ def _point(plan: Plan) -> dict[str, Any]:
 
 
 def _without_store_all(curves: Mapping[str, Sequence[Plan]]) -> Mapping[str, Sequence[Plan]]:
-    """Return the curves for the table without ``store_all``, which is its first row anyway; unless it is the only
-    one.
-    """
+    """Return the curves for the table without ``store_all``, whose plan is the table's first row; all if it is the only
+    one."""
     others = {name: plans for name, plans in curves.items() if name != StoreAll.name}
     return others or curves
 
 
 def _without_blocks(strategies: Mapping[str, Strategy]) -> Mapping[str, Strategy]:
-    """Return the strategies that can plan a problem without phases.
+    """Return the strategies that can plan a problem without phases (forward and backward not told apart).
 
-    If there are none, return all: their refusals are shown to the user.
+    If no strategy can, return all, so that their errors are shown to the user.
     """
     from rematplan.planner.strategies.block_strategy import CandidateStrategy
 

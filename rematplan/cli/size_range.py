@@ -102,7 +102,7 @@ def draw_sizes(args: argparse.Namespace, out: Output) -> int:
 
 
 def _problems(args: argparse.Namespace, out: Output) -> tuple[ProblemRange, tuple[str, ...]]:
-    """The problems of all sizes, and what the loader says."""
+    """Return the problems of all sizes of the stated range, and the loader's notes."""
     found = spanned(args)
     assert found is not None
     name, sizes = found
@@ -123,16 +123,17 @@ def _title(problems: ProblemRange) -> str:
 
 
 def _bytes(budget: Budget, problems: ProblemRange, auto: Auto) -> int:
-    """Return the budget in bytes.
+    """Return the budget in bytes for all sizes.
 
-    A share is of the largest size's peak; ``min`` and ``least`` are what that size needs.
+    A percentage refers to the peak without recomputation at the largest size; ``min`` and ``least`` are what that size
+    needs.
     """
     largest = max(problems.captured.values(), key=lambda graph: no_recompute(graph).estimate.peak)
     return budget.of(largest, lambda: least_plan(auto, largest, kind="least").estimate.peak)
 
 
 def _document(problems: ProblemRange, plans: Sequence[RangePlan], notes: Sequence[str]) -> dict[str, Any]:
-    """The JSON output: all sizes at each budget."""
+    """Return the JSON output: the plan and its figures at every size, for each budget."""
     return {
         "problem": _title(problems),
         "notes": list(notes),
@@ -152,7 +153,7 @@ def _document(problems: ProblemRange, plans: Sequence[RangePlan], notes: Sequenc
 
 
 def _row(plan: RangePlan, row: RangeRow[int]) -> dict[str, Any]:
-    """A size. Where nothing fits, the peak is the smallest of all plans."""
+    """Return the JSON output for one size. If no plan fits there, the peak is the smallest of all known plans."""
     return {
         "size": row.size,
         "fits": row.fits,

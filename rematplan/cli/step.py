@@ -92,13 +92,13 @@ def _added_loss(loaded: LoadedStep, stated: str | None) -> tuple[str, ...]:
 
 
 def _saved(args: argparse.Namespace, source: Source, out: Output) -> tuple[Source, Plan]:
-    """Return the plan in a file, and the source to which it belongs.
+    """Return the plan in the file of ``--plan``, and the problem to which it belongs.
 
-    That is the step with all inverses, the one without those that round, or the one with the inverses that can be
-    found without weights.
+    That is the problem with all inverses, with those that do not round, or with those that can be found without
+    weights.
 
     Raises:
-        ProblemError: the plan belongs to none of these.
+        ProblemError: the plan belongs to none of these problems.
     """
     try:
         return source, load_plan(args.plan, source.graph)

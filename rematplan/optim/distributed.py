@@ -225,9 +225,14 @@ class Ranks:
         here: int,
         group: ProcessGroup | None,
     ) -> dict[Key, Tensor]:
-        """Return the sums over a group of the tensors in ``parts`` whose place is ``here``.
+        """Return the sums over the processes of a group of those tensors that this process is to receive.
 
-        ``places``: for each key, the member of the group that gets the sum. ``among``: all members.
+        Args:
+            parts: this process's tensors, by key.
+            places: for each key, the member of the group that receives the sum.
+            among: all members.
+            here: this process's number among the members.
+            group: the process group; None for all processes.
         """
         mine = {name: part for name, part in parts.items() if places[name] == here}
         if len(among) == 1:
@@ -245,7 +250,7 @@ class Ranks:
             tensor.copy_(total)
 
     def _flat(self, tensors: Sequence[Tensor]) -> Tensor:
-        """Return tensors as one vector, in the factors' type."""
+        """Return tensors as one vector, in the type of the factors and on the device of the weights."""
         device = next(iter(self._layers.values())).weight.device
         return torch.cat(
             [torch.empty(0, dtype=self._dtype, device=device), *(_vector(t).to(self._dtype) for t in tensors)]

@@ -94,7 +94,7 @@ class EarlySums:
         self._sent += 1
 
     def _collect(self) -> None:
-        """Wait for the communications that have been started, and add what they brought."""
+        """Wait for the communications that have been started, and add the received sums of owned parts."""
         for part, sums, pending in self._started:
             pending.wait()
             if part in self._owned:

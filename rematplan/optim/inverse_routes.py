@@ -70,10 +70,10 @@ class InverseRoutes:
         return {key: _map(Tensor.contiguous, state) for key, state in states.items()}
 
     def _passed(self, states: SavedInverses, here: bool, whole: Pass, part: Pass) -> SavedInverses:
-        """Send saved inverses if they are ``here``, otherwise receive them, and return them.
+        """Send saved inverses if they are in this process (``here``), otherwise receive them; return them.
 
-        First the kinds and shapes of all are passed by ``whole``, in a list of one object, then each tensor by
-        ``part``.
+        ``whole`` first passes the kinds and shapes of all inverses, in a list of one object; then ``part`` passes each
+        tensor.
         """
         said: list[Any] = [{key: _map(torch.Tensor.to, state, "meta") for key, state in states.items()}]
         self._grid.call(whole, said)
@@ -87,7 +87,10 @@ class InverseRoutes:
         return states
 
     def _between(self, source: int, target: int) -> tuple[Pass, Pass]:
-        """Return what passes objects and tensors from one process to another, as this one of both calls it."""
+        """Return two functions that pass an object and a tensor from process ``source`` to process ``target``.
+
+        They send if this process is ``source``, and receive if it is ``target``.
+        """
         grid = self._grid
         end: dict[str, Any] = {"group": grid.group}
         if grid.rank == source:
@@ -101,7 +104,7 @@ class InverseRoutes:
         )
 
     def _along_column(self, source: int) -> tuple[Pass, Pass]:
-        """Return what passes objects and tensors from one process to its column."""
+        """Return two functions that broadcast an object and a tensor from process ``source`` to its column."""
         end: dict[str, Any] = {"src": self._grid.everywhere(source), "group": self._grid.column}
         return functools.partial(distributed.broadcast_object_list, **end), functools.partial(
             distributed.broadcast, **end

@@ -109,7 +109,8 @@ class KFAC(Optimizer):
 
     @torch.no_grad()
     def _arrived(self, factors: Mapping[str, Factors], step: int) -> None:
-        """Send statistics that a backward has just completed; `_read` does it if nothing calls this."""
+        """Send statistics that a backward has just computed. Without early communication, `_read` sends them
+        instead."""
         if self._clock % self._options.factors_every == 0:
             for part, sums in self._sums(factors):
                 self._exchange.begin(part, sums, step)

@@ -146,10 +146,10 @@ def _answers(step: CapturedStep) -> frozenset[str]:
 
 
 def _errors(graph: TrainingGraph, schedule: Schedule, answers: frozenset[str]) -> tuple[float, float]:
-    """Return the predicted relative error of tensors recovered from an exact answer, and the growth of the answer's
-    error.
+    """Return two predictions for the tensors that a stage recovers by inverses.
 
-    The growth is the error of the recovered tensors ÷ the error of the answer.
+    The first is their relative error if the tensor received from the next stage is exact. The second is the growth of
+    errors: the additional error of the recovered tensors ÷ the error of the received one.
     """
     exact = worst_error(graph, schedule)
     noisy = replace(

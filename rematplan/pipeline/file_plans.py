@@ -149,7 +149,11 @@ def matched(
 
 
 def _runs(file: PlannedPipeline, number: int, pairs: Mapping[str, str], loss: Collection[str]) -> list[str]:
-    """Return the runs of a file's plan under the names of the captured stage."""
+    """Return the ops that a file's plan runs, in order, under their names in the captured stage.
+
+    Raises:
+        ProblemError: the plan runs an op that the captured stage lacks.
+    """
     boundaries = {BOUNDARY: loss_boundary.LOSS, WEIGHTS: loss_boundary.WEIGHTS}
     runs = []
     for kind, name in _plan(file, number).get("steps", ()):

@@ -165,9 +165,10 @@ def _planner(seconds: float, ranks: int) -> AutoStages:
 
 
 def _narrow(chain: NamedChain, schedule: str, stages: int) -> NamedChain:
-    """Return the chain, for ``dataflow`` with cuts only where few bytes cross, if there are enough such places.
+    """Return the chain of blocks with the cuts that a schedule may use.
 
-    A cut within a branch of a coupling sends a tensor that no inverse recovers.
+    For ``dataflow`` these are only places where few bytes cross, if there are enough of them: a cut within a branch of
+    a coupling would send a tensor that no inverse recovers.
     """
     if schedule not in RECOVERING:
         return chain

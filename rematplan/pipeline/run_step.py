@@ -178,7 +178,7 @@ def _run(plan: PlannedPipeline, name: str, rank: int, verify: bool, time_limit: 
 def _rank_plan(
     plan: PlannedPipeline, name: str, pipe: Pipeline, rank: int, asked: PlanOptions
 ) -> tuple[RankPlan, str]:
-    """Return the plans of a rank's captured stages, and why they are not those of the file, if they are not."""
+    """Return plans of a rank's captured stages, and why they are not those of the pipeline file; empty if they are."""
     parts = [(s, pipe.parts[s]) for s in pipe.order.stage_of_rank[rank]]
     try:
         if pipe.order.name in CHANNELS:

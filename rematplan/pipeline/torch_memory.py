@@ -65,7 +65,7 @@ def shard_bytes(stage: StageModule, shards: int, device: torch.device) -> int:
 
 
 def _back(tensors: Iterable[torch.Tensor], activations: bool, device: torch.device) -> int:
-    """Bytes of the gradients of tensors, and of the tensors."""
+    """Return the bytes of what a stage sends back for tensors: their gradients and, if ``activations``, the tensors."""
     found = list(tensors)
     return _bytes((t for t in found if t.requires_grad), device) + (
         _bytes(found, device) if activations else 0

@@ -121,7 +121,8 @@ def plan_range(
 
 
 class _RangeSearch:
-    """The planning of a range. ``groups``: sizes by structure, the largest amount of bytes first."""
+    """The search for plans over a range of sizes. ``groups``: sizes by structure (ops and tensors), by falling total
+    bytes."""
 
     def __init__(
         self, problems: ProblemRange, budget: int, auto: Auto, progress: Progress, store: PlanStore
@@ -185,7 +186,11 @@ class _RangeSearch:
         self._take(size, replace(self.auto, time_limit=seconds).curve(graph, [s for s in steps if s < base]))
 
     def _fit(self, sizes: Sequence[int], seconds: float) -> None:
-        """Search at sizes at which nothing fits: at the one in the middle, so that each search halves them."""
+        """Search plans at sizes at which no plan fits yet.
+
+        Each search takes the size in the middle of these, so that their number halves: a plan that fits there mostly
+        fits smaller sizes.
+        """
         until, low = time.monotonic() + seconds, 0
         for _ in range(OPTIONS.searches):
             unfit = [at for at in range(low, len(sizes)) if not self.row(sizes[at]).fits]

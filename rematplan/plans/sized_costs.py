@@ -34,8 +34,11 @@ Kind: TypeAlias = tuple[str, ...]
 
 @dataclass(frozen=True)
 class _Measured:
-    """A measured call: the bytes that it reads and writes, its cost, and whether that says all about its memory between
-    this size and another such one."""
+    """A call that was measured at one size.
+
+    ``traffic``: the bytes that it reads and writes. ``cost``: its cost. ``plain``: whether, between two sizes at which
+    this is true, its cost may be interpolated: it has no workspace and only one possible kernel.
+    """
 
     traffic: int
     cost: CallCost
@@ -83,7 +86,8 @@ class SizedCosts:
 
 
 def _between(known: list[_Measured], traffic: int) -> CallCost | None:
-    """Return the cost of a call between two measured sizes; None if it must be measured."""
+    """Return the cost of a call, interpolated between two measured sizes of ``traffic`` bytes; None if it must be
+    measured."""
     plain = sorted((m for m in known if m.plain), key=lambda m: m.traffic)
     if len(plain) < len(known) or not known:
         return None

@@ -246,10 +246,10 @@ class StepPlanner:
         )
 
     def _adding(self, step: CapturedStep) -> StepPlan | None:
-        """Return a plan in which new gradients are added to earlier ones and freed during the step.
+        """Return a plan in which each new gradient is added to its earlier one and freed during the step.
 
-        None if that exceeds the budget unless they are freed immediately. With two lanes, gradients are charged until
-        the end, so it is None then, too.
+        None if this needs more than the budget except when new gradients are freed at once; and with two lanes, whose
+        plans count new gradients until the end.
         """
         if self.options.overlap not in (None, OFF):
             return None
@@ -437,11 +437,11 @@ class StepPlanner:
 
 
 def _amount(budget: Budget) -> int | None:
-    """Return the budget in bytes, or None if the problem determines it."""
+    """Return the budget in bytes; None for ``min`` and ``least``, which depend on the problem."""
     return None if budget.is_lean else budget.bytes(0, lambda: 0)
 
 
 def _key(budget: Budget) -> int | str:
-    """Return the budget as plans are stored by: bytes, or its word."""
+    """Return the key under which plans within the budget are stored: its bytes, or ``min`` or ``least``."""
     amount = _amount(budget)
     return budget.kind if amount is None else amount

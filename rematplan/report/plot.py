@@ -119,7 +119,7 @@ def trade_off_png(
 
 
 class _Picture:
-    """What a picture shows, in its units: memory in ``unit``, overheads in percent."""
+    """What the picture of a trade-off shows. Memory is in units of ``unit``, overheads are in percent."""
 
     def __init__(
         self,

@@ -168,15 +168,19 @@ class OnnxModule(nn.Module):
         return tensor
 
     def _tensor(self, name: str, value: Value) -> Tensor:
-        """Return a value as a tensor. A known value that is a weight is returned as that weight's buffer."""
+        """Return a value as a tensor. A known value that is a weight is returned as the buffer of that weight."""
         if not isinstance(value, np.ndarray):
             tensor: Tensor = value
             return tensor
         return self._weight(name) if name in self.names else constant_tensor(value, f"the value {name!r}")
 
     def _run(self, step: Instruction, args: list[Value]) -> Sequence[Value]:
-        """Return the results of one node: known values if all its inputs are known and the results are small,
-        else tensors."""
+        """Return the results of one node: NumPy arrays if all its inputs are known and the results are small, else
+        tensors.
+
+        Raises:
+            ModelError: the node cannot run on its inputs.
+        """
         node, row = step.node, step.row
         try:
             if node.op in SIZES and isinstance(args[0], Tensor):
@@ -298,7 +302,7 @@ def _first_line(error: BaseException) -> str:
 
 
 def _program(graph: Graph) -> tuple[Instruction, ...]:
-    """Return the nodes with their rows, and with the values that are read for the last time by each."""
+    """Return the nodes as instructions, each with the names of the values that no later node reads."""
     rows = [row_of(node) for node in graph.nodes]
     kept = {o.name for o in graph.outputs} | {w.name for w in graph.weights}
     seen: set[str] = set()
