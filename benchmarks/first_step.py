@@ -121,8 +121,10 @@ def planned(case: Case, inputs: tuple[torch.Tensor, ...], time_limit: float) -> 
 
 
 def peer(model: nn.Module, inputs: tuple[torch.Tensor, ...]) -> dict[str, Any]:
-    """Train a model that needs no plan for a few steps. Return ``first``, its seconds, and ``speed``, steps per
-    second."""
+    """Train a model that needs no plan for a few steps.
+
+    Return ``first``, the seconds until the end of the first step, and ``speed``, steps per second after it.
+    """
     ends = timed(stepper(model, inputs), time.perf_counter())
     return {"first": ends[0], "speed": (len(ends) - 1) / (ends[-1] - ends[0])}
 
@@ -146,7 +148,10 @@ def compiled(case: Case, inputs: tuple[torch.Tensor, ...]) -> dict[str, Any]:
 
 
 def eager(case: Case, inputs: tuple[torch.Tensor, ...]) -> dict[str, Any]:
-    """Train in eager mode. Return ``first``, the seconds of the first step, and ``speed``, steps per second."""
+    """Train in eager mode for a few steps.
+
+    Return ``first``, the seconds until the end of the first step, and ``speed``, steps per second after it.
+    """
     ends = timed(stepper(network(case), inputs), time.perf_counter())
     return {"first": ends[0], "speed": (len(ends) - 1) / (ends[-1] - ends[0])}
 

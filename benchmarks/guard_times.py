@@ -70,8 +70,11 @@ def finding(case: Case) -> Callable[[], object]:
 
 
 def guards(case: Case) -> Callable[[], object]:
-    """Return a call of the case's model under `torch.compile`, with a backend that computes nothing after the first
-    call."""
+    """Return a function that calls the case's model under `torch.compile` without its computation.
+
+    Its backend computes in the first call only, and returns the same results in later calls, so that a call takes as
+    long as checking the guards.
+    """
 
     def empty(graph: torch.fx.GraphModule, _inputs: object) -> Callable[..., Any]:
         results: list[Any] = []

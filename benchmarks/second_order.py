@@ -226,7 +226,8 @@ class Run:
 
 
 def batches(task: Task, size: int) -> Iterator[Batch]:
-    """Yield batches of ``size`` samples of shuffled data, without end. A smaller rest of each epoch is left out."""
+    """Yield batches of ``size`` samples of shuffled data, without end. Samples that do not fill a batch of an epoch are
+    left out."""
     x, y = task.data()
     generator = torch.Generator().manual_seed(1)
     while True:

@@ -68,7 +68,7 @@ class Inception(nn.Module):
 class LocalResponseNorm(nn.Module):
     """Divides each value by (1 + 10⁻⁴ · mean of squares in 5 neighbouring channels)^0.75 (Krizhevsky et al. 2012).
 
-    It is used in place of PyTorch's layer, which squeezes a dimension, so that an export has a branch on the shape.
+    PyTorch's own layer is not used, because an ONNX export of it contains a branch on the shape.
     """
 
     def forward(self, x: Tensor) -> Tensor:

@@ -24,8 +24,7 @@ LAST = 1280
 
 
 def round_channels(channels: float) -> int:
-    """Return ``channels`` rounded to the nearest multiple of 8; the next one if that is below 90 % of it; at least
-    8."""
+    """Round ``channels`` to the nearest multiple of 8, at least 8; if that is below 90 % of ``channels``, add 8."""
     rounded = max(8, int(channels + 4) // 8 * 8)
     return rounded + 8 if rounded < 0.9 * channels else rounded
 

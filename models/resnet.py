@@ -70,7 +70,8 @@ def bottleneck_body(inside: int, width: int, stride: int, dilation: int = 1) -> 
 class Residual(nn.Module):
     """A residual block: relu(body(x) + shortcut(x)). The shortcut is a strided 1×1 convolution if the shapes differ.
 
-    ``inside``, ``outside``: the numbers of input and output channels of ``body``. ``stride``: its factor of shrinking.
+    ``inside``, ``outside``: the numbers of input and output channels of ``body``. ``stride``: the factor by which
+    ``body`` shrinks height and width.
     """
 
     def __init__(self, body: nn.Sequential, inside: int, outside: int, stride: int) -> None:

@@ -16,7 +16,8 @@ class Source(Protocol):
         """Return the factors that statistics will have, by weight name, as tensors of the device ``meta``."""
 
     def statistics(self) -> Statistics | None:
-        """Return the sums over the micro-batches since the last update of the weights.
+        """Return the Kronecker factors (sums of outer products) over the micro-batches since the last update of the
+        weights.
 
         Nothing is new if the result is None, or has a ``step`` that the optimizer has read before.
         """

@@ -34,8 +34,7 @@ def plan_either(
     store: PlanStore | None = None,
     hurried: bool = False,
 ) -> tuple[TrainingGraph, Plan]:
-    """Return the better of `auto`'s plans for a step without and with inverses that round, and the problem it belongs
-    to.
+    """Return the better of `auto`'s plans for a step without and with inverses that round: its problem, and the plan.
 
     Args:
         auto: the strategy.

@@ -92,7 +92,8 @@ def selu(node: Node, x: Tensor) -> Tensor:
 
 @ROWS.add("Gelu", 20)
 def gelu(node: Node, x: Tensor) -> Tensor:
-    """Run ONNX Gelu: x Φ(x), exact, or with the tanh approximation if the attribute ``approximate`` is ``tanh``."""
+    """Run ONNX Gelu: x Φ(x), with Φ the normal distribution function; its tanh approximation if ``approximate`` is
+    ``tanh``."""
     return F.gelu(x, approximate=text(node, "approximate", "none"))
 
 
