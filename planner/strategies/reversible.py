@@ -20,7 +20,7 @@ from typing import ClassVar
 from rematplan.ir import Op, TrainingGraph, UsageError
 from rematplan.ir.recoverable import Recovery, last_forward_read, recoveries
 from rematplan.planner.arrays.indexed import indexed
-from rematplan.planner.arrays.phases import infer_phases
+from rematplan.planner.arrays.phases import phase_views
 from rematplan.planner.core.plan import Plan, plan_from_runs
 from rematplan.planner.core.schedule import without_idle
 from rematplan.planner.core.strategy import FamilyStrategy, Progress, silent
@@ -45,16 +45,16 @@ class Reversible(FamilyStrategy):
 
     def family(self, graph: TrainingGraph, progress: Progress = silent) -> Iterable[Plan]:
         """Yield the plan that recovers nothing, then one for each of ``shares`` steps up to all recoverable tensors,
-        the earliest-written tensors first."""
-        graph = infer_phases(graph)
-        found = recoveries(graph) if graph.has_phases else {}
-        order = sorted(found, key=lambda t: graph.producer[t])
-        for k in range(self.shares + 1):
-            progress(k / (self.shares + 1), f"{len(order)} tensors can be recovered")
-            few = {t: found[t] for t in order[: -(-len(order) * k // self.shares)]}
-            yield plan_from_runs(graph, _Sequence(graph, few).runs(), self.name)
-            if not order:
-                return
+        the earliest-written tensors first; so for each of the problem's `phase_views`."""
+        for view in phase_views(graph):
+            found = recoveries(view) if view.has_phases else {}
+            order = sorted(found, key=view.producer.__getitem__)
+            for k in range(self.shares + 1):
+                progress(k / (self.shares + 1), f"{len(order)} tensors can be recovered")
+                few = {t: found[t] for t in order[: -(-len(order) * k // self.shares)]}
+                yield plan_from_runs(graph, _Sequence(view, few).runs(), self.name)
+                if not order:
+                    break
 
 
 class _Sequence:

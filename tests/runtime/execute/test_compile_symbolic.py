@@ -262,7 +262,7 @@ def test_a_size_that_fits_no_plan_is_said_once() -> None:
         with warnings.catch_warnings(record=True) as said:
             warnings.simplefilter("always")
             check_bits(ours, plain, sequences(4, t))
-        assert len([one for one in said if "smallest peak" in str(one.message)]) == warned
+        assert len([one for one in said if "smallest found" in str(one.message)]) == warned
     assert backend.plans[0].peak <= 400 * 1024 < backend.plans[-1].peak
 
 
