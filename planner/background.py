@@ -106,11 +106,6 @@ class BackgroundSearch:
             process.wait()
 
     @property
-    def waiting(self) -> int:
-        """The number of searches in progress, those included that wait for their turn."""
-        return len(self._waiting)
-
-    @property
     def pid(self) -> int | None:
         """The id of the process that searches; None if there is none."""
         return None if self._process is None else self._process.pid

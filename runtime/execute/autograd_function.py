@@ -7,7 +7,6 @@ on. Autograd accumulates a node's gradients into the parameters before it runs t
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
@@ -28,7 +27,6 @@ from rematplan.runtime.graph.compat import (
     keeps_graph,
 )
 from rematplan.runtime.graph.tangent_layouts import Notes, for_any_layout
-from rematplan.runtime.graph.tracked_sizes import Sizes, at_sizes, stride_of
 from rematplan.runtime.graph.zero_tangents import changes_strides
 
 Sink: TypeAlias = Callable[[Mapping[str, torch.Tensor | None], bool], None]
@@ -48,37 +46,21 @@ class CompiledPlan:
             lane.
         spare: the unused bytes of the budget at each position of the schedule. Gradients that wait for the end of
             their segment (a part of the backward) may occupy them; empty for no limit.
-        for_any_sizes: whether the source takes the values of the step's expressions of sizes as an argument. Such a
-            plan runs only as what `at` returns, and has no lanes.
 
     Raises:
         ProblemError: the schedule or the lanes do not fit the step (see `compile_halves`).
     """
 
     def __init__(
-        self,
-        step: CapturedStep,
-        schedule: Schedule,
-        lanes: Lanes | None = None,
-        spare: Sequence[int] = (),
-        for_any_sizes: bool = False,
+        self, step: CapturedStep, schedule: Schedule, lanes: Lanes | None = None, spare: Sequence[int] = ()
     ) -> None:
-        self.schedule, self.lanes, self.spare = schedule, lanes, spare
-        self.like = step
-        """A step of the same calls and values, perhaps of other sizes."""
-        self._step: Callable[[], CapturedStep] = lambda: step
-        self.halves = halves = compile_halves(
-            step, schedule, lanes=lanes, spare=spare, for_any_sizes=for_any_sizes
-        )
-        self.sizes: Sizes | None = None
-        """The values of the step's expressions of sizes; None if the source is for the step's sizes only."""
+        self.step, self.schedule, self.lanes, self.spare = step, schedule, lanes, spare
+        self.halves = halves = compile_halves(step, schedule, lanes=lanes, spare=spare)
         self.variants: dict[_BackwardVariant, tuple[Backward, ...]] = {_BackwardVariant(): halves.backward}
-        self.for_any_sizes: dict[_BackwardVariant, tuple[Backward, ...]] = {}
-        """Variants whose functions take the values of the expressions of sizes."""
         self.inputs = [i for i in step.inputs if i.kind != "tangent"]
         self.sources = [self._source(i) for i in self.inputs]
         self.tangents = [(int(i.target), i.value) for i in step.inputs if i.kind == "tangent"]
-        self.strides = tuple(stride_of(step.values[value].fake) for _, value in self.tangents)
+        self.strides = tuple(step.values[value].fake.stride() for _, value in self.tangents)
         early = [o for o in step.outputs if o.kind in ("output", "buffer")]
         self.outputs = [at for at, o in enumerate(early) if o.kind == "output"]
         self.buffers = [(_own_name(o.target), at) for at, o in enumerate(early) if o.kind == "buffer"]
@@ -90,26 +72,6 @@ class CompiledPlan:
         self.deferred: list[_Call] = []
         """Calls whose split backward is not finished, in the order of their backwards."""
         self.calls: WeakSet[_Call] = WeakSet()
-
-    @property
-    def step(self) -> CapturedStep:
-        """The captured step. For a plan that `at` returned, it is made now."""
-        return self._step()
-
-    def at(self, sizes: Sizes, step: Callable[[], CapturedStep]) -> CompiledPlan:
-        """Return a plan that is compiled for any sizes as one for certain sizes. Nothing is compiled.
-
-        Args:
-            sizes: the values of the step's expressions of sizes.
-            step: returns the step for these sizes.
-        """
-        other = copy.copy(self)
-        other.sizes, other._step = sizes, step
-        other.halves = self.halves.at(sizes)
-        other.variants = {_BackwardVariant(): other.halves.backward}
-        other.strides = at_sizes(self.strides, sizes)
-        other.deferred, other.calls = [], WeakSet()
-        return other
 
     @property
     def pending(self) -> bool:
@@ -142,10 +104,7 @@ class CompiledPlan:
         """
         if variant in self.variants:
             return self.variants[variant]
-        as_captured = variant.strides is None and not changes_strides(self.like, variant.missing)
-        if as_captured and self.sizes is not None:
-            self.variants[variant] = self._at_any_sizes(variant)
-            return self.variants[variant]
+        as_captured = variant.strides is None and not changes_strides(self.step, variant.missing)
         step = self.step if as_captured else for_any_layout(self.step)
         note = notes.note if variant.noted else None
         overwrite = as_captured and not variant.kept
@@ -155,21 +114,6 @@ class CompiledPlan:
         if not variant.noted:
             self.variants[variant] = halves.backward
         return halves.backward
-
-    def _at_any_sizes(self, variant: _BackwardVariant) -> tuple[Backward, ...]:
-        """Return a variant that is compiled once for all sizes, for the sizes of this plan."""
-        assert self.sizes is not None
-        if variant not in self.for_any_sizes:
-            halves = compile_halves(
-                self.like,
-                self.schedule,
-                variant.missing,
-                spare=self.spare,
-                overwrite=not variant.kept,
-                for_any_sizes=True,
-            )
-            self.for_any_sizes[variant] = halves.backward
-        return tuple(one.at(self.sizes) for one in self.for_any_sizes[variant])
 
     def learn(self, variant: _BackwardVariant, notes: Notes) -> None:
         """Compile a variant of the backward again with the strides that its first run recorded, so that later runs
@@ -211,11 +155,11 @@ class CompiledPlan:
         Raises:
             Exception: whatever the ops raise.
         """
-        pools = (named, batch, self.like.constants)
+        pools = (named, batch, self.step.constants)
         inputs = [pools[pool][key] for pool, key in self.sources]  # type: ignore[index]
         call = _Call(self, named, inputs, with_tangents, statistics)
         self.calls.add(call)
-        link = torch.empty(0, device=self.like.device)
+        link = torch.empty(0, device=self.step.device)
         for k in range(len(self.wanting) - 1, 0, -1):
             link = _BackwardSegment.apply(call, k, link, *(inputs[at] for at in self.wanting[k]))
         first = (inputs[at] for at in self.wanting[0])
@@ -319,8 +263,8 @@ class _Call:
         """Run the forward half, write the buffers and return the outputs. Afterwards only the values that the
         plan keeps are alive."""
         plan, named = self.plan, self.named
-        if plan.like.left_out:
-            self.rerun = Rerun.before_forward(plan.like, self.inputs)
+        if plan.step.left_out:
+            self.rerun = Rerun.before_forward(plan.step, self.inputs)
             self.inputs = self.rerun.inputs
         early = self._forward_half()
         for name, at in plan.buffers:
@@ -335,7 +279,7 @@ class _Call:
         plan, inputs = self.plan, self.inputs
         self.inputs = [inputs[at] for at in plan.halves.read_late]
         self.versions = [t._version for t in self.inputs]
-        with _without_autocast(plan.like.device):
+        with _without_autocast(plan.step.device):
             early, held = plan.halves.forward(*[t.detach() for t in inputs])
         # Detach: an autograd node that holds its own output would be a reference cycle.
         given = {id(early[at]) for at in plan.halves.outputs_late}
@@ -354,7 +298,7 @@ class _Call:
         Returns:
             The tangents for the first segment; None if no gradient arrived.
         """
-        arrived = frozenset(at for at in self.plan.like.left_out if gradients[int(at)] is not None)
+        arrived = frozenset(at for at in self.plan.step.left_out if gradients[int(at)] is not None)
         tangents = [gradients[at] for at, _ in self.plan.tangents]
         if not arrived and all(given is None for given in tangents):
             return None
@@ -376,7 +320,7 @@ class _Call:
 
     def _check(self, tangents: Sequence[torch.Tensor | None]) -> None:
         """Raise a RuntimeError if a backward cannot start."""
-        name = self.plan.like.name
+        name = self.plan.step.name
         if self.start is None:
             raise RuntimeError(
                 f"{name}: backward a second time through a planned step, whose tensors the first backward freed; pass "
@@ -395,7 +339,7 @@ class _Call:
         ``arrived`` (positions), for which this plan expects none."""
         assert self.rerun is not None
         assert self.with_tangents is not None
-        self.rerun.check(self.plan.like.name)
+        self.rerun.check(self.plan.step.name)
         plan = self.with_tangents(arrived)
         again = _Call(plan, {}, self.rerun.inputs, statistics=self.statistics)
         with self.rerun.as_before():
@@ -418,9 +362,9 @@ class _Call:
         still_read = self.plan.halves.backward[k].still_read
         if any(self.inputs[at]._version != self.versions[at] for at in still_read):
             raise RuntimeError(
-                f"{self.plan.like.name}: a parameter, buffer or input was changed in place between forward and backward"
+                f"{self.plan.step.name}: a parameter, buffer or input was changed in place between forward and backward"
             )
-        with _without_autocast(self.plan.like.device):
+        with _without_autocast(self.plan.step.device):
             gradients, self.held = self.segments[k].function(held, *tangents)
         last = k == len(self.plan.wanting) - 1
         if sums := self.segments[k].statistics:
@@ -453,7 +397,7 @@ def _once_differentiable(backward: Any) -> Any:
         # the derivative by a tensor that is not connected.
         depend_on = [*ctx.saved_tensors, *(g for g in gradients if g is not None)]
         error = DelayedError(
-            f"{ctx.call.plan.like.name}: a planned step has no second derivatives; compute them with the "
+            f"{ctx.call.plan.step.name}: a planned step has no second derivatives; compute them with the "
             f"original model",
             len(given) + len(depend_on),
         )

@@ -18,7 +18,6 @@ from rematplan.runtime.execute.missing_tangents import Unused
 from rematplan.runtime.execute.random_replay import first_draw, later_draw, replay_functions
 from rematplan.runtime.graph.captured_step import Call, CapturedStep, Ref, refs
 from rematplan.runtime.graph.kernel_of import kernel_of
-from rematplan.runtime.graph.tracked_sizes import TrackedSize, shape_of, stride_of, without_values
 from rematplan.runtime.problem.backward_segments import Segment
 
 
@@ -31,12 +30,10 @@ class Writer:
     Args:
         step: the captured step.
         schedule: a schedule of its planning problem.
-        for_any_sizes: whether the first argument ``s`` of each written function is the values of the step's expressions
-            of sizes.
     """
 
-    def __init__(self, step: CapturedStep, schedule: Schedule, for_any_sizes: bool = False) -> None:
-        self.step, self.schedule, self.for_any_sizes = step, schedule, for_any_sizes
+    def __init__(self, step: CapturedStep, schedule: Schedule) -> None:
+        self.step, self.schedule = step, schedule
         self.lines: list[str] = []
         self.scope: dict[str, Any] = {"torch": torch, "inf": math.inf, "nan": math.nan}
         self.targets: dict[Any, str] = {}
@@ -196,7 +193,7 @@ class Writer:
         function."""
         body = "".join(f"    {line}\n" for line in self.lines)
         self.lines = []
-        return f"def {head.replace('(', '(s, ', 1) if self.for_any_sizes else head}:\n{body}"
+        return f"def {head}:\n{body}"
 
     @staticmethod
     def tuple_of(names: Iterable[str]) -> str:
@@ -301,20 +298,17 @@ class Writer:
         return self.name(value)
 
     def _zeros(self, like: torch.Tensor) -> str:
-        layout = f"{self._literal(shape_of(like))}, {self._literal(stride_of(like))}, dtype={like.dtype}"
+        layout = f"{tuple(like.shape)}, {tuple(like.stride())}, dtype={like.dtype}"
         return f"torch.empty_strided({layout}, device={str(like.device)!r}).zero_()"
 
     def _expression(self, call: Call) -> str:
         arguments = [self._literal(a) for a in call.args]
         arguments += [f"{k}={self._literal(a)}" for k, a in call.kwargs.items()]
-        sized = ".at_sizes(s)" if self.for_any_sizes and hasattr(call.target, "at_sizes") else ""
-        return f"{self._target(call.target)}{sized}({', '.join(arguments)})"
+        return f"{self._target(call.target)}({', '.join(arguments)})"
 
     def _literal(self, value: Any) -> str:
         if isinstance(value, Ref):
             return self.use(value.value)
-        if isinstance(value, TrackedSize):
-            return f"s[{value.at}]" if self.for_any_sizes else repr(int(value))
         if value is None or isinstance(value, (bool, int, float, str)):
             return repr(value)
         if isinstance(value, (list, tuple)):
@@ -327,15 +321,13 @@ class Writer:
         return name
 
     def _target(self, target: Any) -> str:
-        # Two targets that are equal only at the step's sizes are two.
-        key = without_values(target) if hasattr(target, "at_sizes") else target
-        if key not in self.targets:
+        if target not in self.targets:
             text = getattr(target, "source_name", str(target))
             name = "_".join(re.sub(r"\W", "_", part) for part in text.split(".") if part != "default")
             name = f"{name}_{len(self.targets)}" if name in self.scope else name
-            self.targets[key] = name
+            self.targets[target] = name
             self.scope[name] = kernel_of(target)
-        return self.targets[key]
+        return self.targets[target]
 
     def name(self, value: str) -> str:
         """Return the name of a value's variable, the same at each call."""

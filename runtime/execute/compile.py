@@ -4,8 +4,7 @@ when printed."""
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from functools import partial
+from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any
 
@@ -19,7 +18,6 @@ from rematplan.runtime.execute.codegen import Writer, read_from, renewed_buffers
 from rematplan.runtime.execute.missing_tangents import unused_by
 from rematplan.runtime.execute.two_lane_codegen import LaneWriter
 from rematplan.runtime.graph.captured_step import CapturedStep, StepOutput
-from rematplan.runtime.graph.tracked_sizes import Sizes
 from rematplan.runtime.problem.backward_segments import gradient_segments
 from rematplan.runtime.problem.loss_boundary import split_at_loss
 
@@ -60,10 +58,6 @@ class Backward:
     function: Callable[..., tuple[tuple[torch.Tensor, ...], list[Any]]] = field(repr=False)
     statistics: tuple[StepOutput, ...] = ()
 
-    def at(self, sizes: Sizes) -> Backward:
-        """Return the same segment for certain sizes; see `Halves.at`."""
-        return replace(self, function=partial(self.function, sizes))
-
 
 @dataclass(frozen=True)
 class Halves:
@@ -86,12 +80,6 @@ class Halves:
     read_late: tuple[int, ...]
     outputs_late: tuple[int, ...]
     early: int
-
-    def at(self, sizes: Sizes) -> Halves:
-        """Return the same functions for certain sizes, if they are compiled for any: the values of the step's
-        expressions."""
-        backward = tuple(one.at(sizes) for one in self.backward)
-        return replace(self, forward=partial(self.forward, sizes), backward=backward)
 
 
 def compile_step(step: CapturedStep, schedule: Schedule, lanes: Lanes | None = None) -> Executable:
@@ -122,7 +110,6 @@ def compile_halves(
     spare: Sequence[int] = (),
     overwrite: bool = True,
     note: Callable[[str, torch.Tensor], None] | None = None,
-    for_any_sizes: bool = False,
 ) -> Halves:
     """Compile a schedule into a forward and a backward half.
 
@@ -141,8 +128,6 @@ def compile_halves(
             their segment (a part of the backward) may occupy them; empty for no limit.
         overwrite: whether calls may write their result into an operand that nothing reads again.
         note: is called with the name and the tensor of each value when it is computed; None to call nothing.
-        for_any_sizes: whether the functions take the values of the step's expressions of sizes as an argument
-            (`Halves.at`). Ignored with lanes.
 
     Raises:
         ProblemError: as `compile_step`; or an output does not exist at the loss boundary.
@@ -152,7 +137,7 @@ def compile_halves(
     schedule, lanes = own.schedule, own.lanes
     left = [spare[at] for at in own.positions if spare]
     segments = gradient_segments(step, schedule, own.boundary, left, late=own.late)
-    writer = Writer(step, schedule, for_any_sizes)
+    writer = Writer(step, schedule)
     if lanes and not missing:
         writer = LaneWriter(step, schedule, lanes, segments[0].start)
     if not overwrite:

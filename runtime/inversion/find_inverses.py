@@ -19,7 +19,6 @@ from rematplan.runtime.graph.call_cost import CallCost
 from rematplan.runtime.graph.captured_step import Call, CapturedStep, Ref, single_call
 from rematplan.runtime.graph.constant_values import KnownValues
 from rematplan.runtime.graph.storage_slices import Band, band, bands_tile
-from rematplan.runtime.graph.tracked_sizes import shape_of, stride_of
 from rematplan.runtime.inversion.inverse_ops import Fill, Inverse
 from rematplan.runtime.inversion.inverse_table import ROUNDING, undo
 from rematplan.runtime.inversion.row_types import Facts, Refused, Undone
@@ -204,8 +203,8 @@ def _inverse(step: CapturedStep, base: str, ways: tuple[Undone, ...], index: int
             w.kernel,
             w.constants,
             len(w.reads),
-            shape_of(v),
-            stride_of(v),
+            tuple(v.shape),
+            tuple(v.stride()),
             int(v.storage_offset()),
             w.scale,
         )
@@ -213,8 +212,8 @@ def _inverse(step: CapturedStep, base: str, ways: tuple[Undone, ...], index: int
     )
     exact = all(w.exact for w in ways)
     inverse = Inverse(
-        shape_of(fake),
-        stride_of(fake),
+        tuple(fake.shape),
+        tuple(fake.stride()),
         fake.dtype,
         fills,
         gain=max(w.gain for w in ways),

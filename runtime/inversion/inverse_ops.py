@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, TypeAlias
 
 import torch
@@ -12,7 +12,6 @@ from torch import Tensor
 from torch.nn import functional
 
 from rematplan.ir import ModelError
-from rematplan.runtime.graph.tracked_sizes import Sizes, at_sizes
 from rematplan.runtime.inversion.error_tracking import passed_on
 
 LEAST_SCALE = 1e-3
@@ -62,16 +61,6 @@ class Inverse:
     def exact(self) -> bool:
         """Whether the inverse recomputes the original bits, provided that its arguments have theirs."""
         return self.noise == 0.0
-
-    def at_sizes(self, sizes: Sizes) -> Inverse:
-        """Return the same inverse for other sizes: the values of the step's expressions."""
-        fills = tuple(
-            replace(fill, size=at_sizes(fill.size, sizes), stride=at_sizes(fill.stride, sizes))
-            for fill in self.fills
-        )
-        return replace(
-            self, size=at_sizes(self.size, sizes), stride=at_sizes(self.stride, sizes), fills=fills
-        )
 
     def __call__(self, *tensors: Tensor) -> Tensor:
         """Return the recomputed tensor. ``tensors``: the arguments of all pieces, one piece after the other.

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from rematplan.planner.core.plan import Plan
@@ -24,15 +23,11 @@ class Running:
     swaps: int = 0
 
     @classmethod
-    def of(cls, found: StepPlan, compile_: Callable[[StepPlan], CompiledPlan] | None = None) -> Running:
-        """Compile a plan, and begin its search for a better plan if it has one.
-
-        ``compile_``: compiles plans of the step; `compiled` by default.
-        """
-        compile_ = compile_ or compiled
-        running = cls(found.plan, compile_(found), found.refinement)
+    def of(cls, found: StepPlan) -> Running:
+        """Compile a plan, and begin its search for a better plan if it has one."""
+        running = cls(found.plan, compiled(found), found.refinement)
         if found.refinement is not None:
-            found.refinement.begin(compile_)
+            found.refinement.begin(compiled)
         return running
 
     @property

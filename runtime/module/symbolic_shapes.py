@@ -3,10 +3,8 @@ captured separately."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cached_property
 from typing import Any
 
 import torch
@@ -19,8 +17,6 @@ from rematplan.runtime.capture.patches.fake_layouts import check_layouts
 from rematplan.runtime.capture.read_fx import finished
 from rematplan.runtime.graph.captured_step import CapturedStep
 from rematplan.runtime.graph.compat import pytree
-from rematplan.runtime.graph.tracked_sizes import Sizes
-from rematplan.runtime.module.sized_plans import SizedPlans
 from rematplan.runtime.module.step_comparison import names_of
 from rematplan.runtime.symbols.expressions import ExpressionTable, NotSymbolic, opened, resolved
 from rematplan.runtime.symbols.full_slices import without_full_slices
@@ -52,25 +48,6 @@ class Found:
     guard: guards.Guard
     count: int
     """The number of tensors among the outputs."""
-    instance: Instance | None = None
-    """Where the step comes from, if it is an instance of a forward with open sizes."""
-
-
-@dataclass(frozen=True)
-class Instance:
-    """A forward with open sizes at certain sizes.
-
-    ``sizes``: the values of all expressions. ``batch``: tensors on the device ``meta`` with storages as large as those
-    of the given ones.
-    """
-
-    forward: OpenForward
-    sizes: Sizes
-    batch: Sequence[torch.Tensor]
-
-    def step(self) -> CapturedStep:
-        """Return the step, made anew, before planning."""
-        return self.forward.step_at(self.batch, self.sizes)
 
 
 @dataclass(frozen=True)
@@ -106,57 +83,16 @@ class OpenForward:
         Raises:
             NotSymbolic: the sizes of the batch cannot be used, although the guard holds.
         """
-        accepted = self.accepted(state, batch)
-        if accepted is None:
-            return None
-        instance, guard = accepted
-        step = self.step_at(batch, instance.sizes)
-        return Found(step, self.outputs, self.constants_at(instance.sizes), guard, self.count, instance)
-
-    def accepted(
-        self, state: guards.ModuleState | None, batch: Sequence[torch.Tensor]
-    ) -> tuple[Instance, guards.Guard] | None:
-        """Return the instance for a batch and its guard, without making its step; None if the forward does not hold for
-        that batch. Arguments and errors: as for `found`."""
         if not self.step.guard.holds(batch):
             return None
         sizes = self.step.sizes(batch)
         guard = self.guard.mapped(lambda given: resolved(given, sizes))
         if state is not None and not guard.holds(state, batch):
             return None
-        return Instance(self, sizes, [_outline(tensor) for tensor in batch]), guard
-
-    def step_at(self, batch: Sequence[torch.Tensor], sizes: Sizes) -> CapturedStep:
-        """Return the step for a batch, before planning. ``sizes``: the values of all expressions.
-
-        Raises:
-            NotSymbolic: the sizes of the batch cannot be used.
-        """
         step = finished(without_full_slices(self.step.at(batch, sizes)))
         check_layouts(step)
-        return replace(step, attributes=self.attributes)
-
-    def constants_at(self, sizes: Sizes) -> tuple[Any, ...]:
-        """Return the leaves of the outputs, as in `FlatModel`. ``sizes``: the values of all expressions."""
-        return tuple(_closed(c, sizes) for c in self.constants)
-
-    def plans(self, arrived: frozenset[str], most: int) -> SizedPlans:
-        """Return the plans that are carried over to other sizes, for steps with certain tangents.
-
-        ``arrived``: see `with_expected_tangents`. ``most``: see `SizedPlans`.
-        """
-        return self._plans.setdefault(arrived, SizedPlans(self.step, most))
-
-    @cached_property
-    def _plans(self) -> dict[frozenset[str], SizedPlans]:
-        return {}
-
-
-def _outline(tensor: torch.Tensor) -> torch.Tensor:
-    """Return a tensor on the device ``meta`` with the same storage size, sizes, strides and offset."""
-    storage = torch.UntypedStorage(tensor.untyped_storage().nbytes(), device="meta")
-    empty = torch.empty(0, dtype=tensor.dtype, device="meta")
-    return empty.set_(storage, tensor.storage_offset(), tensor.shape, tensor.stride())
+        constants = tuple(_closed(c, sizes) for c in self.constants)
+        return Found(replace(step, attributes=self.attributes), self.outputs, constants, guard, self.count)
 
 
 def open_constants(constants: Sequence[Any], table: ExpressionTable) -> list[Any]:
@@ -191,6 +127,13 @@ def _closed(constant: Any, sizes: Sequence[int]) -> Any:
     return resolved(constant, sizes) if not isinstance(constant, (list, tuple, dict)) else constant
 
 
+def _smallest(batch: Sequence[torch.Tensor]) -> list[tuple[int, int, int]]:
+    """Return the sizes 0 and 1 of a batch, with positions and dimensions. They have graphs of their own."""
+    return [
+        (at, dim, size) for at, t in enumerate(batch) for dim, size in enumerate(t.shape) if size in (0, 1)
+    ]
+
+
 @dataclass
 class OpenShapes:
     """The captures for calls that differ only in sizes: those with open sizes, and a record of the others.
@@ -199,8 +142,8 @@ class OpenShapes:
     results. ``met``: all shapes of calls so far. ``misses``: how many captures with open sizes in a row served
     no other known shape, although one has the same sizes of 0 and 1. ``reason``: why no more captures with
     open sizes are made; empty if they are. ``fixed``: the number of shapes that were captured separately.
-    ``served``: how often a shape got its step from a forward with open sizes. ``carried``: how often no search was
-    needed for that. ``exceptions``: why some shapes did not.
+    ``served``: how often a shape got its step from a forward with open sizes. ``exceptions``: why some shapes
+    did not.
     """
 
     forwards: list[OpenForward] = field(default_factory=list)
@@ -210,7 +153,6 @@ class OpenShapes:
     reason: str = ""
     fixed: int = 0
     served: int = 0
-    carried: int = 0
     exceptions: dict[str, None] = field(default_factory=dict)
 
     def copy(self) -> OpenShapes:
@@ -222,11 +164,6 @@ class OpenShapes:
             met=dict(self.met),
             exceptions=dict(self.exceptions),
         )
-
-    @property
-    def sources(self) -> int:
-        """The number of compiled sources that serve all sizes."""
-        return sum(plans.sources for forward in self.forwards for plans in forward._plans.values())
 
     @property
     def reasons(self) -> tuple[str, ...]:
@@ -257,43 +194,16 @@ class OpenShapes:
         try:
             found = self._instance(state, batch)
             if found is None and self.known and not self.reason and shapes not in self.met:
-                found = self._opened(state, batch, opened)
+                found = self._opened(state, batch, opened, fixed)
         except NotSymbolic as error:
             self.exceptions[str(error)] = None
             found = None
         if found is None:
-            found = fixed()
-            self.fixed += 1
-            self._remember(found)
+            found = self._fixed(fixed)
         self.met[shapes] = None
         if len(self.met) > SHAPES_MET:
             del self.met[next(iter(self.met))]
         return found
-
-    def accepted(
-        self, state: guards.ModuleState, batch: Sequence[torch.Tensor]
-    ) -> Iterator[tuple[Instance, guards.Guard]]:
-        """Yield the instances of forwards with open sizes that hold for a batch, with their guards."""
-        for forward in self.forwards:
-            with suppress(NotSymbolic):
-                found = forward.accepted(state, batch)
-                if found is not None:
-                    yield found
-
-    def carry(self) -> None:
-        """Count a shape that got a known plan without its step."""
-        self.misses = 0
-        self.served += 1
-        self.carried += 1
-
-    def known_instances(self, forward: OpenForward) -> Iterator[Instance]:
-        """Yield the instances of a forward with open sizes for shapes that were captured separately."""
-        for batch, known in self.known:
-            with suppress(NotSymbolic):
-                outcomes = known.guard.decided.outcomes == forward.guard.decided.outcomes
-                found = forward.accepted(None, batch) if outcomes else None
-                if found is not None:
-                    yield found[0]
 
     def _instance(self, state: guards.ModuleState, batch: Sequence[torch.Tensor]) -> Found | None:
         for forward in self.forwards:
@@ -304,22 +214,46 @@ class OpenShapes:
                 return found
         return None
 
+    def _fixed(self, fixed: Callable[[], Found]) -> Found:
+        found = fixed()
+        self.fixed += 1
+        self._remember(found)
+        return found
+
     def _opened(
-        self, state: guards.ModuleState, batch: Sequence[torch.Tensor], opened: Callable[[], OpenForward]
+        self,
+        state: guards.ModuleState,
+        batch: Sequence[torch.Tensor],
+        opened: Callable[[], OpenForward],
+        fixed: Callable[[], Found],
     ) -> Found | None:
+        """Return the forward for a batch from a new capture with open sizes, None if it has none.
+
+        That capture is compared with those of known shapes that it serves, or else with one of this shape: a
+        model that treats a symbol differently from an integer (its text, its type) is never served by it.
+        """
+        own = None
         try:
             forward = opened()
             served, forward = self._compared(forward, state)
+            if not served:
+                own = self._fixed(fixed)
+                _, forward = self._compared(forward, state)
         except ModelError as error:
             self.reason = str(error)
-            return None
-        found = forward.found(state, batch)
-        self.served += found is not None
+            return own
+        found = own or forward.found(state, batch)
+        self.served += own is None and found is not None
         self.forwards.insert(0, forward)
-        self.misses = 0 if served else self.misses + 1
+        alike = [known for known, _ in self.known if _smallest(known) == _smallest(batch)]
+        self.misses = 0 if served else self.misses + (len(alike) > 1)
         if self.misses >= MISSES:
-            fixed = [f"dimension {dim} of argument {at} ({size})" for at, dim, size in forward.step.fixed]
-            self.reason = ": ".join(("its graph depends on sizes", *filter(None, [", ".join(fixed)])))
+            varying = [
+                f"dimension {dim} of argument {at} ({size})"
+                for at, dim, size in forward.step.fixed
+                if any(known[at].shape[dim] != size for known, _ in self.known)
+            ]
+            self.reason = ": ".join(("its graph depends on sizes", *filter(None, [", ".join(varying)])))
         return found
 
     def _compared(self, forward: OpenForward, state: guards.ModuleState) -> tuple[bool, OpenForward]:

@@ -10,9 +10,7 @@ from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import Any, Protocol
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
 
 from rematplan.ir import Op, Tensor, TrainingGraph
 from rematplan.planner.core.plan import Plan
@@ -60,43 +58,6 @@ class Refinement(Protocol):
         proved none."""
 
 
-class Resizing(Protocol):
-    """Known problems and plans of one structure, carried over to sizes between them."""
-
-    def add(self, sizes: Sequence[int], nominal: NDArray[np.int64], problem: TrainingGraph) -> bool:
-        """Add the problem at certain sizes. Return whether it has the same structure and names.
-
-        ``sizes``: the values of all expressions. ``nominal``: bytes of the step's storages.
-        """
-
-    def key(self, schedule: Schedule) -> bytes:
-        """Return a key of a schedule."""
-
-    def plan(self, sizes: Sequence[int], nominal: NDArray[np.int64]) -> StepPlan | None:
-        """Return the cheapest known plan that fits at certain sizes; its step has other sizes. None if there is none,
-        or if the problem at these sizes is not known well enough.
-        """
-
-
-class Carrier(Protocol):
-    """What carries plans of steps over to other sizes of the same steps."""
-
-    def opened(self, step: CapturedStep) -> CapturedStep:
-        """Return a step with its inverses."""
-
-    def problem_at(self, step: CapturedStep) -> tuple[CapturedStep, TrainingGraph]:
-        """Return a step with its inverses, and its problem."""
-
-    def resizing(self, step: CapturedStep, problem: TrainingGraph, storages: tuple[str, ...]) -> Resizing:
-        """Return the `Resizing` of a step with its inverses.
-
-        Args:
-            step: the step.
-            problem: its problem.
-            storages: the names of storages, in the order of ``nominal`` in `Resizing`.
-        """
-
-
 @dataclass(frozen=True)
 class StepPlan:
     """A plan and the captured step that it plans. The step may have inverses (calls that recompute a tensor from
@@ -105,8 +66,7 @@ class StepPlan:
     ``step``: the step. ``plan``: its plan. ``spare``: the unused bytes of the budget at each position of the plan's
     schedule (see `spare_bytes`); empty if the plan's problem keeps all new gradients until the step ends.
     ``gradients``: bytes of gradients of earlier steps for which the plan leaves room. ``refinement``: a search for a
-    better plan, not begun yet; None if there is none. ``problem``: the plan's problem. ``carrier``: makes plans for
-    other sizes from this one; None if that is not possible.
+    better plan, not begun yet; None if there is none.
     """
 
     step: CapturedStep
@@ -114,8 +74,6 @@ class StepPlan:
     spare: tuple[int, ...] = ()
     gradients: int = 0
     refinement: Refinement | None = None
-    problem: TrainingGraph | None = None
-    carrier: Carrier | None = None
 
 
 def earlier_gradients(

@@ -18,8 +18,7 @@ from rematplan.runtime.graph.captured_step import (
     substitute,
 )
 from rematplan.runtime.graph.compat import FakeTensor, FakeTensorMode
-from rematplan.runtime.graph.tracked_sizes import TrackedSize, track
-from rematplan.runtime.symbols.expressions import ExpressionTable, NotSymbolic, OpenSize, has_open, tracked
+from rematplan.runtime.symbols.expressions import ExpressionTable, NotSymbolic, OpenSize, has_open, resolved
 from rematplan.runtime.symbols.symbolic_batch import BatchSymbols, SizeGuard
 
 Size = int | OpenSize
@@ -134,8 +133,7 @@ class OpenStep:
     def at(self, batch: Sequence[torch.Tensor], sizes: Sequence[int]) -> CapturedStep:
         """Return the step with fixed sizes for a batch, as if it had been read from a trace of that batch.
 
-        Sizes that come from expressions are tracked (`TrackedSize`). The inputs have the storages of the given tensors,
-        which may be parts of larger ones.
+        The inputs have the storages of the given tensors, which may be parts of larger ones.
 
         Args:
             batch: the tensors.
@@ -145,7 +143,7 @@ class OpenStep:
             NotSymbolic: two tensors of the batch share memory; or one has an offset in its storage, and a call refers
                 to positions in storages.
         """
-        base = self.bases(batch)
+        base = self._bases(batch)
         nbytes = {memory: tensor.untyped_storage().nbytes() for memory, tensor in base.items()}
         offsets = {memory: int(tensor.storage_offset()) for memory, tensor in base.items()}
         return self._plain(sizes, nbytes, offsets)
@@ -172,19 +170,15 @@ class OpenStep:
             for name, value in self.values.items()
         }
         calls = tuple(
-            replace(call, args=tracked(call.args, sizes), kwargs=tracked(call.kwargs, sizes))
+            replace(call, args=resolved(call.args, sizes), kwargs=resolved(call.kwargs, sizes))
             if call.name in self._open
             else call
             for call in self.calls
         )
         return CapturedStep(self.name, self.inputs, self.outputs, calls, values, self.constants)
 
-    def bases(self, batch: Sequence[torch.Tensor]) -> dict[int, torch.Tensor]:
-        """Return the tensors of a batch by the memory that represents theirs.
-
-        Raises:
-            NotSymbolic: see `at`.
-        """
+    def _bases(self, batch: Sequence[torch.Tensor]) -> dict[int, torch.Tensor]:
+        """Return the tensors of a batch by the memory that represents theirs."""
         given = [(i, batch[int(i.target)]) for i in self.inputs if i.kind == "batch"]
         storages = {tensor.untyped_storage()._cdata for _, tensor in given}
         moved = any(tensor.storage_offset() for _, tensor in given)
@@ -274,11 +268,9 @@ class _Fakes:
             self.made[value.memory] = storage
 
         def plain(size: Size) -> int:
-            return TrackedSize(sizes[size.at], size.at) if isinstance(size, OpenSize) else size
+            return sizes[size.at] if isinstance(size, OpenSize) else size
 
         offset = plain(value.offset) + self.offsets.get(value.memory, 0)
         shape, stride = [plain(s) for s in value.shape], [plain(s) for s in value.stride]
         real = torch.empty(0, dtype=value.dtype, device="meta").set_(storage, offset, shape, stride)
-        fake = FakeTensor(self.mode, real, value.device)
-        track(fake, shape, stride)
-        return fake
+        return FakeTensor(self.mode, real, value.device)
