@@ -1,1 +1,2 @@
-"""From a captured step to the planning problem."""
+"""Build the planning problem (ops and tensors with costs and bytes) from a captured step (the ATen calls of a forward
+and its backward)."""

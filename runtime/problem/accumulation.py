@@ -1,5 +1,8 @@
-"""Planning for gradient accumulation: a step while gradients of earlier steps exist, to which autograd adds
-the new ones."""
+"""Planning problems for gradient accumulation.
+
+When the parameters have gradients of earlier steps already, autograd adds the gradients of a further step to them. The
+earlier gradients take memory during the whole step. The new ones may be freed as soon as they are added.
+"""
 
 from __future__ import annotations
 
@@ -26,19 +29,23 @@ EARLIER = "earlier_gradients"
 
 
 class Refinement(Protocol):
-    """A search in the background for a better plan of a step, while the step is used."""
+    """A search for a better plan of a training step. It runs in the background while training uses the present plan."""
 
     def begin(self, compiled: Callable[[StepPlan], Any]) -> None:
-        """Begin the search. For each better plan that the search finds, it calls ``compiled`` with the plan in
-        another thread. When that call has returned, `ready` becomes true."""
+        """Begin the search. For each better plan that it finds, the search calls ``compiled`` with the plan in another
+        thread. When that call has returned, `ready` becomes true.
+
+        ``compiled``: a function of a better plan, for example one that compiles the plan. `take` returns its result.
+        """
 
     @property
     def ready(self) -> bool:
-        """Whether a better plan was found and compiled since the last call of `take`."""
+        """Whether the search has found a better plan since the last call of `take`, and the function passed to `begin`
+        has returned for that plan."""
 
     def take(self) -> tuple[StepPlan, Any]:
-        """Return the best plan found so far, and what the function passed to `begin` returned for it. To be called
-        only if `ready`."""
+        """Return the best plan found so far, and what the function passed to `begin` returned for it. Call this only if
+        `ready` is true."""
 
     @property
     def working(self) -> bool:
@@ -50,23 +57,23 @@ class Refinement(Protocol):
 
     @property
     def seconds(self) -> float:
-        """The duration of the search in seconds, as last reported."""
+        """How long the search has taken, in seconds, as the search last reported it."""
 
     @property
     def floor(self) -> float | None:
-        """The largest lower bound of the overhead of any plan that the search has proved so far; None if it has
-        proved none."""
+        """The largest lower bound that the search has proved so far for the overhead (the extra time, as a share of the
+        time without recomputation) of any plan; None if it has proved none."""
 
 
 @dataclass(frozen=True)
 class StepPlan:
-    """A plan and the captured step that it plans. The step may have inverses (calls that recompute a tensor from
-    tensors computed from it) that the original captured step lacks.
+    """A plan and the captured step (the ATen calls of forward and backward) that it plans. The step may have inverses
+    (calls that recompute a tensor from tensors computed from it) that the step as first captured lacks.
 
-    ``step``: the step. ``plan``: its plan. ``spare``: the unused bytes of the budget at each position of the plan's
-    schedule (see `spare_bytes`); empty if the plan's problem keeps all new gradients until the step ends.
-    ``gradients``: bytes of gradients of earlier steps for which the plan leaves room. ``refinement``: a search for a
-    better plan, not begun yet; None if there is none.
+    ``step``: the step. ``plan``: its plan. ``spare``: for each position of the plan's schedule, the bytes of the budget
+    that are unused there (see `spare_bytes`). It is empty for a plan that does not free new gradients before the step
+    ends. ``gradients``: the bytes of gradients of earlier steps that may be allocated while the plan runs within its
+    budget. ``refinement``: a search for a better plan, not begun yet; None if there is none.
     """
 
     step: CapturedStep
@@ -79,18 +86,18 @@ class StepPlan:
 def earlier_gradients(
     step: CapturedStep, named: Mapping[str, torch.Tensor] = MappingProxyType({})
 ) -> tuple[frozenset[str], int]:
-    """Return the parameters whose gradients a step computes, and the bytes that gradients of earlier steps may occupy
-    during it.
+    """Return the names of the parameters whose gradients a step computes, and the bytes that gradients of earlier steps
+    may occupy while the step runs.
 
     Args:
         step: the captured step.
-        named: all parameters of the model, under the names that the step uses. A parameter that requires a gradient
-            may have one from another step even if this step computes none for it.
+        named: all parameters of the model, under the names that the step uses. One that requires a gradient is assumed
+            to have one from an earlier step, even if this step computes none for it.
 
     Returns:
-        The names of the parameters whose gradients the step computes; and the bytes of gradients of these and of all
-            other parameters in ``named`` that require a gradient, plus those of the statistics that the step returns,
-            which are summed over steps, too.
+        The names of the parameters whose gradients the step computes. The bytes are the sum of three parts: gradients
+            of these parameters, gradients of the other parameters in ``named`` that require one, and the statistics
+            that the step returns, because statistics are summed over steps, too.
     """
     targets = frozenset(o.target for o in step.outputs if o.kind == "gradient")
     own = {i.target: _bytes(step, i.value) for i in step.inputs if i.target in targets}
@@ -105,8 +112,8 @@ def earlier_gradients(
 
 
 def holding(graph: TrainingGraph, held: Mapping[str, int]) -> TrainingGraph:
-    """Return a planning problem with one more input for each entry of ``held``: memory that something other than the
-    step keeps allocated during the whole step.
+    """Return a planning problem with one more input for each entry of ``held``. Each of these inputs represents memory
+    that something other than the step keeps allocated during the whole step.
 
     Args:
         graph: the planning problem of the step.
@@ -122,12 +129,13 @@ def holding(graph: TrainingGraph, held: Mapping[str, int]) -> TrainingGraph:
 
 
 def adding_problem(step: CapturedStep, graph: TrainingGraph, names: Set[str]) -> TrainingGraph:
-    """Return the problem of a step whose gradients autograd adds to those of earlier steps. Each gradient of the
-    parameters ``names`` may be freed as soon as it is computed.
+    """Return the planning problem of a step that begins while parameters have gradients of earlier steps. A plan may
+    then free each new gradient as soon as it is computed, since autograd adds it to the earlier one.
 
-    The bytes of earlier gradients are charged outside this problem. Outputs of zero bytes take the place of the new
-    gradients, so that each is computed. A gradient stays an output if its storage contains anything else, or is
-    larger than the gradients in it. `spare_bytes` charges the gradients that wait for the end of their segment.
+    In the returned problem an output of zero bytes replaces each such gradient, so that the gradient is still computed.
+    A gradient stays an output if its storage contains anything else, or is larger than the gradients in it. The problem
+    does not count the bytes of the earlier gradients. It does not count new gradients that are freed but not yet added
+    either: `spare_bytes` does.
 
     Args:
         step: the captured step.
@@ -150,7 +158,8 @@ def adding_problem(step: CapturedStep, graph: TrainingGraph, names: Set[str]) ->
 
 
 def _added(step: CapturedStep, names: Set[str]) -> frozenset[str]:
-    """Return the storages that contain only gradients of these parameters, and no more bytes than those."""
+    """Return the names of the step's storages that contain nothing but gradients of the parameters ``names``, and that
+    are no larger than these gradients together."""
     bytes_of = {i.target: _bytes(step, i.value) for i in step.inputs if i.kind == "parameter"}
     held: dict[str, float] = {}
     for o in step.outputs:
@@ -168,22 +177,23 @@ def _bytes(step: CapturedStep, value: str) -> int:
 def spare_bytes(
     step: CapturedStep, graph: TrainingGraph, schedule: Schedule, budget: int, names: Set[str]
 ) -> tuple[int, ...] | None:
-    """Return the unused bytes of the budget at each position of a schedule; None if the gradients that wait for the
-    end of their segment exceed them somewhere.
+    """Return, for each position of a schedule, how many bytes of the budget are unused there. Return None if gradients
+    that the schedule has freed, but that autograd has not taken yet, need more than that at some position.
 
-    Autograd gets the gradients of a segment (a part of the backward) when the segment ends. A gradient that the
-    schedule has freed stays allocated until then. Segments end early where the budget requires it, except that an op
-    may have to run between the computation of a gradient and the earliest end of a segment.
+    Autograd takes the gradients of a segment (a part of the backward) when the segment ends. Until then, a gradient
+    stays allocated even if the schedule has freed it. Segments end early where the budget requires it. That can fail,
+    because a segment cannot end between every two ops.
 
     Args:
         step: the captured step.
         graph: its problem, from `adding_problem`.
         schedule: a schedule of that problem.
         budget: bytes.
-        names: the parameters as in `adding_problem`.
+        names: the parameters, as the step names them, that have gradients of earlier steps.
 
     Returns:
-        The bytes; those of waiting gradients are not subtracted.
+        The budget minus the schedule's resident bytes, by position. Freed gradients that are still allocated are not
+            subtracted.
     """
     spare = tuple(budget - held for held in resident_bytes(graph, schedule))
     waiting = waiting_bytes(step, schedule, spare, names)
@@ -199,8 +209,9 @@ def waiting_bytes(
     Args:
         step: the captured step.
         schedule: a schedule of the step's problem from `adding_problem`.
-        spare: the unused bytes of the budget at each position, without waiting gradients.
-        names: the parameters as in `adding_problem`.
+        spare: the bytes of the budget that are unused at each position, not counting the result of this function.
+            Segments end early where these bytes require it.
+        names: the parameters, as the step names them, that have gradients of earlier steps.
     """
     own, added = split_at_loss(step, schedule), _added(step, names)
     left = [spare[at] for at in own.positions]

@@ -1,7 +1,7 @@
-"""The segments of a schedule's backward half: parts at whose ends gradients are returned.
+"""Divide the backward half of a schedule into segments. When a segment ends, its gradients are returned to autograd.
 
-A gradient that is returned early can be used before the backward has ended: its all-reduce overlaps the rest
-of the backward, and an optimizer that runs in the gradients' hooks frees it.
+A gradient that is returned early can be used before the backward has ended: its all-reduce overlaps the rest of the
+backward, and an optimizer that runs in the gradients' hooks frees it.
 """
 
 from __future__ import annotations
@@ -21,10 +21,11 @@ LEAST_SEGMENT_BYTES = 2**20
 
 @dataclass(frozen=True, slots=True)
 class Segment:
-    """A part of the backward half of a schedule, at whose end some gradients are returned.
+    """A part of the backward half of a schedule. When it ends, the gradients that are ready are returned to autograd.
 
-    ``start``, ``end``: its positions in the schedule; ``end`` is excluded. ``outputs``: the gradients that are ready
-    at its end. ``statistics``: the statistics that it computes.
+    ``start``, ``end``: positions in the schedule, between which the segment's entries are; ``end`` is excluded.
+    ``outputs``: the gradients that are returned when the segment ends. ``statistics``: the sums over rows of layers
+    (for Kronecker factors) that the segment's ops compute.
     """
 
     start: int
@@ -43,22 +44,25 @@ def gradient_segments(
     late: int | None = None,
 ) -> tuple[Segment, ...]:
     """Divide the backward half of a schedule into segments with about equal bytes of gradients. The gradients of a
-    segment are returned when the segment ends.
+    segment are returned to autograd when the segment ends.
 
     Args:
         step: the captured step.
-        schedule: the schedule, without the loss.
+        schedule: the schedule, without the op that represents the loss.
         start: the position of the backward's first entry in the schedule.
-        spare: the unused bytes of the budget at each position. A segment ends early where the gradients that wait for
-            its end would exceed them, so there may be more than ``most`` segments. Empty: no limit.
-        most: the largest number of segments, apart from such early ends.
-        least: the smallest number of gradient bytes of a segment, apart from such early ends and the last segment.
-        late: a position at which a segment must end, where the second part of a split backward begins; None if there
-            is none.
+        spare: the bytes of the budget that are unused at each position. A segment ends early where its gradients,
+            computed but not yet returned, would need more than these bytes. There may then be more than ``most``
+            segments. Empty: no limit.
+        most: the largest number of segments, not counting those that end early because of ``spare``.
+        least: the smallest number of gradient bytes of a segment. The last segment, and those that end early, may have
+            fewer.
+        late: a position at which a segment must end, where the second part of a split backward (the weight gradients)
+            begins; None if the backward is not split.
 
     Returns:
-        At least one segment, in order. If the backward communicates, segments end only at ``late``: a data-parallel
-            model reduces gradients between segments, which must happen at the same place in all processes.
+        At least one segment, in order. If the backward communicates, segments end only at ``late`` and at the
+            schedule's end: a data-parallel model reduces gradients between segments, which must happen at the same
+            position in all processes.
     """
     ready = _ready(step, schedule, split=late is not None)
     gradients = sorted((o for o in step.outputs if "gradient" in o.kind), key=ready.__getitem__)
@@ -96,7 +100,7 @@ def gradient_segments(
 def _with_statistics(
     step: CapturedStep, schedule: Schedule, segments: Sequence[Segment]
 ) -> tuple[Segment, ...]:
-    """Return the segments, each with the statistics that its ops compute."""
+    """Return the segments of a backward, each with the statistics (sums over rows of layers) that its ops compute."""
     of = {step.values[o.value].call: o for o in step.outputs if o.kind == "statistic"}
     if not of:
         return tuple(segments)
@@ -110,12 +114,13 @@ def _with_statistics(
 
 
 def _ready(step: CapturedStep, schedule: Schedule, split: bool) -> dict[StepOutput, int]:
-    """Return for each gradient the index of the last step before it may be returned; -1 if it may be returned
-    before all steps.
+    """Return, for each gradient, the position in the schedule of the last op execution that must come before the
+    gradient is returned to autograd; -1 if none must.
 
-    That is the last step that reads or writes the gradient, or that reads the tensor it is the gradient of,
-    because an optimizer that runs in the gradient's hook changes that tensor. In a ``split`` backward, an
-    input's gradient is returned before the weight gradients that read the input are computed.
+    Such an execution reads or writes the gradient, or reads the tensor (a parameter or an input) whose gradient it is:
+    an optimizer that runs in the gradient's hook changes that tensor. A ``split`` backward computes the gradients of
+    inputs first and those of weights later. There, the gradient of an input is returned before the weight gradients
+    that read the input are computed.
     """
     last = dict.fromkeys(step.storage_bytes, -1)
     for at, one in enumerate(schedule):
@@ -125,7 +130,8 @@ def _ready(step: CapturedStep, schedule: Schedule, split: bool) -> dict[StepOutp
     of = {(GRADIENT_OF.get(i.kind), i.target): step.values[i.value].storage for i in step.inputs}
 
     def changed(o: StepOutput) -> int:
-        """Return the last step that reads the tensor that may change once its gradient is returned."""
+        """Return the position of the last op execution that reads the tensor whose gradient is ``o``, since the caller
+        may change that tensor when it gets the gradient; -1 if that does not matter."""
         return -1 if split and o.kind == "input gradient" else last[of[o.kind, o.target]]
 
     return {

@@ -1,4 +1,4 @@
-"""A user's constraints on recomputation, given by names of modules and ops, as ops of the planning
+"""Translate a user's constraints on recomputation, which name modules and ops, into names of ops of the planning
 problem."""
 
 from __future__ import annotations
@@ -26,10 +26,13 @@ def ops_that_run_once(
 
     Args:
         step: the captured step.
-        keep: modules or ops whose results are kept. Of a module, those are the forward ops whose results are outputs
-            of the step or are read by forward ops outside the module; of an op, all its calls.
-        never_rerun: modules or ops that never run again. Of a module, all its ops; of an op, all its calls. Ops with
-            side effects, collectives among them, are always returned.
+        keep: modules or ops whose results are kept. For a module, these are the results of its forward ops that are
+            outputs of the step or are read by forward ops outside the module. For an op, these are the results of all
+            its calls.
+        never_rerun: modules or ops that never run again: all ops of a module, or all calls of an op.
+
+    Returns:
+        The names. Ops with side effects, collectives among them, are always included.
 
     Raises:
         UsageError: neither a module nor an op of the step has one of the names. The message suggests similar ones.
@@ -44,12 +47,18 @@ def ops_that_run_once(
 
 
 def _inside(step: CapturedStep, name: Name) -> set[str]:
-    """Return the names of the calls in the module of that name."""
+    """Return the names of the step's calls that run in the module ``name`` or in a module inside it; empty if ``name``
+    is not a module of the step."""
     return {c.name for c in step.calls if c.module and (c.module == name or c.module.startswith(f"{name}."))}
 
 
 def _named(step: CapturedStep, name: Name) -> set[str]:
-    """Return the names of the calls of an op; if the name has no overload, of all its overloads."""
+    """Return the names of the step's calls of the op ``name``. A name without an overload, like ``aten.add``, means all
+    overloads.
+
+    Raises:
+        UsageError: the step has no call of that op. The message suggests similar names of ops and modules.
+    """
     wanted = _dotted(name)
     found = {c.name for c in step.calls if wanted in (_dotted(c.target), _packet(c))}
     if not found:
@@ -60,8 +69,8 @@ def _named(step: CapturedStep, name: Name) -> set[str]:
 
 
 def _boundary(step: CapturedStep, calls: set[str]) -> set[str]:
-    """Return those of ``calls`` whose results other forward calls read, or that make an output of the
-    step."""
+    """Return the names of those forward calls among ``calls`` whose results are outputs of the step or are read by
+    forward calls that are not among ``calls``."""
     read = {
         step.values[r.value].storage
         for c in step.calls
@@ -78,7 +87,7 @@ def _dotted(target: Name) -> str:
 
 
 def _packet(call: Call) -> str:
-    """Return the op's name without its overload."""
+    """Return the name of a call's op without the overload, like ``aten.add``."""
     return ".".join(_dotted(call.target).split(".")[:2])
 
 

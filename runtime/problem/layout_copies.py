@@ -1,9 +1,9 @@
-"""The additional bytes of a backward whose tangents have other strides than at capture.
+"""Bytes that a backward needs in addition if the gradients of the outputs have other strides than at capture.
 
-A loss that permutes or sums an output produces a gradient with strides of its choice. Calls that read the
-gradient may copy it, return results with other strides themselves, or copy where a view was possible at
-capture (`tangent_layouts.for_any_layout`). This module follows all that on fake tensors, for a few typical
-layouts, from the tangents to the values whose strides are again those at capture.
+A loss that permutes or sums an output produces a gradient with strides of its choice. A call that reads the gradient
+may copy it, may return a result with other strides itself, or may copy where a view was possible at capture
+(`tangent_layouts.for_any_layout`). This module runs the backward's calls on fake tensors for a few typical layouts of
+these gradients, as far as strides differ from those at capture, and counts the bytes of the copies.
 """
 
 from __future__ import annotations
@@ -25,7 +25,11 @@ Layout = Callable[[torch.Tensor], torch.Tensor]
 
 
 def _dense(order: Callable[[list[int]], list[int]]) -> Layout:
-    """Return a layout: dense, with the dimensions in that order in memory, outermost first."""
+    """Return a function that makes an empty dense tensor with the shape, type and device of its argument, but with the
+    dimensions in another order in memory.
+
+    ``order``: a function of the list of all dimensions that returns them in their order in memory, outermost first.
+    """
 
     def strided(like: torch.Tensor) -> torch.Tensor:
         dims = order(list(range(like.ndim)))
@@ -37,7 +41,7 @@ def _dense(order: Callable[[list[int]], list[int]]) -> Layout:
 
 
 def _expanded(like: torch.Tensor) -> torch.Tensor:
-    """Return one number expanded to the shape of ``like``, as the gradient of a sum is."""
+    """Return a tensor of one number, expanded to the shape of ``like``. The gradient of a sum is such a tensor."""
     return torch.empty((), dtype=like.dtype, device=like.device).expand(like.shape)
 
 
@@ -54,11 +58,11 @@ shape, type and device."""
 
 @dataclass(frozen=True, slots=True)
 class Copies:
-    """Bytes that a backward needs in addition to the captured one, if its tangents have other strides than at
-    capture.
+    """Bytes that a backward needs, in addition to those at capture, if a loss produces gradients of the outputs with
+    other strides than at capture.
 
-    ``workspace``: by call name, bytes that are allocated only while the call runs. ``kept``: by storage name, bytes
-    of copies that are freed together with that storage.
+    ``workspace``: by call name, bytes that are allocated only while the call runs. ``kept``: by storage name, bytes of
+    copies that are freed together with that storage.
     """
 
     workspace: Mapping[str, int]
@@ -70,11 +74,12 @@ NONE = Copies({}, {})
 
 @dataclass(frozen=True, slots=True)
 class OtherLayout:
-    """A step whose tangents have one of the `LAYOUTS`, and the values computed from them the strides that follow.
+    """A captured step as it would be if the gradients of its outputs had another layout, one of `LAYOUTS`.
 
-    ``step``: the step, with fakes of these strides. ``read``: by the name of each call that reads values with other
-    strides than at capture, the bytes of a copy of all these values. ``kept``: as in `Copies`. ``spare``: bytes that
-    are charged for the tangents but not needed in this layout (an expanded tangent is one number).
+    ``step``: the step, with fake tensors that have the strides which follow from that layout. ``read``: by the name of
+    each call that reads tensors with other strides than at capture, the bytes of a copy of all these tensors. ``kept``:
+    by storage name, bytes of copies that are freed together with that storage. ``spare``: bytes that are charged for
+    the gradients of the outputs but not needed in this layout (an expanded gradient is one number).
     """
 
     step: CapturedStep
@@ -84,8 +89,8 @@ class OtherLayout:
 
 
 def other_layouts(step: CapturedStep) -> Iterator[OtherLayout]:
-    """Yield an `OtherLayout` of the step for each of `LAYOUTS` in which some tangent has other strides than at
-    capture."""
+    """Yield the step as it would be with another layout of the gradients of its outputs, once for each of `LAYOUTS`.
+    Layouts in which all these gradients have the strides that they had at capture are left out."""
     opened = for_any_layout(step)
     for layout in LAYOUTS.values():
         with quiet(), TrueLayouts():
@@ -103,14 +108,15 @@ def most_copied(
     own: Mapping[str, int],
     measured: Callable[[CapturedStep, Collection[str]], Mapping[str, int]] | None,
 ) -> Copies:
-    """Return, for each call and each storage, the most bytes that a backward needs in addition to the captured
-    backward, over all `LAYOUTS` of the gradients that it gets for the outputs.
+    """Return the bytes that a backward may need, in addition to those at capture, if a loss produces gradients of the
+    outputs with other strides. For each call and each storage this is the maximum over the typical `LAYOUTS` of these
+    gradients.
 
     Args:
         step: the captured step.
         own: the workspace of each of the step's calls as captured, in bytes, by call name.
-        measured: a function of a step and names of its calls that measures the workspaces of these calls, in bytes.
-            If it is None, each call is assumed to copy every argument whose strides differ.
+        measured: a function of a step and names of its calls that measures the workspaces of these calls, in bytes, by
+            call name. If it is None, each call is assumed to copy every argument whose strides differ.
     """
     workspace: dict[str, int] = defaultdict(int)
     kept: dict[str, int] = defaultdict(int)
@@ -128,8 +134,12 @@ def most_copied(
 
 
 class _Followed:
-    """One layout of the tangents, followed through all calls that read a value with other strides than at
-    capture."""
+    """The effect of one layout of the outputs' gradients on a backward. It runs, on fake tensors, every call that reads
+    a tensor with other strides than at capture.
+
+    The results: ``otherwise`` has the tensors with other strides, by value name. ``read``, ``kept`` and ``spare`` are
+    the fields of `OtherLayout`.
+    """
 
     def __init__(self, step: CapturedStep, layout: Layout) -> None:
         self.step = step
@@ -183,7 +193,8 @@ def _bytes(tensor: torch.Tensor) -> int:
 
 
 def _again(fake: torch.Tensor) -> torch.Tensor:
-    """Return the same fake tensor in the current fake mode."""
+    """Return a new fake tensor in the present fake mode, with the shape, strides, offset and size of storage of
+    ``fake``."""
     storage = torch.empty(
         fake.untyped_storage().nbytes() // fake.itemsize, dtype=fake.dtype, device=fake.device
     )

@@ -19,7 +19,7 @@ LOSS = "(loss)"
 """The op that represents all computation between the outputs and their gradients; also the name of its
 tensor, which represents copies of these gradients."""
 LOSS_VALUE = "(loss value)"
-"""The tensor of that op that represents the bytes of the loss that stay allocated until the step ends."""
+"""A tensor that the op `LOSS` writes. It represents the bytes of the loss that stay allocated until the step ends."""
 OPTIMIZER = "(optimizer)"
 """The op that represents the optimizer's step, in problems that contain it; also the name of its zero-byte
 tensor."""
@@ -35,25 +35,26 @@ LATE = ("gradient", "input gradient", "statistic")
 def with_loss_boundary(
     step: CapturedStep, graph: TrainingGraph, loss: LossMemory = NO_LOSS, copies: Copies = NONE
 ) -> TrainingGraph:
-    """Return the problem of a step that hands its outputs and the new content of its buffers to the caller, who
-    computes a loss, before the tangents (gradients of the outputs) arrive.
+    """Return the problem of a step with a loss boundary. There, between the forward and the backward half, the caller
+    gets the outputs and the new content of the buffers, and computes a loss, from which the gradients of the outputs
+    come.
 
-    The loss becomes an op of the backward half, so that it does not divide forward blocks. It runs once, after all
-    ops that make outputs or new buffers, and before all ops that read a tangent. Its workspace is the peak of the
-    loss; a tensor that it writes represents the bytes that the loss keeps.
+    The loss becomes an op of the backward half, so that it does not divide forward blocks. It runs once, after all ops
+    that make outputs or new buffers, and before all ops that read a gradient of an output. It writes tensors that
+    represent the bytes that stay allocated after the loss. Its workspace is the rest of the loss's peak.
 
-    Every op that reads a tangent or is marked as late (`Call.late`) also reads all outputs and new buffers, so that
-    they exist at the boundary. Outputs are computed once and stay resident from then on, since the caller holds them;
-    no inverse recomputes them. New buffers are copied at the boundary; the ops that make them (batch norm, for
-    example) may run again, from copies of the old buffers, which are charged as one more input.
+    Every op that reads a gradient of an output, or must run after the loss (`Call.late`), also reads all outputs and
+    new buffers, so that these exist at the boundary. Outputs are computed once, and no inverse recomputes them: they
+    stay resident from then on, since the caller keeps them. New buffers are copied at the boundary. The ops that make
+    them (batch norm, for example) may run again, from copies of the old buffers, which are charged as one more input.
 
     Args:
         step: the captured step.
         graph: its planning problem.
         loss: the bytes that the loss needs.
-        copies: bytes that the backward needs if a loss produces tangents with other strides. They are charged to the
-            calls and storages by which ``copies`` lists them; copies of tangents are charged to the tensor of the
-            loss.
+        copies: bytes that the backward needs if a loss produces gradients of the outputs with other strides. They are
+            added to the workspaces of calls and to the sizes of storages. Copies of the outputs' gradients are charged
+            to a tensor that the loss writes.
     """
     early = dict.fromkeys(step.values[o.value].storage for o in step.outputs if o.kind not in LATE)
     tangents = {step.values[i.value].storage for i in step.inputs if i.kind == "tangent"}
@@ -101,7 +102,7 @@ def with_loss_boundary(
 
 
 def without_room(graph: TrainingGraph) -> TrainingGraph:
-    """Return a planning problem with 0 bytes for the loss, so that its peaks are those of the step alone.
+    """Return a planning problem in which the loss takes 0 bytes, so that its peaks are those of the step alone.
 
     ``graph``: a problem made by `with_loss_boundary`.
     """
@@ -114,7 +115,7 @@ def without_room(graph: TrainingGraph) -> TrainingGraph:
 
 
 def set_aside(graph: TrainingGraph) -> int:
-    """Return the bytes that a planning problem reserves for the loss: its workspace and what it keeps.
+    """Return the bytes that a planning problem reserves for the loss: its workspace and the tensors that it writes.
 
     ``graph``: a problem made by `with_loss_boundary`.
     """
@@ -126,11 +127,12 @@ class SplitSchedule:
     """The part of a schedule that a compiled plan runs, split at the loss boundary (the moment between forward and
     backward).
 
-    ``schedule``, ``lanes``: without the ops in `OUTSIDE`, which the caller runs, and without the last free of each
-    gradient, since the caller takes the gradient. ``positions``: the position of each entry of ``schedule`` in the
-    original schedule. ``boundary``: the index in ``schedule`` of the first entry after the loss. ``late``: the index
-    of the first entry of the second part of a split backward (input gradients first, weight gradients later); None if
-    the backward is not split.
+    ``schedule``: the schedule without the ops in `OUTSIDE` (the loss and the optimizer's step, for example), which the
+    caller runs, and without the last free of each gradient, since the caller takes over the gradient. ``lanes``: the
+    placement of its op executions on two lanes (threads on the CPU, streams on CUDA); None for one lane. ``positions``:
+    the position of each entry of ``schedule`` in the original schedule. ``boundary``: the index in ``schedule`` of the
+    first entry after the loss. ``late``: the index of the first entry of the second part of a split backward (input
+    gradients first, weight gradients later); None if the backward is not split.
     """
 
     schedule: Schedule
@@ -141,14 +143,14 @@ class SplitSchedule:
 
 
 def split_at_loss(step: CapturedStep, schedule: Schedule, lanes: Lanes | None = None) -> SplitSchedule:
-    """Return the part of a schedule that a compiled plan runs, with the index in it of the loss boundary (the moment
-    between forward and backward).
+    """Return the part of a schedule that a compiled plan runs, split at the loss boundary (the moment between forward
+    and backward). Ops that the caller runs are removed, the loss among them.
 
     Args:
         step: the captured step.
         schedule: a schedule of its planning problem with a loss boundary.
-        lanes: the placement of the schedule's runs on two lanes (threads on the CPU, streams on CUDA); None for one
-            lane.
+        lanes: the placement of the schedule's op executions on two lanes (threads on the CPU, streams on CUDA); None
+            for one lane.
 
     Raises:
         ValueError: the schedule has no loss boundary.
@@ -166,7 +168,7 @@ def split_at_loss(step: CapturedStep, schedule: Schedule, lanes: Lanes | None = 
 
 
 def _leaving(step: CapturedStep, schedule: Schedule) -> set[int]:
-    """Return the positions at which a schedule frees a gradient for the last time."""
+    """Return the positions at which a schedule frees a gradient that no later op reads or writes."""
     gradients = {step.values[o.value].storage for o in step.outputs if "gradient" in o.kind}
     found: set[int] = set()
     for at in reversed(range(len(schedule))):
@@ -179,8 +181,10 @@ def _leaving(step: CapturedStep, schedule: Schedule) -> set[int]:
 
 
 def _without(lanes: Lanes, run: int) -> Lanes:
-    """Return the lanes of a schedule from which one run of the main lane is removed. ``run``: its position among the
-    runs."""
+    """Return a placement of op executions on two lanes after one execution is removed from the schedule.
+
+    ``run``: the position of the removed execution among all executions of the schedule. It must be on the main lane.
+    """
 
     def at(other: int) -> int:
         return other - (other > run)

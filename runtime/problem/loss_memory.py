@@ -1,4 +1,5 @@
-"""The memory that is reserved for a loss outside of the planned module: its peak, and what stays allocated."""
+"""The bytes that a plan reserves for a loss outside of the planned module: those at the loss's peak, and those that
+stay allocated until the step ends."""
 
 from __future__ import annotations
 
@@ -15,9 +16,11 @@ COPIES = 5
 outputs included. Almost every loss needs at most this many: mean squared error, L1, dice and divergences need
 four, a squared difference written as separate ops needs five."""
 FEWER = 4
-"""The same number for large outputs. Cross entropy and mean squared error need three."""
+"""The assumed peak of a loss if the outputs are large, in tensors like those of `COPIES`. Cross entropy and mean
+squared error need three."""
 AMPLE_SHARE = 1 / 8
-"""The share of the step's peak up to which `COPIES` is assumed rather than `FEWER`."""
+"""The loss's peak according to `COPIES`, as a share of the step's peak, up to which `COPIES` is assumed rather than
+`FEWER`."""
 SCALARS = 8
 """The assumed number of further one-element tensors of a loss: a sum of weights, a temperature, a penalty."""
 
@@ -26,9 +29,10 @@ SCALARS = 8
 class LossMemory:
     """Bytes that a loss outside of the model needs in addition to the outputs and their gradients.
 
-    ``peak``: at its peak. ``kept``: the part of ``peak`` that stays allocated until the step ends: the caller of
-    backward holds the loss and its gradient meanwhile. (The scalar that `mse_loss` or `smooth_l1_loss` returns keeps
-    a storage of the outputs' size alive.)
+    ``peak``: the bytes at the loss's peak. ``kept``: the bytes that stay allocated until the step ends, because the
+    caller keeps the loss and its gradient while the backward runs. (The scalar that `mse_loss` or `smooth_l1_loss`
+    returns keeps a storage of the outputs' size alive.) ``peak`` includes ``kept``, unless ``peak`` is too small for
+    that.
     """
 
     peak: int
@@ -36,25 +40,29 @@ class LossMemory:
 
     @classmethod
     def of_peak(cls, step: CapturedStep, peak: int, used: frozenset[str] = frozenset()) -> LossMemory:
-        """Return the memory of a loss whose peak is known. Of that peak the loss is assumed to keep the scalar loss
-        and its gradient, and one tensor of the size of each output that it reads.
+        """Return the memory of a loss whose peak is known.
+
+        The scalar loss, its gradient, and one tensor of the size of each output that the loss reads are assumed to stay
+        allocated until the step ends, as far as ``peak`` has bytes for them. The two scalars are counted even if it has
+        not.
 
         Args:
             step: the captured step.
             peak: bytes, in addition to the outputs and their gradients.
-            used: positions (as text) of the outputs that the loss does not read.
+            used: positions (as text) of outputs that are excluded, since the loss does not read them.
         """
         scalars = 2 * _scalar(step)
         return cls(peak, max(scalars, min(peak, _each(step, used) + scalars)))
 
     @classmethod
     def of_copies(cls, step: CapturedStep, copies: float, used: frozenset[str] = frozenset()) -> LossMemory:
-        """Return the memory of a loss whose peak is given in tensors of the outputs' size.
+        """Return the memory of a loss that needs, at its peak, ``copies`` times the bytes of the outputs that it reads.
 
         Args:
             step: the captured step.
-            copies: the number of these tensors, of float32 or wider, gradients of the outputs included.
-            used: positions (as text) of the outputs that the loss does not read.
+            copies: the factor. An output counts with 4 bytes per element, or more if its type is wider. The gradients
+                of the outputs are included in the factor, and a few scalars are added.
+            used: positions (as text) of outputs that are excluded, since the loss does not read them.
         """
         tangents = sum(allocated(fake.nbytes, fake.device) for fake in _read(step, used))
         more = max(0, int(copies * _each(step, used)) - tangents)
@@ -62,12 +70,12 @@ class LossMemory:
 
     @classmethod
     def usual(cls, step: CapturedStep, peak: int) -> LossMemory:
-        """Return the assumed memory of an unknown loss: `COPIES` tensors of the outputs' size, or `FEWER` if the
-        outputs are large.
+        """Return the assumed memory of an unknown loss: `COPIES` times the bytes of the outputs, or `FEWER` times if
+        the outputs are large in comparison to the step.
 
-        A scalar output is assumed to be a loss that the model computes. That output, and the outputs from which it is
-        computed, need no bytes here, except those for which a gradient has arrived before (`CapturedStep.arrived`).
-        Other outputs, from which no scalar output is computed, are assumed to have a loss outside the model.
+        A scalar output is assumed to be a loss that the model computes. Such an output, and the outputs from which it
+        is computed, need no bytes here. The exception are outputs whose gradient arrived in an earlier backward
+        (`CapturedStep.arrived`). The other outputs are assumed to have a loss outside of the model.
 
         Args:
             step: the captured step.
@@ -84,17 +92,20 @@ NO_LOSS = LossMemory(0, 0)
 
 
 def _read(step: CapturedStep, used: frozenset[str]) -> list[torch.Tensor]:
-    """Return the fake gradients of the outputs that a loss reads.
+    """Return, for each output that a loss is assumed to read, a fake tensor like the output's gradient.
 
-    Outputs that the forward sets as attributes (a normalised weight, for example) are left out: a loss seldom
-    reads them.
+    ``used``: positions (as text) of outputs that are excluded. Outputs that the forward assigns to attributes (a
+    normalised weight, for example) are excluded, too: a loss seldom reads them.
     """
     others = used | step.attributes
     return [step.values[i.value].fake for i in step.inputs if i.kind == "tangent" and i.target not in others]
 
 
 def _each(step: CapturedStep, used: frozenset[str] = frozenset()) -> int:
-    """Return the bytes of the outputs that a loss reads, in float32 or their own wider type."""
+    """Return the bytes of one tensor for each output that a loss is assumed to read, with at least 4 bytes per element.
+
+    ``used``: positions (as text) of outputs that are excluded, since the loss does not read them.
+    """
     return sum(allocated(fake.numel() * max(fake.itemsize, 4), fake.device) for fake in _read(step, used))
 
 

@@ -1,4 +1,4 @@
-"""The optimizer's step as the last op of a planning problem."""
+"""Add the optimizer's step to a planning problem, as its last op."""
 
 from __future__ import annotations
 
@@ -13,9 +13,11 @@ def with_optimizer_step(step: CapturedStep, graph: TrainingGraph, transient: int
     """Return a planning problem with one more op at its end, the optimizer's step, which the caller runs when all
     outputs exist.
 
+    The workspace of that op is ``transient`` minus the bytes of the outputs' gradients. The problem counts these
+    gradients as inputs, but they are freed before the optimizer runs.
+
     Args:
-        step: the captured step. The problem charges the gradients of its outputs as inputs, but they are freed before
-            the optimizer runs, so their bytes are available to the optimizer.
+        step: the captured step.
         graph: the planning problem of the step.
         transient: bytes that the optimizer's step allocates temporarily, in addition to parameters, gradients and
             state. If 0, the problem is returned unchanged.

@@ -1,4 +1,5 @@
-"""From a captured step and the costs of its calls to the planning problem."""
+"""Build the planning problem of a captured step (the ATen calls of a forward and its backward) from the costs of its
+calls."""
 
 from __future__ import annotations
 
@@ -19,15 +20,16 @@ RNG_STATES = "rng_states"
 def training_graph(step: CapturedStep, costs: Mapping[str, CallCost]) -> TrainingGraph:
     """Return the planning problem of a captured step, without a loss boundary (an op between forward and backward).
 
-    Views are folded into the storage that they view. Random calls must draw the same numbers when they run again:
-    their saved generator states are charged as one more input. A random call whose results take no more bytes than
-    such a state never runs again. Bytes that libraries keep allocated are charged as another input. Collectives run
-    once, in a fixed order among themselves and random calls, since the plans of other processes may differ.
+    A view is no op of the problem: all views of a storage are one tensor. Random calls must draw the same numbers when
+    they run again, so their saved generator states are charged as one more input. A random call whose results take no
+    more bytes than one such state never runs again. The bytes that libraries keep allocated are charged as a further
+    input. Collectives run once, in a fixed order among themselves and random calls, since the plans of other processes
+    may differ.
 
     Args:
         step: the captured step.
-        costs: the cost of each call that is not a view, and of each inverse (a call that recomputes a tensor from
-            later ones), by name.
+        costs: by call name, the cost of each call that is not a view, and of each inverse (a call that recomputes a
+            tensor from tensors computed from it).
     """
     seeded = [c.name for c in step.calls if c.seeded]
     sizes = dict(step.storage_bytes)
@@ -49,7 +51,7 @@ def training_graph(step: CapturedStep, costs: Mapping[str, CallCost]) -> Trainin
     states += len(drawing) if step.left_out else 0  # in case the whole forward runs again
     if states * state:
         sizes[RNG_STATES] = split[RNG_STATES] = states * state
-    left_over = REST if step.device.type == "cuda" else 0  # the rest of a block beyond `SHARE`
+    left_over = REST if step.device.type == "cuda" else 0  # what the allocator leaves unused of a block
     library = THREADS * max((c.library for c in costs.values()), default=0) + left_over
     if library:
         sizes[LIBRARIES] = split[LIBRARIES] = library
@@ -90,8 +92,8 @@ def _op(step: CapturedStep, call: Call, cost: CallCost) -> Op:
 
 
 def _grain(step: CapturedStep, call: Call) -> float:
-    """Return the machine epsilon of a call's result (two roundings) if it is coarser than that of the
-    arguments; else 0."""
+    """Return the relative error that the rounding of a call adds: the machine epsilon of the result's type if that type
+    is less precise than the types of all arguments; else 0."""
     results = [step.values[r].fake.dtype for r in call.results if r]
     reads = [step.values[r.value].fake.dtype for r in refs((call.args, call.kwargs))]
     coarse = max((torch.finfo(d).eps for d in results if d.is_floating_point), default=0.0)
