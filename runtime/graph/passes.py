@@ -1,4 +1,4 @@
-"""Passes over a captured step that do not change its results."""
+"""Rewriting passes over a captured step that do not change its results."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from rematplan.runtime.graph.captured_step import (
 
 
 def with_phases(step: CapturedStep) -> CapturedStep:
-    """Return the step with the field ``backward`` of each call set.
+    """Return the step with the field ``backward`` of each call set: whether the call belongs to the backward half.
 
-    It is true for every call after the loss boundary (the moment at which the tangents arrive), and for every call
-    before it that neither must keep its order (`Call.ordered`) nor contributes to an output that exists at the loss
-    boundary. It is false for all others.
+    The loss boundary is the moment at which the gradients of the outputs arrive. Every call after it is backward. A
+    call before it is forward if it is random or a collective (`Call.ordered`), if it makes an output that exists at the
+    loss boundary, or if another forward call reads its result. All other calls are backward.
     """
     late = step.after_loss
     needed = {o.value for o in step.outputs if step.values[o.value].call not in late}
@@ -29,8 +29,8 @@ def with_phases(step: CapturedStep) -> CapturedStep:
 
 
 def without_dead_calls(step: CapturedStep) -> CapturedStep:
-    """Return the step without calls whose results neither an output nor a remaining call reads, and without the
-    values of these calls.
+    """Return the step without its dead calls, and without the values that they make. A call is dead if none of its
+    results is an output or is read by a call that stays.
 
     Random calls stay, since later draws depend on the generator's state after them. Collectives stay, since other
     processes wait for them.

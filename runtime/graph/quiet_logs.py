@@ -1,4 +1,4 @@
-"""Silencing of torch's log messages about errors that we catch and report in one line."""
+"""Silencing of torch's log messages about errors that this package catches and reports itself, in one line."""
 
 from __future__ import annotations
 

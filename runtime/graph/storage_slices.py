@@ -1,4 +1,5 @@
-"""How a tensor covers its storage: entirely, or as a band, the same range of every period."""
+"""The part of a storage that a tensor covers: the whole storage, or a band, which is the same range in each of the
+equal periods of the storage."""
 
 from __future__ import annotations
 
@@ -10,10 +11,12 @@ import torch
 
 @dataclass(frozen=True, slots=True, order=True)
 class Band:
-    """Elements ``start`` to ``start + length`` (exclusive) of every ``period`` elements of a storage.
+    """The elements of a storage that a slice of a dense tensor along one dimension covers.
 
-    A slice of a dense tensor along any dimension is a band, whichever calls produced it (chunk, split,
-    narrow, reshape and select, every other channel), permuted or not.
+    The storage consists of periods of ``period`` elements. The band has the elements ``start`` to ``start + length``
+    (exclusive) of each period. For example, ``x[:, 2:5]`` of a dense ``x`` of shape (8, 10) is a band of period 10,
+    start 2 and length 3. It does not matter which calls made the slice (chunk, narrow, select, reshape), or whether its
+    dimensions are permuted.
     """
 
     period: int
@@ -36,8 +39,8 @@ class Band:
 
 
 def band(tensor: torch.Tensor) -> Band | None:
-    """Return the band of its storage that a tensor covers. None if the tensor's elements are no band, repeat an
-    element, or are none."""
+    """Return the band (the same range in each period of a storage, see `Band`) that a tensor covers. Return None if the
+    tensor is empty, repeats an element, or covers elements that form no band."""
     elements = tensor.untyped_storage().nbytes() // tensor.element_size()
     dims = sorted(
         (stride, size) for size, stride in zip(tensor.shape, tensor.stride(), strict=True) if size != 1
@@ -63,8 +66,8 @@ def has_strides(tensor: torch.Tensor, strides: Sequence[int]) -> bool:
 
 
 def bands_tile(bands: list[Band]) -> bool:
-    """Return whether these bands have the same period and together cover each period, every element once; false
-    without bands."""
+    """Return whether these bands have the same period and together cover every element of the period exactly once.
+    Return False for an empty list."""
     at = 0
     for one in sorted(bands):
         if one.period != bands[0].period or one.start != at:
@@ -74,12 +77,16 @@ def bands_tile(bands: list[Band]) -> bool:
 
 
 def within(tensor: torch.Tensor, part: Band) -> tuple[tuple[int, ...], tuple[int, ...], int]:
-    """Return the shape, strides and offset, in elements, that ``tensor`` has in a new dense storage to which
-    only the band ``part`` of its storage is copied.
+    """Return the layout that ``tensor`` has after a band of its storage is copied to a new dense storage, which has
+    only the elements of the band.
 
     Args:
-        tensor: a view whose elements are all in ``part``.
-        part: a band of the storage of ``tensor``.
+        tensor: a view whose elements are all in the band.
+        part: the band, of the storage of ``tensor``.
+
+    Returns:
+        The shape, strides and offset, in elements, of the view of the new storage that has the same elements as
+        ``tensor``.
     """
     stride = tuple(s if s < part.period else s // part.period * part.length for s in tensor.stride())
     return tuple(tensor.shape), stride, int(tensor.storage_offset()) - part.start

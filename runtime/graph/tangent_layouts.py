@@ -1,9 +1,10 @@
 """Adapting a backward to gradients of outputs whose strides differ from those at capture.
 
-A loss chooses the strides of these gradients. A kernel may sum in memory order, so copying a gradient to
-other strides can change the last bits of the result. The backward therefore takes gradients with the strides
-they arrive with, and repeats eager mode's layout-dependent choices, such as to view or to copy a gradient.
-The first backward with new strides records the strides of all other values (`Notes`).
+The loss chooses the strides of these gradients. A kernel may sum in memory order, so copying a gradient to other
+strides can change the last bits of the result. The backward therefore uses the gradients with the strides with which
+they arrive. It repeats the choices that eager mode makes by strides, such as to view or to copy a gradient. The first
+backward with new strides records the strides of all values that it computes (`Notes`), and the backward is then
+compiled for these strides.
 """
 
 from __future__ import annotations
@@ -36,20 +37,22 @@ _NAMES = (
     "miopen_batch_norm_backward",
 )
 CONTIGUOUS = frozenset(getattr(ATEN, name).default for name in _NAMES)
-"""Calls whose gradients autograd's formulas make contiguous (derivatives.yaml). For contiguous gradients that
-adds no call to the trace. Those of the calls that take strides as arguments would compute something else for
-other layouts."""
+"""Ops for which autograd's formulas make the gradient contiguous first (derivatives.yaml). If it was contiguous
+at capture, the trace does not show that. Some of these ops take strides as arguments, and would compute something
+else for a gradient of other strides."""
 
 
 def for_any_layout(step: CapturedStep) -> CapturedStep:
-    """Return the step with a backward half that gives the same bits as eager mode for tangents (gradients of outputs)
-    of any strides.
+    """Return the step with a backward half that computes the same bits as eager mode for tangents (gradients of
+    outputs) of any strides.
 
-    A view or copy that was chosen by the layout of a gradient at capture becomes `aten::reshape`, which autograd's
-    formulas call. What reshape copies beyond the plan is freed together with its source. Some formulas, and backward
-    functions of users, may have asked for contiguous gradients, which the trace does not show where the gradients
-    were contiguous already. Calls of `CONTIGUOUS`, and calls of ops that are not PyTorch's, therefore get their
-    arguments with the strides at capture (`AsCaptured`).
+    A reshape in a formula of autograd was captured as a view or as a copy, depending on the strides of a gradient. It
+    becomes `aten::reshape` again. If this makes a copy that the plan does not expect, the copy is freed together with
+    the tensor that it copies.
+
+    Some formulas, and backward functions of users, make a gradient contiguous first. If it was contiguous at capture,
+    the trace does not show that. Calls of the ops in `CONTIGUOUS`, and calls of ops that are not PyTorch's, therefore
+    get their arguments with the strides at capture (`AsCaptured`).
     """
     late = step.after_loss
     copies = _copies_to_reshape(step)
@@ -78,9 +81,10 @@ def _as_captured(step: CapturedStep, call: Call) -> Call:
 
 @dataclass(frozen=True, eq=False)
 class AsCaptured:
-    """An op that first copies its arguments to the strides at capture where they have other strides.
+    """An op whose arguments are first copied to the strides that they had at capture, if their strides differ.
 
-    ``op``: the op. ``strides``: one entry for each positional argument; None leaves the argument as it is.
+    ``op``: the op. ``strides``: for each positional argument, its strides at capture: None for an argument that is no
+    tensor, a list for a list of tensors.
     """
 
     op: Callable[..., Any]
@@ -90,7 +94,7 @@ class AsCaptured:
         return f"{self.op}.as_captured"
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Call the op on arguments with the strides at capture, and return its result."""
+        """Copy the arguments whose strides differ from those at capture, call the op, and return its result."""
         return self.op(*map(_laid_out, args, self.strides), **kwargs)
 
 
@@ -103,8 +107,12 @@ def _laid_out(arg: Any, strides: Any) -> Any:
 
 
 def _copies_to_reshape(step: CapturedStep) -> dict[str, Any]:
-    """Return the target shapes of clones that exist only because a reshape could not be a view, by the
-    clone's name."""
+    """Return the calls of clone that were captured because a reshape could not return a view. These are the clones that
+    only one call reads, an `_unsafe_view`, and that are no outputs.
+
+    Returns:
+        The shape to which the clone is reshaped, by the name of the call of clone.
+    """
     outputs = {step.values[o.value].storage for o in step.outputs}
     readers: dict[str, list[Call]] = defaultdict(list)
     for call in step.calls:
@@ -130,7 +138,8 @@ class _Layout:
 
 @dataclass
 class Notes:
-    """Observed layouts (shape, strides, offset and storage size) of a step's values, by value name."""
+    """The layouts (shape, strides, offset and storage size) of a step's values, by value name, as recorded while a
+    backward runs."""
 
     layouts: dict[str, _Layout] = field(default_factory=dict)
 
@@ -151,8 +160,8 @@ class Notes:
         )
 
     def with_layouts(self, step: CapturedStep) -> CapturedStep:
-        """Return the step in which the fake of each recorded value has the recorded shape, strides, offset and
-        storage size. Other values are unchanged."""
+        """Return the step with the recorded shape, strides, offset and storage size for each recorded value: its fake
+        tensor (`Value.fake`) is replaced. Values without a record are unchanged."""
         with FakeTensorMode():
             noted = {name: _fake(step.values[name], layout) for name, layout in self.layouts.items()}
         return replace(step, values={**step.values, **noted})

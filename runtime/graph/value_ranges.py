@@ -1,5 +1,5 @@
-"""Interval arithmetic on a step: bounds of values that hold for all inputs. A tanh is in [−1, 1], so its
-exponential is in [1/e, e]."""
+"""Bounds of a step's values that hold for all inputs, derived by interval arithmetic. For example, a tanh is in [−1,
+1], so its exponential is in [1/e, e]."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ DEEPEST = 24
 
 @dataclass(frozen=True, slots=True)
 class Range:
-    """An interval that contains every element of a value.
+    """An interval that contains every element of a tensor or number.
 
     ``low``, ``high``: its ends, included; infinite by default. ``lasting``: whether the interval still holds after
-    parameters change.
+    training has changed the parameters. It may not hold if it was computed from their present values.
     """
 
     low: float = -math.inf
@@ -32,8 +32,8 @@ class Range:
     lasting: bool = True
 
     def of(self, *ends: float) -> Range:
-        """Return the smallest interval that contains these numbers, with ``lasting`` as in this range. If a number is
-        NaN (∞ · 0), the interval is unbounded."""
+        """Return the smallest interval that contains the numbers ``ends``. The field ``lasting`` is copied from this
+        range. If a number is NaN (as ∞ · 0 is), the new interval is unbounded."""
         if any(map(math.isnan, ends)):
             return Range(lasting=self.lasting)
         return Range(min(ends), max(ends), self.lasting)
@@ -46,22 +46,23 @@ class Range:
 
 
 class Ranges:
-    """The ranges of a step's values, derived on demand by interval arithmetic.
+    """The ranges of a captured step's values: intervals that contain their elements for all inputs, derived on demand.
 
     Args:
         step: the captured step.
-        known: the values whose real tensors are known.
+        known: the real tensors of the values that are computed only from parameters, buffers and constants.
     """
 
     def __init__(self, step: CapturedStep, known: KnownValues) -> None:
         self.step, self.known = step, known
 
     def __call__(self, value: Any, depth: int = DEEPEST) -> Range:
-        """Return the range of a number, or of the value that a `Ref` refers to; unbounded if nothing is known of it.
+        """Return the range (interval) of a number, or of the value to which a `Ref` refers. The range is unbounded if
+        nothing is known of the value.
 
         Args:
             value: the number or `Ref`.
-            depth: the longest chain of calls that is followed back from the value.
+            depth: the largest number of calls that are followed back from the value.
         """
         if not isinstance(value, Ref):
             return Range(float(value), float(value))
@@ -79,6 +80,8 @@ class Ranges:
 
 
 Row = Callable[[Call, Callable[[Any], Range]], Range]
+"""A rule for the range of an op's result: a function of the call, and of a function that returns the range of an
+argument."""
 
 
 def _within(low: float, high: float) -> Row:
@@ -86,7 +89,8 @@ def _within(low: float, high: float) -> Row:
 
 
 def _rising(f: Callable[[float], float]) -> Row:
-    """Return the rule of a nondecreasing function of one argument."""
+    """Return the rule that derives the range (interval) of an op's result from that of its argument, for an op that
+    computes a nondecreasing function ``f`` of its first argument."""
 
     def row(call: Call, of: Callable[[Any], Range]) -> Range:
         x = of(call.args[0])

@@ -35,18 +35,19 @@ def warn(message: str, category: type[Warning] = UserWarning) -> None:
 
 
 def _users_frame(frame: FrameType) -> FrameType:
-    """Return the innermost frame, from this one outwards, that is the user's; the outermost frame if none
-    is."""
+    """Return the innermost frame, from ``frame`` outwards, that runs the user's code; the outermost frame if none
+    does."""
     while not _is_users(frame) and frame.f_back is not None:
         frame = frame.f_back
     return frame
 
 
 def _is_users(frame: FrameType) -> bool:
-    """Return whether a frame is the user's, by the name of its module.
+    """Return whether a stack frame runs the user's code: its module has a name and is not of this package, torch,
+    contextlib or builtins.
 
-    File paths do not identify the package, because its folders are symbolic links. Generated code runs with
-    no module name or with that of builtins.
+    File paths do not identify the package, because its folders are symbolic links. Generated code runs with no module
+    name or with that of builtins.
     """
     name = frame.f_globals.get("__name__") or "builtins"
     return name != "builtins" and name.partition(".")[0] not in SKIPPED

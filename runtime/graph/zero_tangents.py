@@ -1,4 +1,4 @@
-"""The values of the backward half that are zero when some tangents are missing."""
+"""The values of the backward half that are zero when some tangents (gradients of outputs) are missing."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from rematplan.runtime.graph.captured_step import Call, CapturedStep, Ref, refs
 class Zeros:
     """The effect of missing tangents (gradients of outputs that the loss does not use) on a step.
 
-    ``values``: names of values that are zero, missing tangents included. ``sums``: the additions of such a zero to
-    another value: by the name of the addition, the name of that value, which its result equals.
+    ``values``: names of the values that are zero, the missing tangents included. ``sums``: the additions of a zero to
+    another value, as a dict from the name of the addition's call to the name of the other value, which equals the sum.
     """
 
     values: frozenset[str]
@@ -23,9 +23,11 @@ class Zeros:
 
 
 def zeros_without(step: CapturedStep, missing: Iterable[str]) -> Zeros:
-    """Return which values are zero, and which sums equal one of their summands, if some tangents are missing.
+    """Return which values of a step are zero, and which sums equal one of their summands, if some tangents (gradients
+    of outputs) are missing.
 
-    A gradient is linear in its tangents, so a call whose tangents are all zero returns zero.
+    The backward half is linear in the tangents. So a call returns zero if all arguments that are computed from tangents
+    are zero.
 
     Args:
         step: the captured step.
@@ -49,8 +51,8 @@ def zeros_without(step: CapturedStep, missing: Iterable[str]) -> Zeros:
 
 
 def changes_strides(step: CapturedStep, missing: Iterable[str]) -> bool:
-    """Return whether, if some tangents (gradients of outputs) are missing, a sum would be replaced by a summand with
-    other strides than the sum's.
+    """Return whether the absence of some tangents (gradients of outputs) changes the strides of a sum. A sum of a zero
+    and another value is replaced by the other value, whose strides may differ from those of the sum.
 
     Args:
         step: the captured step.
