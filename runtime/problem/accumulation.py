@@ -209,8 +209,8 @@ def waiting_bytes(
     Args:
         step: the captured step.
         schedule: a schedule of the step's problem from `adding_problem`.
-        spare: the bytes of the budget that are unused at each position, not counting the result of this function.
-            Segments end early where these bytes require it.
+        spare: the bytes of the budget that are unused at each position, if freed gradients took no memory. Segments end
+            early where freed gradients would need more than these bytes.
         names: the parameters, as the step names them, that have gradients of earlier steps.
     """
     own, added = split_at_loss(step, schedule), _added(step, names)

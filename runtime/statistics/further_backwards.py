@@ -1,4 +1,9 @@
-"""The additional backwards that the statistics of a step need, and the number of terms of its loss."""
+"""Find the additional backwards that the statistics (Kronecker factors) of a step need, and count the terms of its
+loss.
+
+A Fisher matrix of the kinds ``mc`` or ``type-2`` needs gradients for labels that the model draws, or for each class. A
+loss has one term for each sample, token or pixel over which it is averaged or summed.
+"""
 
 from __future__ import annotations
 
@@ -23,16 +28,18 @@ def samples_of(step: CapturedStep) -> int:
 
 
 def terms_of(step: CapturedStep, options: Kronecker) -> int:
-    """Return the number of terms of which the loss is the mean or sum: ``options.terms`` if given; else the number of
-    elements of the module's output divided by the number of classes. For a scalar output, that is the size of the
-    first dimension of the module's first input, at least 1.
+    """Return the number of terms of the loss: how many samples, tokens or pixels it averages or sums over.
+
+    This is ``options.terms`` if it is given. Otherwise it is the number of elements of the output from which the loss
+    is computed, divided by the number of classes. If that output is a scalar, it is the size of the first dimension of
+    the module's first input tensor, at least 1.
 
     Args:
         step: the captured step.
-        options: say which output the loss is computed from, and which dimension is that of the classes.
+        options: state from which output the loss is computed, and which of its dimensions is that of the classes.
 
     Raises:
-        ModelError: that output does not exist, or has no dimension of classes.
+        ModelError: the output does not exist, or has several dimensions but no ``options.class_dim``.
     """
     if options.terms is not None:
         return options.terms
@@ -43,8 +50,8 @@ def terms_of(step: CapturedStep, options: Kronecker) -> int:
 
 
 def further_backwards(step: CapturedStep, options: Kronecker, draws: Draws) -> list[SecondBackward]:
-    """Return the backwards that the statistics need in addition to that of the user's loss; an empty list if the
-    statistics come from that one (``fisher="empirical"``).
+    """Return the backwards that a step's statistics need in addition to the backward of the user's loss. The list has
+    one for ``fisher="mc"``, one for each class for ``"type-2"``, and none for ``"empirical"``.
 
     Args:
         step: the captured step.
@@ -52,7 +59,9 @@ def further_backwards(step: CapturedStep, options: Kronecker, draws: Draws) -> l
         draws: the random numbers for drawing labels.
 
     Raises:
-        ModelError: the step's output does not fit the likelihood and the kind of Fisher matrix.
+        ModelError: the output does not exist or has no dimension of classes, or it depends on no trained parameter.
+            Also with ``likelihood="categorical"`` if there is only one class, and with ``"type-2"`` if there are more
+            than `MOST_COLUMNS` classes or several terms of the loss for each sample.
     """
     if options.fisher == "empirical":
         return []
@@ -93,8 +102,13 @@ def _check_columns(step: CapturedStep, fake: torch.Tensor, size: int) -> None:
 
 
 def _output(step: CapturedStep, options: Kronecker, needed: bool) -> str:
-    """Return the value of the output from which the loss is computed. ``needed``: whether it must have a
-    dimension of classes even if it is a scalar or vector."""
+    """Return the value name of the output from which the loss is computed.
+
+    ``needed``: whether the output must have the dimension ``options.class_dim`` even if it is a scalar or a vector.
+
+    Raises:
+        ModelError: the output does not exist, or lacks that dimension.
+    """
     target = str(options.output)
     found = next((o.value for o in step.outputs if (o.kind, o.target) == ("output", target)), None)
     if found is None:

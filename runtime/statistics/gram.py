@@ -1,4 +1,5 @@
-"""The op of a statistic: the sum of outer products of a tensor's rows, as packed symmetric matrices.
+"""The op that computes a statistic (Kronecker factor) of a layer. It sums the outer products of a tensor's rows into
+packed symmetric matrices.
 
 Rows are read in chunks, so that copies (patches of a convolution, float32 of bfloat16) stay small.
 """
@@ -24,13 +25,14 @@ GOLDEN = (5**0.5 - 1) / 2
 
 @dataclass(frozen=True, slots=True)
 class Gram:
-    """The op of a statistic: the sum Σ r rᵀ over rows r of a tensor, in float32 or wider, as packed symmetric
-    matrices (groups, `packed_size`).
+    """The op that computes a statistic: the sum Σ r rᵀ over rows r of a tensor, for each group of a grouped layer. The
+    result has the shape (groups, `packed_size`): packed symmetric matrices, in float32 or wider.
 
-    ``read``: how rows are read. ``places``: with ``each``, every place of a sample is a row; with ``mean`` or
-    ``sum``, a sample is one row, the mean or sum over its places. ``share``: the share of the rows that are used.
-    ``ones``: whether each row ends with an additional one, for a bias. ``scale``: a factor of the sum. ``diagonal``:
-    whether only the diagonals are computed: (groups, `size`).
+    ``read``: how rows are read from the tensor. ``places``: what is a row. With ``each``, every position of a sample
+    (pixel, token) is a row. With ``mean`` or ``sum``, a sample is one row: the mean or sum over its positions.
+    ``share``: the share of the rows that are used, at most 1. ``ones``: whether a one is appended to each row, for a
+    layer with a bias. ``scale``: the factor by which the sum is multiplied. ``diagonal``: whether only the diagonal of
+    each matrix is computed; the result's shape is then (groups, `size`).
     """
 
     read: Reading
@@ -42,31 +44,35 @@ class Gram:
 
     @property
     def size(self) -> int:
-        """The number of rows of each matrix: the features, and one more with ``ones``."""
+        """The number of rows, and of columns, of each summed matrix. It is the length of a row of the tensor, plus one
+        if ``ones`` is true."""
         return self.read.sizes[1] + self.ones
 
     @property
     def shape(self) -> tuple[int, int]:
-        """The result's shape: (groups, numbers stored for a matrix)."""
+        """The result's shape: the number of groups, and how many numbers are stored for the matrix of one group."""
         groups, features, _, _ = self.read.sizes
         return groups, self.size if self.diagonal else packed_size(features, self.ones)
 
     @property
     def all_rows(self) -> int:
-        """The number of rows that the tensor has, whether or not they are used."""
+        """The number of rows that the tensor has. Unless ``share`` is 1, only some of them are used."""
         _, _, samples, places = self.read.sizes
         return math.prod(samples) * (math.prod(places) if self.places == "each" else 1)
 
     def rows(self, dtype: torch.dtype) -> int:
-        """Return the number of rows that are used of a tensor whose elements have this type. (It depends on the type,
-        since rows are read in chunks of limited bytes, and some are selected of each chunk.)"""
+        """Return the number of rows of a tensor that are used.
+
+        ``dtype``: the type of the tensor's elements. The number depends on it, because rows are read in chunks of
+        limited bytes, and the ``share`` is taken of each chunk.
+        """
         per_sample = self.all_rows // max(1, self.read.sizes[2][0])
         return sum(_taken(per_sample * n, self.share) for _, n in self._chunks(dtype))
 
     @property
     def flops(self) -> float:
-        """The number of arithmetic operations of a call, for the roofline model: of the products of rows; or of the
-        products of shifted inputs, where these are used for a convolution (`shifts_of`)."""
+        """The number of arithmetic operations of one call, for the roofline model. It counts products of rows, or
+        products of shifted inputs if these are used instead for a convolution (see `shifts_of`)."""
         groups, features, _, _ = self.read.sizes
         if shifts := self._shifts(torch.float32):
             channels = features // math.prod(shifts.read.kernel)
@@ -74,15 +80,18 @@ class Gram:
         return float(groups * features * (1 if self.diagonal else features) * self.all_rows * self.share)
 
     def _shifts(self, dtype: torch.dtype) -> Shifts | None:
-        """Return how to sum the rows of a tensor of that type by products of its shifts; None if the rows themselves
-        are multiplied."""
+        """Return how to compute the sum over a convolution's windows from products of the input with shifted copies of
+        itself. Return None if products of the rows themselves are to be computed.
+
+        ``dtype``: the type of the input's elements.
+        """
         if isinstance(self.read, Patches) and self.places == "each" and self.share == 1 and not self.diagonal:
             return shifts_of(self.read, sum_type(dtype).itemsize, CHUNK_BYTES)
         return None
 
     def __call__(self, tensor: Tensor, previous: Tensor | None = None) -> Tensor:
-        """Return the packed sum over the rows of ``tensor``. If ``previous`` is given (the sum of an earlier use of
-        the same weight), the sum is added to that tensor in place, and that tensor is returned."""
+        """Return the packed sum over the rows of ``tensor``. If ``previous`` is passed (the sum of an earlier use of
+        the same weight), add to that tensor in place and return it."""
         dtype = sum_type(tensor.dtype)
         out = tensor.new_empty(self.shape, dtype=dtype) if previous is None else previous
         kept = previous is not None
@@ -95,7 +104,15 @@ class Gram:
         return out if kept else out.zero_()
 
     def _add_by_shifts(self, shifts: Shifts, out: Tensor, tensor: Tensor, dtype: torch.dtype) -> None:
-        """Add the sum over all rows to ``out``."""
+        """Add to ``out`` the sum over all windows of a convolution's input, computed from products of the input with
+        shifted copies of itself.
+
+        Args:
+            shifts: which products to compute.
+            out: the packed matrices, changed in place.
+            tensor: the input.
+            dtype: the type in which products are computed and summed.
+        """
         terms: dict[Term, Tensor] = {}
         for some in tensor.split(shifts.entries(CHUNK_BYTES, dtype.itemsize)):
             shifts.products(some.to(dtype), terms)
@@ -105,7 +122,15 @@ class Gram:
             self._add_border(out, sums, self.all_rows)
 
     def _rows(self, tensor: Tensor, start: int, count: int, dtype: torch.dtype) -> Tensor:
-        """Return the rows of ``count`` samples, (groups, features, rows)."""
+        """Return the rows of some samples of a tensor, as a tensor (groups, features, rows) of the type ``dtype``. If
+        ``share`` is below 1, it has only this share of the rows.
+
+        Args:
+            tensor: the tensor of all samples.
+            start: the first sample.
+            count: the number of samples.
+            dtype: the type of the result.
+        """
         groups, features, samples, places = self.read.sizes
         each = self.places == "each"
         if isinstance(self.read, Patches):
@@ -128,7 +153,8 @@ class Gram:
         return found.reshape(groups, features, -1).to(dtype)
 
     def _add(self, out: Tensor, rows: Tensor, kept: bool) -> None:
-        """Add the sum over some rows to ``out``; overwrite ``out`` unless ``kept``."""
+        """Add the scaled sum Σ r rᵀ over ``rows``, (groups, features, rows), to the packed matrices ``out`` in place.
+        If ``kept`` is false, overwrite ``out`` with the sum instead."""
         features, beta = rows.shape[1], float(kept)
         if self.diagonal:
             squares = torch.linalg.vector_norm(rows, dim=-1).square_()  # without a tensor of all squares
@@ -150,13 +176,23 @@ class Gram:
             self._add_border(out, rows.sum(-1), rows.shape[-1])
 
     def _add_border(self, out: Tensor, sums: Tensor, count: int) -> None:
-        """Add the products of ``count`` rows, whose sum is ``sums``, with the input that is one."""
+        """Add to packed matrices, in their last row and column, the products with the constant 1 that is appended to
+        each row for a bias.
+
+        Args:
+            out: the packed matrices, changed in place.
+            sums: the sum of the rows without that 1, (groups, features).
+            count: the number of the rows.
+        """
         border = out[:, -sums.shape[1] - 1 :]
         border[:, :-1].add_(sums, alpha=self.scale)
         border[:, -1] += self.scale * count
 
     def _chunks(self, dtype: torch.dtype) -> Iterator[tuple[int, int]]:
-        """Yield ranges of samples to be read at a time: the first sample and their number."""
+        """Yield the ranges of samples whose rows are read at once, each as its first sample and the number of samples.
+
+        ``dtype``: the type of the tensor's elements.
+        """
         groups, features, samples, places = self.read.sizes
         first = samples[0]
         each = self.all_rows // max(1, first) * self.share
@@ -181,7 +217,7 @@ class Gram:
 
     @property
     def source_name(self) -> str:
-        """The function's name in generated source."""
+        """The name under which this op is called in the generated code of a compiled plan."""
         return "statistics_gram"
 
 
@@ -196,10 +232,17 @@ def _taken(rows: int, share: float) -> int:
 
 
 def _indices(rows: int, share: float, sizes: Sequence[int], device: torch.device) -> list[Tensor]:
-    """Return the indices of the rows that are used, one array for each row dimension.
+    """Return the indices of the rows that are used: for each dimension that counts rows, one vector with an index for
+    each row.
 
-    One row is used of each interval of 1 / share rows. Its position in the interval follows multiples of the
-    golden ratio, so that no column of an image is preferred.
+    All rows are divided into intervals of 1 / ``share`` rows, and one row of each interval is used. Its position in the
+    interval follows multiples of the golden ratio, so that no column of an image is preferred.
+
+    Args:
+        rows: the number of all rows, the product of ``sizes``.
+        share: the share of the rows to use.
+        sizes: the sizes of the dimensions that count rows.
+        device: the device of the result.
     """
     taken = _taken(rows, share)
     at = torch.arange(taken, device=device, dtype=torch.float64)

@@ -1,9 +1,9 @@
-"""A pass that adds statistics to a captured step: ops that sum the outer products of its layers' inputs and
-gradients.
+"""A pass that adds statistics to a captured step: ops that sum the outer products of a layer's inputs, and of the
+gradients of its outputs.
 
-Each op is placed before the product that computes the weight's gradient, and reads the same tensors as that
-product, so that nothing lives longer or is recomputed for it. The ops run once, and their results stay
-resident until the step ends.
+Each op is placed directly before the call that computes the weight's gradient, which reads the same inputs. So no input
+is needed longer, and none is recomputed, because of statistics. The ops run once, and their results stay resident until
+the step ends.
 """
 
 from __future__ import annotations
@@ -33,13 +33,13 @@ Places: TypeAlias = Literal["each", "mean", "sum"]
 
 @dataclass(frozen=True, slots=True)
 class Sums:
-    """The two sums for one block of a weight's rows, Σ a aᵀ over inputs and Σ g gᵀ over gradients, as outputs of the
-    step.
+    """The two sums for a block of a weight's rows that have the same inputs: Σ a aᵀ over inputs and Σ g gᵀ over
+    gradients. Both are outputs of the captured step.
 
-    ``a``, ``g``: the targets of these outputs. ``d_in``, ``d_out``: the numbers of features of inputs and gradients.
-    ``ones``: whether a further input is always one, for a bias. ``rows``: the number of rows summed in ``a``.
-    ``count``: the number of equal groups of output rows, all with the same inputs, into which the block is divided.
-    ``diagonal``: for ``a`` and for ``g``, whether only the diagonal is computed.
+    ``a``, ``g``: the targets (names) of these outputs. ``d_in``, ``d_out``: how many numbers an input and a gradient
+    have. ``ones``: whether a one is appended to each input, for a bias. ``rows``: the number of inputs summed in ``a``.
+    ``count``: into how many groups of the weight's matrix the block is divided; all of them have the same inputs.
+    ``diagonal``: two truth values, for ``a`` and for ``g``: whether only the diagonal is computed.
     """
 
     a: str
@@ -54,11 +54,12 @@ class Sums:
 
 @dataclass(frozen=True, slots=True)
 class Layer:
-    """A weight with statistics.
+    """A weight of a captured step for which statistics (Kronecker factors) are computed, and the outputs that contain
+    them.
 
-    ``name``: the weight's name. ``bias``: the name of the bias that is added to its outputs; None if there is none.
-    ``groups``, ``split``, ``order``: how the weight becomes a matrix, as in `Factors`. ``sums``: one entry for each
-    block of rows with separate statistics.
+    ``name``: the weight's name. ``bias``: the name of the bias of the weight's layer; None if it has none. ``groups``,
+    ``split``, ``order``: how the weight becomes a matrix, as in `Factors`. ``sums``: the two sums of each block of the
+    weight's rows. There is one block, unless blocks have different inputs.
     """
 
     name: str
@@ -71,10 +72,11 @@ class Layer:
 
 @dataclass(frozen=True)
 class StatisticsStep:
-    """A captured step that also computes statistics.
+    """A captured step that also computes statistics (Kronecker factors).
 
     ``step``: the step; the sums are its outputs of kind ``statistic``. ``layers``: the weights that have statistics.
-    ``skipped``: trained parameters without statistics, and the reasons. ``terms``: the number of terms of the loss.
+    ``skipped``: by the name of each trained parameter without statistics, the reason. ``terms``: the number of terms
+    (samples or tokens, for example) of the loss.
     """
 
     step: CapturedStep
@@ -84,7 +86,7 @@ class StatisticsStep:
 
 
 def with_statistics(step: CapturedStep, options: Kronecker, draws: Draws) -> StatisticsStep:
-    """Return the step with further ops that compute Kronecker-factored statistics of all weights for which that is
+    """Return a captured step with further ops, which compute the Kronecker factors of all weights for which that is
     possible.
 
     Args:
@@ -93,7 +95,8 @@ def with_statistics(step: CapturedStep, options: Kronecker, draws: Draws) -> Sta
         draws: the random numbers for drawing labels.
 
     Raises:
-        ModelError: no output fits the requested likelihood, or no weight can have statistics.
+        ModelError: the output from which the loss is computed does not fit the options, or no weight can have
+            statistics.
     """
     return _Pass(step, options, draws).run()
 
@@ -107,9 +110,9 @@ class _Pass:
     behind: dict[str, list[Call]] = field(default_factory=lambda: defaultdict(list))
     values: dict[str, Value] = field(default_factory=dict)
     sums: dict[object, tuple[str, int]] = field(default_factory=dict)
-    """The sums that exist already, by key: the value's name and the number of rows."""
+    """The sums that exist already: by a key of what they sum (see `_key`), the value's name and the number of rows."""
     outputs: dict[str, str] = field(default_factory=dict)
-    """The targets of the sums, by value."""
+    """The names (targets) of the sums as outputs of the step, by the name of their value."""
 
     def run(self) -> StatisticsStep:
         weights = Weights(self.step)
@@ -131,8 +134,8 @@ class _Pass:
         return StatisticsStep(step, tuple(layers), skipped, terms)
 
     def _backwards(self) -> list[SecondBackward]:
-        """Return the additional backwards. Their first calls, which compute the outputs' gradients, are
-        placed before the backward half."""
+        """Return the backwards that the statistics need in addition to that of the user's loss. Place the first call of
+        each, which computes the gradient of an output, before the backward half of the step."""
         found = further_backwards(self.step, self.options, self.draws)
         first = next(c for c in self.step.calls if c.name in self.step.after_loss)
         for one in found:
@@ -141,7 +144,8 @@ class _Pass:
         return found
 
     def _needed_only(self, backwards: list[SecondBackward]) -> None:
-        """Add those calls of the additional backwards that the statistics need."""
+        """Add to the step those calls of the additional ``backwards`` whose results the statistics need, directly or
+        not. Drop the values that no added call makes."""
         needed = {ref.value for calls in self.before.values() for c in calls for ref in _refs(c)}
         for one in backwards:
             for call in reversed(self.step.calls):
@@ -203,7 +207,13 @@ class _Pass:
         )
 
     def _grams(self, use: Use, ones: bool) -> tuple[Gram, Gram]:
-        """Return the ops that sum the inputs and the gradients of a use."""
+        """Return two ops: one sums the inputs of one use of a weight, the other the gradients of its outputs.
+
+        ``ones``: whether a one is appended to each input, for a bias.
+
+        Raises:
+            _NotTaken: with ``approx="reduce"``, the rows of the inputs cannot be divided into the samples of the batch.
+        """
         reduce = self.options.approx == "reduce"
         samples = samples_of(self.step) if reduce else 0
         product = use.product
@@ -219,7 +229,8 @@ class _Pass:
         return a, Gram(gradients, g_places, share, False, 1.0, gradients.sizes[1] > most)
 
     def _key(self, value: str, gram: Gram) -> object:
-        """Return a key that is equal for sums over the same rows, however the value views them."""
+        """Return a key that is equal for two values if ``gram`` sums the same rows of both. The values may be different
+        views of the same memory."""
         fake, read = self.step.values[value].fake, gram.read
         place = (self.step.values[value].storage, int(fake.storage_offset()), fake.dtype)
         if isinstance(read, Patches):
@@ -236,8 +247,17 @@ class _Pass:
     def _sum(
         self, key: object, gram: Gram, value: str, previous: str | None, rows: int, product: str
     ) -> tuple[str, int]:
-        """Return the value of a sum and its number of rows, those of ``previous`` included. Equal keys share
-        one sum."""
+        """Return the name of the value of a sum, and the number of rows that it sums. Add the op that computes it,
+        unless a sum with an equal key exists.
+
+        Args:
+            key: identifies what is summed.
+            gram: the op.
+            value: the name of the tensor whose rows are summed.
+            previous: the name of an earlier sum, to which the op adds; None for none.
+            rows: the number of rows of ``previous``.
+            product: the name of the call before which the op is placed.
+        """
         if key not in self.sums:
             fake = self.values.get(value) or self.step.values[value]
             name = f"statistic_{len(self.sums)}"
@@ -254,8 +274,11 @@ class _NotTaken(Exception):
 
 
 def _gradients(value: str, backwards: list[SecondBackward]) -> list[str | None]:
-    """Return the counterparts of a gradient of the user's backward in the backwards of the statistics; None
-    where it is zero."""
+    """Return the names of the gradients whose rows a statistic sums.
+
+    These are the values that the additional ``backwards`` compute in place of ``value``, a gradient in the backward of
+    the user's loss. An entry is None if that value is zero. Without additional backwards, it is ``value`` alone.
+    """
     if not backwards:
         return [value]
     made = [one.made[value] for one in backwards]
@@ -263,8 +286,14 @@ def _gradients(value: str, backwards: list[SecondBackward]) -> list[str | None]:
 
 
 def _samples_inside(step: CapturedStep, value: str, samples: int) -> bool:
-    """Return whether rows that were flattened count samples in their second dimension, as in (time, batch,
-    features)."""
+    """Return whether the samples of a batch are the second dimension of a tensor, as in (time, batch, features). If the
+    tensor has at most two dimensions, the shape that it had before it was flattened decides.
+
+    Args:
+        step: the captured step.
+        value: the tensor's name.
+        samples: the number of samples.
+    """
     while True:
         shape = step.values[value].fake.shape
         if len(shape) > 2:

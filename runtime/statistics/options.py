@@ -21,29 +21,29 @@ CHOICES: Mapping[str, tuple[str, ...]] = MappingProxyType(
 
 @dataclass(frozen=True, kw_only=True)
 class Kronecker:
-    """Options for Kronecker-factored statistics of training steps: for each layer, Σ a aᵀ over its inputs and
-    Σ g gᵀ over the gradients of its outputs, whose Kronecker product approximates the Fisher matrix. `Factors` says
-    how they are scaled.
+    """Options for Kronecker-factored statistics of training steps: for each layer, Σ a aᵀ over its inputs and Σ g gᵀ
+    over the gradients of its outputs, whose Kronecker product approximates the Fisher matrix. `Factors` says how they
+    are scaled.
 
-    ``every``: n, to compute statistics in every n-th training step. A training step ends with the optimizer's step,
-    so either all of its micro-batches have statistics or none has. ``approx``: with ``expand``, every row of
-    a layer's matrix product counts; with ``reduce``, each sample counts as one row: the mean of its inputs
-    and the sum of its gradients over places or tokens (Eschenhagen et al. 2023). ``share``: the share of the
-    rows that are used, above 0 and up to 1. ``diagonal_above``: the number of rows above which only the diagonal of
-    a factor is computed (that of a vocabulary, for example, whose matrix would need gigabytes).
+    ``every``: n, to compute statistics in every n-th training step. A training step ends with the optimizer's step.
+    Either all micro-batches of a training step have statistics or none has. ``approx``: with ``expand``, every row of a
+    layer's matrix product counts. With ``reduce``, each sample counts as one row: the mean of its inputs, and the sum
+    of its gradients, over positions or tokens (Eschenhagen et al. 2023). ``share``: the share of the rows that are
+    used, above 0 and up to 1. ``diagonal_above``: if a factor has more rows than this, only its diagonal is computed.
+    (The factor of a vocabulary, for example, would need gigabytes.)
 
-    ``fisher``: ``mc`` draws labels from the model's own distribution and runs one more backward for them,
-    without gradients of weights. ``type-2`` uses the exact Hessian of the loss with respect to the outputs,
-    with one more backward for each class, or for each number of a Gaussian's output. ``empirical`` uses the
-    backward of the user's loss. ``seed``: for drawing labels; the global generators are not used.
+    ``fisher``: ``mc`` draws labels from the model's own distribution and runs one more backward for them, without
+    gradients of weights. ``type-2`` uses the exact Hessian of the loss with respect to the outputs, with one more
+    backward for each class, or for each number that the output has for a Gaussian. ``empirical`` uses the backward of
+    the user's loss. ``seed``: for drawing labels; the global generators are not used.
 
-    ``output``: the position of the output, among the tensors that the module returns, from which the loss is
-    computed. ``likelihood``: ``categorical`` if the output has logits for cross entropy, ``gaussian`` if it
-    has means for `torch.nn.MSELoss`. ``class_dim``: the output's dimension of classes, or of the numbers of
-    one Gaussian; all other dimensions count terms of the loss. ``loss_reduction``: whether the user's loss is
-    the ``mean`` or the ``sum`` of its terms. ``terms``: the number of terms, if it does not follow from the
-    output (a loss inside the model, ignored padding). If None it follows from the output; for a module that
-    returns a scalar it is the first dimension of its first input.
+    ``output``: the position, among the tensors that the module returns, of the output from which the loss is computed.
+    ``likelihood``: ``categorical`` if this output has logits for cross entropy, ``gaussian`` if it has means for
+    `torch.nn.MSELoss`. ``class_dim``: the output's dimension of classes, or of the numbers of one Gaussian; all other
+    dimensions count terms of the loss. ``loss_reduction``: whether the user's loss is the ``mean`` or the ``sum`` of
+    its terms. ``terms``: the number of terms. State it if the output does not tell it (for a loss inside the model, or
+    ignored padding). If it is None, it is computed from the output's shape; for an output that is a scalar it is the
+    size of the first dimension of the module's first input.
 
     Raises:
         UsageError: an option has a value that is not allowed.

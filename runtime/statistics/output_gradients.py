@@ -1,10 +1,15 @@
-"""Gradients of a module's outputs whose outer products give the Fisher matrix: one op for each kind.
+"""Ops that compute gradients of a module's output such that the sum of their outer products is the Fisher matrix, or
+has it as expectation.
 
-Terms of a loss are summed, not averaged. For cross entropy the Hessian with respect to the logits is diag(p)
-− p pᵀ. Labels y drawn from p give the gradient p − e_y (``mc``); the columns √p_c (p − e_c) are an exact root
-(``type-2``). For a Gaussian, the loss of one term is ‖y − t‖² with weight w (1 / d if the user's loss is a
-mean, as `torch.nn.MSELoss` is, else 1), whose Hessian is 2 w I: √(2 w) ε with normal ε, or √(2 w) times each
-unit vector.
+The terms of a loss are summed, not averaged. The gradients for each kind of Fisher matrix and likelihood:
+
+- ``mc categorical``: labels y are drawn from p, the softmax of the logits. The gradient is p − e_y, where e_y is a unit
+  vector.
+- ``mc gaussian``: the loss of one term is w ‖y − t‖², where w is 1 / d if the user's loss is a mean (as
+  `torch.nn.MSELoss` is), else 1. The gradient is √(2 w) ε with normal ε.
+- ``type-2 categorical``: the Hessian of cross entropy with respect to the logits is diag(p) − p pᵀ. The gradients √p_c
+  (p − e_c), one for each class c, are the columns of an exact root of it.
+- ``type-2 gaussian``: the Hessian is 2 w I. The gradients are √(2 w) times each unit vector.
 """
 
 from __future__ import annotations
@@ -40,12 +45,12 @@ class Draws:
 
 @dataclass(frozen=True)
 class OutputGradient:
-    """An op that computes a gradient of a module's output, for a backward that the statistics need.
+    """An op that computes a gradient of a module's output, with which an additional backward for the statistics begins.
 
     ``kind``: the kind of Fisher matrix and the likelihood, a key of `KINDS`. ``dim``: the output's dimension of
-    classes. ``column``: for ``type-2``, the class (or the number of a Gaussian's output) for which this is the
-    gradient: a column of a root of the Hessian. ``weight``: the factor of ‖y − t‖² in a Gaussian's loss. ``draws``:
-    the random numbers for ``mc``.
+    classes. ``column``: used for ``type-2`` only, where the gradients are the columns of a root of the loss's Hessian:
+    the index of the column, which is a class or a number of a Gaussian. ``weight``: the factor of ‖y − t‖² in the loss
+    of a Gaussian. ``draws``: the random numbers for ``mc``.
     """
 
     kind: str
@@ -55,7 +60,7 @@ class OutputGradient:
     draws: Draws = field(compare=False)
 
     def __call__(self, output: Tensor) -> Tensor:
-        """Return the gradient with respect to ``output``, with the shape, strides and type of ``output``."""
+        """Return the gradient of the loss with respect to ``output``, in the shape, strides and type of that tensor."""
         found = KINDS[self.kind](self, output.detach().to(torch.promote_types(output.dtype, torch.float32)))
         return torch.empty_like(output).copy_(found)
 
@@ -64,7 +69,7 @@ class OutputGradient:
 
     @property
     def source_name(self) -> str:
-        """The function's name in generated source."""
+        """The name under which this op is called in the generated code of a compiled plan."""
         return "statistics_output_gradient"
 
 

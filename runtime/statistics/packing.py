@@ -1,9 +1,9 @@
 """Packed symmetric matrices: the lower triangle in block columns, each a dense rectangle.
 
-A d × d matrix is divided into block columns of width b. Of block column j the rows from its diagonal block
-down are stored, so that matrix products can write into the packed tensor directly, and (d² + d·b) / 2 numbers
-are stored instead of d². A matrix may have a border, a last row and column for an input that is always one;
-its d + 1 numbers come last.
+A d × d matrix is divided into block columns of width b. Each block column is stored without the rows above its diagonal
+block. Matrix products can therefore write into the packed tensor directly, and (d² + d·b) / 2 numbers are stored
+instead of d². A matrix may have a border: one more row and column, for an input that is always one. The d + 1 numbers
+of the border come last.
 """
 
 from __future__ import annotations

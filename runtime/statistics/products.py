@@ -1,4 +1,6 @@
-"""The ATen calls that compute the gradient of a weight, one row each: ∂loss/∂W = Σ g_r a_rᵀ."""
+"""Recognise the ATen calls that compute the gradient of a weight as a matrix product ∂loss/∂W = Σ g_r a_rᵀ, where a_r
+are the rows of the layer's input and g_r those of the gradient of its output. One function for each kind of ATen call.
+"""
 
 from __future__ import annotations
 
@@ -19,12 +21,13 @@ Role: TypeAlias = Literal["batch", "out", "in", "group"]
 
 @dataclass(frozen=True, slots=True)
 class Product:
-    """A call that computes the gradient of a weight as a product of two operands' rows: Σ g_r a_rᵀ.
+    """A call that computes the gradient of a weight as a product of two operands: Σ g_r a_rᵀ over their rows.
 
-    ``call``: the call. ``inputs``, ``gradients``: the values of the operands: the layer's input, and the gradient of
-    the layer's output. ``weight``: the value of the weight, if the call has it as an argument; else None. ``axes``:
-    the dimensions of the call's result in row-major order, each as size and role. (Whether a matrix product's
-    ``batch`` dimension is summed later is not known yet.)
+    ``call``: the call. ``inputs``: the name of the value that has the rows a_r, the layer's input. ``gradients``: the
+    name of the value that has the rows g_r, the gradient of the layer's output. ``weight``: the name of the weight's
+    value, if the call has it as an argument; else None. ``axes``: the dimensions of the call's result in row-major
+    order, each as a pair of size and role: the weight's outputs, its inputs, its groups, or the batch of a batched
+    product. A dimension ``batch`` may be one of the weight, or later calls may sum over it.
     """
 
     call: Call
@@ -33,17 +36,17 @@ class Product:
     weight: str | None
     axes: tuple[tuple[int, Role], ...]
     read: Callable[[BatchSplit, int, bool], tuple[Reading, Reading]]
-    """A function that returns how to read the rows of inputs and gradients. Its arguments: how ``batch`` is
-    split; the number of samples (0 if each row is one); and whether samples are counted by the rows' fast
-    index."""
+    """A function that returns how to read the rows of ``inputs`` and of ``gradients``. Its arguments: how the dimension
+    ``batch`` is split; the number of samples (0 if each row is a sample); and whether the samples are the faster of the
+    two dimensions into which rows are split (true for inputs (time, batch, features))."""
 
 
 @dataclass(frozen=True, slots=True)
 class BatchSplit:
-    """The leading dimension of a batched matrix product, split into several dimensions.
+    """The leading dimension of a batched matrix product, split into several dimensions. Some of them are dimensions of
+    the weight; the weight's gradient is the sum over the others.
 
-    ``sizes``: their sizes. ``groups``: the positions of those that are dimensions of the weight; the gradient is
-    summed over the others.
+    ``sizes``: the sizes of the dimensions. ``groups``: the positions of those that are dimensions of the weight.
     """
 
     sizes: tuple[int, ...] = ()
@@ -54,15 +57,21 @@ Row: TypeAlias = Callable[[Call, CapturedStep], Product | None]
 
 
 def product_of(call: Call, step: CapturedStep) -> Product | None:
-    """Return a call of the backward half as a product that computes the gradient of a weight; None if the call is no
-    such product."""
+    """Return a description of a call as a product that computes the gradient of a weight; None if the call is no such
+    product.
+
+    Args:
+        call: a call of the backward half.
+        step: the captured step with this call.
+    """
     row = PRODUCTS.get(getattr(call.target, "overloadpacket", None))
     return row(call, step) if row else None
 
 
 def _mm(call: Call, step: CapturedStep) -> Product | None:
-    """Match (p, n) · (n, q) or, batched, (b, p, n) · (b, n, q). The operand from the forward half is the
-    input."""
+    """Return a matrix product (p, n) · (n, q), or batched (b, p, n) · (b, n, q), as a product that computes the
+    gradient of a weight. The operand that the forward half computes is the layer's input, the other one is the gradient
+    of its output. Return None if both operands come from the same half."""
     left, right = call.args[:2]
     late = [_is_late(step, ref) for ref in (left, right)]
     if late[0] == late[1]:
@@ -85,10 +94,18 @@ def _mm(call: Call, step: CapturedStep) -> Product | None:
 def _matrix_rows(
     split: BatchSplit, rows: int, features: int, rows_first: bool, samples: int, inside: bool
 ) -> Rows:
-    """Return how to read the rows of an operand of shape (*split, rows, features), or (*split, features,
-    rows) if not ``rows_first``.
+    """Return how to read rows from an operand of a matrix product, a tensor of shape (*split, rows, features).
 
-    The first summed dimension counts samples, if it is a multiple of their number.
+    The first dimension that is summed may count samples and positions together. If its size is a multiple of the number
+    of samples, it is divided into samples and the positions within a sample.
+
+    Args:
+        split: how the leading dimension of a batched product is split; empty for a plain product.
+        rows: the number of rows.
+        features: the length of a row.
+        rows_first: false if the operand's shape is (*split, features, rows) instead.
+        samples: the number of samples; 0 if each row is a sample.
+        inside: whether the samples are the faster of the two dimensions.
     """
     at = len(split.sizes)
     summed = tuple(dim for dim in range(at) if dim not in split.groups)
@@ -161,7 +178,7 @@ PRODUCTS: Mapping[Any, Row] = {
     aten.bmm: _mm,
     aten.convolution_backward: _convolution,
 }
-"""Rows by ATen op."""
+"""By ATen op, the function that describes a call of it as a `Product`, or returns None."""
 
 LAYERS: Mapping[Any, tuple[int, int]] = {
     aten.mm: (0, 1),
@@ -175,5 +192,5 @@ operands."""
 
 
 def matrix_size(product: Product) -> int:
-    """Return the number of elements of the gradient that the call of a product computes."""
+    """Return the number of elements of the gradient that a product computes."""
     return math.prod(size for size, _ in product.axes)

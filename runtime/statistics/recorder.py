@@ -33,10 +33,10 @@ NO_GRADIENT = "no gradient reached it in this step"
 
 @dataclass(frozen=True)
 class LayerSums:
-    """The sums of one weight that were computed so far in a training step.
+    """The sums that a training step has computed so far for one weight, from which its Kronecker factors are made.
 
-    ``layer``: how the sums become factors. ``rows``: the number of rows summed so far, for each block of the weight's
-    rows.
+    ``layer``: the weight, and the names of its sums. ``rows``: the number of rows summed so far, for each block of the
+    weight's rows.
     """
 
     layer: Layer
@@ -44,13 +44,13 @@ class LayerSums:
 
 
 class PackedFactors(Mapping[str, Factors]):
-    """Kronecker factors by the weight's name, stored as packed triangles. Dense factors are made on access. While a
-    dense factor of the inputs is in use, accesses to weights with the same input return the same tensor.
+    """A mapping from weight names to Kronecker factors. It stores packed symmetric matrices, and makes dense factors on
+    access. Weights with the same input get the same dense factor ``a``, as long as the caller keeps a reference to it.
 
     Args:
-        layers: the sums of each weight, by its name.
-        tensors: the packed sums, by the targets of the step's outputs.
-        samples: the number of terms of the loss.
+        layers: for each weight, by its name, the names of its sums and their numbers of rows.
+        tensors: the packed sums, by name (the targets of the step's outputs).
+        samples: the number of terms of the loss (for cross entropy one for each sample or token).
     """
 
     def __init__(self, layers: Mapping[str, LayerSums], tensors: Mapping[str, Tensor], samples: int) -> None:
@@ -64,8 +64,11 @@ class PackedFactors(Mapping[str, Factors]):
         return len(self._layers)
 
     def packed(self, name: str) -> tuple[tuple[Tensor, Tensor], ...]:
-        """Return the factors ``a`` and ``g`` of a weight in packed form, (groups, `packing.packed_size`), as a pair
-        for each block of the weight's rows. There is one block, unless parts of the weight have different inputs.
+        """Return the factors ``a`` and ``g`` of a weight as they are stored, as a pair for each block of the weight's
+        rows. There is one block, unless blocks have different inputs.
+
+        A factor is stored as packed symmetric matrices, (groups, `packing.packed_size`). If only its diagonal is
+        computed, it is stored as (groups, d).
 
         Raises:
             KeyError: the weight has no factors.
@@ -157,18 +160,18 @@ class Recorder:
     def take(self, wanted: bool | None) -> None:
         """End the present training step, and decide whether the following training steps compute statistics.
 
-        ``wanted``: True for all, False for none, None for every n-th (``Kronecker.every``).
+        ``wanted``: True if all do, False if none does, None if every n-th does (``Kronecker.every``).
         """
         self._asked, self._ended = wanted, True
 
     def forward(self, parameters: Collection[Tensor], accumulating: bool) -> bool:
         """Begin a forward and return whether it computes statistics. If the present training step has ended, the next
-        one begins, without the statistics of the last one.
+        one begins, and the sums of the ended one are dropped.
 
         Args:
             parameters: the module's parameters.
-            accumulating: whether gradients of earlier micro-batches exist. If they do not, and a backward has run,
-                the training step has ended.
+            accumulating: whether gradients of earlier micro-batches exist. If they do not, and a backward has run, the
+                training step has ended.
         """
         if self._ended or (self._backwards and not accumulating):
             self.step += 1
@@ -185,10 +188,12 @@ class Recorder:
             self._ended = True
 
     def listen(self, listener: Listener) -> None:
-        """Register a method that is called with the factors of each layer as soon as a backward has completed them.
-        It replaces the previous one.
+        """Register a method to be called during each backward: after each of its segments (parts) that computes
+        statistics, and after the last. It gets the factors of the layers whose statistics are complete since its last
+        call, maybe none.
 
-        Later backwards of a training step report their own factors, without those of earlier backwards.
+        These factors are those of one backward, without those of earlier backwards of the training step. A method that
+        was registered before is replaced.
 
         ``listener``: a bound method that takes the factors by weight name and the number of the training step. Its
         object is referenced weakly.
@@ -196,9 +201,12 @@ class Recorder:
         self._listener = weakref.WeakMethod(listener)
 
     def sink(self, of: StatisticsStep | None) -> Sink:
-        """Return a function to call after each segment (part) of a forward's backward, with the statistics that the
-        segment computed, by target, and whether it was the last segment. The function adds them to those of the
-        training step.
+        """Return a function to be called after each segment (part) of a forward's backward that computes statistics,
+        and after the last. Its arguments are the statistics of the segment, by name (target of the step's output), and
+        whether it was the last segment.
+
+        The function reports complete factors to the listener. After the last segment it adds all statistics of the
+        backward to those of the training step. It does neither if another training step has begun meanwhile.
 
         ``of``: the forward's step with statistics; None if it computes none.
         """
@@ -219,7 +227,11 @@ class Recorder:
         return told
 
     def _report(self, of: StatisticsStep, found: Mapping[str, Tensor | None], reported: set[str]) -> None:
-        """Tell the listener the layers whose factors are complete and which are not in ``reported`` yet."""
+        """Call the listener with the factors of all layers that are complete and were not reported before in this
+        backward. Add the names of these layers to ``reported``.
+
+        ``found``: the statistics that the backward has computed so far, by name; None where no gradient arrived.
+        """
         listener = self._listener and self._listener()
         if not listener:
             return
@@ -236,14 +248,15 @@ class Recorder:
 
     @property
     def held(self) -> dict[int, int]:
-        """The bytes of the statistics of earlier micro-batches, by an address that identifies the storage."""
+        """The bytes of the statistics that are summed so far in the training step. The keys are the addresses of
+        PyTorch's storage objects, so that a storage is counted once."""
         storages = [t.untyped_storage() for t in self._tensors.values()]
         devices = [t.device for t in self._tensors.values()]
         return {s._cdata: allocated(s.nbytes(), d) for s, d in zip(storages, devices, strict=True)}
 
     def statistics(self) -> Statistics:
         """Return the statistics of the present training step, summed over its micro-batches so far. There are no
-        factors if the step computes no statistics."""
+        factors if the training step computes no statistics."""
         factors = PackedFactors(self._layers, self._tensors, self._samples)
         left = {name: why for name, why in self._skipped.items() if name not in self._layers}
         return Statistics(factors, left, self.step)
@@ -281,8 +294,15 @@ class Recorder:
             self._add_apart(new, tensors)
 
     def _add_apart(self, new: Mapping[str, LayerSums], tensors: Mapping[str, Tensor]) -> None:
-        """Add statistics when the micro-batches have different weights or share inputs differently: each
-        weight gets its own tensors."""
+        """Add the statistics of a micro-batch that cannot be added tensor by tensor, because the micro-batches use
+        different weights or share inputs differently. Each weight gets separate tensors, even if its input is shared.
+
+        A weight that the micro-batches use as different matrices loses its statistics.
+
+        Args:
+            new: the micro-batch's weights with statistics, by name.
+            tensors: the micro-batch's sums, by name.
+        """
         layers, summed = {}, {}
         for name in {**self._layers, **new}:
             parts = [
@@ -306,7 +326,8 @@ class Recorder:
 
 
 def sum_of(tensors: list[Tensor]) -> Tensor:
-    """Return the sum of tensors of the same shape as a new tensor. The list must not be empty."""
+    """Return the sum of the tensors of a list as a new tensor. They have the same shape, and the list must not be
+    empty."""
     found = tensors[0].clone()
     for tensor in tensors[1:]:
         found += tensor
@@ -318,8 +339,8 @@ def _with_rows(sums: LayerSums, rows: tuple[int, ...]) -> LayerSums:
 
 
 def _geometry(layers: Mapping[str, LayerSums]) -> dict[str, Layer]:
-    """Return everything that must be equal for sums to be added tensor by tensor: all fields except the
-    rows."""
+    """Return, by weight name, the weight and the names of its sums, with all numbers of rows set to 0. If this is equal
+    for two micro-batches, their sums of the same name can be added."""
     return {
         name: replace(one.layer, sums=tuple(replace(s, rows=0) for s in one.layer.sums))
         for name, one in layers.items()
@@ -340,5 +361,6 @@ def _stepped(optimizer: Optimizer, _args: Any, _kwargs: Any) -> None:
 
 @functools.cache
 def _watch_optimizers() -> None:
-    """Register, once, a hook that runs after every optimizer's step."""
+    """Register, once for all recorders, a hook that runs after every optimizer's step. It ends the training step of
+    each recorder whose module has a parameter in that optimizer."""
     register_optimizer_step_post_hook(_stepped)

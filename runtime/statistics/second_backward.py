@@ -1,7 +1,7 @@
-"""An additional backward through a captured step, for other gradients of its outputs.
+"""An additional backward through a captured step, for another gradient of one of its outputs.
 
-Each of its calls is placed directly after the call of the first backward that it repeats. Both then read the
-same saved tensors at the same time, and no plan recomputes them twice.
+Each call of it is placed directly after the call of the first backward that it repeats. Both then read the same saved
+tensors at the same time, and no plan recomputes them twice.
 """
 
 from __future__ import annotations
@@ -28,13 +28,13 @@ aten = torch.ops.aten
 
 @dataclass
 class SecondBackward:
-    """A copy of a step's backward with another gradient of one output; all other outputs have no gradient.
+    """A copy of a step's backward, for another gradient of one output; the gradients of all other outputs are zero.
 
-    ``step``: the captured step. ``tangent``: the value of the gradient that is replaced. ``cotangent``: the value
-    that replaces it. ``begin``: the call that computes ``cotangent``. ``suffix``: appended to the names of copied
-    calls and values. ``made``: by value of the first backward, its counterpart; None where that is zero. ``behind``:
-    the new calls, by the name of the call of the step after which they are placed. ``values``: the new values by
-    name.
+    ``step``: the captured step. ``tangent``: the name of the output's gradient in the first backward. ``cotangent``:
+    the value that replaces it in the copy. ``begin``: the call that computes ``cotangent``. ``suffix``: appended to the
+    names of copied calls and values. ``made``: for each value of the first backward, by name, the value of the copy;
+    None if that is zero. ``behind``: the copied calls, by the name of the step's call after which they are placed.
+    ``values``: the copy's values by name.
 
     Raises:
         ModelError: a call of the backward draws random numbers.
@@ -104,7 +104,11 @@ class SecondBackward:
         return value
 
     def _zeros(self, name: str, calls: list[Call]) -> Value:
-        """Return a zero value, for a call that reads it together with nonzero values."""
+        """Return a new value that is zero, for a call that reads it together with nonzero values. Append the call that
+        makes it to ``calls``.
+
+        ``name``: the name of the value of the first backward that it replaces.
+        """
         fake, zero = self.step.values[name].fake, f"{name}{self.suffix}"
         calls.append(
             call_of(
@@ -138,8 +142,8 @@ def call_of(
 
 
 def without_results(call: Call, needed: Collection[str]) -> Call:
-    """Return a call without those results that nothing needs (gradients of weights, for example), if the op has an
-    argument ``output_mask``; else the call itself.
+    """Return a call without the results that are not needed (gradients of weights, for example), if its op has an
+    argument ``output_mask``; else the unchanged call.
 
     Args:
         call: the call.
@@ -163,13 +167,13 @@ def with_calls(
     behind: Mapping[str, Iterable[Call]],
     values: Mapping[str, Value],
 ) -> CapturedStep:
-    """Return the step with further calls before and after some of its calls.
+    """Return a captured step with further calls before and after some of its calls.
 
     Args:
         step: the captured step.
         before: new calls, by the name of the call before which they are placed.
         behind: new calls, by the name of the call after which they are placed.
-        values: the new values by name.
+        values: the values of the new calls, by name.
     """
     calls: list[Call] = []
     for call in step.calls:

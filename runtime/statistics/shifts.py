@@ -1,9 +1,10 @@
 """Sums of outer products of a convolution's windows, from products of its input with shifted copies of itself.
 
-If windows have stride 1, the entry of Σ r rᵀ for the kernel positions k and k' is Σ_p x[p + k] x[p + k']ᵀ: up to the
-border it depends on the shift k' − k only. A kernel of 3 × 3 has 81 pairs of positions (45 up to symmetry) and 13
-shifts up to symmetry. So the products of the whole input with its shifts are computed once, and for each pair those
-rows and columns at the border are subtracted that its windows do not read. The windows are never copied.
+Let r be the windows of the input x, with stride 1. The entry of Σ r rᵀ for two positions k and k' in the kernel is Σ_p
+x[p + k] x[p + k']ᵀ. Except for the border of x, it depends on the shift k' − k only. A kernel of 3 × 3 has 81 pairs of
+positions (45 up to symmetry), but only 13 shifts up to symmetry. So the product of the whole input with each shifted
+copy is computed once. For each pair, the rows and columns at the border that its windows do not read are subtracted.
+The windows are never copied.
 """
 
 from __future__ import annotations
@@ -27,11 +28,11 @@ Interval: TypeAlias = tuple[int, int]
 LEAST_CHANNELS = 16
 """For fewer channels of a group, products of windows are faster than many small products."""
 ROWS_OF_A_PRODUCT = 48
-"""The time of a further product, as the time of so many rows: the result is read and written."""
+"""The time to read and write the result of one more product, as the number of rows that a product sums in this time."""
 ROWS_OF_AN_ENTRY = 40
-"""The time to add a product to the packed matrix, likewise."""
+"""The time to add a product to the packed matrix, as the number of rows that a product sums in this time."""
 LEAST_GAIN = 1.5
-"""Shifts are used if windows need so many times as many operations."""
+"""Products of windows must need at least this many times as many operations, for shifts to be used."""
 
 
 @dataclass(frozen=True)
@@ -39,8 +40,8 @@ class Term:
     """One product from which sums over a convolution's windows are computed: Σ_q x[q] x[q + shift]ᵀ over a box of
     positions q of the input x.
 
-    ``shift``: the shift along each spatial dimension. ``box``: for each spatial dimension, the interval of positions
-    q (end excluded), of which x has both q and q + shift. ``whole``: whether these are all such positions.
+    ``shift``: the shift along each spatial dimension. ``box``: for each spatial dimension, the interval of q (its end
+    is excluded). Both q and q + shift are positions of x. ``whole``: whether the box has all such q.
     """
 
     shift: tuple[int, ...]
@@ -67,9 +68,13 @@ class Shifts:
 
     @cached_property
     def pairs(self) -> Mapping[tuple[int, int], tuple[tuple[Term, int], ...]]:
-        """For each pair of kernel positions, by their indices (the first not above the second): the terms whose sum,
-        with the signs given, is the entry of Σ r rᵀ for that pair. Empty if one of the two positions is always in the
-        padding."""
+        """How to compute each entry of Σ r rᵀ over windows r. An entry is a matrix (channels, channels) for a pair of
+        positions in the kernel, which is the key.
+
+        The positions of the kernel are numbered from 0; the first of a pair is not above the second. An entry is a sum
+        of products, each multiplied by its sign (1 or −1). It has no products if one of the two positions is always in
+        the padding.
+        """
         positions = list(itertools.product(*map(range, self.read.kernel)))
         found = {}
         for (one, k), (other, to) in itertools.combinations_with_replacement(enumerate(positions), 2):
@@ -94,20 +99,21 @@ class Shifts:
 
     @cached_property
     def terms(self) -> tuple[Term, ...]:
-        """All terms of all pairs of kernel positions, each once."""
+        """The products (shifted copies of the input with the input) that are needed for all entries of Σ r rᵀ, each
+        once."""
         return tuple(dict.fromkeys(term for terms in self.pairs.values() for term, _ in terms))
 
     @cached_property
     def padded(self) -> tuple[int, ...]:
-        """The spatial sizes of the input with zeros after each dimension, so that every shift along one dimension is
-        a shift of the flattened input."""
+        """The spatial sizes of the input if zeros are appended along each dimension. With these zeros, a shift along
+        any dimension is a shift of the flattened input."""
         read = self.read
         return tuple(s + d * (k - 1) for s, d, k in zip(self.sizes, read.dilation, read.kernel, strict=True))
 
     @property
     def rows(self) -> float:
-        """The number of rows that the products of all terms read, for one entry of the batch. (A whole term reads
-        padding, too.)"""
+        """The cost of all products for one entry of the batch: the number of positions over which they sum. (A product
+        over the whole input includes padding.)"""
         boxes = (math.prod(b - a for a, b in term.box) for term in self.terms if not term.whole)
         return sum(boxes) + sum(term.whole for term in self.terms) * math.prod(self.padded)
 
@@ -122,11 +128,12 @@ class Shifts:
         return max(1, most_bytes // (self.read.channels * math.prod(self.padded) * itemsize))
 
     def products(self, x: Tensor, into: dict[Term, Tensor]) -> None:
-        """Compute all terms over some entries of the batch, and add them to ``into``.
+        """Compute all products of the input with its shifted copies for some entries of the batch, and add them to
+        ``into``.
 
         Args:
-            x: these entries, (batch, channels, *sizes).
-            into: the terms so far, changed in place: each is (groups, channels / groups, channels / groups).
+            x: the input of these entries, (batch, channels, *sizes).
+            into: the sum of each product so far, (groups, channels / groups, channels / groups), changed in place.
         """
         flat, steps = self._flat(x)
         for term in self.terms:
@@ -141,9 +148,9 @@ class Shifts:
                 into[term].baddbmm_(left, right.mT)
 
     def _flat(self, x: Tensor) -> tuple[Tensor, tuple[int, ...]]:
-        """Return the input, padded, as (groups, channels / groups, positions), and the flat distance of neighbours in
-        each spatial dimension.
-        """
+        """Return the input with zeros appended along each spatial dimension, flattened to (groups, channels / groups,
+        positions). Also return, for each spatial dimension, the distance of neighbours along it in the flattened
+        positions."""
         batch, channels, last = x.shape[0], x.shape[1], x.stride(1) == 1
         flat = x.new_zeros((batch, *self.padded, channels) if last else (channels, batch, *self.padded))
         view = flat.movedim(-1, 1) if last else flat.transpose(0, 1)
@@ -153,8 +160,8 @@ class Shifts:
         return rows.view(self.read.groups, -1, rows.shape[1]), steps
 
     def _boxed(self, x: Tensor, term: Term, moved: bool) -> Tensor:
-        """Return the input at the positions of a term's box, or, if ``moved``, at these positions plus the term's
-        shift, as (groups, channels / groups, positions)."""
+        """Return the input at the positions of the box of ``term``, as (groups, channels / groups, positions). If
+        ``moved``, the positions are those of the box plus the term's shift."""
         by = term.shift if moved else (0,) * len(term.shift)
         at = tuple(slice(a + s, b + s) for (a, b), s in zip(term.box, by, strict=True))
         rows: Tensor = x[(slice(None), slice(None), *at)].transpose(0, 1).flatten(1)
@@ -164,7 +171,7 @@ class Shifts:
         """Add the sum of the windows' outer products to packed matrices.
 
         Args:
-            terms: all terms, summed over the batch.
+            terms: the products of the input with its shifted copies, summed over the batch.
             out: the packed matrices, (groups, `packing.packed_size`), changed in place.
             scale: a factor of the sum.
         """
@@ -186,8 +193,16 @@ class Shifts:
 
 
 def _add_entry(out: Tensor, entry: Tensor, row: int, column: int, count: int, scale: float) -> None:
-    """Add the matrix of the kernel positions ``row`` and ``column``, of ``count``, to packed matrices of features
-    (channel, kernel position).
+    """Add the sum for one pair of kernel positions to packed matrices, in place. A row or column of the packed matrices
+    belongs to a channel and a kernel position; the position is the faster index.
+
+    Args:
+        out: the packed matrices, (groups, `packing.packed_size`).
+        entry: the sum, (groups, channels / groups, channels / groups).
+        row: the number of the first kernel position.
+        column: the number of the second one.
+        count: the number of all kernel positions.
+        scale: a factor of the sum.
     """
     features = entry.shape[-1] * count
     for start, end, offset in block_columns(features):
@@ -202,13 +217,14 @@ def _add_entry(out: Tensor, entry: Tensor, row: int, column: int, count: int, sc
 
 @functools.lru_cache(maxsize=1024)
 def shifts_of(read: Patches, itemsize: int, most_bytes: int) -> Shifts | None:
-    """Return how to sum outer products of windows by shifts of the input, if that is estimated to take less time than
-    products of the windows; else None.
+    """Return how to compute the sum of outer products of a convolution's windows from products of the input with
+    shifted copies of itself. Return None unless that is possible and estimated to be clearly faster than products of
+    the windows.
 
     Args:
         read: how the windows are read from the input.
         itemsize: the bytes of a number.
-        most_bytes: a bound of the bytes of all terms.
+        most_bytes: the largest number of bytes that the results of all these products may have.
     """
     channels, count = read.channels // read.groups, math.prod(read.kernel)
     if count == 1 or channels < LEAST_CHANNELS or max(*read.stride, *read.spread) > 1:

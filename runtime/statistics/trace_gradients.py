@@ -1,4 +1,4 @@
-"""Trace a parameter's gradient back to the products that compute it, through ops that only move, add or
+"""Trace the gradient of a parameter back to the matrix products that compute it, through ops that only move, add or
 select numbers."""
 
 from __future__ import annotations
@@ -39,9 +39,9 @@ class Region:
 class Term(Generic[Found]):
     """One summand of a parameter's gradient.
 
-    ``found``: what was searched for in the call that computes the summand (the result of ``terminal`` in `terms`).
-    ``chain``: the calls from that call to the gradient. ``region``: the rows of the gradient to which the summand
-    belongs; None for all.
+    ``found``: what the function ``terminal`` of `terms` returned for the call that computes the summand. ``chain``: the
+    calls that follow that call until the gradient. ``region``: the rows of the gradient to which the summand is added;
+    None for all rows.
     """
 
     found: Found
@@ -52,7 +52,7 @@ class Term(Generic[Found]):
 class NoRow(Exception):
     """Raised for a gradient that is computed in a way for which no statistics are known. The text is the reason.
 
-    ``at``: the result of the call that is the reason.
+    ``at``: the name of the value in whose computation the reason was found.
     """
 
     def __init__(self, why: str, at: str) -> None:
@@ -61,17 +61,17 @@ class NoRow(Exception):
 
 
 def terms(step: CapturedStep, value: str, terminal: Callable[[Call, int], Found | None]) -> list[Term[Found]]:
-    """Return the summands of a gradient, in the order in which they are computed, by following its calls back through
-    additions, views, sums and concatenations.
+    """Return the summands of a gradient, in the order in which they are computed. They are found by following the calls
+    that compute the gradient backwards, through additions, views, copies, sums and concatenations.
 
     Args:
         step: the captured step.
         value: the gradient's name.
-        terminal: a function of a call and the position of its result. It returns what is searched for, or None to
-            follow the call further.
+        terminal: a function of a call and the position of its result. It returns what describes the call as a summand
+            (a product, for example), or None if the call must be followed further.
 
     Raises:
-        NoRow: some part of the gradient comes from no call for which ``terminal`` returns something.
+        NoRow: some part of the gradient comes from an op that cannot be followed, or from an input of the step.
     """
     at = {call.name: position for position, call in enumerate(step.calls)}
     found: list[tuple[int, Term[Found]]] = []
@@ -144,7 +144,8 @@ REGIONS: Mapping[Any, Callable[[Call, CapturedStep], list[tuple[str, Region]]]] 
     aten.slice_backward.default: _slice,
     aten.select_backward.default: _select,
 }
-"""Calls that assemble a parameter's gradient from gradients of its parts, along the first dimension."""
+"""By op, for calls that assemble a parameter's gradient along the first dimension: a function that returns the names of
+the assembled gradients, each with its range of rows."""
 
 
 def _regions(call: Call, step: CapturedStep) -> list[tuple[str, Region]]:
@@ -154,10 +155,10 @@ def _regions(call: Call, step: CapturedStep) -> list[tuple[str, Region]]:
 
 @dataclass(frozen=True, slots=True)
 class Placement:
-    """How a parameter, or a region of it, is viewed as the matrix of a product.
+    """How a parameter, or a range of its rows, is viewed as the matrix that a product computes as its gradient.
 
-    ``split``, ``order``, ``groups``: as of `Factors`. ``d_out``: the number of rows of the matrix. ``batch``: how the
-    leading dimension of a batched product is split.
+    ``split``, ``order``, ``groups``: how the parameter becomes a matrix, as in `Factors`. ``d_out``: the number of rows
+    of the matrix. ``batch``: how the leading dimension of a batched product is split.
     """
 
     split: tuple[int, ...]
@@ -169,7 +170,12 @@ class Placement:
 
 @dataclass(frozen=True, slots=True)
 class _Part:
-    """A dimension, or a part of one, that runs along one axis of a product."""
+    """A dimension of a gradient, or a part of one, that is along one dimension of the product that computes the
+    gradient.
+
+    ``axis``: the dimension of the product. ``stride``, ``size``: in the product's result, in elements. ``summed``:
+    whether the gradient is the sum over this part.
+    """
 
     axis: int
     stride: int
@@ -178,7 +184,8 @@ class _Part:
 
 
 def mapped(product: Product, chain: Chain) -> Placement:
-    """Return how the matrix that a product computes is arranged in a gradient.
+    """Return how the matrix that a product computes is arranged in a gradient: which dimensions of the gradient are
+    rows, columns and groups of the matrix.
 
     Args:
         product: the call that computes the matrix.
@@ -224,8 +231,11 @@ def mapped(product: Product, chain: Chain) -> Placement:
 
 
 def _replayed(product: Product, chain: Chain) -> tuple[torch.Tensor, list[tuple[int, int]]]:
-    """Run a chain on a contiguous product. Return the result, and the size and stride of each dimension that
-    is summed over."""
+    """Apply the views and sums of ``chain`` to an empty contiguous tensor with the shape of the product's result. A sum
+    takes one entry of each dimension instead, so that the strides of the other dimensions stay.
+
+    Return the resulting tensor, and the size and stride of each dimension over which the chain sums.
+    """
     shape = _made_shape(product)
     tensor, summed = torch.empty(shape, device="meta"), list[tuple[int, int]]()
     for call, index in chain:
@@ -245,7 +255,7 @@ def _replayed(product: Product, chain: Chain) -> tuple[torch.Tensor, list[tuple[
 
 
 def _made_shape(product: Product) -> tuple[int, ...]:
-    """Return the shape of the product's result."""
+    """Return the shape of the tensor that the call of ``product`` computes."""
     sizes = [size for size, _ in product.axes]
     if product.axes[0][1] == "group":  # a convolution's first two dimensions are one
         sizes[:2] = [sizes[0] * sizes[1]]
@@ -253,8 +263,15 @@ def _made_shape(product: Product) -> tuple[int, ...]:
 
 
 def _parts(shape: Any, strides: Any, axes: list[tuple[int, int]], summed: bool) -> list[_Part] | None:
-    """Return dimensions as parts along the axes (sizes and strides), without those of size 1; None if a
-    dimension runs along no axis."""
+    """Divide dimensions of a gradient into parts, each of which is along one dimension of the product that computes the
+    gradient. Return the parts, without those of size 1; None if some dimension cannot be divided so.
+
+    Args:
+        shape: the sizes of the dimensions.
+        strides: their strides in the product's result.
+        axes: the size and stride of each dimension of the product's result.
+        summed: whether the gradient is the sum over these dimensions.
+    """
     found: list[_Part] = []
     for size, stride in zip(shape, strides, strict=True):
         own: list[_Part] = []

@@ -1,8 +1,8 @@
-"""Find the weights of a captured step that can have statistics, by the calls that compute their gradients,
-not by module class.
+"""Find the weights of a captured step that can have statistics (Kronecker factors), by the calls that compute their
+gradients, not by module class.
 
-A weight's gradient is a sum of products (`products`), one for each use. If a parameter reaches the products
-through other ops (a parametrisation, a merged low-rank update), the weight is the result of these ops: an
+The gradient of a weight is a sum of matrix products, one for each use of the weight. If a parameter reaches the
+products through other ops (a parametrisation, a merged low-rank update), the result of these ops is the weight: an
 effective weight.
 """
 
@@ -26,10 +26,10 @@ aten = torch.ops.aten
 
 @dataclass(frozen=True, slots=True)
 class Use:
-    """One use of a weight, or of a region of it.
+    """One use of a weight, or of a range of its rows, by a layer of the forward.
 
     ``product``: the product that computes the gradient of this use. ``placement``: how the weight is viewed as the
-    matrix of that product.
+    matrix that the product computes.
     """
 
     product: Product
@@ -38,10 +38,11 @@ class Use:
 
 @dataclass(frozen=True, slots=True)
 class Block:
-    """Rows of a weight with separate statistics, since they have separate inputs.
+    """Those rows of a weight that are multiplied with the same inputs; all rows, for most weights. The Kronecker
+    factors of each block are computed separately.
 
-    ``uses``: the uses of these rows, in the order in which their products are computed. ``count``: the number of
-    equal groups of output rows, all with the same inputs, into which the block is divided.
+    ``uses``: the uses of these rows by layers, in the order in which their products are computed. ``count``: into how
+    many groups of the weight's matrix the block is divided; all of them have the same inputs.
     """
 
     uses: tuple[Use, ...]
@@ -50,12 +51,12 @@ class Block:
 
 @dataclass(frozen=True, slots=True)
 class Weight:
-    """A weight with statistics.
+    """A weight that can have statistics (Kronecker factors).
 
     ``name``: its name. ``blocks``: its rows, divided by the inputs with which they are multiplied. ``split``,
-    ``order``, ``groups``: how it becomes a matrix, as in `Factors`. ``bias``: the parameter that is added to all of
-    its outputs; None if there is none. ``parts``: the names of the parameters from which it is computed, if it is an
-    effective weight (the result of a parametrisation, for example); empty for a parameter.
+    ``order``, ``groups``: how it becomes a matrix, as in `Factors`. ``bias``: the name of the bias that the weight's
+    layer adds; None if there is none. ``parts``: empty if the weight is a parameter. If the weight is computed from
+    parameters (by a parametrisation, for example), their names.
     """
 
     name: str
@@ -68,15 +69,16 @@ class Weight:
 
 
 BiasKey: TypeAlias = tuple[object, ...]
-"""What the gradient of a bias sums: a convolution's call, or a tensor by its location in memory and the
-dimensions kept."""
+"""Identifies what is summed into the gradient of a bias: the call of a convolution's backward, or a tensor by its
+location in memory and the dimensions that are not summed."""
 
 
 class Weights:
-    """The weights of a captured step that can have statistics, found by the calls that compute their gradients.
+    """The weights of a captured step that can have statistics (Kronecker factors), found by the calls that compute
+    their gradients.
 
-    ``found``: these weights, in the order of their first products. ``skipped``: the other trained parameters by name,
-    and the reasons.
+    ``found``: the weights, in the order of their first products. ``skipped``: the other trained parameters by name, and
+    the reasons.
     """
 
     def __init__(self, step: CapturedStep) -> None:
@@ -110,7 +112,7 @@ class Weights:
 
     @cached_property
     def _without_batch(self) -> set[str]:
-        """The values of the forward half that depend on no input of the module."""
+        """The names of the values that depend neither on the module's input tensors nor on gradients of its outputs."""
         found = {i.value for i in self.step.inputs if i.kind not in ("batch", "tangent")}
         for call in self.step.calls:
             if all(ref.value in found for ref in refs((call.args, call.kwargs))):
@@ -119,7 +121,8 @@ class Weights:
 
     @cached_property
     def _layers(self) -> dict[str, list[tuple[Call, str]]]:
-        """By the storage of the inputs, the products of the forward half with a weight, and that weight."""
+        """By the name of a storage, the calls of the forward half that multiply a tensor in this storage with a weight.
+        Each call is paired with the name of the weight's value."""
         found: dict[str, list[tuple[Call, str]]] = defaultdict(list)
         for call in self.step.calls:
             positions = LAYERS.get(getattr(call.target, "overloadpacket", None))
@@ -132,8 +135,11 @@ class Weights:
         return found
 
     def _product(self, call: Call, index: int) -> Product | None:
-        """Return a call's result as a product, if a layer of the forward half has its inputs and a matching
-        weight; else None."""
+        """Return a call of the backward half as a product that computes the gradient of a weight. Return None if it is
+        none, or if no layer of the forward half multiplies the product's inputs with a weight of matching size.
+
+        ``index``: the position of the call's result that may be the gradient.
+        """
         late = call.name in self.step.after_loss
         product = product_of(call, self.step) if late else None
         if product is None or index != (1 if product.weight else 0):
@@ -150,10 +156,15 @@ class Weights:
         return product if same and floating else None
 
     def _weight(self, name: str, value: str, parts: tuple[str, ...] = ()) -> Weight:
-        """Return a weight whose gradient is ``value``.
+        """Return the weight with the gradient ``value``.
+
+        Args:
+            name: the weight's name.
+            value: the name of its gradient.
+            parts: the names of the parameters from which the weight is computed; empty for a parameter.
 
         Raises:
-            NoRow: it cannot have statistics.
+            NoRow: the weight cannot have statistics.
         """
         by_region: dict[Region | None, list[Use]] = defaultdict(list)
         for term in terms(self.step, value, self._product):
@@ -176,8 +187,18 @@ class Weights:
     def _of_regions(
         self, name: str, value: str, regions: dict[Region, list[Use]], parts: tuple[str, ...]
     ) -> Weight:
-        """Return a weight whose row ranges are used by matrices with different inputs (packed projections,
-        for example)."""
+        """Return a weight of which ranges of rows are multiplied with different inputs, like the packed projections of
+        an attention.
+
+        Args:
+            name: the weight's name.
+            value: the name of its gradient.
+            regions: the uses of each range of rows.
+            parts: the names of the parameters from which the weight is computed; empty for a parameter.
+
+        Raises:
+            NoRow: the ranges overlap or leave out rows, or are viewed as different matrices.
+        """
         rows = self.step.values[value].fake.shape[0]
         own = sorted(regions, key=lambda r: r.start)
         end = 0
@@ -199,10 +220,13 @@ class Weights:
         return Weight(name, blocks, whole, (*lead, *(o + shift for o in order)), rows // common, None, parts)
 
     def _effective(self, gradient: str, at: str) -> Iterator[str]:
-        """Yield the gradients of effective weights from which a parameter's gradient is computed.
+        """Yield the gradients of effective weights from which the gradient of a parameter is computed. An effective
+        weight is computed from parameters, by a parametrisation for example.
 
-        ``at``: the value in whose computation they are searched. The summands of ``gradient`` are uses of the parameter
-        itself.
+        Args:
+            gradient: the name of the parameter's gradient. Its summands are not yielded, since they are uses of the
+                parameter itself.
+            at: the name of the value from which calls are followed backwards.
         """
         uses = set(self._summands(gradient))
         seen, open_ = {at}, [at]
@@ -222,7 +246,8 @@ class Weights:
                     yield ref.value
 
     def _summands(self, gradient: str) -> Iterator[str]:
-        """Yield a gradient, and what is added to get it, through ops that keep all numbers."""
+        """Yield the names of ``gradient`` and of all values that are added up to it, directly or not, also through
+        views and copies that keep all elements."""
         open_ = [gradient]
         while open_:
             yield (value := open_.pop())
@@ -307,8 +332,9 @@ def _tensor_key(step: CapturedStep, value: str, fake: torch.Tensor, kept: list[i
 
 
 def _below_rows(placement: Placement, region: Region) -> tuple[tuple[int, ...], tuple[int, ...]] | None:
-    """Return split and order of a region's matrix without its first dimension; None if that dimension is not
-    one of the outputs."""
+    """Return how one row of a range of a weight's rows becomes a row of a matrix: ``split`` and ``order`` as in
+    `Factors`, without the dimension of the rows. Return None if the weight's first dimension is not that of the
+    matrix's rows, or if the range has several groups."""
     if placement.groups > 1:
         return None
     if region.size == 1:
@@ -319,7 +345,15 @@ def _below_rows(placement: Placement, region: Region) -> tuple[tuple[int, ...], 
 
 
 def _effective_name(parts: list[str], used: set[str]) -> str:
-    """Return the attribute of the parametrisation, or else the names of the parameters, joined."""
+    """Return a name for a weight that is computed from parameters.
+
+    This is the parametrised attribute, if all parameters belong to one. Otherwise it is the names of the parameters,
+    joined by ``+``. An apostrophe is appended as often as the name is already used.
+
+    Args:
+        parts: the names of the parameters.
+        used: names that are already used.
+    """
     owners = {p.partition(".parametrizations.") for p in parts}
     stems = {(owner, rest.partition(".")[0]) for owner, mark, rest in owners if mark}
     if len(stems) == 1 and all(mark for _, mark, _ in owners):
