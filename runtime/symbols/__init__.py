@@ -1,2 +1,2 @@
-"""Steps with open sizes: their sizes are expressions of the batch's sizes, and a guard says for which they
-hold."""
+"""Captured steps with open sizes: the sizes are expressions of the batch's sizes. A guard states for which batches one
+capture is valid."""

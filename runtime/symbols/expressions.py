@@ -1,7 +1,7 @@
-"""Sizes as expressions of a batch's sizes, compiled into one function.
+"""The sizes of a captured step as expressions of the batch's sizes, compiled into one function that computes them all.
 
-Only integer arithmetic is allowed: PyTorch rearranges expressions over floating-point numbers, so that they
-may round to another size than the model's arithmetic does.
+Only integer arithmetic is allowed. PyTorch rearranges expressions over floating-point numbers, so they may round to
+another size than the model's arithmetic does.
 """
 
 from __future__ import annotations
@@ -37,9 +37,9 @@ class NotSymbolic(ModelError):
 
 @dataclass(frozen=True, slots=True)
 class OpenSize:
-    """A size that depends on the batch's sizes.
+    """A size of a captured step that is an expression of the batch's sizes.
 
-    ``at``: the position of its expression in an `ExpressionTable`.
+    ``at``: the position of the expression in an `ExpressionTable`.
     """
 
     at: int
@@ -47,18 +47,18 @@ class OpenSize:
 
 @dataclass
 class ExpressionTable:
-    """The expressions of the open sizes of a step, each once.
+    """The expressions that compute the open sizes of a captured step, each once.
 
-    ``symbols``: the names of the batch's sizes on which they depend, in order. ``expressions``: their positions, by
-    expression.
+    ``symbols``: the names of the batch's sizes that the expressions contain, in the order in which the function of
+    `compiled` takes them. ``expressions``: the position of each expression in the table, by the SymPy expression.
     """
 
     symbols: tuple[str, ...]
     expressions: dict[Any, int] = field(default_factory=dict)
 
     def add(self, size: Any) -> int | OpenSize:
-        """Return a size as an integer if it is constant. Otherwise return the position of its expression in the
-        table, to which the expression is added if it is new.
+        """Return a size as an integer if it is constant. Otherwise return an `OpenSize`, which has the position of the
+        size's expression in the table. The expression is added to the table if it is new.
 
         Raises:
             NotSymbolic: the size is a float or truth value, is computed in a way that may round, or depends on
@@ -104,7 +104,7 @@ def condition(assumed: Sequence[Any], symbols: Sequence[str]) -> Callable[..., b
 
 
 def check_whole(expression: Any) -> None:
-    """Refuse an expression of sizes that may round.
+    """Raise an error if an expression of sizes may round.
 
     ``expression``: a SymPy expression.
 
@@ -120,7 +120,7 @@ def check_whole(expression: Any) -> None:
 
 
 def opened(given: Any, add: Callable[[Any], int | OpenSize]) -> Any:
-    """Return nested arguments with ``add(size)`` in place of each symbolic size.
+    """Return the nested arguments of a call with ``add(size)`` instead of each symbolic size.
 
     Args:
         given: the nested arguments.
@@ -130,7 +130,7 @@ def opened(given: Any, add: Callable[[Any], int | OpenSize]) -> Any:
 
 
 def resolved(given: Any, sizes: Sequence[int]) -> Any:
-    """Return nested arguments with an integer in place of each `OpenSize`.
+    """Return the nested arguments of a call with an integer instead of each `OpenSize`.
 
     Args:
         given: the nested arguments.
@@ -146,5 +146,5 @@ def resolved(given: Any, sizes: Sequence[int]) -> Any:
 
 
 def has_open(given: Iterable[Any]) -> bool:
-    """Return whether nested arguments contain an `OpenSize`, a size that depends on the batch's sizes."""
+    """Return whether the nested arguments of a call contain an `OpenSize`, a size that depends on the batch's sizes."""
     return any(isinstance(leaf, OpenSize) for leaf in pytree.tree_leaves(given))

@@ -1,5 +1,5 @@
-"""Removal of slices that cover a whole dimension, which eager mode skips in an index of several
-dimensions."""
+"""Remove slices that cover a whole dimension from a captured step. Eager mode skips them in an index of several
+dimensions (``x[a, b]``), but a trace with symbolic sizes contains them."""
 
 from __future__ import annotations
 
@@ -15,12 +15,14 @@ SLICE_BACKWARD = torch.ops.aten.slice_backward.default
 
 
 def without_full_slices(step: CapturedStep) -> CapturedStep:
-    """Return a step, as it was read from a trace with open sizes, without calls that eager mode skips: slices in an
-    index of several dimensions (``x[a, b]``) that cover a whole dimension, and the backwards of such slices.
+    """Return a captured step without the slices that cover a whole dimension, if they are in an index of several
+    dimensions, ``x[a, b]``: eager mode skips them. The backwards of these slices are removed, too.
+
+    ``step``: the step as it was read from a trace with symbolic sizes.
 
     Raises:
-        NotSymbolic: the gradient of such a slice has other strides than the copy that its backward makes, or shares
-            its storage, so that eager mode may make other calls.
+        NotSymbolic: the gradient of a removed slice has other strides or another storage size than the copy that the
+            slice's backward makes, so that eager mode may make other calls.
     """
     names: dict[str, str] = {}
     storages: dict[str, str] = {}
@@ -53,8 +55,12 @@ def without_full_slices(step: CapturedStep) -> CapturedStep:
 
 
 def _same(step: CapturedStep, call: Call) -> Value | None:
-    """Return the argument that equals a call's result, if the call is such a slice or the backward of one;
-    else None."""
+    """Return the argument of a call that can replace the call's result. That is so for a slice, in an index of several
+    dimensions, that covers a whole dimension, and for the backward of such a slice. Return None for other calls.
+
+    Raises:
+        NotSymbolic: the gradient of the slice has other strides or another storage size than the backward's result.
+    """
     if not call.indexed or call.target not in (SLICE, SLICE_BACKWARD):
         return None
     result, argument = step.values[str(call.results[0])], step.values[call.args[0].value]

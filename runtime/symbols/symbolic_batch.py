@@ -1,4 +1,4 @@
-"""A batch whose sizes are symbols, for a tracer, and the guard of what the trace assumes about them."""
+"""Give a tracer a batch with symbols for its sizes, and make the guard of what the trace assumes about these sizes."""
 
 from __future__ import annotations
 
@@ -19,7 +19,8 @@ from rematplan.runtime.symbols.expressions import ExpressionTable, NotSymbolic, 
 
 
 class BatchSymbols:
-    """Symbols for the sizes of a batch. Each dimension has a separate symbol, even if two sizes are equal now.
+    """Symbols for the sizes of a batch. Each dimension has a separate symbol, even if two sizes of the traced batch are
+    equal.
 
     ``shapes``: the shape environment of a tracer. It has only these symbols: none for values of tensors, and none for
     shapes that depend on values. ``fakes``: the batch as fake tensors with symbolic sizes; empty before `begin`.
@@ -29,12 +30,12 @@ class BatchSymbols:
         self.shapes = ShapeEnv(allow_scalar_outputs=False, allow_dynamic_output_shape_ops=False)
         self.fakes: list[torch.Tensor] = []
         self.places: dict[str, tuple[int, int]] = {}
-        """By the name of a symbol, the position of its tensor in the batch, and the dimension."""
+        """For each symbol, by name: the position of its tensor in the batch, and the dimension."""
         self._now: dict[Any, int] = {}
 
     def begin(self, mode: FakeTensorMode, batch: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """Return fake tensors for the batch, with symbols for its sizes. Sizes 0 and 1 stay fixed, because PyTorch
-        runs other ops for them.
+        """Return fake tensors for the batch, with symbols for its sizes. Sizes 0 and 1 stay fixed, because PyTorch runs
+        other ops for them.
 
         Args:
             mode: the fake mode of the new tensors.
@@ -68,12 +69,12 @@ class BatchSymbols:
         return self.fakes
 
     def table(self) -> ExpressionTable:
-        """Return an empty table for expressions of the batch's sizes."""
+        """Return an empty `ExpressionTable` whose symbols are the batch's sizes."""
         return ExpressionTable(tuple(self.places))
 
     def now(self, value: Any) -> Any:
-        """Return nested arguments with the sizes of the traced batch in place of symbolic ones. This adds no
-        assumption to the guard."""
+        """Return a nested value with the sizes of the traced batch instead of symbolic sizes. This adds no assumption
+        to the guard."""
         return pytree.tree_map_only(torch.SymInt, self._value, value)
 
     def _value(self, size: torch.SymInt) -> int:
@@ -91,7 +92,7 @@ class BatchSymbols:
         )
 
     def guard(self) -> SizeGuard:
-        """Return the guard of everything that the trace assumes about the batch's sizes and strides.
+        """Return the guard, a condition that all assumptions of the trace about the batch's sizes and strides are true.
 
         Raises:
             NotSymbolic: an assumption depends on arithmetic that may round.
@@ -104,10 +105,10 @@ class BatchSymbols:
 
 
 class SizeGuard:
-    """A compiled condition on the sizes and strides of a batch.
+    """A compiled condition on the sizes and strides of a batch, under which one captured step is valid for the batch.
 
-    ``code``: the condition as a Python expression of ``L``, a dictionary of the batch's tensors under the names
-    ``t0``, ``t1`` and so on.
+    ``code``: the condition as a Python expression of ``L``, a dictionary of the batch's tensors under the names ``t0``,
+    ``t1`` and so on.
     """
 
     def __init__(self, code: str) -> None:
@@ -122,15 +123,15 @@ class SizeGuard:
         self.__init__(code)  # type: ignore[misc]
 
     def holds(self, batch: Sequence[torch.Tensor]) -> bool:
-        """Return whether the condition is true for the sizes and strides of this batch. The traced step then serves
-        the batch."""
+        """Return whether the condition is true for the sizes and strides of this batch. The captured step is then valid
+        for the batch."""
         sizes = {f"t{at}": _Sizes(tensor) for at, tensor in enumerate(batch)}
         return bool(eval(self._compiled, self._names, {"L": sizes}))
 
 
 class _Sizes:
-    """The properties of a tensor that a guard reads. The offset in the storage does not matter; see
-    `OpenStep.at`."""
+    """What a guard reads of a tensor: sizes and strides. The offset in the storage is always 0 here, since a captured
+    step is valid for all offsets (see `OpenStep.at`)."""
 
     __slots__ = ("size", "stride")
 
@@ -142,7 +143,8 @@ class _Sizes:
 
 
 def is_dense(tensor: torch.Tensor) -> bool:
-    """Return whether a tensor's elements fill a contiguous range of memory, each element once."""
+    """Return whether a tensor's elements fill a contiguous range of memory, each element once. A tensor without
+    elements is dense."""
     expected = 1
     for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
         if size != 1 and stride != expected:

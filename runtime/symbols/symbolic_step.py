@@ -1,4 +1,5 @@
-"""A captured step whose sizes are expressions of its batch's sizes, and the plain step for given sizes."""
+"""A captured step whose sizes are expressions of the batch's sizes, and how to make a captured step with integer sizes
+from it."""
 
 from __future__ import annotations
 
@@ -27,13 +28,13 @@ AS_STRIDED = torch.ops.aten.as_strided
 
 @dataclass(frozen=True, slots=True)
 class OpenValue:
-    """A tensor of a step with open sizes: each `Size` is an integer, or the position of an expression of the batch's
-    sizes.
+    """A tensor of a captured step with open sizes: each `Size` is an integer, or the position of an expression of the
+    batch's sizes.
 
     ``storage``: the name of its storage. ``call``: the name of the call that makes it; None for an input. ``memory``:
-    the number of the memory that contains it. Several storages of a step are one memory if a call returns an argument
-    together with new results. ``dtype``, ``device``, ``shape``, ``stride``, ``offset``: as of a tensor; strides and
-    offset in elements.
+    the number of the memory (the storage in PyTorch) that contains it. Several storages of a step have one memory if a
+    call returns an argument together with new results. ``dtype``, ``device``, ``shape``, ``stride``, ``offset``: as of
+    a tensor; strides and offset in elements.
     """
 
     storage: str
@@ -48,15 +49,15 @@ class OpenValue:
 
 @dataclass(frozen=True)
 class OpenStep:
-    """A captured step that serves all batches for which ``guard`` holds, because its sizes are expressions of the
+    """A captured step that is valid for all batches that satisfy ``guard``, because its sizes are expressions of the
     batch's sizes.
 
-    ``name``, ``inputs``, ``outputs``, ``constants``: as in `CapturedStep`. ``calls``: with `OpenSize` in place of
-    sizes among their arguments. ``values``: the tensors by name. ``memories``: bytes of each memory, by its number.
-    ``guard``: the condition on the batch's sizes and strides. ``expressions``: a function of the batch's open sizes
-    that returns the values of all expressions. ``places``: for each argument of that function, the position of the
-    tensor in the batch and the dimension. ``fixed``: the sizes of the batch that are not open: position of the
-    tensor, dimension, size.
+    ``name``, ``inputs``, ``outputs``, ``constants``: as in `CapturedStep`. ``calls``: with `OpenSize` in place of sizes
+    among their arguments. ``values``: the tensors by name. ``memories``: for each memory, by its number, the bytes.
+    ``guard``: the condition on the batch's sizes and strides. ``expressions``: a function that takes the batch's open
+    sizes and returns the values of all expressions. ``places``: for each argument of that function, the position of the
+    tensor in the batch and the dimension. ``fixed``: the sizes of the batch that are not open, each as the position of
+    the tensor, the dimension and the size.
     """
 
     name: str
@@ -73,16 +74,16 @@ class OpenStep:
 
     @staticmethod
     def of(step: CapturedStep, symbols: BatchSymbols, table: ExpressionTable) -> OpenStep:
-        """Return the open step of a step that was read from a trace with symbolic sizes.
+        """Make a step with open sizes from a captured step that was read from a trace with symbolic sizes.
 
         Args:
-            step: the step as it was read.
+            step: the captured step, whose fake tensors have symbolic sizes.
             symbols: the symbols of the trace.
-            table: the expressions that the step's calls contain; those of the values' sizes are added.
+            table: the expressions of the sizes in the arguments of calls. The expressions of the tensors' sizes are
+                added.
 
         Raises:
-            NotSymbolic: a size may round or depends on values of tensors, or a tensor is lazily conjugated or
-                negated.
+            NotSymbolic: a size may round or depends on values of tensors, or a tensor is lazily conjugated or negated.
         """
         values, memories = _opened(step, table)
         return OpenStep(
@@ -101,17 +102,18 @@ class OpenStep:
 
     @staticmethod
     def of_graph(step: CapturedStep, table: ExpressionTable) -> OpenStep:
-        """Return the open step of a joint graph from another compiler, which guards the graph's sizes itself: the
-        guard of the open step is always true.
+        """Make a step with open sizes from the joint graph (forward and backward) of another compiler, such as
+        torch.compile. That compiler guards the sizes itself, so the guard of the new step is always true. The step has
+        no ``places``, so `sizes` cannot be used: call ``expressions`` with the compiler's sizes, and `at_sizes` with
+        the result.
 
         Args:
-            step: the step as it was read.
-            table: the expressions that the step's calls contain; its symbols are that compiler's. The expressions of
-                the values' sizes are added.
+            step: the captured step that was read from the graph.
+            table: the expressions of the sizes in the arguments of calls, in the compiler's symbols. The expressions of
+                the tensors' sizes are added.
 
         Raises:
-            NotSymbolic: a size may round or depends on values of tensors, or a tensor is lazily conjugated or
-                negated.
+            NotSymbolic: a size may round or depends on values of tensors, or a tensor is lazily conjugated or negated.
         """
         values, memories = _opened(step, table)
         always, none = SizeGuard("True"), ()
@@ -119,8 +121,8 @@ class OpenStep:
         return OpenStep(step.name, *parts, always, table.compiled(), none, none)
 
     def sizes(self, batch: Sequence[torch.Tensor]) -> tuple[int, ...]:
-        """Return the values of all expressions for a batch for which the guard holds, in the order of their
-        positions.
+        """Return the values of all expressions for a batch, in the order of their positions. The guard must be true for
+        the batch.
 
         Raises:
             NotSymbolic: a value is not an integer.
@@ -131,13 +133,14 @@ class OpenStep:
         return found
 
     def at(self, batch: Sequence[torch.Tensor], sizes: Sequence[int]) -> CapturedStep:
-        """Return the step with fixed sizes for a batch, as if it had been read from a trace of that batch.
+        """Return the captured step with integer sizes for a batch, as if it had been read from a trace of that batch.
 
-        The inputs have the storages of the given tensors, which may be parts of larger ones.
+        The storages of its inputs have the sizes and offsets of the batch's storages, which may be larger than the
+        tensors.
 
         Args:
             batch: the tensors.
-            sizes: the values that `sizes` returns for the batch.
+            sizes: the values that the method `sizes` returns for the batch.
 
         Raises:
             NotSymbolic: two tensors of the batch share memory; or one has an offset in its storage, and a call refers
@@ -149,11 +152,12 @@ class OpenStep:
         return self._plain(sizes, nbytes, offsets)
 
     def at_sizes(self, sizes: Sequence[int], nbytes: Mapping[str, int]) -> CapturedStep:
-        """Return the step with fixed sizes, without a batch.
+        """Return the captured step with integer sizes, computed without a batch.
 
         Args:
             sizes: the values of all expressions, in the order of their positions.
-            nbytes: by the targets of inputs, the bytes of their storages, where these may be larger than the inputs.
+            nbytes: the bytes of the storages of inputs, by the inputs' targets. Inputs that are missing here are
+                assumed to fill their storages.
         """
         held = {self.values[i.value].memory: nbytes[i.target] for i in self.inputs if i.target in nbytes}
         return self._plain(sizes, held, {})
@@ -178,7 +182,13 @@ class OpenStep:
         return CapturedStep(self.name, self.inputs, self.outputs, calls, values, self.constants)
 
     def _bases(self, batch: Sequence[torch.Tensor]) -> dict[int, torch.Tensor]:
-        """Return the tensors of a batch by the memory that represents theirs."""
+        """Return the tensors of a batch, each by the number of the memory that its input has in this step (see
+        `OpenValue.memory`).
+
+        Raises:
+            NotSymbolic: two tensors share memory; or one has an offset in its storage, and a call refers to positions
+                in storages.
+        """
         given = [(i, batch[int(i.target)]) for i in self.inputs if i.kind == "batch"]
         storages = {tensor.untyped_storage()._cdata for _, tensor in given}
         moved = any(tensor.storage_offset() for _, tensor in given)
@@ -190,13 +200,14 @@ class OpenStep:
 
     @cached_property
     def _open(self) -> frozenset[str]:
-        """The names of the calls with open sizes among their arguments."""
+        """The names of the calls that have open sizes (expressions of the batch's sizes) among their arguments."""
         return frozenset(c.name for c in self.calls if has_open((c.args, dict(c.kwargs))))
 
     def renamed(self, names: Mapping[str, str]) -> OpenStep:
         """Return the same step with other names for calls, values and storages.
 
-        ``names``: new names by old ones. Another old name is kept, or extended by ``_`` if a new name is equal to it.
+        ``names``: new names by old ones. A name that is missing here is kept. If it equals one of the new names, ``_``
+        is appended.
         """
         taken = set(names.values())
         every = {*self.values, *(c.name for c in self.calls)}
@@ -221,7 +232,12 @@ class OpenStep:
 
 
 def _opened(step: CapturedStep, table: ExpressionTable) -> tuple[dict[str, OpenValue], tuple[Size, ...]]:
-    """Return the values of a step with open sizes, and the bytes of their memories."""
+    """Return the tensors of a captured step with open sizes in place of symbolic ones, by name, and the bytes of each
+    memory (see `OpenValue.memory`). Expressions of sizes are added to ``table``.
+
+    Raises:
+        NotSymbolic: a size may round or depends on values of tensors, or a tensor is lazily conjugated or negated.
+    """
     memories: dict[int, tuple[int, Size]] = {}
     values = {}
     for value in step.values.values():
@@ -249,10 +265,11 @@ def _free(name: str, taken: Iterable[str]) -> str:
 
 
 class _Fakes:
-    """Makes fakes with plain sizes in shared memories.
+    """Makes fake tensors with integer sizes. Tensors with the same memory (see `OpenValue.memory`) share one fake
+    storage.
 
-    ``nbytes``: bytes of each memory. ``offsets``: the offset, in elements, at which the tensors of a memory
-    begin, if it is not 0.
+    ``nbytes``: the bytes of each memory. ``offsets``: for each memory whose tensors do not begin at 0, their offset in
+    elements.
     """
 
     def __init__(self, nbytes: Sequence[int], offsets: Mapping[int, int]) -> None:
@@ -261,7 +278,10 @@ class _Fakes:
         self.made: dict[int, torch.UntypedStorage] = {}
 
     def of(self, value: OpenValue, sizes: Sequence[int]) -> torch.Tensor:
-        """Return the fake of a value."""
+        """Return a fake tensor for a tensor with open sizes.
+
+        ``sizes``: the values of all expressions of the sizes, in the order of their positions.
+        """
         storage = self.made.get(value.memory)
         if storage is None:
             storage = torch.UntypedStorage(self.nbytes[value.memory], device="meta")
