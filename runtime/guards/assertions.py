@@ -1,9 +1,9 @@
-"""Speculated assertions: conditions for which a forward raises if they have one outcome, and continues if
-they have the other.
+"""Speculated assertions: conditions for which a forward raises an error if they have one outcome (true or false), and
+continues if they have the other.
 
-A condition on a value that depends on a trained parameter is unknown before the step runs. If the forward
-raises for one outcome, it still has a single graph, that of the other outcome, with a check of the condition
-in it. Which outcome raises is found by tracing the forward with both.
+A condition on a value that depends on a trained parameter is unknown before the step runs. If the forward raises for
+one outcome, it still has a single graph: that of the other outcome, with an op that checks the condition. Which outcome
+raises is found by tracing the forward with both.
 """
 
 from __future__ import annotations
@@ -39,8 +39,8 @@ class Assertion:
 
 @dataclass
 class SpeculatedAssertions:
-    """The assertions of a forward, in the order in which the forward evaluates their conditions, found by tracing it
-    with both outcomes of each.
+    """The conditions that a forward asserts, in the order in which it evaluates them. They are found by tracing the
+    forward with both outcomes of each condition.
 
     ``known``: the assertions found so far. ``asked``: the number of conditions that the present trace has evaluated.
     """
@@ -51,30 +51,35 @@ class SpeculatedAssertions:
     asked: int = 0
 
     def begin(self) -> None:
-        """Start another trace of the forward: `next` begins again with its first condition."""
+        """Prepare for another trace of the forward: the next call of `next` is about the first condition of the
+        forward."""
         self.asked = 0
 
     def next(self) -> Assertion | None:
-        """Return the assertion for the condition that the forward evaluates now. For the first condition whose
-        outcome is not known yet, return an assertion of the outcome that is tried at present (`trial`). Return None
-        if no outcome is tried, and for later conditions whose outcome is not known."""
+        """Return the assertion that is assumed for the condition that the forward evaluates now.
+
+        Conditions are counted in the order in which a trace evaluates them. For a condition with a known assertion,
+        that is returned. For the first condition without one, an assertion of the outcome `trial` is returned; None if
+        `trial` is None. For all later conditions, None is returned.
+        """
         at, self.asked = self.asked, self.asked + 1
         if at < len(self.known):
             return self.known[at]
         return None if at > len(self.known) or self.trial is None else Assertion(self.trial)
 
     def traced(self, trace: Callable[[], T]) -> T:
-        """Trace a forward, and find out which outcome each of its conditions must have: where the outcome is unknown,
-        the forward is traced with both.
+        """Trace a forward until the outcome of each of its conditions is known, and return the result of the last
+        trace.
 
-        ``trace``: traces the forward once. It must call `begin` first, and `next` for each condition.
+        When a trace stops at a condition of unknown outcome, the forward is traced with both outcomes. If it raises an
+        error for exactly one of them, it is assumed to assert the other outcome.
 
-        Returns:
-            The result of the last, complete trace.
+        Args:
+            trace: traces the forward once. It must call `begin` first, and `next` for each condition.
 
         Raises:
             DataDependentOutputException, DynamicOutputShapeException: the forward raises for neither or for both
-                outcomes of a condition, or depends on unknown values in another way than by a condition.
+                outcomes of a condition, or depends on an unknown value that is not a condition.
         """
         while True:
             try:
@@ -90,8 +95,8 @@ class SpeculatedAssertions:
                 self.known.append(Assertion(not raising[0], type(error).__name__, str(error)))
 
     def _error(self, outcome: bool, trace: Callable[[], object]) -> Exception | None:
-        """Return the error that the forward raises if the first unknown condition has this outcome; None if
-        it raises none."""
+        """Trace the forward with ``outcome`` assumed for the first condition whose outcome is unknown. Return the error
+        that a statement of the forward raises; None if there is none. Errors of the tracer do not count."""
         self.trial = outcome
         try:
             trace()
@@ -103,8 +108,8 @@ class SpeculatedAssertions:
 
 
 def _is_raised_by_forward(error: Exception) -> bool:
-    """Return whether this is an error of a built-in type that a ``raise`` or ``assert`` statement outside the
-    tracer raised."""
+    """Return whether an error was raised by a ``raise`` or ``assert`` statement in code that is not the tracer's (torch
+    or this package), and has a built-in type."""
     last = error.__traceback__
     while last and last.tb_next:
         last = last.tb_next

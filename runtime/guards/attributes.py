@@ -1,5 +1,5 @@
-"""The attributes that a forward reads from its modules, from records in their attributes, and from the
-classes of modules and records.
+"""Recording of the attributes that a forward reads from its modules, from records in the modules' attributes, and from
+the classes of modules and records.
 
 A record is an object that exists for its attributes, such as a configuration (`is_record`).
 """
@@ -34,32 +34,42 @@ _DEPTH = 2
 
 
 class Reads:
-    """The attribute reads and writes that were recorded while a forward ran: on modules, and on records, objects that
-    exist for their attributes (`is_record`), such as a configuration. Both are called holders.
+    """The attributes that a forward reads, and those of its modules that it sets.
 
-    Its methods named ``note_…`` are called at each access. ``modules``: all modules of the model, each once.
+    The objects whose attributes are recorded are called holders. They are the modules, and the records in their
+    attributes: objects that exist for their attributes, such as a configuration (`is_record`). While a forward runs
+    inside `reads_of`, each access to an attribute of a holder calls one of the methods ``note_…``.
+
+    Args:
+        modules: all modules of the model, each once.
     """
 
     def __init__(self, modules: Sequence[nn.Module]) -> None:
         self.owners: dict[int, Owner] = {}
-        """Modules and records by the id of their ``__dict__``, which a planned module shares with its
+        """Where each module and record is, by the id of its ``__dict__``, which a planned module shares with its
         model."""
         self.things: set[int] = set()
+        """The ids of all modules and records."""
         self.kinds: set[type] = {nn.Module}
+        """The classes whose attribute lookup must be replaced."""
         self.found: dict[tuple[Owner, str], Any] = {}
+        """The values that were read, by holder and attribute name; `UNSET` if two reads differed."""
         self.met: dict[int, tuple[Any, dict[Owner, None]]] = {}
-        """By id, the records that were read, each with all owners under which it was found."""
+        """By id, the records that were read, each with all positions (`Owner`) at which it was found."""
         self.asked: set[tuple[Owner, str]] = set()
+        """Attributes that were looked up before they were set."""
         self.fresh: set[tuple[Owner, str]] = set()
         """Attributes that were set before they were read: the forward produces them and does not depend on
         them."""
         self.holders: dict[Owner, Any] = {}
         self.inherited: dict[Owner, dict[str, None]] = {}
-        """By owner, names that were found in its class or nowhere."""
+        """By holder, the names that were found in its class or nowhere, but not in its ``__dict__``."""
         self.classes: dict[type, dict[str, Any]] = {}
+        """By class, the class attributes that were read, by name."""
         self.answering: dict[int, Owner] = {}
-        """By id, records whose class has a ``__getattr__``."""
+        """By id, the positions of records whose class has a ``__getattr__``."""
         self.answers: dict[Owner, tuple[Any, dict[str, Any]]] = {}
+        """By position, each record whose class has a ``__getattr__``, and the results of that method by name."""
         self.modules, self.own = modules, packages_of(modules)
         for at, module in enumerate(modules):
             self._look_into(module, (at, ()))
@@ -74,8 +84,14 @@ class Reads:
                 self._look_into(value, (owner[0], (*owner[1], name)))
 
     def _may_answer(self, holder: Any, owner: Owner) -> None:
-        """Note a record whose class has a ``__getattr__``. The record is kept alive, because Python reuses
-        the ids of dead objects."""
+        """Register a holder for `note_answer` if it is a record (`is_record`) whose class has a ``__getattr__``.
+
+        The record is kept alive, because Python reuses the ids of dead objects.
+
+        Args:
+            holder: a module, a record or another object.
+            owner: where the holder was found: the position of a module and a path of attribute names.
+        """
         if is_record(holder) and hasattr(type(holder), "__getattr__"):
             self.answering[id(holder)] = owner
             self.answers.setdefault(owner, (holder, {}))
@@ -84,7 +100,8 @@ class Reads:
         return self.owners.get(id(object.__getattribute__(holder, "__dict__")))
 
     def note(self, holder: Any, name: str, value: Any) -> None:
-        """Record that an attribute was read, unless the forward itself set it first.
+        """Record that the forward read an attribute, unless it has set that attribute itself before. Attributes that
+        `ModuleState` covers, such as submodules, hooks and parameters, are not recorded.
 
         Args:
             holder: the module or record; another object is ignored.
@@ -116,11 +133,11 @@ class Reads:
             self.classes.setdefault(home, {}).setdefault(name, kept(vars(home)[name]))
 
     def note_attributes(self, holder: Any, reader: FrameType) -> None:
-        """Record a read of ``holder.__dict__``: those attributes count as read whose names the reading code mentions.
-        Library code, and a record with a ``__getattr__``, are ignored.
+        """Record that code read the ``__dict__`` of a module or record. All attributes whose names this code mentions
+        count as read. Nothing is recorded if the code is library code, or if the record has a ``__getattr__``.
 
         Args:
-            holder: the module or record.
+            holder: the module or record; another object is ignored.
             reader: the frame of the code that reads.
         """
         known = self._owner(holder) is not None and id(holder) not in self.answering
@@ -133,22 +150,26 @@ class Reads:
                     self.note_absent(holder, name)
 
     def note_asked(self, holder: Any, name: str) -> None:
-        """Record that an attribute of a module or record is about to be looked up, whether or not it exists."""
+        """Record that the forward looks up an attribute of a module or record, whether or not the attribute exists. If
+        the forward sets the attribute later, it still depends on the earlier value."""
         owner = self._owner(holder)
         if owner is not None and (owner, name) not in self.fresh:
             self.asked.add((owner, name))
 
     def note_absent(self, holder: Any, name: str) -> None:
-        """Record that an attribute was looked up that neither the module or record nor its class has. A guard then
-        checks that it is still absent."""
+        """Record that the forward looked up an attribute that is neither in the ``__dict__`` of ``holder`` (a module or
+        record) nor in its class. A guard then checks that the ``__dict__`` still lacks it."""
         owner = self._owner(holder)
         if owner is not None and (owner, name) not in self.fresh and not name.startswith("__"):
             self.inherited.setdefault(owner, {})[name] = None
 
     def note_answer(self, holder: Any, name: str, value: Any) -> None:
-        """Record that the ``__getattr__`` of a record (an object that exists for its attributes) returned ``value``
-        for ``name``. If ``value`` is such a record with a ``__getattr__`` itself, its answers are recorded from then
-        on, too."""
+        """Record that the ``__getattr__`` of a record returned ``value`` for ``name``. A record is an object that
+        exists for its attributes, such as a configuration.
+
+        If ``value`` is also a record with a ``__getattr__``, the results of that ``__getattr__`` are recorded from then
+        on.
+        """
         owner = self.answering.get(id(holder))
         if owner is None or name.startswith("__"):
             return
@@ -161,19 +182,21 @@ class Reads:
             self.answers[owner][1].setdefault(name, kept(value))
 
     def note_set(self, holder: Any, name: str) -> None:
-        """Record that an attribute of a module was set. If it was not looked up before, later reads of it do not
-        count, since the forward itself produces its value."""
+        """Record that the forward set an attribute of a module. If the forward has not looked up the attribute before,
+        later reads of it are not recorded: the forward does not depend on a value that it produces itself."""
         owner = self._owner(holder)
         if owner is not None and (owner, name) not in self.asked:
             self.fresh.add((owner, name))
 
     def attributes_set(self, module: nn.Module, before: dict[str, Any]) -> dict[str, Any]:
-        """Return, by name, the attributes that the forward set on a module before it read them, if they are tensors,
-        plain values or containers of these, and differ from before.
+        """Return the attributes that the forward set on a module without looking them up before, by name.
+
+        An attribute is left out if its value is the same object as before the forward, or is neither a tensor nor a
+        plain value nor a container of these.
 
         Args:
             module: the module.
-            before: the module's attributes at the start of the forward.
+            before: the module's attributes by name, at the start of the forward.
         """
         owner = self.owners[id(vars(module))]
         return {
@@ -183,8 +206,12 @@ class Reads:
         }
 
     def found_in_places(self) -> list[Found]:
-        """Return all attribute values that a plan depends on, by the place in which they were found. Values that the
-        forward itself changed are left out: by now they differ from those that it read."""
+        """Return the attribute values on which a plan depends, as one `Found` for each place in which values were
+        found.
+
+        A place is the ``__dict__`` of a module or record, the results of a record's ``__getattr__``, or a class. Values
+        that the forward has changed after it read them are left out.
+        """
         owned: dict[Owner, dict[str, Any]] = {owner: {} for owner in self.inherited}
         for (owner, name), value in self.found.items():
             owned.setdefault(owner, {})[name] = value
@@ -204,8 +231,11 @@ class Reads:
         return [*own, *answers, *classes]
 
     def shared(self) -> list[SharedRecord]:
-        """Return the records that the forward read, each with all owners (module and path of attributes) under which
-        it was found. Records that are no longer at one of them are left out."""
+        """Return the records (objects that exist for their attributes, such as a configuration) that the forward read.
+
+        For each record, all positions are returned at which it was found: the position of a module and a path of
+        attribute names. A record that is no longer at one of these positions is left out.
+        """
         attributes = [vars(module) for module in self.modules]
         return [
             SharedRecord(type(record), tuple(owners))
@@ -228,11 +258,11 @@ covers these."""
 
 @contextmanager
 def reads_of(modules: Sequence[nn.Module]) -> Iterator[Reads]:
-    """Record, inside the block, which attributes of the modules and of the records in them are read or set by this
-    thread. The block gets the recorded `Reads`.
+    """Record, inside the block, which attributes of the modules and of the records in them (`is_record`) this thread
+    reads, and which attributes of the modules it sets. The block gets the `Reads` that records each access.
 
-    Methods of the classes are replaced meanwhile. Other threads may run the same modules; their accesses are not
-    recorded.
+    The methods by which Python reads and sets attributes of these objects are replaced meanwhile. Other threads may run
+    the same modules; their accesses are not recorded.
     """
     reads = Reads(modules)
     thread = get_ident()  # all threads see the replaced methods
@@ -282,9 +312,13 @@ def reads_of(modules: Sequence[nn.Module]) -> Iterator[Reads]:
 
 @contextmanager
 def _replaced(kinds: Collection[type], name: str, by: Callable[[Any], Any]) -> Iterator[None]:
-    """Replace a method of some classes inside the block, whether they define or inherit it.
+    """Replace a method of some classes inside the block, whether they define or inherit it. Classes implemented in C
+    are left as they are.
 
-    ``by``: a function from the plain method to its replacement.
+    Args:
+        kinds: the classes.
+        name: the method's name.
+        by: a function from the original method to its replacement.
     """
     plain = {kind: getattr(kind, name) for kind in kinds}
     own = {kind for kind in kinds if name in vars(kind)}
@@ -303,8 +337,11 @@ def _replaced(kinds: Collection[type], name: str, by: Callable[[Any], Any]) -> I
 
 
 def is_record(value: Any) -> bool:
-    """Return whether an object exists for its attributes: it has a ``__dict__``, is not of a built-in type, a
-    container, a tensor or a generator, and is not callable (which excludes modules and classes)."""
+    """Return whether an object is a record: an object that exists for its attributes, such as a configuration.
+
+    A record has a ``__dict__`` and is not callable (which excludes modules and classes). It is not of a built-in type,
+    and no container, tensor or random number generator.
+    """
     kind = type(value)
     return (
         kind.__module__ != "builtins"

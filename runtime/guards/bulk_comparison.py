@@ -1,7 +1,7 @@
-"""Tables of values by place and name, compared all at once.
+"""Comparison of many values with their earlier values in few calls.
 
-A forward reads hundreds of attributes and nearly always finds the same objects as before. A table fetches and
-compares them by identity in a few calls that loop in C; Python code looks only at the objects that differ.
+A forward reads hundreds of attributes and nearly always finds the same objects as before. A table fetches the present
+values and compares them by identity in a few calls that loop in C. Python code looks only at the objects that differ.
 """
 
 from __future__ import annotations
@@ -21,9 +21,11 @@ def picked(keys: Sequence[Any]) -> Callable[[Any], tuple[Any, ...]]:
 
 
 class Table:
-    """Values by place (a namespace) and name, to be compared with the present values in the same places.
+    """Values that were found by name in several places (namespaces, such as the ``__dict__`` of a module), to be
+    compared with the values that are there later.
 
-    ``rows``: for each place, its position in the list of all places, and its values by name.
+    Args:
+        rows: for each place, its position in the list of places that `holds` gets, and the values found in it by name.
     """
 
     def __init__(self, rows: Iterable[tuple[int, Mapping[str, Any]]]) -> None:
@@ -33,12 +35,14 @@ class Table:
         self.values = [value for _, _, value in cells]
 
     def holds(self, places: Sequence[Any]) -> bool:
-        """Return whether all places still have these values, or values that are the same by `snapshots.same`.
+        """Return whether all places still have the values of this table: the same objects, or values that
+        `snapshots.same` finds equal.
 
-        ``places``: the list of all places, each indexed by name.
+        Args:
+            places: the list of all places (namespaces), each indexed by name.
 
         Raises:
-            LookupError, AttributeError, RuntimeError, ValueError: a value no longer exists.
+            LookupError, AttributeError, RuntimeError, ValueError: a place no longer has a value of that name.
         """
         found = list(map(getitem, self.places(places), self.names))
         return all(map(is_, found, self.values)) or all(

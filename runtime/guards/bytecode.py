@@ -13,7 +13,7 @@ from typing import Any
 Names = frozenset[str]
 
 _OURS = tuple(f"rematplan.{part}." for part in ("ir", "planner", "plans", "runtime"))
-"""Prefixes of this package's modules, except those of bundled models."""
+"""Prefixes of the names of this package's modules, except those of the models that it contains."""
 
 _SITES = (*site.getsitepackages(), site.getusersitepackages())
 """The folders in which packages are installed."""
@@ -24,7 +24,7 @@ _OF_VARIABLES = frozenset({"LOAD_GLOBAL", "STORE_GLOBAL", "LOAD_NAME"})
 @cache
 def named_in(code: CodeType) -> Names:
     """Return all names that a code object mentions: attributes, global variables and string constants (which may be
-    keys). Nested functions are included, local variables are not."""
+    keys of a dictionary). Nested functions are included, local variables are not."""
     inner = (named_in(const) for const in code.co_consts if isinstance(const, CodeType))
     return frozenset(code.co_names).union(strings_in(code), *inner)
 
@@ -45,18 +45,18 @@ def strings_in(code: CodeType) -> Names:
 
 
 def packages_of(things: Iterable[Any]) -> Names:
-    """Return the top-level packages of the classes of these objects, except torch."""
+    """Return the names of the top-level packages that define the classes of these objects, except torch."""
     return frozenset(type(thing).__module__.partition(".")[0] for thing in things) - {"torch"}
 
 
 def is_library(module: str | None, own: Collection[str]) -> bool:
     """Return whether guards ignore the functions of a Python module, because what library code depends on is too much
-    to track: modules of PyTorch, of Python, of this package, and of installed packages.
+    to track. Library code is that of PyTorch, of Python's library, of this package, and of installed packages.
 
     Args:
         module: the full name of the Python module; None for the built-in functions.
-        own: top-level packages that are not ignored, since classes of the model are in them. (This package's planner
-            and runtime are ignored even then.)
+        own: names of top-level packages that are not ignored, since they define classes of the model. (This package's
+            planner and runtime are ignored even if ``own`` has this package.)
     """
     module = module or "builtins"
     package = module.partition(".")[0]

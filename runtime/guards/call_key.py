@@ -1,4 +1,4 @@
-"""A key for how a module is called: its arguments, autocast, and process-wide settings."""
+"""A hashable key of a call of a module: of its arguments, of autocast, and of process-wide settings."""
 
 from __future__ import annotations
 
@@ -36,14 +36,16 @@ SETTINGS = (
     lambda: tuple(get_sdp_priority_order()),
     lambda: device_mode.CURRENT_DEVICE or torch.device("cpu"),
 )
-"""Process-wide settings, some of which context managers change, that decide which ops a forward calls: the
-default type and device, and which kernels are enabled."""
+"""Functions that return the process-wide settings that decide which ops a forward calls: the default type and
+device, and which kernels are enabled. Context managers change some of these settings."""
 
 
 def call_key(leaves: Sequence[Any], spec: pytree.TreeSpec) -> tuple[Any, ...]:
-    """Return a hashable key of everything in a call that a plan depends on: the arguments (of tensors all but the
-    values: shape, strides, type, device, identity among the arguments), autocast, and process-wide settings that
-    decide which ops a forward calls (`SETTINGS`).
+    """Return a hashable key of the arguments and settings on which the plan for a call depends.
+
+    For a tensor argument, the key has everything but the values: shape, strides, type, device, and which arguments are
+    the same tensor. The settings are autocast and the process-wide settings that decide which ops a forward calls
+    (`SETTINGS`).
 
     Args:
         leaves: the leaves of the arguments.
@@ -56,8 +58,8 @@ def call_key(leaves: Sequence[Any], spec: pytree.TreeSpec) -> tuple[Any, ...]:
 
 
 def open_key(leaves: Sequence[Any], spec: pytree.TreeSpec) -> tuple[Any, ...]:
-    """Return the same key as `call_key`, but with the number of dimensions in place of the sizes and strides of each
-    tensor.
+    """Return a key like that of `call_key` that is the same for all sizes of the tensors: of a tensor argument it has
+    layout, number of dimensions, type, device, whether it requires a gradient, and which arguments are the same tensor.
 
     Args:
         leaves: the leaves of the arguments.
@@ -99,7 +101,8 @@ def like_of_any_size(tensor: torch.Tensor) -> tuple[Any, ...]:
 
 
 def _exactly(leaf: Any) -> Any:
-    """Return a key that distinguishes 1, 1.0 and True, and 0.0 and −0.0."""
+    """Return a hashable key of an argument that is not a tensor. It distinguishes 1, 1.0 and True, and 0.0 and −0.0. An
+    argument that cannot be hashed is pickled."""
     try:
         hash(leaf)
     except TypeError:

@@ -1,10 +1,10 @@
-"""Guards on values: what a forward decides by the values of its inputs, such as whether a mask is all ones,
-or how many of its elements are set.
+"""Guards on values: whether a forward would still decide as it did when it was traced.
 
-A trace is valid only for these outcomes. The calls that lead from inputs and buffers to each such value are
-recorded and made again at a later call; if an outcome differs, that call needs another graph. Values that
-depend on a trained parameter or on random numbers are unknown before the step runs, so no decision may depend
-on them.
+A forward may decide by the values of its inputs, for example by whether a mask is all ones, or how many of its elements
+are set. A trace is valid only for the outcomes of these decisions. Therefore the calls that compute the decisive values
+from inputs and buffers are recorded. At a later call of the module they are executed again; if an outcome differs, that
+call needs another graph. Values that depend on a trained parameter or on random numbers are unknown before the step
+runs, so no decision may depend on them.
 """
 
 from __future__ import annotations
@@ -32,18 +32,21 @@ _Pools = dict[str, Any]
 
 @dataclass(frozen=True, slots=True)
 class _At:
-    """A reference to a tensor by its number on the tape."""
+    """A reference to a tensor in the arguments of a recorded call. ``place``: the number that `OpTape` assigned to the
+    tensor."""
 
     place: int
 
 
 @dataclass(frozen=True, slots=True)
 class _Entry:
-    """A recorded call.
+    """A recorded call of a traced forward, to be executed again with real tensors. Tensors are denoted by the numbers
+    that `OpTape` assigns to them.
 
-    ``reads``: the memories that it reads, each by the number of the first tensor in it. ``touches``: the
-    memories that it allocates, views or writes. ``expected``: its result, if the forward decided by it; else
-    `_UNDECIDED`.
+    ``call``, ``args``, ``kwargs``: the function and its arguments, with an `_At` in place of each tensor. ``results``:
+    the numbers of the resulting tensors; None for a result that is not a tensor. ``reads``: the storages that the call
+    reads, each denoted by the number of the first tensor in it. ``touches``: the storages that it allocates, views or
+    writes, denoted in the same way. ``expected``: the result, if the forward decided by it; else `_UNDECIDED`.
     """
 
     call: Callable[..., Any]
@@ -64,19 +67,22 @@ _UNDECIDED = object()
 
 @dataclass(frozen=True)
 class ValueGuard:
-    """The recorded calls (``entries``) that lead from a module's inputs and buffers to the values by which its
-    forward decided, and these values."""
+    """A check that a forward would decide in the same way as when it was traced. It executes again the calls that
+    compute the decisive values from the module's inputs and buffers, and compares the outcomes.
+
+    ``entries``: the recorded calls in order, with the outcomes of the decisions.
+    """
 
     entries: tuple[_Entry, ...] = ()
     sources: tuple[tuple[int, Source | torch.Tensor], ...] = ()
-    """The tensors with which the calls begin, by number: where each comes from, or the tensor itself if it is
-    neither an input nor a buffer."""
+    """The tensors that exist before the first call, as pairs: the tensor's number in the recorded calls; and its
+    `Source`, or the tensor itself if it is neither an input nor a buffer."""
     written: frozenset[int] = frozenset()
-    """The numbers of those source tensors whose memory a call writes to."""
+    """The numbers of those tensors in ``sources`` that a recorded call writes to, so that they must be copied."""
 
     def holds(self, buffers: Mapping[str, torch.Tensor], batch: Sequence[torch.Tensor]) -> bool:
-        """Return whether the forward would decide in the same way for these tensors: the recorded calls are made
-        again, and their outcomes compared. The tensors are not changed.
+        """Return whether the forward would decide in the same way for these tensors. The recorded calls are executed
+        again, and their outcomes compared with the recorded ones. The tensors are not changed.
 
         Args:
             buffers: the real parameters and buffers by name.
@@ -96,9 +102,11 @@ class ValueGuard:
         return tuple(repr(e.expected) for e in self.entries if e.decides)
 
     def mapped(self, change: Callable[[Any], Any]) -> ValueGuard:
-        """Return a copy of this guard whose recorded calls have other sizes.
+        """Return a copy of this guard with changed arguments of the recorded calls, to replace sizes by symbols or
+        symbols by sizes.
 
-        ``change``: a function from the nested arguments of a call to those with other sizes.
+        Args:
+            change: a function from the nested arguments of a call to the new ones.
         """
         entries = (replace(e, args=change(e.args), kwargs=change(e.kwargs)) for e in self.entries)
         return replace(self, entries=tuple(entries))
@@ -111,12 +119,12 @@ def _as_given(value: Any) -> Any:
 def _made(
     entries: Iterable[_Entry], known: dict[int, torch.Tensor], now: Callable[[Any], Any] = _as_given
 ) -> Iterator[tuple[_Entry, Any]]:
-    """Make recorded calls again and yield each with its result.
+    """Execute recorded calls again and yield each with its result.
 
     Args:
         entries: the recorded calls, in order.
-        known: tensors by their number on the tape; the results are added to it.
-        now: replaces symbolic sizes in nested arguments by integers.
+        known: real tensors by the numbers that `OpTape` assigned to them; the calls' results are added to it.
+        now: a function that replaces symbolic sizes in nested arguments by integers.
     """
     for e in entries:
         args = [_filled(arg, known) for arg in now(e.args)]
@@ -130,7 +138,8 @@ def _made(
 
 
 def _filled(arg: Any, known: dict[int, torch.Tensor]) -> Any:
-    """Return an argument with tensors in place of references."""
+    """Return an argument of a recorded call with the real tensor, from ``known``, in place of each reference
+    (`_At`)."""
     if type(arg) is _At:
         return known[arg.place]
     if not isinstance(arg, (list, tuple, dict)):
@@ -152,14 +161,15 @@ def _same(a: Any, b: Any) -> bool:
 
 
 class ValueGuardRecorder(TorchDispatchMode):
-    """A context manager that records by which values a forward decides while the forward and its backward are traced
-    inside it. (The backward indexes with the same masks.)
+    """A context manager that records the decisions that a forward makes by values, such as whether a mask is all ones,
+    while the forward and its backward are traced inside it. (The backward must be traced inside it, too, since it
+    indexes with the same masks.)
 
     Args:
         buffers: the real parameters and buffers by name.
         batch: the real tensors among the arguments.
 
-    The attribute ``now`` replaces symbolic sizes in nested arguments by those of the real tensors.
+    The attribute ``now`` is a function that replaces symbolic sizes in nested arguments by those of the real tensors.
     """
 
     def __init__(self, buffers: Mapping[str, torch.Tensor], batch: Sequence[torch.Tensor]) -> None:
@@ -179,12 +189,12 @@ class ValueGuardRecorder(TorchDispatchMode):
         self._asking.__exit__(*raised)
 
     def begin(self, buffers: Mapping[str, torch.Tensor], batch: Sequence[torch.Tensor]) -> None:
-        """Start the trace of a forward: forget what was recorded before. If a forward is traced several times, the
+        """Start the trace of a forward, and forget what was recorded before. If a forward is traced several times, the
         last trace counts.
 
         Args:
-            buffers: the traced tensors in place of the real parameters and buffers, by name.
-            batch: the traced tensors in place of the real inputs, by position.
+            buffers: the tensors of this trace that represent the parameters and buffers, by name.
+            batch: the tensors of this trace that represent the inputs, by position.
         """
         self._tape = OpTape(self)
         for name, tensor in buffers.items():
@@ -199,41 +209,45 @@ class ValueGuardRecorder(TorchDispatchMode):
         return self._tape.answer(func, args, kwargs or {})
 
     def guard(self) -> ValueGuard:
-        """Return the guard of the last trace."""
+        """Return the guard that checks the decisions of the forward that was traced last."""
         return self._tape.guard()
 
 
 class OpTape:
-    """A record of those calls of a traced forward whose arguments' values are known before a step runs. It answers
-    questions about their values.
+    """A record of a traced forward's calls whose arguments have known values: values that depend neither on a trained
+    parameter nor on random numbers. It computes these values from the real tensors when the forward asks for them.
 
-    ``decisions``: the recorder, which has the real tensors.
+    Args:
+        decisions: the recorder that has the real tensors.
     """
 
     def __init__(self, decisions: ValueGuardRecorder) -> None:
         self.decisions = decisions
         self.entries: list[_Entry] = []
         self.sources: dict[int, Source | torch.Tensor] = {}
-        self.places: dict[int, int] = {}  # id of a traced tensor → its place
-        self.alive: list[torch.Tensor] = []  # by place; ids are unique while these live
-        self.memory: list[int] = []  # by place: the first place that shares its memory
+        self.places: dict[int, int] = {}  # id of a traced tensor → its number
+        self.alive: list[torch.Tensor] = []  # by number; ids are unique while these live
+        self.memory: list[int] = []  # by number: its storage, as the number of the first tensor in it
         self.drawn: dict[int, torch.Tensor] = {}  # by id, results of `rand`; cleared by any write
-        self.written: set[int] = set()  # memories that a recorded call writes to
-        self.lost: set[int] = set()  # memories that unknown values were written to
-        self.real: dict[int, torch.Tensor] = {}  # by place, real sources and results of entries
+        self.written: set[int] = set()  # storages that a recorded call writes to
+        self.lost: set[int] = set()  # storages that unknown values were written to
+        self.real: dict[int, torch.Tensor] = {}  # by number, real tensors: sources and results of entries
         self.made = 0  # the number of entries whose results are in `real`
 
     def begin(self, tensor: torch.Tensor, source: Source | torch.Tensor) -> None:
-        """Add a tensor whose value is known before any call, so that calls that read it are recorded.
+        """Register a tensor that exists before the first call and whose value is known, so that calls that read it are
+        recorded.
 
         Args:
             tensor: the traced tensor.
-            source: where the real tensor comes from; or the real tensor.
+            source: where the real tensor comes from, as ``("batch", position)`` or ``("buffer", name)``; or the real
+                tensor.
         """
         self.sources[self._place(tensor, None)] = source
 
     def guard(self) -> ValueGuard:
-        """Return a guard with the decisions on the tape, and all calls and source tensors that they depend on."""
+        """Return a guard with all recorded decisions, and with the recorded calls and source tensors from which they
+        are computed."""
         needed: set[int] = set()
         entries = []
         for entry in reversed(self.entries):
@@ -245,9 +259,12 @@ class OpTape:
         return ValueGuard((*reversed(entries),), sources, written)
 
     def answer(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Make a call of a traced forward and return its result. If the op returns a number to Python and the values
-        are known, compute the number from the real tensors and record it as a decision. If the op's result shape
-        depends on values, make a call with a fixed shape instead (`static_shapes.STATIC`)."""
+        """Execute a call of a traced forward and return its result.
+
+        If the op returns a number to Python and its arguments' values are known, the number is computed from the real
+        tensors and recorded as a decision. If the shape of the op's result depends on values, a call with a fixed shape
+        is executed instead (`static_shapes.STATIC`).
+        """
         if torch.Tag.data_dependent_output in func.tags and self.knows((args, kwargs)):
             return self._decided(func, args, kwargs)
         instead = STATIC.get(func)
@@ -256,8 +273,8 @@ class OpTape:
         return self.run(func, *args, **kwargs)
 
     def run(self, func: Any, *args: Any, **kwargs: Any) -> Any:
-        """Make a call and return its result. Record the call if the values of all tensors among its arguments are
-        known and it draws no random numbers."""
+        """Execute a call and return its result. Record the call if it draws no random numbers and the values of all its
+        tensor arguments are known. Otherwise, tensors that it writes to count as unknown from then on."""
         result = func(*args, **kwargs)
         written = _written(func, args, kwargs)
         if written:
@@ -269,8 +286,8 @@ class OpTape:
         return result
 
     def read(self, of: Callable[..., Any], *arguments: Any) -> Any:
-        """Return ``of(*arguments)``, computed on the real tensors behind the traced ones. The result becomes part of
-        the guard.
+        """Return ``of(*arguments)``, computed on the real tensors that the traced ones represent. The result is
+        recorded as a decision, which the guard checks at later calls.
 
         Raises:
             DataDependentOutputException: the values of the tensors are unknown before the step runs.
@@ -280,8 +297,9 @@ class OpTape:
         return self._decided(of, arguments, {})
 
     def number(self, of: Callable[[torch.Tensor], int], tensor: torch.Tensor) -> int | None:
-        """Return ``of(tensor)``, computed on the real tensor; None if its values are unknown before the step runs.
-        The result becomes part of the guard."""
+        """Return the integer ``of(tensor)``, computed on the real tensor that the traced one represents. It is recorded
+        as a decision, which the guard checks at later calls. Return None if the values of the tensor are unknown before
+        the step runs."""
         return int(self._decided(of, (tensor,), {})) if self.knows(tensor) else None
 
     def _decided(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -326,8 +344,12 @@ class OpTape:
         return _Entry(func, tuple(args), kwargs, results, reads, touches, expected)
 
     def _place(self, tensor: torch.Tensor, viewed: torch.Tensor | None) -> int:
-        """Return a tensor's number, a new one if it has none. ``viewed``: the tensor whose memory it shares;
-        None if it has its own memory."""
+        """Return the number of a traced tensor; a new tensor gets the next number.
+
+        Args:
+            tensor: the traced tensor.
+            viewed: the tensor whose storage a new tensor shares; None if it has a new storage.
+        """
         if id(tensor) not in self.places:
             self.places[id(tensor)] = place = len(self.alive)
             if isinstance(tensor, FunctionalTensor):
@@ -337,7 +359,8 @@ class OpTape:
         return self.places[id(tensor)]
 
     def knows(self, value: Any) -> bool:
-        """Return whether the values of all tensors in nested arguments are known before the step runs."""
+        """Return whether all tensors in nested arguments have known values: values that depend neither on a trained
+        parameter nor on random numbers."""
         return all(self._is_known(t) for t in pytree.tree_leaves(value) if isinstance(t, torch.Tensor))
 
     def _is_known(self, tensor: torch.Tensor) -> bool:
@@ -347,14 +370,15 @@ class OpTape:
 
 
 def _written(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[torch.Tensor]:
-    """Return the tensors that a call writes to."""
+    """Return those tensors among a call's arguments that the call writes to, by the op's schema."""
     if not func._schema.is_mutable:
         return []
     return _argument_of(func, args, kwargs, lambda alias: alias.is_write)
 
 
 def _viewed(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor | None:
-    """Return the tensor whose memory a call's results share; None if there is none."""
+    """Return the first tensor argument whose storage a call's results may share, by the op's schema; None if there is
+    none."""
     if not any(r.alias_info for r in func._schema.returns):
         return None
     return next(iter(_argument_of(func, args, kwargs, bool)), None)
@@ -363,7 +387,8 @@ def _viewed(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.T
 def _argument_of(
     func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], which: Callable[[Any], bool]
 ) -> list[torch.Tensor]:
-    """Return the tensor arguments whose alias annotation satisfies ``which``."""
+    """Return the tensors among a call's arguments whose alias annotation in the op's schema satisfies ``which``.
+    Arguments without an annotation are left out."""
     by_name = dict(zip((a.name for a in func._schema.arguments), args, strict=False)) | kwargs
     named = [a.name for a in func._schema.arguments if a.alias_info is not None and which(a.alias_info)]
     leaves = pytree.tree_leaves([by_name.get(name) for name in named])

@@ -1,9 +1,10 @@
-"""What the code of a forward refers to outside its modules: global variables, closure cells, default
-arguments, environment variables, and attributes of the objects and classes among these, in the arguments, and
-in the modules' attributes.
+"""Recording of the values outside its modules to which the code of a forward refers.
 
-These references are found in the bytecode, not by tracing execution, which would double the time of a
-capture. Whatever a function names counts as read, even in a branch that is not taken.
+They are global variables, closure cells, default arguments and environment variables. They are also the attributes of
+objects and classes that are found in these, in the arguments of the forward, or in attributes of the modules.
+
+References are found in the bytecode. To trace the execution instead would double the time of a capture. Whatever a
+function names counts as read, even in a branch that is not taken.
 """
 
 from __future__ import annotations
@@ -43,9 +44,9 @@ _ENVIRONMENT = frozenset({"environ", "getenv"})
 
 @dataclass
 class _Shelf:
-    """The values that were found in one namespace.
+    """The values to which code refers in one namespace.
 
-    ``values``: the namespace. ``found``: the found values by name.
+    ``values``: the namespace. ``found``: the values by name, copied if their content may change (`snapshots.kept`).
     """
 
     values: Mapping[str, Any]
@@ -53,9 +54,9 @@ class _Shelf:
 
 
 class GlobalReads:
-    """All values that the code of some modules' forwards refers to and that are not in these modules: global
-    variables, closure cells, default arguments, environment variables, and attributes of objects and classes. They
-    are looked up at construction.
+    """All values outside the modules of a model to which the code of the modules' forwards refers: global variables,
+    closure cells, default arguments, environment variables, and attributes of objects and classes. They are looked up
+    when this object is made.
 
     Args:
         modules: all modules of the model, each once.
@@ -91,11 +92,13 @@ class GlobalReads:
                     self._note(thing, holder, values, name, named)
 
     def found_in_places(self, model: str) -> list[Found]:
-        """Return the values to which the code refers, by the namespace in which they were found. Values that the
-        forward has changed since construction are left out; a warning says that a planned forward will not change
-        them.
+        """Return the values to which the code refers, as one `Found` for each namespace in which some were found.
 
-        ``model``: the model's name, for the warning.
+        Values that the forward has changed since this object was made are left out. A warning says that a planned
+        forward will not change them.
+
+        Args:
+            model: the model's name, for the warning.
         """
         found, changed = [], set[str]()
         for shelf in self.shelves.values():
@@ -107,8 +110,15 @@ class GlobalReads:
         return found
 
     def _note(self, thing: Any, holder: Any, values: Mapping[str, Any], name: str, named: Names) -> None:
-        """Record that code which mentions the names ``named`` refers to ``thing.name``, as found in
-        ``values``, the namespace of ``holder``."""
+        """Record one value to which code refers, and examine later what the value refers to.
+
+        Args:
+            thing: the object through which the code refers to the value, such as a function or a module.
+            holder: the object whose namespace has the value.
+            values: that namespace.
+            name: the value's name in the namespace.
+            named: all names that the code mentions.
+        """
         value = values[name]
         # A registry may grow, so only the keys that the code names are compared.
         registry = isinstance(value, dict) and not is_data(value)
@@ -128,12 +138,16 @@ class GlobalReads:
             self.waiting.append((thing, names))
 
     def _places(self, thing: Any, names: Names) -> Iterator[tuple[Any, Mapping[str, Any], Names, Names]]:
-        """Yield the namespaces in which code that mentions ``names`` together with ``thing`` may look
-        something up.
+        """Yield the namespaces that code can reach through an object, such as the global variables of a function or the
+        attributes of an instance.
+
+        Args:
+            thing: the object.
+            names: the names that the code mentions.
 
         Yields:
-            The object that has the namespace; the namespace; the names to look up in it; and all names of the
-            code.
+            The object that has the namespace; the namespace; the names to look up in it; and all names that the code
+            mentions.
         """
         own: Names = _UNNAMED
         if function := _inside(thing):
@@ -175,8 +189,9 @@ class GlobalReads:
                 yield home, vars(home), names | _UNNAMED, names
 
     def _is_object(self, thing: Any) -> bool:
-        """Return whether a thing is a record, or an instance of a non-library class whose attributes may
-        matter when it is called."""
+        """Return whether the attributes of an object are recorded: it is a record (an object that exists for its
+        attributes, see `is_record`), or an instance of a class outside of libraries. Modules, classes and tensors are
+        not."""
         if is_record(thing) or isinstance(thing, (type, nn.Module, torch.Tensor)):
             return is_record(thing)
         kind = type(thing)
@@ -189,7 +204,8 @@ class GlobalReads:
 
 
 class _ByName(Mapping[str, Any]):
-    """A read-only mapping from some names to values. Each value is looked up at every access."""
+    """A read-only mapping whose values are looked up by a function at every access. Names for which the function raises
+    an AttributeError or ValueError are absent."""
 
     def __init__(self, names: Iterable[str], get: Callable[[str], Any]) -> None:
         self.names, self.get_named = frozenset(names), get
@@ -215,10 +231,14 @@ def _current(variable: ContextVar[Any]) -> Any:
 
 
 def _referenced(function: FunctionType, library: bool) -> _ByName:
-    """Return the closure cells of a function, and, unless it is library code, its mutable default arguments.
+    """Return, by name, the values of a function's closure cells and of its mutable default arguments.
 
-    Cells may be empty so far. Defaults of library functions are skipped: decorators of libraries store the
-    decorated function there.
+    Cells that are still empty are absent. Default arguments of library functions are left out, because decorators of
+    libraries store the decorated function there.
+
+    Args:
+        function: the function.
+        library: whether it is library code.
     """
     cells = dict(zip(function.__code__.co_freevars, function.__closure__ or (), strict=True))
     defaults = {} if library else _defaults(function)
@@ -233,7 +253,7 @@ def _defaults(function: FunctionType) -> dict[str, Any]:
 
 
 def _slots(holder: Any) -> _ByName:
-    """Return the attributes that an object has in slots."""
+    """Return the attributes that an object keeps in ``__slots__``, by name."""
     slots = (vars(home).get("__slots__", ()) for home in type(holder).__mro__)
     names = chain.from_iterable((s,) if isinstance(s, str) else s for s in slots)
     return _ByName(names, partial(getattr, holder))
@@ -251,15 +271,16 @@ _AROUND = {
 
 
 def _inside(thing: Any) -> FunctionType | None:
-    """Return the Python function that runs if a thing is called or looked up as an attribute; None if there
-    is none."""
+    """Return the Python function that runs if an object is called, or, for a property, if it is read. Bound methods,
+    partial functions and other wrappers are unwrapped. Return None if there is no Python function."""
     while type(thing) in _AROUND:
         thing = getattr(thing, _AROUND[type(thing)])
     return thing if isinstance(thing, FunctionType) else None
 
 
 def _bound(thing: Any) -> tuple[Any, ...]:
-    """Return the objects that a bound method or a partial function passes on."""
+    """Return the objects that a callable has bound: the instance of a bound method; the function and the fixed
+    arguments of a partial function; nothing for other callables."""
     if isinstance(thing, (MethodType, BuiltinMethodType)):
         return (thing.__self__,)
     return (thing.func, *thing.args, *thing.keywords.values()) if isinstance(thing, partial) else ()

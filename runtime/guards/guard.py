@@ -1,4 +1,4 @@
-"""The guard of a captured forward: checks at once whether everything that the forward read still has the same
+"""The guard of a captured forward: it checks, in few calls, whether everything that the forward read still has the same
 value."""
 
 from __future__ import annotations
@@ -31,15 +31,18 @@ _GONE = (LookupError, AttributeError, RuntimeError, ValueError)
 
 
 class Guard:
-    """A check that tracing a forward again would give the same graph: that what the forward read still has the same
-    value. It covers what `call_key` and `ModuleState` do not: attributes, values outside of the modules, and values
-    of inputs and buffers that decided the control flow.
+    """A check that tracing a forward again would give the same graph, because everything that the forward read still
+    has the same value.
+
+    It covers attributes, values outside of the modules, and values of inputs and buffers that decided the control flow.
+    Arguments and module states are covered by `call_key` and `ModuleState` instead.
 
     Args:
         modules: the number of modules.
-        found: the values that the forward read, by place.
-        shared: records (objects with attributes, such as a configuration) that are the same object in several places.
-        decided: the control-flow decisions that depended on values of inputs and buffers.
+        found: the values that the forward read, one `Found` for each place (a namespace).
+        shared: the records (objects that exist for their attributes, such as a configuration) that the forward read,
+            each with all positions that must still have the same object.
+        decided: the check of control-flow decisions that depended on values of inputs and buffers.
     """
 
     def __init__(
@@ -57,18 +60,25 @@ class Guard:
         self.decided = decided
 
     def mapped(self, change: Callable[[Any], Any]) -> Guard:
-        """Return a copy of this guard whose recorded calls have other sizes. (The recorded calls compute from inputs
-        and buffers the values that decided the control flow.)
+        """Return a copy of this guard for other sizes. Only the recorded calls change, which compute the values that
+        decided the control flow from inputs and buffers.
 
-        ``change``: a function from the nested arguments of a call to those with other sizes.
+        Args:
+            change: a function from the nested arguments of a recorded call to the arguments with other sizes.
         """
         other = copy.copy(self)
         other.decided = self.decided.mapped(change)
         return other
 
     def _position(self, place: Place, modules: int) -> int:
-        """Return the position of a place in the list that `holds` makes: modules, then fixed places, then
-        others."""
+        """Return the position of a namespace in the list that `holds_for` makes. The list has the ``__dict__`` of each
+        module, then the namespaces that are always the same objects, then those that must be looked up. A namespace of
+        the second or third kind is added to `fixed` or `others`.
+
+        Args:
+            place: the namespace.
+            modules: the number of modules.
+        """
         if isinstance(place, Attribute) and not place.owner[1]:
             return place.owner[0]
         if isinstance(place, Fixed):
@@ -78,7 +88,7 @@ class Guard:
         return modules + len(self.fixed) + len(self.others) - 1
 
     def holds(self, state: ModuleState, tensors: Sequence[torch.Tensor]) -> bool:
-        """Return whether the forward would have the same graph now.
+        """Return whether tracing the forward again now would give the same graph.
 
         Args:
             state: the module's present state.
@@ -87,10 +97,11 @@ class Guard:
         return self.holds_for(state) and self.decided.holds(state.named, tensors)
 
     def holds_for(self, state: ModuleState) -> bool:
-        """Return whether everything is as it was, apart from the values of inputs and buffers, which are not looked
-        at.
+        """Return whether everything that the forward read still has the same value, except values of inputs and
+        buffers, which are not compared.
 
-        ``state``: the module's present state.
+        Args:
+            state: the module's present state.
         """
         attributes = state.attributes
         try:
@@ -107,11 +118,12 @@ class Guard:
 
 @dataclass(frozen=True, slots=True)
 class _Shared:
-    """A record that is the same object in several places.
+    """A check that all positions at which a forward found a record (an object that exists for its attributes, such as a
+    configuration) still have one and the same object.
 
-    ``first``: one of its owners. ``modules`` and ``names``: pairs of a module's position and the name of the
-    attribute in which that module has the record. ``deeper``: its owners that are themselves records in
-    records.
+    ``kind``: the record's class. ``first``: one of the positions. ``modules``, ``names``: of the further positions that
+    are attributes of modules, the module's position and the attribute's name. ``deeper``: the further positions that
+    are attributes of other records.
     """
 
     kind: type

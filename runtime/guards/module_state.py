@@ -1,5 +1,5 @@
-"""The state of a module when it is called: its submodules, their classes, modes and hooks, and its
-tensors."""
+"""The state of a module when it is called: its submodules and their classes, training modes and hooks, and the
+properties of its tensors."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ _PLAIN = frozenset({torch.Tensor, nn.Parameter})
 
 
 class StateKey:
-    """A hashable wrapper of a tuple that computes its hash once. Wrappers that were found equal share their tuple
-    from then on, so that comparing them again is fast."""
+    """A hashable wrapper of a tuple that computes its hash only once. When two wrappers are found equal, they share one
+    tuple from then on, so that comparing them again is fast."""
 
     __slots__ = ("_hash", "value")
 
@@ -44,12 +44,12 @@ class StateKey:
 
 @dataclass(frozen=True)
 class ModuleState:
-    """What a plan depends on in a module and its submodules, as found at a call.
+    """The state of a module and its submodules at a call, as far as a plan depends on it.
 
     ``attributes``: the ``__dict__`` of the module and of each submodule, each once, in the order of
     ``named_modules()``. ``named``: parameters and buffers, each once, under the names of ``named_parameters`` and
-    ``named_buffers``. ``key``: classes, training modes and hooks of the modules, and the names and properties of the
-    tensors, without their values.
+    ``named_buffers``. ``key``: classes and training modes of all modules, hooks of the submodules, and the names and
+    properties of the tensors, without their values.
     """
 
     attributes: list[dict[str, Any]]
@@ -59,9 +59,11 @@ class ModuleState:
 
 @dataclass(frozen=True, slots=True)
 class _Seen:
-    """The last state without hooks in submodules.
+    """The last state of a module that `ModuleTree` found, to recognise the same state quickly at the next call. Only
+    states without hooks in submodules, and with plain strided tensors, are remembered.
 
-    ``kinds``: classes and modes. ``tensors``: a check of the tensors' properties. ``key``: the state's key.
+    ``kinds``: classes and training modes of the modules. ``tensors``: a check of the tensors' properties. ``key``: the
+    state's key.
     """
 
     kinds: list[Any]
@@ -70,11 +72,12 @@ class _Seen:
 
 
 class ModuleTree:
-    """A module and its submodules, listed once; `state` then reads their state at every call.
+    """A list of a module and its submodules, made once, from which `state` reads their state at every call.
 
     A network has hundreds of submodules and each call looks at all of them, so as much as possible is compared in C.
 
-    ``module``: the module. No reference to it is kept, except to its ``__dict__``.
+    Args:
+        module: the module. Only its ``__dict__`` and its submodules are kept, to avoid a reference cycle.
     """
 
     def __init__(self, module: nn.Module) -> None:
@@ -106,10 +109,11 @@ class ModuleTree:
         self.seen: _Seen | None = None
 
     def state(self, module: nn.Module) -> ModuleState | None:
-        """Return the module's state. Return None if it has other submodules than at construction, or if its tensors
-        have other names or are tied differently: then a new tree must be made.
+        """Return the module's present state. Return None if a new tree must be made: the module has other submodules
+        than before, or its tensors have other names, are tied differently, or exist where none did before.
 
-        ``module``: the module with which the tree was made.
+        Args:
+            module: the module with which the tree was made.
         """
         tensors = _values(self.holders)
         if (

@@ -1,5 +1,5 @@
-"""The places in which a forward finds values: attributes of modules and of their records, and namespaces
-outside the modules."""
+"""Places in which a forward finds values: namespaces that a guard can look up again. A place is the ``__dict__`` of a
+module or of a record in its attributes, or a namespace outside the modules."""
 
 from __future__ import annotations
 
@@ -11,12 +11,13 @@ from typing import Any, Protocol
 Attributes = Sequence[dict[str, Any]]
 """The ``__dict__`` of each module, each module once, in the order of `ModuleState.attributes`."""
 Owner = tuple[int, tuple[str, ...]]
-"""A module or a record: the position of a module, and the attribute names that lead from it to the record
-(none for the module itself)."""
+"""The position of a module or record: the position of a module in `Attributes`, and the attribute names that lead
+from it to the record (none for the module itself)."""
 
 
 def record_of(owner: Owner, attributes: Attributes) -> Any:
-    """Return the record (an object that exists for its attributes, such as a configuration) that an owner denotes.
+    """Return the record (an object that exists for its attributes, such as a configuration) at a position in the
+    modules' attributes.
 
     Args:
         owner: the position of a module, and the names of the attributes that lead from the module to the record.
@@ -59,8 +60,8 @@ class Fixed:
 
 @dataclass(frozen=True, slots=True)
 class Attribute:
-    """The ``__dict__`` of a module, or of a record (an object that exists for its attributes) in a module's
-    attributes.
+    """The ``__dict__`` of a module, or of a record in a module's attributes. A record is an object that exists for its
+    attributes, such as a configuration.
 
     ``owner``: the module's position, and the attributes that lead from it to the record (none for the module itself).
     """
@@ -68,7 +69,7 @@ class Attribute:
     owner: Owner
 
     def find(self, attributes: Attributes) -> dict[str, Any]:
-        """Return the ``__dict__``.
+        """Return the ``__dict__`` of the module or record as it is now.
 
         ``attributes``: the ``__dict__`` of each module, by position.
 
@@ -84,8 +85,8 @@ class Attribute:
 
 @dataclass(frozen=True, slots=True)
 class Answers:
-    """The results of a record's ``__getattr__`` for names that are no attributes of the record. (A configuration may
-    keep its entries in a dictionary, for example.)
+    """The results of a record's ``__getattr__``, for names that are not attributes of the record. A record is an object
+    that exists for its attributes; a configuration, for example, may keep its entries in a dictionary.
 
     ``owner``: the position of a module, and the attributes that lead from it to the record.
     """
@@ -115,10 +116,11 @@ class Asked:
 
 @dataclass(frozen=True)
 class Found:
-    """What a forward found in one place (a namespace).
+    """The values that a forward found in one place, which is a namespace such as the ``__dict__`` of a module.
 
-    ``place``: the place. ``objects``: by name, values that are still the same objects. ``copies``: by name, copies of
-    values whose content may change. ``absent``: names that the forward looked up and did not find.
+    ``place``: the place. ``objects``: by name, the values that were still the same objects after the forward.
+    ``copies``: by name, copies of containers and arrays, whose content may change. ``absent``: names that the forward
+    looked up and that the place does not have.
     """
 
     place: Place
@@ -131,8 +133,8 @@ class Found:
 class SharedRecord:
     """A record (an object that exists for its attributes, such as a configuration) that a forward read.
 
-    ``kind``: its class. ``owners``: all places in which it was found, each as a module's position and a path of
-    attributes. A guard checks that they still have one and the same object.
+    ``kind``: its class. ``owners``: all positions at which it was found, each as a module's position and a path of
+    attribute names. A guard checks that all of them still have one and the same object.
     """
 
     kind: type

@@ -1,4 +1,4 @@
-"""Recording of everything that a forward depends on, while it is traced."""
+"""Recording of everything on which a forward depends, while it is traced."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ from rematplan.runtime.guards.guard import Guard
 class Record:
     """What a forward depends on, as recorded while it is traced.
 
-    ``reads``: the attributes that it reads from its modules. ``global_reads``: the values that its code refers to
-    outside of the modules. ``values``: the decisions that depend on values of inputs and buffers.
+    ``reads``: the attributes of modules, and of objects in them, that it reads. ``global_reads``: the values outside of
+    the modules to which its code refers. ``values``: the decisions that depend on values of inputs and buffers.
     """
 
     reads: Reads
@@ -34,7 +34,8 @@ class Record:
         return self.global_reads.generators.values()
 
     def guard(self, model: str) -> Guard:
-        """Return the guard of the traced graph. Warn about values outside of the modules that the forward changes.
+        """Return the guard of the traced graph: the check that everything on which it depends is unchanged. Warn about
+        values outside of the modules that the forward changes.
 
         ``model``: the model's name, for the warning.
         """
@@ -49,8 +50,8 @@ def recording(
     buffers: Mapping[str, torch.Tensor],
     batch: Sequence[torch.Tensor],
 ) -> Iterator[Record]:
-    """Record what the forward of ``model`` depends on while the block traces it. The block gets the record,
-    which is complete after the trace.
+    """Record what the forward of ``model`` depends on while the block traces it. The block gets the `Record`, which is
+    complete after the trace.
 
     Args:
         model: the model.

@@ -1,5 +1,5 @@
-"""Variants of ATen ops with data-dependent result shapes: they take the shapes as an argument, so that a
-tracer, which has no values, can run them."""
+"""Variants of ATen ops whose result shapes depend on values. The variants take the shapes as an argument, so that a
+tracer, which has no values, can execute them."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ def sizes_of(result: Any) -> list[int]:
 
 
 def _with_sizes(op: OpOverload) -> Any:
-    """Return a variant of an op with one more keyword argument, ``sizes``: the shapes of its results, as
-    `sizes_of` returns them."""
+    """Define a variant of an op that has one more keyword argument, ``sizes``: the shapes of its results, as `sizes_of`
+    returns them. Return the variant."""
     name = f"rematplan::{op._opname}"
     arguments, results = str(op._schema).split("(", 1)[1].split(") -> ")
     torch.library.define(name, f"({arguments}, *, int[] sizes) -> {results}")
@@ -68,8 +68,11 @@ def _ctc_loss(
     blank: int = 0,
     zero_infinity: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the losses, and the table of alphas for the backward. ``longest``: the maximum of
-    ``target_lengths``, which determines the table's shape."""
+    """Compute `aten::_ctc_loss`. Return the losses, of shape (batch,), and the table of log probabilities that the
+    backward reads, of shape (batch, steps, 2 · ``longest`` + 1).
+
+    ``longest``: the maximum of ``target_lengths``.
+    """
     del longest
     results: tuple[torch.Tensor, torch.Tensor] = torch.ops.aten._ctc_loss.Tensor(
         log_probs, targets, input_lengths, target_lengths, blank, zero_infinity

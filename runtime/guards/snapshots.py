@@ -28,8 +28,8 @@ _CONTAINERS: Mapping[type[Any], Callable[[Any], Iterable[Any]]] = {
     frozenset: frozenset.__iter__,
     deque: deque.__iter__,
 }
-"""How to iterate over a container of each kind. The built-in method is used, since subclasses may override
-it."""
+"""By type of container, the method that iterates over its values. The built-in method is used, since subclasses
+may override it."""
 _MOST = 1000
 """The largest number of entries of a container whose content is compared, since the comparison happens at
 every call."""
@@ -40,13 +40,16 @@ _DEEPEST = 4
 
 
 def unchanged(found: Mapping[str, Any], place: Any) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Return those values that a place still has under the same names, as two dictionaries by name: values that are
-    the same object as when they were found, and values that are equal to the copy that was kept. Changed values are
-    in neither.
+    """Return those values that a namespace still has under the same names. Values that have changed or no longer exist
+    are left out.
 
     Args:
-        found: the values by name, as `kept` returned them.
+        found: the earlier values by name, as `kept` returned them.
         place: the namespace in which they were found, indexed by name.
+
+    Returns:
+        By name, the values for which the namespace has the same object as ``found``; and by name, the values of
+        ``found`` to which the namespace has an equal one.
     """
     objects, copies = dict[str, Any](), dict[str, Any]()
     for name, value in found.items():
@@ -58,9 +61,12 @@ def unchanged(found: Mapping[str, Any], place: Any) -> tuple[dict[str, Any], dic
 
 
 def kept(value: Any, depth: int = _DEEPEST) -> Any:
-    """Return what to store of a value for a later comparison by `same`: a copy of a container or NumPy array, whose
-    content may change; any other value itself. A container of more than 1000 entries or nested deeper than ``depth``,
-    and an array of more than 65536 numbers, are returned themselves, too."""
+    """Return what to store of a value so that `same` can compare a later value with it: a copy of a container or NumPy
+    array, whose content may change; any other value itself.
+
+    A container of more than 1000 entries and an array of more than 65536 numbers are not copied, and containers in
+    containers only down to ``depth`` levels.
+    """
     kind = _kind(value)
     if kind is np.ndarray and value.size <= _MOST_NUMBERS:
         return value.copy()
@@ -75,8 +81,8 @@ def kept(value: Any, depth: int = _DEEPEST) -> Any:
 
 
 def parts_of(value: Any, depth: int = _DEEPEST) -> Iterator[Any]:
-    """Yield a value itself; or, if it is a container, the values in it and in the containers that it contains, down
-    to a nesting ``depth``. Containers of more than 1000 entries are left out."""
+    """Yield a value itself, or, if it is a container, the values in it. Containers in it are opened in the same way,
+    down to ``depth`` levels. Containers of more than 1000 entries, and those at a deeper level, are left out."""
     kind = _kind(value)
     if kind not in _CONTAINERS:
         yield value
@@ -86,7 +92,7 @@ def parts_of(value: Any, depth: int = _DEEPEST) -> Iterator[Any]:
 
 
 def is_data(value: Any) -> bool:
-    """Return whether a value is of a plain type (`PLAIN`), a tensor, or a container of such values."""
+    """Return whether a value is of a plain immutable type (`PLAIN`), a tensor, or a container of such values."""
     kind = type(value)
     if kind in (*_CONTAINERS, torch.Size):
         return all(map(is_data, value.values() if kind is dict else value))
@@ -94,10 +100,10 @@ def is_data(value: Any) -> bool:
 
 
 def same(a: Any, b: Any) -> bool:
-    """Return whether a value equals another one that `kept` returned earlier.
+    """Return whether a value equals an earlier value, which `kept` returned.
 
-    Values of plain types are compared with their types (1, 1.0 and True differ), containers and NumPy arrays by
-    content, and everything else, tensors and large arrays included, by identity.
+    Values of plain types are compared together with their types (1, 1.0 and True differ). Containers and NumPy arrays
+    are compared by content. All other values, tensors and large arrays included, are compared by identity.
     """
     if a is b:
         return a is not UNSET
@@ -121,8 +127,8 @@ def same(a: Any, b: Any) -> bool:
 
 
 def _kind(value: Any) -> type[Any]:
-    """Return a value's type: for subclasses of a container the built-in container, for NumPy scalars and
-    arrays ``ndarray``."""
+    """Return the type by which a value is compared: for an instance of a subclass of a container the built-in
+    container, for NumPy scalars and arrays ``ndarray``, else the type itself."""
     if isinstance(value, (np.ndarray, np.generic)):
         return np.ndarray
     kind = type(value)

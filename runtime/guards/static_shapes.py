@@ -1,5 +1,5 @@
-"""Rewriting of calls with data-dependent result shapes to calls with fixed shapes. The shape is computed from
-the known values and becomes part of the guard."""
+"""Replacement of calls whose result shapes depend on values by calls with fixed shapes. The fixed shape is computed
+from the values, as far as these are known before the step runs, and becomes part of the guard."""
 
 from __future__ import annotations
 
@@ -16,30 +16,32 @@ ATEN = torch.ops.aten
 
 
 class Tape(Protocol):
-    """The part of `decisions_by_values.OpTape`, which records calls on traced tensors, that the rewriting functions
-    in this file need."""
+    """Those methods of `decisions_by_values.OpTape` that the functions in this file need. An `OpTape` records the calls
+    of a traced forward and computes known values from the real tensors."""
 
     drawn: dict[int, torch.Tensor]
     """By id, results of ``rand`` that no call has written to since."""
 
     def run(self, func: Any, *args: Any, **kwargs: Any) -> Any:
-        """Make a call and return its result. Record the call if the values of all tensors among its arguments are
-        known."""
+        """Execute a call and return its result. Record the call if it draws no random numbers and the values of all its
+        tensor arguments are known."""
 
     def read(self, of: Callable[..., Any], *arguments: Any) -> Any:
-        """Return ``of(*arguments)``, computed on the real tensors behind the traced ones. The result becomes part of
-        the guard.
+        """Return ``of(*arguments)``, computed on the real tensors that the traced ones represent. The result is
+        recorded as a decision, which the guard checks at later calls.
 
         Raises:
             DataDependentOutputException: the values of the tensors are unknown before the step runs.
         """
 
     def number(self, of: Callable[[torch.Tensor], int], tensor: torch.Tensor) -> int | None:
-        """Return ``of(tensor)``, computed on the real tensor; None if its values are unknown before the step runs.
-        The result becomes part of the guard."""
+        """Return the integer ``of(tensor)``, computed on the real tensor that the traced one represents. It is recorded
+        as a decision, which the guard checks at later calls. Return None if the values of the tensor are unknown before
+        the step runs."""
 
     def knows(self, value: Any) -> bool:
-        """Return whether the values of all tensors in nested arguments are known before the step runs."""
+        """Return whether all tensors in nested arguments have known values: values that depend neither on a trained
+        parameter nor on random numbers."""
 
 
 def _rand(tape: Tape, *args: Any, **kwargs: Any) -> Any:
@@ -56,8 +58,8 @@ def _detach(tape: Tape, x: torch.Tensor) -> Any:
 
 
 def _less(tape: Tape, x: torch.Tensor, limit: float) -> Any:
-    """Compare with a limit. Random numbers in [0, 1) are never below a limit of 0 or less, so a layer that is
-    dropped at rate 0 does not depend on chance."""
+    """Return ``x < limit``, element by element. If ``x`` is a result of ``rand``, which is in [0, 1), and the limit is
+    0 or less, return zeros without a comparison. So a layer that is dropped at rate 0 does not depend on chance."""
     if id(x) in tape.drawn and limit <= 0:
         return tape.run(ATEN.zeros.default, x.shape, dtype=torch.bool, device=x.device)
     return tape.run(ATEN.lt.Scalar, x, limit)
@@ -104,7 +106,8 @@ def _repeat_interleave(tape: Tape, repeats: torch.Tensor, *, output_size: int | 
 
 
 def _batch_sizes(lengths: torch.Tensor) -> list[int]:
-    """Return the number of sequences that are longer than t, for each time step t."""
+    """Return, for each time step t, the number of sequences that are longer than t. ``lengths``: of the sequences, in
+    descending order."""
     longest = int(lengths[0])  # the kernel refuses lengths that are not sorted
     sizes: list[int] = TO_LIST(
         ATEN._pack_padded_sequence(lengths.new_empty(longest, len(lengths)), lengths, False)[1]
@@ -113,8 +116,12 @@ def _batch_sizes(lengths: torch.Tensor) -> list[int]:
 
 
 def _pack_padded_sequence(tape: Tape, x: torch.Tensor, lengths: torch.Tensor, batch_first: bool) -> Any:
-    """Pack sequences. The batch sizes are returned as a real tensor, since recurrent layers and unpacking
-    read its memory directly."""
+    """Pack padded sequences by slices and a concatenation, whose shapes are fixed. Return the packed tensor and the
+    batch sizes (for each time step, the number of sequences that reach it).
+
+    The batch sizes are a real tensor, not a traced one, since recurrent layers and unpacking read its memory directly.
+    If ``lengths`` is unknown, the op itself is called.
+    """
     if not tape.knows(lengths):
         return tape.run(ATEN._pack_padded_sequence.default, x, lengths, batch_first)
     sizes = tape.read(_batch_sizes, lengths)
@@ -146,7 +153,8 @@ def _ctc_loss(
 
 
 def _found(op: Any) -> Callable[..., Any]:
-    """Return the rewriting function of an op whose result shapes only the op itself can compute."""
+    """Return the function that replaces the calls of an op by calls of its variant with fixed result shapes
+    (`WITH_SIZES`). The shapes are found by executing the op on the real tensors."""
 
     def sizes(*arguments: Any) -> list[int]:
         return sizes_of(op(*arguments))
@@ -171,5 +179,5 @@ STATIC: Mapping[Any, Callable[..., Any]] = {
     ATEN._ctc_loss.Tensor: _ctc_loss,
     **{op: _found(op) for op in WITH_SIZES},
 }
-"""By op, the function that replaces its call; it takes a tape and the call's arguments. Some functions return
-a result that is known whatever numbers are drawn."""
+"""By op, the function that replaces its calls; it takes a tape and the call's arguments. Some of the functions
+replace calls on random numbers whose result is the same for all random numbers."""

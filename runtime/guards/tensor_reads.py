@@ -1,4 +1,5 @@
-"""Interception of `tolist` and `numpy`, by which a forward reads a tensor's values without calling an op."""
+"""Interception of `Tensor.tolist` and `Tensor.numpy`, by which a forward reads a tensor's values without calling an
+op."""
 
 from __future__ import annotations
 
@@ -22,14 +23,16 @@ TO_LIST, _TO_NUMPY = torch.Tensor.tolist, torch.Tensor.numpy
 
 @contextmanager
 def asked(answer: Callable[[Callable[..., Any], torch.Tensor], Any]) -> Iterator[None]:
-    """Let ``answer`` return the results of `Tensor.tolist` and `Tensor.numpy` inside the block, if this thread calls
-    them.
+    """Replace `Tensor.tolist` and `Tensor.numpy` inside the block by functions that ask ``answer``. Calls by other
+    threads are not affected.
 
     These methods call no op, so a dispatch mode does not see them. On a traced tensor, `numpy` fails or returns
     arbitrary memory.
 
-    ``answer``: is called as ``answer(read, tensor)`` and returns what ``read(tensor)`` returns for the real tensor.
-    For `tolist`, ``read`` is that method; for `numpy`, it returns type, shape and bytes of the array.
+    Args:
+        answer: is called as ``answer(read, tensor)`` and returns what ``read`` returns for the real tensor behind
+            ``tensor``. For `tolist`, ``read`` is that method; for `numpy`, ``read`` returns type, shape and bytes of
+            the array.
     """
     thread = get_ident()  # all threads see the replaced methods
 
@@ -56,8 +59,8 @@ def _numpy(tensor: torch.Tensor) -> tuple[str, tuple[int, ...], bytes]:
 
 @contextmanager
 def undecided() -> Iterator[None]:
-    """Refuse `Tensor.tolist` and `Tensor.numpy` inside the block, as a tracer refuses other control flow that depends
-    on values.
+    """Let `Tensor.tolist` and `Tensor.numpy` raise an error inside the block if this thread calls them, as a tracer
+    does for other calls that read values of traced tensors.
 
     Raises:
         DataDependentOutputException: the block calls one of these methods.
@@ -72,6 +75,7 @@ def undecided() -> Iterator[None]:
 
 @contextmanager
 def plainly() -> Iterator[None]:
-    """Run the block's calls on real tensors: without dispatch modes (such as a tracer's), gradients and autocast."""
+    """Execute the block's calls on real tensors without a dispatch mode (such as a tracer's), without gradients and
+    without autocast."""
     with disable_current_modes() if any_mode() else nullcontext(), torch.no_grad(), DisableAutocast():
         yield
