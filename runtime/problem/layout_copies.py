@@ -52,8 +52,8 @@ LAYOUTS: Mapping[str, Layout] = {
     "transposed": _dense(lambda dims: dims[::-1]),
     "expanded": _expanded,
 }
-"""Typical layouts of an output's gradient: functions that return a tensor of that layout, of the argument's
-shape, type and device."""
+"""Typical layouts of an output's gradient, by name. Each is a function of a tensor that returns a tensor of that
+layout, with the same shape, type and device."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,12 +12,12 @@ from rematplan.runtime.graph.captured_step import CapturedStep
 from rematplan.runtime.graph.losses_among_outputs import in_own_losses
 
 COPIES = 5
-"""The assumed peak of a loss, in tensors of the outputs' size and of float32 or wider, gradients of the
-outputs included. Almost every loss needs at most this many: mean squared error, L1, dice and divergences need
-four, a squared difference written as separate ops needs five."""
+"""The assumed peak of a loss, as a multiple of the bytes of the outputs in float32 or wider. The gradients of the
+outputs are included. Almost every loss needs at most this: mean squared error, L1, dice and divergences need four, a
+squared difference written as separate ops needs five."""
 FEWER = 4
-"""The assumed peak of a loss if the outputs are large, in tensors like those of `COPIES`. Cross entropy and mean
-squared error need three."""
+"""The assumed peak of a loss if the outputs are large, as a multiple of the same bytes. Cross entropy and mean squared
+error need three."""
 AMPLE_SHARE = 1 / 8
 """The loss's peak according to `COPIES`, as a share of the step's peak, up to which `COPIES` is assumed rather than
 `FEWER`."""

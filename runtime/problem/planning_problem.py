@@ -51,7 +51,8 @@ def training_graph(step: CapturedStep, costs: Mapping[str, CallCost]) -> Trainin
     states += len(drawing) if step.left_out else 0  # in case the whole forward runs again
     if states * state:
         sizes[RNG_STATES] = split[RNG_STATES] = states * state
-    left_over = REST if step.device.type == "cuda" else 0  # what the allocator leaves unused of a block
+    # Unused bytes of a cached block, beyond those that `allocated` counts.
+    left_over = REST if step.device.type == "cuda" else 0
     library = THREADS * max((c.library for c in costs.values()), default=0) + left_over
     if library:
         sizes[LIBRARIES] = split[LIBRARIES] = library

@@ -187,8 +187,8 @@ LAYERS: Mapping[Any, tuple[int, int]] = {
     aten.baddbmm: (1, 2),
     aten.convolution: (0, 1),
 }
-"""The ops of the forward half that multiply an input with a weight, and the positions of these two
-operands."""
+"""The ops of the forward half that multiply an input with a weight. For each op, the positions of these two among its
+arguments."""
 
 
 def matrix_size(product: Product) -> int:

@@ -27,7 +27,8 @@ from rematplan.runtime.statistics.output_gradients import Draws
 from rematplan.runtime.statistics.packing import unpack
 
 Listener = Callable[[Mapping[str, Factors], int], None]
-"""Receives the factors that a backward has just completed, by weight name, and the number of the training step."""
+"""A function that receives the factors that a backward has just completed, by weight name (maybe none), and the number
+of the training step."""
 NO_GRADIENT = "no gradient reached it in this step"
 
 
