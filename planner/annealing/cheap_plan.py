@@ -1,16 +1,19 @@
-"""The cheap plan that a refusal names: of those with little overhead, the one with the smallest peak found."""
+"""The two plans that a refusal names: the leanest one found, and the leanest of those with little overhead."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
-from rematplan.ir import CHEAP, TrainingGraph
+from rematplan.ir import CHEAP, InfeasibleBudget, TrainingGraph
+from rematplan.ir.errors import Known
 from rematplan.planner.annealing.restarts import Search
 from rematplan.planner.annealing.search_budget import SearchBudget
 from rematplan.planner.arrays.precedence import needed_ops
 from rematplan.planner.core.plan import Plan, plan_from_runs
 from rematplan.planner.core.schedule import runs_of
 
+CHEAP_SHARE = 0.05
+"""The share of a strategy's time limit, in addition to it, for finding the cheap plan."""
 STEPS = 6
 """The largest number of budgets that are tried."""
 RESOLUTION = 0.01
@@ -62,6 +65,34 @@ def cheap_plan(
         if search.interrupted:
             break
     return best
+
+
+def refusal(
+    strategy: str,
+    graph: TrainingGraph,
+    budget: int,
+    least: Plan,
+    effort: SearchBudget,
+    *,
+    known: Known = "searched",
+    seed: int = 0,
+    keep_order: bool = False,
+) -> InfeasibleBudget:
+    """Return the error that no plan fits a budget. It names a budget that works, and one that costs little.
+
+    Args:
+        strategy: the name of the strategy that found no plan.
+        graph: the problem.
+        budget: the budget in bytes.
+        least: the plan with the smallest peak found.
+        effort: the time or number of moves for finding the cheap plan.
+        known: why the budget is refused.
+        seed: the seed of the random choices.
+        keep_order: whether the first runs of all ops keep the problem's order.
+    """
+    cheap = cheap_plan(graph, [least], effort, seed=seed, keep_order=keep_order)
+    least = min(least, cheap, key=_peak)
+    return InfeasibleBudget(strategy, budget, least.peak, known, plan=least, cheap=cheap.peak)
 
 
 def _peak(plan: Plan) -> tuple[int, float]:

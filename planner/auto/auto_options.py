@@ -24,10 +24,10 @@ class TimeShares:
     plain: float = 0.4
     """Of the search's time, for the problem without its inverses."""
     smallest_peak: float = 0.5
-    """For finding the smallest peak, for the budget ``min`` and for refusals. The rest makes the plan cheap."""
+    """For lowering the peak, for the budget ``min`` and for refusals. The rest makes the plan cheap."""
     round_seconds: float = 2.0
-    """Once a budget is proven to be too small, the smallest peak is searched for in rounds: seconds of the first. Each
-    further one takes twice as long."""
+    """Once a budget is proven to be too small, the peak is lowered in rounds: seconds of the first. Each further one
+    takes twice as long."""
     round_gain: float = 0.01
     """These rounds end when one lowers the peak by less than this share of it."""
     cheap_seconds: float = 2.0

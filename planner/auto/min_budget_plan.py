@@ -1,4 +1,4 @@
-"""The plans for the budgets ``min`` and ``least``: near the smallest peak with recomputation unlimited, and at it."""
+"""The plans for the budgets ``min`` and ``least``: near the smallest found peak, and at it."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ class MinBudgetOptions:
     measurements."""
 
     slack: float = 0.01
-    """How much a plan for the budget ``min`` may exceed the smallest peak found, as a share of that peak. At the
-    smallest peak itself, the last bytes may cost more overhead than all others together."""
+    """How much a plan for the budget ``min`` may exceed the smallest found peak, as a share of that peak. At the
+    smallest found peak itself, the last bytes may cost more overhead than all others together."""
     tries: int = 100
     """The largest number of simulations of eviction within the budget. The cheapest plan they find is a start for
     the search."""
     eviction: float = 0.1
-    """The share of the time left, after the smallest peak was found, for the simulations of eviction."""
+    """The share of the time left, after the peak was lowered, for the simulations of eviction."""
 
 
 MIN_BUDGET = MinBudgetOptions()
@@ -48,7 +48,7 @@ def cheapest_near_smallest_peak(
     starts: Sequence[Plan] = (),
     cheapest: Callable[[float], Strategy] | None = None,
 ) -> Plan:
-    """Return the cheapest plan found whose peak is at most ``1 + slack`` times the smallest peak found.
+    """Return the cheapest plan found whose peak is at most ``1 + slack`` times the smallest found peak.
 
     Half of the time at most is for `find_smallest_peak`; the rest lowers the overhead. `min_peak_bound` returns
     bytes below which no schedule's peak is.
@@ -57,7 +57,7 @@ def cheapest_near_smallest_peak(
         graph: the problem.
         time_limit: seconds.
         progress: called with the fraction done and a short text.
-        slack: a share of the smallest peak; 0 for the budget ``least``, `MIN_BUDGET.slack` for ``min``.
+        slack: a share of the smallest found peak; 0 for the budget ``least``, `MIN_BUDGET.slack` for ``min``.
         moves: if not 0, the number of moves of the annealer, instead of the time limit; the plan is then the same on
             every machine.
         keep_order: whether the first runs of all ops keep the problem's order.

@@ -9,13 +9,12 @@ from dataclasses import dataclass
 from functools import partial
 
 from rematplan.ir import TrainingGraph
-from rematplan.planner.annealing.cheap_plan import cheap_plan
+from rematplan.planner.annealing.cheap_plan import CHEAP_SHARE, cheap_plan
 from rematplan.planner.annealing.search_budget import SearchBudget
 from rematplan.planner.auto.auto_options import SHARES, SessionOptions
 from rematplan.planner.auto.smallest_peak_search import find_smallest_peak
 from rematplan.planner.core.plan import Plan
 from rematplan.planner.core.strategy import Progress
-from rematplan.planner.strategies.anneal import CHEAP_SHARE
 
 
 @dataclass
@@ -34,7 +33,7 @@ class RefusalSearch:
     progress: Progress
 
     def lower(self, left: float, proven: bool) -> None:
-        """Search for the plan with the smallest peak, for a refusal, as for the budget ``min``.
+        """Lower the peak, for a refusal, as for the budget ``min``.
 
         The search takes the time that is left. If the budget is proven to be too small, it takes a few seconds, or
         longer as long as much is gained, but no longer than for ``min``.
@@ -56,7 +55,7 @@ class RefusalSearch:
             before, seconds = smallest, 2 * seconds
 
     def _lower_for(self, seconds: float) -> bool:
-        """Search for the plan with the smallest peak for so many seconds. Return whether Ctrl-C ended the search."""
+        """Lower the peak for so many seconds. Return whether Ctrl-C ended the search."""
         effort, report = SearchBudget(seconds), partial(_looking, self.progress)
         order, seed = self.options.keep_order, self.options.seed
         found = find_smallest_peak(self.problem, effort, self.known, report, keep_order=order, seed=seed)
@@ -71,4 +70,4 @@ class RefusalSearch:
 
 
 def _looking(progress: Progress, fraction: float, _text: str) -> None:
-    progress(fraction, "nothing fits; looking for the smallest peak")
+    progress(fraction, "nothing fits; lowering the peak")

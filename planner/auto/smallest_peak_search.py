@@ -1,9 +1,10 @@
-"""The search for the smallest peak with unlimited recomputation.
+"""The search for a plan with the smallest peak, with unlimited recomputation.
 
-The budgets ``min`` and ``least``, refusals and tight budgets all use it, so none of them reports a larger peak than
-another finds. It lowers the peak by four methods, each from the smallest peak so far: block plans with small peaks;
-eviction; descents, which aim slightly below the smallest peak; and, when these gain nothing more, ordinary searches
-for budgets clearly below the smallest peak.
+Its result is the *smallest found*, which a longer search may lower; the *proven least* is a lower bound, from
+`min_peak_bound`. The budgets ``min`` and ``least``, refusals and tight budgets all use this search, so none of them
+reports a larger peak than another finds. It lowers the peak by four methods, each from the smallest peak so far:
+block plans with small peaks; eviction; descents, which aim slightly below the smallest peak; and, when these gain
+nothing more, ordinary searches for budgets clearly below the smallest peak.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ Report: TypeAlias = Callable[[float, float | None], None]
 
 @dataclass(frozen=True)
 class PeakSearchOptions:
-    """The constants of the search for the smallest peak, chosen by trial without a record of single measurements."""
+    """The constants of the search, chosen by trial without a record of single measurements."""
 
     blocks: float = 0.3
     """The share of the time after which no further block strategy makes plans."""

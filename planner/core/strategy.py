@@ -58,7 +58,7 @@ class Strategy:
                 ignores them.
 
         Raises:
-            InfeasibleBudget: the strategy finds no schedule that fits; the error states the smallest peak found.
+            InfeasibleBudget: the strategy finds no schedule that fits; the error states the smallest found peak.
         """
         raise NotImplementedError
 
@@ -97,7 +97,7 @@ class FamilyStrategy(Strategy):
         """Return the cheapest candidate plan within ``budget`` bytes of simulated peak. ``starts`` is ignored.
 
         Raises:
-            InfeasibleBudget: no candidate fits; the error states the smallest peak and its plan.
+            InfeasibleBudget: no candidate fits; the error states the smallest found peak and its plan.
         """
         del starts
         found = self.around(graph, budget, progress)

@@ -8,17 +8,13 @@ from dataclasses import dataclass, replace
 from typing import ClassVar
 
 from rematplan.ir import InfeasibleBudget, TrainingGraph
-from rematplan.planner.annealing.cheap_plan import cheap_plan
+from rematplan.planner.annealing.cheap_plan import CHEAP_SHARE, refusal
 from rematplan.planner.annealing.problem_arrays import recipes
 from rematplan.planner.annealing.restarts import Search
 from rematplan.planner.annealing.search_budget import SearchBudget
 from rematplan.planner.core.plan import Plan
 from rematplan.planner.core.schedule import runs_of
 from rematplan.planner.core.strategy import Progress, Strategy, pareto, silent
-
-CHEAP_SHARE = 0.05
-"""The share of the time limit, in addition to it, for finding the cheap plan that a refusal names besides the
-smallest peak."""
 
 
 @dataclass(frozen=True)
@@ -54,7 +50,7 @@ class Anneal(Strategy):
         the problem's order, if ``keep_order`` is set).
 
         Raises:
-            InfeasibleBudget: no plan was found that fits; the error states the smallest peak that the search met.
+            InfeasibleBudget: no plan was found that fits; the error states the smallest found peak.
         """
         floor = _floor(graph)
         search = Search(
@@ -68,8 +64,7 @@ class Anneal(Strategy):
         plan = search.run([runs_of(p.schedule) for p in starts], SearchBudget(self.time_limit, self.moves))
         if plan is None:
             least, effort = search.least, SearchBudget(CHEAP_SHARE * self.time_limit, self.moves // 20)
-            cheap = cheap_plan(graph, [least], effort, seed=self.seed, keep_order=self.keep_order)
-            raise InfeasibleBudget(self.name, budget, least.peak, "searched", plan=least, cheap=cheap.peak)
+            raise refusal(self.name, graph, budget, least, effort, seed=self.seed, keep_order=self.keep_order)
         return plan
 
     def curve(

@@ -5,10 +5,11 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import ClassVar
 
 from rematplan.ir import InfeasibleBudget, TrainingGraph
+from rematplan.planner.annealing.cheap_plan import CHEAP_SHARE, refusal
 from rematplan.planner.annealing.restarts import Search
 from rematplan.planner.annealing.search_budget import SearchBudget
 from rematplan.planner.arrays.phases import infer_phases
@@ -71,7 +72,7 @@ class ILP(Strategy):
         run inverses are ignored.
 
         Raises:
-            InfeasibleBudget: no plan was found that fits; the error states the smallest peak found.
+            InfeasibleBudget: no plan was found that fits; the error states the smallest found peak.
             KeyboardInterrupt: before any plan was found that fits.
         """
         graph = infer_phases(graph)
@@ -87,7 +88,8 @@ class ILP(Strategy):
             if best.plan is None:
                 raise
         if best.plan is None:
-            raise InfeasibleBudget(self.name, budget, best.smallest, "searched")
+            effort = SearchBudget(CHEAP_SHARE * self.time_limit)
+            raise refusal(self.name, without_inverses(graph), budget, best.least, effort)
         floor = min(best.bound, best.plan.estimate.overhead)
         closed = best.plan.estimate.overhead <= floor + CLOSED
         return replace(
@@ -132,7 +134,7 @@ class ILP(Strategy):
         found = search.run(best.starts(), SearchBudget(LIMITS.start * self.time_limit))
         if found is not None:
             best.offer(runs_of(found.schedule))
-        best.smallest = min(best.smallest, search.least.estimate.peak)
+        best.offer(runs_of(search.least.schedule))
 
     def _solve(self, program: StageProgram, solver: Solver, began: float, best: _Best) -> None:
         """Solve in time slices, and add rows where the simulator finds a schedule that exceeds the budget."""
@@ -187,7 +189,7 @@ class _Best:
     """The best plan so far of one search.
 
     ``bound``: a proven lower bound of the overhead of any plan. ``goal``: a proven lower bound of the overhead of
-    plans without inverses, to which the search is limited.
+    plans without inverses, to which the search is limited. ``plan``: the cheapest plan that fits, or None.
     """
 
     graph: TrainingGraph
@@ -196,16 +198,24 @@ class _Best:
     bound: float
     goal: float
     plan: Plan | None = None
-    smallest: int = field(default=2**63)
+    _least: Plan | None = None
 
     def offer(self, runs: Sequence[str]) -> bool:
-        """Evaluate a sequence of runs, record its plan if it is the cheapest that fits, and return whether it fits."""
+        """Evaluate a sequence of runs, record its plan if it is the cheapest that fits or has the smallest peak so far,
+        and return whether it fits."""
         plan = plan_from_runs(self.graph, runs, ILP.name)
-        self.smallest = min(self.smallest, plan.estimate.peak)
+        if self._least is None or plan.peak < self._least.peak:
+            self._least = plan
         fits = plan.estimate.peak <= self.budget
         if fits and (self.plan is None or plan.estimate.cost < self.plan.estimate.cost):
             self.plan = plan
         return fits
+
+    @property
+    def least(self) -> Plan:
+        """The plan with the smallest peak so far, whether or not it fits. There is none before the first `offer`."""
+        assert self._least is not None
+        return self._least
 
     def starts(self) -> list[list[str]]:
         """Return the best plan's sequence of runs in a list, empty if there is no plan."""

@@ -155,7 +155,7 @@ def _rank(plan: Plan, budget: int) -> tuple[int, float]:
 def _within(
     strategy: Strategy, source: Source, budget: int, progress: Progress, store: PlanStore | None = None
 ) -> Plan:
-    """Return the strategy's plan within the budget; if none fits, its plan with the smallest peak."""
+    """Return the strategy's plan within the budget; if none fits, its plan of the smallest found peak."""
     store = PlanStore() if store is None else store
     try:
         return plan_within(strategy, source.graph, budget, progress, store=store)

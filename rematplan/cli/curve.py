@@ -45,7 +45,7 @@ ROUNDS = 5
 FLOORS, FLOOR_SHARE = 10, 0.3
 """A picture shows lower bounds at ``FLOORS`` + 1 budgets; proving them takes this share of a curve's time limit."""
 LEAST_SHARE = 0.25
-"""The time for the search of the smallest peak, as a share of a curve's time limit and in addition to it."""
+"""The time for lowering the peak as far as possible, as a share of a curve's time limit and in addition to it."""
 
 
 @dataclass(frozen=True)
@@ -136,7 +136,7 @@ def trace(
     Args:
         source: the problem.
         strategies: planning algorithms by name.
-        budgets: the rows of the table. For ``min`` and ``least`` the smallest peak is searched in addition.
+        budgets: the rows of the table. For ``min`` and ``least`` plans with a smaller peak are searched in addition.
         out: shows the progress.
 
     Raises:

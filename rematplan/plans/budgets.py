@@ -10,6 +10,7 @@ from fractions import Fraction
 from rematplan.ir import InfeasibleBudget, TrainingGraph, UsageError
 from rematplan.planner.auto.auto_strategy import Auto
 from rematplan.planner.auto.min_budget_plan import MIN_BUDGET, cheapest_near_smallest_peak
+from rematplan.planner.bounds.cut_bounds import min_peak_bound
 from rematplan.planner.caches.plan_store import PlanStore
 from rematplan.planner.core.plan import Plan
 from rematplan.planner.core.strategy import Progress, Strategy, silent
@@ -125,7 +126,7 @@ def parse_budget(text: str) -> Budget:
 
 
 def unit_missing(budget: Budget, graph: TrainingGraph) -> str:
-    """Return a question for the user whether the unit of a budget is missing, such as ``was --budget 4GiB meant?``.
+    """Return a question for the user whether the unit of a budget is missing, such as ``was 4GiB meant?``.
 
     Empty unless the budget is a plain whole number below 1 MiB that is at most the bytes of the problem's inputs, so
     that no plan can fit.
@@ -134,8 +135,8 @@ def unit_missing(budget: Budget, graph: TrainingGraph) -> str:
     if not (number.isdecimal() and 0 < budget.amount < FEW and budget.amount <= graph.input_bytes):
         return ""
     if budget.amount > 100:  # more than 100 cannot be a percentage
-        return f"a number alone is bytes: was --budget {number}MiB meant?"
-    return f"a number alone is bytes: was --budget {number}GiB or --budget {number}% (of the no-recompute peak) meant?"
+        return f"a number alone is bytes: was {number}MiB meant?"
+    return f"a number alone is bytes: was {number}GiB or {number}% (of the no-recompute peak) meant?"
 
 
 def parse_loss_memory(text: str) -> Budget:
@@ -179,8 +180,8 @@ def plan_within(
             the refusal, is stored. A stored refusal is raised again without a search, unless a plan with a smaller peak
             is known since.
         starts: further plans to start from.
-        hurried: if a lower bound proves that the budget is too small, refuse at once instead of searching for the
-            smallest peak.
+        hurried: if a lower bound proves that the budget is too small, refuse at once instead of searching for plans
+            with a smaller peak.
 
     Raises:
         InfeasibleBudget: the strategy finds no plan that fits. The error says what limits the peak of any plan.
@@ -196,7 +197,8 @@ def plan_within(
     except InfeasibleBudget as error:
         if error.plan is not None and strategy.lasting:
             store.keep(graph, error.plan)
-        error = error.changed(budget=budget, floor=floor_text(graph))
+        known = "proven" if budget < min_peak_bound(graph).bytes else error.known
+        error = error.changed(budget=budget, known=known, floor=floor_text(graph))
         store.refuse(graph, error, limit)
         raise error from None
     store.put(graph, budget, plan, lasting=strategy.lasting)
@@ -232,7 +234,7 @@ def least_plan(
     """Return the cheapest plan near the smallest peak that the strategy finds, and store it.
 
     Args:
-        strategy: ``auto``, ``anneal`` and ``ilp`` search for the smallest peak; other strategies compute theirs
+        strategy: ``auto``, ``anneal`` and ``ilp`` search for plans with a small peak; others compute their leanest plan
             directly.
         graph: the problem.
         progress: called with the fraction done (0 to 1) and a short text.

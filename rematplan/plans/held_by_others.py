@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
+from numbers import Integral
 from typing import Any
 
 import torch
@@ -41,9 +43,9 @@ class Reserved:
 
     def __post_init__(self) -> None:
         for item in self.items:
-            if isinstance(item, str):
+            if isinstance(item, (str, Integral)):
                 _bytes(item)
-            elif not isinstance(item, (int, Counted, torch.optim.Optimizer, nn.Module)) and not _says(item):
+            elif not isinstance(item, (Counted, torch.optim.Optimizer, nn.Module)) and not _says(item):
                 raise UsageError(
                     f"reserved: cannot tell the bytes of a {type(item).__name__}; list optimizers, modules, numbers of "
                     f"bytes, text such as '1GiB', or objects with a method reserved_bytes()"
@@ -51,15 +53,19 @@ class Reserved:
 
     @classmethod
     def of(cls, items: Iterable[object]) -> Reserved:
-        """Return the reservations for the items that a user lists.
+        """Return the reservations for the items that a user lists. An object that is listed twice counts once.
 
         Raises:
             UsageError: ``items`` is a single item instead of a list; or an item is not an optimizer, a module, an
                 object with a method ``reserved_bytes()``, a number of bytes, or a text such as ``1GiB``.
         """
-        if isinstance(items, (str, int, nn.Module, torch.optim.Optimizer)):
+        if isinstance(items, (str, nn.Module)) or not isinstance(items, Iterable):
             raise UsageError("reserved must be a list; write reserved=[optimizer]")
-        return cls(tuple(items))
+        kept: list[object] = []
+        for item in items:
+            if isinstance(item, (str, Integral)) or all(item is not other for other in kept):
+                kept.append(item)
+        return cls(tuple(kept))
 
     def on(self, device: torch.device, model: Mapping[str, torch.Tensor]) -> OtherBytes:
         """Return the bytes that the items hold on a device, in addition to a model's tensors.
@@ -72,7 +78,8 @@ class Reserved:
             model: the model's tensors, by name.
 
         Raises:
-            UsageError: an optimizer has no state yet, and the size of its state cannot be determined.
+            UsageError: an optimizer has no state yet, and the size of its state cannot be determined; or a
+                ``reserved_bytes()`` does not return a number of bytes.
         """
         tensors: list[torch.Tensor] = []
         always, stepping = 0, 0
@@ -80,10 +87,10 @@ class Reserved:
             if isinstance(item, Counted):
                 bytes_ = item.by_device.get(str(device), OtherBytes())
                 always, stepping = always + bytes_.always, max(stepping, bytes_.stepping)
-            elif isinstance(item, (str, int)):
+            elif isinstance(item, (str, Integral)):
                 always += _bytes(item)
             elif _says(item):
-                always += int(item.reserved_bytes())  # type: ignore[attr-defined]
+                always += _said(item)
             elif isinstance(item, torch.optim.Optimizer):
                 memory = optimizer_memory(item, device)
                 tensors += memory.tensors
@@ -102,8 +109,8 @@ class Reserved:
     def __reduce__(self) -> Any:
         """Pickle the number of bytes on each device in place of optimizers, modules and other objects, which stay in
         this process."""
-        kept = tuple(i for i in self.items if isinstance(i, (str, int, Counted)))
-        others = Reserved(tuple(i for i in self.items if not isinstance(i, (str, int, Counted))))
+        kept = tuple(i for i in self.items if isinstance(i, (str, Integral, Counted)))
+        others = Reserved(tuple(i for i in self.items if not isinstance(i, (str, Integral, Counted))))
         counted = Counted({str(d): others.on(d, {}) for d in others.devices()})
         return Reserved, ((*kept, counted) if others.items else kept,)
 
@@ -131,13 +138,26 @@ def _says(item: object) -> bool:
     return callable(getattr(item, "reserved_bytes", None)) and not isinstance(item, type)
 
 
-def _bytes(stated: str | int) -> int:
-    budget = parse_budget(str(stated))
-    if budget.kind != "bytes":
+def _said(item: Any) -> int:
+    bytes_ = item.reserved_bytes()
+    if not isinstance(bytes_, Integral) or int(bytes_) < 0:
         raise UsageError(
-            f"reserved: {stated!r} is not a number of bytes; write 1GiB, 512MB or a whole number"
+            f"reserved: reserved_bytes() of a {type(item).__name__} returned {bytes_!r}, not a whole number of bytes"
         )
-    return budget.bytes(0, lambda: 0)
+    return int(bytes_)
+
+
+def _bytes(stated: str | Integral) -> int:
+    """Return a stated number of bytes.
+
+    Raises:
+        UsageError: the text or number is malformed, negative, or a percentage.
+    """
+    with suppress(UsageError):
+        budget = parse_budget(str(stated))
+        if budget.kind == "bytes":
+            return budget.bytes(0, lambda: 0)
+    raise UsageError(f"reserved: {stated!r} is not a number of bytes; write 1GiB, 512MB or a whole number")
 
 
 def _storage(tensor: torch.Tensor) -> int:

@@ -23,8 +23,8 @@ if TYPE_CHECKING:
 
 RAISE, LEAST, EAGER = "raise", "least", "eager"
 INSTEAD = (RAISE, LEAST, EAGER)
-"""What to do if no plan fits the budget: raise an error, use the plan with the smallest peak, or recompute
-nothing.
+"""What to do if no plan fits the budget: raise an error, use the plan of the smallest found peak, or
+recompute nothing.
 """
 QUICK = 1.5
 """Seconds of search before the first step, if the plan is refined while training runs."""

@@ -5,7 +5,9 @@ from __future__ import annotations
 import time
 from collections.abc import Iterable
 
-from rematplan.ir import InfeasibleBudget, TrainingGraph
+from rematplan.ir import TrainingGraph
+from rematplan.planner.annealing.cheap_plan import refusal
+from rematplan.planner.annealing.search_budget import SearchBudget
 from rematplan.planner.auto.block_starts import leanest_plans
 from rematplan.planner.bounds.cut_bounds import min_peak_bound
 from rematplan.planner.caches.warm_starts import transfer_plan
@@ -15,6 +17,8 @@ from rematplan.planner.strategies.store_all import no_recompute
 
 SECONDS = 2.0
 """Seconds for finding block plans, if no plan is known."""
+CHEAP_SECONDS = 0.5
+"""Seconds for finding the cheap plan that a refusal without a search names."""
 
 
 def leanest_plan(graph: TrainingGraph, known: Iterable[Plan] = ()) -> Plan:
@@ -41,8 +45,10 @@ def check_floor(strategy: Strategy, graph: TrainingGraph, budget: int) -> None:
         budget: bytes.
 
     Raises:
-        InfeasibleBudget: a lower bound on the peak exceeds the budget. The error has a plan with a small peak.
+        InfeasibleBudget: a lower bound on the peak exceeds the budget. The error has a plan with a small peak, and
+            the peak of a cheap one.
     """
     if min_peak_bound(graph).bytes > budget:
         plan = leanest_plan(graph)
-        raise InfeasibleBudget(strategy.name, budget, plan.estimate.peak, "proven", plan=plan)
+        effort = SearchBudget(CHEAP_SECONDS)
+        raise refusal(strategy.name, graph, budget, plan, effort, known="proven")

@@ -43,11 +43,12 @@ def plan_either(
         budget: the budget.
         progress: called with the fraction done (0 to 1) and a short text.
         store: receives every plan that is found; None: an empty store.
-        hurried: if a lower bound proves that the budget is too small, refuse at once instead of searching for the
-            smallest peak.
+        hurried: if a lower bound proves that the budget is too small, refuse at once instead of searching for plans
+            with a smaller peak.
 
     Raises:
-        InfeasibleBudget: neither problem has a plan that fits. The error has the smaller of the two smallest peaks.
+        InfeasibleBudget: neither problem has a plan that fits. The error has the smaller of the two smallest found
+            peaks.
     """
     compile_kernels(progress)  # before the clock starts
     amount = None if budget.is_lean else budget.of(plain)
@@ -83,7 +84,7 @@ def plan_either(
 def better_of(found: Found, budget: Budget) -> tuple[TrainingGraph, Plan]:
     """Return the pair of problem and plan, among the pairs ``found``, whose plan costs least.
 
-    For the budgets ``min`` and ``least``, only plans near the smallest peak of all are compared; for other budgets, all
+    For the budgets ``min`` and ``least``, only plans near the smallest found peak are compared; for other budgets, all
     plans of ``found`` must fit. Of plans with equal costs, the first is returned.
     """
     smallest = min(plan.estimate.peak for _, plan in found)

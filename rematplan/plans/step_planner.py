@@ -21,7 +21,7 @@ from rematplan.planner.peak_report import floor_text
 from rematplan.planner.registry import LIMIT
 from rematplan.planner.strategies.approx_dp import ApproxDP
 from rematplan.planner.strategies.store_all import no_recompute
-from rematplan.plans.budgets import Budget, least_plan, plan_within
+from rematplan.plans.budgets import Budget, least_plan, plan_within, unit_missing
 from rematplan.plans.first_plan import plan_at_once
 from rematplan.plans.in_flight import plan_in_flight
 from rematplan.plans.op_costs import copies_priced, priced
@@ -164,7 +164,7 @@ class StepPlanner:
     def instead(self, step: CapturedStep, error: InfeasibleBudget, first: bool) -> Plan:
         """Return a plan for a step for which no plan fits the budget, and warn with the memory that it needs.
 
-        The plan is the one of smallest peak (``least``), or one that recomputes nothing (``eager``).
+        The plan is the one of the smallest found peak (``least``), or one that recomputes nothing (``eager``).
 
         Args:
             step: the captured step, with its inverses.
@@ -394,9 +394,10 @@ class StepPlanner:
         """Return the searches to make, one after the other until one finds a plan.
 
         If the plan is refined later, or an earlier plan fits, the first search is short. The last one has the whole
-        time limit, so that a tight budget is not refused for lack of time.
+        time limit, so that a tight budget is not refused for lack of time, and a refusal names a peak that was searched
+        for as long as that of the budget ``min``.
         """
-        if isinstance(chosen, Auto):
+        if isinstance(chosen, Auto) and budget >= min_peak_bound(graph).bytes:
             if self.options.refines:
                 yield replace(chosen, time_limit=QUICK)
             elif self.store.serving(graph, budget) is not None:
@@ -405,7 +406,8 @@ class StepPlanner:
 
     @contextmanager
     def _explaining_refusals(self, graph: TrainingGraph) -> Iterator[None]:
-        """Add to a refusal what the user may change: the memory set aside for a loss, and the bytes of a percentage.
+        """Add to a refusal what the user may change: the memory set aside for a loss, the bytes of a percentage, and
+        a unit that may be missing.
 
         The memory for a loss is mentioned if the user did not state it. A statement about all plans then holds
         without it.
@@ -413,7 +415,9 @@ class StepPlanner:
         try:
             yield
         except InfeasibleBudget as error:
-            aside, known, floor, hint = set_aside(graph), error.known, error.floor, error.hint
+            aside, known, floor = set_aside(graph), error.known, error.floor
+            stated = self.options.stated_budget()
+            hint = unit_missing(stated, graph) or error.hint
             if self.options.loss_memory is None and aside:
                 bare = without_room(graph)
                 must_hold = min_peak_bound(bare).bytes
@@ -424,9 +428,7 @@ class StepPlanner:
                     f"; {show_bytes(aside)} are set aside for a loss outside of the model; if it needs less, say so "
                     f"with loss_memory= (cross entropy needs loss_memory='3x')"
                 )
-            if self.store and not (
-                self.options.stated_budget().is_lean or self.options.stated_budget().kind == "bytes"
-            ):
+            if self.store and not (stated.is_lean or stated.kind == "bytes"):
                 hint = (
                     f"the first plan turned {self.options.budget} into this number of bytes; state one that is enough "
                     f"for every call"

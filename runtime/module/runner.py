@@ -63,7 +63,7 @@ class Planner(Protocol):
         Args:
             step: the captured training step.
             first: whether an infeasible budget is treated as for a module's first plan, even if other steps have
-                plans. By default that raises, while later steps get the plan with the smallest peak.
+                plans. By default that raises, while later steps get the plan of the smallest found peak.
 
         Raises:
             InfeasibleBudget: no plan fits the budget, and the planner's options say to raise.

@@ -127,12 +127,12 @@ def test_loss_memory_cannot_be_a_share_of_activations() -> None:
 @pytest.mark.parametrize("text", ["1", "50", " 100 "])
 def test_a_small_number_alone_is_asked_about(text: str) -> None:
     asked, number = unit_missing(parse_budget(text), small_step()), text.strip()
-    assert f"--budget {number}GiB or --budget {number}%" in asked
+    assert f"was {number}GiB or {number}% (of" in asked
 
 
 def test_no_percentage_above_100_is_suggested() -> None:
     asked = unit_missing(parse_budget("120"), small_step())
-    assert "--budget 120MiB meant" in asked
+    assert "was 120MiB meant" in asked
     assert "%" not in asked
 
 

@@ -110,7 +110,7 @@ def test_a_number_without_a_unit_is_asked_about(strategy, call, refused, problem
     result = call("plan", "--problem", problem, "--budget", "50", "--strategy", strategy)
     refused(result, 3)
     assert "budget 50 B (50 bytes)" in result.err
-    assert result.err.endswith("was --budget 50GiB or --budget 50% (of the no-recompute peak) meant?\n")
+    assert result.err.endswith("was 50GiB or 50% (of the no-recompute peak) meant?\n")
     assert "meant" not in call("plan", "--problem", problem, "--budget", "50B", "--strategy", strategy).err
 
 

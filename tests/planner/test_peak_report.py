@@ -53,24 +53,26 @@ def test_a_refusal_states_the_lower_bound_of_the_peak():
 
 
 @pytest.mark.parametrize(
-    ("strategy", "known", "text"),
+    ("strategy", "above_floor", "known", "text"),
     [
-        (ChenSqrt(), "least", "is below the smallest found, .*; this strategy has no smaller plan"),
+        (ChenSqrt(), 0, "least", "is below the smallest found, .*; this strategy has no smaller plan"),
         (
             Anneal(time_limit=0.2),
+            0,
             "searched",
             "is below the smallest found, .*; in more time a smaller one may be found",
         ),
         (
             Auto(time_limit=0.5, reuse=False),
+            -1,
             "proven",
             "is proven to be too small for any plan; the smallest found is .*; the proven least is ",
         ),
     ],
 )
-def test_a_refusal_states_how_certain_the_smallest_peak_is(problems, strategy, known, text):
+def test_a_refusal_states_how_certain_the_smallest_peak_is(problems, strategy, above_floor, known, text):
     graph = problems.chain(12)
-    budget = min_peak_bound(graph).bytes - 1
+    budget = min_peak_bound(graph).bytes + above_floor
     with pytest.raises(InfeasibleBudget, match=text) as caught:
         plan_within(strategy, graph, budget)
     assert caught.value.known == known

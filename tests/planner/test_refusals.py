@@ -16,8 +16,11 @@ from rematplan.planner.bounds.cut_bounds import min_peak_bound
 from rematplan.planner.core.strategy import Strategy
 from rematplan.planner.strategies.anneal import Anneal
 from rematplan.planner.strategies.chen_sqrt import ChenSqrt
+from rematplan.planner.strategies.ilp import ILP
 from rematplan.planner.strategies.nested_dp import NestedDP
 from rematplan.planner.strategies.store_all import StoreAll, no_recompute
+from rematplan.plans.budgets import plan_within
+from rematplan.plans.over_budget_plans import check_floor
 
 QUICK = 30.0  # seconds on a machine with much other work; it takes about five
 
@@ -29,7 +32,15 @@ def refusal(strategy: Strategy, graph: TrainingGraph, budget: int) -> Infeasible
 
 
 @pytest.mark.parametrize(
-    "strategy", [Auto(time_limit=2.0, reuse=False), Anneal(moves=60_000), ChenSqrt(), NestedDP(), StoreAll()]
+    "strategy",
+    [
+        Auto(time_limit=2.0, reuse=False),
+        Anneal(moves=60_000),
+        ChenSqrt(),
+        NestedDP(),
+        StoreAll(),
+        ILP(time_limit=2.0),
+    ],
 )
 def test_the_named_budgets_can_be_planned(problems: ModuleType, strategy: Strategy) -> None:
     graph = problems.residual((2, 2))
@@ -47,6 +58,25 @@ def test_the_cheap_plan_is_the_leanest_of_those_known_or_leaner(problems: Module
     assert found.estimate.overhead <= CHEAP
     assert found.peak <= min(p.peak for p in cheap)
     assert found.peak < 0.8 * no_recompute(graph).peak
+
+
+def test_a_refusal_without_a_search_names_both_budgets_too(problems: ModuleType) -> None:
+    graph = problems.residual((2, 2))
+    with pytest.raises(InfeasibleBudget) as caught:
+        check_floor(Auto(), graph, min_peak_bound(graph).bytes - 1)
+    error = caught.value
+    assert error.plan.peak == error.smallest < error.cheap < no_recompute(graph).peak
+
+
+@pytest.mark.parametrize("strategy", [StoreAll(), ChenSqrt(), Anneal(moves=1000)])
+def test_what_is_proven_is_said_whatever_the_strategy(problems: ModuleType, strategy: Strategy) -> None:
+    graph = problems.residual((2, 2))
+    floor = min_peak_bound(graph).bytes
+    for budget, proven in ((floor - 1, True), (floor, False)):
+        with pytest.raises(InfeasibleBudget) as caught:
+            plan_within(strategy, graph, budget)
+        assert (caught.value.known == "proven") == proven
+        assert ("is proven to be too small for any plan" in str(caught.value)) == proven
 
 
 def test_a_proven_refusal_is_quick_whatever_the_time_limit(problems: ModuleType) -> None:

@@ -116,3 +116,8 @@ def test_a_share_of_activations_becomes_bytes_too() -> None:
     planned.prepare(rows(2))
     assert planned.plan.budget == first.budget
     assert planned.plan.estimate.reruns == 0
+
+
+def test_a_number_without_a_unit_is_asked_about() -> None:
+    with pytest.raises(InfeasibleBudget, match=r"was 50GiB or 50% \(of the no-recompute peak\) meant\?"):
+        planned_for(8, "50")

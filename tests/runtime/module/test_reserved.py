@@ -7,6 +7,7 @@ import pickle
 from collections.abc import Callable
 from pathlib import Path
 
+import numpy
 import pytest
 import torch
 from torch import nn, optim
@@ -128,24 +129,40 @@ def test_modules_count_what_they_do_not_share() -> None:
 
 
 class Says:
-    def reserved_bytes(self) -> int:
-        return 1234
+    def __init__(self, said: object = 1234) -> None:
+        self.said = said
+
+    def reserved_bytes(self) -> object:
+        return self.said
 
 
 def test_bytes_are_stated_as_numbers_texts_and_by_a_method() -> None:
     alone = planned_within("100%", network(), 8, []).plan.peak
     assert planned_within("100%", network(), 8, [100, "1KiB", Says()]).plan.peak == alone + 100 + 1024 + 1234
+    assert planned_within("100%", network(), 8, [numpy.int64(100), "1KiB", "1KiB"]).plan.peak == alone + 2148
+
+
+def test_an_object_that_is_listed_twice_counts_once() -> None:
+    model, says = network(), Says()
+    optimizer = optim.AdamW(model.parameters())
+    once = planned_within("100%", model, 8, [optimizer, says]).plan.peak
+    assert planned_within("100%", model, 8, [optimizer, says, optimizer, says]).plan.peak == once
 
 
 @pytest.mark.parametrize(
     ("reserved", "said"),
     [
         (["60%"], "not a number of bytes"),
-        (["much"], "not understood"),
+        (["much"], "'much' is not a number of bytes"),
+        ([-5], "-5 is not a number of bytes"),
+        ([True], "True is not a number of bytes"),
+        ([Says(-5)], r"reserved_bytes\(\) of a Says returned -5, not a whole number of bytes"),
+        ([Says(None)], "returned None, not a whole number of bytes"),
         ([object()], "the bytes of a object"),
         ([3.5], "the bytes of a float"),
         ([Says], "cannot tell the bytes of"),
         ("1GiB", r"write reserved=\[optimizer\]"),
+        (None, r"write reserved=\[optimizer\]"),
     ],
 )
 def test_what_is_no_bytes_is_refused(reserved: list[object], said: str) -> None:
