@@ -1,9 +1,12 @@
-"""Error tracking of recomputed tensors while a step runs.
+"""Tracking of the errors of tensors that inverses recompute, while a step runs.
 
-Scales change during training, and with them the errors of a chain of inverses: through 24 scales that fall
-from 0.9 to 0.5, errors grow a million times. A plan's anchors are chosen for the scales at planning time. So
-every inverse propagates, from its arguments to its result, both the relative error predicted at planning time
-and the error with the present scales. If they differ too much, the step stops with an error instead of
+An inverse recomputes a tensor from tensors that were computed from it, for example by dividing by a scale. Scales
+change during training, and with them the errors of a chain of inverses. If 24 scales in a chain fall from 0.9 to 0.5,
+the error of the last tensor grows by a factor of a million. The planner stores some tensors (anchors) to end such
+chains, and chooses them for the scales at planning time.
+
+Therefore every inverse computes two relative errors of its result from those of its arguments: the error predicted at
+planning time, and the error with the present scales. If they differ too much, the step stops with an error instead of
 computing wrong gradients.
 """
 
@@ -19,17 +22,18 @@ from torch import Tensor
 from rematplan.ir import ModelError
 
 GROWN, WRONG, HOPELESS = 10.0, 100.0, 0.1
-"""Limits of the present error: this many times the predicted error; or this many times the default limit of
-the type, u^(2/3) with u the unit roundoff, but at most a tenth. The larger of the two applies."""
+"""Limits of the error with the present scales. It may be at most `GROWN` times the predicted error, or at most the
+limit of the tensor's type, whichever is larger. The limit of the type is `WRONG` times u^(2/3), with u the unit
+roundoff, but at most `HOPELESS`."""
 
 _rows: dict[int, tuple[weakref.ref[Tensor], float, float]] = {}
-"""By the address of a storage that an inverse made: a reference to the tensor, its predicted error, and its
-present error."""
+"""By the address of a storage that an inverse has recomputed: a reference to the tensor, its error predicted at
+planning time, and its error with the present scales."""
 
 
 def passed_on(reads: Sequence[Tensor], made: Tensor, gain: float, noise: float, drift: float) -> None:
-    """Record the relative errors of a tensor that an inverse has recomputed: as predicted at planning time, and with
-    the present scales.
+    """Record two relative errors of a tensor that an inverse has recomputed: the error predicted at planning time, and
+    the error with the present scales. Both are computed from the errors that were recorded for the inverse's arguments.
 
     Args:
         reads: the inverse's arguments.
@@ -37,11 +41,11 @@ def passed_on(reads: Sequence[Tensor], made: Tensor, gain: float, noise: float, 
         gain: the factor by which the inverse multiplies a relative error of its arguments, as planned
             (`planner.core.inversion_error`).
         noise: the relative error that the inverse's rounding adds, as planned.
-        drift: the factor by which changed scales have increased the gain since planning.
+        drift: the factor by which changed scales have increased the inverse's errors since planning.
 
     Raises:
-        ModelError: the present error is more than `GROWN` times the predicted one, and also above the limit for the
-            tensor's type.
+        ModelError: the error with the present scales is more than `GROWN` times the predicted one, and also above the
+            limit for the tensor's type.
     """
     if not (made.is_floating_point() or made.is_complex()):
         return  # integers are only copied, without error

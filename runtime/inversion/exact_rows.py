@@ -1,5 +1,5 @@
-"""Rows of the inverse table for ops that only copy or move numbers, so that the inverse is exact to the
-bit."""
+"""Rows of the inverse table for ops that only copy or move numbers. A row is a function that yields, for a call, the
+rules by which its arguments are recomputed from its result; here, the recomputed bits are exact."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from rematplan.runtime.inversion.row_types import Facts, Found, Undone, fits, re
 
 
 def copied(call: Call, facts: Facts) -> Found:
-    """Yield the rule that recovers the argument of a copy, possibly into a wider type: copy the result. Nothing is
-    yielded for a copy into a narrower type, to another device or of another shape."""
+    """Yield the rule that recomputes the argument of a copy: copy the result. There is no rule for a copy into a type
+    of lower precision, to another device or of another shape."""
     x, y = facts.arguments(call)["self"], result(call, facts)
     if not isinstance(x, Ref):
         return
@@ -21,8 +21,8 @@ def copied(call: Call, facts: Facts) -> Found:
 
 
 def concatenated(call: Call, facts: Facts) -> Found:
-    """Yield a rule for each argument of a concatenation: copy its slice of the result. Arguments of another type than
-    the result have no rule."""
+    """Yield a rule for each argument of a concatenation that recomputes it: copy its slice of the result. An argument
+    of another type than the result has no rule."""
     arguments, y = facts.arguments(call), result(call, facts)
     start = 0
     for x in arguments["tensors"]:
@@ -36,8 +36,8 @@ def concatenated(call: Call, facts: Facts) -> Found:
 
 
 def stacked(call: Call, facts: Facts) -> Found:
-    """Yield a rule for each argument of a stack: copy its entry of the result. Arguments of another type than the
-    result have no rule."""
+    """Yield a rule for each argument of a stack that recomputes it: copy its entry of the result. An argument of
+    another type than the result has no rule."""
     arguments, y = facts.arguments(call), result(call, facts)
     for index, x in enumerate(arguments["tensors"]):
         if facts.value(x).fake.dtype == y.fake.dtype:
@@ -45,8 +45,8 @@ def stacked(call: Call, facts: Facts) -> Found:
 
 
 def padded(call: Call, facts: Facts) -> Found:
-    """Yield the rule that recovers the argument of a pad: copy the result without the padding. Negative
-    padding, which crops, has no rule."""
+    """Yield the rule that recomputes the argument of a padding: copy the result without the padding. There is no rule
+    if a padding is negative, which crops the argument."""
     arguments, y = facts.arguments(call), result(call, facts)
     x, pad = arguments["self"], arguments["pad"]
     if all(p >= 0 for p in pad):
@@ -57,8 +57,8 @@ def padded(call: Call, facts: Facts) -> Found:
 
 
 def scattered(call: Call, facts: Facts) -> Found:
-    """Yield the rule that recovers the source of a slice scatter, the tensor written into a slice: copy that slice of
-    the result."""
+    """Yield the rule that recomputes the source of a slice scatter, which is the tensor that is written into a slice:
+    copy that slice of the result."""
     arguments, y = facts.arguments(call), result(call, facts)
     whole = y.fake.shape[arguments["dim"]]
     start = 0 if arguments["start"] is None else arguments["start"]
@@ -73,20 +73,20 @@ def scattered(call: Call, facts: Facts) -> Found:
 
 
 def rolled(call: Call, facts: Facts) -> Found:
-    """Yield the rule that recovers the argument of a roll: roll the result by the opposite shifts."""
+    """Yield the rule that recomputes the argument of a roll: roll the result by the opposite shifts."""
     arguments, y = facts.arguments(call), result(call, facts)
     back = tuple(-s for s in arguments["shifts"])
     yield Undone(arguments["self"].value, (y.name,), "roll", (back, tuple(arguments["dims"])), exact=True)
 
 
 def flipped(call: Call, facts: Facts) -> Found:
-    """Yield the rule that recovers the argument of a flip: flip the result."""
+    """Yield the rule that recomputes the argument of a flip: flip the result along the same dimensions."""
     arguments, y = facts.arguments(call), result(call, facts)
     yield Undone(arguments["self"].value, (y.name,), "flip", (tuple(arguments["dims"]),), exact=True)
 
 
 def shuffled(call: Call, facts: Facts) -> Found:
-    """Yield the rule that recovers the argument of a pixel shuffle: unshuffle the result."""
+    """Yield the rule that recomputes the argument of a pixel shuffle: unshuffle the result."""
     arguments, y = facts.arguments(call), result(call, facts)
     yield Undone(
         arguments["self"].value, (y.name,), "pixel_unshuffle", (arguments["upscale_factor"],), exact=True
@@ -94,8 +94,9 @@ def shuffled(call: Call, facts: Facts) -> Found:
 
 
 def picked(call: Call, facts: Facts) -> Found:
-    """Yield the rule that recovers the argument of an indexing op whose index is a known permutation of one
-    dimension: write the result's entries to their old positions. Nothing is yielded for other indices."""
+    """Yield the rule that recomputes the argument of an indexing op: write the entries of the result to the positions
+    from which they were read. There is a rule only if a single dimension is indexed, by a permutation that is known
+    before the step runs."""
     arguments, y = facts.arguments(call), result(call, facts)
     x = arguments["self"]
     at = (

@@ -1,8 +1,9 @@
-"""Find the inverses of a captured step: ops that recompute a tensor from later ones.
+"""Find the inverses of a captured step: ops that recompute a tensor from tensors that were computed from it.
 
-No declaration in the model is needed. A row of `inverse_table.TABLE` undoes one call, and rows for all slices of a
-storage together form an inverse of the whole storage. `rematplan.ir.recoverable` keeps the inverses that are
-usable: x = y − F(x) is not.
+The model needs no declaration. A row of `inverse_table.TABLE` recomputes an argument of one call, which may be a slice
+of a storage. Rules for slices that cover a storage together form an inverse of the whole storage. Only inverses that
+can be used are kept (`rematplan.ir.recoverable`). For example, x = y − F(x) is not kept, because F(x) cannot be
+computed without x.
 """
 
 from __future__ import annotations
@@ -31,15 +32,16 @@ aten = torch.ops.aten
 MOST_INVERSES = 4
 """The largest number of inverses of one storage."""
 ROUNDS = 3
-"""The number of passes that split storages, since a part may itself consist of parts."""
+"""The number of passes that split storages into parts, since a part may itself consist of parts."""
 
 
 @dataclass(frozen=True)
 class Invertible:
-    """A captured step with the inverses that were found for it.
+    """A captured step with the inverses that were found for it: ops that recompute a tensor from tensors that were
+    computed from it.
 
-    ``step``: the step; its field ``inverses`` has them. ``refused``: one line for each tensor that has no inverse for
-    a reason that a user can change.
+    ``step``: the step; its field ``inverses`` has them. ``refused``: one line of text for each tensor that has no
+    inverse for a reason that a user can change.
     """
 
     step: CapturedStep
@@ -47,8 +49,9 @@ class Invertible:
 
 
 def with_exact_inverses(step: CapturedStep) -> CapturedStep:
-    """Return the step with only those inverses added that move numbers without computing (of concatenations, copies,
-    pads). Every plan with them computes the same bits."""
+    """Return the step with those inverses added that recompute the original bits, since they only copy, move or negate
+    numbers. They undo concatenations, copies and pads, for example. All plans compute the same bits, whether or not
+    they use these inverses."""
     return _with_inverses(step, {}, exact=True).step
 
 
@@ -58,17 +61,20 @@ def with_inverses(
     renormalise: bool = False,
     own_seeds: bool = False,
 ) -> Invertible:
-    """Return the step with all inverses added that were found. Storages are split into parts (`split_storages`) where
-    an inverse needs that.
+    """Return the step with all inverses added that were found: ops that recompute a tensor from tensors that were
+    computed from it. Storages are split into parts (`split_storages`) where an inverse needs that.
 
     Args:
         step: the captured step.
-        named: the real parameters and buffers by name. Their present values decide which scales are too close to
-            zero.
-        renormalise: whether to add, for every batch norm in training, an op without running statistics that computes
-            the same result. Needed if an op that makes an output, such as new running statistics, may run only once.
-        own_seeds: whether each random call has a separate seed, so that it may run again even if its result is
-            smaller than a saved generator state.
+        named: the real parameters and buffers by name. Their present values decide which scales are too close to zero.
+        renormalise: whether to add, if any inverse was found, a second op for every batch norm in training, which
+            computes the same result without new running statistics. Needed if an op that makes an output, such as new
+            running statistics, may run only once.
+        own_seeds: whether each random call has a separate seed, so that it may run again even if its result is smaller
+            than a saved generator state.
+
+    Returns:
+        The new step, and the reasons why certain tensors have no inverse.
     """
     found = _found(scatter_to_cat(step, named), named, own_seeds)
     twins = tuple(_renormalisations(found.step)) if renormalise and found.step.inverses else ()
@@ -76,14 +82,14 @@ def with_inverses(
 
 
 def is_exact(call: Call) -> bool:
-    """Return whether an inverse recomputes exactly the bits of the original tensor, provided that its arguments have
-    their original bits."""
+    """Return whether an inverse (a call that recomputes a tensor) returns exactly the bits of the original tensor,
+    provided that its arguments have their original bits."""
     return not call.noise
 
 
 def _renormalisations(step: CapturedStep) -> Iterator[Call]:
-    """Yield batch norms without running statistics. They call the same kernels, so they compute the same
-    bits."""
+    """Yield, for each batch norm of the forward half that returns new running statistics, a call of the same norm
+    without them. Both call the same kernels and compute the same bits."""
     for call in step.calls:
         row = None if call.backward or call.kwargs else _RENORMALISED.get(call.target)
         twin = row and row(*call.args)
@@ -110,8 +116,8 @@ _RENORMALISED: Mapping[Any, Callable[..., tuple[Any, ...] | None]] = {
         *how,
     ),
 }
-"""By a batch norm that returns new running statistics: a function of its arguments that returns the op
-without them and that op's arguments, or None if the norm is frozen."""
+"""By op of a batch norm that returns new running statistics, a function of its arguments. It returns the op that
+computes the same without new running statistics, followed by the arguments of that op; None if the norm is frozen."""
 
 
 def _found(step: CapturedStep, named: Mapping[str, torch.Tensor], own_seeds: bool) -> Invertible:
@@ -165,7 +171,12 @@ def _with_inverses(
 
 
 def _inverses(step: CapturedStep, undone: Iterable[Undone]) -> Iterator[Call]:
-    """Yield inverses of whole storages, made of rules for values, which may be parts of the storages."""
+    """Yield inverses of whole storages: calls that recompute the tensor for which a storage was allocated.
+
+    Args:
+        step: the captured step.
+        undone: the rules that recompute single values, each of which may be a part of its storage.
+    """
     by_storage: dict[str, dict[Band, list[Undone]]] = {}
     for one in undone:
         value = step.values[one.value]
@@ -186,7 +197,11 @@ def _inverses(step: CapturedStep, undone: Iterable[Undone]) -> Iterator[Call]:
 
 
 def _covers(pieces: Mapping[Band, list[Undone]]) -> Iterator[tuple[Undone, ...]]:
-    """Yield sets of rules that together recompute all of a storage, the simplest first."""
+    """Yield tuples of rules that together recompute all elements of a storage: first each rule that does so alone, then
+    combinations of one rule for each part.
+
+    ``pieces``: the rules, by the part of the storage (`Band`) that they recompute.
+    """
     for covered, ways in pieces.items():
         if covered.whole:
             yield from ((way,) for way in ways)

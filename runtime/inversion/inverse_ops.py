@@ -1,4 +1,5 @@
-"""The ops of inverses: allocate a storage and fill it, in one piece or several, from later tensors."""
+"""The ops of inverses, which recompute a tensor from tensors that were computed from it. Such an op allocates a storage
+and writes it in one or several pieces."""
 
 from __future__ import annotations
 
@@ -24,11 +25,13 @@ scale that training may change returns the root mean square factor by which it i
 
 @dataclass(frozen=True, slots=True)
 class Fill:
-    """One piece of an inverse: a kernel of `KERNELS` that writes one view of the recomputed storage.
+    """One piece of an inverse (an op that recomputes a storage): a kernel of `KERNELS` that writes one view of the
+    storage.
 
-    ``kernel``, ``constants``: the kernel's name and its further arguments. ``arity``: how many of the inverse's
-    tensors the kernel reads. ``size``, ``stride``, ``offset``: the view, in elements. ``scale``: the factor by which
-    the kernel's scale increased errors at planning time; 0 if it divides by no scale that training may change.
+    ``kernel``, ``constants``: the kernel's name, and its arguments that are not tensors. ``arity``: the number of
+    tensors that the kernel reads. ``size``, ``stride``, ``offset``: the view, in elements. ``scale``: the factor by
+    which the kernel's division by a scale increased errors at planning time; 0 without a scale. If the kernel returns
+    the present factor, the two are compared.
     """
 
     kernel: str
@@ -42,12 +45,12 @@ class Fill:
 
 @dataclass(frozen=True, slots=True)
 class Inverse:
-    """A function of tensors that recomputes a storage from tensors that were computed from it. It returns the first
-    value in that storage.
+    """An op that recomputes a storage from tensors that were computed from it. It returns a tensor like the original
+    result of the call that allocated the storage.
 
-    ``size``, ``stride``, ``dtype``: of that value. ``fills``: the pieces that together write it. ``gain``: the factor
-    by which the inverse multiplies a relative error of its arguments. ``noise``: the relative error that its rounding
-    adds; 0 if it only moves numbers, so that its result is exact.
+    ``size``, ``stride``, ``dtype``: of the tensor that is returned. ``fills``: the pieces that together write it.
+    ``gain``: the factor by which the inverse multiplies a relative error of its arguments. ``noise``: the relative
+    error that its rounding adds; 0 if the result is exact, since numbers are only copied, moved or negated.
     """
 
     size: tuple[int, ...]
@@ -59,14 +62,17 @@ class Inverse:
 
     @property
     def exact(self) -> bool:
-        """Whether the inverse recomputes the original bits, provided that its arguments have theirs."""
+        """Whether the inverse recomputes the original bits, provided that its arguments have their original bits."""
         return self.noise == 0.0
 
     def __call__(self, *tensors: Tensor) -> Tensor:
-        """Return the recomputed tensor. ``tensors``: the arguments of all pieces, one piece after the other.
+        """Allocate the storage, recompute it, and return the tensor in it.
+
+        Args:
+            tensors: the arguments of the kernels of all pieces, one piece after the other.
 
         Raises:
-            ModelError: scales or indices by which the inverse computes have changed since planning so that the result
+            ModelError: scales or indices by which the inverse computes have changed since planning, so that the result
                 would be wrong.
         """
         base = torch.empty_strided(self.size, self.stride, dtype=self.dtype, device=tensors[0].device)
@@ -114,11 +120,11 @@ def _multiply(out: Tensor, y: Tensor, factor: Tensor | float) -> float | None:
 
 
 def _checked(least: Tensor, inverse: Tensor) -> float:
-    """Return ``inverse``, the factor by which a scale increases errors.
+    """Return ``inverse``, the factor by which dividing by a scale increases errors, as a number.
 
     Raises:
-        ModelError: ``least``, the smallest absolute value of the scale, is too close to zero. It was larger
-            at planning time.
+        ModelError: ``least``, the smallest absolute value of the scale, is below `LEAST_SCALE`. At planning time it was
+            not.
     """
     size, found = torch.stack((least, inverse)).tolist()
     if not size >= LEAST_SCALE:  # also true for NaN
@@ -130,7 +136,13 @@ def _checked(least: Tensor, inverse: Tensor) -> float:
 
 
 def _fused(product: Callable[..., Tensor], factor: str) -> Kernel:
-    """Return the kernel that computes x from y = beta · x + factor · (a product of tensors)."""
+    """Return the kernel that computes x from y = beta · x + factor · p, where p is a product or quotient of two
+    tensors.
+
+    Args:
+        product: the op that computes y, such as `torch.addmm`.
+        factor: the name of its keyword argument for the factor.
+    """
 
     def kernel(out: Tensor, y: Tensor, a: Tensor, b: Tensor, by: float, beta: float) -> None:
         product(y, a, b, **{factor: -by}, out=out)
@@ -184,8 +196,12 @@ def _prelu(out: Tensor, y: Tensor, weight: Tensor) -> float | None:
 def _normalised(
     out: Tensor, y: Tensor, mean: Tensor, scale: Tensor, weight: Tensor | None, bias: Tensor | None
 ) -> float | None:
-    """Write x for y = (x − mean) · scale · weight + bias, where all are broadcast to y; computed in float32
-    or wider."""
+    """Write into ``out`` the x for which y = (x − mean) · scale · weight + bias. All arguments are broadcast to y. The
+    computation is in float32 or wider.
+
+    Returns:
+        The factor by which the division by the weight multiplies relative errors; None without a weight.
+    """
     x = y.to(torch.promote_types(y.dtype, torch.float32))
     x = x if bias is None else x - bias
     grown = None
@@ -197,8 +213,19 @@ def _normalised(
 
 
 def _batch_norm(out: Tensor, y: Tensor, mean: Tensor, scale: Tensor, *affine: Any) -> float | None:
-    """Undo a batch norm. ``affine``: weight and bias, if present; then two flags that say whether they are;
-    then ε for a frozen norm, whose ``scale`` is the running variance, or None."""
+    """Undo a batch norm: write its input into ``out``.
+
+    Args:
+        out: the tensor to be written.
+        y: the result of the norm.
+        mean: the mean of each channel.
+        scale: the inverse standard deviation of each channel; for a frozen norm, the running variance.
+        affine: the weight and the bias, those that exist; then two booleans, whether the weight and the bias exist;
+            then ε for a frozen norm, else None.
+
+    Returns:
+        The factor by which the division by the weight multiplies relative errors; None without a weight.
+    """
     *tensors, has_weight, has_bias, eps = affine
     shape = (1, -1, *(1,) * (y.dim() - 2))
     given = iter(tensors)

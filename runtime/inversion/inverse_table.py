@@ -1,10 +1,10 @@
-"""The inverse table: which ATen calls can be undone. Each row recovers an argument of a call from the call's
-result and its other arguments.
+"""The inverse table: which ATen calls can be undone. Each row is a function that yields the rules by which arguments of
+a call are recomputed from the call's result and its other arguments.
 
-All rows are sound. Left out: ReLU, max-pool, dropout, strided convolution, reductions and narrowing casts,
-which lose numbers; sigmoid and tanh, which saturate and lose most digits; sine and square, where two
-arguments have the same result; products with an activation that may be zero (those with bounded activations
-are included).
+There is a row only for ops that can be undone accurately. There is none for ReLU, max-pool, dropout, strided
+convolution, reductions and narrowing casts, which lose numbers. There is none for sigmoid and tanh, which saturate and
+lose most digits, and none for sine and square, where two arguments have the same result. A product with an activation
+is undone only if bounds are known that exclude zero.
 """
 
 from __future__ import annotations
@@ -42,8 +42,8 @@ margin."""
 
 
 def undo(call: Call, facts: Facts) -> Found:
-    """Yield the rules of the inverse table for a call: those that recover an argument from the call's result and its
-    other arguments; and the arguments that cannot be recovered for a reason that a user can change. Nothing is
+    """Yield what the inverse table has for a call: the rules by which arguments are recomputed from the call's result
+    and its other arguments, and the arguments that cannot be recomputed for a reason that a user can change. Nothing is
     yielded for an op without a row.
 
     Args:
@@ -56,7 +56,8 @@ def undo(call: Call, facts: Facts) -> Found:
 
 
 def _sum(sign: int) -> Row:
-    """Return the row of y = self ± alpha · other, where other is a tensor or a number."""
+    """Return the row of the inverse table for y = self + ``sign`` · alpha · other, where other is a tensor or a
+    number."""
 
     def row(call: Call, facts: Facts) -> Found:
         arguments = facts.arguments(call)
@@ -88,8 +89,13 @@ def _added(call: Call, facts: Facts, first: Any, second: Any, sign: int, alpha: 
 
 
 def _fused(kernel: str, *names: str) -> Row:
-    """Return the row of y = beta · self + factor · (a product of other arguments). The same op with the
-    opposite factor undoes it."""
+    """Return the row of the inverse table for y = beta · self + factor · p, where p is a product or quotient of two
+    other arguments. It recomputes ``self``, by the same op with the opposite factor and a division by beta.
+
+    Args:
+        kernel: the name of the kernel that undoes the op.
+        names: the names of the two arguments in p.
+    """
 
     def row(call: Call, facts: Facts) -> Found:
         arguments, y = facts.arguments(call), result(call, facts)
@@ -111,8 +117,8 @@ def _fused(kernel: str, *names: str) -> Row:
 
 
 def _between(call: Call, facts: Facts) -> Found:
-    """Yield the rules that undo y = self + weight · (end − self), for ``self`` and for ``end``. Each is again such an
-    interpolation."""
+    """Yield the rules that undo an interpolation y = self + weight · (end − self): one for ``self``, and one for
+    ``end``. There is a rule only if the weight is known before the step runs."""
     arguments, y = facts.arguments(call), result(call, facts)
     start, end, weight = arguments["self"], arguments["end"], arguments["weight"]
     known = (
@@ -138,8 +144,8 @@ def _between(call: Call, facts: Facts) -> Found:
 
 
 def _broadcast_part(x: Any, y: Value, facts: Facts) -> bool:
-    """Return whether ``x`` is a part of a larger tensor that is broadcast to y: for example, the halves of an
-    odd number of channels."""
+    """Return whether ``x`` is a part of a larger storage and is broadcast to the shape of ``y``. For example, the two
+    parts into which an odd number of channels is split have different shapes."""
     if not isinstance(x, Ref):
         return False
     value = facts.value(x)
@@ -148,7 +154,7 @@ def _broadcast_part(x: Any, y: Value, facts: Facts) -> bool:
 
 
 def _reflected(call: Call, facts: Facts) -> Found:
-    """Undo y = other − alpha · self."""
+    """Yield the rules that undo y = other − alpha · self: one for ``self``, and one for ``other`` if it is a tensor."""
     arguments, y = facts.arguments(call), result(call, facts)
     x, other, alpha = arguments["self"], arguments["other"], arguments["alpha"]
     if isinstance(other, Ref):
@@ -158,8 +164,9 @@ def _reflected(call: Call, facts: Facts) -> Found:
 
 
 def _share(x: Ref, facts: Facts) -> float:
-    """Return the gain of undoing a sum for a term that is a scaled tensor. The sum's error is as large as if
-    the term were unscaled, so its weight increases as the scale decreases."""
+    """Return the factor by which undoing a sum multiplies the relative error for its term ``x``. It is 1, or more if
+    ``x`` is the result of a scaling. The error of the sum is as large as if the term were unscaled, so relative to the
+    term it grows as the scale decreases."""
     return facts.scales.get(facts.value(x).storage, 1.0)
 
 
@@ -177,11 +184,17 @@ def _quotient(call: Call, facts: Facts) -> Found:
 
 
 UNWATCHED = {"divide": "quotient", "multiply": "product"}
-"""The kernels for scales that training does not change, so that nothing is checked at run time."""
+"""By kernel that checks a scale at run time, the kernel that computes the same without a check, for a scale that
+training does not change."""
 
 
 def _scaled(x: Ref, factor: Any, y: Value, kernel: str, facts: Facts) -> Found:
-    """Yield the rule that undoes y = x · factor (kernel ``divide``) or y = x ÷ factor (kernel ``multiply``)."""
+    """Yield the rule that recomputes ``x`` from y = x · factor (kernel ``divide``) or y = x ÷ factor (kernel
+    ``multiply``).
+
+    If the factor is known but too close to zero, a `Refused` is yielded instead. If it is unknown, its bounds decide
+    (`_bounded`). The factor by which the rule multiplies errors is noted in ``facts.scales``.
+    """
     scale = (
         facts.known(factor.value) if isinstance(factor, Ref) else torch.tensor(factor, dtype=torch.float64)
     )
@@ -210,9 +223,11 @@ def _scaled(x: Ref, factor: Any, y: Value, kernel: str, facts: Facts) -> Found:
 
 
 def _bounded(x: Ref, factor: Ref, y: Value, kernel: str, facts: Facts) -> Found:
-    """Yield the rule that undoes a scaling by an activation whose range excludes 0, such as exp(tanh(s)).
+    """Yield the rule that recomputes ``x`` from its product with, or quotient by, an activation whose bounds exclude 0,
+    such as exp(tanh(s)). Nothing is yielded for other activations.
 
-    The average growth of errors is computed as if the logarithm of the scale were uniform over its range.
+    The factor by which errors grow is an average. It is computed as if the logarithm of the activation were uniformly
+    distributed between the logarithms of its bounds.
     """
     bounds = facts.ranges(factor)
     ends = bounds.sizes if kernel == "divide" else tuple(1 / e if e else math.inf for e in bounds.sizes[::-1])
@@ -235,7 +250,8 @@ def _mean_square(t: torch.Tensor) -> float:
 
 
 def _unary(kernel: str, gain: float = 1.0, exact: bool = False) -> Row:
-    """Return the row of y = f(self), undone by a kernel without constants."""
+    """Return the row of the inverse table for an op y = f(self), which the kernel ``kernel`` undoes from y alone.
+    ``gain``, ``exact``: fields of the rule (`Undone`) that the row yields."""
 
     def row(call: Call, facts: Facts) -> Found:
         x, y = facts.arguments(call)["self"], result(call, facts)
@@ -276,10 +292,12 @@ def _prelu(call: Call, facts: Facts) -> Found:
 
 
 def _norm(kernel: str, x: str = "input") -> Row:
-    """Return the row of a normalisation that returns its statistics, or of a frozen batch norm, which takes
-    them.
+    """Return the row of the inverse table for a normalisation that returns the statistics by which it normalised, or
+    for a frozen batch norm, which gets them as arguments.
 
-    ``x``: the name of the normalised argument.
+    Args:
+        kernel: the name of the kernel that undoes the norm.
+        x: the name of the normalised argument.
     """
 
     def row(call: Call, facts: Facts) -> Found:
@@ -357,4 +375,4 @@ TABLE: Mapping[Any, tuple[Row, ...]] = {
     aten.flip: (flipped,),
     aten.pixel_shuffle: (shuffled,),
 }
-"""By ATen op, the functions that yield the rules for its calls."""
+"""By ATen op, the rows: functions that yield the rules by which arguments of its calls are recomputed."""

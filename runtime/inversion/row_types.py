@@ -1,4 +1,5 @@
-"""The types that rows of the inverse table take and return."""
+"""The types that rows of the inverse table take and return. A row is a function that yields, for a call, the rules by
+which its arguments are recomputed from its result."""
 
 from __future__ import annotations
 
@@ -16,13 +17,13 @@ from rematplan.runtime.graph.value_ranges import Ranges
 
 @dataclass(frozen=True, slots=True)
 class Undone:
-    """A rule that recovers a value: a kernel recomputes it from other values.
+    """A rule that recomputes a value, by a kernel, from other values that were computed from it.
 
-    ``value``: the name of the value. ``reads``: the names of the values that the kernel reads. ``kernel``: its name
-    in `inverse_ops.KERNELS`. ``constants``: its further arguments. ``gain``: the factor by which it multiplies
-    relative errors. ``exact``: whether it only moves numbers. ``scale``: the factor by which dividing by a scale
-    increases errors, as the kernel returned it at planning time; 0 if the kernel divides by no scale that training
-    may change.
+    ``value``: the name of the value. ``reads``: the names of the values that the kernel reads. ``kernel``: its name in
+    `inverse_ops.KERNELS`. ``constants``: its arguments that are not tensors. ``gain``: the factor by which it
+    multiplies relative errors. ``exact``: whether it recomputes the original bits, since it only copies, moves or
+    negates numbers. ``scale``: the factor by which dividing by a scale increases errors at planning time; 0 without a
+    scale. If the kernel returns the factor at run time, the two are compared.
     """
 
     value: str
@@ -36,7 +37,7 @@ class Undone:
 
 @dataclass(frozen=True, slots=True)
 class Refused:
-    """A value that cannot be recovered for a reason that a user can change.
+    """A value that cannot be recomputed from later values for a reason that a user can change.
 
     ``value``: its name. ``why``: the reason, in one line.
     """
@@ -50,8 +51,8 @@ class Facts:
     """A captured step, with what is known about its values before it runs.
 
     ``step``: the step. ``known``: the real tensors of values that are computed only from parameters, buffers and
-    constants. ``scales``: for storages that are scaled tensors, by name, the factor by which undoing the scaling
-    multiplies errors; rows of the inverse table add to it.
+    constants. ``scales``: for each storage that is the result of a product or quotient that can be undone, by storage
+    name, the factor by which undoing it multiplies errors (at least 1). The rows of the inverse table fill it.
     """
 
     step: CapturedStep
@@ -60,7 +61,7 @@ class Facts:
 
     @cached_property
     def ranges(self) -> Ranges:
-        """Intervals that contain the values of the step for all inputs, derived on demand."""
+        """Intervals that contain the elements of the step's values for all inputs, derived on demand."""
         return Ranges(self.step, self.known)
 
     def arguments(self, call: Call) -> dict[str, Any]:
@@ -77,7 +78,9 @@ class Facts:
 
 
 Found: TypeAlias = Iterator[Undone | Refused]
+"""What a row of the inverse table yields for a call: rules, and arguments that cannot be recomputed."""
 Row: TypeAlias = Callable[[Call, Facts], Found]
+"""A row of the inverse table."""
 
 
 def result(call: Call, facts: Facts) -> Value:
@@ -86,8 +89,14 @@ def result(call: Call, facts: Facts) -> Value:
 
 
 def fits(x: Any, y: Value, facts: Facts) -> bool:
-    """Return whether ``x``, an argument of a call, is a floating-point tensor with the shape of ``y`` that has no
-    more precision than ``y``, so that it can be recomputed from ``y``."""
+    """Return whether an argument of a call has the shape of its result ``y`` and can be recomputed from it without loss
+    of precision: both are floating-point tensors, and ``y`` has at least the precision of ``x``.
+
+    Args:
+        x: the argument; a number never fits.
+        y: the result.
+        facts: the step.
+    """
     if not isinstance(x, Ref):
         return False
     fake = facts.value(x).fake

@@ -1,9 +1,9 @@
-"""Rewrite tensors that are written slice by slice as concatenations, with the same bits.
+"""Rewrite tensors that are written slice by slice as concatenations of the slices, with the same bits.
 
-A functional trace turns ``x[:, :h] += f(x[:, h:])`` into a scatter of a slice into a copy of all of x,
-followed by a second scatter of the same values. As ``cat([a + f(b), b])`` it is one call whose parts are
-separate tensors. In the same way, known evenly spaced indices become slices, and a copy with the strides of
-its original becomes the original, because nothing in a functional trace changes it.
+A functional trace turns ``x[:, :h] += f(x[:, h:])`` into an op that copies all of x and writes the slice into the copy
+(a scatter), and then into a second scatter of the same values. The equal ``cat([a + f(b), b])`` is one call, whose
+parts are separate tensors. In the same way, indexing by known, evenly spaced indices becomes slicing. A copy with the
+strides of its original is replaced by the original, because nothing in a functional trace changes the original.
 """
 
 from __future__ import annotations
@@ -24,9 +24,11 @@ aten = torch.ops.aten
 
 
 def scatter_to_cat(step: CapturedStep, named: Mapping[str, torch.Tensor]) -> CapturedStep:
-    """Return the step with those ops of the forward half that write a slice into a copy of a tensor (scatters)
-    replaced by concatenations, where all results keep their strides and bits. Known evenly spaced indices become
-    slices, and needless copies are removed. The step itself is returned if nothing can be replaced.
+    """Return the step with concatenations in place of those ops of the forward half that write a slice into a copy of a
+    tensor (scatters). All results keep their strides and bits.
+
+    Indexing by known, evenly spaced indices becomes slicing, and needless copies are removed. The step itself is
+    returned if nothing can be replaced.
 
     Args:
         step: the captured step.
@@ -43,7 +45,7 @@ class _Rewriter:
     known: KnownValues
     calls: list[Call] = field(default_factory=list)
     values: dict[str, Value] = field(default_factory=dict)
-    made: dict[str, Call] = field(default_factory=dict)  # by value, the rewritten call that makes it
+    made: dict[str, Call] = field(default_factory=dict)  # by value, the call of the new step that makes it
     same: dict[str, str] = field(default_factory=dict)  # by replaced value, the value that replaces it
     storage: dict[str, str] = field(default_factory=dict)  # by replaced storage, the storage that replaces it
 
@@ -70,7 +72,7 @@ class _Rewriter:
         self.made.update({name: call for name in call.results if name})
 
     def arguments(self, call: Call) -> dict[str, Any]:
-        """Return a call's arguments by name, defaults included."""
+        """Return the arguments of a call by the names in the op's schema, defaults included."""
         schema = call.target._schema.arguments  # type: ignore[attr-defined]
         named = {a.name: call.kwargs.get(a.name, a.default_value) for a in schema}
         return named | {a.name: v for a, v in zip(schema, call.args, strict=False)}
@@ -79,8 +81,12 @@ class _Rewriter:
         return self.values[ref.value].fake
 
     def equate(self, result: str, source: str) -> bool:
-        """Replace a result by another value of the same shape, type and strides. Return whether that is
-        possible."""
+        """Replace the value ``result`` by the value ``source`` in all calls that follow. Return whether that was
+        possible.
+
+        It is possible if both have the same shape, type, device and strides, ``source`` covers its storage, and the
+        storage of ``result`` is not that of an output of the step.
+        """
         old, new = self.values[result], self.values[source]
         outside = {self.step.values[o.value].storage for o in self.step.outputs}
         whole = band(new.fake)
@@ -93,8 +99,14 @@ class _Rewriter:
         return True
 
     def view(self, name: str, target: Any, args: tuple[Any, ...], result: str | None = None) -> Ref:
-        """Append a view of the first argument and return a reference to it. ``result``: the name of an
-        existing value for it; None makes a new value."""
+        """Append a view of an existing value to the new step, and return a reference to the view.
+
+        Args:
+            name: the name of the new call; it is changed if it is in use.
+            target: the op that makes the view.
+            args: its arguments, the existing value first.
+            result: the name of the view, if it replaces an existing value; None for a new value.
+        """
         source = self.values[args[0].value]
         with torch.no_grad():
             fake = target(source.fake, *args[1:])
@@ -116,8 +128,16 @@ class _Rewriter:
         ]
 
     def scatter(self, call: Call, base: Ref, source: Ref, at: Slice) -> bool:
-        """Append a concatenation in place of ``call``, which writes ``source`` into a slice of ``base``.
-        Return whether that is possible."""
+        """Append a concatenation in place of a call that writes ``source`` into a slice of a copy of ``base``. If
+        ``source`` is that slice already, replace the call's result by ``base`` instead. Return whether either was
+        possible.
+
+        Args:
+            call: the call.
+            base: the tensor that is copied.
+            source: the tensor that is written.
+            at: the slice.
+        """
         result, dim, n = call.results[0] or "", at.dim, self.fake(base).shape[at.dim]
         with torch.no_grad():
             there = aten.slice.Tensor(self.fake(base), dim, at.start, at.end, at.step)
@@ -137,11 +157,16 @@ class _Rewriter:
     def _joined(
         self, call: Call, target: Any, base: Ref, rest: list[Slice | None], source: Ref, dim: int
     ) -> bool:
-        """Append a concatenation in place of a call, with the dimensions in their memory order. Return
-        whether that is possible.
+        """Append a concatenation in place of a call that writes a slice. Its parts are permuted so that the result has
+        the strides of the call's result. Return whether that was possible.
 
-        ``target``: ``cat``, or ``stack`` for slices with a step. ``rest``: the slices of the base that are
-        joined; None for the source.
+        Args:
+            call: the call that is replaced.
+            target: ``cat``, or ``stack`` if the slices have a step.
+            base: the tensor into whose copy the call writes.
+            rest: the parts of the concatenation in order: a slice of ``base``, or None for ``source``.
+            source: the tensor that the call writes.
+            dim: the dimension of the slices.
         """
         old, before = self.values[call.results[0] or ""].fake, len(self.calls)
         order = sorted(range(old.dim()), key=lambda d: -old.stride()[d])
@@ -173,8 +198,8 @@ class _Rewriter:
         return True
 
     def _original(self, source: Ref) -> Ref:
-        """Return the value that a value is a copy of, if it has the same shape and type; else the value
-        itself."""
+        """Return the value of which a value is a copy (`aten::copy`), directly or through further copies, if shape,
+        type and device are the same; else the value itself."""
         while (call := self.made.get(source.value)) and call.target is aten.copy.default:
             original = call.args[1]
             if _kind(self.fake(original)) != _kind(self.fake(source)):
@@ -191,8 +216,8 @@ class _Rewriter:
         )
 
     def regular(self, base: Ref, indices: Sequence[Ref | None]) -> Slice | None:
-        """Return the slice that known indices of the leading dimensions select in the same order; None if
-        there is none."""
+        """Return the slice of ``base`` that is equal, element by element, to indexing its leading dimensions by
+        ``indices``. Return None if there is none, or if the indices are unknown before the step runs."""
         lists = [None if i is None else self.known(i.value) for i in indices]
         if any(i is not None and t is None for i, t in zip(indices, lists, strict=True)):
             return None
@@ -249,7 +274,8 @@ def _index_select(now: _Rewriter, call: Call) -> bool:
 
 
 def _picked(now: _Rewriter, call: Call, base: Ref, indices: Sequence[Ref | None]) -> bool:
-    """Replace indexing with known indices by a copy of a slice. Return whether that is possible."""
+    """Append a copy of a slice in place of a call that indexes ``base`` by known, evenly spaced indices. Return whether
+    that was possible."""
     at, old = now.regular(base, indices), now.values[call.results[0] or ""]
     if at is None:
         return False

@@ -1,9 +1,9 @@
-"""Split tensors that are only made to be taken apart into their parts, each with its own storage.
+"""Split a storage into parts that are separate storages, where only the parts are used.
 
-The halves of a reversible network are often slices of one tensor. To recompute that tensor, one half must
-exist before the other, because a function of the first is subtracted to get the second. So each half needs
-its own storage. The split changes no number by itself; but the calls that read a half now read it dense
-instead of with gaps, so a kernel may choose another order of summation.
+The halves of a reversible network are often slices of one tensor. To recompute that tensor, one half must exist before
+the other, because a function of the first is subtracted to get the second. Therefore the halves need separate storages.
+The split changes no number by itself. But the calls that read a half now read it dense instead of with gaps, so a
+kernel may choose another order of summation.
 """
 
 from __future__ import annotations
@@ -29,15 +29,15 @@ from rematplan.runtime.graph.storage_slices import Band, band, bands_tile, has_s
 aten = torch.ops.aten
 
 TOGETHER = (aten.cat.default, aten.stack.default)
-"""Calls whose first argument is the list of the parts of their result."""
+"""Ops that copy the tensors of a list, their first argument, to separate parts of their result."""
 
 
 @dataclass(frozen=True)
 class SplitStep:
-    """A step in which the parts of each split storage have their own storages.
+    """A step in which some storages were split into parts that are separate storages.
 
-    ``step``: the step. ``copied``: by the name of each storage that was split, the storages of those parts that had
-    to be copied out of it. (The other parts existed before it.)
+    ``step``: the step. ``copied``: by the name of each storage that was split, the storages of those parts that are
+    copied out of it. (Other parts are tensors from which it was concatenated.)
     """
 
     step: CapturedStep
@@ -45,32 +45,40 @@ class SplitStep:
 
 
 def split_storages(step: CapturedStep, leave: Iterable[str] = ()) -> SplitStep:
-    """Return the step in which storages of the forward half are split into their parts, each with its own storage.
+    """Return the step in which storages of the forward half are split into parts that are separate storages.
 
-    A storage is split if its views, or the tensors from which it is concatenated, tile it, and if all its views can
-    be made from the parts.
+    A storage is split if its views, or the tensors from which it is concatenated, cover each of its elements exactly
+    once, and if each of its views can be made from one of the parts.
 
     Args:
         step: the captured step.
         leave: the names of storages that are not split.
 
     Returns:
-        The new step, and the parts that were copied; the given step if no storage is split.
+        The new step, and the parts that were copied; the step itself if no storage is split.
     """
     return _Parter(step, frozenset(leave)).part()
 
 
 @dataclass
 class _Apart:
-    """How one storage is split."""
+    """The split of one storage into parts that are separate storages. A part is denoted by the range of the storage
+    that it covers (`Band`).
+
+    ``base``: the tensor for which the storage was allocated. ``tops``: by name, the views of the storage that are
+    entirely in one part and are not views of such views, with the range that each covers. ``parts``: the parts.
+    ``sources``: by part, the name of a value that has its elements. ``copies``: the new calls, which copy parts out of
+    the storage. ``values``: new and changed values by name. ``views``: by the name of a call that makes views, the
+    calls that replace it. ``copied``: the names of the storages of copied parts.
+    """
 
     base: Value
-    tops: dict[str, Band]  # outermost views of the base that are entirely in one part
+    tops: dict[str, Band]
     parts: list[Band]
-    sources: dict[Band, str] = field(default_factory=dict)  # by part, the value that has its numbers
+    sources: dict[Band, str] = field(default_factory=dict)
     copies: list[Call] = field(default_factory=list)
-    values: dict[str, Value] = field(default_factory=dict)  # new and changed
-    views: dict[str, list[Call]] = field(default_factory=dict)  # by view call, the calls that replace it
+    values: dict[str, Value] = field(default_factory=dict)
+    views: dict[str, list[Call]] = field(default_factory=dict)
     copied: list[str] = field(default_factory=list)
 
 
@@ -120,8 +128,13 @@ class _Parter:
                 self.copied[base.storage] = tuple(apart.copied)
 
     def _bands(self, producer: Call, base: Value) -> _Apart | None:
-        """Return the parts of a storage: its largest partial views, or the operands it is concatenated from,
-        if these tile it; else None."""
+        """Return the parts into which a storage can be split: its largest views, or the operands from which it is
+        concatenated, if they cover it without overlap. Return None if there are none.
+
+        Args:
+            producer: the call that allocates the storage.
+            base: its result.
+        """
         if (whole := band(base.fake)) is None or not whole.whole:
             return None
         tops: dict[str, Band] = {}
@@ -161,8 +174,8 @@ class _Parter:
                 self._copy_out(apart, one, f"{base.name}_part_{index}")
 
     def _operands(self, producer: Call, base: Value) -> Iterable[tuple[str, torch.Tensor]]:
-        """Yield the operands that a call concatenates or stacks, each with the view of the result that it
-        fills."""
+        """Yield the operands that a call concatenates or stacks: the name of each, and the view of the result into
+        which it is copied. Nothing is yielded for other calls."""
         dim = producer.args[1] if len(producer.args) > 1 else producer.kwargs.get("dim", 0)
         start = 0
         for index, ref in enumerate(producer.args[0] if producer.target in TOGETHER else ()):
@@ -195,8 +208,8 @@ class _Parter:
         apart.copied.append(name)
 
     def _move(self, apart: _Apart) -> bool:
-        """Re-point the views of the old storage, and their views, to the parts; False if a reader's result
-        would change."""
+        """Make the views of a split storage, and the views of these views, from the parts instead. Return whether that
+        was possible, with no change of the shape, strides or type of a result of a call that reads them."""
         now = {**self.values, **apart.values}
         touched: list[str] = []
         for value, one in apart.tops.items():
@@ -225,8 +238,14 @@ class _Parter:
         return self._follow(apart, now, touched)
 
     def _follow(self, apart: _Apart, now: dict[str, Value], touched: list[str]) -> bool:
-        """Recompute the strides of views of the moved views. Return whether no other call's result changes
-        its strides."""
+        """Recompute the strides of all views of the views that were made from parts. Return whether the results of
+        other calls that read them keep their shapes, strides and types.
+
+        Args:
+            apart: the split of the storage, to which the changed views are added.
+            now: all values by name, new and changed ones included.
+            touched: the names of the views that were made from parts.
+        """
         moved = set(touched)
         pending = [self.position[c.name] for v in touched for c in self.readers.get(v, ())]
         heapq.heapify(pending)  # in order, so that a view is handled before its own views
