@@ -159,9 +159,9 @@ def split_at_loss(step: CapturedStep, schedule: Schedule, lanes: Lanes | None = 
     outside = {*map(Run, OUTSIDE), Free(LOSS), Free(WEIGHTS)}
     own = tuple(at for at, one in enumerate(schedule) if one not in outside and at not in leaving)
     shorter, runs = lanes, runs_of(schedule)
-    for name in reversed(OUTSIDE):  # the last run first, so that positions of the others stay valid
-        if shorter and name in runs:
-            shorter = _without(shorter, runs.index(name))
+    for at in sorted((runs.index(name) for name in OUTSIDE if name in runs), reverse=True):
+        if shorter:  # the last op execution first, so that the positions of the others stay valid
+            shorter = _without(shorter, at)
     boundary = bisect(own, schedule.index(Run(LOSS)))
     late = bisect(own, schedule.index(Run(WEIGHTS))) if WEIGHTS in runs else None
     return SplitSchedule(tuple(schedule[at] for at in own), shorter, own, boundary, late)

@@ -39,7 +39,7 @@ def terms_of(step: CapturedStep, options: Kronecker) -> int:
         options: state from which output the loss is computed, and which of its dimensions is that of the classes.
 
     Raises:
-        ModelError: the output does not exist, or has several dimensions but no ``options.class_dim``.
+        ModelError: the output does not exist, or has several elements but no dimension ``options.class_dim``.
     """
     if options.terms is not None:
         return options.terms
@@ -104,7 +104,7 @@ def _check_columns(step: CapturedStep, fake: torch.Tensor, size: int) -> None:
 def _output(step: CapturedStep, options: Kronecker, needed: bool) -> str:
     """Return the value name of the output from which the loss is computed.
 
-    ``needed``: whether the output must have the dimension ``options.class_dim`` even if it is a scalar or a vector.
+    ``needed``: whether the output must have the dimension ``options.class_dim`` even if it has one element only.
 
     Raises:
         ModelError: the output does not exist, or lacks that dimension.
@@ -115,7 +115,7 @@ def _output(step: CapturedStep, options: Kronecker, needed: bool) -> str:
         raise ModelError(f"{step.name} has no output {target}; state output= for the statistics")
     fake = step.values[found].fake
     classes = -fake.dim() <= options.class_dim < fake.dim()
-    if (needed or fake.dim() > 1) and not classes:
+    if (needed or fake.numel() > 1) and not classes:
         raise ModelError(
             f"output {target} of {step.name} has the shape {list(fake.shape)}, without a dimension of classes "
             f"(class_dim={options.class_dim}); fisher={options.fisher!r} needs the output from which a loss "

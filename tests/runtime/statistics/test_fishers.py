@@ -201,6 +201,22 @@ def test_a_loss_inside_of_the_model() -> None:
             assert torch.equal(one.grad, other.grad)
 
 
+def test_an_output_without_the_dimension_of_classes_is_refused() -> None:
+    """Also where labels are not drawn, and the dimension only counts the terms of the loss."""
+    vector = nn.Sequential(nn.Linear(4, 1), nn.Flatten(0))
+    for fisher in ("mc", "empirical"):
+        with pytest.raises(
+            ModelError, match=r"the shape \[3\], without a dimension of classes \(class_dim=1\)"
+        ):
+            rematplan.plan_module(
+                copy.deepcopy(vector),
+                (torch.randn(3, 4),),
+                budget="1GiB",
+                **SETTINGS,
+                statistics=rematplan.Kronecker(fisher=fisher, class_dim=1),
+            )
+
+
 def test_an_output_of_which_no_labels_can_be_drawn_is_refused() -> None:
     with pytest.raises(ModelError, match="state output=, or use fisher='empirical'"):
         rematplan.plan_module(
