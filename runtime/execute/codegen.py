@@ -5,27 +5,27 @@ from __future__ import annotations
 
 import math
 import re
-from collections import Counter
 from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
 
 from rematplan.ir import ProblemError
-from rematplan.planner.core.schedule import Free, Run, Schedule, runs_of
+from rematplan.planner.core.schedule import Free, Run, Schedule
+from rematplan.runtime.execute.emitter import Emitter
 from rematplan.runtime.execute.in_place import overwriting_calls
 from rematplan.runtime.execute.missing_tangents import Unused
 from rematplan.runtime.execute.random_replay import first_draw, later_draw, replay_functions
-from rematplan.runtime.graph.captured_step import Call, CapturedStep, Ref, refs
+from rematplan.runtime.graph.captured_step import Call, CapturedStep, Ref
 from rematplan.runtime.graph.kernel_of import kernel_of
 from rematplan.runtime.problem.backward_segments import Segment
 
 
-class Writer:
+class Writer(Emitter):
     """Writes the Python source that runs a schedule, line by line, and tracks which values are in variables.
 
-    A view is made at its first use and deleted with its storage, so that no view is computed twice. Before a call
-    runs again, what is left of its old results is deleted, because the simulator counts each storage once.
+    A variable is deleted with its value's storage. Before a call runs again, what is left of its old results is
+    deleted, because the simulator counts each storage once.
 
     Args:
         step: the captured step.
@@ -33,11 +33,10 @@ class Writer:
     """
 
     def __init__(self, step: CapturedStep, schedule: Schedule) -> None:
-        self.step, self.schedule = step, schedule
+        super().__init__(step, schedule)
         self.lines: list[str] = []
         self.scope: dict[str, Any] = {"torch": torch, "inf": math.inf, "nan": math.nan}
         self.targets: dict[Any, str] = {}
-        self.alive: dict[str, dict[str, None]] = {}  # storage → its values that are in variables
         self.left: set[str] = set()  # storages that were returned; a schedule may still free them
         self.dead: list[str] = []  # values freed since the last call
         self.variable: dict[str, str] = {}  # value → its variable
@@ -45,7 +44,6 @@ class Writer:
         self.states: set[str] = set()
         self.unused = Unused()
         self.overwriting = overwriting_calls(step, schedule)
-        self.rerun = {name for name, count in Counter(runs_of(schedule)).items() if count > 1}
         self.ends: dict[int, list[str]] = {}  # position → storages dropped after it without a Free
         self.noting = False
         """Whether the source calls ``note(name, tensor)`` for each value it makes. The scope must then define
@@ -86,7 +84,7 @@ class Writer:
             self._handing_over(f"forward({names})", early, self._done_with(segments[0].start, early))
         ]
         for k, segment in enumerate(segments):
-            held = self.tuple_of(self._held())
+            held = self.tuple_of(self._live_variables())
             tangents = "" if k else self.take([i.value for i in step.inputs if i.kind == "tangent"])
             self.lines += [f"{held} = held", "held.clear()"]
             self.steps(segment.start, segment.end)
@@ -150,10 +148,10 @@ class Writer:
         for value in gone:
             self.left.add(self.step.values[value].storage)
             self.alive.pop(self.step.values[value].storage, None)
-        self.lines.append(f"return {given}, [{', '.join(self._held())}]")
+        self.lines.append(f"return {given}, [{', '.join(self._live_variables())}]")
         return self.function(head)
 
-    def _held(self) -> list[str]:
+    def _live_variables(self) -> list[str]:
         return [self.name(v) for values in self.alive.values() for v in values] + sorted(self.states)
 
     def steps(self, start: int, end: int) -> None:
@@ -210,9 +208,7 @@ class Writer:
         Raises:
             ProblemError: the step has no such op, or the op reads a tensor that is not resident.
         """
-        call = self.step.call.get(run.op)
-        if call is None:
-            raise ProblemError(f"step {at}: {self.step.name} has no op named {run.op!r}")
+        call = self.call_of(run, at)
         if not self.unused.zero:  # otherwise a sum may be the same tensor as its summand
             call = self.overwriting.get(at, call)
         for storage in self.step.writes(call):
@@ -220,7 +216,7 @@ class Writer:
         self.drop_dead()
         same = dict(self.unused.same).get(call.name)
         expression = self.use(same) if same else self._expression(call)
-        if call.seeded and call.name in self.rerun:
+        if call.name in self.rerun:
             self._replayed(call, expression)
         else:
             self.lines.append(f"{self._results(call)} = {expression}")
@@ -247,9 +243,11 @@ class Writer:
         left = ", ".join(self.name(r) if r else "_" for r in call.results)
         return left + ("," if len(call.results) == 1 else "")
 
-    def free(self, storage: str) -> None:
+    def free(self, storage: str) -> list[str]:
         """Mark all values in a storage as dead. The next `drop_dead` writes the deletion of their variables."""
-        self.dead += self.alive.pop(storage, ())
+        freed = super().free(storage)
+        self.dead += freed
+        return freed
 
     def drop_dead(self) -> None:
         """Write a ``del`` statement for the variables of values that `free` marked since the last ``del``; nothing if
@@ -258,43 +256,27 @@ class Writer:
             self.lines.append(f"del {', '.join(map(self.name, self.dead))}")
             self.dead.clear()
 
-    def bring_to_life(self, value: str) -> None:
-        """Mark a value as alive: from now on its variable contains it."""
-        self.alive.setdefault(self.step.values[value].storage, {})[value] = None
+    def emit(self, call: Call) -> None:
+        """Write one call as an assignment to the variables of its results."""
+        self.lines.append(f"{self._results(call)} = {self._expression(call)}")
+        self._made(call)
+
+    def fetch(self, value: str) -> bool:
+        """Write zeros for a value that is zero because a tangent is missing, and return True. Return False for any
+        other value."""
+        if value in self.unused.zero:
+            self.lines.append(f"{self.name(value)} = {self._zeros(self.step.values[value].fake)}")
+            self.bring_to_life(value)
+        return value in self.unused.zero
 
     def use(self, value: str) -> str:
-        """Return the name of the variable that contains a value. If the value is a view that is not alive, first
-        write the calls that make it and the views it is a view of. (A loop instead of recursion, since chains of
-        views may be longer than Python's stack.)
+        """Return the name of the variable that contains a value. If the value is a view that is not alive, it is
+        written first.
 
         Raises:
             ProblemError: the value's storage is not resident.
         """
-        stack = [value]
-        while stack:
-            top = self.step.values[stack[-1]]
-            if top.name in self.alive.get(top.storage, ()):
-                stack.pop()
-                continue
-            if top.name in self.unused.zero:
-                self.lines.append(f"{self.name(top.name)} = {self._zeros(top.fake)}")
-                self.bring_to_life(top.name)
-                stack.pop()
-                continue
-            call = self.step.call[top.call or ""]
-            if not call.is_view:
-                raise ProblemError(f"{self.step.name}: {top.name!r} is read, but its storage is not resident")
-            missing = [
-                r.value
-                for r in refs((call.args, call.kwargs))
-                if r.value not in self.alive.get(self.step.values[r.value].storage, ())
-            ]
-            if missing:
-                stack += missing
-                continue
-            self.lines.append(f"{self._results(call)} = {self._expression(call)}")
-            self._made(call)
-            stack.pop()
+        self.make(value)
         return self.name(value)
 
     def _zeros(self, like: torch.Tensor) -> str:

@@ -14,9 +14,8 @@ from typing import Any
 import torch
 from torch import fx, nn
 
-from rematplan.ir import ProblemError
-from rematplan.planner.core.schedule import Free, Run, Schedule
-from rematplan.runtime.execute.random_replay import replayed_ops
+from rematplan.planner.core.schedule import Free, Schedule
+from rematplan.runtime.execute.emitter import Emitter
 from rematplan.runtime.graph.captured_step import Call, CapturedStep, substitute
 from rematplan.runtime.graph.compat import detect_fake_mode, run_and_save_rng_state, run_with_rng_state
 from rematplan.runtime.problem.loss_boundary import split_at_loss
@@ -53,43 +52,42 @@ def plan_graphs(step: CapturedStep, schedule: Schedule) -> PlanGraphs:
             output, or a tensor that the backward needs, does not exist at the boundary.
     """
     buffers = {i.target: i.value for i in step.inputs if i.kind == "buffer"}
-    own = split_at_loss(step, schedule)
-    schedule, boundary = own.schedule, own.boundary
-    replayed = replayed_ops(step, schedule)
-    forward = _Emitter(step, replayed)
+    split = split_at_loss(step, schedule)
+    schedule, boundary = split.schedule, split.boundary
+    forward = _GraphEmitter(step, schedule)
     for i in step.inputs:
         if i.kind not in ("tangent", "constant"):
             forward.placeholder(i.value, step.values[i.value].fake)
-    forward.steps(schedule[:boundary])
-    backward = _Emitter(step, replayed, forward)
+    forward.steps(0, boundary)
+    backward = _GraphEmitter(step, schedule, forward)
     for i in step.inputs:
         if i.kind == "tangent":
             backward.placeholder(i.value, step.values[i.value].fake)
-    backward.steps(schedule[boundary:])
+    backward.steps(boundary, len(schedule))
     gradients = [backward.use(o.value) for o in step.outputs if "gradient" in o.kind]
-    saved = tuple(backward.taken)
+    saved = tuple(backward.saved)
     outputs = [forward.use(o.value) for o in step.outputs if o.kind in ("output", "renewed")]
     old = set(buffers.values())
-    kept = [forward.own(v) if v in old else forward.use_saved(v) for v in saved]
+    passed = [forward.copy_of(v) if v in old else forward.use_saved(v) for v in saved]
     for o in step.outputs:
         if o.kind == "buffer":
             forward.write(buffers[o.target], o.value)
-    return PlanGraphs(forward.module((*outputs, *kept)), backward.module(gradients), saved)
+    return PlanGraphs(forward.module((*outputs, *passed)), backward.module(gradients), saved)
 
 
-class _Emitter:
+class _GraphEmitter(Emitter):
     """Builds one fx graph.
 
     ``before``: the emitter of an earlier graph; its values that this graph uses become further inputs of this graph.
     """
 
-    def __init__(self, step: CapturedStep, replayed: set[str], before: _Emitter | None = None) -> None:
-        self.step, self.replayed, self.before = step, replayed, before
+    def __init__(self, step: CapturedStep, schedule: Schedule, before: _GraphEmitter | None = None) -> None:
+        super().__init__(step, schedule)
+        self.before = before
         self.graph = fx.Graph()
         self.root = nn.Module()
         self.nodes: dict[str, fx.Node] = {}  # value (or generator state) → the node that has it now
-        self.storage_values: dict[str, list[str]] = {}  # storage → its values that have nodes
-        self.taken: dict[str, None] = {}  # values taken from ``before``
+        self.saved: dict[str, None] = {}  # values taken from ``before``
         self.gone: set[str] = set()  # storages that may not be taken any more
         self.first: fx.Node | None = None
 
@@ -98,7 +96,7 @@ class _Emitter:
         node = self.graph.placeholder(name)
         node.meta["val"] = fake
         self.first = self.first or node
-        self._bring(name, node)
+        self._set(name, node)
         return node
 
     def module(self, results: Sequence[fx.Node]) -> fx.GraphModule:
@@ -107,33 +105,30 @@ class _Emitter:
         self.graph.lint()
         return fx.GraphModule(self.root, self.graph)
 
-    def steps(self, schedule: Schedule) -> None:
-        """Add a schedule's runs to the graph."""
-        for one in schedule:
+    def steps(self, start: int, end: int) -> None:
+        """Add the schedule's runs at positions ``start`` to ``end`` (exclusive) to the graph."""
+        for at in range(start, end):
+            one = self.schedule[at]
             if isinstance(one, Free):
-                self._drop(one.tensor)
-            else:
-                self._run(one)
+                self.free(one.tensor)
+                continue
+            call = self.call_of(one, at)
+            for storage in self.step.writes(call):
+                self.free(storage)
+            self.emit(call)
+
+    def free(self, storage: str) -> list[str]:
+        """Mark all values in a storage as dead. No later value in it is taken from the earlier graph."""
+        freed = super().free(storage)
+        for value in freed:
+            del self.nodes[value]
+        self.gone.add(storage)
+        return freed
 
     def use(self, value: str) -> fx.Node:
         """Return the node of a value. A view without a node gets one; a value of an earlier graph becomes an
         input."""
-        stack = [value]
-        while stack:
-            name = stack[-1]
-            if name in self.nodes:
-                stack.pop()
-                continue
-            call = self.step.call.get(self.step.values[name].call or "")
-            if call is not None and call.is_view:
-                missing = [v for v in _values(call) if v not in self.nodes]
-                stack += missing
-                if not missing:
-                    self._emit(call)
-                    stack.pop()
-                continue
-            self._take(name)
-            stack.pop()
+        self.make(value)
         return self.nodes[value]
 
     def use_saved(self, name: str) -> fx.Node:
@@ -145,67 +140,56 @@ class _Emitter:
         node = self.graph.call_function(torch.ops.aten.copy_.default, (self.use(place), self.use(value)))
         node.meta["val"] = self.step.values[place].fake
 
-    def own(self, value: str) -> fx.Node:
+    def copy_of(self, value: str) -> fx.Node:
         """Return the node of a copy of a value."""
         node = self.graph.call_function(torch.ops.aten.clone.default, (self.use(value),))
         node.meta["val"] = self.step.values[value].fake
         return node
 
-    def _take(self, name: str, fake: Any = None) -> None:
-        step = self.step
-        if name in step.constants:
-            setattr(self.root, name, step.constants[name])
-            node = self.graph.create_node("get_attr", name)
-            node.meta["val"] = step.values[name].fake
-            self._bring(name, node)
-            return
-        storage = step.values[name].storage if name in step.values else name
-        if self.before is None or name not in self.before.nodes or storage in self.gone:
-            raise ProblemError(f"{step.name}: {name!r} is read, but is not resident")
+    def fetch(self, value: str) -> bool:
+        """Add a constant, or a value of the earlier graph as an input. Return whether there is such a value; False
+        for views, which are computed again."""
+        if value in self.step.constants:
+            setattr(self.root, value, self.step.constants[value])
+            node = self.graph.create_node("get_attr", value)
+            node.meta["val"] = self.step.values[value].fake
+            self._set(value, node)
+            return True
+        known = self.before is not None and value in self.before.nodes
+        if not known or self.is_view(value) or self.step.values[value].storage in self.gone:
+            return False
+        self._take(value)
+        return True
+
+    def _take(self, name: str) -> None:
+        """Add a value or generator state of the earlier graph as an input."""
+        assert self.before is not None
         with self.graph.inserting_before(self.first):
             node = self.graph.placeholder(name)
-        node.meta["val"] = self.before.nodes[name].meta["val"] if fake is None else fake
-        self.taken[name] = None
-        self._bring(name, node)
+        node.meta["val"] = self.before.nodes[name].meta["val"]
+        self.saved[name] = None
+        self._set(name, node)
 
-    def _bring(self, name: str, node: fx.Node) -> None:
+    def _set(self, name: str, node: fx.Node) -> None:
         self.nodes[name] = node
         if name in self.step.values:
-            self.storage_values.setdefault(self.step.values[name].storage, []).append(name)
+            self.bring_to_life(name)
 
-    def _drop(self, storage: str) -> None:
-        for name in self.storage_values.pop(storage, ()):
-            self.nodes.pop(name, None)
-        self.gone.add(storage)
-
-    def _run(self, run: Run) -> None:
-        call = self.step.call.get(run.op)
-        if call is None:
-            raise ProblemError(f"{self.step.name} has no op named {run.op!r}")
-        for value in _values(call):
-            self.use(value)
-        for storage in self.step.writes(call):
-            self._drop(storage)
-        self._emit(call)
-
-    def _emit(self, call: Call) -> None:
+    def emit(self, call: Call) -> None:
+        """Add a call's node, and nodes for the elements of its results if it has several."""
         args = substitute(call.args, self.use)
-        kwargs = dict(substitute(call.kwargs, self.use))
+        kwargs = substitute(call.kwargs, self.use)
         fakes = [self.step.values[r].fake if r else None for r in call.results]
-        val = fakes[0] if call.single else tuple(fakes)
-        node = self._call(call, args, kwargs, val)
-        if call.single:
-            self._bring(call.results[0] or call.name, node)
-            return
+        node = self._call(call, args, kwargs, fakes[0] if call.single else tuple(fakes))
         for at, result in enumerate(call.results):
             if result:
-                self._bring(result, self._item(node, at, self.step.values[result].fake))
+                self._set(result, node if call.single else self._item(node, at, fakes[at]))
 
     def _call(self, call: Call, args: Any, kwargs: dict[str, Any], val: Any) -> fx.Node:
         """Return a call's node. A random call that runs again saves the generator's state at its first run
         and replays it later."""
         state = f"rng_{call.name}"
-        if call.name not in self.replayed:
+        if call.name not in self.rerun:
             return self._node(call.target, args, kwargs, val)
         if state not in self.nodes and (self.before is None or state not in self.before.nodes):
             fake = _fake_state(self.step)
@@ -223,12 +207,6 @@ class _Emitter:
         node = self.graph.call_function(target, args, dict(kwargs))
         node.meta["val"] = val
         return node
-
-
-def _values(call: Call) -> list[str]:
-    found: list[str] = []
-    substitute((call.args, call.kwargs), found.append)
-    return found
 
 
 def _fake_state(step: CapturedStep) -> torch.Tensor:

@@ -137,7 +137,7 @@ def two_lanes(device: torch.device) -> tuple[Lane, Recovery]:
     return main, Recovery(device, main)
 
 
-def taken(device: torch.device) -> Callable[[torch.Tensor], None]:
+def stream_recorder(device: torch.device) -> Callable[[torch.Tensor], None]:
     """Return a function that a lane calls for each tensor that it takes over from the other lane. On CUDA the
     function records the tensor on the current stream, so that the allocator does not reuse its memory too early;
     elsewhere it does nothing.

@@ -31,7 +31,7 @@ from rematplan.planner.core.lane_schedule import (
 )
 from rematplan.planner.core.schedule import Run, Schedule, runs_of
 from rematplan.runtime.execute.codegen import Writer
-from rematplan.runtime.execute.lane_threads import taken, two_lanes
+from rematplan.runtime.execute.lane_threads import stream_recorder, two_lanes
 from rematplan.runtime.graph.captured_step import CapturedStep
 
 LANE = ("gradients", "recovery")
@@ -229,8 +229,8 @@ class LaneWriter(_Locked):
                 name = writer.name(value)
                 writer.lines += [f"{name} = {hand}", f"del {hand}"]
                 if self.step.device.type == "cuda":
-                    writer.scope["taken"] = taken(self.step.device)
-                    writer.lines.append(f"taken({name})")
+                    writer.scope["record_stream"] = stream_recorder(self.step.device)
+                    writer.lines.append(f"record_stream({name})")
                 writer.bring_to_life(value)
 
     def _hands(self, here: _Stretch, copy: Copy) -> dict[str, str]:
@@ -239,13 +239,9 @@ class LaneWriter(_Locked):
             number, step = len(here.handed), self.step
             at = here.where.lanes[copy.lane][copy.made] if copy.made > BEFORE else None
             made = self.alive[copy.tensor] if at is None else step.call[self.runs[at]].results
-            own = [v for v in made if v and step.values[v].storage == copy.tensor and not self._is_view(v)]
+            own = [v for v in made if v and step.values[v].storage == copy.tensor and not self.is_view(v)]
             here.handed[id(copy)] = {v: f"h_{number}_{self.name(v)}" for v in own}
         return here.handed[id(copy)]
-
-    def _is_view(self, value: str) -> bool:
-        call = self.step.values[value].call
-        return call is not None and self.step.call[call].is_view
 
 
 def _indented(lines: list[str]) -> list[str]:

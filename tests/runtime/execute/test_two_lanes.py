@@ -31,7 +31,7 @@ from rematplan.runtime.costs.measure import peak_above_entry
 from rematplan.runtime.costs.profile import profile_costs
 from rematplan.runtime.execute import lane_threads
 from rematplan.runtime.execute.compile import bind_inputs, compile_step, named_tensors
-from rematplan.runtime.execute.lane_threads import Lane, recovery_stream, taken, two_lanes
+from rematplan.runtime.execute.lane_threads import Lane, recovery_stream, stream_recorder, two_lanes
 from rematplan.runtime.execute.planned_step import PlannedStep, untouched, verify
 from rematplan.runtime.graph.captured_step import Call, CapturedStep
 from rematplan.runtime.inversion.find_inverses import with_inverses
@@ -308,7 +308,7 @@ def test_on_cuda_a_wait_is_one_of_streams_too(streams: list[tuple[str, ...]]) ->
     main, recovery = two_lanes(device)
 
     def recover() -> None:
-        taken(device)(torch.zeros(1))
+        stream_recorder(device)(torch.zeros(1))
         recovery.reached(1)
         main.wait(2)
 
@@ -328,7 +328,7 @@ def test_on_cuda_a_wait_is_one_of_streams_too(streams: list[tuple[str, ...]]) ->
 
 def test_what_is_on_the_host_is_recorded_on_no_stream(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: FakeStream())
-    taken(torch.device("cuda", 0))(torch.zeros(1))  # PyTorch records no tensor of the CPU
+    stream_recorder(torch.device("cuda", 0))(torch.zeros(1))  # PyTorch records no tensor of the CPU
 
 
 @pytest.mark.filterwarnings("ignore:User provided device_type")
