@@ -42,7 +42,7 @@ from rematplan.ir import InfeasibleBudget, show_bytes
 from rematplan.models import build, example_inputs
 from rematplan.models.resnet import Residual
 from rematplan.models.transformer import Block
-from rematplan.runtime.costs.measure import peak_above_entry, seconds_in_turn
+from rematplan.runtime.costs.measure import interleaved_seconds, peak_above_entry
 
 CPU = torch.device("cpu")
 RUNGS, LOWEST = 6, 0.85
@@ -224,7 +224,7 @@ def without_limit(case: Case, inputs: tuple[Tensor, ...], rounds: int, time_limi
     for name in ("planned", "planned again"):
         models[name] = rematplan.plan_module(models[name], inputs, budget=2**62, time_limit=time_limit)
     steps = {name: stepper(m, inputs) for name, m in models.items()}
-    seconds = seconds_in_turn(steps, CPU, 2 * rounds, settling=1)
+    seconds = interleaved_seconds(steps, CPU, 2 * rounds, settling=1)
     return ", ".join(f"{name} × {s / seconds['eager']:.3f}" for name, s in seconds.items() if name != "eager")
 
 
@@ -241,7 +241,7 @@ def run(case: Case, rounds: int, time_limit: float) -> None:
     steps = {name: stepper(m, inputs) for name, m in models.items()}
     steps |= {f"plan at {name}": stepper(m, inputs) for name, m in ours.items()}
     our_peaks = {name: measured(m, inputs) for name, m in ours.items()}
-    seconds = seconds_in_turn(steps, CPU, rounds, settling=1)
+    seconds = interleaved_seconds(steps, CPU, rounds, settling=1)
     eager = seconds["eager"]
     sizes = ", ".join(f"{k} {v}" for k, v in case.sizes.items())
     print(f"{case.network}, {sizes}: eager {show_bytes(peaks['eager'])}, {eager:.3f} s", flush=True)

@@ -37,7 +37,7 @@ from rematplan.ir import InfeasibleBudget
 from rematplan.models import build
 from rematplan.models.resnet import Residual
 from rematplan.models.transformer import Block
-from rematplan.runtime.costs.measure import peak_above_entry, seconds_in_turn, synchronize
+from rematplan.runtime.costs.measure import interleaved_seconds, peak_above_entry, synchronize
 
 BUDGETS = ("90%", "70%", "50%", "min")
 TYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
@@ -215,7 +215,7 @@ class Bench:
                 steps[step] = run
             except (InfeasibleBudget, RuntimeError) as error:
                 facts[step] = {"note": str(error).splitlines()[0]}
-        seconds = seconds_in_turn(steps, self.device, ROUNDS, settling=1)
+        seconds = interleaved_seconds(steps, self.device, ROUNDS, settling=1)
         for step, found in facts.items():
             ratio = seconds[step] / seconds["eager"] if step in seconds else None
             row = Row(name, dtype, step, time=ratio, **found)

@@ -285,21 +285,21 @@ def depth(quick: bool, folder: Path | None) -> None:
         kept = problem.measured(no_recompute(problem.graph))
         again = problem.measured(checkpointed(chain, problem.graph, *begins, COUPLINGS))
         inverted = dataflow_stage(chain, *begins, 1, ranks, microbatches)
-        beside = []
+        peaks = []
         for row, one in ((schedule, kept), (schedule, again), (flow, inverted)):
             free = replace(one, states=0, gradients=0, first_backward=None)
-            beside.append(rank_peak(row.actions[1], [free]))
+            peaks.append(rank_peak(row.actions[1], [free]))
         extra = inverted.extra / (inverted.forward + inverted.backward - inverted.extra)
         print(
-            f"P {ranks} M {microbatches:3} couplings {each}: keep {show_bytes(beside[0]):>10} checkpoint "
-            f"{show_bytes(beside[1]):>10} dataflow {show_bytes(beside[2]):>10} ({beside[2] / beside[1]:.2f}; "
+            f"P {ranks} M {microbatches:3} couplings {each}: keep {show_bytes(peaks[0]):>10} checkpoint "
+            f"{show_bytes(peaks[1]):>10} dataflow {show_bytes(peaks[2]):>10} ({peaks[2] / peaks[1]:.2f}; "
             f"K {inverted.kept_bytes}, extra {100 * extra:.0f} %)"
         )
         if (ranks, microbatches) == (4, 16):
-            for name, value in zip(rows, beside, strict=True):
+            for name, value in zip(rows, peaks, strict=True):
                 rows[name].append(value)
     if folder:
-        figure, axes = picture("couplings in a stage", "peak of the second stage beside states (MiB)")
+        figure, axes = picture("couplings in a stage", "peak of the second stage in addition to states (MiB)")
         for k, (name, row) in enumerate(rows.items()):
             axes.plot(couplings, [n / 2**20 for n in row], color=COLOURS[k], marker=MARKERS[k], label=name)
         axes.set_yscale("log")

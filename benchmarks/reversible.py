@@ -32,7 +32,7 @@ from rematplan.planner.strategies.reversible import Reversible
 from rematplan.planner.strategies.store_all import no_recompute
 from rematplan.plans.op_costs import priced
 from rematplan.runtime.capture.capture import capture
-from rematplan.runtime.costs.measure import peak_above_entry, seconds_in_turn
+from rematplan.runtime.costs.measure import interleaved_seconds, peak_above_entry
 from rematplan.runtime.execute.compile import bind_inputs, named_tensors
 from rematplan.runtime.execute.lane_speed import measured_sharing
 from rematplan.runtime.execute.planned_step import PlannedStep, eager_step
@@ -230,7 +230,7 @@ def _race(model: nn.Module, step: CapturedStep, x: Tensor, graph: TrainingGraph,
     """Run plans alternately, and print the peak and the time of each ÷ the time of the first."""
     steps = [PlannedStep(model, step, p.schedule, p.lanes) for p in plans]
     timed = {str(k): partial(planned, x) for k, planned in enumerate(steps)}
-    seconds = list(seconds_in_turn(timed, torch.device("cpu"), 9).values())
+    seconds = list(interleaved_seconds(timed, torch.device("cpu"), 9).values())
     for plan, planned, time in zip(plans, steps, seconds, strict=True):
         peak = show_bytes(_peak(model, partial(planned, x)) + graph.input_bytes)
         print(f"    {'two lanes' if plan.lanes else 'one lane ':9}  peak {show_bytes(plan.peak):>10} ({peak} measured)"

@@ -34,7 +34,7 @@ from torch.utils._pytree import tree_leaves
 import rematplan
 from rematplan.ir import InfeasibleBudget, show_bytes
 from rematplan.models import build
-from rematplan.runtime.costs.measure import peak_above_entry, rounds_in_turn, seconds_of
+from rematplan.runtime.costs.measure import interleaved_rounds, peak_above_entry, seconds_of
 from rematplan.runtime.execute.planned_step import same_bits
 
 CPU = torch.device("cpu")
@@ -190,7 +190,7 @@ def against_checkpointing(name: str, rounds: int, time_limit: float) -> bool:
         return False
     peaks = {which: peak(model) for which, model in models.items()}
     wrong = not all(map(same_bits, left_by(models["planned"], made), left_by(models["eager mode"], made)))
-    times = rounds_in_turn({which: stepping(model) for which, model in models.items()}, CPU, rounds)
+    times = interleaved_rounds({which: stepping(model) for which, model in models.items()}, CPU, rounds)
     print(
         f"{name}: plan's overhead {models['planned'].plan.estimate.overhead:.2%}, bits {'DIFFER' if wrong else 'equal'}"
     )

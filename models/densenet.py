@@ -23,15 +23,15 @@ BOTTLENECK = 4
 """Channels of a layer's 1×1 convolution ÷ the growth rate."""
 
 
-def norm_relu_conv(inside: int, outside: int, size: int) -> nn.Sequential:
+def norm_relu_conv(in_channels: int, out_channels: int, size: int) -> nn.Sequential:
     """Return batch norm, ReLU and a convolution without bias that keeps the image size, in this order.
 
-    ``inside``, ``outside``: the numbers of input and output channels. ``size``: the side of the kernel, odd.
+    ``in_channels``, ``out_channels``: the numbers of input and output channels. ``size``: the side of the kernel, odd.
     """
     return nn.Sequential(
-        nn.BatchNorm2d(inside),
+        nn.BatchNorm2d(in_channels),
         nn.ReLU(inplace=True),
-        nn.Conv2d(inside, outside, size, padding=size // 2, bias=False),
+        nn.Conv2d(in_channels, out_channels, size, padding=size // 2, bias=False),
     )
 
 
@@ -39,22 +39,22 @@ class DenseBlock(nn.Module):
     """A dense block: each layer reads the block's input and the outputs of all earlier layers, and adds ``growth``
     channels.
 
-    ``layers``: the number of layers. ``inside``: the channels of the input.
+    ``layers``: the number of layers. ``in_channels``: the channels of the input.
     """
 
-    def __init__(self, layers: int, inside: int, growth: int) -> None:
+    def __init__(self, layers: int, in_channels: int, growth: int) -> None:
         super().__init__()
         self.layers = nn.ModuleList(
             nn.Sequential(
-                norm_relu_conv(inside + i * growth, BOTTLENECK * growth, 1),
+                norm_relu_conv(in_channels + i * growth, BOTTLENECK * growth, 1),
                 norm_relu_conv(BOTTLENECK * growth, growth, 3),
             )
             for i in range(layers)
         )
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return the input and the outputs of all layers, concatenated: (N, ``inside`` + ``layers`` · ``growth``, H,
-        W)."""
+        """Return the input and the outputs of all layers, concatenated:
+        (N, ``in_channels`` + ``layers`` · ``growth``, H, W)."""
         features = [x]
         for layer in self.layers:
             features.append(layer(torch.cat(features, dim=1)))
@@ -72,21 +72,21 @@ class DenseNet(nn.Module):
         super().__init__()
         growth, blocks = DEPTHS[depth]
         growth = width or growth
-        inside = 2 * growth
+        in_channels = 2 * growth
         layers: list[nn.Module] = [
-            nn.Conv2d(3, inside, 7, stride=2, padding=3, bias=False),
-            nn.BatchNorm2d(inside),
+            nn.Conv2d(3, in_channels, 7, stride=2, padding=3, bias=False),
+            nn.BatchNorm2d(in_channels),
             nn.ReLU(inplace=True),
             nn.MaxPool2d(3, stride=2, padding=1),
         ]
         for at, count in enumerate(blocks):
-            layers.append(DenseBlock(count, inside, growth))
-            inside += count * growth
+            layers.append(DenseBlock(count, in_channels, growth))
+            in_channels += count * growth
             if at < len(blocks) - 1:
-                layers += [norm_relu_conv(inside, inside // 2, 1), nn.AvgPool2d(2)]
-                inside //= 2
-        layers += [nn.BatchNorm2d(inside), nn.ReLU(inplace=True), nn.AdaptiveAvgPool2d(1)]
-        self.features, self.head = nn.Sequential(*layers), nn.Linear(inside, classes)
+                layers += [norm_relu_conv(in_channels, in_channels // 2, 1), nn.AvgPool2d(2)]
+                in_channels //= 2
+        layers += [nn.BatchNorm2d(in_channels), nn.ReLU(inplace=True), nn.AdaptiveAvgPool2d(1)]
+        self.features, self.head = nn.Sequential(*layers), nn.Linear(in_channels, classes)
         for module in self.modules():
             if isinstance(module, nn.Conv2d):
                 nn.init.kaiming_normal_(module.weight)

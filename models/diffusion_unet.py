@@ -27,28 +27,36 @@ CONTEXT = 768
 """Features of a text token if the width is 320."""
 
 
-def norm_silu_conv(inside: int, outside: int) -> nn.Sequential:
+def norm_silu_conv(in_channels: int, out_channels: int) -> nn.Sequential:
     """Return group norm, SiLU and a 3×3 convolution that keeps the image size, in this order.
 
-    ``inside``, ``outside``: the numbers of input and output channels.
+    ``in_channels``, ``out_channels``: the numbers of input and output channels.
     """
-    return nn.Sequential(nn.GroupNorm(GROUPS, inside), nn.SiLU(), nn.Conv2d(inside, outside, 3, padding=1))
+    return nn.Sequential(
+        nn.GroupNorm(GROUPS, in_channels), nn.SiLU(), nn.Conv2d(in_channels, out_channels, 3, padding=1)
+    )
 
 
 class Residual(nn.Module):
     """A residual block of two convolutions; an embedding of the diffusion time is added between them, to every pixel.
 
-    ``inside``, ``outside``: the numbers of input and output channels. ``time``: the features of the time embedding.
+    ``in_channels``, ``out_channels``: the numbers of input and output channels. ``time``: the features of the time
+    embedding.
     """
 
-    def __init__(self, inside: int, outside: int, time: int) -> None:
+    def __init__(self, in_channels: int, out_channels: int, time: int) -> None:
         super().__init__()
-        self.first, self.second = norm_silu_conv(inside, outside), norm_silu_conv(outside, outside)
-        self.time = nn.Sequential(nn.SiLU(), nn.Linear(time, outside))
-        self.shortcut = nn.Identity() if inside == outside else nn.Conv2d(inside, outside, 1)
+        self.first, self.second = (
+            norm_silu_conv(in_channels, out_channels),
+            norm_silu_conv(out_channels, out_channels),
+        )
+        self.time = nn.Sequential(nn.SiLU(), nn.Linear(time, out_channels))
+        self.shortcut = (
+            nn.Identity() if in_channels == out_channels else nn.Conv2d(in_channels, out_channels, 1)
+        )
 
     def forward(self, x: Tensor, time: Tensor) -> Tensor:
-        """Return features (N, ``outside``, H, W) for ``x`` (N, ``inside``, H, W) and the time embedding (N,
+        """Return features (N, ``out_channels``, H, W) for ``x`` (N, ``in_channels``, H, W) and the time embedding (N,
         features)."""
         middle = self.first(x) + self.time(time)[:, :, None, None]
         return cast(Tensor, self.shortcut(x) + self.second(middle))
@@ -152,26 +160,32 @@ class DiffusionUNet(nn.Module):
         self.time = nn.Sequential(nn.Linear(width, time), nn.SiLU(), nn.Linear(time, time))
         self.start = nn.Conv2d(LATENT, width, 3, padding=1)
 
-        def level(inside: int, outside: int, attends: bool, resize: nn.Module | None = None) -> Level:
+        def level(
+            in_channels: int, out_channels: int, attends: bool, resize: nn.Module | None = None
+        ) -> Level:
             return Level(
-                Residual(inside, outside, time), Attending(outside, context) if attends else None, resize
+                Residual(in_channels, out_channels, time),
+                Attending(out_channels, context) if attends else None,
+                resize,
             )
 
-        self.down, skips, inside = nn.ModuleList(), [width], width
-        for at, outside in enumerate(widths):
+        self.down, skips, in_channels = nn.ModuleList(), [width], width
+        for at, out_channels in enumerate(widths):
             for _ in range(BLOCKS):
-                self.down.append(level(inside, outside, at < lowest))
-                skips.append(inside := outside)
+                self.down.append(level(in_channels, out_channels, at < lowest))
+                skips.append(in_channels := out_channels)
             if at < lowest:
-                self.down.append(Shrink(inside))
-                skips.append(inside)
-        self.middle = nn.ModuleList([level(inside, inside, True), level(inside, inside, False)])
+                self.down.append(Shrink(in_channels))
+                skips.append(in_channels)
+        self.middle = nn.ModuleList(
+            [level(in_channels, in_channels, True), level(in_channels, in_channels, False)]
+        )
         self.up = nn.ModuleList()
-        for at, outside in reversed(list(enumerate(widths))):
+        for at, out_channels in reversed(list(enumerate(widths))):
             for block in range(BLOCKS + 1):
-                resize = grow(outside) if at and block == BLOCKS else None
-                self.up.append(level(inside + skips.pop(), outside, at < lowest, resize))
-                inside = outside
+                resize = grow(out_channels) if at and block == BLOCKS else None
+                self.up.append(level(in_channels + skips.pop(), out_channels, at < lowest, resize))
+                in_channels = out_channels
         self.end = norm_silu_conv(width, LATENT)
 
     def forward(self, x: Tensor, times: Tensor, context: Tensor) -> Tensor:

@@ -59,8 +59,8 @@ class MBConv(nn.Module):
     The input is added if the shapes agree.
 
     Args:
-        inside: the number of input channels.
-        outside: the number of output channels.
+        in_channels: the number of input channels.
+        out_channels: the number of output channels.
         expansion: hidden channels ÷ input channels.
         size: the side of the kernel.
         stride: the factor by which height and width shrink.
@@ -68,21 +68,21 @@ class MBConv(nn.Module):
     """
 
     def __init__(
-        self, inside: int, outside: int, expansion: int, size: int, stride: int, drop: float
+        self, in_channels: int, out_channels: int, expansion: int, size: int, stride: int, drop: float
     ) -> None:
         super().__init__()
-        hidden = inside * expansion
-        widen = [conv_norm(inside, hidden, 1, act=silu)] if expansion > 1 else []
+        hidden = in_channels * expansion
+        widen = [conv_norm(in_channels, hidden, 1, act=silu)] if expansion > 1 else []
         self.body = nn.Sequential(
             *widen,
             conv_norm(hidden, hidden, size, stride, groups=hidden, act=silu),
-            SqueezeExcite(hidden, max(1, inside // 4)),
-            conv_norm(hidden, outside, 1),
+            SqueezeExcite(hidden, max(1, in_channels // 4)),
+            conv_norm(hidden, out_channels, 1),
         )
-        self.drop = DropPath(drop) if stride == 1 and inside == outside else None
+        self.drop = DropPath(drop) if stride == 1 and in_channels == out_channels else None
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return features (N, ``outside``, H ÷ ``stride``, W ÷ ``stride``) for ``x`` (N, ``inside``, H, W)."""
+        """Return features (N, ``out_channels``, H ÷ ``stride``, W ÷ ``stride``) of ``x`` (N, ``in_channels``, H, W)."""
         return cast(Tensor, self.body(x) if self.drop is None else x + self.drop(self.body(x)))
 
 
@@ -94,16 +94,18 @@ class EfficientNet(nn.Module):
 
     def __init__(self, width: int = STEM, classes: int = 1000) -> None:
         super().__init__()
-        inside, total = round_channels(width), sum(row[-1] for row in ROWS)
-        layers: list[nn.Module] = [conv_norm(3, inside, 3, 2, act=silu)]
+        in_channels, total = round_channels(width), sum(row[-1] for row in ROWS)
+        layers: list[nn.Module] = [conv_norm(3, in_channels, 3, 2, act=silu)]
         for expansion, size, stride, channels, count in ROWS:
-            outside = round_channels(channels * width / STEM)
+            out_channels = round_channels(channels * width / STEM)
             for block in range(count):
                 drop = DROP_PATH * (len(layers) - 1) / total
-                layers.append(MBConv(inside, outside, expansion, size, 1 if block else stride, drop))
-                inside = outside
+                layers.append(
+                    MBConv(in_channels, out_channels, expansion, size, 1 if block else stride, drop)
+                )
+                in_channels = out_channels
         last = round_channels(LAST * width / STEM)
-        layers += [conv_norm(inside, last, 1, act=silu), nn.AdaptiveAvgPool2d(1), nn.Flatten()]
+        layers += [conv_norm(in_channels, last, 1, act=silu), nn.AdaptiveAvgPool2d(1), nn.Flatten()]
         self.layers = nn.Sequential(*layers, nn.Dropout(0.2), nn.Linear(last, classes))
         for module in self.modules():
             if isinstance(module, nn.Conv2d):

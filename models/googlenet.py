@@ -30,38 +30,38 @@ STEM = 64
 """Channels of the first convolution in the paper. Other widths scale all channels by width ÷ 64."""
 
 
-def conv(inside: int, outside: int, size: int, stride: int = 1) -> nn.Sequential:
+def conv(in_channels: int, out_channels: int, size: int, stride: int = 1) -> nn.Sequential:
     """Return a convolution with bias, and ReLU. With stride 1 it keeps the image size.
 
-    ``inside``, ``outside``: the numbers of input and output channels. ``size``: the side of the kernel, odd.
+    ``in_channels``, ``out_channels``: the numbers of input and output channels. ``size``: the side of the kernel, odd.
     """
     return nn.Sequential(
-        nn.Conv2d(inside, outside, size, stride=stride, padding=size // 2), nn.ReLU(inplace=True)
+        nn.Conv2d(in_channels, out_channels, size, stride=stride, padding=size // 2), nn.ReLU(inplace=True)
     )
 
 
 class Inception(nn.Module):
     """Four branches with different kernel sizes, whose channels are concatenated.
 
-    ``inside``: the number of input channels. ``row``: a row of `STAGES`: the channels within the branches.
+    ``in_channels``: the number of input channels. ``row``: a row of `STAGES`: the channels within the branches.
     """
 
-    def __init__(self, inside: int, row: tuple[int, ...]) -> None:
+    def __init__(self, in_channels: int, row: tuple[int, ...]) -> None:
         super().__init__()
         one, less_three, three, less_five, five, pooled = row
         self.branches = nn.ModuleList(
             [
-                conv(inside, one, 1),
-                nn.Sequential(conv(inside, less_three, 1), conv(less_three, three, 3)),
-                nn.Sequential(conv(inside, less_five, 1), conv(less_five, five, 5)),
-                nn.Sequential(nn.MaxPool2d(3, stride=1, padding=1), conv(inside, pooled, 1)),
+                conv(in_channels, one, 1),
+                nn.Sequential(conv(in_channels, less_three, 1), conv(less_three, three, 3)),
+                nn.Sequential(conv(in_channels, less_five, 1), conv(less_five, five, 5)),
+                nn.Sequential(nn.MaxPool2d(3, stride=1, padding=1), conv(in_channels, pooled, 1)),
             ]
         )
-        self.outside = one + three + five + pooled
+        self.out_channels = one + three + five + pooled
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return the channels of all branches, (N, sum of the branches' channels, H, W), for ``x`` (N, ``inside``, H,
-        W)."""
+        """Return the channels of all branches, (N, sum of the branches' channels, H, W), for ``x``
+        (N, ``in_channels``, H, W)."""
         return torch.cat([branch(x) for branch in self.branches], dim=1)
 
 
@@ -103,14 +103,14 @@ class GoogLeNet(nn.Module):
             conv(scaled(64), scaled(192), 3),
             LocalResponseNorm(),
         ]
-        inside = scaled(192)
+        in_channels = scaled(192)
         for stage in STAGES:
             layers.append(halve())
             for row in stage:
-                block = Inception(inside, tuple(map(scaled, row)))
+                block = Inception(in_channels, tuple(map(scaled, row)))
                 layers.append(block)
-                inside = block.outside
-        layers += [nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Dropout(0.4), nn.Linear(inside, classes)]
+                in_channels = block.out_channels
+        layers += [nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Dropout(0.4), nn.Linear(in_channels, classes)]
         self.layers = nn.Sequential(*layers)
         for module in self.modules():
             if isinstance(module, nn.Conv2d):

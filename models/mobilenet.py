@@ -30,8 +30,8 @@ def round_channels(channels: float) -> int:
 
 
 def conv_norm(
-    inside: int,
-    outside: int,
+    in_channels: int,
+    out_channels: int,
     size: int,
     stride: int = 1,
     *,
@@ -41,16 +41,16 @@ def conv_norm(
     """Return a convolution without bias and batch norm, followed by an activation if ``act`` is given.
 
     Args:
-        inside: the number of input channels.
-        outside: the number of output channels.
+        in_channels: the number of input channels.
+        out_channels: the number of output channels.
         size: the side of the kernel, odd.
         stride: the factor by which height and width shrink.
         groups: the number of groups of channels that are convolved separately.
         act: makes the activation.
     """
     layers: list[nn.Module] = [
-        nn.Conv2d(inside, outside, size, stride, size // 2, groups=groups, bias=False),
-        nn.BatchNorm2d(outside),
+        nn.Conv2d(in_channels, out_channels, size, stride, size // 2, groups=groups, bias=False),
+        nn.BatchNorm2d(out_channels),
     ]
     return nn.Sequential(*layers, *([act()] if act else []))
 
@@ -63,23 +63,24 @@ def relu6() -> nn.Module:
 class InvertedResidual(nn.Module):
     """An inverted residual block: widen, convolve each channel, narrow. The input is added if the shapes agree.
 
-    ``inside``, ``outside``: the numbers of input and output channels. ``expansion``: hidden channels ÷ ``inside``.
+    ``in_channels``, ``out_channels``: the numbers of input and output channels. ``expansion``: hidden channels ÷
+    ``in_channels``.
     ``stride``: the factor by which height and width shrink.
     """
 
-    def __init__(self, inside: int, outside: int, expansion: int, stride: int) -> None:
+    def __init__(self, in_channels: int, out_channels: int, expansion: int, stride: int) -> None:
         super().__init__()
-        hidden = inside * expansion
-        widen = [conv_norm(inside, hidden, 1, act=relu6)] if expansion > 1 else []
+        hidden = in_channels * expansion
+        widen = [conv_norm(in_channels, hidden, 1, act=relu6)] if expansion > 1 else []
         self.body = nn.Sequential(
             *widen,
             conv_norm(hidden, hidden, 3, stride, groups=hidden, act=relu6),
-            conv_norm(hidden, outside, 1),
+            conv_norm(hidden, out_channels, 1),
         )
-        self.added = stride == 1 and inside == outside
+        self.added = stride == 1 and in_channels == out_channels
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return features (N, ``outside``, H ÷ ``stride``, W ÷ ``stride``) for ``x`` (N, ``inside``, H, W)."""
+        """Return features (N, ``out_channels``, H ÷ ``stride``, W ÷ ``stride``) of ``x`` (N, ``in_channels``, H, W)."""
         return cast(Tensor, x + self.body(x) if self.added else self.body(x))
 
 
@@ -92,15 +93,15 @@ class MobileNetV2(nn.Module):
 
     def __init__(self, width: int = STEM, classes: int = 1000) -> None:
         super().__init__()
-        inside = round_channels(width)
-        layers: list[nn.Module] = [conv_norm(3, inside, 3, 2, act=relu6)]
+        in_channels = round_channels(width)
+        layers: list[nn.Module] = [conv_norm(3, in_channels, 3, 2, act=relu6)]
         for expansion, channels, count, stride in ROWS:
-            outside = round_channels(channels * width / STEM)
+            out_channels = round_channels(channels * width / STEM)
             for block in range(count):
-                layers.append(InvertedResidual(inside, outside, expansion, 1 if block else stride))
-                inside = outside
+                layers.append(InvertedResidual(in_channels, out_channels, expansion, 1 if block else stride))
+                in_channels = out_channels
         last = round_channels(LAST * max(1.0, width / STEM))
-        layers += [conv_norm(inside, last, 1, act=relu6), nn.AdaptiveAvgPool2d(1), nn.Flatten()]
+        layers += [conv_norm(in_channels, last, 1, act=relu6), nn.AdaptiveAvgPool2d(1), nn.Flatten()]
         self.layers = nn.Sequential(*layers, nn.Dropout(0.2), nn.Linear(last, classes))
         for module in self.modules():
             if isinstance(module, nn.Conv2d):

@@ -18,12 +18,14 @@ BINS = (1, 2, 3, 6)
 """The sides of the grids over which the pyramid pooling module takes means."""
 
 
-def conv_norm_relu(inside: int, outside: int, size: int, stride: int = 1) -> nn.Sequential:
+def conv_norm_relu(in_channels: int, out_channels: int, size: int, stride: int = 1) -> nn.Sequential:
     """Return a convolution without bias, batch norm and ReLU. With stride 1 it keeps the image size.
 
-    ``inside``, ``outside``: the numbers of input and output channels. ``size``: the side of the kernel, odd.
+    ``in_channels``, ``out_channels``: the numbers of input and output channels. ``size``: the side of the kernel, odd.
     """
-    return nn.Sequential(conv(inside, outside, size, stride), nn.BatchNorm2d(outside), nn.ReLU(inplace=True))
+    return nn.Sequential(
+        conv(in_channels, out_channels, size, stride), nn.BatchNorm2d(out_channels), nn.ReLU(inplace=True)
+    )
 
 
 def enlarge(x: Tensor, like: Tensor) -> Tensor:

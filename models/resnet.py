@@ -26,22 +26,22 @@ EXPANSION = 4
 """Output channels of a bottleneck ÷ its inner channels."""
 
 
-def conv(inside: int, outside: int, size: int, stride: int = 1, dilation: int = 1) -> nn.Conv2d:
+def conv(in_channels: int, out_channels: int, size: int, stride: int = 1, dilation: int = 1) -> nn.Conv2d:
     """Return a convolution without bias, padded so that with stride 1 it keeps the image size.
 
-    ``inside``, ``outside``: the numbers of input and output channels. ``size``: the side of the kernel, odd.
+    ``in_channels``, ``out_channels``: the numbers of input and output channels. ``size``: the side of the kernel, odd.
     """
-    return nn.Conv2d(inside, outside, size, stride, size // 2 * dilation, dilation, bias=False)
+    return nn.Conv2d(in_channels, out_channels, size, stride, size // 2 * dilation, dilation, bias=False)
 
 
-def plain_body(inside: int, width: int, stride: int, dilation: int = 1) -> nn.Sequential:
+def plain_body(in_channels: int, width: int, stride: int, dilation: int = 1) -> nn.Sequential:
     """Return the branch of a plain residual block: two 3×3 convolutions with batch norm, and ReLU between them.
 
-    ``inside``: the number of input channels. ``width``: of output channels. ``stride``, ``dilation``: of the first
+    ``in_channels``: the number of input channels. ``width``: of output channels. ``stride``, ``dilation``: of the first
     convolution.
     """
     return nn.Sequential(
-        conv(inside, width, 3, stride, dilation),
+        conv(in_channels, width, 3, stride, dilation),
         nn.BatchNorm2d(width),
         nn.ReLU(inplace=True),
         conv(width, width, 3),
@@ -49,14 +49,14 @@ def plain_body(inside: int, width: int, stride: int, dilation: int = 1) -> nn.Se
     )
 
 
-def bottleneck_body(inside: int, width: int, stride: int, dilation: int = 1) -> nn.Sequential:
+def bottleneck_body(in_channels: int, width: int, stride: int, dilation: int = 1) -> nn.Sequential:
     """Return the branch of a bottleneck block: convolutions 1×1 to ``width`` channels, 3×3, and 1×1 to 4 · ``width``.
 
-    Each has batch norm, with ReLU between them. ``inside``: the number of input channels. ``stride``, ``dilation``: of
-    the 3×3 convolution.
+    Each has batch norm, with ReLU between them. ``in_channels``: the number of input channels. ``stride``,
+    ``dilation``: of the 3×3 convolution.
     """
     return nn.Sequential(
-        conv(inside, width, 1),
+        conv(in_channels, width, 1),
         nn.BatchNorm2d(width),
         nn.ReLU(inplace=True),
         conv(width, width, 3, stride, dilation),
@@ -70,20 +70,22 @@ def bottleneck_body(inside: int, width: int, stride: int, dilation: int = 1) -> 
 class Residual(nn.Module):
     """A residual block: relu(body(x) + shortcut(x)). The shortcut is a strided 1×1 convolution if the shapes differ.
 
-    ``inside``, ``outside``: the numbers of input and output channels of ``body``. ``stride``: the factor by which
-    ``body`` shrinks height and width.
+    ``in_channels``, ``out_channels``: the numbers of input and output channels of ``body``. ``stride``: the factor by
+    which ``body`` shrinks height and width.
     """
 
-    def __init__(self, body: nn.Sequential, inside: int, outside: int, stride: int) -> None:
+    def __init__(self, body: nn.Sequential, in_channels: int, out_channels: int, stride: int) -> None:
         super().__init__()
         self.body = body
         self.relu = nn.ReLU(inplace=True)
         self.shortcut: nn.Module = nn.Identity()
-        if stride != 1 or inside != outside:
-            self.shortcut = nn.Sequential(conv(inside, outside, 1, stride), nn.BatchNorm2d(outside))
+        if stride != 1 or in_channels != out_channels:
+            self.shortcut = nn.Sequential(
+                conv(in_channels, out_channels, 1, stride), nn.BatchNorm2d(out_channels)
+            )
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return features (N, ``outside``, H ÷ ``stride``, W ÷ ``stride``) for ``x`` (N, ``inside``, H, W)."""
+        """Return features (N, ``out_channels``, H ÷ ``stride``, W ÷ ``stride``) of ``x`` (N, ``in_channels``, H, W)."""
         return cast(Tensor, self.relu(self.body(x) + self.shortcut(x)))
 
 
@@ -129,13 +131,15 @@ def make_stages(
             image.
     """
     body, expansion = (bottleneck_body, EXPANSION) if bottleneck else (plain_body, 1)
-    stages, inside = [], stem or width
+    stages, in_channels = [], stem or width
     for stage, count in enumerate(blocks):
         inner, rows = width * 2**stage, []
         dilation = 2 ** (stage - 1) if dilated and stage > 1 else 1
         for block in range(count):
             stride = 2 if stage and not block and dilation == 1 else 1
-            rows.append(Residual(body(inside, inner, stride, dilation), inside, expansion * inner, stride))
-            inside = expansion * inner
+            rows.append(
+                Residual(body(in_channels, inner, stride, dilation), in_channels, expansion * inner, stride)
+            )
+            in_channels = expansion * inner
         stages.append(nn.Sequential(*rows))
-    return nn.Sequential(*stages), inside
+    return nn.Sequential(*stages), in_channels

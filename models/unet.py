@@ -21,17 +21,17 @@ The sides of the image must be divisible by 2^LEVELS, so that skips have matchin
 """
 
 
-def double_conv(inside: int, outside: int) -> nn.Sequential:
+def double_conv(in_channels: int, out_channels: int) -> nn.Sequential:
     """Return two 3×3 convolutions that keep the image size, each with batch norm and ReLU.
 
-    ``inside``, ``outside``: the numbers of input and output channels.
+    ``in_channels``, ``out_channels``: the numbers of input and output channels.
     """
     return nn.Sequential(
-        nn.Conv2d(inside, outside, 3, padding=1, bias=False),
-        nn.BatchNorm2d(outside),
+        nn.Conv2d(in_channels, out_channels, 3, padding=1, bias=False),
+        nn.BatchNorm2d(out_channels),
         nn.ReLU(inplace=True),
-        nn.Conv2d(outside, outside, 3, padding=1, bias=False),
-        nn.BatchNorm2d(outside),
+        nn.Conv2d(out_channels, out_channels, 3, padding=1, bias=False),
+        nn.BatchNorm2d(out_channels),
         nn.ReLU(inplace=True),
     )
 

@@ -40,17 +40,17 @@ class VGG(nn.Module):
 
     def __init__(self, image: int = 224, width: int = 64, classes: int = 1000) -> None:
         super().__init__()
-        side, layers, inside = grid_side(image), list[nn.Module](), 3
+        side, layers, in_channels = grid_side(image), list[nn.Module](), 3
         for multiple, count in CONFIGURATION_E:
             for _ in range(count):
-                layers += [nn.Conv2d(inside, multiple * width, 3, padding=1), nn.ReLU(inplace=True)]
-                inside = multiple * width
+                layers += [nn.Conv2d(in_channels, multiple * width, 3, padding=1), nn.ReLU(inplace=True)]
+                in_channels = multiple * width
             layers.append(nn.MaxPool2d(2))
         self.features = nn.Sequential(*layers)
         self.pool = nn.AdaptiveAvgPool2d(side)
         hidden = 64 * width
         self.classifier = nn.Sequential(
-            nn.Linear(inside * side * side, hidden),
+            nn.Linear(in_channels * side * side, hidden),
             nn.ReLU(inplace=True),
             nn.Dropout(0.5),
             nn.Linear(hidden, hidden),

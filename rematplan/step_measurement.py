@@ -14,10 +14,10 @@ from rematplan.planner.core.plan import Plan
 from rematplan.planner.core.strategy import Progress, silent
 from rematplan.runtime.capture.fake_weights import is_weightless
 from rematplan.runtime.costs.measure import (
+    interleaved_rounds,
+    interleaved_seconds,
     peak_above_entry,
     release_libraries,
-    rounds_in_turn,
-    seconds_in_turn,
 )
 from rematplan.runtime.execute.planned_step import PlannedStep, Verification, eager_step, untouched, verify
 from rematplan.runtime.graph.call_cost import CallCost
@@ -115,7 +115,7 @@ def run_step(
         timed: dict[str, Callable[[], None]] = {"planned": run_planned, "eager": run_eager}
         if plan.lanes:
             timed["one lane"] = _one_lane(loaded, plan)
-        seconds = seconds_in_turn(timed, device, steps)
+        seconds = interleaved_seconds(timed, device, steps)
     progress(1.0, "done")
     return StepReport(
         plan,
@@ -160,7 +160,7 @@ def measure_plans(
             release_libraries(device)
             peaks.append(resident + peak_above_entry(call, device)[0])
         progress(0.5, "timing")
-        seconds = rounds_in_turn(calls, device, rounds).values()
+        seconds = interleaved_rounds(calls, device, rounds).values()
     rows = zip((*plans, None), peaks, seconds, strict=True)
     return tuple(MeasuredPlan(*row) for row in rows)
 

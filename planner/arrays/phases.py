@@ -76,14 +76,16 @@ def contradiction(graph: TrainingGraph) -> str:
 def _inferred(graph: TrainingGraph) -> TrainingGraph | None:
     """Return the problem with inferred phases; None if its own are plausible or none can be inferred."""
     ix = indexed(graph)
-    turn = _turn(ix)
-    if turn < 0:
+    last_forward = _last_forward_op(ix)
+    if last_forward < 0:
         return None
     if graph.has_phases:
-        inferred = tuple(at <= turn for at in range(len(ix.ops)))
+        inferred = tuple(at <= last_forward for at in range(len(ix.ops)))
         if _live_between(ix, ix.forward) >= WAITING * _live_between(ix, inferred):
             return None
-    ops = (replace(op, phase="forward" if at <= turn else "backward") for at, op in enumerate(graph.ops))
+    ops = (
+        replace(op, phase="forward" if at <= last_forward else "backward") for at, op in enumerate(graph.ops)
+    )
     return replace(graph, ops=tuple(ops))
 
 
@@ -98,7 +100,7 @@ def _live_between(ix: Indexed, forward: Sequence[bool]) -> int:
     )
 
 
-def _turn(ix: Indexed) -> int:
+def _last_forward_op(ix: Indexed) -> int:
     """Return the last forward op if the graph looks like a training step, else -1.
 
     It is the op after which most tensors are still to be read; they must be read in the opposite order of writing. If
@@ -120,13 +122,13 @@ def _turn(ix: Indexed) -> int:
     return next((at for at, limit in pairs if _read_order(ix, at) <= limit), -1)
 
 
-def _read_order(ix: Indexed, turn: int) -> float:
-    """Return the rank correlation between the times at which tensors are written up to op ``turn`` and read next after
-    it; 0 if they are too few."""
+def _read_order(ix: Indexed, last_forward: int) -> float:
+    """Return the rank correlation between the times at which tensors are written, up to op ``last_forward``, and the
+    times at which they are read next after it; 0 if there are too few such tensors."""
     across = [
-        (p, next(r for r in reads if r > turn))
+        (p, next(r for r in reads if r > last_forward))
         for p, reads in zip(ix.producer, ix.readers, strict=True)
-        if 0 <= p <= turn and reads and reads[-1] > turn
+        if 0 <= p <= last_forward and reads and reads[-1] > last_forward
     ]
     if len(across) < FEWEST:
         return 0.0

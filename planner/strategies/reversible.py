@@ -62,19 +62,18 @@ class _Sequence:
 
     def __init__(self, graph: TrainingGraph, back: dict[str, Recovery]) -> None:
         self.graph = graph
-        self.way: dict[
-            str, tuple[str, Op]
-        ] = {}  # tensors that a recovery computes as intermediates: the recovered tensor and the op
+        # By tensor that a recovery computes as an intermediate: the recovered tensor, and the op.
+        self.intermediates: dict[str, tuple[str, Op]] = {}
         for target, recovery in back.items():
             for recipe in recovery.steps[:-1]:
                 for t in recipe.writes:
-                    self.way.setdefault(t, (target, recipe))
+                    self.intermediates.setdefault(t, (target, recipe))
         # What a recovery recomputes anyway needs no inverse.
-        self.back = {t: recovery for t, recovery in back.items() if t not in self.way}
+        self.back = {t: recovery for t, recovery in back.items() if t not in self.intermediates}
         last = last_forward_read(graph)
         # Small tensors that recoveries read stay resident, because they may depend on the recovered tensor.
         stay = {t for s, r in self.back.items() for t in r.needed if last.get(t, -1) <= last[s]}
-        self.gone = {*self.back, *self.way}.difference(stay, graph.outputs)
+        self.gone = {*self.back, *self.intermediates}.difference(stay, graph.outputs)
         self.done: list[str] = []
 
     def runs(self) -> list[str]:
@@ -83,7 +82,7 @@ class _Sequence:
         late = [op for op, forward in halves if not forward]
         self.done = [op.name for op, forward in halves if forward]
         for op in late:
-            self._bring(op.reads)
+            self._recover(op.reads)
             self.done.append(op.name)
         # A tensor may have been recovered although only intermediates of its recovery were needed.
         seen, stays = {inverse.name for inverse in self.graph.inverses}, []
@@ -92,7 +91,7 @@ class _Sequence:
             seen.add(name)
         return without_idle(self.graph, self.done, stays)
 
-    def _bring(self, tensors: Sequence[str]) -> None:
+    def _recover(self, tensors: Sequence[str]) -> None:
         """Append the runs that make ``tensors`` resident. An explicit stack is used, because chains are long."""
         stack: list[tuple[Op | None, tuple[str, ...]]] = [(None, tuple(tensors))]
         pending: set[str] = set()
@@ -111,7 +110,7 @@ class _Sequence:
             if missing in self.back:
                 step = self.back[missing].inverse
             else:
-                target, step = self.way[missing]
+                target, step = self.intermediates[missing]
                 if target in self.back and target in self.gone and target not in pending:
                     step = self.back[target].inverse
             pending.update(step.writes)

@@ -155,11 +155,11 @@ def seconds_of(call: Callable[[], object], device: torch.device) -> float:
     return float(begin.elapsed_time(end)) / 1e3 / IN_A_ROW
 
 
-def seconds_in_turn(
+def interleaved_seconds(
     calls: Mapping[str, Callable[[], object]], device: torch.device, rounds: int = 5, settling: int = 0
 ) -> dict[str, float]:
-    """Time several calls alternately, as `rounds_in_turn` does, and return the least seconds of each, by name. Noise
-    only adds time, so the minimum is the best estimate.
+    """Time several calls alternately, as `interleaved_rounds` does, and return the least seconds of each, by name.
+    Noise only adds time, so the minimum is the best estimate.
 
     Args:
         calls: functions by name.
@@ -167,10 +167,10 @@ def seconds_in_turn(
         rounds: the number of timed runs of each call.
         settling: untimed runs before each timed one.
     """
-    return {name: min(times) for name, times in rounds_in_turn(calls, device, rounds, settling).items()}
+    return {name: min(times) for name, times in interleaved_rounds(calls, device, rounds, settling).items()}
 
 
-def rounds_in_turn(
+def interleaved_rounds(
     calls: Mapping[str, Callable[[], object]], device: torch.device, rounds: int = 5, settling: int = 0
 ) -> dict[str, tuple[float, ...]]:
     """Time several calls alternately, after one untimed run of each.

@@ -123,23 +123,23 @@ computes the same without new running statistics, followed by the arguments of t
 def _found(step: CapturedStep, named: Mapping[str, torch.Tensor], own_seeds: bool) -> Invertible:
     leave: set[str] = set()
     while True:
-        parted = _parted(step, leave)
-        found = _with_inverses(parted.step, named, exact=False, own_seeds=own_seeds)
+        split = _split(step, leave)
+        found = _with_inverses(split.step, named, exact=False, own_seeds=own_seeds)
         inverted = {found.step.values[c.results[0] or ""].storage for c in found.step.inverses}
-        useless = {storage for storage, parts in parted.copied.items() if inverted.isdisjoint(parts)}
+        useless = {storage for storage, parts in split.copied.items() if inverted.isdisjoint(parts)}
         if not useless:
             return found
         leave |= useless
 
 
-def _parted(step: CapturedStep, leave: set[str]) -> SplitStep:
+def _split(step: CapturedStep, leave: set[str]) -> SplitStep:
     copied: dict[str, tuple[str, ...]] = {}
     for _ in range(ROUNDS):
-        parted = split_storages(step, {*leave, *copied})
-        if parted.step is step:
+        split = split_storages(step, {*leave, *copied})
+        if split.step is step:
             break
-        step = scatter_to_cat(parted.step, {})  # replaces copies of copied parts by the parts
-        copied |= parted.copied
+        step = scatter_to_cat(split.step, {})  # replaces copies of copied parts by the parts
+        copied |= split.copied
     return SplitStep(step, copied)
 
 
@@ -192,8 +192,8 @@ def _inverses(step: CapturedStep, undone: Iterable[Undone]) -> Iterator[Call]:
             continue  # inputs are always resident
         bases = [r for r in maker.results if r and step.values[r].storage == storage]
         if len(bases) == 1:
-            for index, ways in enumerate(itertools.islice(_covers(pieces), MOST_INVERSES)):
-                yield _inverse(step, bases[0], ways, index)
+            for index, rules in enumerate(itertools.islice(_covers(pieces), MOST_INVERSES)):
+                yield _inverse(step, bases[0], rules, index)
 
 
 def _covers(pieces: Mapping[Band, list[Undone]]) -> Iterator[tuple[Undone, ...]]:
@@ -202,16 +202,16 @@ def _covers(pieces: Mapping[Band, list[Undone]]) -> Iterator[tuple[Undone, ...]]
 
     ``pieces``: the rules, by the part of the storage (`Band`) that they recompute.
     """
-    for covered, ways in pieces.items():
+    for covered, rules in pieces.items():
         if covered.whole:
-            yield from ((way,) for way in ways)
+            yield from ((rule,) for rule in rules)
     for period in {b.period: None for b in pieces if not b.whole}:
         tiles = sorted(b for b in pieces if b.period == period and not b.whole)
         if bands_tile(tiles):
             yield from itertools.product(*(pieces[b] for b in tiles))
 
 
-def _inverse(step: CapturedStep, base: str, ways: tuple[Undone, ...], index: int) -> Call:
+def _inverse(step: CapturedStep, base: str, rules: tuple[Undone, ...], index: int) -> Call:
     fake = step.values[base].fake
     fills = tuple(
         Fill(
@@ -223,19 +223,19 @@ def _inverse(step: CapturedStep, base: str, ways: tuple[Undone, ...], index: int
             int(v.storage_offset()),
             w.scale,
         )
-        for w, v in ((w, step.values[w.value].fake) for w in ways)
+        for w, v in ((w, step.values[w.value].fake) for w in rules)
     )
-    exact = all(w.exact for w in ways)
+    exact = all(w.exact for w in rules)
     inverse = Inverse(
         tuple(fake.shape),
         tuple(fake.stride()),
         fake.dtype,
         fills,
-        gain=max(w.gain for w in ways),
-        noise=0.0 if exact else ROUNDING * torch.finfo(fake.dtype).eps / 2 * max(w.gain for w in ways),
+        gain=max(w.gain for w in rules),
+        noise=0.0 if exact else ROUNDING * torch.finfo(fake.dtype).eps / 2 * max(w.gain for w in rules),
     )
     name = f"invert_{base}" + (f"_way{index + 1}" if index else "")
     while name in step.call or name in step.values:
         name += "_"
-    reads = tuple(Ref(r) for w in ways for r in w.reads)
+    reads = tuple(Ref(r) for w in rules for r in w.reads)
     return single_call(name, inverse, reads, result=base, gain=inverse.gain, noise=inverse.noise)

@@ -14,7 +14,7 @@ import rematplan
 from rematplan.ir import UsageError
 from rematplan.runtime.capture.capture import capture
 from rematplan.runtime.costs.device_models import DEVICE_MODELS, device_model
-from rematplan.runtime.costs.measure import peak_above_entry, seconds_in_turn
+from rematplan.runtime.costs.measure import interleaved_seconds, peak_above_entry
 from rematplan.runtime.costs.profile import profile_costs, signature
 from rematplan.runtime.costs.roofline import flops, moved_bytes, roofline_costs
 from rematplan.runtime.graph.captured_step import CapturedStep
@@ -176,9 +176,9 @@ def test_peak_counts_what_is_held_at_once() -> None:
     assert result.numel() == 500
 
 
-def test_seconds_are_taken_in_turn() -> None:
+def test_calls_are_timed_alternately() -> None:
     order: list[str] = []
     calls = {"slow": lambda: (order.append("slow"), time.sleep(0.02)), "fast": lambda: order.append("fast")}
-    best = seconds_in_turn(calls, torch.device("cpu"), rounds=2)
+    best = interleaved_seconds(calls, torch.device("cpu"), rounds=2)
     assert order == ["slow", "fast"] * 3
     assert best["slow"] > 0.02 > best["fast"]
