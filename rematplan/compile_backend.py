@@ -33,7 +33,8 @@ from rematplan.runtime.graph.compat import (
 from rematplan.runtime.graph.warn import warn
 from rematplan.runtime.problem.constraints import Name
 from rematplan.runtime.symbols.expressions import NotSymbolic
-from rematplan.symbolic_graph import Shapes, SymbolicGraph, fill, give_sizes, parameter_shapes
+from rematplan.symbolic_graph import Shapes, SymbolicGraph, parameter_shapes
+from rematplan.symbolic_halves import fill, give_sizes
 
 COMPILERS = ("eager", "inductor")
 

@@ -7,22 +7,19 @@ before compiles the graph again, with the same symbols.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from threading import RLock
 from typing import Any, Protocol, TypeAlias
 
 import torch
 from torch import fx
-from torch.fx.node import map_aggregate
 
 from rematplan.ir import InfeasibleBudget, ModelError
 from rematplan.planner.core.plan import Plan
 from rematplan.planner.core.schedule import Schedule
 from rematplan.plans.plan_at_sizes import plan_at_sizes
 from rematplan.plans.step_planner import StepPlanner
-from rematplan.runtime.capture.read_fx import read_flat_joint_graph
-from rematplan.runtime.execute.fx_graphs import PlanGraphs, plan_graphs
 from rematplan.runtime.graph.captured_step import CapturedStep
 from rematplan.runtime.graph.compat import (
     FakeTensorMode,
@@ -32,8 +29,9 @@ from rematplan.runtime.graph.compat import (
     tracing,
     unset_fake_temporarily,
 )
-from rematplan.runtime.symbols.expressions import ExpressionTable, NotSymbolic, OpenSize, condition
+from rematplan.runtime.symbols.expressions import condition
 from rematplan.runtime.symbols.symbolic_step import OpenStep
+from rematplan.symbolic_halves import Halves, SymbolicJointGraph
 
 SIZES = 1024
 """The largest number of combinations of sizes for which a compiled graph remembers its plan."""
@@ -41,7 +39,6 @@ SIZES = 1024
 Sizes: TypeAlias = tuple[tuple[int, ...], tuple[int, ...]]
 """The values of a graph's symbols, and the bytes of the storages of its inputs with symbolic sizes."""
 Shapes: TypeAlias = tuple[torch.Size, ...]
-Halves: TypeAlias = tuple[fx.GraphModule, fx.GraphModule]
 Partition: TypeAlias = Callable[..., Halves]
 
 
@@ -118,7 +115,9 @@ class SymbolicGraph:
         parameters = parameter_shapes(inputs)
 
         def split(joint: fx.GraphModule, _inputs: Any, *, num_fwd_outputs: int, **_: Any) -> Halves:
-            reading = _Reading(joint, num_fwd_outputs, tuple(self.symbols), f"graph {len(compiler.plans)}")
+            reading = SymbolicJointGraph(
+                joint, num_fwd_outputs, tuple(self.symbols), f"graph {len(compiler.plans)}"
+            )
             self.step = reading.opened()
             self.planner = replace(compiler.planner, scope=compiler.scope(reading.step, parameters))
             with unset_fake_temporarily(), disable_current_modes():
@@ -185,7 +184,7 @@ class SymbolicGraph:
         assert shapes is not None
 
         def split(joint: fx.GraphModule, _inputs: Any, *, num_fwd_outputs: int, **_: Any) -> Halves:
-            reading = _Reading(joint, num_fwd_outputs, tuple(self.symbols), plan.problem)
+            reading = SymbolicJointGraph(joint, num_fwd_outputs, tuple(self.symbols), plan.problem)
             return reading.halves(plan.schedule)
 
         frozen, shapes.frozen = shapes.frozen, False
@@ -211,154 +210,6 @@ class SymbolicGraph:
         return version
 
 
-class _Reading:
-    """A joint graph with symbolic sizes, and what is read of it.
-
-    Args:
-        joint: the graph.
-        outputs: the number of its results that the forward returns.
-        symbols: the names of the sizes.
-        name: its name.
-    """
-
-    def __init__(self, joint: fx.GraphModule, outputs: int, symbols: Sequence[str], name: str) -> None:
-        self.joint, self.outputs = joint, outputs
-        self.table = ExpressionTable(tuple(symbols))
-        self.step = read_flat_joint_graph(joint, outputs, name, self.table)
-
-    def opened(self) -> OpenStep:
-        """Return the step as a function of its symbolic sizes.
-
-        Raises:
-            NotSymbolic: the ops depend on the value of a size.
-        """
-        return OpenStep.of_graph(self.step, self.table)
-
-    def halves(self, schedule: Schedule) -> Halves:
-        """Return the graphs of forward and backward that follow a schedule.
-
-        The backward's first inputs are the symbolic sizes, which the forward returns last.
-        """
-        graphs = plan_graphs(self.step, schedule)
-        results: Any = self.joint.graph.find_nodes(op="output")[0].args[0]
-        forward = _SizeNodes(self.joint, self.table, graphs.forward, give_sizes(graphs.forward, self.joint))
-        sizes = {node.name: forward.node(node) for node in results if _is_size(node)}
-        forward.fill()
-        backward = _SizeNodes(self.joint, self.table, graphs.backward, _sizes_first(graphs, self.joint))
-        gradients = {node.name: backward.node(node) for node in results if _is_size(node)}
-        backward.fill()
-        fill(graphs.forward, results[: self.outputs], sizes, tuple(forward.given.values()))
-        fill(graphs.backward, results[self.outputs :], gradients)
-        return graphs.forward, graphs.backward
-
-
-class _SizeNodes:
-    """The nodes of one half that compute its sizes.
-
-    ``given``: the half's inputs that are sizes, by the name of the joint graph's input.
-    """
-
-    def __init__(
-        self, joint: fx.GraphModule, table: ExpressionTable, module: fx.GraphModule, given: dict[str, fx.Node]
-    ) -> None:
-        self.table, self.module, self.given = table, module, given
-        self.made: dict[str, fx.Node] = dict(given)
-        sizes = [node for node in joint.graph.nodes if _is_size(node)]
-        self.of = {node.meta["val"].node.expr: node for node in reversed(sizes)}
-        self.first = next(node for node in module.graph.nodes if node.op != "placeholder")
-
-    def node(self, of: fx.Node) -> fx.Node:
-        """Return the node of this half that computes the same size as the node ``of`` of the joint graph; it is added
-        if missing.
-
-        Raises:
-            NotSymbolic: the size is computed from something other than sizes.
-        """
-        of = self.of.get(of.meta["val"].node.expr, of)
-        found = self.made.get(of.name)
-        if found is None:
-            if of.op != "call_function" or not all(map(_is_size, of.all_input_nodes)):
-                raise NotSymbolic("it reads a size of a tensor that is none of its inputs")
-            args = map_aggregate(of.args, lambda a: self.node(a) if isinstance(a, fx.Node) else a)
-            with self.module.graph.inserting_before(self.first):
-                found = self.module.graph.call_function(of.target, args)  # type: ignore[arg-type]
-            found.meta["val"] = of.meta["val"]
-            self.made[of.name] = found
-        return found
-
-    def fill(self) -> None:
-        """Replace each symbolic size among the arguments of the half's calls by the node that computes it."""
-        by_place = {at: expression for expression, at in self.table.expressions.items()}
-
-        def filled(a: Any) -> Any:
-            return self.node(self.of[by_place[a.at]]) if isinstance(a, OpenSize) else a
-
-        for node in list(self.module.graph.nodes):
-            node.args = map_aggregate(node.args, filled)
-            node.kwargs = map_aggregate(node.kwargs, filled)
-
-
-def give_sizes(module: fx.GraphModule, joint: fx.GraphModule) -> dict[str, fx.Node]:
-    """Add the symbolic sizes among a joint graph's inputs to the inputs of its forward graph, in place.
-
-    It is needed because the forward graph is called with the inputs of the joint graph (forward and backward), sizes
-    included.
-
-    Args:
-        module: the forward graph.
-        joint: the joint graph.
-
-    Returns:
-        The new input nodes of the forward graph, by the name of the joint graph's input; empty if no input is a size.
-    """
-    own = iter(module.graph.nodes)
-    here, given = next(own), {}
-    for node in joint.graph.find_nodes(op="placeholder"):
-        if isinstance(node.meta["val"], torch.SymInt):
-            with module.graph.inserting_before(here):
-                given[node.name] = module.graph.placeholder(node.name)
-            given[node.name].meta["val"] = node.meta["val"]
-        elif here.op == "placeholder":
-            here = next(own)
-    return given
-
-
-def fill(
-    module: fx.GraphModule,
-    results: Sequence[Any],
-    sizes: Mapping[str, fx.Node],
-    more: Sequence[fx.Node] = (),
-) -> None:
-    """Insert the results of a joint graph that are no tensors (sizes and constants) into a half's outputs, in place.
-
-    Args:
-        module: the forward or the backward graph. Its outputs are the tensors among ``results``, in order.
-        results: the results of the joint graph that this half returns: nodes, and constants such as None.
-        sizes: the half's nodes of results that are sizes, by the name of the joint graph's node.
-        more: further outputs, which are appended.
-    """
-    output = module.graph.find_nodes(op="output")[0]
-    given = iter(output.args[0])
-
-    def filled(result: Any) -> Any:
-        if not isinstance(result, fx.Node):
-            return result
-        return sizes[result.name] if result.name in sizes else next(given)
-
-    output.args = ((*map(filled, results), *given, *more),)
-    module.recompile()
-
-
-def _sizes_first(graphs: PlanGraphs, joint: fx.GraphModule) -> dict[str, fx.Node]:
-    graph, given = graphs.backward.graph, {}
-    first = next(iter(graph.nodes))
-    for node in filter(_is_size, joint.graph.find_nodes(op="placeholder")):
-        with graph.inserting_before(first):
-            given[node.name] = graph.placeholder(node.name)
-        given[node.name].meta["val"] = node.meta["val"]
-    return given
-
-
 def parameter_shapes(inputs: Sequence[Any]) -> Shapes:
     """Return the shapes of the inputs that are `torch.nn.Parameter`, in order; other inputs are ignored."""
     return tuple(given.shape for given in inputs if isinstance(given, torch.nn.Parameter))
@@ -376,10 +227,6 @@ def _copied(module: fx.GraphModule) -> fx.GraphModule:
 def _traced(node: fx.Node, given: Any) -> Any:
     """Return an input as TorchDynamo traced it: a tensor without data, or a size."""
     return node.meta["example_value"] if isinstance(given, torch.Tensor) else given
-
-
-def _is_size(node: Any) -> bool:
-    return isinstance(node, fx.Node) and isinstance(node.meta.get("val"), torch.SymInt)
 
 
 def _is_open(given: Any) -> bool:

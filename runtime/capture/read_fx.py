@@ -14,13 +14,12 @@ from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 
 from rematplan.ir import ModelError
 from rematplan.runtime.capture.indexing import INDEXED
+from rematplan.runtime.capture.joint_graph_roles import COPY, ModuleRoles, PositionRoles
 from rematplan.runtime.capture.loss_in_place import with_losses_in_place
 from rematplan.runtime.capture.output_storages import with_own_outputs, without_copies
 from rematplan.runtime.graph.captured_step import (
     Call,
     CapturedStep,
-    InputKind,
-    OutputKind,
     Ref,
     StepInput,
     StepOutput,
@@ -33,9 +32,6 @@ from rematplan.runtime.symbols.expressions import ExpressionTable
 
 MODULE = "rematplan.module"
 """The key under which a node's annotations have the name of its module."""
-
-MUTATED = "InputMutationAOTOutput"
-COPY = torch.ops.aten.copy_.default
 
 MARKERS = frozenset({"profiler"})
 """Namespaces of ops that only mark the ranges of a profile."""
@@ -68,7 +64,7 @@ def read_joint_graph(
         ModelError: no output depends on a trained parameter; the model changes an input or a parameter in place; an
             op cannot be planned; or the graph uses several accelerators.
     """
-    return _on_one_device(_Reader(module, _OfModule(names, outputs), table).read(name))
+    return _on_one_device(_Reader(module, ModuleRoles(names, outputs), table).read(name))
 
 
 def finished(step: CapturedStep) -> CapturedStep:
@@ -96,7 +92,7 @@ def read_flat_joint_graph(
         ModelError: a shape depends on values of tensors, an op changes its arguments, or the graph uses several
             accelerators.
     """
-    read = _Reader(module, _Flat(module, early), table).read(name)
+    read = _Reader(module, PositionRoles(module, early), table).read(name)
     return without_dead_calls(with_phases(_on_one_device(read)))
 
 
@@ -126,55 +122,13 @@ def fixed_size(size: torch.SymInt) -> int:
         raise ModelError("a size depends on values of tensors; plans are for fixed shapes") from error
 
 
-class _OfModule:
-    """Describes inputs and outputs as the tracer of a module does."""
-
-    def __init__(self, names: Mapping[str, str], outputs: int) -> None:
-        self.names, self.outputs = names, outputs
-
-    def input(self, node: fx.Node, at: int) -> tuple[InputKind, str]:
-        del at
-        kind, target = _describe_input(node.meta["desc"], self.names)
-        return kind, self.names.get(target, target) if kind in ("parameter", "buffer") else target
-
-    def output(self, at: int, description: Any) -> tuple[OutputKind, str] | None:
-        del at
-        found = _describe_output(description, self.names)
-        if found is None:
-            return None
-        kind, target = found
-        if kind == "output" and int(target) >= self.outputs:
-            kind = "check"
-        return kind, self.names.get(target, target) if kind in ("gradient", "buffer") else target
-
-
-class _Flat:
-    """Describes inputs and outputs by their position. Inputs that get new content count as buffers."""
-
-    def __init__(self, module: fx.GraphModule, early: int) -> None:
-        self.early = early
-        self.renewed = {n.args[0] for n in module.graph.find_nodes(op="call_function", target=COPY)}
-        described = module.graph.find_nodes(op="output")[0].meta.get("desc") or ()
-        self.at = {d.mutated_input.idx for d in described if type(d).__name__ == MUTATED}
-
-    def input(self, node: fx.Node, at: int) -> tuple[InputKind, str]:
-        if "tangents" in node.name:
-            return "tangent", str(at)
-        return ("buffer" if node in self.renewed or at in self.at else "batch"), str(at)
-
-    def output(self, at: int, description: Any) -> tuple[OutputKind, str] | None:
-        if at >= self.early:
-            return "input gradient", str(at - self.early)
-        return ("renewed" if type(description).__name__ == MUTATED else "output"), str(at)
-
-
 class _Reader:
     """Reads one joint fx graph into a `CapturedStep`."""
 
     def __init__(
-        self, module: fx.GraphModule, describe: _OfModule | _Flat, table: ExpressionTable | None = None
+        self, module: fx.GraphModule, roles: ModuleRoles | PositionRoles, table: ExpressionTable | None = None
     ) -> None:
-        self.module, self.describe, self.table = module, describe, table
+        self.module, self.roles, self.table = module, roles, table
         self.values: dict[str, Value] = {}
         self.calls: list[Call] = []
         self.inputs: list[StepInput] = []
@@ -219,7 +173,7 @@ class _Reader:
             return
         if not isinstance(node.meta["val"], torch.Tensor):
             raise ModelError(f"the input {node.name} is not a tensor")
-        kind, target = self.describe.input(node, at)
+        kind, target = self.roles.input(node, at)
         self._value(node.name, node.meta["val"], None)
         self.inputs.append(StepInput(kind, target, node.name))
 
@@ -333,7 +287,7 @@ class _Reader:
         results: Any = node.args[0]
         descriptions = node.meta.get("desc") or [None] * len(results)
         for at, (result, description) in enumerate(zip(results, descriptions, strict=True)):
-            found = self.describe.output(at, description)
+            found = self.roles.output(at, description)
             if isinstance(result, fx.Node) and not isinstance(result.meta.get("val"), SIZES) and found:
                 outputs.append(StepOutput(*found, self.alias.get(result.name, result.name)))
         if not any("gradient" in o.kind for o in outputs):
@@ -357,41 +311,3 @@ def _draws(node: fx.Node) -> bool:
     names = [a.name for a in schema.arguments] if schema else []
     given = dict(zip(names, node.args, strict=False)) | node.kwargs
     return "dropout_p" not in names or given.get("dropout_p", 0) != 0
-
-
-def _describe_input(description: Any, names: Mapping[str, str]) -> tuple[InputKind, str]:
-    kind = type(description).__name__
-    if kind == "ParamAOTInput":
-        return "parameter", description.target
-    if kind == "BufferAOTInput":
-        return "buffer", description.target
-    if kind == "TangentAOTInput":
-        if type(description.output).__name__ == MUTATED:
-            raise _in_place(description.output, names)
-        return "tangent", str(description.output.idx)
-    return "batch", str(description.idx)
-
-
-def _describe_output(description: Any, names: Mapping[str, str]) -> tuple[OutputKind, str] | None:
-    kind = type(description).__name__
-    if kind == "PlainAOTOutput":
-        return "output", str(description.idx)
-    if kind == MUTATED:
-        if not hasattr(description.mutated_input, "target"):
-            raise _in_place(description, names)
-        return "buffer", description.mutated_input.target
-    if kind == "GradAOTOutput":
-        of = description.grad_of
-        return ("gradient", of.target) if hasattr(of, "target") else ("input gradient", str(of.idx))
-    return None
-
-
-def _in_place(mutation: Any, names: Mapping[str, str]) -> ModelError:
-    place = mutation.mutated_input
-    if not hasattr(place, "target"):
-        return ModelError(f"the model changes its input {place.idx} in place")
-    name = names.get(place.target, place.target).removeprefix("model.")
-    return ModelError(
-        f"the forward changes the parameter {name} in place (as an embedding with max_norm does), which a plan cannot "
-        f"contain; change it between steps"
-    )

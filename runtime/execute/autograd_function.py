@@ -17,6 +17,7 @@ import torch
 
 from rematplan.planner.core.lane_schedule import Lanes
 from rematplan.planner.core.schedule import Schedule
+from rematplan.runtime.execute.backward_variants import AS_CAPTURED, BackwardVariant, BackwardVariants
 from rematplan.runtime.execute.compile import Backward, compile_halves
 from rematplan.runtime.execute.rerun_forward import Rerun
 from rematplan.runtime.graph.captured_step import GRADIENT_OF, CapturedStep, StepInput
@@ -26,8 +27,7 @@ from rematplan.runtime.graph.compat import (
     is_legacy_batchedtensor,
     keeps_graph,
 )
-from rematplan.runtime.graph.tangent_layouts import Notes, for_any_layout
-from rematplan.runtime.graph.zero_tangents import changes_strides
+from rematplan.runtime.graph.tangent_layouts import Notes
 
 Sink: TypeAlias = Callable[[Mapping[str, torch.Tensor | None], bool], None]
 """A callback that receives statistics by their targets (None where no gradient arrived), and whether the
@@ -56,11 +56,10 @@ class CompiledPlan:
     ) -> None:
         self.step, self.schedule, self.lanes, self.spare = step, schedule, lanes, spare
         self.halves = halves = compile_halves(step, schedule, lanes=lanes, spare=spare)
-        self.variants: dict[_BackwardVariant, tuple[Backward, ...]] = {_BackwardVariant(): halves.backward}
+        self.variants = BackwardVariants(step, schedule, halves.backward, lanes, spare)
         self.inputs = [i for i in step.inputs if i.kind != "tangent"]
         self.sources = [self._source(i) for i in self.inputs]
         self.tangents = [(int(i.target), i.value) for i in step.inputs if i.kind == "tangent"]
-        self.strides = tuple(step.values[value].fake.stride() for _, value in self.tangents)
         early = [o for o in step.outputs if o.kind in ("output", "buffer")]
         self.outputs = [at for at, o in enumerate(early) if o.kind == "output"]
         self.buffers = [(_own_name(o.target), at) for at, o in enumerate(early) if o.kind == "buffer"]
@@ -78,58 +77,6 @@ class CompiledPlan:
         """Whether a backward may still come: some forward has had no backward yet, or a backward is in progress, or a
         backward retained its graph."""
         return any(call.start is not None or call.held is not None for call in list(self.calls))
-
-    def variant(self, tangents: Sequence[torch.Tensor | None], kept: bool) -> _BackwardVariant:
-        """Return the variant of a backward: the conditions under which it is compiled separately.
-
-        Args:
-            tangents: the gradients of the outputs that have a tangent input, in the order of `CapturedStep.inputs`;
-                None for one that did not arrive.
-            kept: whether autograd retains the graph after this backward.
-        """
-        missing = frozenset(v for (_, v), given in zip(self.tangents, tangents, strict=True) if given is None)
-        strides = tuple(
-            like if given is None else given.stride()
-            for given, like in zip(tangents, self.strides, strict=True)
-        )
-        return _BackwardVariant(missing, kept, None if strides == self.strides else strides)
-
-    def backward(self, variant: _BackwardVariant, notes: Notes) -> tuple[Backward, ...]:
-        """Return the segments (parts) of the backward for a variant, in order. They are compiled at first use.
-
-        Args:
-            variant: the conditions under which the backward runs.
-            notes: records the strides of all values while the segments run, if the strides of the outputs' gradients
-                differ from those at capture and the variant was not compiled for them yet.
-        """
-        if variant in self.variants:
-            return self.variants[variant]
-        as_captured = variant.strides is None and not changes_strides(self.step, variant.missing)
-        step = self.step if as_captured else for_any_layout(self.step)
-        note = notes.note if variant.noted else None
-        overwrite = as_captured and not variant.kept
-        halves = compile_halves(
-            step, self.schedule, variant.missing, spare=self.spare, overwrite=overwrite, note=note
-        )
-        if not variant.noted:
-            self.variants[variant] = halves.backward
-        return halves.backward
-
-    def learn(self, variant: _BackwardVariant, notes: Notes) -> None:
-        """Compile a variant of the backward again with the strides that its first run recorded, so that later runs
-        may overwrite values in place.
-
-        Nothing happens if the variant records no strides (`_BackwardVariant.noted`), or was compiled in this way
-        before.
-
-        Args:
-            variant: the variant.
-            notes: the recorded strides.
-        """
-        if variant.noted and variant not in self.variants:
-            step = notes.with_layouts(for_any_layout(self.step))
-            halves = compile_halves(step, self.schedule, lanes=self.lanes, spare=self.spare)
-            self.variants[variant] = halves.backward
 
     def __call__(
         self,
@@ -178,26 +125,6 @@ class CompiledPlan:
 WithTangents: TypeAlias = Callable[[frozenset[str]], CompiledPlan]
 """A function from positions of outputs (as text) to the plan of the same step that also takes the gradients of these
 outputs."""
-
-
-@dataclass(frozen=True, slots=True)
-class _BackwardVariant:
-    """The conditions under which a backward runs, for each of which it is compiled separately.
-
-    ``missing``: tangents (gradients of outputs, by value name) that did not arrive. ``kept``: whether the graph is
-    retained, so that the saved tensors must stay unchanged. ``strides``: the strides of the tangents; None if they
-    are as captured.
-    """
-
-    missing: frozenset[str] = frozenset()
-    kept: bool = False
-    strides: tuple[tuple[int, ...], ...] | None = None
-
-    @property
-    def noted(self) -> bool:
-        """Whether its first backward records the strides of all values, so that later ones may overwrite
-        values in place."""
-        return self.strides is not None and not (self.kept or self.missing)
 
 
 def finish_backward(call: _Call) -> None:
@@ -254,7 +181,7 @@ class _Call:
     versions: Sequence[int] = ()
     outputs: Sequence[torch.Tensor] = ()
     output_versions: Sequence[int] = ()
-    variant: _BackwardVariant = _BackwardVariant()
+    variant: BackwardVariant = AS_CAPTURED
     segments: Sequence[Backward] = ()
     notes: Notes = field(default_factory=Notes)
     gradients: dict[int, torch.Tensor | None] | None = None
@@ -308,8 +235,8 @@ class _Call:
             self._run_again(gradients, arrived)
             tangents = []
         else:
-            self.variant, self.notes = self.plan.variant(tangents, kept), Notes()
-            self.segments = self.plan.backward(self.variant, self.notes)
+            self.variant, self.notes = self.plan.variants.select(tangents, kept), Notes()
+            self.segments = self.plan.variants.segments(self.variant, self.notes)
             for (_, value), given in zip(self.plan.tangents, tangents, strict=True):
                 if given is not None:
                     self.notes.note(value, given)
@@ -376,7 +303,7 @@ class _Call:
         if last:
             self.held, self.segments = None, ()
             self.inputs = self.inputs if self.variant.kept else ()
-            self.plan.learn(self.variant, self.notes)
+            self.plan.variants.learn(self.variant, self.notes)
         return gradients
 
 

@@ -1,15 +1,9 @@
-"""An ONNX graph as a torch module: each node is a row of the op table, and the nodes run in order.
-
-Values that are known without computing tensors (sizes, axes, indices computed from them) stay numpy arrays
-while the graph runs. So shape arithmetic is done immediately and does not appear in a captured graph.
-"""
+"""An ONNX graph as a torch module: each node is a row of the op table, and the nodes run in order."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Iterable, Sequence
 from urllib.parse import quote, unquote
 
 import numpy as np
@@ -17,20 +11,23 @@ import torch
 from torch import Tensor, nn
 
 from rematplan.ir.errors import ModelError
-from rematplan.ir.onnx.graph import Graph, Node, Weight
-from rematplan.ir.onnx.weight_roles import differentiated, trains_statistics
+from rematplan.ir.onnx.graph import Graph, Weight
+from rematplan.ir.onnx.weight_roles import differentiated
 from rematplan.runtime.costs.measure import check_fits
-from rematplan.runtime.graph.compat import disable_current_modes
 from rematplan.runtime.guards.assertions import VALUES_DECIDE
 from rematplan.runtime.onnx.init_weights import first_readers, initialise
-from rematplan.runtime.onnx.op_table import row_of
-from rematplan.runtime.onnx.ops.rows import Row, refuse, stated
-from rematplan.runtime.onnx.ops.shape import stated_sizes
-from rematplan.runtime.onnx.ops.values import constant_tensor, to_array, to_tensor, torch_dtype
-
-MAX_KNOWN = 4096  # the largest number of elements of a value that stays a numpy array
-
-Value = Any  # Tensor | np.ndarray | list | None: a tensor, a known value, a sequence, an absent input
+from rematplan.runtime.onnx.instructions import Instruction, program_of
+from rematplan.runtime.onnx.known_values import (
+    SIZES,
+    Value,
+    all_known,
+    known_results,
+    known_weights,
+    stays_small,
+    wanted_as_tensors,
+)
+from rematplan.runtime.onnx.ops.rows import refuse, stated
+from rematplan.runtime.onnx.ops.values import constant_tensor, to_tensor, torch_dtype
 
 
 def torch_name(name: str) -> str:
@@ -45,33 +42,6 @@ def torch_name(name: str) -> str:
 def onnx_name(name: str) -> str:
     """Return the ONNX name from which :func:`torch_name` made a parameter name."""
     return unquote(name.removesuffix("%").replace(":", "."))
-
-
-@dataclass(frozen=True, slots=True)
-class Instruction:
-    """One node of an ONNX graph, ready to run.
-
-    ``node``: the node. ``row``: the op table's entry for its op and opset, with the function to call. ``last``: the
-    names of the values that no later node reads, which are freed after the node.
-    """
-
-    node: Node
-    row: Row
-    last: tuple[str, ...]
-    statistics: tuple[tuple[int, str], ...]
-    """For a batch norm in training form: pairs of an output's position and the name of the buffer whose
-    content it replaces."""
-    inner: tuple[Instruction, ...] = ()
-    """For a Gradient node: the instructions that compute the differentiated value from the node's inputs."""
-
-    @classmethod
-    def of(cls, node: Node) -> Instruction:
-        """Return the instruction of a single node that frees none of its inputs.
-
-        Raises:
-            ModelError: the op table has no entry for the node, or the entry does not support its attributes.
-        """
-        return cls(node, row_of(node), (), ())
 
 
 class OnnxModule(nn.Module):
@@ -93,11 +63,11 @@ class OnnxModule(nn.Module):
     def __init__(self, graph: Graph, seed: int | None = 0, device: str = "cpu") -> None:
         super().__init__()
         self.graph = graph
-        self.program = _program(graph)
+        self.program = program_of(graph)
         for value in graph.inputs:
             torch_dtype(value.dtype, f"the graph input {value.name!r}")
-        self.known = _known_weights(graph.weights)
-        tensors = _wanted_as_tensors(self.program, self.known) | {w.name for w in graph.weights} - set(
+        self.known = known_weights(graph.weights)
+        tensors = wanted_as_tensors(self.program, self.known) | {w.name for w in graph.weights} - set(
             self.known
         )
         self.names = {w.name: torch_name(w.name) for w in graph.weights if w.name in tensors}
@@ -189,8 +159,8 @@ class OnnxModule(nn.Module):
                 return self._differentiate(step, args)
             if row.raw:
                 results = row.run(node, *args)
-            elif _all_known(args) and _stays_small(row, args):
-                return _known_results(row, node, args)
+            elif all_known(args) and stays_small(row, args):
+                return known_results(row, node, args)
             else:
                 results = row.run(node, *self._operands(step, args))
         except VALUES_DECIDE as error:
@@ -257,113 +227,8 @@ class OnnxModule(nn.Module):
         return tensor if device is None else tensor.to(device)
 
 
-# ------------------------------------------------------------------ known values
-
-
-# Ops that need only a tensor's sizes.
-SIZES: Mapping[str, Callable[[Node, Tensor], np.ndarray]] = {
-    "Shape": lambda node, x: np.asarray(stated_sizes(node, x), np.int64),
-    "Size": lambda _, x: np.asarray(math.prod(x.shape), np.int64),
-}
-
-
-def _all_known(args: Iterable[Value]) -> bool:
-    return all(a is None or isinstance(a, np.ndarray) for a in args)
-
-
-def _stays_small(row: Row, args: Sequence[np.ndarray | None]) -> bool:
-    """Return whether the results of a node on known values are small enough to be known values."""
-    if row.random:
-        return False
-    if row.size is not None:
-        return row.size(*args) <= MAX_KNOWN
-    shapes = [a.shape for a in args if a is not None]
-    try:
-        return math.prod(np.broadcast_shapes(*shapes)) <= MAX_KNOWN
-    except ValueError:  # not elementwise: gather, concatenation and the like
-        return sum(math.prod(s) for s in shapes) <= MAX_KNOWN
-
-
-def _known_results(row: Row, node: Node, args: Sequence[np.ndarray | None]) -> tuple[Value, ...]:
-    """Run a row on known values, invisible to any tracer."""
-    with disable_current_modes(), torch.no_grad():
-        operands = [
-            a if a is None or k in row.known | row.literal else to_tensor(a) for k, a in enumerate(args)
-        ]
-        results = row.run(node, *operands)
-        return tuple(to_array(r) for r in (results if isinstance(results, tuple) else (results,)))
-
-
 def _first_line(error: BaseException) -> str:
     return next(iter(str(error).strip().splitlines()), type(error).__name__)[:200]
-
-
-# ------------------------------------------------------------------ making the module
-
-
-def _program(graph: Graph) -> tuple[Instruction, ...]:
-    """Return the nodes as instructions, each with the names of the values that no later node reads."""
-    rows = [row_of(node) for node in graph.nodes]
-    kept = {o.name for o in graph.outputs} | {w.name for w in graph.weights}
-    seen: set[str] = set()
-    program = []
-    for node, row in zip(reversed(graph.nodes), reversed(rows), strict=True):
-        names = dict.fromkeys(n for n in node.inputs if n and n not in seen and n not in kept)
-        seen.update(names)
-        inner = _inner(graph, node) if node.op == "Gradient" else ()
-        program.append(Instruction(node, row, tuple(names), _statistics(node, graph.weights), inner))
-    return tuple(reversed(program))
-
-
-def _inner(graph: Graph, gradient: Node) -> tuple[Instruction, ...]:
-    """Return the nodes that compute the differentiated value of a Gradient node from its inputs."""
-    names = differentiated(gradient)
-    inner = {*names.xs, *names.zs}
-    needed, chosen = {names.y}, []
-    for node in reversed(graph.nodes):
-        if node is not gradient and needed.intersection(node.outputs):
-            chosen.append(node)
-            needed.update(set(node.inputs) - inner)
-    missing = {v.name for v in graph.inputs} & needed
-    if missing or not chosen:
-        raise refuse(gradient, f"{names.y!r} is not computed from {sorted(inner)} alone")
-    return tuple(
-        Instruction(n, row_of(n), (), (), _inner(graph, n) if n.op == "Gradient" else ())
-        for n in reversed(chosen)
-    )
-
-
-def _wanted_as_tensors(program: Iterable[Instruction], known: Mapping[str, np.ndarray]) -> set[str]:
-    """Return the known weights that an op reads as a tensor. They are registered as buffers, so that they are
-    on the module's device."""
-    settled, wanted = {*known, ""}, set()
-    for step in program:
-        node, row = step.node, step.row
-        if node.op in SIZES or (settled.issuperset(node.inputs) and not row.random):
-            settled.update(node.outputs)
-            continue
-        for at, name in enumerate(node.inputs):
-            if (
-                name in known
-                and at not in row.known | row.literal
-                and not (row.scalars and known[name].size == 1)
-            ):
-                wanted.add(name)
-    return wanted
-
-
-def _statistics(node: Node, weights: Iterable[Weight]) -> tuple[tuple[int, str], ...]:
-    """Return which results of a batch norm in training form are new contents of buffers."""
-    if node.op != "BatchNormalization" or not trains_statistics(node):
-        return ()
-    buffers = {w.name for w in weights if w.role == "buffer"}
-    return tuple((out, node.inputs[at]) for out, at in ((1, 3), (2, 4)) if node.inputs[at] in buffers)
-
-
-def _known_weights(weights: Iterable[Weight]) -> Mapping[str, np.ndarray]:
-    """Return small constants as arrays."""
-    small = (w for w in weights if w.role == "constant" and math.prod(w.shape) <= MAX_KNOWN)
-    return {w.name: w.load() for w in small if w.dtype != "bfloat16"}
 
 
 def _made(weight: Weight, device: str, filled: bool) -> Tensor:

@@ -20,6 +20,7 @@ from rematplan.runtime.onnx.ops import (
     sequence,
     shape,
     signal,
+    slices,
     spatial,
     stateful,
 )
@@ -39,6 +40,7 @@ THEMES = (
     sequence,
     shape,
     signal,
+    slices,
     spatial,
     stateful,
 )

@@ -21,7 +21,8 @@ from rematplan.ir.errors import ModelError
 from rematplan.ir.onnx.graph import Batch, Graph, Node, Weight
 from rematplan.runtime.capture.fake_weights import without_data
 from rematplan.runtime.graph.quiet_logs import quiet
-from rematplan.runtime.onnx.module import Instruction, OnnxModule
+from rematplan.runtime.onnx.instructions import Instruction
+from rematplan.runtime.onnx.module import OnnxModule
 from rematplan.runtime.onnx.ops.rows import refuse
 from rematplan.runtime.onnx.ops.values import torch_dtype
 from rematplan.runtime.onnx.rebatch_rules import RULES, KnownValue, Operand, RebatchCase, batch_axis

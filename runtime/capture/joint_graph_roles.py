@@ -1,0 +1,123 @@
+"""What each input and output of a joint fx graph is: a parameter, a buffer, a tangent, a gradient and so on, and of
+what."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import fx
+
+from rematplan.ir import ModelError
+from rematplan.runtime.graph.captured_step import InputKind, OutputKind
+
+MUTATED = "InputMutationAOTOutput"
+"""The name of the tracer's class for outputs that are an input's new content."""
+COPY = torch.ops.aten.copy_.default
+
+
+class ModuleRoles:
+    """The roles that the tracer of a module describes.
+
+    ``names``: the module's names of parameters and buffers, by the names that the tracer uses. ``outputs``: the number
+    of the module's outputs; further ones are checks (assertions about values).
+    """
+
+    def __init__(self, names: Mapping[str, str], outputs: int) -> None:
+        self.names, self.outputs = names, outputs
+
+    def input(self, node: fx.Node, at: int) -> tuple[InputKind, str]:
+        """Return the kind of an input, and its name or its position among the inputs of its kind.
+
+        Raises:
+            ModelError: it is a tangent for an input or a parameter that the model changes in place.
+        """
+        del at
+        kind, target = _describe_input(node.meta["desc"], self.names)
+        return kind, self.names.get(target, target) if kind in ("parameter", "buffer") else target
+
+    def output(self, at: int, description: Any) -> tuple[OutputKind, str] | None:
+        """Return the kind of an output, and its position or the name of its parameter or buffer; None if the step has
+        no such output.
+
+        ``description``: the tracer's.
+
+        Raises:
+            ModelError: it is the new content of an input that the model changes in place.
+        """
+        del at
+        found = _describe_output(description, self.names)
+        if found is None:
+            return None
+        kind, target = found
+        if kind == "output" and int(target) >= self.outputs:
+            kind = "check"
+        return kind, self.names.get(target, target) if kind in ("gradient", "buffer") else target
+
+
+class PositionRoles:
+    """The roles of inputs and outputs by their positions. Inputs that get new content count as buffers.
+
+    ``module``: the joint graph. ``early``: the number of its results that are outputs; the results after them are
+    gradients.
+    """
+
+    def __init__(self, module: fx.GraphModule, early: int) -> None:
+        self.early = early
+        self.renewed = {n.args[0] for n in module.graph.find_nodes(op="call_function", target=COPY)}
+        described = module.graph.find_nodes(op="output")[0].meta.get("desc") or ()
+        self.at = {d.mutated_input.idx for d in described if type(d).__name__ == MUTATED}
+
+    def input(self, node: fx.Node, at: int) -> tuple[InputKind, str]:
+        """Return the kind of the input at a position, and the position as text."""
+        if "tangents" in node.name:
+            return "tangent", str(at)
+        return ("buffer" if node in self.renewed or at in self.at else "batch"), str(at)
+
+    def output(self, at: int, description: Any) -> tuple[OutputKind, str] | None:
+        """Return the kind of the output at a position, and its position among the outputs or among the gradients.
+
+        ``description``: the tracer's; None if there is none.
+        """
+        if at >= self.early:
+            return "input gradient", str(at - self.early)
+        return ("renewed" if type(description).__name__ == MUTATED else "output"), str(at)
+
+
+def _describe_input(description: Any, names: Mapping[str, str]) -> tuple[InputKind, str]:
+    kind = type(description).__name__
+    if kind == "ParamAOTInput":
+        return "parameter", description.target
+    if kind == "BufferAOTInput":
+        return "buffer", description.target
+    if kind == "TangentAOTInput":
+        if type(description.output).__name__ == MUTATED:
+            raise _in_place(description.output, names)
+        return "tangent", str(description.output.idx)
+    return "batch", str(description.idx)
+
+
+def _describe_output(description: Any, names: Mapping[str, str]) -> tuple[OutputKind, str] | None:
+    kind = type(description).__name__
+    if kind == "PlainAOTOutput":
+        return "output", str(description.idx)
+    if kind == MUTATED:
+        if not hasattr(description.mutated_input, "target"):
+            raise _in_place(description, names)
+        return "buffer", description.mutated_input.target
+    if kind == "GradAOTOutput":
+        of = description.grad_of
+        return ("gradient", of.target) if hasattr(of, "target") else ("input gradient", str(of.idx))
+    return None
+
+
+def _in_place(mutation: Any, names: Mapping[str, str]) -> ModelError:
+    place = mutation.mutated_input
+    if not hasattr(place, "target"):
+        return ModelError(f"the model changes its input {place.idx} in place")
+    name = names.get(place.target, place.target).removeprefix("model.")
+    return ModelError(
+        f"the forward changes the parameter {name} in place (as an embedding with max_norm does), which a plan cannot "
+        f"contain; change it between steps"
+    )

@@ -1,0 +1,187 @@
+"""Rows for joining, splitting, slicing and padding tensors along axes."""
+
+# ruff: noqa: ARG001  (every handler takes the node, whether it reads it or not)
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from rematplan.ir.onnx.graph import Node
+from rematplan.runtime.onnx.ops.rows import (
+    Known,
+    Rows,
+    integer,
+    ints,
+    known_ints,
+    number,
+    present,
+    refuse,
+    text,
+)
+
+ROWS = Rows()
+
+
+# ------------------------------------------------------------------ joining and splitting
+
+
+@ROWS.add("Concat", 4, 11, 13)
+def concat(node: Node, *tensors: Tensor) -> Tensor:
+    """Run ONNX Concat: concatenate the tensors along ``axis``."""
+    return torch.cat(present(tensors), integer(node, "axis", 1))
+
+
+@ROWS.add("Concat", 1)
+def concat_default(node: Node, *tensors: Tensor) -> Tensor:
+    """Run ONNX Concat of opsets below 4: concatenate the tensors along ``axis``, by default 1."""
+    return concat(node, *tensors)
+
+
+def _split(node: Node, x: Tensor, sizes: Sequence[int] | None) -> tuple[Tensor, ...]:
+    axis = integer(node, "axis", 0)
+    if not sizes:
+        parts = integer(node, "num_outputs", len(node.outputs))
+        each = -(-x.shape[axis] // parts)
+        sizes = [max(0, min(each, x.shape[axis] - each * i)) for i in range(parts)]
+    return torch.split(x, list(sizes), axis)
+
+
+@ROWS.add("Split", 13, 18, known=(1,))
+def split(node: Node, x: Tensor, sizes: Known = None) -> tuple[Tensor, ...]:
+    """Run ONNX Split: split ``x`` along ``axis`` into parts of the given sizes; None: as many equal parts as
+    outputs."""
+    return _split(node, x, known_ints(sizes))
+
+
+@ROWS.add("Split", 2, 11)
+def split_by_attribute(node: Node, x: Tensor) -> tuple[Tensor, ...]:
+    """Run ONNX Split of opsets 2 to 12: as `split`, with the sizes in the attribute ``split``."""
+    return _split(node, x, ints(node, "split"))
+
+
+@ROWS.add("Split", 1, known=(1,))
+def split_by_either(node: Node, x: Tensor, sizes: Known = None) -> tuple[Tensor, ...]:
+    """Run ONNX Split of opset 1: as `split`, with the sizes in the attribute ``split`` or as an input."""
+    return _split(node, x, ints(node, "split") or known_ints(sizes))
+
+
+# ------------------------------------------------------------------ slicing
+
+
+@ROWS.add("Slice", 10, 11, 13, known=(1, 2, 3, 4))
+def slice_(
+    node: Node, x: Tensor, starts: np.ndarray, ends: np.ndarray, axes: Known = None, steps: Known = None
+) -> Tensor:
+    """Run ONNX Slice: slice ``x`` along ``axes`` as NumPy does; a negative step runs backwards.
+
+    ``axes``: None for the first axes. ``steps``: None for 1.
+    """
+    first, last = known_ints(starts) or (), known_ints(ends) or ()
+    along = known_ints(axes) or tuple(range(len(first)))
+    stride = known_ints(steps) or (1,) * len(first)
+    for axis, start, end, step in zip(along, first, last, stride, strict=True):
+        picked = range(x.shape[axis])[slice(start, end, step)]
+        if step < 0:
+            x = x.flip(axis)
+            mirror = x.shape[axis] - 1
+            picked = range(mirror - picked.start, mirror - picked.stop, -step)
+        if len(picked) < x.shape[axis]:
+            x = _slice_of(x, axis, picked)
+    return x
+
+
+def _slice_of(x: Tensor, axis: int, picked: range) -> Tensor:
+    whole = [slice(None)] * x.dim()
+    whole[axis] = slice(picked.start, picked.stop, picked.step) if len(picked) else slice(0, 0)
+    return x[tuple(whole)]
+
+
+@ROWS.add("Slice", 1)
+def slice_by_attributes(node: Node, x: Tensor) -> Tensor:
+    """Run ONNX Slice of opsets below 10: as `slice_`, with starts, ends and axes as attributes, and no steps."""
+    starts, ends, axes = (ints(node, k) for k in ("starts", "ends", "axes"))
+    return slice_(node, x, *(None if v is None else np.asarray(v, np.int64) for v in (starts, ends, axes)))  # type: ignore[arg-type]
+
+
+PAD_MODES = {"constant": "constant", "reflect": "reflect", "edge": "replicate", "wrap": "circular"}
+
+
+def _pad(node: Node, x: Tensor, pads: Sequence[int], value: float, axes: Sequence[int] | None) -> Tensor:
+    """Pad each axis before and after; negative padding crops."""
+    mode, rank = text(node, "mode", "constant"), x.dim()
+    along = [a % rank for a in (axes if axes is not None else range(rank))]
+    before, after = dict(zip(along, pads, strict=False)), dict(zip(along, pads[len(along) :], strict=True))
+    if mode not in PAD_MODES:
+        raise refuse(node, f"the mode {mode!r} is not supported")
+    if mode == "constant":
+        pairs = [p for a in reversed(range(rank)) for p in (before.get(a, 0), after.get(a, 0))]
+        return F.pad(x, pairs, value=value) if any(pairs) else x
+    for axis in along:  # one gather per axis, since torch's modes support fewer ranks
+        n, low, high = x.shape[axis], before[axis], after[axis]
+        if low or high:
+            x = x.index_select(axis, _mirror(mode, n, low, high).to(x.device))
+    return x
+
+
+def _mirror(mode: str, n: int, low: int, high: int) -> Tensor:
+    places = torch.arange(-low, n + high)
+    if mode == "edge":
+        return places.clamp(0, n - 1)
+    if mode == "wrap" or n == 1:
+        return places % n
+    period = 2 * (n - 1)
+    return (n - 1) - ((places % period) - (n - 1)).abs()
+
+
+@ROWS.add("Pad", 11, 13, 18, 19, 21, 23, 24, 25, known=(1, 2, 3))
+def pad(node: Node, x: Tensor, pads: np.ndarray, value: Known = None, axes: Known = None) -> Tensor:
+    """Run ONNX Pad: pad ``x`` before and after each of ``axes`` (None: all); negative padding crops.
+
+    ``pads``: the padding before all axes, then after all axes. ``value``: the constant to pad with; None: 0.
+
+    Raises:
+        ModelError: the mode is none of ``constant``, ``reflect``, ``edge`` and ``wrap``.
+    """
+    fill = 0.0 if value is None or not value.size else value.reshape(()).item()
+    return _pad(node, x, known_ints(pads) or (), fill, known_ints(axes))
+
+
+@ROWS.add("Pad", 2)
+def pad_by_attributes(node: Node, x: Tensor) -> Tensor:
+    """Run ONNX Pad of opsets 2 to 10: as `pad`, with ``pads`` and ``value`` as attributes."""
+    return _pad(node, x, ints(node, "pads") or (), number(node, "value", 0.0), None)
+
+
+@ROWS.add("Pad", 1)
+def pad_by_old_attributes(node: Node, x: Tensor) -> Tensor:
+    """Run ONNX Pad of opset 1: as `pad`, with the attributes ``paddings`` and ``value``."""
+    return _pad(node, x, ints(node, "paddings") or (), number(node, "value", 0.0), None)
+
+
+@ROWS.add("CenterCropPad", 18, known=(1,))
+def center_crop_pad(node: Node, x: Tensor, shape: np.ndarray) -> Tensor:
+    """Run ONNX CenterCropPad: crop each axis to its middle, or pad it with zeros on both sides, to the given sizes.
+
+    ``shape``: one size for each of the attribute ``axes`` (or of all axes). Of an odd difference the smaller half is at
+    the front.
+    """
+    axes = ints(node, "axes") or tuple(range(x.dim()))
+    pairs = [0] * (2 * x.dim())
+    for axis, wanted in zip(axes, known_ints(shape) or (), strict=True):
+        more = wanted - x.shape[axis]
+        before = more // 2 if more >= 0 else -(-more // 2)
+        at = 2 * (x.dim() - 1 - axis % x.dim())
+        pairs[at : at + 2] = before, more - before
+    return F.pad(x, pairs) if any(pairs) else x
+
+
+@ROWS.add("Trilu", 14, known=(1,))
+def trilu(node: Node, x: Tensor, k: Known = None) -> Tensor:
+    """Run ONNX Trilu: keep the upper or lower triangle of the last two axes, from diagonal ``k`` on; the rest is
+    zero."""
+    at = 0 if k is None else int(k.reshape(()))
+    return torch.triu(x, at) if integer(node, "upper", 1) else torch.tril(x, at)
