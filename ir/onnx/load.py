@@ -58,23 +58,22 @@ def load_onnx(path: Path | str, dims: Mapping[str, int] | None = None, forms: Fo
         raise ModelError(f"{path}: {error}") from None
 
 
-def graph_from_proto(proto: Any, name: str = "the model", dims: Mapping[str, int] | None = None) -> Graph:
+def graph_from_proto(proto: Any, dims: Mapping[str, int] | None = None) -> Graph:
     """Load the forward graph of an ONNX model in memory.
 
     Args:
         proto: an ``onnx.ModelProto``.
-        name: the model's name in messages.
         dims: sizes of symbolic input dimensions, as for `load_onnx`.
 
     Raises:
         ModelError: the model is not valid, or an input dimension has no size.
         UsageError: ``dims`` names a dimension that the model does not have, or a size is not positive.
     """
-    draft = read_proto(proto, Path(name))
+    draft = read_proto(proto, Path("the model"))
     try:
         return _graph(draft, dict(dims or {}), AS_IS)
     except ModelError as error:
-        raise ModelError(f"{name}: {error}") from None
+        raise ModelError(f"the model: {error}") from None
 
 
 def _graph(draft: Draft, dims: Mapping[str, int], forms: Forms) -> Graph:

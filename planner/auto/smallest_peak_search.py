@@ -63,7 +63,6 @@ def find_smallest_peak(
     starts: Sequence[Plan] = (),
     progress: Progress = silent,
     *,
-    aim: int = 0,
     keep_order: bool = False,
     seed: int = 0,
 ) -> Plan:
@@ -78,7 +77,6 @@ def find_smallest_peak(
         effort: the time or number of moves that the search may spend. It ends earlier if nothing more is gained.
         starts: known plans of the problem.
         progress: called with the fraction done and a short text.
-        aim: bytes; a plan with a peak of at most this ends the search.
         keep_order: whether the first runs of all ops keep the problem's order.
         seed: the seed of the random choices.
 
@@ -100,9 +98,7 @@ def find_smallest_peak(
         until = effort.spent() + share * (effort.total - effort.spent())
         if effort.interrupted:
             return min(carried, key=_peak)
-        lowering = _Lowering(
-            problem, effort, until, max(aim, min_peak_bound(problem).bytes), seed, keep_order
-        )
+        lowering = _Lowering(problem, effort, until, min_peak_bound(problem).bytes, seed, keep_order)
         return lowering.run([*known, *carried], partial(_report, progress))
 
     begun = any(p.estimate.peak <= lean for p in starts)

@@ -41,7 +41,6 @@ def trace_curves(
     strategies: Mapping[str, Strategy],
     budgets: Sequence[int],
     progress: Progress = silent,
-    store: PlanStore | None = None,
 ) -> tuple[dict[str, tuple[Plan, ...]], tuple[str, ...]]:
     """Return the curve of each strategy, and notes on strategies without a curve.
 
@@ -54,13 +53,12 @@ def trace_curves(
         strategies: by name.
         budgets: bytes; used by strategies that plan for one budget at a time.
         progress: called with the fraction done (0 to 1) and a short text.
-        store: plans on disk from which strategies start, and to which new plans are added. None: an empty store.
 
     Returns:
         The plans by rising overhead and falling peak, by the strategy's name, in the order of ``strategies``; and one
         note for each strategy without a curve.
     """
-    store = PlanStore() if store is None else store
+    store = PlanStore()
     found: dict[str, tuple[Plan, ...]] = {}
     notes = []
     order = sorted(strategies, key="auto".__eq__)  # auto is last: it starts from the others' plans

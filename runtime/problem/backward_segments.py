@@ -39,8 +39,6 @@ def gradient_segments(
     schedule: Schedule,
     start: int,
     spare: Sequence[int] = (),
-    most: int = MOST_SEGMENTS,
-    least: int = LEAST_SEGMENT_BYTES,
     late: int | None = None,
 ) -> tuple[Segment, ...]:
     """Divide the backward half of a schedule into segments with about equal bytes of gradients. The gradients of a
@@ -51,11 +49,8 @@ def gradient_segments(
         schedule: the schedule, without the op that represents the loss.
         start: the position of the backward's first entry in the schedule.
         spare: the bytes of the budget that are unused at each position. A segment ends early where its gradients,
-            computed but not yet returned, would need more than these bytes. There may then be more than ``most``
-            segments. Empty: no limit.
-        most: the largest number of segments, not counting those that end early because of ``spare``.
-        least: the smallest number of gradient bytes of a segment. The last segment, and those that end early, may have
-            fewer.
+            computed but not yet returned, would need more than these bytes. There may then be more than
+            `MOST_SEGMENTS`. Empty: no limit.
         late: a position at which a segment must end, where the second part of a split backward (the weight gradients)
             begins; None if the backward is not split.
 
@@ -67,7 +62,7 @@ def gradient_segments(
     ready = _ready(step, schedule, split=late is not None)
     gradients = sorted((o for o in step.outputs if "gradient" in o.kind), key=ready.__getitem__)
     sizes = {o: step.storage_bytes[step.values[o.value].storage] for o in gradients}
-    enough = max(least, -(-sum(sizes.values()) // most))
+    enough = max(LEAST_SEGMENT_BYTES, -(-sum(sizes.values()) // MOST_SEGMENTS))
 
     communicates = any(c.collective and c.name in step.after_loss for c in step.calls)
 
