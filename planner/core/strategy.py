@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
-from typing import ClassVar, TypeAlias, TypeVar
+from typing import ClassVar, Self, TypeAlias, TypeVar
 
 from rematplan.ir import CHEAP, InfeasibleBudget, TrainingGraph
 from rematplan.planner.core.plan import Plan
@@ -129,6 +129,52 @@ class FamilyStrategy(Strategy):
         are ignored."""
         del budgets, starts
         return pareto(self.family(graph, progress))
+
+
+@dataclass(frozen=True)
+class SearchStrategy(Strategy):
+    """Base class of strategies that search for the plan of one budget, for up to ``time_limit`` seconds."""
+
+    time_limit: float = 30.0
+
+    carried: ClassVar[int] = 0
+    """How many of the plans found last are starts for the next budget of a curve."""
+
+    @property
+    def lasting(self) -> bool:
+        """True: plans are worth keeping on disk, as starts for later processes."""
+        return True
+
+    def share(self, count: int) -> Self:
+        """Return this strategy with a ``count``-th of its time limit."""
+        return replace(self, time_limit=self.time_limit / count)
+
+    def curve(
+        self,
+        graph: TrainingGraph,
+        budgets: Sequence[int],
+        progress: Progress = silent,
+        starts: Sequence[Plan] = (),
+    ) -> tuple[Plan, ...]:
+        """Return plans by falling peak and rising overhead, at most one for each of ``budgets`` (bytes).
+
+        Budgets are planned from the largest to the smallest. After the first budget that no plan fits, smaller ones
+        are skipped. The time limit is divided equally among the budgets. A plan that a plan for a smaller budget
+        beats or equals is left out.
+        """
+        share = self.share(max(1, len(budgets)))
+        plans: list[Plan] = []
+        for k, budget in enumerate(sorted(set(budgets), reverse=True)):
+
+            def report(fraction: float, text: str, k: int = k) -> None:
+                progress((k + fraction) / len(budgets), text)
+
+            last = plans[max(0, len(plans) - self.carried) :]
+            try:
+                plans.append(share.plan(graph, budget, report, (*starts, *last)))
+            except InfeasibleBudget:
+                break
+        return pareto(plans)
 
 
 def pareto(plans: Iterable[Plan]) -> tuple[Plan, ...]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import ClassVar
+from typing import ClassVar, Self
 
 from rematplan.ir import InfeasibleBudget, TrainingGraph
 from rematplan.planner.annealing.cheap_plan import CHEAP_SHARE, refusal
@@ -14,11 +14,11 @@ from rematplan.planner.annealing.restarts import Search
 from rematplan.planner.annealing.search_budget import SearchBudget
 from rematplan.planner.core.plan import Plan
 from rematplan.planner.core.schedule import runs_of
-from rematplan.planner.core.strategy import Progress, Strategy, pareto, silent
+from rematplan.planner.core.strategy import Progress, SearchStrategy, silent
 
 
 @dataclass(frozen=True)
-class Anneal(Strategy):
+class Anneal(SearchStrategy):
     """Simulated annealing of the sequence of runs: runs are moved, added and removed at random (see
     `planner.annealing.moves`).
 
@@ -30,7 +30,6 @@ class Anneal(Strategy):
     then the same on every machine.
     """
 
-    time_limit: float = 30.0
     seed: int = 0
     keep_order: bool = False
     moves: int = 0
@@ -38,10 +37,11 @@ class Anneal(Strategy):
     name: ClassVar[str] = "anneal"
     summary: ClassVar[str] = "anneal the sequence of ops, each recomputed where and as often as it pays"
 
-    @property
-    def lasting(self) -> bool:
-        """True: plans are worth keeping on disk, as starts for later processes."""
-        return True
+    carried: ClassVar[int] = 2
+
+    def share(self, count: int) -> Self:
+        """Return this strategy with a ``count``-th of its time limit and of its moves."""
+        return replace(super().share(count), moves=self.moves // count)
 
     def plan(
         self, graph: TrainingGraph, budget: int, progress: Progress = silent, starts: Sequence[Plan] = ()
@@ -66,34 +66,6 @@ class Anneal(Strategy):
             least, effort = search.least, SearchBudget(CHEAP_SHARE * self.time_limit, self.moves // 20)
             raise refusal(self.name, graph, budget, least, effort, seed=self.seed, keep_order=self.keep_order)
         return plan
-
-    def curve(
-        self,
-        graph: TrainingGraph,
-        budgets: Sequence[int],
-        progress: Progress = silent,
-        starts: Sequence[Plan] = (),
-    ) -> tuple[Plan, ...]:
-        """Return plans by falling peak and rising overhead, at most one for each of ``budgets`` (bytes).
-
-        Budgets are planned from the largest to the smallest; each plan is a start for the next budget. After the
-        first budget that no plan fits, smaller ones are skipped. Time limit and moves are divided equally among the
-        budgets. A plan that a plan for a smaller budget beats or equals is left out.
-        """
-        share = replace(
-            self, time_limit=self.time_limit / max(1, len(budgets)), moves=self.moves // max(1, len(budgets))
-        )
-        plans: list[Plan] = []
-        for k, budget in enumerate(sorted(set(budgets), reverse=True)):
-
-            def report(fraction: float, text: str, k: int = k) -> None:
-                progress((k + fraction) / len(budgets), text)
-
-            try:
-                plans.append(share.plan(graph, budget, report, (*starts, *plans[-2:])))
-            except InfeasibleBudget:
-                break
-        return pareto(plans)
 
 
 def _floor(graph: TrainingGraph) -> float:

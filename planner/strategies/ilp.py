@@ -19,7 +19,7 @@ from rematplan.planner.bounds.cut_bounds import CLOSED
 from rematplan.planner.bounds.loss_cut_start import cut_start
 from rematplan.planner.core.plan import Plan, plan_from_runs
 from rematplan.planner.core.schedule import runs_of
-from rematplan.planner.core.strategy import Progress, Strategy, pareto, silent
+from rematplan.planner.core.strategy import Progress, SearchStrategy, silent
 from rematplan.planner.ilp.solver import Solver
 from rematplan.planner.ilp.stage_program import StageProgram, add_violated, runs_at
 
@@ -43,7 +43,7 @@ LIMITS = IlpLimits()
 
 
 @dataclass(frozen=True)
-class ILP(Strategy):
+class ILP(SearchStrategy):
     """Solve integer programs of the whole schedule, after Checkmate (Jain et al. 2020).
 
     For up to 10 ops and inverses all orders are considered (solver CP-SAT); the result is optimal among schedules of
@@ -54,16 +54,10 @@ class ILP(Strategy):
     Options: ``time_limit``: seconds. ``upstream``: how many upstream ops may run again before each op.
     """
 
-    time_limit: float = 30.0
     upstream: int = 24
 
     name: ClassVar[str] = "ilp"
     summary: ClassVar[str] = "integer program of the whole schedule (after Checkmate, Jain et al. 2020)"
-
-    @property
-    def lasting(self) -> bool:
-        """True: plans are worth keeping on disk, as starts for later processes."""
-        return True
 
     def plan(
         self, graph: TrainingGraph, budget: int, progress: Progress = silent, starts: Sequence[Plan] = ()
@@ -156,32 +150,6 @@ class ILP(Strategy):
                 seconds *= 1.5
             elif not add_violated(program, values):
                 return
-
-    def curve(
-        self,
-        graph: TrainingGraph,
-        budgets: Sequence[int],
-        progress: Progress = silent,
-        starts: Sequence[Plan] = (),
-    ) -> tuple[Plan, ...]:
-        """Return plans by falling peak and rising overhead, at most one for each of ``budgets`` (bytes).
-
-        Budgets are planned from the largest to the smallest; after the first that no plan fits, smaller ones are
-        skipped. The time limit is divided equally among the budgets. A plan that a plan for a smaller budget beats
-        or equals is left out.
-        """
-        share = replace(self, time_limit=self.time_limit / max(1, len(budgets)))
-        plans: list[Plan] = []
-        for k, budget in enumerate(sorted(set(budgets), reverse=True)):
-
-            def report(fraction: float, text: str, k: int = k) -> None:
-                progress((k + fraction) / len(budgets), text)
-
-            try:
-                plans.append(share.plan(graph, budget, report, starts))
-            except InfeasibleBudget:
-                break
-        return pareto(plans)
 
 
 @dataclass
