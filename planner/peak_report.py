@@ -96,9 +96,9 @@ class PeakCause:
 
     def rows(self) -> dict[str, str]:
         """Return the causes as text for a table: names and values."""
-        stands = "the inputs" if self.at is None else str(self.at)
+        position = "the inputs" if self.at is None else str(self.at)
         return {
-            "the peak is at": stands,
+            "the peak is at": position,
             "inputs": f"{show_bytes(self.inputs)} ({self.inputs} bytes)",
             "held across it": f"{show_bytes(self.others)} ({self.others} bytes)",
             "proven least": _floor_text(self.floor, self.floor_at),

@@ -70,17 +70,26 @@ ABOLISHED = {
     r"(comes?|came) anew": "again",
 }
 """Word → what to say instead. Matched without regard to case, at word boundaries."""
-ABOLISHED_NAMES = (
-    "brought",
-    "lies_",
-    "presumption",
-    "parting",
-    "unscattered",
-    "members_plans",
-    "carried_over",
-    "outside",
-)
-"""Parts of names of modules, classes and functions."""
+ABOLISHED_IDENTIFIERS = {
+    "turn": "loss boundary, iteration, last forward op",
+    "turns": "iterations, rounds",
+    "way": "cache entry, recovery, rule",
+    "ways": "cache entries, recoveries, rules",
+    "parted": "split",
+    "parting": "split",
+    "presumption": "speculated assertion",
+    "presumptions": "speculated assertions",
+    "unscattered": "scatter to cat",
+    "beside": "in addition to, concurrently with",
+    "lie": "strides, layout",
+    "lies": "strides, layout",
+    "stand": "position, is",
+    "stands": "position, is",
+    "brought": "recovered",
+}
+"""Word of an identifier → what to say instead. Words are separated by underscores and capital letters."""
+ABOLISHED_NAMES = ("members_plans", "carried_over", "outside")
+"""Parts of names of modules, classes and functions that are abolished in addition."""
 
 
 def files(room: str) -> list[Path]:
@@ -123,6 +132,27 @@ def test_a_finished_room_has_no_abolished_name(room: str) -> None:
             assert not any(word in name.lower() for word in ABOLISHED_NAMES), (
                 f"{file.relative_to(ROOT)}: {name}"
             )
+        for name in [file.stem, *identifiers(tree)]:
+            for word in words(name) & ABOLISHED_IDENTIFIERS.keys():
+                raise AssertionError(f"{file.relative_to(ROOT)}: {name}; say {ABOLISHED_IDENTIFIERS[word]}")
+
+
+def identifiers(tree: ast.AST) -> Iterator[str]:
+    """Every name that a file gives to a class, function, argument, variable or attribute."""
+    for node in ast.walk(tree):
+        if isinstance(node, (ast.ClassDef, ast.FunctionDef)):
+            yield node.name
+        elif isinstance(node, ast.arg):
+            yield node.arg
+        elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+            yield node.id
+        elif isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store):
+            yield node.attr
+
+
+def words(name: str) -> set[str]:
+    """The words of an identifier, in lower case."""
+    return set(re.sub(r"([a-z0-9])([A-Z])", r"\1_\2", name).lower().split("_"))
 
 
 def test_an_abolished_word_is_found() -> None:
@@ -134,3 +164,9 @@ def test_an_abolished_word_is_found() -> None:
         for match in re.finditer(rf"\b({word})\b", " ".join(text.split()), re.IGNORECASE)
     ]
     assert sorted(found) == ["beside", "brings back", "lies"]
+
+
+def test_an_abolished_identifier_is_found() -> None:
+    source = "class LossTurn:\n    def __init__(self, ways): self.parted_at = [way for way in ways]\n"
+    found = {word for name in identifiers(ast.parse(source)) for word in words(name)}
+    assert found & ABOLISHED_IDENTIFIERS.keys() == {"turn", "ways", "way", "parted"}
