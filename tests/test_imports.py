@@ -200,6 +200,14 @@ def test_a_file_imports_only_its_own_room_and_lower_ones(file: Path) -> None:
         assert yours is None or yours <= mine, f"{file}:{line} imports {name}, which is in a higher room"
 
 
+@pytest.mark.parametrize("folder", LAYERS)
+def test_the_architecture_page_has_all_rooms_in_their_order(folder: str) -> None:
+    page = (ROOT / "docs/architecture.md").read_text(encoding="utf-8")
+    table = page.split(f"## `{folder}/`")[1].split("\n## ")[0]
+    rooms = [room for entry in LAYERS[folder] for room in entry.split() if (ROOT / folder / room).is_dir()]
+    assert re.findall(r"^\| `([\w/]+)` \|", table, re.MULTILINE) == rooms
+
+
 def test_no_file_imports_itself_in_a_circle() -> None:
     edges = {
         file: {module_file(name) for _, name in imported(ROOT / file) if within(name, ("rematplan",))}
