@@ -12,7 +12,7 @@ from rematplan.ir.problem_json import problem_from_json
 from rematplan.planner.annealing.adapt_to_size import polished
 from rematplan.planner.auto.compile_kernels import compile_kernels
 from rematplan.planner.caches.plan_store import PlanStore, recipe_names
-from rematplan.planner.core.plan import Plan, plan_from_runs
+from rematplan.planner.core.plan import Plan, by_cost, plan_from_runs
 from rematplan.planner.core.schedule import runs_of
 from rematplan.planner.registry import LIMIT, strategy
 
@@ -78,7 +78,7 @@ class SearchJob:
         ]
         self.found = list(self.starts)
         self.best: Plan | None = min(
-            (p for p in self.starts if p.estimate.peak <= self.budget), key=_cost, default=None
+            (p for p in self.starts if p.estimate.peak <= self.budget), key=by_cost, default=None
         )
 
     def polish(self) -> Iterator[Answer]:
@@ -153,13 +153,9 @@ class SearchJob:
     def _take(self, plan: Plan) -> Iterator[Answer]:
         """Yield an answer if the plan is better than all earlier ones or has a lower bound."""
         self.found.append(plan)
-        better = self.best is None or _cost(plan) < _cost(self.best) or plan.lower_bound is not None
-        self.best = min((p for p in (plan, self.best) if p is not None), key=_cost)
+        better = self.best is None or by_cost(plan) < by_cost(self.best) or plan.lower_bound is not None
+        self.best = min((p for p in (plan, self.best) if p is not None), key=by_cost)
         if better:
             best = replace(self.best, lower_bound=plan.lower_bound, status=plan.status)
             stated = message_of(self.problem, best)
             yield {"done": False, "seconds": time.monotonic() - self.began, **stated}
-
-
-def _cost(plan: Plan) -> tuple[float, int]:
-    return plan.estimate.cost, plan.estimate.peak

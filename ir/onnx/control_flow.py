@@ -159,7 +159,7 @@ class _Unrolling:
         return [inner.get(o, o) for o in body.outputs]
 
     def constant(self, name: str, value: np.ndarray) -> str:
-        self.initialisers[name] = Array(name, value.dtype.name, value.shape, lambda: value)
+        self.initialisers[name] = Array.of(name, value)
         self.known[name] = value
         return name
 

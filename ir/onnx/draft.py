@@ -33,6 +33,11 @@ class Array:
     shape: tuple[int, ...]
     load: Callable[[], np.ndarray] = field(compare=False, repr=False)
 
+    @classmethod
+    def of(cls, name: str, values: np.ndarray) -> Array:
+        """Return a tensor with the data ``values``."""
+        return cls(name, values.dtype.name, values.shape, lambda: values)
+
 
 @dataclass(frozen=True, slots=True)
 class Origin:

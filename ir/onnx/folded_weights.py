@@ -183,7 +183,7 @@ def _nodes(edit: Edit, array: Array, spread: Spread, version: int) -> list[Node]
 
 
 def _store(edit: Edit, name: str, values: np.ndarray) -> str:
-    edit.initialisers[name] = Array(name, values.dtype.name, values.shape, lambda: values)
+    edit.initialisers[name] = Array.of(name, values)
     return name
 
 

@@ -244,7 +244,7 @@ def _constant(node: Node) -> tuple[np.ndarray] | None:
 
 
 def _in_memory(name: str, array: np.ndarray) -> Array:
-    return Array(name, array.dtype.name, array.shape, lambda: array)
+    return Array.of(name, array)
 
 
 def _weights(work: _Work, draft: Draft, nodes: Sequence[Node], outputs: Sequence[str]) -> tuple[Weight, ...]:

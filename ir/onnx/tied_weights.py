@@ -170,9 +170,8 @@ def _view_node(edit: Edit, name: str, shape: tuple[int, ...], view: _View, versi
     seen = edit.fresh(f"{name}.{view.op}")
     if view is TRANSPOSED:
         return Node(seen, "Transpose", "", version, (name,), (seen,), {"perm": (1, 0)})
-    sizes = np.asarray(shape, np.int64)
     stated = edit.fresh(f"{seen}.shape")
-    edit.initialisers[stated] = Array(stated, "int64", sizes.shape, lambda: sizes)
+    edit.initialisers[stated] = Array.of(stated, np.asarray(shape, np.int64))
     return Node(seen, "Reshape", "", version, (name, stated), (seen,))
 
 

@@ -82,7 +82,7 @@ class _Additions:
     read: frozenset[str]
 
     def constant(self, name: str, value: np.ndarray) -> str:
-        self.initialisers[name] = Array(name, value.dtype.name, value.shape, lambda: value)
+        self.initialisers[name] = Array.of(name, value)
         return name
 
 

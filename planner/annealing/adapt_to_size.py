@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from rematplan.ir import TrainingGraph
 from rematplan.planner.annealing.annealer import Annealer, compile_annealer
 from rematplan.planner.annealing.cooling_schedule import WITH_PHASES
-from rematplan.planner.core.plan import Plan, plan_from_runs
+from rematplan.planner.core.plan import Plan, by_cost, plan_from_runs
 from rematplan.planner.core.schedule import runs_of
 
 
@@ -74,7 +74,7 @@ def polished(
     compile_annealer()
     annealer = Annealer(graph, seed, keep_order)
     usable = [p for p in starts if annealer.accepts(runs_of(p.schedule))]
-    fitting = sorted((p for p in usable if p.estimate.peak <= budget), key=_cost)
+    fitting = sorted((p for p in usable if p.estimate.peak <= budget), key=by_cost)
     best = fitting[0] if fitting else None
 
     def better(runs: Sequence[str]) -> Plan | None:
@@ -83,7 +83,7 @@ def polished(
         return plan if fits and (best is None or plan.estimate.cost < best.estimate.cost) else None
 
     tidied = [annealer.tidied(runs_of(p.schedule), budget) for p in fitting[: ADAPT.tidied]]
-    if found := min(filter(None, map(better, tidied)), key=_cost, default=None):
+    if found := min(filter(None, map(better, tidied)), key=by_cost, default=None):
         best = found
         yield best
     over = min((p for p in usable if p.estimate.peak > budget), key=lambda p: p.estimate.peak, default=None)
@@ -112,7 +112,3 @@ def _cool(annealer: Annealer, hot: float, seconds: float, moves: int) -> None:
         now = time.thread_time()
         count = max(200, min(2 * count, int(count * ADAPT.slice_seconds / max(now - clock, 1e-6))))
         done = (now - began) / seconds
-
-
-def _cost(plan: Plan) -> tuple[float, int]:
-    return plan.estimate.cost, plan.estimate.peak

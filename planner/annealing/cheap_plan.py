@@ -9,7 +9,7 @@ from rematplan.ir.errors import Known
 from rematplan.planner.annealing.restarts import Search
 from rematplan.planner.annealing.search_budget import SearchBudget
 from rematplan.planner.arrays.precedence import needed_ops
-from rematplan.planner.core.plan import Plan, plan_from_runs
+from rematplan.planner.core.plan import Plan, by_peak, plan_from_runs
 from rematplan.planner.core.schedule import runs_of
 
 CHEAP_SHARE = 0.05
@@ -42,8 +42,8 @@ def cheap_plan(
         keep_order: whether the first runs of all ops keep the problem's order.
     """
     base = plan_from_runs(graph, [op.name for op in needed_ops(graph)], "store_all")
-    least = min((*known, base), key=_peak)
-    best = min((p for p in (*known, base) if p.estimate.overhead <= CHEAP), key=_peak)
+    least = min((*known, base), key=by_peak)
+    best = min((p for p in (*known, base) if p.estimate.overhead <= CHEAP), key=by_peak)
     low, moves = least.estimate.peak, effort.moves // STEPS
     for _ in range(STEPS):
         high = best.estimate.peak
@@ -91,9 +91,5 @@ def refusal(
         keep_order: whether the first runs of all ops keep the problem's order.
     """
     cheap = cheap_plan(graph, [least], effort, seed=seed, keep_order=keep_order)
-    least = min(least, cheap, key=_peak)
+    least = min(least, cheap, key=by_peak)
     return InfeasibleBudget(strategy, budget, least.peak, known, plan=least, cheap=cheap.peak)
-
-
-def _peak(plan: Plan) -> tuple[int, float]:
-    return plan.estimate.peak, plan.estimate.cost

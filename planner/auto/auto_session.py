@@ -27,7 +27,7 @@ from rematplan.planner.auto.without_inverses_first import search_without_inverse
 from rematplan.planner.bounds.bound_search import BoundSearch
 from rematplan.planner.bounds.cut_bounds import CLOSED, Bound, min_peak_bound
 from rematplan.planner.bounds.loss_cut_start import cut_start
-from rematplan.planner.core.plan import Plan, plan_from_runs
+from rematplan.planner.core.plan import Plan, by_cost, plan_from_runs
 from rematplan.planner.core.schedule import runs_of
 from rematplan.planner.core.strategy import Progress
 from rematplan.planner.ilp.exhaustive import exhaustive
@@ -106,7 +106,7 @@ class AutoSession:
     def best(self) -> Plan | None:
         """The best known plan that fits; None if there is none."""
         fitting = (p for p in self.known if p.estimate.peak <= self.budget)
-        return min(fitting, key=lambda p: (p.estimate.cost, p.estimate.peak), default=None)
+        return min(fitting, key=by_cost, default=None)
 
     @property
     def smallest(self) -> Plan | None:

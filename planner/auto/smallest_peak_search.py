@@ -27,7 +27,7 @@ from rematplan.planner.auto.block_starts import leanest_plans
 from rematplan.planner.auto.eviction import lower_by_eviction
 from rematplan.planner.auto.without_inverses_first import search_without_inverses_first
 from rematplan.planner.bounds.cut_bounds import min_peak_bound
-from rematplan.planner.core.plan import Plan
+from rematplan.planner.core.plan import Plan, by_peak
 from rematplan.planner.core.schedule import runs_of
 from rematplan.planner.core.strategy import Progress, silent
 from rematplan.planner.strategies.store_all import no_recompute
@@ -97,7 +97,7 @@ def find_smallest_peak(
         ]
         until = effort.spent() + share * (effort.total - effort.spent())
         if effort.interrupted:
-            return min(carried, key=_peak)
+            return min(carried, key=by_peak)
         lowering = _Lowering(problem, effort, until, min_peak_bound(problem).bytes, seed, keep_order)
         return lowering.run([*known, *carried], partial(_report, progress))
 
@@ -129,7 +129,7 @@ class _Lowering:
         base = no_recompute(self.graph)
         annealer = Annealer(self.graph, keep_order=self.keep_order)
         known = [p for p in starts if annealer.accepts(runs_of(p.schedule))]
-        self.least = min((*known, base), key=_peak)
+        self.least = min((*known, base), key=by_peak)
         try:
             self._evict()
             self._descend([runs_of(p.schedule) for p in known], report)
@@ -201,7 +201,7 @@ class _Lowering:
 
     def _take(self, searches: Sequence[Search]) -> None:
         found = [search.smallest for search in searches if search.smallest is not None]
-        self.least = min((self.least, *found), key=_peak)
+        self.least = min((self.least, *found), key=by_peak)
 
     def _in_threads(self, searches: Sequence[Callable[[SearchBudget], object]], share: float) -> None:
         """Run searches at the same time, for a share of the time that is left."""
@@ -217,10 +217,6 @@ class _Lowering:
                 self.effort.done += parts[0].done
                 for part in parts:
                     part.stop()
-
-
-def _peak(plan: Plan) -> tuple[int, float]:
-    return plan.estimate.peak, plan.estimate.cost
 
 
 def _lower(search: Search, starts: Sequence[Sequence[str]], effort: SearchBudget) -> None:

@@ -19,7 +19,7 @@ from typing import NamedTuple, TypeAlias
 from rematplan.ir import InfeasibleBudget, ProblemError, TrainingGraph
 from rematplan.ir.cache_folder import cache_folder, read_cached, report_damage, write_cached
 from rematplan.planner.caches.warm_starts import transfer_plan
-from rematplan.planner.core.plan import Plan, plan_from_runs
+from rematplan.planner.core.plan import Plan, by_cost, plan_from_runs
 from rematplan.planner.core.schedule import runs_of
 from rematplan.planner.core.simulator import simulate
 from rematplan.planner.core.strategy import pareto
@@ -193,7 +193,7 @@ class PlanStore:
         fitting = [plan for plan in content.plans if plan.estimate.peak <= budget]
         if not fitting:
             return None
-        best = min(fitting, key=lambda plan: (plan.estimate.cost, plan.estimate.peak))
+        best = min(fitting, key=by_cost)
         searches = content.searches
         floor = max((floor for at, floor, _ in searches if at >= budget), default=-math.inf)
         overhead = best.estimate.overhead

@@ -67,6 +67,16 @@ class Plan:
         )
 
 
+def by_cost(plan: Plan) -> tuple[float, int]:
+    """Return a key that sorts plans by cost, and plans of equal cost by peak."""
+    return plan.estimate.cost, plan.estimate.peak
+
+
+def by_peak(plan: Plan) -> tuple[int, float]:
+    """Return a key that sorts plans by simulated peak, and plans of equal peak by cost."""
+    return plan.estimate.peak, plan.estimate.cost
+
+
 def plan_from_runs(graph: TrainingGraph, runs: Sequence[str], strategy: str, **more: Any) -> Plan:
     """Build the plan that runs ``runs`` (names of ops and inverses) in order and frees each tensor as early as
     possible.

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from typing import ClassVar, Self, TypeAlias, TypeVar
 
 from rematplan.ir import CHEAP, InfeasibleBudget, TrainingGraph
-from rematplan.planner.core.plan import Plan
+from rematplan.planner.core.plan import Plan, by_cost
 
 Row = TypeVar("Row")
 Progress: TypeAlias = Callable[[float, str], None]
@@ -180,7 +180,7 @@ class SearchStrategy(Strategy):
 def pareto(plans: Iterable[Plan]) -> tuple[Plan, ...]:
     """Return the plans that no other plan beats or equals in both cost and peak, by rising cost and falling peak. Of
     plans equal in both, the first is returned."""
-    return tuple(undominated(plans, lambda p: (p.estimate.cost, p.estimate.peak)))
+    return tuple(undominated(plans, by_cost))
 
 
 def undominated(rows: Iterable[Row], cost_and_peak: Callable[[Row], tuple[float, int]]) -> list[Row]:

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import ClassVar, Self
 
-from rematplan.ir import InfeasibleBudget, TrainingGraph
+from rematplan.ir import TrainingGraph
 from rematplan.planner.annealing.cheap_plan import CHEAP_SHARE, refusal
 from rematplan.planner.annealing.problem_arrays import recipes
 from rematplan.planner.annealing.restarts import Search

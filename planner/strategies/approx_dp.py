@@ -10,7 +10,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-from rematplan.ir import UsageError
 from rematplan.planner.blocks.forward_graph import ForwardGraph
 from rematplan.planner.blocks.lower_sets import pruned_lower_sets
 from rematplan.planner.strategies.dp_strategy import DPStrategy
@@ -31,13 +30,6 @@ class ApproxDP(DPStrategy):
     summary: ClassVar[str] = (
         "block partition by dynamic programming over each op's ancestors (Kusumoto et al. 2019)"
     )
-
-    max_lower_sets: int = 1500
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if self.max_lower_sets < 2:
-            raise UsageError(f"{self.name}: max_lower_sets is {self.max_lower_sets}; it must be at least 2")
 
     def lower_sets(self, view: ForwardGraph) -> tuple[int, ...]:
         """Return the lower sets to use as bit masks: each node with its ancestors, ∅, and the set of all nodes, by

@@ -32,12 +32,14 @@ class DPStrategy(BlockStrategy):
 
     Options: ``objective``: ``time``: take from each table the chains with the least recomputation time; ``memory``:
     take the chains with the most, whose coarser blocks need less memory. ``ticks``: the number of steps into which
-    recomputation time is divided. ``budgets``: the largest number of tables for each formula.
+    recomputation time is divided. ``budgets``: the largest number of tables for each formula. ``max_lower_sets``: the
+    largest number of lower sets that are used.
     """
 
     objective: Literal["time", "memory"] = "time"
     ticks: int = 400
     budgets: int = 24
+    max_lower_sets: int = 1500
 
     def __post_init__(self) -> None:
         if self.objective not in SHARES:
@@ -45,6 +47,8 @@ class DPStrategy(BlockStrategy):
         for option in ("ticks", "budgets"):
             if getattr(self, option) < 1:
                 raise UsageError(f"{self.name}: {option} is {getattr(self, option)}; it must be at least 1")
+        if self.max_lower_sets < 2:
+            raise UsageError(f"{self.name}: max_lower_sets is {self.max_lower_sets}; it must be at least 2")
 
     def lower_sets(self, view: ForwardGraph) -> tuple[int, ...]:
         """Return the lower sets to use as bit masks, by number of nodes, ∅ and the set of all nodes included."""

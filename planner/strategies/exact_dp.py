@@ -11,7 +11,6 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import ClassVar
 
-from rematplan.ir import UsageError
 from rematplan.planner.blocks.forward_graph import ForwardGraph
 from rematplan.planner.blocks.lower_sets import lower_sets
 from rematplan.planner.core.strategy import Progress
@@ -38,11 +37,6 @@ class ExactDP(DPStrategy):
     )
 
     max_lower_sets: int = 3000
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if self.max_lower_sets < 2:
-            raise UsageError(f"{self.name}: max_lower_sets is {self.max_lower_sets}; it must be at least 2")
 
     def chains(self, view: ForwardGraph, progress: Progress) -> Iterable[Chain]:
         """Yield chains of all lower sets, then chains of the pruned family that `ApproxDP` uses.

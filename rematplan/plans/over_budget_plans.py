@@ -11,7 +11,7 @@ from rematplan.planner.annealing.search_budget import SearchBudget
 from rematplan.planner.auto.block_starts import leanest_plans
 from rematplan.planner.bounds.cut_bounds import min_peak_bound
 from rematplan.planner.caches.warm_starts import transfer_plan
-from rematplan.planner.core.plan import Plan
+from rematplan.planner.core.plan import Plan, by_peak
 from rematplan.planner.core.strategy import Strategy
 from rematplan.planner.strategies.store_all import no_recompute
 
@@ -33,7 +33,7 @@ def leanest_plan(graph: TrainingGraph, known: Iterable[Plan] = ()) -> Plan:
     """
     found = [plan for one in known if (plan := transfer_plan(one, graph))]
     found = found or [*leanest_plans(graph, time.monotonic() + SECONDS)]
-    return min((*found, no_recompute(graph)), key=lambda plan: (plan.estimate.peak, plan.estimate.cost))
+    return min((*found, no_recompute(graph)), key=by_peak)
 
 
 def check_floor(strategy: Strategy, graph: TrainingGraph, budget: int) -> None:

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from rematplan.ir import LatticeTooLarge, TrainingGraph
 from rematplan.planner.caches.plan_store import PlanStore
-from rematplan.planner.core.plan import Plan
+from rematplan.planner.core.plan import Plan, by_cost
 from rematplan.planner.core.strategy import Progress, Strategy, pareto, silent
 from rematplan.plans.budgets import Budget, known_plans
 
@@ -127,7 +127,7 @@ def _row(budget: Budget, name: str, plans: Sequence[Plan], base_peak: int, whole
     smallest = min(p.estimate.peak for p in plans)
     limit = budget.bytes(base_peak, lambda: smallest, whole)
     fitting = [p for p in plans if p.estimate.peak <= limit]
-    best = min(fitting, key=lambda p: (p.estimate.cost, p.estimate.peak), default=None)
+    best = min(fitting, key=by_cost, default=None)
     return Row(budget.text, name, best, smallest)
 
 

@@ -15,7 +15,7 @@ from matplotlib.figure import Figure
 
 from rematplan.ir import show_bytes
 from rematplan.ir.problem_json import write_whole
-from rematplan.planner.core.plan import Plan
+from rematplan.planner.core.plan import Plan, by_peak
 
 # Okabe and Ito's palette: colour-blind readers can tell its colours apart. Markers differ as well, for grey prints.
 COLOURS = ("#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#999999", "#F0E442")
@@ -246,7 +246,7 @@ class _Picture:
         text."""
         base = self.base.estimate.peak
         lines = [f"no recompute: {show_bytes(base)}"]
-        least = min(self.plans, key=lambda p: (p.estimate.peak, p.estimate.cost), default=self.base)
+        least = min(self.plans, key=by_peak, default=self.base)
         if least.estimate.peak < base:
             share = 100 * least.estimate.peak / base
             lines += [
