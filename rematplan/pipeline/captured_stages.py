@@ -100,7 +100,7 @@ class CapturedStage:
 
 
 def captured_stage(
-    stage: StageModule, planner: StepPlanner, template: StagePlan, *, last: bool, split: bool, handed: int
+    stage: StageModule, planner: StepPlanner, template: StagePlan, *, last: bool, split: bool, beyond: int
 ) -> CapturedStage:
     """Capture a pipeline stage, and return it with its planning problem.
 
@@ -110,8 +110,9 @@ def captured_stage(
         template: the memory of the stage that does not depend on the plan.
         last: whether this is the last stage, from whose outputs the loss is computed.
         split: whether the backward computes weight gradients later than the gradients of inputs.
-        handed: bytes of the stage's outputs that are counted already as inputs of the next stage, because both stages
-            are on one rank; otherwise 0.
+        beyond: bytes that are held outside of the stage for a micro-batch from its forward to its backward, except by
+            the loss. Negative if the stage's outputs are counted already as inputs of the next stage, because both
+            stages are on one rank.
 
     Raises:
         ModelError: the stage cannot be captured.
@@ -130,7 +131,7 @@ def captured_stage(
         graph = with_weight_boundary(step, graph)
     template = replace(template, left=template.left + loss.kept)
     tangents = ("tangent",) if last else ()
-    problem = stage_problem(step, graph, tangents=tangents, between=loss.peak - handed, template=template)
+    problem = stage_problem(step, graph, tangents=tangents, between=loss.peak + beyond, template=template)
     return CapturedStage(stage, step, problem, _targets(captured))
 
 

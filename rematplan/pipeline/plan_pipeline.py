@@ -11,6 +11,7 @@ from torch import nn
 
 from rematplan.ir import UsageError
 from rematplan.pipeline.auto_cuts import agreed, auto_cuts
+from rematplan.pipeline.data_parallel import ALONE, DataParallel
 from rematplan.pipeline.rank_plans import (
     budget_bytes,
     captured_part,
@@ -48,6 +49,7 @@ def plan_pipeline(
     hop: float = 0.0,
     max_inversion_error: float | None = None,
     shards: int = 1,
+    replicas: int = 1,
 ) -> Pipeline:
     """Divide a model into stages and plan the recomputation of each rank within a budget.
 
@@ -84,10 +86,14 @@ def plan_pipeline(
             on the tensor's type.
         shards: the number of processes over which ``wrap`` shards each stage's parameters by FSDP2 (see
             `Pipeline.stages`). Each of them then holds its shard in addition to the gathered parameters.
+        replicas: the number of processes in which ``wrap`` averages each stage's gradients by
+            DistributedDataParallel. Each of them then holds buckets of gradients, copies of buffers that are broadcast,
+            and a copy of the outputs of each micro-batch in flight.
 
     Raises:
         InfeasibleBudget: a rank does not fit. The error names the rank and the smallest peak found for it.
-        UsageError: an unknown schedule or cut, a batch that cannot be divided evenly, a malformed budget.
+        UsageError: an unknown schedule or cut, a batch that cannot be divided evenly, a malformed budget, impossible
+            shards or replicas.
         ModelError: the model cannot be divided into stages.
     """
     asked = PlanOptions(
@@ -100,7 +106,8 @@ def plan_pipeline(
     )
     order = _order(schedule, stages, microbatches, hop)
     budgeted = parse_budget(str(budget))
-    pipe = captured_pipeline(model, args, kwargs, order, budgeted, cuts, asked, ranks, shards)
+    parallel = DataParallel(shards, replicas)
+    pipe = captured_pipeline(model, args, kwargs, order, budgeted, cuts, asked, ranks, parallel)
     wanted = range(order.ranks) if ranks is None else sorted(set(ranks))
     made = {
         rank: rank_plan(order, rank, pipe.parts, pipe.budget, asked)
@@ -120,7 +127,7 @@ def captured_pipeline(
     cuts: str | Sequence[str],
     asked: PlanOptions,
     ranks: Iterable[int] | None = None,
-    shards: int = 1,
+    parallel: DataParallel = ALONE,
 ) -> Pipeline:
     """Cut a model into stages and capture the stages of ``ranks``. The result has no plans yet.
 
@@ -134,17 +141,15 @@ def captured_pipeline(
             commas; or ``auto``.
         asked: the options of planning, whose own budget is ignored.
         ranks: the ranks to capture; None for all.
-        shards: the number of processes over which FSDP2 shards each stage's parameters.
+        parallel: how many processes have each stage.
 
     Raises:
-        UsageError: a budget that is neither bytes nor a percentage, impossible cuts or shards, or a batch that cannot
-            be divided evenly.
+        UsageError: a budget that is neither bytes nor a percentage, impossible cuts, or a batch that cannot be divided
+            evenly.
         ModelError: the model cannot be divided into stages.
     """
     stages, microbatches = order.stages, order.microbatches
     check_budget(stated)
-    if shards < 1:
-        raise UsageError(f"shards is {shards}: it must be 1 or more")
     one_args, one_kwargs = _first_microbatch(args, kwargs or {}, microbatches)
     if cuts == AUTO:
 
@@ -161,7 +166,7 @@ def captured_pipeline(
     wanted = range(order.ranks) if ranks is None else sorted(set(ranks))
     needed = {s for rank in wanted for s in order.stage_of_rank[rank]}
     every = range(stages) if stated.kind != "bytes" else sorted(needed)
-    parts = {number: captured_part(order, planner, number, modules[number], shards) for number in every}
+    parts = {number: captured_part(order, planner, number, modules[number], parallel) for number in every}
     return Pipeline(order, tuple(cuts), budget_bytes(stated, order, parts), parts, {})
 
 

@@ -10,9 +10,10 @@ import torch
 
 from rematplan.ir import InfeasibleBudget, UsageError
 from rematplan.pipeline.captured_stages import CapturedStage, captured_stage
+from rematplan.pipeline.data_parallel import ALONE, DataParallel
 from rematplan.pipeline.dataflow import DataflowPart, dataflow_part
 from rematplan.pipeline.schedules import SPLIT
-from rematplan.pipeline.torch_memory import handed_on, shard_bytes, stage_torch_memory
+from rematplan.pipeline.torch_memory import handed_on, output_bytes, stage_torch_memory
 from rematplan.planner.core.plan import Plan, plan_from_json
 from rematplan.planner.pipeline.actions import PipelineSchedule
 from rematplan.planner.pipeline.dataflow_plans import starting_plans
@@ -31,7 +32,11 @@ Part = CapturedStage | DataflowPart
 
 
 def captured_part(
-    order: PipelineSchedule, planner: StepPlanner, number: int, stage: StageModule, shards: int = 1
+    order: PipelineSchedule,
+    planner: StepPlanner,
+    number: int,
+    stage: StageModule,
+    parallel: DataParallel = ALONE,
 ) -> Part:
     """Capture a stage of a pipeline, and return it with its planning problem.
 
@@ -40,19 +45,19 @@ def captured_part(
         planner: determines the costs, and for the last stage the memory of the loss.
         number: the stage's number, from 0.
         stage: the stage's module and arguments.
-        shards: the number of processes over which FSDP2 shards the stage's parameters; 1 for none.
+        parallel: how many processes have this stage.
 
     Raises:
         ModelError: the stage cannot be captured.
     """
     device = next((t.device for t in stage.module.parameters()), torch.device("cpu"))
     template = stage_torch_memory(order, number, stage, device)
-    template = replace(template, states=template.states + shard_bytes(stage, shards, device))
+    template = replace(template, states=template.states + parallel.resident(stage, device))
     if order.name in CHANNELS:
         return dataflow_part(stage, planner, template, number, order.stages)
     last = number == order.stages - 1
-    handed = handed_on(order, number, stage, device)
-    return captured_stage(stage, planner, template, last=last, split=order.name in SPLIT, handed=handed)
+    beyond = parallel.copied(output_bytes(stage, device)) - handed_on(order, number, stage, device)
+    return captured_stage(stage, planner, template, last=last, split=order.name in SPLIT, beyond=beyond)
 
 
 def check_budget(stated: Budget) -> None:

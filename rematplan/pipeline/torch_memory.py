@@ -43,25 +43,12 @@ def handed_on(schedule: PipelineSchedule, number: int, stage: StageModule, devic
     Then these bytes are counted as the inputs of the next stage, and must not be counted twice.
     """
     mine = schedule.stage_of_rank[schedule.rank_of(number)]
-    return _bytes(stage.outputs, device) if number + 1 in mine else 0
+    return output_bytes(stage, device) if number + 1 in mine else 0
 
 
-def shard_bytes(stage: StageModule, shards: int, device: torch.device) -> int:
-    """Return the bytes of this process's shard of a stage's parameters, which FSDP2 holds in addition to gathered
-    parameters.
-
-    FSDP2 divides the first dimension of each parameter evenly, rounded up.
-
-    ``shards``: the number of processes over which the parameters are sharded; for 1 the result is 0.
-    """
-    if shards == 1:
-        return 0
-
-    def part(p: torch.Tensor) -> int:
-        rows = p.shape[0] if p.ndim else 1
-        return -(-rows // shards) * (p.nbytes // max(1, rows))
-
-    return sum(allocated(part(p), device) for p in stage.module.parameters())
+def output_bytes(stage: StageModule, device: torch.device) -> int:
+    """Return the bytes of a stage's outputs for one micro-batch."""
+    return _bytes(stage.outputs, device)
 
 
 def _back(tensors: Iterable[torch.Tensor], activations: bool, device: torch.device) -> int:

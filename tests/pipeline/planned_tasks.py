@@ -43,7 +43,11 @@ class Block(nn.Module):
 
 
 class Net(nn.Module):
-    """Blocks between an embedding and a head; the frozen ones need no gradients."""
+    """Blocks between an embedding and a head.
+
+    ``frozen``: blocks that need no gradients. ``skips``: pairs of blocks; the first one's output is added to the second
+    one's input.
+    """
 
     def __init__(
         self,
@@ -52,8 +56,10 @@ class Net(nn.Module):
         dropout: float = 0.0,
         frozen: tuple[int, ...] = (),
         embed: bool = True,
+        skips: tuple[tuple[int, int], ...] = (),
     ) -> None:
         super().__init__()
+        self.skips = skips
         self.embed, self.head = nn.Linear(5, width), nn.Linear(width, 1)
         self.blocks = nn.ModuleList(Block(width, dropout) for _ in range(blocks))
         self.embed.requires_grad_(embed)
@@ -62,8 +68,12 @@ class Net(nn.Module):
 
     def forward(self, x: torch.Tensor, scale: float = 0.5) -> torch.Tensor:
         x = self.embed(x)
-        for block in self.blocks:
+        outputs = []
+        for at, block in enumerate(self.blocks):
+            for first, second in self.skips:
+                x = x + outputs[first] if second == at else x
             x = block(x, scale)
+            outputs.append(x)
         return self.head(x)
 
 
@@ -160,9 +170,18 @@ def run_step(
     }
 
 
+class Late(DistributedDataParallel):
+    """Keeps what it broadcast for the last two forwards, as two threads of gloo do that are slow to free it."""
+
+    def _sync_buffers(self) -> None:
+        super()._sync_buffers()
+        copies = [b.clone() for b in self.module.buffers() if b.is_floating_point()]
+        self.late = [*getattr(self, "late", [])[-1:], copies]
+
+
 def replicated(module: nn.Module, mesh: DeviceMesh) -> nn.Module:
     """The weights in each process, their gradients reduced."""
-    return DistributedDataParallel(module, process_group=mesh.get_group(), find_unused_parameters=True)
+    return Late(module, process_group=mesh.get_group(), find_unused_parameters=True)
 
 
 def sharded(module: nn.Module, mesh: DeviceMesh) -> nn.Module:
@@ -184,6 +203,8 @@ def run_data_parallel(
     stages = pipe.stages(mesh["pipeline"], wrap=lambda module: wrap(module, mesh["data"]))
     step = step_of(pipe.schedule(stages, loss), stages, (x, SCALE), y, [])
     peak = measured(stages, step)
+    if asked.get("replicas"):  # the buckets of gradients, made before the step
+        peak += sum(p.nbytes for p in stages[0].submod.parameters() if p.requires_grad)
     forward = lambda _, part: plain(part, SCALE)  # noqa: E731
     in_one_process(plain, *batches, 2 * asked["microbatches"], forward)
     theirs = dict(plain.named_parameters())

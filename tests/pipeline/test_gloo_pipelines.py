@@ -79,11 +79,16 @@ def test_dropout_that_runs_again_drops_the_same(workers: Workers) -> None:
     assert found[3]["losses"]
 
 
-@pytest.mark.parametrize(("wrap", "shards"), [(planned_tasks.replicated, 1), (planned_tasks.sharded, 2)])
-def test_pipelines_side_by_side_share_their_gradients(workers: Workers, wrap: Any, shards: int) -> None:
+@pytest.mark.parametrize(
+    ("wrap", "parallel"),
+    [(planned_tasks.replicated, {"replicas": 2}), (planned_tasks.sharded, {"shards": 2})],
+)
+def test_pipelines_side_by_side_share_their_gradients(
+    workers: Workers, wrap: Any, parallel: dict[str, int]
+) -> None:
     asked = {"schedule": "1f1b", "stages": 2, "microbatches": 4, "rows": 64, "cuts": ("blocks.4",)}
-    asked |= {"budget": "1GiB", "strategy": "store_all", "shards": shards}
+    asked |= {"budget": "1GiB", "strategy": "store_all", **parallel}
     found = workers.run(planned_tasks.run_data_parallel, wrap=wrap, **asked)
     assert [one["different"] for one in found] == [[]] * 4
     assert min(one["compared"] for one in found) > 20
-    assert all(one["peak"] <= one["promise"] for one in found)
+    assert all(0.97 * one["promise"] <= one["peak"] <= one["promise"] for one in found)

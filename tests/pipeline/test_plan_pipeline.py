@@ -38,6 +38,12 @@ def planned(model: nn.Module | None = None, rows: int = 64, **more: Any) -> rema
         ({"cuts": "blocks.1"}, UsageError, "4 stages need 3 cuts, not 1"),
         ({"cuts": "blocks.1,blocks.3,no"}, UsageError, "cannot be cut at 'no'; similar: "),
         ({"cuts": "blocks.3,blocks.1,blocks.5"}, UsageError, "'blocks.1' does not come after"),
+        ({"shards": 0}, UsageError, "shards is 0: it must be 1 or more"),
+        (
+            {"shards": 2, "replicas": 2},
+            UsageError,
+            "shards .FSDP2. or replicas .DistributedDataParallel., not both",
+        ),
         ({"budget": "min"}, UsageError, "in bytes or as a percentage, not as 'min'"),
         ({"budget": "1KiB"}, InfeasibleBudget, "rank 0: budget 1.00 KiB"),
     ],

@@ -1,0 +1,73 @@
+"""The memory that data parallelism of a pipeline's stages needs in each process, in addition to the pipeline itself."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass
+
+import torch
+
+from rematplan.ir import UsageError
+from rematplan.runtime.graph.allocator_rounding import allocated
+from rematplan.runtime.pipeline.stage_modules import StageModule
+
+GLOO_THREADS = 2
+"""The threads of a gloo process group. Each may hold the buffers of its last operation until it begins the next one."""
+
+
+@dataclass(frozen=True)
+class DataParallel:
+    """How many processes have the same stage of a pipeline, each with other samples.
+
+    ``shards``: the number of processes over which FSDP2 (``fully_shard``) divides the stage's parameters.
+    ``replicas``: the number of processes in which DistributedDataParallel averages the stage's gradients. 1: not used.
+
+    Raises:
+        UsageError: a number is below 1, or both are above 1.
+    """
+
+    shards: int = 1
+    replicas: int = 1
+
+    def __post_init__(self) -> None:
+        for name, number in (("shards", self.shards), ("replicas", self.replicas)):
+            if number < 1:
+                raise UsageError(f"{name} is {number}: it must be 1 or more")
+        if self.shards > 1 and self.replicas > 1:
+            raise UsageError("state shards (FSDP2) or replicas (DistributedDataParallel), not both")
+
+    def resident(self, stage: StageModule, device: torch.device) -> int:
+        """Return the bytes that are held during the whole step for a stage.
+
+        With FSDP2: this process's shard of the parameters, in addition to the gathered parameters; FSDP2 divides the
+        first dimension of each parameter evenly, rounded up. With DistributedDataParallel: its buckets, which are as
+        large as the gradients, and copies of the stage's buffers. It broadcasts these before each forward: all
+        buffers of one type in one copy. A thread of gloo may free its last copy late, in the worst case after the
+        copies of the next forward are made.
+        """
+        if self.shards > 1:
+            return sum(allocated(self._shard(p), device) for p in stage.module.parameters())
+        if self.replicas == 1:
+            return 0
+        copies: Counter[torch.dtype] = Counter()
+        for buffer in stage.module.buffers():
+            copies[buffer.dtype] += buffer.nbytes
+        sizes = [allocated(size, device) for size in copies.values()]
+        buckets = sum(allocated(p.nbytes, device) for p in stage.module.parameters() if p.requires_grad)
+        return buckets + sum(sizes) + GLOO_THREADS * max(sizes, default=0)
+
+    def copied(self, outputs: int) -> int:
+        """Return the bytes that are held for each micro-batch from forward to backward: with
+        DistributedDataParallel, a copy of the stage's outputs, which it makes to find unused parameters.
+
+        ``outputs``: bytes of the stage's outputs for one micro-batch.
+        """
+        return outputs if self.replicas > 1 else 0
+
+    def _shard(self, parameter: torch.Tensor) -> int:
+        rows = parameter.shape[0] if parameter.ndim else 1
+        return -(-rows // self.shards) * (parameter.nbytes // max(1, rows))
+
+
+ALONE = DataParallel()
+"""No data parallelism."""
