@@ -1,1 +1,1 @@
-"""Proven lower bounds of the overhead, by cuts through the backward pass."""
+"""Prove lower bounds of the overhead and of the peak, for all schedules of a problem."""

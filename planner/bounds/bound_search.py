@@ -1,4 +1,5 @@
-"""Search for the best proven lower bound of the overhead at one budget. The proofs are in docs/lower-bound.md."""
+"""Search for the best lower bound of the overhead at one budget that can be proven within a time limit. The proofs
+are in docs/lower-bound.md."""
 
 from __future__ import annotations
 
@@ -11,12 +12,15 @@ from rematplan.planner.ilp.solver import Solver
 
 
 class BoundSearch(CutBounds):
-    """The search for a lower bound of the overhead at one budget. Another thread may read its result ``best`` and
-    stop it.
+    """A search for a proven lower bound of the overhead at one budget. The overhead is the extra time of a schedule,
+    as a fraction of the time without recomputation.
 
-    A *cut* at an op states that what is resident at the op's first run fits the budget; what is not must be computed
-    later. First, maximum flows bound single cuts at a few ops. From the best of them a set of cuts grows, whose
-    integer programs prove more.
+    ``best`` is the best bound so far. Another thread may read it and may call `stop`.
+
+    The bounds come from *cuts*. A cut at an op is the constraint that the bytes resident at the op's first execution
+    fit the budget: tensors that are not resident there must be recomputed if they are read later. First, a maximum
+    flow bounds each of a few cuts alone (with inverses, a linear relaxation does). Then cuts are added to the best
+    one, and integer programs for the set prove higher bounds.
     """
 
     _growth: Growth | None = None
@@ -24,7 +28,8 @@ class BoundSearch(CutBounds):
     def run(self, time_limit: float, enough: Callable[[float], bool] = lambda _: False) -> Bound:
         """Search for up to ``time_limit`` seconds. Return the best bound proven, which is also in ``best``.
 
-        ``enough``: called between programs with the overhead that is proven so far; returning True ends the search.
+        ``enough``: the search ends when it returns True. It is called before each program is solved, with the
+        overhead that is proven so far (a fraction).
         """
         with Solver() as self._solver:
             self._growth = Growth(self, time_limit, enough)
@@ -32,16 +37,16 @@ class BoundSearch(CutBounds):
         return self.best
 
     def extend(self, seconds: float) -> None:
-        """Allow a search that is running to go on for ``seconds`` from now on. Nothing happens before `run` has
-        begun."""
+        """Change the time limit of a search that is running: it may go on for ``seconds`` from now. This has no
+        effect before `run` has begun."""
         if self._growth is not None:
             self._growth.time_limit = self._growth.spent + seconds
 
 
 def lower_bound(graph: TrainingGraph, budget: int, time_limit: float = 10.0) -> Bound:
-    """Return a proven lower bound of the overhead of any schedule whose peak is within ``budget`` bytes.
+    """Return a proven lower bound of the overhead of all schedules whose peak is at most ``budget`` bytes.
 
-    ``time_limit``: seconds for the search. Without a better proof, it is the overhead of running once each op that
-    every schedule must run.
+    ``time_limit``: seconds for the search. The bound is never below the overhead of running only the ops that every
+    schedule must run, each once.
     """
     return BoundSearch(graph, budget).run(time_limit)

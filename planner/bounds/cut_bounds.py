@@ -1,9 +1,9 @@
-"""Proven lower bounds: of the overhead of any schedule within a budget, by sets of cuts, and of the peak of any
-schedule.
+"""Prove lower bounds: of the overhead of all schedules within a budget, and of the peak of all schedules.
 
-They hold for any order of the ops, any number of runs of each op, and frees anywhere. The proofs are in
-docs/lower-bound.md. Only the dual bound of the solver is used, less a margin for its arithmetic; the value of a
-solution is never used.
+The bounds hold for any order of the ops, any number of executions of each op, and frees at any step. The overhead is
+bounded by integer programs for sets of *cuts*: ops at whose first execution the resident bytes must fit the budget. A
+bound is the solver's dual bound minus a margin for rounding errors. The cost of a solution is never used as a bound.
+The proofs are in docs/lower-bound.md.
 """
 
 from __future__ import annotations
@@ -36,10 +36,11 @@ TINY = 1e-5
 """In problems of more than `LARGE` ops, tensors up to this share of the budget are assumed to be always resident."""
 LARGE = 200
 PLACES = 24
-"""The number of ops along the network at which cuts are tried."""
+"""The number of ops along the network's heaviest chain at which cuts are tried."""
 
 VAST = 3000
-"""With more ops no integer programs are solved: one program of this size may prove nothing for a minute."""
+"""In problems with more ops, no integer programs are solved: one program of this size may prove nothing for a minute.
+"""
 VAST_PLACES = 8
 
 CLOSED = 1e-6
@@ -49,25 +50,30 @@ percent of the cost of running each op once."""
 
 @dataclass(frozen=True, slots=True)
 class Bound:
-    """A proven lower bound. ``overhead``: no schedule within the budget has less; infinite if it is proven that no
-    schedule fits."""
+    """A proven lower bound of the overhead of all schedules within a budget.
+
+    ``overhead``: no schedule within the budget has a smaller overhead. It is infinite if it is proven that no
+    schedule is within the budget.
+    """
 
     overhead: float
 
     @property
     def unreachable(self) -> bool:
-        """Whether it is proven that no schedule fits the budget that the bound is for."""
+        """Whether it is proven that no schedule is within the budget."""
         return self.overhead == math.inf
 
 
 class CutBounds:
-    """Lower bounds of the overhead at one budget that sets of cuts prove, and the best of them so far (``best``).
+    """Proven lower bounds of the overhead at one budget. ``best`` is the best of them so far.
 
-    A *cut* at an op states that what is resident at the op's first run fits the budget. A lower bound for a budget
-    also holds for smaller budgets; it is cached for them. `stop` may be called from another thread.
+    Each bound is proven by a set of *cuts*. A cut at an op is the constraint that the bytes resident at the op's
+    first execution fit the budget. The best bound is cached on the problem by its budget; it then serves as a first
+    bound for smaller budgets, for which it also holds. `stop` may be called from another thread.
 
-    ``rounded``: the sequence of runs of the last integer program's solution, empty if there is none. ``nearest``:
-    the sequence of runs of the integer program that proved most so far. Both sequences may exceed the budget.
+    ``rounded``: the order of execution (names of ops and inverses, repeats included) that the solution of the last
+    integer program describes; empty if it has none. ``nearest``: the same for the last integer program that was
+    solved to the end and proved the best bound. Both orders may exceed the budget between cuts.
     """
 
     def __init__(self, graph: TrainingGraph, budget: int) -> None:
@@ -93,11 +99,13 @@ class CutBounds:
         self._solver = Solver()
 
     def price(self, cut: int) -> float:
-        """Return the lower bound of the overhead that a single cut proves by a maximum flow, and record it. ``cut``:
-        the position in ``graph.ops`` of an op that every schedule runs.
+        """Compute, by a maximum flow, the lower bound of the overhead that a cut at a single op proves. Record the
+        bound and return it.
 
-        Infinite if no schedule fits; -1, which proves nothing, if there are inverses, if no op costs anything, or if
-        the numbers are too large.
+        The bound is infinite if no schedule is within the budget. It is -1, which proves nothing, if the problem has
+        inverses, if no op has a cost, or if sums in the flow network would overflow.
+
+        ``cut``: the position in ``graph.ops`` of an op that every schedule runs.
         """
         if not self.graph.base_cost or self.graph.inverses:
             return -1.0
@@ -106,43 +114,49 @@ class CutBounds:
         return found
 
     def _raise(self, overhead: float) -> None:
-        """Record a proven lower bound; infinite if no schedule fits."""
+        """Record a proven lower bound of the overhead, in ``best`` and in the problem's cache, if it is higher than
+        those known. Before, it is rounded up to an overhead that a sum of the ops' costs can have.
+
+        ``overhead``: infinite if no schedule is within the budget.
+        """
         floor = self._rounded_up(overhead) if math.isfinite(overhead) else overhead
         self.best = Bound(max(self.best.overhead, floor))
         self._proven[self.budget] = self.best.overhead
 
     def reached(self, overhead: float) -> bool:
-        """Return whether ``overhead`` is at most the best bound so far plus `CLOSED`."""
+        """Return whether a schedule with this overhead counts as optimal: ``overhead`` is at most the best bound so
+        far plus `CLOSED` (1e-6)."""
         return overhead <= self.best.overhead + CLOSED
 
     def stop(self) -> None:
-        """End the search at once. What the program being solved would have proven is lost."""
+        """End the search at once. An integer program that is being solved is abandoned and proves nothing."""
         self._stopped = True
         self._solver.stop()
 
     @property
     def stopped(self) -> bool:
-        """Whether `stop` was called, which ends the search."""
+        """Whether `stop` was called."""
         return self._stopped
 
     def _floor(self) -> float:
-        """Return the overhead of running each needed op once."""
+        """Return the overhead of running only the ops that every schedule must run, each once. It is at most 0."""
         needed = (op.cost for i, op in enumerate(self.graph.ops) if self.order.needed >> i & 1)
         return math.fsum(needed) / self.graph.base_cost - 1 if self.graph.base_cost else 0.0
 
     def solve(self, cuts: Sequence[int], seconds: float, *, integer: bool) -> tuple[float, bool]:
         """Solve the integer program of a set of cuts, or its linear relaxation, and record the bound that it proves.
 
-        Loops of the solution (tensors that it computes only from each other) are excluded from later programs.
+        An integer solution may contain *loops*: tensors that it computes only from each other, by ops and their
+        inverses. Loops that are found are excluded from later programs.
 
         Args:
-            cuts: positions in ``graph.ops`` of ops, each of which must precede the next.
+            cuts: positions in ``graph.ops`` of the ops to cut at. Each must precede the next in every schedule.
             seconds: the time limit of the solver.
             integer: whether to solve the integer program; if not, the relaxation.
 
         Returns:
-            The overhead that is proven (infinite if no schedule fits), and whether more seconds would prove nothing
-                more.
+            The overhead that this program proves (infinite if no schedule is within the budget), and whether it is
+                final for these cuts: the solver finished and found no new loops.
         """
         tiny = int(TINY * (self.budget - self.graph.input_bytes)) if len(self.graph.ops) > LARGE else 0
         program = CutProgram(self.graph, self.order, cuts, self.budget, tiny, self.loops)
@@ -169,7 +183,8 @@ class CutBounds:
         return proven, answer.done and not loops
 
     def _rounded_up(self, overhead: float) -> float:
-        """Return the least overhead, not below this one, that a sum of the ops' costs can have."""
+        """Round a lower bound of the overhead up to the next overhead that a sum of the ops' costs can have. Return
+        it unchanged if `_quantum` found no common divisor of the costs."""
         if not self.quantum:
             return overhead
         steps = math.ceil((overhead + 1) * self.graph.base_cost / self.quantum - 1e-3)
@@ -178,18 +193,21 @@ class CutBounds:
 
 @dataclass(frozen=True, slots=True)
 class PeakBound:
-    """A lower bound of the peak of any schedule. ``bytes``: no schedule has a smaller peak. ``op``: the name of the
-    op whose reads, writes and workspace are the reason; None if the inputs and outputs are."""
+    """A proven lower bound of the peak of all schedules of a problem.
+
+    ``bytes``: no schedule has a smaller peak. ``op``: the name of the op that, in addition to the inputs, needs so
+    many bytes for its reads, writes and workspace; None if the bound is the bytes of the inputs and outputs.
+    """
 
     bytes: int
     op: str | None
 
 
 def min_peak_bound(graph: TrainingGraph) -> PeakBound:
-    """Return a lower bound of the peak of any schedule: the inputs and the largest working set of an op that every
-    schedule must run, or the inputs and outputs if that is more.
+    """Return a proven lower bound of the peak of all schedules of a problem.
 
-    An op's working set is its reads, writes and workspace.
+    An op needs its reads, its writes and its workspace while it runs. The bound is the bytes of the inputs plus the
+    larger of two numbers: the bytes of the outputs, and the largest need among the ops that every schedule must run.
     """
     inputs = set(graph.inputs)
     outputs = sum(graph.size[t] for t in graph.outputs if t not in inputs)
@@ -203,7 +221,12 @@ def min_peak_bound(graph: TrainingGraph) -> PeakBound:
 
 
 def _quantum(graph: TrainingGraph) -> float:
-    """Return a number of which every cost is a whole multiple, or 0 if there is none that is coarse enough to help."""
+    """Return the greatest number of which the costs of all ops and inverses are multiples, in the unit of `Op.cost`.
+    Lower bounds can be rounded up to its multiples.
+
+    The result is 0 if the costs are not multiples of a thousandth, or if the number is too small to raise a bound
+    noticeably (below 1e-5 of the cost of running each op once).
+    """
     thousandths = [round(op.cost * 1000) for op in (*graph.ops, *graph.inverses)]
     exact = all(
         abs(op.cost * 1000 - n) <= 1e-9 * max(1, n)

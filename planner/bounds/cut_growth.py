@@ -1,14 +1,19 @@
-"""Choose where to cut: grow a set of cuts so that the lower bound rises as fast as possible.
+"""Choose a set of cuts: add one cut after another, so that the proven lower bound of the overhead rises quickly.
 
-Start from the best single cut. The solution of the integer program, written as a sequence of runs, shows where to
-cut next: only a cut where this sequence exceeds the budget can change anything. Among those places, the one that
-raises the linear relaxation most is tried; if none is clearly best, the one that the network's shape suggests, and
-after failures the one where the sequence exceeds the budget most. A cut stays if it raises the integer program. If
-several in turn do not, one of them stays anyway, because often only two cuts together do. docs/lower-bound.md has
-figures.
+A *cut* at an op is the constraint that the bytes resident at the op's first execution fit the budget. The first cut
+is the one that alone proves most. Then the integer program of the cuts so far is solved, and its solution is
+converted to an order of execution. A further cut can raise the bound only at an op where this order exceeds the
+budget.
 
-A cut inside one of several parallel branches excludes cuts inside the others. Therefore, if time remains, a second
-growth follows from the same first cut, with cuts along the chain only.
+Among such ops, the one with which the linear relaxation proves most is tried, if it proves clearly more than the
+others. Otherwise the first op is tried that `cut_candidates` chose from the network's shape or, after a failure, the
+op where the excess is most prominent. A cut stays if it raises the bound of the integer program. If several cuts in a
+row do not, the first of them stays anyway, because often only two cuts together raise the bound. docs/lower-bound.md
+has figures.
+
+A cut inside one of several parallel branches excludes cuts inside the other branches, because one cut must precede
+the other. Therefore, if time remains, a second set of cuts is grown from the same first cut, only with ops of the
+network's heaviest chain.
 """
 
 from __future__ import annotations
@@ -24,31 +29,32 @@ from rematplan.planner.bounds.rounding import bytes_at_first_run
 Cuts = tuple[int, ...]
 
 ALONE = 4
-"""The number of likely ops that are compared as first cut where maximum flows do not apply."""
+"""The number of promising ops that are compared as first cut in problems with inverses, where maximum flows do not
+apply."""
 
 FEW = 4
-"""The number of prominent ops whose relaxations are compared for the next cut, in addition to the likeliest op."""
+"""The number of prominent ops whose linear relaxations are compared for the next cut."""
 
 FIRST = 1.0
-"""Seconds that any integer program may take. Later ones may take as long as was spent before."""
+"""Seconds that any integer program may take. A later one may take as many seconds as were spent before it."""
 
 GAIN = 1e-5
-"""The least overhead by which a cut must raise a bound to be chosen for it."""
+"""The least increase of the proven overhead for which a cut is added."""
 
 SIBLINGS = 3
-"""The number of cuts that are tried with the same other cuts before one that raises nothing stays."""
+"""After so many cuts in a row that did not raise the bound, the first of them is added anyway."""
 
 CLEARLY = 0.005
-"""Another op is preferred to the likeliest one only if its relaxation proves more by this share; small differences
-between relaxations say nothing about the integer programs."""
+"""Another op is preferred to the likeliest one only if its linear relaxation proves more by this share. Small
+differences between relaxations say nothing about the integer programs."""
 
 
 class Growth:
-    """The growth of a set of cuts, to raise the lower bound of the overhead in ``search``. A *cut* at an op states
-    that what is resident at the op's first run fits the budget.
+    """Adds cuts to a set, to raise the lower bound of the overhead in ``search``. A *cut* at an op is the constraint
+    that the bytes resident at the op's first execution fit the budget.
 
-    ``time_limit``: seconds. ``enough``: called between programs with the overhead that is proven so far; returning
-    True ends the growth.
+    ``time_limit``: seconds since this object was created. ``enough``: the growth ends when it returns True. It is
+    called before each program is solved, with the overhead that is proven so far.
     """
 
     def __init__(self, search: CutBounds, time_limit: float, enough: Callable[[float], bool]) -> None:
@@ -61,7 +67,11 @@ class Growth:
         }
 
     def run(self) -> None:
-        """Add cuts until the time is up, ``enough`` returned True, or there is nothing left to try."""
+        """Bound a few cuts alone. Then add cuts to the best of them until time is up, ``enough`` returns True, or
+        there is nothing left to try.
+
+        No cuts are added if no op has a cost, or if the problem is very large (``search.vast``) and has no inverses.
+        """
         search = self.search
         alone = {cut: search.price(cut) for cut in search.starts if not self.over()}
         if self.over() or not search.graph.base_cost or (search.vast and not search.graph.inverses):
@@ -78,12 +88,15 @@ class Growth:
                     self.solve(cuts)
 
     def grow(self, cuts: Cuts, among: Collection[int]) -> list[Cuts]:
-        """Add cuts at ops of ``among`` while likely ones raise the bound. Return the sets of cuts whose programs
-        were not solved to the end.
+        """Add cuts at ops of ``among`` to the set ``cuts``, as long as the bound rises. Return the sets of cuts whose
+        integer programs were not solved to the end.
 
-        A program that was not solved to the end gets more time before a cut is added whose relaxation proves no
-        more, because the larger program would take even longer. If none of a few cuts raises the bound alone, the
-        first of them stays, because often only two cuts together do.
+        If the program of the present set was not solved to the end, it gets more time before another cut is tried,
+        except where the relaxation with that cut already proves more. If `SIBLINGS` cuts in a row do not raise the
+        bound, the first of them whose program was solved stays anyway, because often only two cuts together raise the
+        bound.
+
+        ``cuts``, ``among``: positions of ops in ``graph.ops``.
         """
         if self.over():
             return []
@@ -124,11 +137,12 @@ class Growth:
         return unsolved
 
     def resident(self, cuts: Cuts, among: Collection[int]) -> Mapping[int, int]:
-        """Return, for those ops of ``among`` at which a further cut is possible, the bytes resident while each first
-        runs.
+        """Return, for each op of ``among`` at which a further cut is possible, the bytes resident at the op's first
+        execution. Ops are positions in ``graph.ops``.
 
-        They are the bytes of the sequence of runs of the last solution, or of the plan without recomputation before
-        there is a solution.
+        The bytes are those in the order of execution that the last integer solution describes. Before there is a
+        solution, they are those in the order without recomputation, for the ops of ``search.places`` only. A further
+        cut is possible at an op that every schedule runs and that must precede or follow each op of ``cuts``.
         """
         return {
             op: self._resident[op]
@@ -137,15 +151,18 @@ class Growth:
         }
 
     def likely(self, resident: Mapping[int, int], tried: Collection[int], failed: int) -> list[int]:
-        """Return the ops to try next as cuts, all of them where the budget is exceeded: the most prominent ones, and
-        the first untried one of the places found in advance (``search.places``).
+        """Return the ops to try next as cuts, as positions in ``graph.ops``. At all of them the resident bytes exceed
+        the budget.
 
-        The latter is first if ``failed`` is 0, else last. Empty if the budget is exceeded nowhere else.
+        They are the `FEW` ops where the excess is most prominent, and one op of ``search.places``, which were chosen
+        from the network's shape: the first that is left. That op comes first if ``failed`` is 0, else last. If no op
+        is prominent and none of ``search.places`` is left, the result is the op with the most resident bytes. The
+        result is empty if no untried op exceeds the budget.
 
         Args:
-            resident: the bytes resident at each op.
+            resident: the bytes resident at the first execution of each op at which a cut is possible.
             tried: ops to leave out.
-            failed: how many cuts in a row have raised nothing.
+            failed: how many cuts in a row have not raised the bound.
         """
         over = [max(0, bytes_ - self.search.budget) for bytes_ in resident.values()]
         prominent = dict(zip(resident, prominence(over, over), strict=True)) if over else {}
@@ -156,8 +173,11 @@ class Growth:
         return list(dict.fromkeys(ranked)) or sorted(left, key=lambda op: -resident[op])[:1]
 
     def most_lifting(self, cuts: Cuts, likely: list[int]) -> int:
-        """Return the op of ``likely`` that, added to ``cuts``, raises the bound of the linear relaxation most, if
-        clearly more than the first of ``likely``; else that first op."""
+        """Return the op of ``likely`` that is to be added to ``cuts``.
+
+        It is the op with which the linear relaxation proves the highest overhead, if that is clearly more (`CLEARLY`)
+        than with the first op of ``likely``; else it is that first op.
+        """
         value = self.relaxed(cuts)
         lifted = {cut: self.relaxed(self.wider(cuts, cut)) for cut in likely if not self.over()}
         best = max(lifted, key=lambda cut: lifted[cut], default=likely[0])
@@ -165,21 +185,24 @@ class Growth:
         return best if lifted and lifted[best] > least else likely[0]
 
     def wider(self, cuts: Cuts, cut: int) -> Cuts:
-        """Return ``cuts`` with the op ``cut`` added, in the problem's order."""
+        """Return ``cuts`` with the op ``cut`` added, in ascending order of positions in ``graph.ops``."""
         return tuple(sorted((*cuts, cut)))
 
     def relaxed(self, cuts: Cuts) -> float:
-        """Return the overhead that the linear relaxation of the program of ``cuts`` proves; solved once per set of
-        cuts."""
+        """Return the overhead that the linear relaxation of the integer program of ``cuts`` proves. The result is
+        cached for each set of cuts."""
         if cuts not in self._relaxed:
             self._relaxed[cuts] = self.search.solve(cuts, self.left, integer=False)[0]
         return self._relaxed[cuts]
 
     def solve(self, cuts: Cuts) -> tuple[float, bool]:
-        """Solve the integer program of the set ``cuts``, for at most a share of the time. Return the overhead that
-        it proves, and whether more time would prove nothing more.
+        """Solve the integer program of the set ``cuts``. Return the overhead that it proves, and whether more time
+        would prove nothing more.
 
-        For a problem with too many ops for integer programs (``search.vast``), the result is (-inf, True) at once.
+        The program gets as many seconds as were spent on the growth before, at least `FIRST`, at most the seconds
+        left. If a solution contains loops (tensors computed only from each other), the program is solved again
+        without them. The bytes resident in the solution are recorded for `resident`. For a problem with too many ops
+        for integer programs (``search.vast``), the result is (-inf, True) at once.
         """
         if self.search.vast:
             return -math.inf, True
@@ -208,7 +231,7 @@ class Growth:
 
     @property
     def left(self) -> float:
-        """The seconds left until the time limit; 0 after it."""
+        """The seconds left until the time limit, at least 0."""
         return max(0.0, self.time_limit - self.spent)
 
     def over(self) -> bool:

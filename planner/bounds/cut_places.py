@@ -1,6 +1,8 @@
-"""Candidate places for cuts: a chain of ops to cut at, and the ops that stand out in it.
+"""Choose candidate ops for cuts: a chain of ops each of which must precede the next, and the ops of it with the most
+prominent memory.
 
-An op u *must precede* v if every valid schedule that runs v has run u before. Sets of ops are bit masks.
+A *cut* at an op is the constraint that the bytes resident at the op's first execution fit the budget. An op u *must
+precede* v if every valid schedule that runs v has run u before. Sets of ops are bit masks.
 """
 
 from __future__ import annotations
@@ -15,17 +17,18 @@ from rematplan.planner.core.schedule import Run, with_frees
 from rematplan.planner.core.simulator import resident_bytes
 
 LEVELS = 50
-"""Bytes are compared in steps of this fraction of the largest, so that small tensors next to large ones make no
+"""Bytes are compared in steps of about 1/50 of the largest, so that small tensors next to large ones do not count as
 peaks."""
 
 
 def heaviest_chain(graph: TrainingGraph, order: Precedence) -> list[tuple[int, int]]:
-    """Return a chain of ops, each of which must precede the next: pairs of an op's position in ``graph.ops`` and the
-    bytes resident while the op runs in the plan without recomputation.
+    """Return a chain of ops each of which must precede the next, as pairs (position in ``graph.ops``, bytes resident
+    while the op runs in the order without recomputation).
 
-    It is the path, through tensors with a single writer, with the largest sum of these bytes. So it follows the
-    backbone of the network, forward and back. It ends with an op that every schedule runs; empty if there is none.
-    Longest path, linear in the reads.
+    Each op of the chain reads a tensor that only the op before it writes. Among all such chains that end with an op
+    that every schedule runs, it is the one with the largest sum of resident bytes. So it follows the backbone of the
+    network through forward and backward. The result is empty if no op must run. Longest path, linear in the number of
+    reads.
     """
     resident = _base_heights(graph)
     inputs = set(graph.inputs)
@@ -45,13 +48,14 @@ def heaviest_chain(graph: TrainingGraph, order: Precedence) -> list[tuple[int, i
 
 
 def needed_line(graph: TrainingGraph, order: Precedence) -> list[tuple[int, int]]:
-    """Return all ops that every schedule must run, in the problem's order: pairs of an op's position in
-    ``graph.ops`` and the bytes resident while the op runs in the plan without recomputation."""
+    """Return all ops that every schedule must run, in the problem's order, as pairs (position in ``graph.ops``, bytes
+    resident while the op runs in the order without recomputation)."""
     return [(i, resident) for i, resident in enumerate(_base_heights(graph)) if order.needed >> i & 1]
 
 
 def _base_heights(graph: TrainingGraph) -> list[int]:
-    """The bytes that the base order holds while each op runs."""
+    """Return the bytes resident while each op runs, workspace included, in the order without recomputation. The
+    result is cached on the graph."""
 
     def heights() -> list[int]:
         schedule = with_frees(graph, [op.name for op in graph.ops])
@@ -62,8 +66,11 @@ def _base_heights(graph: TrainingGraph) -> list[int]:
 
 
 def in_line(order: Precedence, cuts: Sequence[int]) -> list[int]:
-    """Return the ops that every schedule must run and that must precede or follow each of ``cuts``, by position in
-    ``graph.ops``, ascending."""
+    """Return the positions in ``graph.ops`` of the ops that every schedule must run and that must precede or follow
+    each op of ``cuts``. Ascending; the ops of ``cuts`` are included.
+
+    ``order``: which op must precede which.
+    """
     return [
         v
         for v, before in enumerate(order.before)
@@ -72,15 +79,19 @@ def in_line(order: Precedence, cuts: Sequence[int]) -> list[int]:
 
 
 def cut_candidates(graph: TrainingGraph, line: Sequence[tuple[int, int]], most: int) -> list[int]:
-    """Return positions in ``graph.ops`` of ops to cut at, the most promising first; at most ``most``, none if
+    """Return ops to cut at, as positions in ``graph.ops``, the most promising first: at most ``most``, none if
     ``line`` is empty.
 
-    ``line``: ops to choose from, as pairs of an op's position in ``graph.ops`` and bytes resident there, such as
-    `heaviest_chain` returns. The first candidate is the op with the most resident bytes. Then follow ops of the
-    backward half (of all, if there is none) where the resident bytes, or the op's own working set, stand out.
-    Standing out is measured by *prominence*, as for mountains: the height above the highest saddle towards a higher
-    peak. Most such ops are where the sizes of the network's tensors change. Of equally prominent ops the later comes
-    first; of two adjacent ops only one is returned.
+    The first op is the one with the most resident bytes. Then follow ops of the backward half where the resident
+    bytes, or the op's reads, writes and workspace, stand out from those of the ops before and after. Most such ops
+    are where the sizes of the network's tensors change. How far an op stands out is its `prominence`. Of equally
+    prominent ops the later comes first; of two adjacent ops only one is returned.
+
+    If the op with the most resident bytes is in the forward half, all ops after it are considered. If there is no
+    backward half, all ops are.
+
+    ``line``: the ops to choose from, as pairs (position in ``graph.ops``, resident bytes), such as `heaviest_chain`
+    returns.
     """
     if not line:
         return []
@@ -103,10 +114,12 @@ def cut_candidates(graph: TrainingGraph, line: Sequence[tuple[int, int]], most: 
 
 
 def prominence(height: Sequence[int], second: Sequence[int]) -> list[int]:
-    """Return the prominence of each entry, as for mountains: its height above the highest saddle towards a higher
-    entry.
+    """Return the prominence of each entry of ``height``, as for mountains: how far one must at least descend from it
+    to reach a higher entry. For the highest entry, it is its height.
 
-    ``second``: of equal neighbours, the entry that is higher in this list counts as higher, then the first.
+    Heights are rounded down to steps of about 1/`LEVELS` of the largest, and the result counts these steps.
+    ``second``: of two entries of equal height, the one with the larger value here counts as higher, then the earlier
+    one.
     """
     unit = 1 + max(height) // LEVELS
     height = [h // unit for h in height]
@@ -116,7 +129,11 @@ def prominence(height: Sequence[int], second: Sequence[int]) -> list[int]:
 
 
 def _saddles(height: Sequence[int], keys: Sequence[tuple[int, int, int]]) -> list[int]:
-    """For each entry, the lowest height between it and the nearest higher entry to its left; 0 if there is none."""
+    """Return, for each entry, the lowest height between it and the nearest higher entry to its left; 0 if there is no
+    higher entry to the left.
+
+    ``keys``: decides which of two entries is higher.
+    """
     saddles: list[int] = []
     open_: list[tuple[int, int]] = []  # higher entries so far, and the lowest height since the one before
     for k, h in enumerate(height):

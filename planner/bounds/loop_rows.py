@@ -1,12 +1,13 @@
-"""Exclude loops from the multi-cut program: tensors that it would compute from each other, with none there to start
-from.
+"""Find loops in solutions of the multi-cut integer program: sets of tensors that a solution computes only from each
+other.
 
-An inverse computes an op's input from its output, and the op computes the output from the input. Within one
-interval both (read) rows would hold although neither tensor is resident or computed from anything else. For any set
-L of tensors, one of them must be resident at the interval's start, or the first to be written there must be written
-by a recipe that reads none of L.
+The program (`multi_cut_program`) states what runs between two cuts, but not in which order. An inverse computes an
+op's input from its output, and the op computes the output from the input. So a solution could run both between two
+cuts although neither tensor is there to start from. Rows of the program exclude this for a set of tensors: one of
+them must be resident at the first of the two cuts, or be written by an op or inverse that reads none of them.
 
-Source: loop formulas of logic programs (Lin, Zhao 2004), added where a solution violates them.
+Source: loop formulas of logic programs (Lin, Zhao 2004). The pairs are excluded from the start, larger sets after a
+solution contains them.
 """
 
 from __future__ import annotations
@@ -23,8 +24,11 @@ from rematplan.planner.ilp.sparse_rows import is_set
 
 
 def pairs(graph: TrainingGraph, order: Precedence) -> list[Loop]:
-    """Return the pairs of tensors that are computed from each other: one by an op, the other by an inverse of it.
-    Sorted."""
+    """Return the pairs of tensors that can be computed from each other: one by an inverse that reads the other, the
+    other by an op that reads the one. The pairs are sorted.
+
+    ``order``: which ops and inverses write each tensor.
+    """
     found = {
         (min(t, source), max(t, source))
         for inverse in graph.inverses
@@ -36,16 +40,20 @@ def pairs(graph: TrainingGraph, order: Precedence) -> list[Loop]:
 
 
 def violated(program: CutProgram, values: Sequence[float]) -> list[Loop]:
-    """Return the smallest sets of tensors that a solution of the program computes only from each other within an
-    interval between cuts, in any of the intervals. Sorted.
+    """Return the loops in a solution of the multi-cut integer program: sets of tensors that the solution computes
+    only from each other between two consecutive cuts. Each set is as small as possible. The sets are sorted.
 
-    ``values``: the solution, by variable.
+    ``values``: the value of each variable in the solution, by the variable's number.
     """
     return sorted(set(chain.from_iterable(_unfounded(program, values, i) for i in range(program.last + 1))))
 
 
 def _unfounded(program: CutProgram, values: Sequence[float], i: int) -> Iterator[Loop]:
-    """Yield these sets of tensors for interval ``i``."""
+    """Yield the sets of tensors that a solution computes only from each other in the interval ``i`` between two cuts.
+    Each set is a sorted tuple of names.
+
+    ``values``: the value of each variable in the solution, by the variable's number.
+    """
     recipes = program.order.recipes
     there = {t for t in program.tracked if is_set(values, program.h[t, i])}
     tracked = set(program.tracked)

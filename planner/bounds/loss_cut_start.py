@@ -1,12 +1,14 @@
-"""A start for the annealer from a cut at the loss: what to hold there and what to run again.
+"""Make a start for the annealer from a minimum cut at the loss: it says which tensors stay resident between forward
+and backward, and which forward ops run again.
 
-The minimum cut of `max_flow`, at a price for a held byte, says which forward ops run again. Running the backward
-half in the base order, with everything an op needs run again just before it, gives a schedule. The price is raised
-until the schedule fits the budget. On chains of blocks, such as a transformer, it is within hundredths of a percent
-of the bound. If a single op needs everything recomputed early, the price must be high, and block plans or annealing
-are better.
+Each byte that is resident between forward and backward is assigned a cost, its *price*. The minimum cut (`max_flow`)
+at this price says which forward ops run again. In the schedule, the backward half runs in the order without
+recomputation, and what an op needs is recomputed just before it. The price is raised until the schedule fits the
+budget.
 
-Complexity: a few dozen maximum flows and lowerings.
+On chains of blocks, such as a transformer, the overhead of the result is within hundredths of a percent of the lower
+bound. If a single op needs everything recomputed early, the price must be high, and block plans or annealing are
+better. Complexity: a few dozen maximum flows and schedules.
 """
 
 from __future__ import annotations
@@ -34,11 +36,12 @@ CLOSE = 1.00002  # prices within this factor count as equal
 def cut_start(
     graph: TrainingGraph, order: Precedence, cut: int, budget: int, until: float = math.inf
 ) -> list[str] | None:
-    """Return the cheapest sequence of runs (names) within ``budget`` bytes that minimum cuts between forward and
-    backward give; None if none fits.
+    """Return the cheapest order of execution (names of ops, repeats included) within ``budget`` bytes that is found
+    by minimum cuts between forward and backward; None if none is within the budget.
 
-    At a price for each byte that is resident between forward and backward, a minimum cut says which forward ops run
-    again. The price is raised until the budget is met. For problems with a backward half and without inverses.
+    Each byte that is resident between forward and backward is assigned a cost, its *price*. The minimum cut at this
+    price says which forward ops run again. Prices are tried until the lowest is found whose schedule fits the budget.
+    This works for problems with a backward half and without inverses.
 
     Args:
         graph: the problem.
@@ -46,7 +49,7 @@ def cut_start(
         cut: the position in ``graph.ops`` of an op that every schedule runs, at the boundary of forward and backward
             or soon after it.
         budget: bytes.
-        until: a time of the monotonic clock; no further price is tried after it.
+        until: a time of `time.monotonic`, in seconds; no further price is tried after it.
     """
     network = CutNetwork(graph, order, cut, SLOPE)
     unit = graph.base_cost / max(1, budget - graph.input_bytes)
@@ -72,8 +75,11 @@ def cut_start(
 
 
 def _lower(graph: TrainingGraph, cut: int, again: Sequence[int]) -> Ints:
-    """Return the sequence of runs that drops, between forward and backward, the results of the ops ``again``, except
-    what the op ``cut`` reads."""
+    """Return the order of execution (positions in ``graph.ops``) that frees the results of the ops ``again`` between
+    forward and backward, and recomputes them when backward ops need them.
+
+    Results that the op ``cut`` reads, and results of ops that may run only once, are not freed.
+    """
     traffic = traffic_of(graph)
     kept = np.ones(len(graph.tensors), dtype=np.bool_)
     for o in again:

@@ -1,12 +1,18 @@
-"""A quick lower bound of the overhead: one cut, with a price for memory. The proof is in docs/lower-bound.md.
+"""A lower bound of the overhead from one cut, computed by maximum flows within milliseconds. The proof is in
+docs/lower-bound.md.
 
-Take the program of `multi_cut_program` with one cut b, and a price λ ≥ 0 for a byte held just before b's first run:
+Take the integer program of `multi_cut_program` with one cut, at op b. Replace its memory row by a price λ ≥ 0 for
+each byte that is resident just before b's first execution (a Lagrangian relaxation):
 
-    L(λ) = Σ c_v − λ·room + min over y of Σ c_v y_v + λ Σ m_t h_t,   h_t = 1 if a reader of t has y = 1, its maker not
+    L(λ) = Σ c_v − λ·R + min over y of Σ c_v y_v + λ Σ m_t h_t
+    h_t = 1 if an op that reads t has y = 1 and the op that writes t has y = 0
 
-y_v: v runs after the cut too. It is 1 for ops that cannot run before the cut, and free for ops that need not have
-run before it. For each λ the minimum is a minimum cut, found by a maximum flow in milliseconds for ten thousand
-ops. L is concave and piecewise linear, and its maximum equals the program's linear relaxation.
+R: the budget minus the bytes of the inputs and of b's reads, writes and workspace. c_v: the cost of op v. m_t: the
+bytes of tensor t. y_v = 1: v runs after b's first execution. If v must precede b, it then runs again, which costs
+c_v. If v need not precede b, y_v = 1 costs nothing. If v cannot run before b, y_v is 1.
+
+For each λ the minimum is a minimum cut of a network. A maximum flow finds it, in milliseconds for ten thousand ops. L
+is concave and piecewise linear, and its maximum equals the optimum of the program's linear relaxation.
 """
 
 from __future__ import annotations
@@ -24,8 +30,8 @@ from rematplan.planner.arrays.precedence import Precedence, working_sets
 SCALE = 2.0**40
 """The cost of running each op once, in units of capacity. Capacities are integers, rounded down."""
 NEVER = 2.0
-"""The cost of running again an op that may run only once, as a multiple of the cost of running each op once. No
-schedule has it."""
+"""The cost assigned to running again an op that may run only once, as a multiple of the cost of running each op once.
+No schedule repeats such an op."""
 LARGEST = 2.0**62
 """The largest sum of capacities, so that sums fit into 64 bits."""
 STEPS = 40
@@ -37,24 +43,28 @@ Ints = NDArray[np.int64]
 
 @dataclass(frozen=True)
 class Minimum:
-    """A minimum cut at one price λ of a byte that is resident just before the cut op's first run.
+    """A minimum cut of the flow network of one cut op, at a price λ for each byte that is resident just before the
+    cut op's first execution.
 
-    ``floor``: a proven lower bound of cost + λ · resident bytes, for any schedule. ``cost``, ``resident``: the cost
-    and the resident bytes of the schedules that the minimum cut describes.
+    ``floor``: a lower bound, for all schedules, of the cost plus λ times these bytes, proven if the network has no
+    slope. ``cost``, ``resident``: the cost (in the unit of `Op.cost`) and these bytes for the schedules that the
+    minimum cut describes. The inputs and what the cut op reads are not counted.
     """
 
     floor: float
     cost: float
     resident: float
     again: tuple[int, ...]
-    """The positions in ``graph.ops`` of the ops that run before the cut op and again after it."""
+    """The positions in ``graph.ops`` of the ops that run after the cut op although they can run before it. Those of
+    them that must precede the cut op run both before and after it."""
 
 
 def flow_bound(graph: TrainingGraph, order: Precedence, cut: int, budget: int) -> float:
-    """Return the lower bound of the overhead that a single cut proves; infinite if it is proven that no schedule
-    fits.
+    """Return the lower bound of the overhead that a cut at a single op proves: the bytes resident at the op's first
+    execution must fit the budget. It is infinite if it is proven that no schedule is within the budget.
 
-    Only for problems without inverses. -1, which proves nothing, if the numbers are too large for the arithmetic.
+    Only for problems without inverses. The result is -1, which proves nothing, if sums in the flow network would
+    overflow.
 
     Args:
         graph: the problem.
@@ -87,13 +97,16 @@ def flow_bound(graph: TrainingGraph, order: Precedence, cut: int, budget: int) -
 
 
 class CutNetwork:
-    """The flow network of one cut op: its minimum cuts say which ops run again after the cut op.
+    """The flow network of one cut op. Its minimum cut says which ops run after the cut op's first execution, and so
+    which tensors are resident just before it.
 
-    Node 0 is the source (runs after the cut op), node 1 the sink (does not). Each op that may run on both sides has
-    a node, and each tensor that may be resident at the cut.
+    Node 0, the source, represents the ops that cannot run before the cut op. Node 1 is the sink. Every other op that
+    must run has a node, on the source's side if it runs after the cut op. Each tensor that may be resident at the cut
+    op has a node.
 
-    ``slope``: costs rise by this share from the first op to the last. Equal blocks then differ, and the minimum
-    moves through them one by one as the price rises. For a bound it must be 0.
+    ``slope``: the costs of ops rise linearly from the first op to the last, by this share. Otherwise equal blocks
+    would all be recomputed from the same price on; with it, they are recomputed one after another as the price rises.
+    It must be 0 for a proven bound.
     """
 
     def __init__(self, graph: TrainingGraph, order: Precedence, cut: int, slope: float = 0.0) -> None:
@@ -120,7 +133,18 @@ class CutNetwork:
     def _lay(
         self, graph: TrainingGraph, side: dict[int, int], resident: set[str], priced: list[float]
     ) -> None:
-        """Create the arcs: op to sink (its cost), reader to tensor, tensor to maker (its bytes)."""
+        """Create the arcs of the flow network, as arrays of their ends, costs and bytes.
+
+        There is an arc from each op's node to the sink, with the cost of running the op after the cut op. There is
+        one from each op to each tensor that it reads, with infinite capacity. There is one from each tensor to the op
+        that writes it, with the tensor's bytes.
+
+        Args:
+            graph: the problem.
+            side: for each op's position in ``graph.ops``, its node; 0 for ops that cannot run before the cut op.
+            resident: the tensors that the cut op reads. They are resident in any case, so they have no arcs.
+            priced: for each op with a node of its own, the cost of running it after the cut op.
+        """
         inputs = set(graph.inputs)
         holders: dict[str, int] = {}
         tails, heads, sizes = [], [], []
@@ -144,19 +168,25 @@ class CutNetwork:
         self.bytes = np.array([*[0] * count, *sizes], dtype=np.int64)
 
     def minimum(self, price: float) -> Minimum | None:
-        """Return the minimum cut if each resident byte costs ``price``, in the unit of `Op.cost`; None if the sum of
-        the capacities would be too large."""
+        """Return the minimum cut if each resident byte costs ``price``, in the unit of `Op.cost` per byte. None if
+        the sum of the capacities would overflow."""
         capacity = (self.cost + price * np.maximum(self.bytes, 0)) * self.scale
         return self._cut(capacity, uncut=float(np.floor(self.cost * self.scale).sum()) + 1, scale=self.scale)
 
     def fewest_bytes(self) -> Minimum | None:
-        """Return the cut with the fewest resident bytes at any cost; its ``floor`` is meaningless. None if the bytes
-        are too many to be summed."""
+        """Return the minimum cut with the fewest resident bytes, whatever the cost of recomputation. Its ``floor`` is
+        meaningless. None if the sum of the bytes would overflow."""
         capacity = np.maximum(self.bytes, 0).astype(np.float64)
         return self._cut(capacity, uncut=float(capacity.sum()) + 1, scale=1.0)
 
     def _cut(self, capacity: Floats, uncut: float, scale: float) -> Minimum | None:
-        """Return the minimum cut. ``uncut``: a capacity larger than all others together, which stands for infinity."""
+        """Return the minimum cut, or None if sums of capacities would overflow.
+
+        Args:
+            capacity: the capacity of each arc.
+            uncut: a capacity larger than all others together, for the arcs with infinite capacity.
+            scale: how many units of capacity are one unit of `Op.cost`.
+        """
         if uncut * max(1, len(capacity)) > LARGEST:
             return None
         whole = np.where(self.bytes < 0, uncut, np.minimum(capacity, uncut)).astype(np.int64)

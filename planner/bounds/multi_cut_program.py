@@ -1,11 +1,12 @@
-"""The multi-cut integer program: its optimum is a lower bound for every schedule. The proof is in
-docs/lower-bound.md.
+"""The multi-cut integer program. Its optimum is a lower bound of the cost of all schedules within a budget B. The
+proof is in docs/lower-bound.md.
 
-Cuts b₁ … b_K are ops, each of which must precede the next; τᵢ is the first run of bᵢ. Interval i reaches from τᵢ
-(from the start, for i = 0) to just before τᵢ₊₁ (to the end, for i = K).
+The cuts b₁ … b_K are ops, each of which must precede the next; τᵢ is the step of bᵢ's first execution. Interval i is
+the steps from τᵢ (from the start, for i = 0) to just before τᵢ₊₁ (to the end, for i = K). Here v and u are ops or
+inverses with costs c, t is a tensor of m_t bytes, and L is a set of tensors. All variables are 0 or 1:
 
-    x[v,i] = recipe v runs in interval i
-    h[t,i] = tensor t is resident just before τᵢ (at the end, for i = K + 1)
+    x[v,i] = v runs in interval i
+    h[t,i] = t is resident just before τᵢ (at the end, for i = K + 1)
 
     min Σ c_v x[v,i]
     (read)    x[v,i] ≤ h[t,i] + Σ_{u writes t} x[u,i]          t read by v
@@ -30,16 +31,26 @@ Loop = tuple[str, ...]
 
 
 COST_UNIT = 1e-6
-"""Costs in the program are millionths of the base cost (the cost of running each op once), rounded down to
-thousandths of that."""
+"""The unit of costs in the program: a millionth of the cost of running each op once. Costs are rounded down to
+thousandths of this unit."""
 
 
 class CutProgram:
-    """The integer program of one set of cuts, whose optimum is a lower bound of the cost of any schedule.
+    """The multi-cut integer program of one set of cuts. Its optimum is a lower bound of the cost of all schedules
+    within a budget. A *cut* at an op is the constraint that the bytes resident at the op's first execution fit the
+    budget.
 
-    ``order``: which op must precede which. ``cuts``: positions in ``graph.ops`` of ops, each of which must precede
-    the next. ``budget``: bytes. ``tiny``: tensors of at most so many bytes count as always resident, which can only
-    lower the optimum. ``loops``: sets of tensors that must not be computed only from each other.
+    ``rows``: the program, with costs in `COST_UNIT`. ``x[v, i]``: the number of the variable that says whether op or
+    inverse v runs in interval i between cuts. ``h[t, i]``: that of the variable that says whether tensor t is
+    resident just before cut i. A number is `ZERO` or `ONE` where the value is known.
+
+    Args:
+        graph: the problem.
+        order: which op must precede which.
+        cuts: positions in ``graph.ops`` of the ops to cut at. Each must precede the next in every schedule.
+        budget: bytes.
+        tiny: tensors of at most so many bytes are assumed to be always resident, which can only lower the optimum.
+        loops: sets of tensors; for each set a row says that these tensors cannot be computed only from each other.
     """
 
     def __init__(
@@ -70,12 +81,13 @@ class CutProgram:
         self._write_suffix_rows()
 
     def _earliest(self, v: int) -> int:
-        """Return the first interval between cuts in which recipe v can run."""
+        """Return the number of the first interval between cuts (0 to K, for K cuts) in which the op or inverse ``v``
+        can run: the one after the last cut that must precede it."""
         return max((j + 1 for j, b in enumerate(self.cuts) if self.order.before[v] >> b & 1), default=0)
 
     def _deadline(self, v: int) -> int:
-        """Return the interval before which recipe v must have run; K + 1 (for K cuts) if only by the end, K + 2 if
-        it need not run."""
+        """Return the number of the first interval between cuts at whose start the op or inverse ``v`` must have run.
+        For K cuts, K + 1 means that it must have run by the end, K + 2 that it need not run."""
         for j, b in enumerate(self.cuts):
             if b != v and self.order.before[b] >> v & 1:
                 return j + 1
@@ -130,8 +142,13 @@ class CutProgram:
             self._memory(i)
 
     def _support(self, loop: Loop, i: int, runs: Mapping[tuple[int, int], int]) -> None:
-        """In interval i, recipes that read and write tensors of the loop may run only if one of these is resident
-        or written from outside of the loop."""
+        """Add rows that exclude a loop, a set of tensors computed only from each other, in the interval ``i`` between
+        two cuts.
+
+        An op or inverse that both reads and writes tensors of the loop may run only if one of these tensors is
+        resident at the interval's start, or is written by an op or inverse that reads none of them. ``runs``: for
+        each op or inverse and interval, the number of the variable that says whether it runs.
+        """
         makers = {u for t in loop for u in self.order.makers[t]}
         inner = {u for u in makers if not set(loop).isdisjoint(self.order.recipes[u].reads)}
         sources = [(self.h[t, i], 1.0) for t in loop] + [(runs[u, i], 1.0) for u in sorted(makers - inner)]
@@ -139,10 +156,11 @@ class CutProgram:
             self._row([*sources, (runs[v, i], -1.0)], 0.0)
 
     def _write_suffix_rows(self) -> None:
-        """Write rows for y[v,i] = «v runs in interval i or later».
+        """Add variables y[v,i] = «v runs in interval i or later», and rows for them like those for x[v,i].
 
-        Integers imply them. In the relaxation they ensure that what several intervals share is paid only once;
-        without them, more cuts make the relaxation much weaker.
+        They change nothing for integers, but they raise the bound of the linear relaxation. Without them a tensor
+        that is half resident at a cut could serve half an execution in each of several intervals, so that more cuts
+        would make the relaxation much weaker.
         """
         y = {(v, self.last): self.x[v, self.last] for v in range(len(self.order.recipes))}
         for i in range(self.last - 1, 0, -1):
@@ -190,7 +208,11 @@ class CutProgram:
         self._row([(j, m / scale) for j, m in resident], -room / scale)
 
     def _row(self, terms: list[Term], floor: float) -> None:
-        """Add a row Σ ≥ ``floor``, with known variables substituted; skip it if it always holds."""
+        """Add the row Σ factor · variable ≥ ``floor``, with the values of known variables inserted. A row that always
+        holds is left out; one that cannot hold marks the program as impossible.
+
+        ``terms``: pairs (variable, factor).
+        """
         open_terms = [(j, a) for j, a in terms if j >= 0]
         floor -= sum(a for j, a in terms if j == ONE)
         if sum(min(a, 0.0) for _, a in open_terms) >= floor:

@@ -1,8 +1,9 @@
-"""Convert a solution of the multi-cut program to a sequence of runs.
+"""Convert a solution of the multi-cut integer program to an order of execution.
 
-The program limits memory only at its cuts, so the sequence may exceed the budget between them. Further cuts help
-only there: with a cut at a place where the sequence fits, it would still be a solution. As a start for the annealer
-it is near the optimum, and only the places over the budget have to be repaired.
+The program limits memory only at its cuts, so the order of execution may exceed the budget between them. A further
+cut at an op where the order fits the budget would not exclude the solution. So further cuts help only where the
+budget is exceeded. The order is also a good start for the annealer: it is near the optimum except where it exceeds
+the budget.
 """
 
 from __future__ import annotations
@@ -18,14 +19,15 @@ from rematplan.planner.ilp.sparse_rows import is_set
 
 
 def rounded_runs(program: CutProgram, values: Sequence[float]) -> list[str]:
-    """Return the sequence of runs (names) that a solution of the program describes. It is always valid, but may
-    exceed the budget between cuts.
+    """Return the order of execution (names of ops and inverses, repeats included) that a solution of the multi-cut
+    integer program describes. It may exceed the budget between cuts.
 
-    In each interval between cuts, the cut's op runs first, then, in the problem's order, the ops that have not run
-    before. A repeated run is placed just before it is read, or at the end of the interval if nothing in the interval
-    reads it.
+    The solution says what runs in each interval between cuts. In each interval, the cut's op runs first. Then follow
+    the ops that have not run before, in the problem's order; after the first interval these are backward ops only.
+    Everything else is placed just before an op that reads it, or at the end of the interval if nothing in the
+    interval reads it.
 
-    ``values``: the solution, by variable.
+    ``values``: the value of each variable in the solution, by the variable's number.
     """
     forward = indexed(program.graph).forward
     writer = _Writer(program)
@@ -40,10 +42,11 @@ def rounded_runs(program: CutProgram, values: Sequence[float]) -> list[str]:
 
 
 class _Writer:
-    """The runs so far.
+    """Builds an order of execution from what a solution of the integer program runs between cuts.
 
-    ``early``: recipes that had to run although the program asks for them later or not at all. The program assumes
-    that negligible tensors are always resident, and it may compute a tensor from itself by an inverse.
+    ``runs``: the ops and inverses that run, in order, as positions in ``recipes``. ``early``: those that had to run
+    although the solution runs them later or not at all. This happens because the program assumes that very small
+    tensors are always resident, and because it may compute a tensor from itself by an inverse.
     """
 
     def __init__(self, program: CutProgram) -> None:
@@ -54,7 +57,11 @@ class _Writer:
         self.runs: list[int] = []
 
     def write(self, left: set[int], order: Iterable[int]) -> None:
-        """Run each recipe of ``left`` once, in ``order``, each preceded by those of ``left`` that it reads from."""
+        """Run each op or inverse of ``left`` once, in ``order``. Those of ``left`` that one of them reads from run
+        before it; so does the op that writes a tensor which was never written.
+
+        ``left``, ``order``: positions in ``recipes``. ``left`` is emptied.
+        """
         for v in order:
             stack = [v] if v in left else []
             while stack:
@@ -66,14 +73,19 @@ class _Writer:
                     stack.append(source)
 
     def ran_early(self, v: int) -> bool:
-        """Return whether recipe v has run although the program asks for it only now. The next request for v is not
-        affected."""
+        """Return whether the op or inverse ``v`` has already run ahead of the interval in which the solution runs it.
+        Its mark in ``early`` is removed, so that the next call returns False."""
         was = v in self.early
         self.early.discard(v)
         return was
 
     def _source(self, v: int, left: set[int]) -> int | None:
-        """Return a recipe that must run before v, or None."""
+        """Return an op or inverse that must run before ``v`` because ``v`` reads its result, or None if there is
+        none.
+
+        It is one of ``left``, or else the op that writes a tensor which was never written; that op is then marked in
+        ``early``. All are positions in ``recipes``.
+        """
         for t in self.recipes[v].reads:
             asked = next((u for u in self.makers.get(t, ()) if u in left), None)
             if asked is not None:
@@ -90,8 +102,12 @@ class _Writer:
 
 
 def bytes_at_first_run(graph: TrainingGraph, runs: Sequence[str]) -> dict[str, int]:
-    """Return the bytes that are resident during each op's first run in a sequence of runs, by op name, workspace
-    included."""
+    """Return the bytes that are resident while each op or inverse runs for the first time, workspace included, by its
+    name.
+
+    ``runs``: the names of ops and inverses in order of execution, repeats included. Each tensor is freed as early as
+    possible.
+    """
     schedule = with_frees(graph, runs)
     resident: dict[str, int] = {}
     for step, bytes_ in zip(schedule, resident_bytes(graph, schedule), strict=True):
