@@ -1,1 +1,1 @@
-"""What planning keeps: values computed once per graph, compiled loops, plans on disk."""
+"""Caches of the planner: values computed once per problem, compiled machine code, and plans in memory and on disk."""

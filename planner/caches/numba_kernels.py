@@ -34,26 +34,27 @@ def inner(loop: Loop) -> Loop:
     """Have numba compile the function ``loop``, which only other compiled functions call and which neither creates
     nor returns arrays.
 
-    Its entry points from Python are not compiled: for a short loop that takes longer than the loop itself.
-    References to its arguments are not counted.
+    No wrappers for calls from Python are compiled: for a short function, compiling them takes longer than compiling
+    the function itself. References to the arguments are not counted.
     """
     return borrowing(loop, no_cpython_wrapper=True, no_cfunc_wrapper=True)
 
 
 def borrowing(loop: Loop, **options: bool) -> Loop:
-    """Have numba compile the function ``loop``, which neither creates nor returns arrays, without counting
-    references to its arguments. Counting them took more than half of the annealer's time.
+    """Have numba compile the function ``loop``, which neither creates nor returns arrays, without counting references
+    to its arguments. Counting references took more than half of the annealer's time.
 
-    ``options``: of numba, such as ``nogil`` (other Python threads may run).
+    ``options``: options of numba, such as ``nogil`` (other Python threads may run meanwhile).
     """
     return compiled(loop, **UNCOUNTED, **options)
 
 
 def compiled(loop: Loop, **options: bool) -> Loop:
-    """Have numba compile the function ``loop`` at its first call with each combination of argument types, with
-    options. Machine code is cached on disk.
+    """Have numba compile the function ``loop`` at its first call with each combination of argument types. Machine
+    code is cached on disk.
 
-    ``options``: of numba, such as ``fastmath`` (sums may be reordered) or ``nogil`` (other Python threads may run).
+    ``options``: options of numba, such as ``fastmath`` (sums may be reordered) or ``nogil`` (other Python threads may
+    run meanwhile).
     """
     made = cast(Any, numba.njit)(**options)(loop)  # numba's type hints list only some of its options
     with suppress(RuntimeError):  # numba found no folder for its cache
@@ -64,7 +65,8 @@ def compiled(loop: Loop, **options: bool) -> Loop:
 
 
 def are_compiled(loops: Iterable[object]) -> bool:
-    """Return whether the machine code of all these functions for this processor is loaded or in the cache on disk."""
+    """Return whether each of the functions ``loops`` is compiled for this processor: its machine code is loaded in
+    this process or cached on disk."""
     return all(_is_compiled(cast(Any, loop)) for loop in loops)
 
 
@@ -78,17 +80,21 @@ def _is_compiled(loop: Any) -> bool:
 
 @cache
 def _sources() -> str:
-    """A hash of all of the planner's files that define kernels, which are those that import this module."""
+    """Return a hash of the text of all files of the planner that define compiled functions. These are the files that
+    import this module."""
     marker = b"numba_kernels import"
     texts = [path.read_bytes() for path in sorted(Path(__file__).parents[1].rglob("*.py"))]
     return sha256(b"".join(text for text in texts if marker in text)).hexdigest()
 
 
 class _Locator(caching.UserWideCacheLocator):
-    """Put machine code in the user's folder for rematplan, by the version of numba and of the planner's kernels.
+    """Tells numba where to cache machine code: in the user's cache folder of rematplan, in a folder named by the
+    version of numba and a hash of all files with compiled functions.
 
-    Installations with equal kernels share it. The stamp covers all files with kernels: numba's own covers only the
-    kernel's file, but machine code contains the kernels that it calls. The index of a file tells processors apart.
+    Installations with the same compiled functions share this folder. numba by default checks only the file of a
+    function for changes. But machine code also contains the compiled functions that it calls, so all files with
+    compiled functions are checked here. Code for different processors can be in one folder, because numba's index
+    file records the processor.
     """
 
     def __init__(self, py_func: Any, py_file: str) -> None:
@@ -96,27 +102,31 @@ class _Locator(caching.UserWideCacheLocator):
         self._cache_path = str(cache_folder() / "kernels" / f"numba-{numba.__version__}-{_sources()[:16]}")
 
     def get_source_stamp(self) -> str:
-        """Return the hash of all files with kernels, and of the kernel's own."""
+        """Return the text whose change makes cached machine code invalid: a hash of all files with compiled
+        functions, and a hash of this function's file."""
         return f"{_sources()} {sha256(Path(self._py_file).read_bytes()).hexdigest()}"
 
     def get_disambiguator(self) -> str:
-        """Return what tells kernels of one name apart."""
+        """Return the file and line of the function, to distinguish compiled functions of one name."""
         return f"{Path(self._py_file).stem}-{self._lineno}"
 
 
 class _Implementation(caching.CompileResultCacheImpl):
-    """Look in the user's folder first, then where numba does."""
+    """Caches machine code in the user's cache folder of rematplan; if that is not writable, where numba does by
+    default."""
 
     _locator_classes = [_Locator, *caching.CompileResultCacheImpl._locator_classes]  # noqa: RUF012
 
 
 class _Cache(caching.FunctionCache):
-    """The cache of one kernel. A file that is damaged or cannot be written costs a compilation, nothing else."""
+    """The cache of the machine code of one function. If a file is damaged or cannot be written, the function is
+    compiled again and no error is raised."""
 
     _impl_class = _Implementation
 
     def load_overload(self, sig: Any, target_context: Any) -> Any:
-        """Return the machine code for a signature; None if there is none, or its file is damaged."""
+        """Return the cached machine code for a signature (the types of the arguments); None if there is none, or if
+        its file is damaged."""
         try:
             return super().load_overload(sig, target_context)  # type: ignore[no-untyped-call]
         except Exception as error:  # pickle raises almost anything
@@ -124,7 +134,7 @@ class _Cache(caching.FunctionCache):
             return None
 
     def save_overload(self, sig: Any, data: Any) -> None:
-        """Write machine code, if the disk takes it."""
+        """Write the machine code for a signature to disk. If that fails, log it and go on."""
         try:
             super().save_overload(sig, data)  # type: ignore[no-untyped-call]
         except OSError as error:
@@ -132,16 +142,18 @@ class _Cache(caching.FunctionCache):
 
 
 def _make_readable(made: Any) -> None:
-    """Make an index of cached machine code count as empty if it cannot be read."""
+    """Change a function's cache so that an index file which cannot be read counts as empty. ``made``: the `_Cache`."""
     file = made._cache_file
     file._load_index = partial(_readable, file._load_index, Path(file._index_path))
 
 
 def _readable(load: Callable[[], dict[Any, Any]], file: Path) -> dict[Any, Any]:
-    """Load an index of cached machine code; empty if it is damaged, or names a type that has since been renamed or
-    moved.
+    """Load an index file of cached machine code. Return an empty index if the file is damaged, or if it names a type
+    that has since been renamed or moved.
 
-    numba would raise an error for such a type before it compares the stamps.
+    numba itself would raise an error for such a type, because it compares source stamps only after loading the types.
+
+    ``load``: numba's function that loads the index.
     """
     try:
         return load()
@@ -153,6 +165,7 @@ def _readable(load: Callable[[], dict[Any, Any]], file: Path) -> dict[Any, Any]:
 
 
 def _widen(made: Any) -> None:
-    """Let calls with a constant argument use the code for any number; numba would compile each constant separately."""
+    """Let calls of a compiled function with a constant argument use the machine code for any number; numba would
+    compile the function again for each constant. ``made``: the compiled function."""
     template = made.get_call_template
     made.get_call_template = lambda args, kws: template(tuple(map(numba.types.unliteral, args)), kws)

@@ -1,9 +1,10 @@
-"""Store plans: those made in this process in memory, those that searches found on disk.
+"""Store plans: those made in this process in memory, those that searches found also on disk.
 
-A file holds sequences of runs, which are simulated again when read, and what searches proved: the floor of the overhead
-at a budget, and the seconds that the search took. A file is named by a hash of the whole problem, sizes and costs
-included. So a plan for a smaller budget can serve a larger one in a later process, and no search is made twice. An old
-or damaged file costs a search, nothing else. The folder is ``plans`` in `ir.cache_folder`.
+A file on disk contains the plans of one problem as sequences of runs, which are simulated again when they are read.
+It also records each search: its budget, the lower bound of the overhead that it proved, and its seconds. The file is
+named by a hash of the whole problem, sizes and costs included. So a plan for a smaller budget can be used for a
+larger one in a later process, and no search is repeated. If a file is old or damaged, it counts as empty, and a
+search is made. The folder is ``plans`` in `ir.cache_folder`.
 """
 
 from __future__ import annotations
@@ -30,15 +31,15 @@ RUNS_KEPT = 60_000
 """Limits of one problem's file: the number of plans, and the number of runs in all of them. Plans beyond them are
 dropped; the newest stay."""
 PROBLEMS_KEPT = 256
-"""The largest number of problems with plans on disk. The problems that were not planned for longest are deleted."""
+"""The largest number of problems with plans on disk. The files that were not written for longest are deleted."""
 IN_MEMORY = 256
-"""The number of plans that a store holds in memory: the latest."""
+"""The largest number of plans that a store keeps in memory: the latest."""
 AS_LONG = 0.9
 """An earlier search counts as equally long if it took at least this share of a time limit."""
 NEAREST = 4
-"""The number of earlier problems of other structures whose plans serve as starts for another problem."""
+"""The number of latest plans that serve as starts for problems of another structure."""
 FAMILIES = 16
-"""The number of families that a store holds in memory: the latest."""
+"""The largest number of families of plans that a store keeps in memory: the latest."""
 STARTS = 12
 """The number of plans of a family that serve as starts for another size: the cheapest that fit."""
 SEARCHES_KEPT = 64
@@ -49,12 +50,15 @@ Key: TypeAlias = tuple[object, ...]
 
 
 class PlanStore:
-    """Plans for any number of problems, all made by one strategy with its options: in memory, and on disk for later
-    processes.
+    """Plans for any number of problems, all made by one strategy with the same options. They are stored in memory
+    and, for later processes, on disk.
 
-    The store does not call the strategy; its plans are handed to searches as starts. Copies and pickles contain what
-    the store holds in memory. ``fixed``: budgets in bytes that were computed at the first plan and hold for all
-    later plans, by the budget's text and anything else on which the first plan depends.
+    The store does not call the strategy; callers pass stored plans to searches as starts. A copy or pickle of the
+    store contains only what is in memory.
+
+    ``fixed``: budgets in bytes, for budgets that are stated relative to a problem (such as ``50%``). Each is computed
+    at the first plan and used for all later ones. Keys contain the stated text and what else the first plan depends
+    on.
     """
 
     def __init__(self) -> None:
@@ -65,18 +69,18 @@ class PlanStore:
         self._families: dict[str, PlanFamily] = {}
 
     def __bool__(self) -> bool:
-        """Whether the store has a plan."""
+        """Return whether the store has a plan in memory."""
         return bool(self._made)
 
     def get(self, problem: TrainingGraph, budget: int | str) -> Plan | None:
         """Return the plan in memory that was stored for this problem and budget; None if there is none.
 
-        If the stored problem differs only in its ops' costs, the plan is returned with its cost computed anew, and
-        without a lower bound, because the bound belongs to the other costs.
+        If the stored problem differs in the costs of its ops, the plan is returned with its cost computed for the new
+        costs and without a lower bound, because the bound is valid for the old costs only.
 
         Args:
             problem: the problem.
-            budget: bytes, or the word of a budget without a number, such as ``min``.
+            budget: bytes, or the text of a budget that states no number, such as ``min``.
         """
         costs, plan = self._made.get(_key(problem, budget), ((), None))
         if plan is None or costs == _costs(problem):
@@ -93,13 +97,13 @@ class PlanStore:
         lasting: bool = False,
         seconds: float = 0.0,
     ) -> None:
-        """Store a plan of a problem for a budget.
+        """Store a plan of a problem for a budget. A plan stored before for the same problem and budget is replaced.
 
         Args:
             problem: the problem.
-            budget: bytes, or the word of a budget without a number, such as ``min``.
+            budget: bytes, or the text of a budget that states no number, such as ``min``.
             plan: the plan.
-            lasting: whether to keep it on disk as well, for later processes.
+            lasting: whether to store it on disk as well, for later processes.
             seconds: how long the search for it took.
         """
         key = _key(problem, budget)
@@ -113,9 +117,9 @@ class PlanStore:
             self.keep(problem, plan, seconds)
 
     def refuse(self, problem: TrainingGraph, error: InfeasibleBudget, seconds: float) -> None:
-        """Remember that no plan was found for a problem within the budget that the error states.
+        """Record in memory that no plan was found for a problem within the budget that the error states.
 
-        ``seconds``: the search's time limit; 0 for a strategy without one.
+        ``seconds``: the time limit of the search that failed; 0 for a strategy without time limit.
         """
         key = _key(problem, REFUSED)
         self._refused[key] = [*self._refused.pop(key, ()), (error, seconds)][-NEAREST:]
@@ -123,11 +127,12 @@ class PlanStore:
             del self._refused[next(iter(self._refused))]
 
     def refusal(self, problem: TrainingGraph, budget: int, seconds: float) -> InfeasibleBudget | None:
-        """Return the error to raise for a budget without a search, because it is known to be too small; otherwise
-        None.
+        """Return the error to raise instead of a search, if an earlier search or proof shows that ``budget`` is too
+        small; otherwise None.
 
-        It is known if this budget or a larger one was refused before: by a proof, by a strategy that does not
-        search, or after a search of about as many seconds. A longer search is still made.
+        This is so if the same budget or a larger one was refused before: by a proof, by a strategy that does not
+        search, or after a search with at least 0.9 of this time limit. If the earlier search was shorter, None is
+        returned, so that the longer search is made.
 
         Args:
             problem: the problem.
@@ -140,8 +145,8 @@ class PlanStore:
         return None
 
     def family(self, problem: TrainingGraph) -> PlanFamily:
-        """Return the family of plans for a problem's structure (the same ops and tensors, any sizes), created if
-        there is none."""
+        """Return the family of plans for a problem's structure: plans of all problems with the same ops and tensors,
+        whatever their sizes. It is created if the store has none."""
         family = self._families.pop(problem.structure, None) or PlanFamily(problem)
         self._families[problem.structure] = family
         while len(self._families) > FAMILIES:
@@ -149,10 +154,10 @@ class PlanStore:
         return family
 
     def nearest(self, problem: TrainingGraph) -> tuple[Plan, ...]:
-        """Return plans in memory, converted to this problem, from which a search may start.
+        """Return plans in memory from which a search for this problem can start, converted to plans of this problem.
 
-        They are the latest plans of problems of another structure that can be converted, and the plans that were
-        found for this structure at any sizes.
+        They are of two kinds: the latest plans of problems with other ops or tensors, as far as they can be
+        converted; and plans found for problems with the same ops and tensors, whatever their sizes.
         """
         others = [plan for structure, plan in self._latest if structure != problem.structure]
         found = [plan for plan in (transfer_plan(other, problem) for other in others) if plan]
@@ -160,16 +165,18 @@ class PlanStore:
         return (*found, *(family.plans(problem) if family else ()))
 
     def serving(self, problem: TrainingGraph, budget: int) -> Plan | None:
-        """Return the cheapest plan in memory that fits ``budget`` bytes, among those found for problems that differ
-        from this one at most in sizes and costs; None if none fits."""
+        """Return the cheapest plan in memory within ``budget`` bytes that was found for a problem with the same ops
+        and tensors as this one. That problem's sizes and costs may differ from this problem's. None if no plan is
+        within the budget."""
         family = self._families.get(problem.structure)
         return family.best_plan(problem, budget) if family else None
 
     def starts(self, problem: TrainingGraph, budget: int) -> tuple[Plan, ...]:
-        """Return plans to start this problem's search from, found for problems that differ from it in sizes: the
-        cheapest that fit ``budget`` bytes, and the one that exceeds it by the fewest bytes.
+        """Return plans in memory from which a search for this problem can start, because problems with the same ops
+        and tensors but other sizes were planned before.
 
-        Empty if no problem with other sizes and the same structure was met.
+        They are the cheapest plans within ``budget`` bytes (`STARTS` at most), and the plan that exceeds the budget
+        by the fewest bytes. The result is empty if only problems with the same sizes were planned.
         """
         family = self._families.get(problem.structure)
         if family is None or not family.knows_other_sizes(problem):
@@ -177,17 +184,17 @@ class PlanStore:
         return family.starts(problem, budget, STARTS)
 
     def kept(self, problem: TrainingGraph) -> tuple[Plan, ...]:
-        """Return the plans on disk of a problem, followed by those of the same problem without inverses. Empty if
-        there are none, or their file is damaged."""
+        """Return the plans on disk for a problem, followed by the plans on disk for the same problem without
+        inverses. Empty if there are no such files or they are damaged."""
         plain = (replace(problem, inverses=()),) if problem.inverses else ()
         return tuple(plan for one in (problem, *plain) for plan in _read(_file(one), problem).plans)
 
     def solved(self, problem: TrainingGraph, budget: int, gap: float, seconds: float) -> Plan | None:
-        """Return the cheapest plan on disk within ``budget`` bytes, if it needs no further search; otherwise None.
+        """Return the cheapest plan on disk within ``budget`` bytes, if no further search is needed; otherwise None.
 
-        It needs none if its overhead is proven to be at most ``gap`` above the optimum's, or if a search for this
-        budget took at least ``seconds`` seconds. The plan has the best lower bound that is known from searches for
-        this budget or larger ones.
+        No search is needed in two cases: the plan's overhead is proven to be at most ``gap`` above the optimum; or an
+        earlier search for the same budget took at least ``seconds`` seconds. The plan's lower bound is the best that
+        was proven in searches for this budget or larger ones.
         """
         content = _read(_file(problem), problem)
         fitting = [plan for plan in content.plans if plan.estimate.peak <= budget]
@@ -204,10 +211,13 @@ class PlanStore:
         return replace(best, budget=budget, lower_bound=bound)
 
     def keep(self, problem: TrainingGraph, plan: Plan, seconds: float = 0.0) -> None:
-        """Keep a plan on disk with the others of its problem, together with the lower bound that its search proved.
+        """Write a plan to the file of its problem on disk, together with the lower bound that its search proved.
 
-        Plans that another one equals or beats in both peak and cost are dropped. ``seconds``: the duration of the
-        search.
+        The file keeps earlier plans, except those that another plan beats or equals in both peak and cost. It has at
+        most `PLANS_KEPT` plans. The oldest files of other problems are deleted if there are more than
+        `PROBLEMS_KEPT`.
+
+        ``seconds``: how long the search took.
         """
         file = _file(problem)
         content = _read(file, problem)
@@ -231,7 +241,8 @@ class PlanStore:
 
 
 def _key(problem: TrainingGraph, budget: int | str) -> Key:
-    """Return the key of a problem's plans: everything that determines their peaks, and the budget."""
+    """Return the key under which a plan of a problem is stored in memory: the budget, and everything in the problem
+    that determines peaks."""
     sizes = tuple(t.bytes for t in problem.tensors)
     workspaces = tuple(op.workspace for op in (*problem.ops, *problem.inverses))
     return problem.fingerprint, sizes, workspaces, budget
@@ -242,22 +253,25 @@ def _costs(problem: TrainingGraph) -> tuple[float, ...]:
 
 
 def recipe_names(problem: TrainingGraph) -> list[str]:
-    """Return the names of a problem's ops, then of its inverses. Plans on disk, and in messages to other processes,
-    contain positions in this list."""
+    """Return the names of a problem's ops, followed by the names of its inverses. Files on disk and messages to other
+    processes use positions in this list instead of names."""
     return [op.name for op in (*problem.ops, *problem.inverses)]
 
 
 class _Content(NamedTuple):
-    """The content of a file: plans, and for each search the budget (bytes), the lower bound of the overhead that it
-    proved, and its seconds."""
+    """The content of a problem's file on disk.
+
+    ``plans``: the problem's plans. ``searches``: for each search, the budget in bytes, the lower bound of the
+    overhead that it proved (-1 if none), and how many seconds it took.
+    """
 
     plans: tuple[Plan, ...] = ()
     searches: tuple[tuple[int, float, float], ...] = ()
 
 
 def _read(file: Path, problem: TrainingGraph) -> _Content:
-    """Return the content of a file, with its plans as plans of a problem; empty if there is no file or it is
-    damaged."""
+    """Return the content of a file on disk, with its plans simulated for ``problem``. The content is empty if the
+    file does not exist or is damaged."""
     content = read_cached(file)
     if content is None:
         return _Content()

@@ -1,4 +1,5 @@
-"""Run compiled loops in plain Python, for the first plan on a machine that has not compiled them yet."""
+"""Run functions that numba would compile in plain Python instead, for the first plan on a machine where they are not
+compiled yet."""
 
 from __future__ import annotations
 
@@ -12,7 +13,8 @@ Loop = TypeVar("Loop", bound=Callable[..., object])
 
 
 def plain(loop: Loop) -> Loop:
-    """Return the Python function behind a compiled one; the compiled functions that it calls are replaced likewise."""
+    """Return the Python function from which numba compiled ``loop``. The compiled functions that it calls, directly
+    or indirectly, are replaced by their Python functions as well."""
     function = cast(FunctionType, loop.py_func if isinstance(loop, Dispatcher) else loop)
     known = function.__globals__
     called = {name: known[name] for name in function.__code__.co_names if name in known}

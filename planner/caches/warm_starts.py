@@ -1,5 +1,5 @@
-"""Convert a plan of one problem to a start for another problem of the same step, whose tensors are divided
-differently."""
+"""Convert a plan of one problem to a start for the search of another problem of the same training step, such as one
+with inverses, or with tensors that are split differently."""
 
 from __future__ import annotations
 
@@ -11,11 +11,13 @@ from rematplan.planner.core.schedule import runs_of, without_idle
 
 
 def transfer_plan(plan: Plan, graph: TrainingGraph) -> Plan | None:
-    """Convert a plan of another problem of the same step to a plan of ``graph``, as a start for a search; None if
-    the result is not a valid schedule.
+    """Convert a plan of another problem of the same training step to a plan of ``graph``, from which a search can
+    start; None if the result is not a valid schedule.
 
-    Runs of ops that ``graph`` does not have are left out. An op that the plan does not run runs once, as soon as
-    everything that it reads has been computed. Runs whose results nobody reads any more are left out.
+    Ops and inverses are matched by name. Runs of ops that ``graph`` does not have are left out. An op of ``graph``
+    that the plan does not run is inserted after each run that writes one of the tensors it reads, once all of them
+    have been computed (at the start, if it reads only inputs). Of these inserted runs, those whose results are never
+    read are removed again.
     """
     known = [r for r in runs_of(plan.schedule) if r in graph.op]
     shared = set(known)
@@ -28,8 +30,11 @@ def transfer_plan(plan: Plan, graph: TrainingGraph) -> Plan | None:
 
 
 def _with_new(graph: TrainingGraph, shared: set[str], runs: Iterable[str]) -> list[str]:
-    """Insert the ops that are not in ``shared`` into a sequence of runs, each as soon as everything that it reads
-    has been computed."""
+    """Insert the ops of ``graph`` that are not in ``shared`` into a sequence of runs (names of ops and inverses).
+
+    An op is inserted after each run that writes a tensor it reads, as soon as all tensors that it reads have been
+    computed. ``shared``: the names that occur in ``runs``.
+    """
     readers: dict[str, list[str]] = {}
     for op in graph.ops:
         for t in op.reads if op.name not in shared else ():
