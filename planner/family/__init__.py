@@ -1,1 +1,1 @@
-"""Plans of one structure, evaluated for any sizes of its tensors."""
+"""Evaluate plans that were found for one problem at the sizes of other problems with the same ops and tensors."""

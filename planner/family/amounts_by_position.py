@@ -1,4 +1,4 @@
-"""Sizes, workspaces and costs of a problem by position, for all problems of one structure."""
+"""The sizes, workspaces and costs of a problem as arrays, by position instead of by name."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ Floats: TypeAlias = NDArray[np.float64]
 
 @dataclass(frozen=True, eq=False)
 class Amounts:
-    """The numbers in which problems of one structure (`TrainingGraph.structure`) differ: sizes, workspaces and
-    costs.
+    """The sizes, workspaces and costs of a problem. Apart from names, these are what distinguishes problems of one
+    structure, that is, with the same ops and tensors in the same order (`TrainingGraph.structure`).
 
-    ``sizes``: bytes of each tensor that an op writes, in the order in which ops write them. ``workspaces``: bytes,
-    of the ops, then of the inverses. ``costs``: of the ops, then of the inverses. ``fixed``: bytes of all inputs
-    together. ``base_cost``: the cost of running every op once. ``once``: positions of the ops that may run only
-    once.
+    ``sizes``: the bytes of each tensor that an op writes, in the order in which ops write them. ``workspaces``: the
+    bytes of workspace of each op, then of each inverse. ``costs``: the cost of each op, then of each inverse.
+    ``fixed``: the bytes of all inputs together. ``base_cost``: the cost of running every op once. ``once``: the
+    positions in ``graph.ops`` of the ops that may run only once.
     """
 
     sizes: Ints
@@ -38,7 +38,7 @@ class Amounts:
         return self.fixed + int(self.sizes.sum())
 
     def equals(self, other: Amounts) -> bool:
-        """Return whether all these numbers are the same as those of ``other``."""
+        """Return whether all fields are equal to those of ``other``."""
         return (
             (self.fixed, self.base_cost) == (other.fixed, other.base_cost)
             and np.array_equal(self.sizes, other.sizes)
@@ -49,7 +49,7 @@ class Amounts:
 
 
 def amounts_of(graph: TrainingGraph) -> Amounts:
-    """Return the sizes, workspaces and costs of a problem by position."""
+    """Return the sizes, workspaces and costs of a problem, by the positions of its tensors, ops and inverses."""
     size, recipes = graph.size, (*graph.ops, *graph.inverses)
     once = set(graph.never_rerun)
     return Amounts(

@@ -1,4 +1,5 @@
-"""Peaks and costs of many schedules of one structure at once, for given sizes."""
+"""Compute the peaks and costs of many schedules at once, for any sizes of the tensors. The schedules are of problems
+with the same ops and tensors."""
 
 from __future__ import annotations
 
@@ -17,11 +18,11 @@ Bools: TypeAlias = NDArray[np.bool_]
 
 @dataclass(frozen=True, eq=False)
 class Evaluation:
-    """The peaks and costs of all members (schedules) of a family for one problem, in the order of the family's
-    members.
+    """The peaks and costs of all schedules of a family for one problem, one entry for each schedule (*member*), in
+    the family's order.
 
     ``peaks``: bytes, equal to those of `simulate`. ``costs``: equal to those of `simulate` up to rounding errors.
-    ``allowed``: whether the member runs no op again that may run only once.
+    ``allowed``: False for a schedule that repeats an op which may run only once in this problem.
     """
 
     peaks: Ints
@@ -29,20 +30,21 @@ class Evaluation:
     allowed: Bools
 
     def fitting(self, budget: int) -> list[int]:
-        """Return the positions of the members whose peak is within ``budget`` bytes, the cheapest first. Members
+        """Return the positions of the schedules whose peak is within ``budget`` bytes, the cheapest first. Schedules
         that are not ``allowed`` are left out."""
         rows = np.flatnonzero(self.allowed & (self.peaks <= budget))
         return [int(m) for m in rows[np.lexsort((self.peaks[rows], self.costs[rows]))]]
 
     def nearest_over(self, budget: int) -> int | None:
-        """Return the position of the member whose peak exceeds ``budget`` bytes by the least; None if all fit.
-        Members that are not ``allowed`` are left out."""
+        """Return the position of the schedule whose peak exceeds ``budget`` bytes by the least; None if all fit.
+        Schedules that are not ``allowed`` are left out."""
         rows = np.flatnonzero(self.allowed & (self.peaks > budget))
         return int(rows[np.lexsort((self.costs[rows], self.peaks[rows]))[0]]) if rows.size else None
 
     def front(self) -> list[int]:
-        """Return the positions of the members that no other one beats or equals in both cost and peak, by rising
-        cost and falling peak. Members that are not ``allowed`` are left out."""
+        """Return the positions of the schedules on the Pareto front: no other schedule beats or equals them in both
+        cost and peak. They are sorted by rising cost and falling peak. Schedules that are not ``allowed`` are left
+        out."""
         rows = np.flatnonzero(self.allowed)
         rows = rows[np.lexsort((self.peaks[rows], self.costs[rows]))]
         peaks = self.peaks[rows]
@@ -54,13 +56,16 @@ class Evaluation:
 
 @dataclass(frozen=True, eq=False)
 class Stack:
-    """The events of several members (schedules) in one array, so that one cumulative sum evaluates all of them.
+    """Several schedules (*members* of a family) joined into arrays, so that one cumulative sum gives the peaks of all
+    of them, for any sizes of the tensors.
 
-    ``events``: with T tensors, t where tensor t becomes resident and T + t where it is freed, member after member.
-    ``events_before``: for each run, the number of events up to and including what it allocates; each member begins
-    with a row without a run, since its peak is at least the bytes of the inputs. ``recipes``: the op or inverse of
-    each of these rows. ``starts``: each member's first row. ``counts``: for each member, how often each op and
-    inverse runs.
+    ``events``: where tensors become resident or are freed, one schedule after the other. With T tensors, the entry t
+    means that tensor t becomes resident, T + t that it is freed. The other arrays have rows: for each schedule, one
+    row for the moment before its first run, when only the inputs are resident, then one row for each run.
+    ``events_before``: for each row, how many entries of ``events`` precede it, those of its own allocations included.
+    ``recipes``: for each row, the position of the op or inverse that runs; the number of ops and inverses if none
+    runs. ``starts``: the first row of each schedule. ``counts``: for each schedule, how often each op and inverse
+    runs.
     """
 
     events: Ints
@@ -70,8 +75,10 @@ class Stack:
     counts: Floats
 
     def evaluate(self, amounts: Amounts) -> Evaluation:
-        """Return the peaks and costs of all members for a problem with these sizes, workspaces and costs. O(events);
-        peaks are computed in 64-bit integers, hence exact."""
+        """Return the peaks and costs of all schedules for a problem with the sizes, workspaces and costs ``amounts``.
+
+        The time is linear in the number of events. Peaks are exact, because they are computed in 64-bit integers.
+        """
         change = np.concatenate((amounts.sizes, -amounts.sizes))
         resident = np.empty(self.events.size + 1, dtype=np.int64)
         resident[0] = 0
@@ -86,8 +93,10 @@ class Stack:
 
 
 def stack(members: Sequence[Member], tensors: int) -> Stack:
-    """Join the events of members (at least one) into a `Stack`. ``tensors``: how many tensors the ops write in
-    problems of this structure."""
+    """Join schedules (at least one) into a `Stack`, which evaluates all of them at once.
+
+    ``tensors``: the number of tensors that ops write, which is the same in all problems of these schedules.
+    """
     nothing = members[0].recipes
     ends = np.cumsum([0, *(m.events.size for m in members)])
     rows = np.cumsum([0, *(m.runs.size + 1 for m in members)])

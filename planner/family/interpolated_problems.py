@@ -1,9 +1,9 @@
-"""Problems at sizes between captured ones, where the bytes of all tensors are known to be polynomials of the size.
+"""Compute planning problems at sizes of the batch between those that were captured.
 
-Bytes of a tensor are a product of its dimensions; with one dimension that varies they are a polynomial of it, of degree
-2 where it occurs twice (attention scores, images). A polynomial through three captured sizes is trusted only if it
-gives the bytes of every tensor exactly at further captured sizes. Where dimensions are rounded (strides, paddings) it
-does not, and such sizes have to be captured.
+The bytes of a tensor are a product of its dimensions. If one dimension of the batch varies, the bytes are a
+polynomial of its size, of degree 2 where the dimension occurs twice (attention scores, images). A polynomial through
+three captured sizes is used only if it gives the bytes of every tensor exactly at further captured sizes. Where
+dimensions are rounded (strides, paddings) it does not, and then every size has to be captured.
 """
 
 from __future__ import annotations
@@ -28,13 +28,18 @@ from rematplan.planner.family.interpolated_workspaces import (
 
 DEGREE = 2
 CHECKS = 2
-"""The least number of captured sizes, in addition to those that determine the polynomials, at which these hold."""
+"""The least number of captured sizes at which the polynomials are checked, in addition to the three that determine
+them."""
 
 
 @dataclass(frozen=True, eq=False)
 class _Places:
-    """Positions among a problem's tensors: of those that ops write, of the inputs, and of what each op and inverse
-    reads and writes (``counts`` of them, up to ``ends``)."""
+    """Positions of tensors in ``graph.tensors``.
+
+    ``written``: of the tensors that ops write. ``inputs``: of the inputs. ``moved``: of the tensors that each op and
+    inverse reads and writes, one op after the other. ``counts``: for each op and inverse, how many entries of
+    ``moved`` it has. ``ends``: for each op and inverse, the index in ``moved`` after its last entry.
+    """
 
     written: Ints
     inputs: Ints
@@ -45,10 +50,11 @@ class _Places:
 
 @dataclass(frozen=True, eq=False)
 class Between:
-    """Problems at all sizes of one dimension of the batch, interpolated between problems captured at some sizes.
+    """Planning problems at all sizes of one dimension of the batch, interpolated between problems captured at some
+    sizes.
 
-    ``captured``: the captured problems by size, ascending; all have the same ops and tensors. The bytes of each
-    tensor are a polynomial of the size.
+    ``captured``: the captured problems by size, in ascending order. All have the same ops and tensors, and the bytes
+    of each tensor are a polynomial of the size.
     """
 
     captured: Mapping[int, TrainingGraph]
@@ -60,21 +66,22 @@ class Between:
 
     @cached_property
     def _points(self) -> list[int]:
-        """The captured sizes that determine the polynomials."""
+        """The three captured sizes from which the polynomials are computed: the smallest, one in the middle, and the
+        largest."""
         last = len(self.sizes) - 1
         return [self.sizes[round(k * last / DEGREE)] for k in range(DEGREE + 1)]
 
     @cached_property
     def _rows(self) -> list[tuple[int, ...]]:
-        """For each tensor, its bytes at the sizes that determine the polynomials."""
+        """For each tensor, its bytes at the three captured sizes from which the polynomials are computed."""
         return list(zip(*([t.bytes for t in self.captured[x].tensors] for x in self._points), strict=True))
 
     def bytes_at(self, size: int) -> list[int]:
-        """Return the bytes of each tensor of the problem at a size, by the polynomials, in the order of the
-        problem's tensors.
+        """Return the bytes of each tensor at a size of the varying dimension, computed from the polynomials, in the
+        order of ``graph.tensors``.
 
         Raises:
-            ProblemError: some polynomial's value there is not a whole number of bytes, or negative.
+            ProblemError: a polynomial's value at this size is negative or not a whole number.
         """
         weights = [_weight(self._points, k, size) for k in range(DEGREE + 1)]
         values = {
@@ -86,7 +93,8 @@ class Between:
         return [int(values[row]) for row in self._rows]
 
     def holds_at(self, size: int) -> bool:
-        """Return whether at a captured size the polynomials give the captured bytes of all tensors exactly."""
+        """Return whether the polynomials give exactly the captured bytes of all tensors at ``size``, one of the
+        captured sizes."""
         try:
             return self.bytes_at(size) == [t.bytes for t in self.captured[size].tensors]
         except ProblemError:
@@ -98,9 +106,10 @@ class Between:
         ``size``: above the smallest captured size, at most the largest.
 
         Raises:
-            ProblemError: the size is outside of this range, or a tensor would not have a whole number of bytes
-                there; or an op has different workspaces at the neighbouring captured sizes, and the bytes that it
-                reads and writes are not between those there.
+            ProblemError: the size is outside of this range; or a tensor would not have a whole number of bytes; or an
+                op's workspace cannot be interpolated. The last is so if the op's workspace differs between the
+                nearest captured sizes, but the bytes that it reads and writes at ``size`` are not between those at
+                the captured sizes.
         """
         below, above = self._neighbours(size)
         here = np.array(self.bytes_at(size), dtype=np.int64)
@@ -121,14 +130,15 @@ class Between:
     def problem(self, size: int) -> TrainingGraph:
         """Return the problem at a size from the smallest captured one to the largest.
 
-        At captured sizes it is the captured problem. Elsewhere, bytes are the polynomials', costs are linear between
-        the nearest two captured sizes, and workspaces are linear in the bytes that an op reads and writes, with a
-        margin.
+        At a captured size this is the captured problem. At other sizes, the bytes of tensors are computed from
+        polynomials, costs are interpolated linearly between the two nearest captured sizes, and workspaces are
+        interpolated linearly in the bytes that an op reads and writes, plus a margin.
 
         Raises:
-            ProblemError: the size is outside of this range, or a tensor would not have a whole number of bytes
-                there; or an op has different workspaces at the neighbouring captured sizes, and the bytes that it
-                reads and writes are not between those there.
+            ProblemError: the size is outside of this range; or a tensor would not have a whole number of bytes; or an
+                op's workspace cannot be interpolated. The last is so if the op's workspace differs between the
+                nearest captured sizes, but the bytes that it reads and writes at ``size`` are not between those at
+                the captured sizes.
         """
         if size in self.captured:
             return self.captured[size]
@@ -171,10 +181,12 @@ class Between:
 
 
 def between(captured: Mapping[int, TrainingGraph]) -> Between | None:
-    """Return a `Between` that interpolates captured problems, given by size; None where that is not justified.
+    """Return a `Between`, which interpolates captured problems at the sizes between them. ``captured``: the problems
+    by size of the varying dimension.
 
-    None if fewer than five sizes are captured, if the problems differ in ops, tensors or constraints, or if some
-    tensor's bytes at the captured sizes are not a polynomial of degree 2.
+    The result is None if interpolation would not be reliable: if fewer than five sizes are captured, if the problems
+    differ in ops, tensors or constraints, or if the bytes of some tensor at the captured sizes are not a polynomial
+    of degree 2.
     """
     found = Between(dict(sorted(captured.items())))
     alike = {(g.fingerprint, tuple(t.name for t in g.tensors)) for g in captured.values()}
@@ -184,7 +196,7 @@ def between(captured: Mapping[int, TrainingGraph]) -> Between | None:
 
 
 def _weight(points: Sequence[int], k: int, x: int) -> Fraction:
-    """Return the value at x of the k-th Lagrange polynomial: 1 at the k-th point, 0 at the others."""
+    """Return the value at ``x`` of the Lagrange polynomial that is 1 at ``points[k]`` and 0 at the other points."""
     weight = Fraction(1)
     for j, point in enumerate(points):
         if j != k:

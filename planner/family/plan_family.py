@@ -1,4 +1,5 @@
-"""A family: plans of one structure that are good at sizes met so far, evaluated for any other sizes."""
+"""A family of plans: schedules of problems with the same ops and tensors, found at some sizes and evaluated at
+others."""
 
 from __future__ import annotations
 
@@ -17,14 +18,15 @@ from rematplan.planner.family.schedule_by_position import Member, member_of, sch
 
 @dataclass(frozen=True)
 class FamilyLimits:
-    """The limits of a `PlanFamily`."""
+    """Limits of a `PlanFamily`."""
 
     members: int = 36
-    """The largest number of members. The Pareto front of all plans found for one length had 18 to 34, for GPT-12,
-    BERT-6, Llama-8 and U-Net at two or three budgets."""
+    """The largest number of schedules in a family. The Pareto front of all plans found for one sequence length, at
+    two or three budgets, had 18 to 34 plans for GPT-12, BERT-6, Llama-8 and U-Net."""
     sizes_met: int = 6
-    """The largest number of problems at whose sizes members are compared: the largest problem that was met, and the
-    latest. Chosen without a measurement: each costs an evaluation of all members when a plan is added."""
+    """The largest number of problems for which the schedules are compared: the largest problem that was met, and the
+    latest ones. Chosen without a measurement. For each such problem, all schedules are evaluated whenever one is
+    added."""
 
 
 LIMITS = FamilyLimits()
@@ -32,9 +34,11 @@ LIMITS = FamilyLimits()
 
 @dataclass(frozen=True, eq=False)
 class _State:
-    """The members at one moment.
+    """The content of a `PlanFamily`, replaced as a whole at each change.
 
-    ``met``: the amounts for which members were found. ``evaluations``: of all members for each.
+    ``members``: the schedules. ``stack``: the same schedules, joined for evaluation. ``met``: the sizes, workspaces
+    and costs of the problems for which schedules are compared. ``evaluations``: the peaks and costs of all schedules,
+    for each problem of ``met``.
     """
 
     members: tuple[Member, ...]
@@ -44,13 +48,13 @@ class _State:
 
 
 class PlanFamily:
-    """Plans of problems of one structure: the same ops and tensors in order, with any sizes and costs. A plan that
-    was found at some sizes can be evaluated and used at others.
+    """A family of plans for problems of one structure: the same ops and tensors in the same order, with any sizes and
+    costs. A plan that was found for one problem can be evaluated and used for another.
 
-    The first member (a schedule by position) runs every op once. Another member is kept while it is on the Pareto
-    front of peak and cost at some of the sizes met so far. If there are more than `LIMITS.members`, the one that
-    adds least to these fronts is dropped. A family may be used from several threads: each change replaces the whole
-    state.
+    The plans are stored as schedules by position (*members*). The first one runs every op once and is never removed.
+    If there are more than `LIMITS.members`, the schedule is removed that contributes least to the Pareto fronts of
+    peak and cost, over the latest problems for which schedules were added. A family may be used from several threads,
+    because each change replaces the whole state.
 
     Args:
         graph: any problem of the structure.
@@ -69,16 +73,18 @@ class PlanFamily:
 
     @property
     def members(self) -> tuple[Member, ...]:
-        """The members, in the order that an `Evaluation` uses."""
+        """The schedules of the family, in the order that an `Evaluation` uses."""
         return self._state.members
 
     @property
     def met(self) -> tuple[Amounts, ...]:
-        """The sizes, workspaces and costs of the problems at which members are compared."""
+        """The sizes, workspaces and costs of the problems for which the schedules are compared: the largest problem
+        and the latest ones."""
         return self._state.met
 
     def add(self, graph: TrainingGraph, plan: Plan) -> None:
-        """Add a plan that was found for a problem of this structure.
+        """Add the schedule of a plan that was found for a problem of this structure (the same ops and tensors, any
+        sizes).
 
         Raises:
             ProblemError: the problem has another structure, or does not have an op or tensor of the plan.
@@ -87,7 +93,8 @@ class PlanFamily:
         self.add_member(amounts_of(graph), member_of(graph, plan.schedule, plan.strategy))
 
     def add_member(self, amounts: Amounts, member: Member) -> None:
-        """Add a schedule that was found for a problem with these sizes, workspaces and costs."""
+        """Add a schedule that was found for a problem with the sizes, workspaces and costs ``amounts``. If the family
+        is then too large, the schedule that contributes least is removed, which may be the new one."""
         state = self._state
         members = state.members
         known = any(np.array_equal(m.steps, member.steps) for m in members)
@@ -103,55 +110,56 @@ class PlanFamily:
         self._state = state
 
     def evaluate(self, amounts: Amounts) -> Evaluation:
-        """Return the peaks and costs of all members for a problem with these sizes, workspaces and costs."""
+        """Return the peaks and costs of all schedules of the family for a problem with the sizes, workspaces and
+        costs ``amounts``."""
         return self._state.stack.evaluate(amounts)
 
     def best(self, amounts: Amounts, budget: int) -> Member | None:
-        """Return the cheapest member (schedule) whose peak is within ``budget`` bytes; None if none fits.
+        """Return the cheapest schedule of the family whose peak is within ``budget`` bytes; None if none fits.
 
-        ``amounts``: the sizes, workspaces and costs of a problem. Members that run an op again which may run only
-        once there are left out.
+        ``amounts``: the sizes, workspaces and costs of the problem. Schedules that repeat an op which may run only
+        once in this problem are left out.
         """
         members = self.fitting(amounts, budget, 1)
         return members[0] if members else None
 
     def fitting(self, amounts: Amounts, budget: int, count: int) -> tuple[Member, ...]:
-        """Return the ``count`` cheapest members (schedules) whose peak is within ``budget`` bytes, the cheapest
+        """Return the ``count`` cheapest schedules of the family whose peak is within ``budget`` bytes, the cheapest
         first; fewer if fewer fit.
 
-        ``amounts``: the sizes, workspaces and costs of a problem. Members that run an op again which may run only
-        once there are left out.
+        ``amounts``: the sizes, workspaces and costs of the problem. Schedules that repeat an op which may run only
+        once in this problem are left out.
         """
         state = self._state
         return tuple(state.members[m] for m in state.stack.evaluate(amounts).fitting(budget)[:count])
 
     def nearest_over(self, amounts: Amounts, budget: int) -> Member | None:
-        """Return the member (schedule) whose peak exceeds ``budget`` bytes by the least; None if all fit.
+        """Return the schedule of the family whose peak exceeds ``budget`` bytes by the least; None if all fit.
 
-        ``amounts``: the sizes, workspaces and costs of a problem. Members that run an op again which may run only
-        once there are left out.
+        ``amounts``: the sizes, workspaces and costs of the problem. Schedules that repeat an op which may run only
+        once in this problem are left out.
         """
         state = self._state
         found = state.stack.evaluate(amounts).nearest_over(budget)
         return None if found is None else state.members[found]
 
     def least(self, amounts: Amounts) -> Member:
-        """Return the member (schedule) with the smallest peak.
+        """Return the schedule of the family with the smallest peak.
 
-        ``amounts``: the sizes, workspaces and costs of a problem. Members that run an op again which may run only
-        once there are left out.
+        ``amounts``: the sizes, workspaces and costs of the problem. Schedules that repeat an op which may run only
+        once in this problem are left out.
         """
         found = self.nearest_over(amounts, -1)
         assert found is not None, "the member that runs every op once is always allowed"
         return found
 
     def plan(self, graph: TrainingGraph, member: Member, amounts: Amounts | None = None) -> Plan:
-        """Return a member as a plan of a problem, with its simulated peak and cost there.
+        """Return a schedule of the family as a plan of the problem ``graph``, with its peak and cost in this problem.
 
-        ``amounts``: the problem's sizes, workspaces and costs, if they are known already; they save time.
+        ``amounts``: the problem's sizes, workspaces and costs, if the caller has computed them already.
 
         Raises:
-            ProblemError: the problem has another structure.
+            ProblemError: the problem has another structure (other ops or tensors).
         """
         self._check(graph)
         names, table = self._named
@@ -163,21 +171,22 @@ class PlanFamily:
         return Plan(graph.name, member.strategy, schedule, estimate)
 
     def plans(self, graph: TrainingGraph) -> tuple[Plan, ...]:
-        """Return, as plans of a problem, all members that run no op again that may run only once there.
+        """Return all schedules of the family as plans of the problem ``graph``. Schedules that repeat an op which may
+        run only once in this problem are left out.
 
         Raises:
-            ProblemError: the problem has another structure.
+            ProblemError: the problem has another structure (other ops or tensors).
         """
         amounts = amounts_of(graph)
         allowed = (member for member in self.members if member.is_allowed(amounts))
         return tuple(self.plan(graph, member, amounts) for member in allowed)
 
     def best_plan(self, graph: TrainingGraph, budget: int) -> Plan | None:
-        """Return the cheapest member whose peak is within ``budget`` bytes, as a plan of a problem; None if none
-        fits.
+        """Return the cheapest schedule of the family within ``budget`` bytes as a plan of the problem ``graph``; None
+        if none fits.
 
         Raises:
-            ProblemError: the problem has another structure.
+            ProblemError: the problem has another structure (other ops or tensors).
         """
         self._check(graph)
         amounts = amounts_of(graph)
@@ -185,11 +194,13 @@ class PlanFamily:
         return None if member is None else replace(self.plan(graph, member, amounts), budget=budget)
 
     def starts(self, graph: TrainingGraph, budget: int, count: int) -> tuple[Plan, ...]:
-        """Return plans of a problem from which a search for ``budget`` bytes can start: the ``count`` cheapest
-        members of the family that fit, and the member that exceeds the budget by the fewest bytes.
+        """Return plans of the problem ``graph`` from which a search for ``budget`` bytes can start.
+
+        They are the ``count`` cheapest schedules of the family that fit the budget, followed by the schedule that
+        exceeds it by the fewest bytes.
 
         Raises:
-            ProblemError: the problem has another structure.
+            ProblemError: the problem has another structure (other ops or tensors).
         """
         amounts = amounts_of(graph)
         over = self.nearest_over(amounts, budget)
@@ -197,7 +208,8 @@ class PlanFamily:
         return tuple(self.plan(graph, member, amounts) for member in members)
 
     def knows_other_sizes(self, graph: TrainingGraph) -> bool:
-        """Return whether the family compares its members also at other sizes than those of the problem ``graph``."""
+        """Return whether the schedules are also compared for a problem whose tensors have other sizes than those of
+        ``graph``."""
         amounts = amounts_of(graph)
         return any(
             met.fixed != amounts.fixed or not np.array_equal(met.sizes, amounts.sizes) for met in self.met
@@ -217,7 +229,8 @@ def _names(graph: TrainingGraph) -> tuple[tuple[str, ...], tuple[str, ...]]:
 
 
 def _with(met: tuple[Amounts, ...], amounts: Amounts) -> tuple[Amounts, ...]:
-    """Return the amounts met so far and new ones: the largest and the latest are kept."""
+    """Add a problem's sizes, workspaces and costs to those met before, and return the result. If there are more than
+    `LIMITS.sizes_met`, the largest problem and the latest ones are returned."""
     met = (*(known for known in met if not known.equals(amounts)), amounts)
     if len(met) <= LIMITS.sizes_met:
         return met
@@ -227,10 +240,13 @@ def _with(met: tuple[Amounts, ...], amounts: Amounts) -> tuple[Amounts, ...]:
 
 
 def _gains(evaluations: Sequence[Evaluation], met: Sequence[Amounts]) -> np.ndarray:
-    """Return the gain of each member: the area of the (peak, overhead) plane that only it dominates, summed over all
-    sizes met.
+    """Return, for each schedule of a family, how much it contributes to the Pareto fronts of the problems ``met``.
 
-    It is infinite for the cheapest and the leanest member at any size (Beume, Naujoks and Emmerich 2007, SMS-EMOA).
+    The contribution to a front is the area of the (peak, overhead) plane that no other schedule dominates; areas are
+    summed over the problems. The cheapest schedule of a front and the one with its smallest peak count as infinite.
+    Source: Beume, Naujoks and Emmerich 2007, SMS-EMOA.
+
+    ``evaluations``: the peaks and costs of all schedules, for each problem of ``met``.
     """
     gains = np.zeros(evaluations[0].peaks.size)
     for found, amounts in zip(evaluations, met, strict=True):
