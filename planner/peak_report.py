@@ -1,4 +1,5 @@
-"""Explain a plan's peak: what is held at it, by kind, and what limits it."""
+"""Explain the peak of a plan: which kinds of tensors are resident at the peak, and why no schedule has a much lower
+one."""
 
 from __future__ import annotations
 
@@ -16,11 +17,11 @@ ACTIVATIONS, GRADIENTS, WORKSPACE, INPUTS = "activations", "gradients", "workspa
 
 
 def peak_split(graph: TrainingGraph, schedule: Schedule) -> dict[str, int]:
-    """Return the bytes resident at a schedule's peak by kind; they sum to the peak.
+    """Return the bytes that are resident at a schedule's peak, by kind. They sum to the peak.
 
-    The kinds are those into which the problem divides its inputs (parameters, buffers, batch, ...), ``inputs`` for
-    inputs without a kind, ``activations`` (written by forward ops), ``gradients`` (written by backward ops), and
-    ``workspace`` of the op that runs at the peak.
+    The keys are the kinds of inputs that the problem states (parameters, buffers, batch, ...); ``inputs`` for inputs of
+    no stated kind, left out if 0; ``activations``, tensors that forward ops write; ``gradients``, tensors that backward
+    ops write; and ``workspace``, that of the op at the peak.
     """
     graph = infer_phases(graph)
     at = simulate(graph, schedule).peak_at
@@ -42,10 +43,10 @@ def peak_split(graph: TrainingGraph, schedule: Schedule) -> dict[str, int]:
 
 @dataclass(frozen=True, slots=True)
 class Transients:
-    """The bytes that an op needs while it runs, in addition to the problem's inputs.
+    """The bytes that an op needs while it runs. Inputs of the problem are not counted.
 
-    ``op``: its name. ``reads``: bytes of the tensors it reads. ``writes``: bytes of those it writes and does not
-    read. ``workspace``: bytes.
+    ``op``: the op's name. ``reads``: bytes of the tensors that it reads. ``writes``: bytes of the tensors that it
+    writes and does not read. ``workspace``: bytes of its workspace.
     """
 
     op: str
@@ -65,8 +66,8 @@ class Transients:
 
 
 def transients(graph: TrainingGraph, op: str) -> Transients:
-    """Return the bytes that the op or inverse named ``op`` reads, writes and has as workspace, inputs of the problem
-    left out."""
+    """Return the bytes that one op or inverse reads, writes and has as workspace, without inputs of the problem.
+    ``op``: its name."""
     row, inputs = graph.op[op], set(graph.inputs)
     reads = set(row.reads) - inputs
     return Transients(
@@ -79,13 +80,13 @@ def transients(graph: TrainingGraph, op: str) -> Transients:
 
 @dataclass(frozen=True, slots=True)
 class PeakCause:
-    """Why a plan's peak is as high as it is: the peak is ``inputs`` + what the op at the peak needs + ``others``.
+    """What a plan's peak consists of, and a lower bound of any schedule's peak. The peak is the sum of ``inputs``, the
+    bytes of ``at``, and ``others``.
 
-    ``inputs``: bytes of the problem's inputs. ``at``: the bytes that the op at the peak reads, writes and has as
-    workspace; None if no run needs more than the inputs. ``others``: bytes of tensors that are resident during that
-    op without being read or written. ``floor``: the proven least: a lower bound of any schedule's peak.
-    ``floor_at``: the bytes that the op which is the reason for this bound reads, writes and has as workspace; None
-    if inputs and outputs are the reason.
+    ``inputs``: bytes of the problem's inputs. ``at``: the op at the peak with the bytes that it reads, writes and has
+    as workspace; None if no op needs more than the inputs. ``others``: bytes of tensors that are resident while this op
+    runs, although it neither reads nor writes them. ``floor``: the proven lower bound. ``floor_at``: the op from whose
+    reads, writes and workspace the lower bound follows; None if it follows from the inputs and outputs.
     """
 
     inputs: int
@@ -95,7 +96,7 @@ class PeakCause:
     floor_at: Transients | None
 
     def rows(self) -> dict[str, str]:
-        """Return the causes as text for a table: names and values."""
+        """Return the parts of the peak and the lower bound as rows of a table for readers: for each label, the text."""
         position = "the inputs" if self.at is None else str(self.at)
         return {
             "the peak is at": position,
@@ -105,7 +106,7 @@ class PeakCause:
         }
 
     def document(self) -> dict[str, Any]:
-        """Return the causes as plain JSON data."""
+        """Return the parts of the peak and the lower bound as plain JSON data, in bytes."""
         return {
             "inputs": self.inputs,
             "at": None if self.at is None else asdict(self.at),
@@ -116,7 +117,7 @@ class PeakCause:
 
 
 def peak_cause(graph: TrainingGraph, plan: Plan) -> PeakCause:
-    """Return what makes up the plan's peak, and the proven least: a lower bound of any schedule's peak."""
+    """Return what the plan's peak consists of, and a proven lower bound of the peak of any schedule of this problem."""
     name, floor = peak_op(plan), min_peak_bound(graph)
     at = None if name is None else transients(graph, name)
     others = plan.estimate.peak - graph.input_bytes - (at.total if at else 0)
@@ -126,8 +127,8 @@ def peak_cause(graph: TrainingGraph, plan: Plan) -> PeakCause:
 
 
 def floor_text(graph: TrainingGraph) -> str:
-    """Return, as part of a message, the proven least (a lower bound of any schedule's peak) and the op that is the
-    reason for it."""
+    """Return text for a message: a proven lower bound of the peak of any schedule in bytes, and the op from whose
+    reads, writes and workspace it follows."""
     floor = min_peak_bound(graph)
     return _floor_text(floor, None if floor.op is None else transients(graph, floor.op))
 

@@ -1,7 +1,8 @@
-"""Which member of a family fits at each size of a range: a table that is computed at every size, not at the largest.
+"""For each batch size of a range, which of several known schedules fits a budget of bytes.
 
-A larger size need not have the larger peak, nor need a plan that fits at both ends fit between them: at some sizes
-kernels need more workspace, and which op is at the peak changes.
+Every size is evaluated, not only the largest: a larger size need not have the larger peak. A schedule that fits at the
+smallest and the largest size need not fit at the sizes between them, because kernels need more workspace at some sizes,
+and the op at the peak changes with the size.
 """
 
 from __future__ import annotations
@@ -19,11 +20,13 @@ Size = TypeVar("Size")
 
 @dataclass(frozen=True)
 class RangeRow(Generic[Size]):
-    """What a family of plans offers at one size of the batch.
+    """The result for one batch size: the best schedule of a family, and whether it fits the budget. A family is a set
+    of schedules of one problem structure that can be evaluated at any size.
 
-    ``size``: the size, or the sizes of several dimensions. ``fits``: whether a member is within the budget.
-    ``member``: the cheapest member that fits, else the one with the smallest peak. ``estimate``: its peak and cost
-    at this size. ``base_peak``: bytes, the peak of the step without recomputation.
+    ``size``: the batch size, or the sizes of several dimensions. ``fits``: whether any schedule of the family is within
+    the budget. ``member``: the cheapest schedule that fits, or the schedule with the smallest peak if none fits.
+    ``estimate``: the peak and cost of ``member`` at this size. ``base_peak``: the peak in bytes, at this size, of the
+    step without recomputation.
     """
 
     size: Size
@@ -35,27 +38,29 @@ class RangeRow(Generic[Size]):
 
 @dataclass(frozen=True)
 class RangeProof(Generic[Size]):
-    """What a family of plans offers at each size of a range (``rows``), within ``budget`` bytes."""
+    """For each size of a range, whether a family (a set of schedules that can be evaluated at any size) has one whose
+    peak is within ``budget`` bytes. ``rows``: the result for each size."""
 
     budget: int
     rows: tuple[RangeRow[Size], ...]
 
     @property
     def unfit(self) -> tuple[Size, ...]:
-        """The sizes at which no member of the family is within the budget."""
+        """The sizes at which no known schedule is within the budget."""
         return tuple(row.size for row in self.rows if not row.fits)
 
     @property
     def holds(self) -> bool:
-        """Whether at every size some member of the family is within the budget."""
+        """Whether, at every size of the range, at least one known schedule is within the budget."""
         return not self.unfit
 
 
 def range_row(family: PlanFamily, amounts: Amounts, size: Size, budget: int) -> RangeRow[Size]:
-    """Return the cheapest member of a family that is within ``budget`` bytes at one size, or the member with the
-    smallest peak if none is.
+    """Return the cheapest schedule of a family whose peak is within ``budget`` bytes at one size, or the schedule with
+    the smallest peak if none fits.
 
-    ``amounts``: the sizes of tensors, workspaces and costs at this size. ``size``: recorded in the result.
+    ``family``: schedules of one problem structure, evaluated at any size. ``amounts``: the sizes of tensors, the
+    workspaces and the costs at this size. ``size``: only copied to the result.
     """
     found = family.best(amounts, budget)
     member = found or family.least(amounts)

@@ -1,4 +1,5 @@
-"""A schedule by position: the tensors that each step allocates and frees, for any sizes of the tensors."""
+"""A schedule that refers to ops and tensors by position, so that its memory can be computed for any sizes of the
+tensors."""
 
 from __future__ import annotations
 
@@ -17,13 +18,17 @@ from rematplan.planner.family.amounts_by_position import Amounts, Ints
 
 @dataclass(frozen=True, eq=False)
 class Member:
-    """A schedule in which positions stand for names, so that it can be evaluated for any problem of its structure.
+    """A schedule that refers to ops and tensors by position instead of by name. So it can be evaluated for any problem
+    of one structure: the same ops and tensors in the same order, with any sizes and costs.
 
-    ``steps``: r for a run of the op or inverse at position r (ops first); -1 - t for freeing the tensor at position
-    t, among the tensors that ops write. ``events``: t where the tensor at position t becomes resident, -1 - t where
-    it is freed, in order. At the end everything is freed, so that the bytes of all events sum to 0.
-    ``events_before``: for each run, the number of events up to and including what it allocates. ``recipes``: the
-    number of ops and inverses of the structure. ``strategy``: the name of the strategy that found the schedule.
+    Ops and inverses are numbered together, ops first. Tensors that ops write are numbered in the order in which ops
+    write them.
+
+    ``steps``: for each step of the schedule, r if it runs the op or inverse number r, or -1 - t if it frees tensor t.
+    ``events``: the changes of memory in order: t where tensor t becomes resident, -1 - t where it is freed. At the end
+    all tensors are freed, so the bytes of all events sum to 0. ``events_before``: for each run of an op, the number of
+    events up to and including the allocation of what the op writes. ``recipes``: the number of ops and inverses in a
+    problem of this structure. ``strategy``: the name of the strategy that found the schedule.
     """
 
     steps: Ints
@@ -34,25 +39,29 @@ class Member:
 
     @cached_property
     def runs(self) -> Ints:
-        """The positions of the ops and inverses that run, in order, repeats included."""
+        """The ops and inverses that the schedule runs, in order, repeats included, as positions among ops and inverses
+        (ops first)."""
         return self.steps[self.steps >= 0]
 
     @cached_property
     def counts(self) -> Ints:
-        """How often each op and inverse runs, by position."""
+        """How often the schedule runs each op and inverse: an array over ops, then inverses."""
         return np.bincount(self.runs, minlength=self.recipes)
 
     def held(self, amounts: Amounts) -> Ints:
-        """Return the bytes that are resident during each run, inputs and workspace included. ``amounts``: the sizes,
-        workspaces and costs of a problem of this structure."""
+        """Return, for each run of an op or inverse in the schedule, the bytes that are resident during it, inputs and
+        workspace included.
+
+        ``amounts``: the sizes, workspaces and costs of the problem to evaluate.
+        """
         change = np.where(self.events >= 0, 1, -1) * amounts.sizes[_tensor(self.events)]
         resident = np.concatenate(([0], np.cumsum(change)))
         found: Ints = amounts.fixed + resident[self.events_before] + amounts.workspaces[self.runs]
         return found
 
     def estimate(self, amounts: Amounts) -> Estimate:
-        """Return the schedule's peak, cost and overhead in a problem with these sizes, workspaces and costs, equal
-        to the result of `simulate`."""
+        """Return the schedule's peak in bytes, cost and overhead in a problem with the sizes, workspaces and costs
+        ``amounts``. The result equals that of `simulate`."""
         resident = self.held(amounts)
         peak, peak_at = amounts.fixed, -1
         if resident.size and int(resident.max()) > peak:
@@ -68,7 +77,7 @@ class Member:
         )
 
     def is_allowed(self, amounts: Amounts) -> bool:
-        """Return whether each op that may run only once (``amounts.once``) runs at most once."""
+        """Return whether no op that may run only once (``amounts.once``) runs more than once in the schedule."""
         return not bool((self.counts[amounts.once] > 1).any())
 
 
@@ -110,14 +119,16 @@ def member_of(graph: TrainingGraph, schedule: Schedule, strategy: str) -> Member
 
 
 def step_table(graph: TrainingGraph) -> tuple[tuple[Step, ...], tuple[Step, ...]]:
-    """Return the steps of which schedules of a problem consist: by position, the run of each op and inverse, and the
-    freeing of each tensor that an op writes."""
+    """Return all steps that a schedule of this problem can consist of: first the run of each op and inverse, by
+    position (ops first), then the freeing of each tensor that an op writes, by position."""
     return tuple(Run(name) for name in graph.op), tuple(Free(t) for t in graph.producer)
 
 
 def schedule_of(member: Member, table: tuple[Sequence[Step], Sequence[Step]]) -> Schedule:
-    """Return a member's schedule with the names of a problem. ``table``: the result of `step_table` for that
-    problem."""
+    """Convert a schedule by position to a schedule with the names of a problem.
+
+    ``member``: the schedule by position. ``table``: the result of `step_table` for the problem.
+    """
     runs, frees = table
     return tuple(runs[s] if s >= 0 else frees[-1 - s] for s in member.steps.tolist())
 

@@ -1,1 +1,1 @@
-"""Integer programs over stages and steps, and the solver behind them."""
+"""Integer programs for optimal schedules, and the solver that they use."""

@@ -1,10 +1,12 @@
-"""Search all schedules of a tiny problem, and return the optimum; or nothing if the problem is not tiny.
+"""Find the optimal schedule of a tiny problem by an exhaustive search; give up if the problem is not tiny.
 
-The search is A* over sets of resident tensors. A step frees what is in the way of an op and runs the op, at its
-cost. Any order, any number of runs, and inverses are covered. A resident tensor does no harm until a run needs its
-room, so no step frees more than it must: only those sets are freed from which no tensor can be left out. Tensors
-that nothing reads and that are not outputs are not kept. The heuristic is the cost of the ops that must run for
-what is missing. There are up to 2^tensors states, so their number is capped.
+The search is A*. Its states are the sets of resident tensors. A transition frees tensors until an op fits the budget,
+then runs the op and costs as much as the op. So the search covers every order, any number of repetitions, and inverses.
+
+A resident tensor does no harm until an op needs its bytes. So only minimal sets are freed: sets that would not free
+enough bytes without one of their tensors. A result is not kept if nothing reads it and it is not an output. The
+heuristic is a lower bound of the remaining cost: the costs of the ops that must run to compute the missing outputs.
+There are up to 2^tensors states, so their number is capped.
 """
 
 from __future__ import annotations
@@ -18,7 +20,8 @@ from rematplan.ir import Op, TrainingGraph
 
 MOST_STATES = 4000
 MOST_TENSORS = 64
-"""The largest number of tensors. With more there are more states than may be visited, and each takes long."""
+"""The largest number of tensors that `exhaustive` accepts. With more tensors there are more states than it may visit,
+and each takes long."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,11 +37,12 @@ class Optimum:
 
 
 def exhaustive(graph: TrainingGraph, budget: int, most_states: int = MOST_STATES) -> Optimum | None:
-    """Return the optimal schedule within ``budget`` bytes, by a search (A*) through all sets of resident tensors;
-    None if the problem is not tiny.
+    """Return the optimal schedule within ``budget`` bytes of a tiny problem, found by a search (A*) over all sets of
+    resident tensors.
 
-    None if there are more than `MOST_TENSORS` tensors or ``most_states`` states, or if an op may run only once (a
-    state does not record what has run). An order of random ops (``graph.ordered``) is ignored.
+    Return None if the problem is too large: more than `MOST_TENSORS` tensors, or more than ``most_states`` sets of
+    resident tensors reached. Also return None if the problem has ops that may run only once, because a set of resident
+    tensors does not tell which ops have run. The order of random ops (``graph.ordered``) is ignored.
     """
     bits = len(graph.tensors) - len(graph.inputs) + sum(not op.writes for op in graph.ops)
     if graph.never_rerun or bits > MOST_TENSORS:
@@ -73,12 +77,12 @@ def exhaustive(graph: TrainingGraph, budget: int, most_states: int = MOST_STATES
 
 
 class _Masks:
-    """A problem as bit masks of its tensors.
+    """A problem whose sets of tensors are bit masks: one bit for each tensor that is not an input.
 
-    An op that writes nothing runs for its side effect and must run: it sets a marker bit of zero bytes that is part
-    of the goal. ``recipes``: what may run, with masks of its reads and writes. ``sizes``: bit and bytes of each
-    tensor that has any, largest first. ``goal``: what must be resident at the end. ``useful``: the goal and
-    everything that is read.
+    An op that writes nothing runs for its side effect, and must run. So it gets a further bit of 0 bytes, which it sets
+    and which is part of ``goal``. ``recipes``: each op and inverse that may run, with the masks of what it reads and
+    writes. ``sizes``: pairs of a tensor's bit and its bytes, largest first, without tensors of 0 bytes. ``goal``: the
+    bits that must be set at the end. ``useful``: the bits of ``goal`` and of all tensors that an op or inverse reads.
     """
 
     def __init__(self, graph: TrainingGraph) -> None:
@@ -106,12 +110,15 @@ class _Masks:
         ]
 
     def bytes(self, mask: int) -> int:
-        """Return the bytes of a set of tensors."""
+        """Return the total bytes of the set of tensors ``mask``."""
         return sum(size for bit, size in self.sizes if mask & bit)
 
     def floor(self, mask: int) -> float:
-        """Return a lower bound of the remaining cost in a state: each op that alone writes something missing must
-        run, recursively."""
+        """Return a lower bound of the cost from a state to the end. ``mask``: the resident tensors of the state.
+
+        If only one op can write a missing tensor, this op must run, and what it reads and is not resident is missing as
+        well.
+        """
         cost, missing = 0.0, self.goal & ~mask
         for price, reads, makes in self._only:
             if makes & missing:
@@ -121,7 +128,11 @@ class _Masks:
 
 
 def _freed(resident: Sequence[tuple[int, int]], short: int) -> Iterator[int]:
-    """Yield the minimal sets of tensors (bit and bytes, largest first) whose bytes sum to at least ``short``."""
+    """Yield the sets of tensors, as bit masks, whose bytes sum to at least ``short``, but would not without any one of
+    their tensors. Yield the empty set if ``short`` is not positive.
+
+    ``resident``: pairs of a tensor's bit and its bytes, largest first.
+    """
     if short <= 0:
         yield 0
         return

@@ -1,9 +1,9 @@
-"""A process that solves programs with HiGHS, so that a solve can be stopped at once.
+"""A process that solves integer programs with HiGHS for another process, which can kill it to stop a solve at once.
 
-HiGHS cannot be interrupted and overruns a time limit by seconds, but a process can be killed. Run as a script (by
-`solver.Solver`), it reads requests from standard input and writes responses to standard output, each preceded by
-its length, until its input ends. HiGHS sometimes prints to standard output although told not to; that is
-redirected. Only OR-tools is imported, so the process starts in a fraction of a second.
+HiGHS cannot be interrupted, and overruns a time limit by seconds. `solver.Solver` runs this file as a script. The
+script reads requests from standard input and writes responses to standard output, each preceded by its length, until
+its input ends. HiGHS sometimes prints to standard output although told not to; this output is redirected to standard
+error. Only OR-tools is imported, so the process starts in a fraction of a second.
 """
 
 from __future__ import annotations
@@ -22,7 +22,8 @@ PR_SET_PDEATHSIG = 1
 
 
 def read_message(stream: IO[bytes]) -> bytes | None:
-    """Return the next message of a stream, or None at its end."""
+    """Return the next message of a stream, without the eight bytes of its length that precede it; None at the end of
+    the stream."""
     head = stream.read(LENGTH.size)
     if len(head) < LENGTH.size:
         return None
@@ -39,8 +40,10 @@ def write_message(stream: IO[bytes], body: bytes) -> None:
 
 
 def respond(request: bytes) -> bytes:
-    """Solve the program of a serialised request and return the serialised response, both OR-tools messages; an empty
-    response if the solver fails."""
+    """Solve a program with HiGHS. ``request``: a serialised `SolveRequest` of OR-tools.
+
+    Return a serialised `SolveResponse`; it has no fields if the solver fails.
+    """
     from ortools.math_opt import callback_pb2, rpc_pb2
     from ortools.math_opt.core.python import solver
 
@@ -65,14 +68,15 @@ def respond(request: bytes) -> bytes:
 
 
 def end_with_parent() -> None:
-    """Have Linux kill this process when the thread that started it ends; while HiGHS solves, the process cannot
-    notice that itself. Other systems: no effect."""
+    """Ask Linux to kill this process when the thread that started it ends. This process cannot notice that itself while
+    HiGHS solves. On other systems this function does nothing."""
     with suppress(OSError, AttributeError):
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
 def main() -> None:
-    """Answer requests to solve programs, from standard input on standard output, until the input ends."""
+    """Read requests to solve programs from standard input and write the responses to standard output, until the input
+    ends."""
     end_with_parent()
     with os.fdopen(os.dup(sys.stdout.fileno()), "wb") as answers:
         os.dup2(sys.stderr.fileno(), sys.stdout.fileno())

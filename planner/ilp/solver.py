@@ -1,8 +1,8 @@
 """Solve mixed-integer programs with HiGHS, within a time limit that holds.
 
-Each `Solver` has a process of its own (`highs_process`), started at the first solve. The process is killed if a
-solve overruns its limit, or if `Solver.stop` is called from any thread; that solve then proves nothing. If no
-process can be started, HiGHS runs in this process and takes the time it takes.
+Each `Solver` starts a process (`highs_process`) at its first solve. The process is killed if a solve overruns its time
+limit, or if a thread calls `Solver.stop`; that solve then returns no solution and no bound. If no process can be
+started, HiGHS runs in this process, where it may overrun the limit and cannot be stopped.
 """
 
 from __future__ import annotations
@@ -27,11 +27,12 @@ OVERRUN = 0.5
 
 @dataclass(frozen=True)
 class Answer:
-    """What a solver found out about a program.
+    """The result of a solve of a mixed-integer program.
 
-    ``dual``: a proven lower bound of the cost of any solution; infinite if there is no solution, -infinite if
-    nothing was proven. ``values``: the best solution found, by variable, or None. ``done``: whether the solver
-    finished: either ``values`` are optimal within the requested gap, or it is proven that there is no solution.
+    ``dual``: a proven lower bound of the cost of any solution, without `Rows.constant`; infinite if it is proven that
+    there is no solution, -infinite if nothing is proven. ``values``: the best solution found, one value for each
+    variable, or None. ``done``: whether the solver finished: either ``values`` are optimal within the requested gap, or
+    it is proven that there is no solution. The defaults are the *empty answer*, which states nothing.
     """
 
     dual: float = -math.inf
@@ -40,7 +41,8 @@ class Answer:
 
 
 class Solver:
-    """Solves programs with HiGHS in another process, one at a time. It must be closed; use it as a context manager."""
+    """Solves mixed-integer programs with HiGHS in another process, one program at a time. It must be closed: use it as
+    a context manager."""
 
     def __init__(self) -> None:
         self._process: subprocess.Popen[bytes] | None = None
@@ -54,8 +56,11 @@ class Solver:
         self.stop()
 
     def stop(self) -> None:
-        """End the current solve now. That solve, and later ones, return an empty answer. May be called from any
-        thread."""
+        """End the current solve now, by killing the process that solves. The current solve and all later ones return an
+        empty `Answer`. May be called from any thread.
+
+        If no process could be started and HiGHS runs in this process, the current solve is not interrupted.
+        """
         self._stopped = True
         self._kill()
 
@@ -68,16 +73,19 @@ class Solver:
         gap: float,
         hint: Mapping[int, float] | None = None,
     ) -> Answer:
-        """Minimise the cost of a program for at most about ``seconds``, and return the best solution and the bound.
+        """Minimise the cost of a program for at most about ``seconds``, and return the best solution found and a proven
+        lower bound of the cost.
 
-        After `stop`, if the process had to be killed, or if the solver fails, the answer is empty.
+        The result is an `Answer` without solution and bound after `stop`, if the process that solves had to be killed
+        because it was late, or if HiGHS fails.
 
         Args:
-            rows: the program.
+            rows: the program. `Rows.constant` and `Rows.impossible` are ignored.
             seconds: the time limit.
-            integer: whether to solve the integer program; if not, its linear relaxation.
-            gap: a solution within this of the optimum, in the unit of cost, counts as optimal.
-            hint: values of some variables to start from, by the variable's number.
+            integer: whether to solve the integer program; if False, its linear relaxation.
+            gap: the solver stops when the cost of its best solution is proven to exceed the optimum by at most this
+                much; in the unit of the cost. Ignored for the linear relaxation.
+            hint: a start for the search: values of some variables, by the variable's number.
         """
         if self._stopped:
             return Answer()
@@ -86,7 +94,11 @@ class Solver:
         return Answer() if response is None else _answer(response, len(rows.cost))
 
     def _exchange(self, request: bytes, seconds: float) -> bytes | None:
-        """Return the response, or None if it was late or the solve was stopped."""
+        """Send a serialised request to the process that solves, and return its serialised response. Return None if
+        there is none after ``seconds``, or if `stop` was called.
+
+        If no process can be started, or if it ends by itself, the request is solved in this process.
+        """
         process = self._begun()
         if process is None:
             return respond(request)
@@ -103,12 +115,12 @@ class Solver:
         timer.cancel()
         if response is None:
             self._kill()
-            if not late.is_set() and not self._stopped:  # it did not even start
+            if not late.is_set() and not self._stopped:  # the process ended by itself
                 return respond(request)
         return response
 
     def _begun(self) -> subprocess.Popen[bytes] | None:
-        """Return the process, started if there is none; None if none can be started."""
+        """Return the process that solves, and start it if it does not run; None if it cannot be started."""
         with self._lock:
             if self._process is not None:
                 return self._process
@@ -119,7 +131,7 @@ class Solver:
                     stdin=subprocess.PIPE,
                     stdout=subprocess.PIPE,
                     stderr=subprocess.DEVNULL,
-                    start_new_session=True,  # a Ctrl-C is for this process, which then stops it
+                    start_new_session=True,  # Ctrl-C interrupts only this process, which then stops the other one
                 )
             except (OSError, ValueError):
                 return None
@@ -130,12 +142,15 @@ class Solver:
             process, self._process = self._process, None
         if process is not None:
             process.kill()
-            with suppress(BrokenPipeError), process:  # which closes the pipes and waits
+            with (
+                suppress(BrokenPipeError),
+                process,
+            ):  # leaving the block closes the pipes and waits for the end
                 pass
 
 
 def _ask(process: subprocess.Popen[bytes], request: bytes) -> bytes | None:
-    """Return the process's response, or None if the process has ended."""
+    """Send a request to a process, wait, and return the response; None if the process has ended."""
     assert process.stdin is not None
     assert process.stdout is not None
     try:
@@ -163,7 +178,8 @@ def _request(
 
 
 def _model(rows: Rows, integer: bool) -> model_pb2.ModelProto:
-    """Return the program as an OR-tools message; with ``integer`` off, its linear relaxation."""
+    """Convert a program to an OR-tools message. If ``integer`` is False, all variables are continuous: the linear
+    relaxation."""
     model = model_pb2.ModelProto()
     n = len(rows.cost)
     model.variables.ids.extend(range(n))

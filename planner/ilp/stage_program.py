@@ -1,21 +1,27 @@
-"""The integer program of a whole schedule in stages: one stage per op, in the order of a known schedule.
+"""The integer program of a whole schedule with recomputation, after Checkmate: one stage for each op.
 
-In stage k earlier ops may run again, in the given order, and then op k runs for the first time.
+A known schedule gives the order of the ops. Stage k first runs some earlier ops again, in this order, and then runs op
+k for the first time.
 
-    R[v,k] = v runs again in stage k      A[t,k] = tensor t is resident on entering stage k
+    R[v,k] = op v runs again in stage k      A[t,k] = tensor t is resident when stage k begins
+    p: the op that writes t                  S_k: bytes resident when stage k+1 begins, without those that op k touches
 
     min Σ c_v R[v,k]
-    (read)    R[v,k] ≤ A[t,k] + R[p,k] for each t that v reads, p its producer;  1 ≤ A[t,k] + R[p,k] if k reads t
+    (read)    R[v,k] ≤ A[t,k] + R[p,k]  for each t that v reads;   1 ≤ A[t,k] + R[p,k]  for each t that op k reads
     (hold)    A[t,k+1] ≤ A[t,k] + R[p,k]
-    (memory)  S_k + what op k reads and writes, and its workspace ≤ B,  S_k the other tensors that enter stage k+1
+    (memory)  S_k + bytes that op k reads and writes + its workspace ≤ budget − inputs
 
-R exists for the ops nearest upstream of op k (`DEPTH`), from the first backward op on, and wherever the known
-schedule runs an op again. So the known schedule is a solution and the first hint. A[t,·] is a single variable over
-stages in which t can be neither used nor written. Small tensors stay resident from their run to their last use.
-Memory during the repeated runs of a stage is not modelled: if the simulator finds it over the budget, a row is
-added and the program solved again. HiGHS solves in time slices, each with the last solution as a hint.
+R[v,k] exists where the known schedule runs op v again in stage k. From the first backward op on, it also exists for the
+`DEPTH` ops nearest upstream of op k. So the known schedule is a solution, from which the solver starts, unless it
+depends on freeing small tensors: these stay resident from their first run to their last use. One variable stands for
+A[t,k] over consecutive stages in which t can be neither used nor written.
 
-The stages are from Checkmate (Jain et al., MLSys 2020); shared variables and rows on demand are additions.
+The program does not limit the memory during the repeated runs of a stage. If the simulator finds that such a run
+exceeds the budget, a row that excludes it is added, and the program is solved again. HiGHS solves in time slices, each
+with the last solution as a hint.
+
+The stages are from Checkmate (Jain et al., MLSys 2020). Shared variables, and rows that are added when they are
+violated, are additions.
 """
 
 from __future__ import annotations
@@ -29,24 +35,24 @@ from rematplan.planner.core.schedule import Run, with_frees
 from rematplan.planner.ilp.sparse_rows import ONE, ZERO, Rows, Term
 
 DEPTH = 24
-"""How many ops upstream of a stage's op may run again in its stage."""
+"""How many ops upstream of op k may run again in stage k, before op k runs for the first time."""
 SMALL_TENSOR_SHARE = 5e-4
-"""A tensor is small up to this share of the budget without inputs."""
+"""A tensor is small if its bytes are at most this share of the budget without the inputs."""
 
 Key = tuple[int, int]
 
 
 @dataclass
 class StageProgram:
-    """The integer program of a whole schedule (Checkmate's stages) for one problem and budget, around a known
-    schedule.
+    """The integer program of a schedule with recomputation for one problem and budget, with one stage for each op
+    (Checkmate's stages). It is built from a known schedule.
 
-    In stage k some earlier ops may run again, then op k runs for the first time. The order of first runs, and so of
-    the stages, is the known schedule's.
+    The ops are numbered in the order in which the known schedule first runs them. In stage k, some ops before op k may
+    run again, and then op k runs for the first time.
 
-    ``graph``: the problem. ``budget``: bytes. ``known``: the names of the ops that the known schedule runs, in
-    order; it runs no inverses. ``depth``: how many ops upstream of a stage's op may run again in the stage.
-    ``rows``: the program; `forbid` adds rows to it between solutions.
+    ``graph``: the problem. ``budget``: bytes. ``known``: the names of the ops that the known schedule runs, in order,
+    repeats included, without inverses. ``depth``: how many ops upstream of op k may run again in stage k. ``rows``: the
+    variables and rows of the program. Between two solves, `forbid` adds rows.
     """
 
     graph: TrainingGraph
@@ -77,7 +83,8 @@ class StageProgram:
         self._write_memory()
 
     def _repeats(self) -> list[set[int]]:
-        """Return the ops that the known sequence runs again, by stage."""
+        """Return, for each stage k, the numbers of the ops that the known schedule runs again between the first run of
+        op k − 1 and the first run of op k. The last of the sets is for the time after the last op."""
         number = {op.name: v for v, op in enumerate(self.ops)}
         repeats: list[set[int]] = [set() for _ in range(len(self.ops) + 1)]
         k = 0
@@ -89,12 +96,13 @@ class StageProgram:
         return repeats
 
     def hint(self) -> dict[int, float]:
-        """Return the known schedule as values of variables: for each variable «op v runs again in stage k», 1 if it
-        does, else 0."""
+        """Return the known schedule as a start for the solver, by the variable's number: for each variable «op v runs
+        again in stage k», 1 if the known schedule does that, else 0."""
         return {j: float(v in self.repeats[k]) for (v, k), j in self.run.items()}
 
     def _upstream(self, k: int) -> tuple[int, ...]:
-        """Return the ops nearest upstream of op k that write a large tensor, breadth first."""
+        """Return the numbers of at most ``depth`` ops upstream of op k, the nearest first found (breadth first), in
+        ascending order. Only ops that may run again and that write a large tensor are visited."""
         found: dict[int, None] = {}
         once = set(self.graph.never_rerun)
         queue = [k]
@@ -112,7 +120,9 @@ class StageProgram:
         return tuple(sorted(found))
 
     def _make_residency(self) -> None:
-        """Create A[t,k] for the stages at which t can be used or written. ``entering[t]`` maps stages to variables."""
+        """Create the variables «tensor t is resident when stage k begins», only for the stages in which t can be used
+        or written. ``entering[t]`` maps each of these stages to the variable's number, or to `ONE` if t must be
+        resident."""
         events: dict[str, set[int]] = {t: set() for t in self.producer}
         for k, again in enumerate(self.again):
             for t in self.reads[k]:
@@ -137,8 +147,8 @@ class StageProgram:
         return tensor in self.reads[k] or any(tensor in self.reads[v] for v in self.again[k])
 
     def enters(self, tensor: str, k: int) -> int:
-        """Return the number of the variable «the tensor is resident when stage k begins»; `ZERO` or `ONE` if its
-        value is known."""
+        """Return the number of the variable «the tensor is resident when stage k begins»; `ZERO` or `ONE` if its value
+        is known."""
         for stage in self.stages[tensor]:
             if stage >= k:
                 return self.entering[tensor][stage]
@@ -161,8 +171,12 @@ class StageProgram:
                 self._row([*resident, (self.entering[t][after], -1.0)], 0.0)
 
     def _write_memory(self) -> None:
-        """Write the memory rows: per op, resident bytes ÷ (budget − inputs) as a change from the previous op, and
-        their bound."""
+        """Add the rows that keep each stage k within the budget while op k runs for the first time.
+
+        A continuous variable for each stage is the share of the budget (without inputs) that resident tensors take. One
+        row computes it from that of the previous stage and the tensors that become resident or are freed. Another row
+        limits it, with the reads, writes and workspace of op k added.
+        """
         previous, constant = -1, 0.0
         present: dict[str, int] = {}
         changes: dict[int, list[str]] = {}
@@ -188,11 +202,12 @@ class StageProgram:
             self._row([(total, -1.0), *rest], fixed - 1.0)
 
     def forbid(self, v: int, k: int, resident: Iterable[str], values: Sequence[float]) -> None:
-        """Add a row that excludes a run: op v must not run again in stage k while everything is resident that the
-        solution ``values`` holds there.
+        """Add a row that excludes a repeated run which exceeds the budget: that of op v in stage k, together with the
+        tensors that are resident during this run in the solution ``values``.
 
-        ``resident``: the tensors that it holds. Each is represented by a variable that explains why it is resident:
-        a later run in the stage that reads it, or its being resident when the next stage begins.
+        ``resident``: the names of these tensors. In the row, a variable that is 1 in the solution represents each of
+        them, because it is the reason why the tensor is resident: a later run in stage k that reads it, or «the tensor
+        is resident when stage k+1 begins».
         """
         op, size = self.ops[v], self.graph.size
         own = {t for t in (*op.reads, *op.writes) if t in self.producer}
@@ -220,7 +235,8 @@ class StageProgram:
 
 
 def runs_at(program: StageProgram, values: Sequence[float]) -> list[str]:
-    """Return the names of the ops in the order in which a solution runs them. ``values``: the solution, by variable."""
+    """Return the names of the ops that a solution runs, in order, repeats included. ``values``: the solution, one value
+    for each variable of the program."""
     runs = []
     for k, again in enumerate(program.again):
         runs += [program.ops[v].name for v in again if values[program.run[v, k]] > 0.5]
@@ -229,10 +245,10 @@ def runs_at(program: StageProgram, values: Sequence[float]) -> list[str]:
 
 
 def add_violated(program: StageProgram, values: Sequence[float]) -> int:
-    """Add rows that exclude those repeated runs at which a solution's schedule exceeds the budget. Return how many
-    were added.
+    """Simulate the schedule of a solution, and add a row for each repeated run that exceeds the budget, to exclude this
+    run. Return the number of rows added.
 
-    ``values``: the solution, by variable.
+    ``values``: the solution, one value for each variable of the program.
     """
     graph, found, k = program.graph, 0, 0
     number = {op.name: v for v, op in enumerate(program.ops)}

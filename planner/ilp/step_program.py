@@ -1,17 +1,19 @@
-"""The exact integer program of a tiny problem: which recipe runs at each step; solved by CP-SAT.
+"""The exact integer program of a tiny problem, solved by CP-SAT: which op or inverse runs at each of T steps.
 
-    R[v,k] = recipe v runs at step k        A[t,k] = tensor t is resident before step k (A[t,0] = 0)
-    D[t,k] = t is resident during step k
+    R[v,k] = op or inverse v runs at step k     A[t,k] = tensor t is resident before step k (A[t,0] = 0)
+    D[t,k] = t is resident during step k        must: the ops that every schedule must run
 
-    min Σ_v c_v (Σ_k R[v,k] − 1)            the 1 for those v that every schedule must run
+    min Σ_v c_v (Σ_k R[v,k] − [v in must])
     (one)     Σ_v R[v,k] ≤ 1
     (read)    R[v,k] ≤ A[t,k]                          t read by v
     (during)  D[t,k] ≥ A[t,k+1];  D[t,k] ≥ R[v,k], t read or written by v;  D[t,k] ≤ A[t,k] + Σ_{u writes t} R[u,k]
     (memory)  Σ m_t D[t,k] + Σ_v workspace_v R[v,k] ≤ B − inputs
-    (end)     A[t,T] = 1 for outputs;  Σ_k R[v,k] ≥ 1 for those v
+    (end)     A[t,T] = 1 for outputs;  Σ_k R[v,k] ≥ 1 for v in must
+    (once)    Σ_k R[v,k] ≤ 1 for ops that may run only once
+    (idle)    R[v,k+1] ≤ Σ_u R[u,k]: steps without a run come last
 
-It covers any order, any number of runs up to T in total, and inverses. The result is the optimum among schedules of
-at most T runs.
+The program covers any order, repetitions up to T runs in total, and inverses. So its optimum is the cheapest schedule
+of at most T runs.
 """
 
 from __future__ import annotations
@@ -24,17 +26,18 @@ from ortools.sat.python import cp_model
 from rematplan.ir import Op, TrainingGraph
 from rematplan.planner.arrays.precedence import must_run
 
-COSTS = 10**7  # the base cost in whole units of the solver's objective
-BYTES = 2**40  # beyond this many bytes coarser units are used: sizes are rounded up, the room down
+COSTS = 10**7  # the cost without recomputation in the solver's objective, which is an integer
+BYTES = 2**40  # beyond this budget the unit is several bytes: sizes are rounded up, the budget down
 
 
 @dataclass(frozen=True)
 class StepOptimum:
-    """The result of `solve_steps`.
+    """The result of `solve_steps`: the best schedule found.
 
-    ``runs``: the names of the ops and inverses that the best schedule found runs, in order; None if none was found.
-    ``proven``: whether it is proven that no schedule of at most ``steps`` runs is cheaper or, if ``runs`` is None,
-    that none of them fits.
+    ``runs``: the names of the ops and inverses that it runs, in order; None if no schedule was found. ``proven``: if
+    ``runs`` is not None, whether it is proven that no schedule of at most ``steps`` runs is cheaper, except for
+    rounding costs to 10⁻⁷ of the cost without recomputation. If ``runs`` is None, whether it is proven that no schedule
+    of at most ``steps`` runs fits the budget.
     """
 
     runs: tuple[str, ...] | None
@@ -42,10 +45,10 @@ class StepOptimum:
 
 
 def solve_steps(graph: TrainingGraph, budget: int, steps: int, seconds: float) -> StepOptimum:
-    """Search for the cheapest schedule of at most ``steps`` runs within ``budget`` bytes, for up to ``seconds``,
-    with CP-SAT.
+    """Search for the cheapest schedule of at most ``steps`` runs of ops and inverses within ``budget`` bytes, with the
+    solver CP-SAT, for up to ``seconds``.
 
-    All orders, repetitions and inverses are considered. An order of random ops (``graph.ordered``) is ignored.
+    All orders and repetitions are considered. The order of random ops (``graph.ordered``) is ignored.
     """
     if budget < graph.input_bytes:
         return StepOptimum(None, True)
@@ -97,9 +100,12 @@ def _counted(
     steps: int,
     runs: Mapping[tuple[int, int], cp_model.IntVar],
 ) -> dict[int, cp_model.IntVar]:
-    """Return, for each op and inverse, how often it runs beyond what every schedule needs.
+    """Return, for the position of each op and inverse in ``recipes``, a variable that counts its runs; the first run of
+    an op that every schedule must run is not counted.
 
-    So a schedule without recomputation has the objective 0, and the solver sees at once that it is optimal.
+    So the objective of a schedule without recomputation is 0, and the solver sees at once that it is optimal. The
+    arguments are those of the program: ``recipes``: the ops and inverses that may run; ``runs``: for a position in
+    ``recipes`` and a step, the variable «runs at this step».
     """
     must, counts = must_run(graph), {}
     for v, op in enumerate(recipes):
@@ -114,7 +120,12 @@ Row = list[cp_model.IntVar]
 def _variables(
     model: cp_model.CpModel, graph: TrainingGraph, steps: int
 ) -> tuple[list[Op], dict[str, Row], dict[tuple[int, int], cp_model.IntVar]]:
-    """Return the recipes that may run, and the variables A by tensor and R by recipe and step."""
+    """Create the program's variables, and return three things: the ops and inverses that may run; for the name of each
+    tensor, the variables «resident before step k» for k = 0 … ``steps``; and for each pair of a position among these
+    ops and inverses and a step, the variable «runs at this step».
+
+    An inverse that would write an input of the problem may not run.
+    """
     inputs, outputs = set(graph.inputs), set(graph.outputs)
     recipes = [op for op in (*graph.ops, *graph.inverses) if inputs.isdisjoint(op.writes)]
     tensors = {t.name: [model.new_bool_var("") for _ in range(steps + 1)] for t in graph.tensors}

@@ -1,1 +1,1 @@
-"""Placing recomputation on a second lane (thread or CUDA stream) while the gradients run on the first."""
+"""Plans that recompute tensors on a second thread or CUDA stream (lane) while the first one computes gradients."""

@@ -1,4 +1,4 @@
-"""Predict how long a step takes on two lanes that share one device."""
+"""Predict how long a training step takes if its ops run on two lanes (CUDA streams or threads) of one device."""
 
 from __future__ import annotations
 
@@ -10,14 +10,15 @@ from rematplan.planner.core.lane_schedule import MAIN, RECOVERY, Laned, Needs, S
 def makespan(plan: Laned, needs: Needs, sharing: Sharing) -> float:
     """Return the predicted time of a step on two lanes (CUDA streams or threads), in the unit of `Op.cost`.
 
-    Runs before the first backward op are sequential; from there on each lane starts its next run as soon as
-    ``needs`` allow. For a speed of at least 0.5, the result is at most the sum of all costs, of ``sharing.handover``
-    for each wait, and of ``sharing.start``.
+    Ops before the first backward op run one after another. From there on, each lane starts its next op as soon as
+    ``needs`` allow. If ``sharing.speed`` is at least 0.5, the result is at most the sum of all ops' costs, of
+    ``sharing.handover`` for each wait of one lane for the other, and of ``sharing.start``.
 
     Args:
-        plan: the runs and their division into lanes.
-        needs: for each run, how many runs of the other lane it waits for.
-        sharing: how the lanes share the device.
+        plan: the ops that the plan runs, in order, and their division into two lanes.
+        needs: for each lane and each of its op executions, how many op executions of the other lane must have finished
+            before it starts.
+        sharing: the speed of each lane while both run, the time of a wait, and the time for starting the second lane.
     """
     graph, runs, where = plan.graph, plan.runs, plan.where
     cost = [
@@ -47,5 +48,9 @@ def makespan(plan: Laned, needs: Needs, sharing: Sharing) -> float:
 
 
 def _waits(needs: Sequence[int]) -> list[bool]:
-    """Return, for each run of a lane, whether it waits for more than the run before it."""
+    """Return, for each op execution of a lane, whether it has to wait for one of the other lane that no earlier op
+    execution of its lane waits for.
+
+    ``needs``: for each op execution, how many of the other lane must have finished before it starts.
+    """
     return [wanted > had for had, wanted in zip((0, *needs), needs, strict=False)]

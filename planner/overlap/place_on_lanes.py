@@ -1,4 +1,5 @@
-"""Put a plan on two lanes within a budget, and predict whether that saves time."""
+"""Divide the ops of a plan into two lanes (CUDA streams or threads) within a budget, and predict the time that this
+saves."""
 
 from __future__ import annotations
 
@@ -14,34 +15,38 @@ from rematplan.planner.core.simulator import simulate
 from rematplan.planner.overlap.makespan import makespan
 
 PAYS = 0.02
-"""The share of a step's time that two lanes must be predicted to save before they are used."""
+"""Two lanes are used only if they are predicted to save at least this share of a step's time."""
 USUAL = Sharing()
 
 
 def fastest_on_two_lanes(
     graph: TrainingGraph, plans: Iterable[Plan], budget: int, sharing: Sharing = USUAL
 ) -> Plan | None:
-    """Put each plan on two lanes (CUDA streams or threads) that hold at most ``budget`` bytes, and return the plan
-    with the shortest predicted time.
+    """Divide the op executions of each plan into two lanes (CUDA streams or threads) whose memory together stays within
+    ``budget`` bytes, and return the divided plan with the shortest predicted time.
 
-    None if no plan can be put on two lanes within the budget, or none rematerialises anything.
+    Plans that exceed the budget, and plans that rematerialise nothing after their first backward op, are left out.
+    Return None if no plan is left. ``sharing``: how the lanes share the device, for the prediction.
     """
     laned = [found for plan in plans if (found := on_two_lanes(graph, plan, budget, sharing))]
     return min(laned, key=lambda plan: plan.lanes.makespan if plan.lanes else 0.0, default=None)
 
 
 def saved(plan: Plan, cost: float) -> float:
-    """Return the share of a step's time that a plan's two lanes are predicted to save; 0 if it has one lane.
-    ``cost``: the time of the same step on one lane."""
+    """Return the share of a step's time that the two lanes of a plan are predicted to save; negative if they take
+    longer, 0 if the plan has only one lane.
+
+    ``cost``: the time of the step on one lane, in the unit of `Op.cost`.
+    """
     return 1 - plan.lanes.makespan / cost if plan.lanes and cost else 0.0
 
 
 def on_two_lanes(graph: TrainingGraph, plan: Plan, budget: int, sharing: Sharing = USUAL) -> Plan | None:
-    """Return a plan with its runs divided into two lanes (CUDA streams or threads) that hold at most ``budget``
-    bytes at any relative speed. They wait for each other as rarely as that allows.
+    """Return the plan with its op executions divided into two lanes (CUDA streams or threads). Together the lanes stay
+    within ``budget`` bytes, however fast one runs relative to the other. One lane waits for the other only where data
+    dependences or the budget require it.
 
-    None if the plan rematerialises nothing after its first backward op, or if it exceeds the budget on one lane.
-
+    Return None if the plan rematerialises nothing after its first backward op, or if it exceeds the budget on one lane.
     ``sharing``: how the lanes share the device, for the predicted time.
     """
     runs = tuple(runs_of(plan.schedule))
