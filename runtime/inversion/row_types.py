@@ -90,7 +90,7 @@ def result(call: Call, facts: Facts) -> Value:
 
 def fits(x: Any, y: Value, facts: Facts) -> bool:
     """Return whether an argument of a call has the shape of its result ``y`` and can be recomputed from it without loss
-    of precision: both are floating-point tensors, and ``y`` has at least the precision of ``x``.
+    of precision or range: both are floating-point tensors, and every number of the type of ``x`` is one of ``y``'s.
 
     Args:
         x: the argument; a number never fits.
@@ -104,5 +104,16 @@ def fits(x: Any, y: Value, facts: Facts) -> bool:
         fake.shape == y.fake.shape
         and fake.is_floating_point()
         and y.fake.is_floating_point()
-        and torch.finfo(y.fake.dtype).eps <= torch.finfo(fake.dtype).eps
+        and _includes(torch.finfo(y.fake.dtype), torch.finfo(fake.dtype))
+    )
+
+
+def _includes(wide: torch.finfo, narrow: torch.finfo) -> bool:
+    """Return whether a floating-point type has all numbers of another one: float16 has a higher precision than
+    bfloat16, but a smaller range."""
+    return (
+        wide.eps <= narrow.eps
+        and wide.max >= narrow.max
+        and wide.smallest_normal * wide.eps
+        <= narrow.smallest_normal * narrow.eps  # the smallest numbers above 0
     )

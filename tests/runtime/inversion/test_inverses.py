@@ -322,6 +322,34 @@ def test_exact_inverses_keep_every_bit() -> None:
     assert verify(PlannedStep(model, step, plan.schedule), (x,)).bit_equal
 
 
+@pytest.mark.parametrize(
+    ("narrow", "wide", "exact"),
+    [
+        (torch.bfloat16, torch.float32, True),
+        (torch.float16, torch.float32, True),
+        (torch.bfloat16, torch.float16, False),  # more digits, but 1e5 becomes infinite
+        (torch.float16, torch.bfloat16, False),
+        (torch.float32, torch.bfloat16, False),
+    ],
+)
+def test_a_cast_is_undone_only_if_every_number_survives_it(
+    narrow: torch.dtype, wide: torch.dtype, exact: bool
+) -> None:
+    class Casts(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.ones(8, dtype=narrow))
+
+        def forward(self, x: Tensor) -> Tensor:
+            saved = x * self.weight
+            cast = saved.to(wide)
+            return saved.log().float().sum() + cast.cos().float().sum()
+
+    step = with_exact_inverses(capture(Casts(), (torch.rand(4, 8).to(narrow),), "casts"))
+    undone = [inverse for inverse in step.inverses if "copy" in str(inverse.target)]
+    assert bool(undone) == exact
+
+
 def test_a_planned_module_inverts_in_any_loop() -> None:
     class Scores(Replayed):
         def forward(self, x: Tensor) -> Tensor:
