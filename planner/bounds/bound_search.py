@@ -18,7 +18,7 @@ class BoundSearch(CutBounds):
     ``best`` is the best bound so far. Another thread may read it and may call `stop`.
 
     The bounds come from *cuts*. A cut at an op is the constraint that the bytes resident at the op's first execution
-    fit the budget: tensors that are not resident there must be recomputed if they are read later. First, a maximum
+    fit the budget: a tensor that is not resident then must be computed later if it is read later. First, a maximum
     flow bounds each of a few cuts alone (with inverses, a linear relaxation does). Then cuts are added to the best
     one, and integer programs for the set prove higher bounds.
     """
@@ -28,8 +28,8 @@ class BoundSearch(CutBounds):
     def run(self, time_limit: float, enough: Callable[[float], bool] = lambda _: False) -> Bound:
         """Search for up to ``time_limit`` seconds. Return the best bound proven, which is also in ``best``.
 
-        ``enough``: the search ends when it returns True. It is called before each program is solved, with the
-        overhead that is proven so far (a fraction).
+        ``enough``: the search ends when it returns True. It is called repeatedly, with the overhead that is proven so
+        far (a fraction).
         """
         with Solver() as self._solver:
             self._growth = Growth(self, time_limit, enough)

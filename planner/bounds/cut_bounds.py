@@ -68,8 +68,8 @@ class CutBounds:
     """Proven lower bounds of the overhead at one budget. ``best`` is the best of them so far.
 
     Each bound is proven by a set of *cuts*. A cut at an op is the constraint that the bytes resident at the op's
-    first execution fit the budget. The best bound is cached on the problem by its budget; it then serves as a first
-    bound for smaller budgets, for which it also holds. `stop` may be called from another thread.
+    first execution fit the budget. The best bound for each budget is cached as long as the problem exists. It also
+    holds for smaller budgets. `stop` may be called from another thread.
 
     ``rounded``: the order of execution (names of ops and inverses, repeats included) that the solution of the last
     integer program describes; empty if it has none. ``nearest``: the same for the last integer program that was
@@ -115,7 +115,7 @@ class CutBounds:
 
     def _raise(self, overhead: float) -> None:
         """Record a proven lower bound of the overhead, in ``best`` and in the problem's cache, if it is higher than
-        those known. Before, it is rounded up to an overhead that a sum of the ops' costs can have.
+        those known. It is first rounded up to an overhead that a sum of the ops' costs can have.
 
         ``overhead``: infinite if no schedule is within the budget.
         """

@@ -54,7 +54,7 @@ class Growth:
     that the bytes resident at the op's first execution fit the budget.
 
     ``time_limit``: seconds since this object was created. ``enough``: the growth ends when it returns True. It is
-    called before each program is solved, with the overhead that is proven so far.
+    called repeatedly, with the overhead that is proven so far.
     """
 
     def __init__(self, search: CutBounds, time_limit: float, enough: Callable[[float], bool]) -> None:
@@ -109,14 +109,14 @@ class Growth:
         while not self.over():
             likely = self.likely(resident, tried, failed)
             if idle and (failed == SIBLINGS or not likely):
-                self.solve(idle)  # known
+                self.solve(idle)  # solved before; sets the resident bytes again
                 cuts, solved, resident = idle, True, self.resident(idle, among)
                 tried, idle, failed = tried | set(idle), (), 0
                 continue
             if not likely:
                 if cuts in again or tried == set(cuts):
                     break
-                again.add(cuts)  # a cut that raised nothing with fewer cuts may do so with these
+                again.add(cuts)  # a cut that raised nothing may raise the bound with more cuts
                 tried = set(cuts)
                 continue
             cut = self.most_lifting(cuts, likely)
@@ -212,7 +212,7 @@ class Growth:
         until = self.spent + min(self.left, max(FIRST, self.spent))
         proven, solved, known = -math.inf, False, -1
         while known < len(self.search.loops) and self.spent < until and not self.over():
-            known = len(self.search.loops)  # the loops of this solution are excluded in the next program
+            known = len(self.search.loops)  # loops of this solution are excluded from the next program
             floor, solved = self.search.solve(cuts, until - self.spent, integer=True)
             proven = max(proven, floor)
         if self.search.rounded:

@@ -22,13 +22,13 @@ peaks."""
 
 
 def heaviest_chain(graph: TrainingGraph, order: Precedence) -> list[tuple[int, int]]:
-    """Return a chain of ops each of which must precede the next, as pairs (position in ``graph.ops``, bytes resident
-    while the op runs in the order without recomputation).
+    """Return the chain of ops with the most resident bytes in sum, as pairs (position in ``graph.ops``, bytes
+    resident while the op runs in the order without recomputation).
 
-    Each op of the chain reads a tensor that only the op before it writes. Among all such chains that end with an op
-    that every schedule runs, it is the one with the largest sum of resident bytes. So it follows the backbone of the
-    network through forward and backward. The result is empty if no op must run. Longest path, linear in the number of
-    reads.
+    Each op of the chain must precede the next, because it writes a tensor that the next one reads and that no other
+    op or inverse writes. The chain ends with an op that every schedule runs. Such a chain follows the backbone of the
+    network through forward and backward. The result is empty if there is no op that every schedule runs. Longest
+    path, linear in the number of reads.
     """
     resident = _base_heights(graph)
     inputs = set(graph.inputs)
@@ -135,7 +135,7 @@ def _saddles(height: Sequence[int], keys: Sequence[tuple[int, int, int]]) -> lis
     ``keys``: decides which of two entries is higher.
     """
     saddles: list[int] = []
-    open_: list[tuple[int, int]] = []  # higher entries so far, and the lowest height since the one before
+    open_: list[tuple[int, int]] = []  # higher entry, lowest height since the higher one before
     for k, h in enumerate(height):
         low = h
         while open_ and keys[open_[-1][0]] < keys[k]:

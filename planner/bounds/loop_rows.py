@@ -24,8 +24,8 @@ from rematplan.planner.ilp.sparse_rows import is_set
 
 
 def pairs(graph: TrainingGraph, order: Precedence) -> list[Loop]:
-    """Return the pairs of tensors that can be computed from each other: one by an inverse that reads the other, the
-    other by an op that reads the one. The pairs are sorted.
+    """Return the pairs of tensors that can be computed from each other: one is read by an inverse that writes the
+    other, and written by an op or inverse that reads the other. The pairs are sorted.
 
     ``order``: which ops and inverses write each tensor.
     """

@@ -28,8 +28,8 @@ from rematplan.planner.blocks.lowering_kernel import lowered
 from rematplan.planner.bounds.max_flow import CutNetwork
 
 SLOPE = 0.05
-PRICES = 28  # most prices tried
-FIRST_PRICE = 0.05  # in base costs per room (budget minus inputs)
+PRICES = 28  # the largest number of prices tried
+FIRST_PRICE = 0.05  # unit: base cost / (budget - inputs)
 CLOSE = 1.00002  # prices within this factor count as equal
 
 
@@ -85,5 +85,7 @@ def _lower(graph: TrainingGraph, cut: int, again: Sequence[int]) -> Ints:
     for o in again:
         kept[traffic.writes[traffic.writes_at[o] : traffic.writes_at[o + 1]]] = False
     kept[traffic.reads[traffic.reads_at[cut] : traffic.reads_at[cut + 1]]] = True
-    one_block = np.where(traffic.forward, 0, -1)  # out of two blocks, so that it is not the last
+    one_block = np.where(
+        traffic.forward, 0, -1
+    )  # the first of two blocks; the results of the last stay resident
     return lowered(traffic, one_block, 2, kept | kept_always(graph))

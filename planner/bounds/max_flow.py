@@ -104,9 +104,9 @@ class CutNetwork:
     must run has a node, on the source's side if it runs after the cut op. Each tensor that may be resident at the cut
     op has a node.
 
-    ``slope``: the costs of ops rise linearly from the first op to the last, by this share. Otherwise equal blocks
-    would all be recomputed from the same price on; with it, they are recomputed one after another as the price rises.
-    It must be 0 for a proven bound.
+    ``slope``: the costs of ops rise linearly from the first op to the last, by this share. Without a slope, equal
+    blocks would all be recomputed from the same price on. With a slope, they are recomputed one after another as the
+    price rises. It must be 0 for a proven bound.
     """
 
     def __init__(self, graph: TrainingGraph, order: Precedence, cut: int, slope: float = 0.0) -> None:
@@ -114,10 +114,9 @@ class CutNetwork:
         needed = [v for v in range(len(graph.ops)) if order.needed >> v & 1]
         self.constant = math.fsum(graph.ops[v].cost for v in needed)
         earlier, once = order.before[cut], set(graph.never_rerun)
-        side: dict[int, int] = {}  # op -> its node
-        priced: list[
-            float
-        ] = []  # of the ops with a node: what y = 1 costs; another run if it has run by the cut
+        side: dict[int, int] = {}  # position of an op -> its node
+        # For each op with a node, the cost of running it after the cut op; 0 if it need not run before.
+        priced: list[float] = []
         self.ops = []
         for v in needed:
             if v == cut or order.before[v] >> cut & 1:

@@ -16,6 +16,8 @@ inverses with costs c, t is a tensor of m_t bytes, and L is a set of tensors. Al
     (once)    Σᵢ x[v,i] ≤ 1 if v may never run again
     (loop)    x[v,i] ≤ Σ_{t in L} h[t,i] + Σ_{u writes into L, reads none of it} x[u,i]    v reads and writes into L
     (memory)  Σ_{t not written by bᵢ} m_t h[t,i] ≤ B − inputs − writes and workspace of bᵢ;  h[t,i] = 1 for t read by bᵢ
+
+The rows (loop) exclude that the tensors of L are computed only from each other, by ops and their inverses.
 """
 
 from __future__ import annotations
@@ -192,9 +194,8 @@ class CutProgram:
     def _memory(self, i: int) -> None:
         room, size = self.room, self.graph.size
         written: set[str] = set()
-        if (
-            i <= self.last
-        ):  # the cut's writes are held while it runs, whether they were resident before or not
+        if i <= self.last:
+            # While the cut op runs, its writes are resident, whether they were resident before or not.
             cut = self.order.recipes[self.cuts[i - 1]]
             written.update(cut.writes)
             room -= cut.workspace + sum(size[t] for t in written)

@@ -44,9 +44,10 @@ def rounded_runs(program: CutProgram, values: Sequence[float]) -> list[str]:
 class _Writer:
     """Builds an order of execution from what a solution of the integer program runs between cuts.
 
-    ``runs``: the ops and inverses that run, in order, as positions in ``recipes``. ``early``: those that had to run
-    although the solution runs them later or not at all. This happens because the program assumes that very small
-    tensors are always resident, and because it may compute a tensor from itself by an inverse.
+    ``recipes``: the problem's ops, then its inverses. ``runs``: those that run, in order, as positions in
+    ``recipes``. ``early``: those that had to run although the solution runs them later or not at all. This happens
+    because the program assumes that very small tensors are always resident, and because it may compute a tensor from
+    itself by an inverse.
     """
 
     def __init__(self, program: CutProgram) -> None:
@@ -60,7 +61,7 @@ class _Writer:
         """Run each op or inverse of ``left`` once, in ``order``. Those of ``left`` that one of them reads from run
         before it; so does the op that writes a tensor which was never written.
 
-        ``left``, ``order``: positions in ``recipes``. ``left`` is emptied.
+        ``left``, ``order``: positions in ``recipes`` (the ops, then the inverses). ``left`` is emptied.
         """
         for v in order:
             stack = [v] if v in left else []
@@ -73,8 +74,8 @@ class _Writer:
                     stack.append(source)
 
     def ran_early(self, v: int) -> bool:
-        """Return whether the op or inverse ``v`` has already run ahead of the interval in which the solution runs it.
-        Its mark in ``early`` is removed, so that the next call returns False."""
+        """Return whether the op or inverse ``v`` has already run before the interval in which the solution of the
+        integer program runs it. Its mark in ``early`` is removed, so that it runs when it is asked for again."""
         was = v in self.early
         self.early.discard(v)
         return was
@@ -84,14 +85,14 @@ class _Writer:
         none.
 
         It is one of ``left``, or else the op that writes a tensor which was never written; that op is then marked in
-        ``early``. All are positions in ``recipes``.
+        ``early``. All are positions in ``recipes`` (the ops, then the inverses).
         """
         for t in self.recipes[v].reads:
             asked = next((u for u in self.makers.get(t, ()) if u in left), None)
             if asked is not None:
                 return asked
             if t not in self.written:
-                self.early.add(self.makers[t][0])  # the op, not an inverse, because it needs nothing later
+                self.early.add(self.makers[t][0])  # the op, since an inverse reads later tensors
                 return self.makers[t][0]
         return None
 
@@ -102,8 +103,8 @@ class _Writer:
 
 
 def bytes_at_first_run(graph: TrainingGraph, runs: Sequence[str]) -> dict[str, int]:
-    """Return the bytes that are resident while each op or inverse runs for the first time, workspace included, by its
-    name.
+    """Return, by the name of each op and inverse that runs, the bytes that are resident during its first run,
+    workspace included.
 
     ``runs``: the names of ops and inverses in order of execution, repeats included. Each tensor is freed as early as
     possible.

@@ -1,4 +1,4 @@
-"""Compile hot loops with numba, without losing their Python types."""
+"""Decorators that compile functions with numba and cache their machine code. They keep the functions' type hints."""
 
 from __future__ import annotations
 

@@ -233,7 +233,7 @@ class PlanStore:
             floor = -1.0 if plan.lower_bound is None else plan.lower_bound
             searches = ((plan.budget, floor, seconds), *searches)[:SEARCHES_KEPT]
         if write_cached(file, json.dumps({"plans": rows, "searches": searches}, separators=(",", ":"))):
-            with suppress(OSError):  # another process has deleted it
+            with suppress(OSError):  # another process has deleted the file
                 for old in sorted(file.parent.glob("*.json"), key=lambda f: f.stat().st_mtime)[
                     :-PROBLEMS_KEPT
                 ]:

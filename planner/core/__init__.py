@@ -1,2 +1,2 @@
-"""What a plan is: schedules, their simulator, the strategy interface. The runtime imports only this room of the
-planner."""
+"""Plans and schedules, the simulator of schedules, and the base classes of strategies. This is the only folder of the
+planner that the runtime imports."""

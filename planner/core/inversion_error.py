@@ -1,14 +1,14 @@
 """Predict the relative error of every tensor that a schedule recovers by inverses.
 
 The result of a tensor's first run has error 0 by definition. An inverse's result has the error ``gain`` × (largest
-error among its reads) + ``noise``. An op that runs again on inexact tensors passes their error on, because it
-repeats its own roundings bit by bit. Only an op that rounds to a coarser type can increase the error: of relative
-differences d below that type's grain g (``noise``), a share d/g crosses a rounding boundary and becomes g, so the
-root mean square is √(d·g).
+error among its reads) + ``noise``. If an op runs again on inexact tensors, it rounds as in its first run, so it only
+passes their error on. An exception is an op that rounds to a coarser type, because rounding can increase small
+errors. Let d be a relative difference below the type's relative rounding step g (``noise``). A share d/g of the
+values crosses a rounding boundary, and their error becomes g. The root mean square error is then √(d·g).
 
-So each inverse in a chain of k additive couplings adds one rounding (about k in total), and a coupling scaled by γ
-also multiplies the error by 1/γ. The error that F in y = x + F(z) adds is not modelled. The prediction is right
-within a small factor where |F(x)| and its slope are about as large as |x|.
+Examples: in a chain of k additive couplings each inverse adds one rounding, about k in total. A coupling scaled by γ
+also multiplies the error by 1/γ. For an inverse that computes x from y = x + F(z), the error of F(z) is not modelled.
+The prediction is right within a small factor where |F(x)| and its slope are about as large as |x|.
 """
 
 from __future__ import annotations
@@ -22,26 +22,31 @@ from rematplan.ir.recoverable import last_forward_read, recoveries
 from rematplan.planner.core.schedule import Free, Schedule
 
 ROUNDING = 0.15
-"""What an inverse adds to the relative error, in units of half the last place. `Op.noise` is a multiple of it."""
+"""What an inverse adds to the relative error, as a multiple of half a unit in the last place. `Op.noise` is a
+multiple of it."""
 
 
 WITHIN = 30.0
-"""Safety factor of `gradient_error`."""
+"""The safety factor of `gradient_error`."""
 
 
 def gradient_error(error: float) -> float:
-    """Return the largest relative error (L2 norm) that one gradient may have if the tensors that inverses recover
-    have the relative error ``error``: 30·√``error``, at most 0.5.
+    """Return the largest relative error (L2 norm) that a gradient may have if the tensors that inverses recover have
+    the relative error ``error``: 30·√``error``, at most 0.5.
 
-    Where the network is smooth, a gradient is as wrong as the tensors it is computed from. But of the arguments of a
-    ReLU or maximum, a share of about ``error`` is so close to the kink that it changes sides; the gradients there are
-    entirely wrong. This contributes √``error`` of the norm. 30 is a safety factor.
+    Where the network is smooth, a gradient has about the same relative error as the tensors it is computed from. But
+    a ReLU or maximum has a kink: a share of about ``error`` of its arguments is so close to the kink that they change
+    sides, and their gradients are entirely wrong. These contribute √``error`` to the norm. The factor 30 is a safety
+    factor.
     """
     return min(WITHIN * math.sqrt(error), 0.5)
 
 
 def error_after(recipe: Op, inverse: bool, worst: float) -> float:
     """Return the predicted relative error of the tensors that an op or inverse writes.
+
+    For an inverse it is gain · worst + noise. For an op that runs again it is gain · worst, but at least √(gain ·
+    worst · noise), because rounding to a coarser type can increase small errors.
 
     Args:
         recipe: the op or inverse, with its error model ``gain`` and ``noise``.
@@ -55,9 +60,10 @@ def error_after(recipe: Op, inverse: bool, worst: float) -> float:
 
 
 def predicted_errors(graph: TrainingGraph, schedule: Schedule) -> dict[str, float]:
-    """Return the largest relative error that each tensor has during a schedule, by tensor name.
+    """Return, by tensor name, the largest predicted relative error that a tensor has during a schedule.
 
-    Tensors whose predicted error is always 0 are absent. An error arises where an inverse recovers a tensor.
+    Errors come from inverses, which recover tensors only approximately. Tensors whose predicted error is always 0 are
+    absent.
     """
     inverses = {op.name for op in graph.inverses}
     now: dict[str, float] = {}
@@ -76,8 +82,8 @@ def predicted_errors(graph: TrainingGraph, schedule: Schedule) -> dict[str, floa
 
 
 def worst_error(graph: TrainingGraph, schedule: Schedule) -> float:
-    """Return the largest predicted relative error among tensors that forward ops write; 0 if the schedule runs no
-    inverse that rounds."""
+    """Return the largest predicted relative error that a tensor written by a forward op has during a schedule. It is
+    0 if the schedule runs no inverse that rounds."""
     forward = {t for op in graph.ops if op.phase != "backward" for t in op.writes}
     return max((e for t, e in predicted_errors(graph, schedule).items() if t in forward), default=0.0)
 
@@ -92,19 +98,21 @@ def own_limit(inverse: Op) -> float:
     """Return the default limit of the relative error of a tensor that an inverse recovers: u^(2/3) for a type with
     unit roundoff u.
 
-    This gives up a third of the type's digits: 1.5e-5 for float32, 2.3e-11 for float64, 1.6e-2 for bfloat16. The unit
-    roundoff is computed from the ``noise`` and ``gain`` of the inverse.
+    With this limit a third of the type's digits may be lost: it is 1.5e-5 for float32, 2.3e-11 for float64 and 1.6e-2
+    for bfloat16. The unit roundoff is computed from the ``noise`` and ``gain`` of the inverse.
     """
     return float((inverse.noise / max(inverse.gain, 1.0) / ROUNDING) ** (2 / 3))
 
 
 def with_anchors(graph: TrainingGraph, limit: float | None = None) -> TrainingGraph:
-    """Return the problem without those inverses with which a tensor's predicted relative error would exceed a limit.
+    """Return the problem without those inverses with which the predicted relative error of a tensor would exceed a
+    limit.
 
-    Chains of inverses are followed backwards from the end of the forward half. If the error of a recovered tensor
-    exceeds the limit, all inverses that write the tensor are removed. A plan must then keep or recompute the tensor,
-    which has error 0 again: the tensor is an *anchor* of the chain. Inverses whose own rounding exceeds the limit are
-    removed as well.
+    An inverse can read a tensor that another inverse recovered, so errors add up along chains of inverses, from the
+    end of the forward half to its beginning. If the error of a recovered tensor exceeds the limit, the inexact
+    inverses that write it are removed. A plan must then keep or recompute this tensor, called an *anchor*, and the
+    error of the chain begins again at 0. Inverses whose own rounding exceeds the limit are removed as well; exact
+    inverses (``noise`` 0) never are.
 
     Args:
         graph: the planning problem with its inverses.

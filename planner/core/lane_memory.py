@@ -1,16 +1,21 @@
-"""The memory that two lanes hold at any relative speed, and how far ahead each lane may run.
+"""The bytes that are resident while two lanes run at any relative speed, and how far ahead each lane may run within a
+budget.
 
-A *state* (p, q) is the progress of both lanes: p = 2k if the main lane has finished k runs and none is in progress,
-p = 2k + 1 while run k is in progress; q likewise for the recovery lane. The bytes held in a state do not depend on
-how the lanes got there, because a copy is live from the start of its run until each lane has finished its last run
-that uses it:
+The main lane and the recovery lane are two CUDA streams, or two threads on the CPU; see `lane_schedule`. A *state*
+(p, q) is the progress of both: p = 2k if the main lane has finished k runs and none is in progress, p = 2k + 1 while
+run k is in progress; q likewise for the recovery lane.
 
-    held(p, q) = Σ bytes · [begun] · (1 − [p ≥ end on main] · [q ≥ end on recovery]) + workspaces of runs in progress.
+The resident bytes in a state do not depend on the order in which the lanes reached it. A *copy* of a tensor, the
+result of one run, is live from the start of this run until both lanes have finished their last runs that use it:
 
-Waits restrict the lanes to windows of states around the path of the plan's own sequence. The widest windows within
-a budget are unique. A state over the budget in which recovery is ahead of the path can only be avoided by making
-recovery wait, which also excludes all states with smaller p and larger q; likewise for main. The remaining states
-are the answer. One pass over all states, row by row: O(main runs × recovery runs) additions, linear memory.
+    bytes(p, q) = Σ size · [run has begun] · (1 − [p ≥ end on main] · [q ≥ end on recovery]) + workspaces in progress
+
+If the runs of both lanes follow one another in the plan's sequence, the states form a path. Waits between the lanes
+restrict the states to a window around this path: for each q an interval of p. If a state exceeds the budget and
+recovery is ahead of the path in it, recovery must wait. This also excludes all states with smaller p and larger q.
+The same holds for the main lane. All other states are allowed, so the widest windows within a budget are unique.
+
+Complexity: one pass over all states, row by row; O(main runs × recovery runs) additions, linear memory.
 """
 
 from __future__ import annotations
@@ -44,17 +49,16 @@ Row = NDArray[np.int64]
 
 
 def rows(plan: Laned) -> Iterator[Row]:
-    """Yield the bytes that both lanes hold in each state of their progress: for each progress q of the recovery lane,
-    an array indexed by the progress p of the main lane.
+    """Yield, for each progress q of the recovery lane, the bytes resident at each progress of the main lane: an array
+    indexed by the main lane's progress p.
 
     A lane (a CUDA stream, or a thread on the CPU) has progress 2k if it has finished k runs and none is in progress,
     and 2k + 1 while its run k is in progress. Inputs and the workspaces of runs in progress are included.
     """
     graph, runs, where = plan.graph, plan.runs, plan.where
     most = 2 * len(where.main)
-    changes: dict[int, list[tuple[int, int]]] = defaultdict(
-        list
-    )  # by q: from which p on, how many bytes more
+    # By progress q: pairs (p, bytes to add from progress p on).
+    changes: dict[int, list[tuple[int, int]]] = defaultdict(list)
     for copy in plan.copies:
         size, (p, q) = graph.size[copy.tensor], _begin(copy)
         changes[q].append((p, size))
@@ -76,7 +80,9 @@ def _begin(copy: Copy) -> tuple[int, int]:
 
 
 def _end(copy: Copy, lane: int) -> int:
-    """Return the progress of a lane from which on it does not use the copy any more."""
+    """Return the progress of a lane (a stream or thread) from which on it does not use ``copy`` any more. A copy of a
+    tensor is the result of one run. The progress of a lane is 2k after k finished runs, and 2k + 1 while run k is
+    in progress."""
     last = copy.last[lane]
     if last is None:
         last = copy.made if copy.lane == lane else BEFORE
@@ -85,9 +91,10 @@ def _end(copy: Copy, lane: int) -> int:
 
 def path(where: Placed) -> Iterator[tuple[int, int]]:
     """Yield, for each progress q = 0, 1, ... of the recovery lane, the smallest and largest progress p of the main
-    lane if the runs of both follow one another in the plan's sequence.
+    lane at that time, if the runs of both lanes are executed one after another in the plan's sequence.
 
-    Progress is 2k after k finished runs, and 2k + 1 while run k is in progress.
+    The progress of a lane (a CUDA stream, or a thread on the CPU) is 2k after k finished runs, and 2k + 1 while run k
+    is in progress. ``where``: the division of the plan's runs into lanes.
     """
     before = (0, *where.before[RECOVERY], len(where.main))
     for j, (here, there) in enumerate(pairwise(before)):
@@ -98,11 +105,15 @@ def path(where: Placed) -> Iterator[tuple[int, int]]:
 
 def windows(where: Placed, needs: Needs) -> Iterator[tuple[int, int]]:
     """Yield, for each progress q = 0, 1, ... of the recovery lane, the smallest and largest progress p that the main
-    lane can have meanwhile if both lanes wait as ``needs`` says. If no p is possible, the smallest is larger than
-    the largest.
+    lane can have at that time, if both lanes wait as ``needs`` says. If no p is possible, the smallest is larger
+    than the largest.
 
-    Progress is 2k after k finished runs, and 2k + 1 while run k is in progress. ``needs``: for each run of a lane,
-    how many runs of the other lane must have finished before it starts.
+    The progress of a lane (a CUDA stream, or a thread on the CPU) is 2k after k finished runs, and 2k + 1 while run k
+    is in progress.
+
+    Args:
+        where: the division of the plan's runs into lanes.
+        needs: for each run of a lane, how many runs of the other lane must have finished before it starts.
     """
     main, most = needs[MAIN], len(where.main)
     least, k = 0, 0
@@ -115,11 +126,12 @@ def windows(where: Placed, needs: Needs) -> Iterator[tuple[int, int]]:
 
 
 def widest(plan: Laned, budget: int) -> Needs | None:
-    """Return the fewest waits of two lanes with which data dependences hold and the lanes never hold more than
-    ``budget`` bytes, at any relative speed.
+    """Return the fewest waits between two lanes (CUDA streams, or threads on the CPU) with which every tensor is
+    written before it is read, and at most ``budget`` bytes are resident at any relative speed of the lanes.
 
-    The waits are given as `Needs`: for each run of a lane, how many runs of the other lane must have finished before
-    it starts. None if the plan exceeds the budget even if its runs follow one another in the plan's sequence.
+    The result is `Needs`: for each run of a lane, how many runs of the other lane must have finished before it
+    starts. It is None if the plan exceeds the budget even without concurrency, that is, if its runs are executed one
+    after another in the plan's sequence.
     """
     lows: list[int] = []
     highs: list[int] = []
@@ -142,10 +154,14 @@ def widest(plan: Laned, budget: int) -> Needs | None:
 
 
 def _needs(where: Placed, lows: Sequence[int], highs: Sequence[int]) -> Needs:
-    """Convert, for each progress q of the recovery lane, the smallest (``lows``) and largest (``highs``) progress of
-    the main lane to `Needs`.
+    """Convert windows of progress of two lanes (streams or threads) to `Needs`: for each run of a lane, how many runs
+    of the other lane must have finished before it starts.
 
-    All these numbers are even, because starting a run only adds bytes and ending one only frees them.
+    The progress of a lane is 2k after k finished runs, and 2k + 1 while run k is in progress.
+
+    ``lows``, ``highs``: for each progress q of the recovery lane, the smallest and largest progress of the main lane
+    that is allowed. They are even numbers, that is, between runs: bytes are added only when a run starts and are
+    freed only when one ends.
     """
     main, j = [], 0
     for k in range(len(where.main)):
@@ -156,8 +172,9 @@ def _needs(where: Placed, lows: Sequence[int], highs: Sequence[int]) -> Needs:
 
 
 def peak(plan: Laned, schedule: Schedule, needs: Needs) -> int:
-    """Return the most bytes that a plan on two lanes holds at any relative speed of the lanes. The steps of
-    ``schedule`` before the lanes divide are included.
+    """Return the most bytes that are resident while a plan runs on two lanes (CUDA streams, or threads on the CPU),
+    at any relative speed of the lanes. The steps of ``schedule`` before the first backward op, which run on one
+    lane, are included.
 
     ``needs``: for each run of a lane, how many runs of the other lane must have finished before it starts.
     """
@@ -171,13 +188,15 @@ def peak(plan: Laned, schedule: Schedule, needs: Needs) -> int:
 
 
 def _until(schedule: Schedule, fork: int) -> Schedule:
-    """Return the steps before the run at position ``fork``; the whole schedule if it has no such run."""
+    """Return the steps of a schedule before its run number ``fork`` (from 0); the whole schedule if it has no such
+    run."""
     at = [k for k, step in enumerate(schedule) if isinstance(step, Run)]
     return schedule[: at[fork]] if fork < len(at) else schedule
 
 
 def checked_lanes(graph: TrainingGraph, schedule: Schedule, lanes: Lanes) -> Lanes:
-    """Check that lanes read from a file fit a schedule, and return them with ``peak`` computed anew for this problem.
+    """Check that a division of a schedule into two lanes (streams or threads), read from a file, is valid. Return the
+    division with ``peak`` computed again for this problem.
 
     Raises:
         ProblemError: the lanes do not fit the schedule, or a run does not wait for a tensor that it reads.

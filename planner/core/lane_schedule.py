@@ -1,17 +1,19 @@
-"""A plan on two lanes: the main lane computes gradients, the recovery lane rematerialises tensors at the same time.
+"""Plans on two lanes: the main lane computes gradients, and the recovery lane rematerialises tensors at the same
+time. A lane is a CUDA stream, or a thread on the CPU.
 
-Zhu, Mangalam, «PaReprop: fast parallelized reversible backpropagation», arXiv:2306.09342, extended to any plan.
-Nothing that the recovery lane computes depends on a gradient, so it can run ahead of the gradients that need its
-results.
+Source: Zhu and Mangalam, «PaReprop: fast parallelized reversible backpropagation», arXiv:2306.09342, here for any
+plan. The recovery lane can run ahead of the main lane, because nothing that it computes depends on a gradient.
 
-A plan remains one sequence of runs. The runs before its first backward op are on one lane. After this *fork*,
-inverses and forward ops that run again are on the recovery lane, all other runs on the main lane; each lane keeps
-the plan's order. A lane waits for the other only where `Lanes.waits` says so: for data that it reads, and where it
-would otherwise get so far ahead that both together exceed the budget (`rematplan.planner.core.lane_memory`). Every
-run waits only for earlier runs of the plan's sequence, so the lanes cannot deadlock.
+A plan is still one sequence of runs. The runs before its first backward op, called the *fork*, are on one lane. From
+the fork on, inverses and repeated forward ops are on the recovery lane, and all other runs on the main lane. Each
+lane executes its runs in the order of the plan. A lane waits for the other only where `Lanes.waits` says so. There
+are two reasons: it reads data that the other lane writes; or, without the wait, the resident bytes could exceed the
+budget (`rematplan.planner.core.lane_memory`). A run waits only for earlier runs of the plan's sequence, so the lanes
+cannot deadlock.
 
-A *copy* of a tensor is the result of one run; it lives until no lane will read it any more. When the recovery lane
-is ahead, two copies of one tensor can be live at the same time. They are two variables.
+A *copy* of a tensor is the result of one run of the op or inverse that writes it. It is live until no lane will read
+it any more. When the recovery lane is ahead, two copies of one tensor can be live at the same time, in separate
+storages.
 """
 
 from __future__ import annotations
@@ -26,7 +28,7 @@ from rematplan.ir import ProblemError, TrainingGraph
 
 MAIN, RECOVERY = 0, 1
 BEFORE = -1
-"""The index on the main lane that stands for all runs before the plan's first backward op."""
+"""Used as an index on the main lane for every run before the plan's first backward op."""
 
 Touches = tuple[Sequence[str], Sequence[str]]
 """The tensors that one run reads, and the tensors that it writes."""
@@ -72,10 +74,11 @@ class Sharing:
 
 @dataclass(frozen=True)
 class Placed:
-    """The runs of a plan from its first backward op on, divided into the main lane and the recovery lane.
+    """The runs of a plan from its first backward op on, divided into two lanes (CUDA streams, or threads on the CPU):
+    the main lane and the recovery lane.
 
-    All numbers are positions in the plan's sequence of runs, from 0. ``fork``: position of the first backward op.
-    ``main``, ``recovery``: positions of the runs of each lane, ascending.
+    All numbers are positions in the plan's sequence of runs, from 0. ``fork``: the position of the first backward op.
+    ``main``, ``recovery``: the positions of the runs of each lane, ascending.
     """
 
     fork: int
@@ -89,14 +92,14 @@ class Placed:
 
     @cached_property
     def where(self) -> dict[int, tuple[int, int]]:
-        """For the position of each run from ``fork`` on, its lane (`MAIN` or `RECOVERY`) and its index within the
-        lane."""
+        """For each run from the first backward op on, by its position in the plan: its lane (`MAIN` or `RECOVERY`, a
+        stream or thread each) and its index among the runs of this lane."""
         return {at: (lane, k) for lane, runs in enumerate(self.lanes) for k, at in enumerate(runs)}
 
     @cached_property
     def before(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        """For each lane and each of its runs, how many runs of the other lane precede that run in the plan's
-        sequence."""
+        """For each run of each lane (a stream or thread), how many runs of the other lane precede it in the plan's
+        sequence. The two tuples are indexed by `MAIN` and `RECOVERY`."""
         return self._others(MAIN), self._others(RECOVERY)
 
     def _others(self, lane: int) -> tuple[int, ...]:
@@ -109,10 +112,11 @@ class Placed:
 
 
 def place(graph: TrainingGraph, runs: Sequence[str]) -> Placed:
-    """Divide a plan's sequence of runs (names of ops and inverses) into two lanes.
+    """Divide a plan's sequence of runs (names of ops and inverses) into two lanes (CUDA streams, or threads on the
+    CPU).
 
-    Lanes begin at the first backward op. From there on the recovery lane gets inverses and forward ops that have run
-    before; it is empty if there are none. The main lane gets all other runs.
+    All runs before the first backward op are on one lane. From there on, the recovery lane gets the inverses and the
+    forward ops that have run before, and the main lane gets all other runs. The recovery lane may be empty.
     """
     fork = next((at for at, name in enumerate(runs) if graph.op[name].phase == "backward"), len(runs))
     inverses = {inverse.name for inverse in graph.inverses}
@@ -127,10 +131,9 @@ def place(graph: TrainingGraph, runs: Sequence[str]) -> Placed:
 
 
 def placed(fork: int, recovery: Iterable[int], length: int) -> Placed:
-    """Return the division of ``length`` runs into lanes in which the recovery lane has the runs at the positions
-    ``recovery``.
-
-    The main lane has all other runs from the position ``fork`` on.
+    """Return the division of a plan's ``length`` runs into two lanes (CUDA streams, or threads on the CPU), where the
+    runs at the positions ``recovery`` are on the recovery lane, and all others from the position ``fork`` on are
+    on the main lane.
 
     Raises:
         ProblemError: ``recovery`` is not ascending, or has a position outside of ``fork`` .. ``length`` - 1.
@@ -144,12 +147,13 @@ def placed(fork: int, recovery: Iterable[int], length: int) -> Placed:
 
 @dataclass(slots=True)
 class Copy:
-    """One tensor as one run wrote it. A tensor that is written by several runs has several copies.
+    """A copy of a tensor: the result of one run of a plan on two lanes (streams or threads). A tensor that is written
+    by several runs has several copies.
 
-    ``tensor``: its name. ``lane``: the lane of the run that wrote it (`MAIN` or `RECOVERY`). ``made``: that run's
-    index within its lane; `BEFORE` if it ran before the plan's first backward op. ``first``, ``last``: for each lane,
-    the indices of the first and last of its runs that read the copy; None if none does. The end of the step reads the
-    outputs; it counts as one more run of the main lane.
+    ``tensor``: the tensor's name. ``lane``: the lane of the run that wrote the copy (`MAIN` or `RECOVERY`). ``made``:
+    the index of that run within its lane, or `BEFORE` if it ran before the plan's first backward op. ``first``,
+    ``last``: indexed by lane, the indices within the lane of the first and the last run that read the copy; None if
+    none does. The outputs are read at the end of the step, which counts as one more run of the main lane.
     """
 
     tensor: str
@@ -159,28 +163,30 @@ class Copy:
     last: list[int | None]
 
     def read(self, lane: int, index: int) -> None:
-        """Record that run ``index`` of ``lane`` reads the copy. Nothing is recorded if ``index`` is `BEFORE`."""
+        """Record that the run with the index ``index`` within ``lane`` reads this copy of a tensor. Nothing is
+        recorded for a run before the plan's first backward op (`BEFORE`)."""
         if index > BEFORE:
             if self.first[lane] is None:
                 self.first[lane] = index
             self.last[lane] = index
 
     def crosses(self) -> bool:
-        """Return whether a run of the other lane than the one that wrote the copy reads it."""
+        """Return whether this copy of a tensor is read on the other one of the two lanes (streams or threads) than
+        the one on which it was written."""
         return self.first[1 - self.lane] is not None
 
 
 def copies_of(
     touches: Sequence[Touches], where: Placed, inputs: Iterable[str], outputs: Iterable[str]
 ) -> list[Copy]:
-    """Return the copies of tensors (results of single runs) that matter from the plan's first backward op on: those
-    written from there on, and earlier ones that are read there.
+    """Return the copies of tensors (each is the result of one run) that are written or read from the plan's first
+    backward op on.
 
     Args:
-        touches: for each run of the plan, the tensors it reads and the tensors it writes.
+        touches: for each run of the plan, the names of the tensors that it reads, and of those that it writes.
         where: the division of the runs into lanes.
         inputs: tensors that are always resident; they have no copies.
-        outputs: tensors that the end of the step reads.
+        outputs: tensors that are read at the end of the step.
     """
     fixed, now, made = set(inputs), dict[str, Copy](), list[Copy]()
     for at, (reads, writes) in enumerate(touches):
@@ -203,14 +209,15 @@ Ascending within a lane. The main lane has one more entry, for the end of the st
 
 
 def data_needs(where: Placed, copies: Iterable[Copy], draws: Mapping[int, int]) -> Needs:
-    """Return the waits between two lanes that data dependences require: a run waits until everything that it reads
-    is written. The end of the step counts as one more run of the main lane.
+    """Return the waits between two lanes (streams or threads) that data dependences require. For each run of a lane,
+    the result says how many runs of the other lane must have finished before it starts. The end of the step counts
+    as one more run of the main lane.
 
     Args:
         where: the division of the runs into lanes.
-        copies: the results of single runs, each with the first runs that read it.
-        draws: for the position of each repeated run of a random op, the position of the op's first run, whose random
-            state the repeated run needs.
+        copies: the results of single runs, with the first run on each lane that reads them.
+        draws: for each repeated run of a random op, by position in the plan, the position of the op's first run. The
+            repeated run needs the random state of the first.
     """
     needs = [0] * (len(where.main) + 1), [0] * len(where.recovery)
     for copy in copies:
@@ -225,7 +232,8 @@ def data_needs(where: Placed, copies: Iterable[Copy], draws: Mapping[int, int]) 
 
 
 def ascending(needs: Needs) -> Needs:
-    """Return ``needs`` with every run also waiting for everything that earlier runs of its lane wait for.
+    """Return the waits ``needs`` between two lanes (streams or threads) with implied waits added: a run also waits
+    for everything that earlier runs of its lane wait for.
 
     ``needs``: for each run of a lane, how many runs of the other lane must have finished before it starts.
     """
@@ -233,9 +241,12 @@ def ascending(needs: Needs) -> Needs:
 
 
 def check_needs(where: Placed, needs: Needs, data: Needs) -> None:
-    """Check that every run waits at least as long as its data dependences require.
+    """Check that every run of a plan on two lanes (streams or threads) waits for all data that it reads.
 
-    ``needs``: the waits of a plan. ``data``: the waits that `data_needs` returns.
+    Args:
+        where: the division of the runs into lanes.
+        needs: for each run of a lane, how many runs of the other lane it waits for.
+        data: how many it must wait for, as `data_needs` returns.
 
     Raises:
         ProblemError: a run does not wait for a tensor that it reads; the message names the run by its position.
@@ -247,10 +258,12 @@ def check_needs(where: Placed, needs: Needs, data: Needs) -> None:
 
 
 def waits_of(where: Placed, needs: Needs) -> tuple[tuple[int, int], ...]:
-    """Return the fewest pairs (run, awaited run), by position, such that waiting for them enforces ``needs``: for
-    each run of a lane, how many runs of the other lane must have finished before it starts.
+    """Convert waits between two lanes (streams or threads) to the fewest pairs of runs (run, awaited run), sorted.
+    Runs are positions in the plan.
 
-    The two runs of a pair are on different lanes. Pairs are sorted. `needs_of` is the converse.
+    ``needs``: for each run of a lane, how many runs of the other lane must have finished before it starts. The
+    awaited run of a pair is the last of these. A run has no pair if an earlier run of its lane already waits for as
+    many. The end of the step has no pair, because it always waits for both lanes. `needs_of` is the converse.
     """
     found = []
     for lane, runs in enumerate(where.lanes):
@@ -262,10 +275,11 @@ def waits_of(where: Placed, needs: Needs) -> tuple[tuple[int, int], ...]:
 
 
 def needs_of(where: Placed, waits: Iterable[tuple[int, int]]) -> Needs:
-    """Return how many runs of the other lane each run has to wait for, given pairs of runs.
+    """Convert pairs of runs (run, awaited run) on two lanes (streams or threads) to `Needs`: for each run of a lane,
+    how many runs of the other lane must have finished before it starts. The end of the step waits for all runs of
+    both lanes.
 
-    ``waits``: pairs (run, awaited run) by position, as in `Lanes`. The end of the step waits for all runs of both
-    lanes.
+    ``waits``: the pairs, by position in the plan, as in `Lanes`.
 
     Raises:
         ProblemError: a pair does not name two runs from ``where.fork`` on, one on each lane, the awaited one first in
@@ -284,9 +298,10 @@ def needs_of(where: Placed, waits: Iterable[tuple[int, int]]) -> Needs:
 
 
 def later_draws(runs: Sequence[str], ordered: Iterable[str]) -> dict[int, int]:
-    """Return, for the position of each repeated run of a random op, the position of the op's first run.
+    """Return, for each repeated run of a random op, the position of the op's first run. Keys and values are positions
+    in ``runs``.
 
-    ``runs``: names of ops, in order. ``ordered``: the names of the random ops.
+    ``runs``: the names of ops and inverses, in order. ``ordered``: the names of the random ops.
     """
     first: dict[str, int] = {}
     wanted = set(ordered)
@@ -297,8 +312,8 @@ def later_draws(runs: Sequence[str], ordered: Iterable[str]) -> dict[int, int]:
 
 @dataclass(frozen=True)
 class Laned:
-    """A planning problem (``graph``), the names of a plan's runs in order, and the division of these runs into two
-    lanes (``where``)."""
+    """A plan on two lanes: the planning problem (``graph``), the names of the ops and inverses that run, in order
+    (``runs``), and the division of these runs into lanes (``where``)."""
 
     graph: TrainingGraph
     runs: tuple[str, ...]
@@ -306,27 +321,30 @@ class Laned:
 
     @cached_property
     def copies(self) -> list[Copy]:
-        """The results of single runs that are live at the plan's first backward op, where lanes divide, or written
-        after it."""
+        """The copies of tensors (each is the result of one run) that are written or read from the plan's first
+        backward op on, where the lanes divide."""
         rows = [self.graph.op[name] for name in self.runs]
         touches = [(op.reads, op.writes) for op in rows]
         return copies_of(touches, self.where, self.graph.inputs, self.graph.outputs)
 
     @cached_property
     def data(self) -> Needs:
-        """The waits between the lanes that data dependences require, whatever the budget."""
+        """The waits between the lanes that data dependences require: for each run of a lane, how many runs of the
+        other lane must have finished before it starts. Waits for memory are not included."""
         later = later_draws(self.runs, self.graph.ordered)
         draws = {at: first for at, first in later.items() if at in self.where.where}
         return data_needs(self.where, self.copies, draws)
 
 
 def lanes_to_json(lanes: Lanes) -> dict[str, Any]:
-    """Convert lanes to plain JSON data: an object with the fields of `Lanes`."""
+    """Convert the division of a plan into two lanes (streams or threads) to plain JSON data: an object with the
+    fields of `Lanes`."""
     return asdict(lanes)
 
 
 def lanes_from_json(data: Any) -> Lanes:
-    """Build `Lanes` from plain JSON data, without checking that they fit a schedule.
+    """Convert plain JSON data to the division of a plan into two lanes (streams or threads), without checking that it
+    fits a schedule.
 
     Raises:
         KeyError, TypeError, ValueError: a field is missing or has another type.

@@ -1,4 +1,4 @@
-"""The result of a strategy, and its JSON form ``rematplan.plan/1``."""
+"""The plan, which is the result of a strategy, and its JSON format ``rematplan.plan/1``."""
 
 from __future__ import annotations
 
@@ -27,10 +27,11 @@ class Plan:
     ``problem``, ``strategy``: the names of the problem and of the strategy that made the plan. ``schedule``: its runs
     and frees. ``estimate``: its simulated peak and cost. ``budget``: bytes, or None if planned without one.
     ``lower_bound``: a proven lower bound of the overhead of *any* schedule of the problem within the budget, or None.
-    ``status``: ``optimal`` if the overhead equals the lower bound; ``refining`` while another process searches for a
-    better plan; else ``feasible``. ``blocks``: for strategies that divide the forward into blocks V₁..V_k, the names
-    of each block's ops; else None. ``fingerprint``: `TrainingGraph.fingerprint` of the problem, or empty. ``lanes``:
-    how the runs are divided into two lanes (streams or threads); None for one lane.
+    ``status``: ``optimal`` if the lower bound proves that no schedule has a smaller overhead (up to 1e-6);
+    ``refining`` while another process searches for a better plan; else ``feasible``. ``blocks``: for strategies that
+    divide the forward into blocks V₁..V_k, the names of each block's ops; else None. ``fingerprint``:
+    `TrainingGraph.fingerprint` of the problem, or empty. ``lanes``: how the runs are divided into two lanes (streams
+    or threads); None for one lane.
     """
 
     problem: str
@@ -46,8 +47,8 @@ class Plan:
 
     @property
     def peak(self) -> int:
-        """Bytes that the plan never exceeds: with two lanes, at any relative speed of the lanes; else the simulated
-        peak."""
+        """The bytes that the plan never exceeds. For a plan on two lanes (streams or threads) this holds at any
+        relative speed of the lanes; otherwise it is the simulated peak."""
         return self.lanes.peak if self.lanes else self.estimate.peak
 
     @property
@@ -118,11 +119,11 @@ def plan_to_json(plan: Plan) -> dict[str, Any]:
 
 
 def plan_from_json(data: object, graph: TrainingGraph) -> Plan:
-    """Build a plan of ``graph`` from plain JSON data. Its peak and cost are simulated anew, not read.
+    """Build a plan of ``graph`` from plain JSON data. Its peak and cost are not read but simulated.
 
     Raises:
-        ProblemError: the data violates the format, the plan is of another problem or not a valid schedule of
-            ``graph``, or it exceeds its own budget.
+        ProblemError: the data violates the format, the plan was made for another problem, it is not a valid schedule
+            of ``graph``, or it exceeds the budget that the data states.
     """
     if not isinstance(data, dict) or data.get("format") != PLAN_FORMAT:
         raise ProblemError(f"not a {PLAN_FORMAT} file")
@@ -157,7 +158,8 @@ def plan_from_json(data: object, graph: TrainingGraph) -> Plan:
 
 
 def _over(plan: Plan, graph: TrainingGraph, stated: object) -> str:
-    """Return the message for a plan that exceeds its budget. ``stated``: the peak that the plan's file states."""
+    """Return the error message for a plan, read from a file, that exceeds its budget. ``stated``: the peak that the
+    file states."""
     over = f"its peak, {plan.peak} bytes, is over its budget, {plan.budget} bytes"
     if stated == plan.peak:
         return over
@@ -169,12 +171,16 @@ def _over(plan: Plan, graph: TrainingGraph, stated: object) -> str:
 
 
 def save_plan(plan: Plan, path: str | Path) -> None:
-    """Write a plan as a JSON file, completely or not at all."""
+    """Write a plan to a JSON file. If writing fails, an existing file is not changed.
+
+    Raises:
+        ProblemError: the folder or the file cannot be written.
+    """
     write_whole(path, json.dumps(plan_to_json(plan)))
 
 
 def load_plan(path: str | Path, graph: TrainingGraph) -> Plan:
-    """Read the plan file of a problem ``graph``.
+    """Read a plan of the problem ``graph`` from a JSON file.
 
     Raises:
         ProblemError: the file cannot be read, or a reason that `plan_from_json` lists; the message names the file.
@@ -186,7 +192,7 @@ def load_plan(path: str | Path, graph: TrainingGraph) -> Plan:
 
 
 def peak_op(plan: Plan) -> str | None:
-    """Return the name of the op or inverse that runs when the plan's simulated peak is reached; None if no run needs
-    more than the inputs alone."""
+    """Return the name of the op or inverse during whose run the plan reaches its simulated peak; None if the peak is
+    the bytes of the inputs alone."""
     step = plan.schedule[plan.estimate.peak_at] if plan.estimate.peak_at >= 0 else None
     return step.op if isinstance(step, Run) else None

@@ -34,10 +34,11 @@ def runs_of(schedule: Iterable[Step]) -> list[str]:
 
 
 def with_frees(graph: TrainingGraph, runs: Sequence[str]) -> Schedule:
-    """Turn a sequence of runs into a schedule that frees each tensor as early as possible.
+    """Turn a sequence of runs (names of ops and inverses) into a schedule that frees each tensor as early as
+    possible.
 
     A read uses the result of the latest run that writes the tensor. That result is freed right after its last read,
-    or right after its run if nothing reads it; outputs are held to the end. No other choice of frees has a lower
+    or right after its run if nothing reads it. Outputs stay resident to the end. No other choice of frees has a lower
     peak, so a plan is determined by its runs. One backward scan, linear in the number of reads and writes.
     """
     inputs = set(graph.inputs)
@@ -55,11 +56,10 @@ def with_frees(graph: TrainingGraph, runs: Sequence[str]) -> Schedule:
 
 
 def without_idle(graph: TrainingGraph, runs: Sequence[str], stays: Sequence[bool]) -> list[str]:
-    """Return the runs (names of ops and inverses) without useless ones. A run is useless if all its results are
-    overwritten or left unread.
+    """Return a sequence of runs (names of ops and inverses) without useless runs. A run is useless if none of its
+    results is an output or is read by a run that is not useless.
 
-    One backward scan: a run whose results only useless runs read is useless as well. ``stays``: for each run, whether
-    it must be kept even if useless.
+    One backward scan. ``stays``: for each run, whether it must be kept even if useless.
     """
     wanted, kept = set(graph.outputs), []
     for name, stay in zip(reversed(runs), reversed(stays), strict=True):

@@ -1,4 +1,4 @@
-"""The simulator: the bytes that a schedule holds at each step, and its cost."""
+"""The simulator computes the resident bytes at each step of a schedule, and the schedule's cost."""
 
 from __future__ import annotations
 
@@ -81,8 +81,8 @@ def simulate(graph: TrainingGraph, schedule: Schedule) -> Estimate:
 
 
 def resident_bytes(graph: TrainingGraph, schedule: Schedule) -> list[int]:
-    """Return the resident bytes at each step of a valid schedule. At a run, its writes and its workspace are
-    included; at a free, the freed tensor is not."""
+    """Return the resident bytes at each step of a valid schedule. At a step that runs an op, the op's writes and
+    workspace are included. At a step that frees a tensor, this tensor is not included."""
     size = graph.size
     resident = set(graph.inputs)
     live = graph.input_bytes

@@ -1,4 +1,4 @@
-"""The interface of strategies: a strategy turns a problem and a budget into a plan."""
+"""The base classes of strategies. A strategy is an algorithm that computes a plan for a problem and a budget."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ def silent(_fraction: float, _text: str) -> None:
 
 @dataclass(frozen=True)
 class Strategy:
-    """Base class of strategies: algorithms that choose a plan. The fields of a subclass are the strategy's options,
-    also on the command line (``--objective time``).
+    """Base class of strategies: algorithms that choose a plan. The fields of a subclass are the strategy's options.
+    The command line offers each field as an option, such as ``--objective time``.
 
     ``name``: the strategy's name on the command line, as in the literature. ``summary``: one line about it, for
     lists.
@@ -38,7 +38,8 @@ class Strategy:
     name: ClassVar[str]
     summary: ClassVar[str]
     resumes: ClassVar[bool] = False
-    """Whether callers hand stored plans to ``plan`` and ``curve`` as ``starts``, from which the search then goes on."""
+    """Whether a search of this strategy can continue from known plans. If so, callers pass stored plans to ``plan``
+    and ``curve`` as ``starts``."""
 
     @property
     def lasting(self) -> bool:
@@ -53,12 +54,13 @@ class Strategy:
         Args:
             graph: the planning problem.
             budget: bytes that the simulated peak must not exceed.
-            progress: called with the fraction done and a short text.
+            progress: called with the fraction done (0 to 1) and a short text.
             starts: known plans of the problem, for any budgets, to start from. A strategy that does not search
                 ignores them.
 
         Raises:
-            InfeasibleBudget: the strategy finds no schedule that fits; the error states the smallest found peak.
+            InfeasibleBudget: the strategy finds no plan within the budget. The error states the smallest peak of the
+                plans that it found.
         """
         raise NotImplementedError
 
@@ -69,8 +71,8 @@ class Strategy:
         progress: Progress = silent,
         starts: Sequence[Plan] = (),
     ) -> tuple[Plan, ...]:
-        """Return plans along the trade-off of memory and overhead, by falling peak and rising overhead. None is
-        dominated: no other is at least as good in peak and overhead.
+        """Return plans along the trade-off of memory and overhead, by falling peak and rising overhead. Every plan
+        has less overhead than all plans with a smaller peak.
 
         A strategy that plans for one budget at a time plans for each of ``budgets`` (bytes). A strategy whose plans
         do not depend on the budget ignores ``budgets`` and returns the Pareto front of all its plans. ``progress``,
@@ -81,10 +83,10 @@ class Strategy:
 
 @dataclass(frozen=True)
 class FamilyStrategy(Strategy):
-    """Base class of strategies whose candidate plans do not depend on the budget.
+    """Base class of strategies that compute candidate plans which do not depend on the budget.
 
-    The plan for a budget is the cheapest candidate that fits. So overhead falls, and peak rises, with the budget,
-    and the smallest peak of all candidates is the smallest budget that can be met.
+    The plan for a budget is the cheapest candidate whose peak fits. So with a larger budget the overhead falls and
+    the peak rises. The smallest budget that can be met is the smallest peak of all candidates.
     """
 
     def family(self, graph: TrainingGraph, progress: Progress = silent) -> Iterable[Plan]:
@@ -97,7 +99,8 @@ class FamilyStrategy(Strategy):
         """Return the cheapest candidate plan within ``budget`` bytes of simulated peak. ``starts`` is ignored.
 
         Raises:
-            InfeasibleBudget: no candidate fits; the error states the smallest found peak and its plan.
+            InfeasibleBudget: no candidate fits. The error states the smallest peak of all candidates and has the
+                candidate with this peak.
         """
         del starts
         found = self.around(graph, budget, progress)
@@ -109,10 +112,10 @@ class FamilyStrategy(Strategy):
         return replace(found[0], budget=budget)
 
     def around(self, graph: TrainingGraph, budget: int, progress: Progress = silent) -> tuple[Plan, ...]:
-        """Return the cheapest candidate within ``budget`` bytes, then the candidate with the smallest peak.
+        """Return two candidate plans: the cheapest within ``budget`` bytes, then the one with the smallest peak.
 
-        The tuple has one plan if both are the same, or if no candidate fits: then it is the one with the smallest
-        peak.
+        The result has only one plan if both are the same. If no candidate is within the budget, it has only the one
+        with the smallest peak.
         """
         front = self.curve(graph, (), progress)
         fitting = [p for p in front if p.estimate.peak <= budget]
@@ -125,28 +128,28 @@ class FamilyStrategy(Strategy):
         progress: Progress = silent,
         starts: Sequence[Plan] = (),
     ) -> tuple[Plan, ...]:
-        """Return the Pareto front of all candidates, by rising overhead and falling peak. ``budgets``, ``starts``
-        are ignored."""
+        """Return the Pareto front of all candidate plans, by rising overhead and falling peak. ``budgets`` and
+        ``starts`` are ignored."""
         del budgets, starts
         return pareto(self.family(graph, progress))
 
 
 @dataclass(frozen=True)
 class SearchStrategy(Strategy):
-    """Base class of strategies that search for the plan of one budget, for up to ``time_limit`` seconds."""
+    """Base class of strategies that search for a plan within one budget, for up to ``time_limit`` seconds."""
 
     time_limit: float = 30.0
 
     carried: ClassVar[int] = 0
-    """How many of the plans found last are starts for the next budget of a curve."""
+    """In `curve`, how many of the latest plans for larger budgets are starts for the search at the next budget."""
 
     @property
     def lasting(self) -> bool:
-        """True: plans are worth keeping on disk, as starts for later processes."""
+        """True: plans of a search are saved on disk, as starts for searches in later processes."""
         return True
 
     def share(self, count: int) -> Self:
-        """Return this strategy with a ``count``-th of its time limit."""
+        """Return this strategy with its time limit divided by ``count``."""
         return replace(self, time_limit=self.time_limit / count)
 
     def curve(
@@ -159,8 +162,8 @@ class SearchStrategy(Strategy):
         """Return plans by falling peak and rising overhead, at most one for each of ``budgets`` (bytes).
 
         Budgets are planned from the largest to the smallest. After the first budget that no plan fits, smaller ones
-        are skipped. The time limit is divided equally among the budgets. A plan that a plan for a smaller budget
-        beats or equals is left out.
+        are skipped. Each budget gets an equal share of the time limit. A plan is left out if another plan beats or
+        equals it in both peak and cost.
         """
         share = self.share(max(1, len(budgets)))
         plans: list[Plan] = []
@@ -178,15 +181,16 @@ class SearchStrategy(Strategy):
 
 
 def pareto(plans: Iterable[Plan]) -> tuple[Plan, ...]:
-    """Return the plans that no other plan beats or equals in both cost and peak, by rising cost and falling peak. Of
-    plans equal in both, the first is returned."""
+    """Return the plans on the Pareto front: no other plan beats or equals them in both cost and peak. They are sorted
+    by rising cost and falling peak. Of plans equal in both, the first is returned."""
     return tuple(undominated(plans, by_cost))
 
 
 def undominated(rows: Iterable[Row], cost_and_peak: Callable[[Row], tuple[float, int]]) -> list[Row]:
-    """Return the rows that no other row beats or equals in both cost and peak, by rising cost.
+    """Return the rows on the Pareto front: no other row beats or equals them in both cost and peak. They are sorted
+    by rising cost and falling peak. Of rows equal in both, the first is returned.
 
-    ``cost_and_peak``: returns the two numbers of a row. Of rows equal in both, the first is returned.
+    ``cost_and_peak``: returns the cost and the peak of a row.
     """
     front: list[Row] = []
     least = math.inf

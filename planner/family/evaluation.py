@@ -64,8 +64,8 @@ class Stack:
     row for the moment before its first run, when only the inputs are resident, then one row for each run.
     ``events_before``: for each row, how many entries of ``events`` precede it, those of its own allocations included.
     ``recipes``: for each row, the position of the op or inverse that runs; the number of ops and inverses if none
-    runs. ``starts``: the first row of each schedule. ``counts``: for each schedule, how often each op and inverse
-    runs.
+    runs. ``starts``: the first row of each schedule. ``counts``: how often each op and inverse (column) runs in each
+    schedule (row).
     """
 
     events: Ints

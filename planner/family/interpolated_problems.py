@@ -61,7 +61,7 @@ class Between:
 
     @cached_property
     def sizes(self) -> list[int]:
-        """The captured sizes, ascending."""
+        """The sizes of the varying dimension at which problems were captured, ascending."""
         return list(self.captured)
 
     @cached_property

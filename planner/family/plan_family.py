@@ -105,7 +105,7 @@ class PlanFamily:
         while len(state.members) > LIMITS.members:
             gains = _gains(state.evaluations, state.met)
             gains[0] = np.inf
-            worst = int(np.argmin(gains))  # of equals the oldest
+            worst = int(np.argmin(gains))  # of equal ones the oldest
             state = self._made((*state.members[:worst], *state.members[worst + 1 :]), met)
         self._state = state
 
