@@ -1,7 +1,8 @@
-"""The actions of a pipeline's ranks, and the memory and times of its stages. Plain data.
+"""The actions of a pipeline's ranks in order, and the memory and times of the pipeline's stages, as plain data.
 
-A micro-batch passes a stage by the actions ``F`` and ``B``, or by ``F``, ``I`` and ``W``. A ``B`` does the work of
-``I`` and ``W``, one right after the other.
+A micro-batch passes a stage in two or three actions: F (forward) and B (backward); or F, I (the part of the backward
+that computes the input's gradient) and W (the part that computes the gradients of the weights). A B does the work of I
+and then that of W.
 """
 
 from __future__ import annotations
@@ -23,8 +24,11 @@ KINDS: tuple[Kind, ...] = get_args(Kind)
 
 @dataclass(frozen=True, slots=True, order=True)
 class Action:
-    """One action of a rank: work of the given kind, in one stage, for one micro-batch. ``stage``, ``microbatch``:
-    counted from 0."""
+    """One action of a rank: work on one micro-batch in one stage.
+
+    ``kind``: F (forward), B (backward), I (backward for the input's gradient) or W (gradients of the weights).
+    ``stage``, ``microbatch``: counted from 0.
+    """
 
     kind: Kind
     stage: int
@@ -95,10 +99,10 @@ class PipelineSchedule:
 def schedule_of_rows(
     name: str, stages: int, microbatches: int, rows: Sequence[Sequence[tuple[str, int, int]]]
 ) -> PipelineSchedule:
-    """Return the schedule in which each rank runs the actions of its row, in order. An action is (kind, stage,
-    micro-batch).
+    """Return the pipeline schedule in which each rank runs the actions of one row, in order.
 
-    A rank has the stages that occur in its row.
+    ``rows``: for each rank, its actions as (kind, stage, micro-batch). The stages of a rank are those that occur in its
+    row.
 
     Raises:
         ProblemError: a kind is not F, B, I or W, or a reason that `PipelineSchedule` lists.
@@ -115,31 +119,34 @@ def schedule_of_rows(
 
 @dataclass(frozen=True)
 class StagePlan:
-    """The memory and the times of a stage under its plan, in bytes and microseconds, for one micro-batch.
+    """The memory (bytes) and times (microseconds) of a pipeline stage that is executed by a plan, for one micro-batch.
 
-    A *transient* is the largest number of bytes that an action needs for its micro-batch, in addition to what the
-    rank holds for other micro-batches and during the whole step; bytes kept since an earlier action of the
-    micro-batch are included. So the first forward of a rank with one stage has the peak ``states`` + ``torch_bytes``
-    + ``transient_forward``. F, B, I, W: forward, backward, and the parts of a split backward for the input's gradient
-    and for the gradients of the weights.
+    The actions are F (forward) and B (backward). A split backward has I (the input's gradient) and W (the gradients of
+    the weights) instead of B. The *transient* of an action is the largest number of bytes that its micro-batch needs
+    during the action, including bytes kept since an earlier action. Bytes for other micro-batches and ``states`` and
+    ``torch_bytes`` are not included. So the first forward of a rank with one stage has the peak ``states`` +
+    ``torch_bytes`` + ``transient_forward``.
 
-    ``stage``: its number. ``kept_bytes`` (K): held between the stage's forward and backward. ``deferred_bytes`` (D):
-    held between I and W. ``transient_forward``: of an F. ``transient_backward``: of an I. ``transient_weight``: of a
-    W. A B needs the larger of ``transient_backward`` and ``transient_weight`` + ``whole``, since torch still holds
-    the outputs and the input's gradient (``whole`` bytes) during its second part. A stage that is never split has 0
-    for ``transient_weight``, ``deferred_bytes``, ``whole`` and ``weight``. ``first_backward``, ``first_weight``: the
-    transients of a step's first backward and first W, which create the gradients that later ones add to; None: as in
-    later ones. ``gradients``: bytes of these gradients, which exist from the end of the first W or B on.
+    ``stage``: the stage's number. ``kept_bytes`` (K): kept from F to B or I. ``deferred_bytes`` (D): kept from I to W.
+    ``transient_forward``, ``transient_backward``, ``transient_weight``: the transients of F, I and W. ``whole``: in a
+    B, torch keeps the outputs and the input's gradient to the end; these are the bytes of both that an I would free. So
+    the transient of a B is the larger of ``transient_backward`` and ``transient_weight`` + ``whole``. A stage whose
+    backward is never split has 0 for ``transient_weight``, ``deferred_bytes``, ``whole`` and ``weight``.
+
+    ``gradients``: bytes of the parameters' gradients. The first B or W of a step creates them; later ones add to them,
+    so they stay until the end of the step. ``first_backward``, ``first_weight``: used in place of
+    ``transient_backward`` and ``transient_weight`` in the first B or W of a step; None: no difference. An I always has
+    ``transient_backward``.
 
     ``states``: bytes of parameters, buffers, optimizer states and everything else that exists during the whole step,
-    except ``torch_bytes``: buffers in which torch, or a channel, receives messages. ``left``: bytes that remain after
-    each B or I until the end of the step: returned outputs, and sent tensors whose sending is waited for only then.
-    ``pending``: bytes that remain after each B or I until the end of the next one: a message, of which there is one
-    at a time. ``closing``: bytes that the end of the step needs in addition: the joined outputs.
+    except ``torch_bytes``: buffers in which torch, or a channel of the pipeline, receives messages. ``left``: bytes
+    that each B or I leaves in memory until the end of the step: returned outputs, and sent tensors that torch keeps
+    until then. ``pending``: bytes of a message that each B or I leaves in memory until the end of the stage's next B or
+    I. ``closing``: additional bytes at the end of the step, when the outputs of all micro-batches are joined.
 
-    ``forward``, ``backward``, ``weight``: the times of an F, of an I (or of a whole B if ``weight`` is 0), and of a
-    W. ``extra``: the time of recomputation, which these three include. ``plan``: the plan as JSON data; None if there
-    is none.
+    ``forward``, ``backward``, ``weight``: the times of F, I and W. If ``weight`` is 0, ``backward`` is the time of a B.
+    ``extra``: the time of recomputation, which is included in these times. ``plan``: the plan as JSON data; None if
+    there is none.
     """
 
     stage: int
@@ -164,7 +171,8 @@ class StagePlan:
     closing: int = 0
 
     def microseconds(self, kind: Kind) -> float:
-        """Return the microseconds that one action of a kind takes; a B takes those of I and W together."""
+        """Return the microseconds of one action: F (forward), I (backward for the input's gradient), W (gradients of
+        the weights), or B (backward: the sum of I and W)."""
         return {
             "F": self.forward,
             "I": self.backward,
@@ -174,7 +182,7 @@ class StagePlan:
 
 
 def stages_by_number(plans: Iterable[StagePlan]) -> dict[int, StagePlan]:
-    """Return the plans by the number of the stage that they are of.
+    """Return the stage plans as a dict, keyed by the number of the stage (`StagePlan.stage`).
 
     Raises:
         ProblemError: two plans are of the same stage.

@@ -1,4 +1,4 @@
-"""Planners for the stages of a pipeline that use strategies for whole problems."""
+"""Planners for single stages of a pipeline, based on the strategies that plan whole training steps."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ SHORTEST = 0.1
 
 @dataclass(frozen=True)
 class AutoStages:
-    """A `StagePlanner` that uses the strategy `Auto`.
+    """Plans single stages of a pipeline with the strategy `Auto`; implements `StagePlanner`.
 
-    ``time_limit``: seconds for each call. ``deadline``: a time of the monotonic clock; after it, no plans and bounds
-    are searched for, except the smallest peak, for a tenth of a second.
+    ``time_limit``: seconds for each call of a method. ``deadline``: a time of the monotonic clock. After it, `within`
+    and `floor` do not search, and `least` searches for a tenth of a second.
     """
 
     time_limit: float = 2.0
@@ -33,12 +33,15 @@ class AutoStages:
 
     @property
     def left(self) -> float:
-        """The seconds until the deadline; negative after it."""
+        """The seconds until ``deadline``; negative after it."""
         return self.deadline - time.monotonic()
 
     def within(self, graph: TrainingGraph, budget: int, starts: Sequence[Plan]) -> Plan:
-        """Return the cheapest plan found within ``budget`` bytes. After the deadline it is the cheapest of the starts
-        and the plan without recomputation that fits.
+        """Return the cheapest plan found whose peak is within ``budget`` bytes. ``starts``: known plans of the problem
+        to start from.
+
+        After the deadline there is no search: the result is the cheapest plan that fits among ``starts`` and the plan
+        without recomputation.
 
         Raises:
             InfeasibleBudget: no plan is found that fits.
@@ -54,17 +57,17 @@ class AutoStages:
         )
 
     def least(self, graph: TrainingGraph, starts: Sequence[Plan]) -> Plan:
-        """Return the plan with the smallest peak that is found. ``starts``: known plans of the problem to start
-        from."""
+        """Return the cheapest plan found among those with the smallest peak found. ``starts``: known plans of the
+        problem to start from."""
         return cheapest_near_smallest_peak(
             graph, min(self.time_limit, max(SHORTEST, self.left)), starts=starts
         )
 
     def floor(self, graph: TrainingGraph, budget: int) -> float:
-        """Return a proven lower bound of the overhead of any plan within ``budget`` bytes; infinite if it is proven
-        that no plan fits.
+        """Return a proven lower bound of the overhead (a share of the time without recomputation) of any plan within
+        ``budget`` bytes; infinite if it is proven that no plan fits.
 
-        After the deadline it is the bound that needs no search.
+        After the deadline, only the lower bound is computed that needs no search.
         """
         if self.left <= 0:
             return CutBounds(graph, budget).best.overhead
@@ -73,7 +76,7 @@ class AutoStages:
 
 @dataclass(frozen=True)
 class StrategyStages:
-    """A `StagePlanner` that uses any one strategy. It proves no lower bounds."""
+    """Plans single stages of a pipeline with one strategy; implements `StagePlanner`. It proves no lower bounds."""
 
     strategy: Strategy
 
@@ -87,12 +90,13 @@ class StrategyStages:
         return self.strategy.plan(graph, budget, starts=starts)
 
     def least(self, graph: TrainingGraph, starts: Sequence[Plan]) -> Plan:
-        """Return the strategy's plan at the smallest budget that the strategy reports to be able to meet."""
+        """Return the strategy's plan within the smallest budget that the strategy can meet. This budget is the smallest
+        peak that the strategy reports when it refuses a budget that is too small."""
         try:
             return self.strategy.plan(graph, graph.input_bytes, starts=starts)
         except InfeasibleBudget as error:
             return self.strategy.plan(graph, error.smallest, starts=starts)
 
     def floor(self, _graph: TrainingGraph, _budget: int) -> float:
-        """Return 0: without recomputation the overhead is 0, and no plan has less."""
+        """Return 0, the lower bound of the overhead of any plan: the overhead of a plan without recomputation is 0."""
         return 0.0

@@ -1,7 +1,9 @@
-"""Known bubbles of pipeline schedules whose stages all take the same time, over links that take no time.
+"""Known formulas for the bubble of pipeline schedules: the share of time in which ranks do not work.
 
-They hold if F = I = W and B = I + W; without W, for any F ÷ B. The number of micro-batches must be divided evenly by
-the schedule, and be at least twice the number of ranks.
+They hold if all stages take equal time and messages take no time. In schedules with a split backward, the forward F,
+the input's gradient I and the weights' gradients W must take equal time. In other schedules forward and backward may
+differ. The number of micro-batches must be a multiple of the number that the schedule uses as a group, and at least
+twice the number of ranks.
 """
 
 from __future__ import annotations
@@ -12,10 +14,10 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Formula:
-    """The *bubble* of a pipeline schedule as a formula: the share of the ranks' time in which they do not work.
+    """A formula for the *bubble* of a pipeline schedule: the share (0 to 1) of time in which ranks do not work.
 
-    ``text``: the formula for readers. ``bubble``: returns its value for P ranks, M micro-batches and v stages per
-    rank. ``source``: the publication.
+    ``text``: the formula for readers. ``bubble``: a function that returns its value for P ranks, M micro-batches and v
+    stages per rank. ``source``: the publication.
     """
 
     text: str
@@ -32,7 +34,13 @@ def _interleaved(ranks: int, microbatches: int, each: int) -> float:
 
 
 def _zero_bubble(ranks: int, microbatches: int, each: int) -> float:
-    """A rank pauses for (P − 1)·F ÷ v and works for 3·M·F, if F, I and W of its stages together take equally long."""
+    """Return the share of time in which ranks do not work, in a schedule that fills the pipeline's pauses with
+    gradients of weights (zero bubble).
+
+    A rank has v stages (``each``). The forward of all of them for one micro-batch takes F, and so do the input's
+    gradients and the weights' gradients. A rank pauses for (P − 1)·F ÷ v and works for 3·M·F in a step of M
+    micro-batches on P ranks.
+    """
     return (ranks - 1) / (3 * each * microbatches + ranks - 1)
 
 
@@ -51,18 +59,18 @@ FORMULAS: Mapping[str, Formula] = {
 
 
 def utilisation_bound(ranks: int, hop: float) -> float:
-    """Return an upper bound of the share (0 to 1) of time in which the first of ``ranks`` ranks can work in 1F1B,
-    where it has as many micro-batches in flight as there are ranks.
+    """Return an upper bound of the share (0 to 1) of time in which the first rank of a 1F1B pipeline can work.
 
-    ``hop``: the time of a message to the next rank ÷ the time of a stage's forward and backward. The first rank's
-    micro-batches in flight all pass during one round trip to the last rank.
+    ``ranks``: their number, which is also the number of micro-batches that the first rank has in flight in 1F1B.
+    ``hop``: the time of a message to the next rank ÷ the time of a stage's forward and backward. In the time that one
+    micro-batch takes to the last rank and back, the first rank can only work on the micro-batches in flight.
     """
     return ranks / (ranks + 2 * (ranks - 1) * hop)
 
 
 def ideal_utilisation(ranks: int, microbatches: int, hop: float) -> float:
-    """Return the largest share (0 to 1) of a step in which a rank can work, whatever the order of actions: the
-    pipeline has to fill and drain once.
+    """Return an upper bound of the share (0 to 1) of a step in which a rank can work, for any order of actions. The
+    share is below 1 because the pipeline has to fill and drain once per step.
 
     ``hop``: the time of a message to the next rank ÷ the time of a stage's forward and backward.
     """

@@ -1,9 +1,10 @@
-"""Choose a pipeline's cuts and the plans of its stages together, for the least simulated makespan.
+"""Choose where to cut a chain of blocks into the stages of a pipeline, and the plans of the stages, for the least
+simulated makespan.
 
-Planning a stage takes seconds; a lower bound of its time takes almost nothing (`stage_floor`). So cuts are chosen by
-the times of plans for stages that are planned, and by lower bounds for others. Then the stages of the best cuts are
-planned, and so on, until all stages of the best cuts are planned. No other cuts are better then, except if plans of
-stages are not optimal.
+Planning a stage takes seconds; a lower bound of its time takes almost nothing (`stage_floor`). So the best cuts are
+first chosen with lower bounds as the times of stages, and the stages of these cuts are planned. Then the best cuts are
+chosen again, with the times of plans where there are plans. This is repeated until all stages of the best cuts are
+planned, or until a limit of rounds or time.
 """
 
 from __future__ import annotations
@@ -31,23 +32,23 @@ from rematplan.planner.pipeline.stage_slices import StageSlice, late_ops, stage_
 from rematplan.planner.pipeline.timeline import FREE_LINK, Link, StageTimes, replay
 
 ROUNDS = 12
-"""The largest number of cuts whose stages the search plans."""
+"""How many different cuts (divisions of the chain into stages) the search plans at most."""
 RECOVERING = ("dataflow",)
 """Names of schedules whose stages recover their inputs from their outputs."""
 REFUSED = 3
-"""The search ends after this many cuts whose stages do not fit."""
+"""The search ends after this many cuts (divisions of the chain into stages) whose stages do not fit the budget."""
 Intervals = tuple[tuple[int, int], ...]
 """For each stage of a rank: its first block, and the block after its last one."""
 
 
 @dataclass(frozen=True)
 class Terms:
-    """The conditions that a pipeline is planned for.
+    """The conditions for which a pipeline is planned: memory, links and costs that do not depend on the cuts.
 
-    ``budget``: bytes that each rank may hold. ``link``: latency and bandwidth between ranks. ``overhead``:
-    microseconds that each action takes in addition to the computation. ``optimizer``: bytes of optimizer state per
-    byte of trained parameters. ``batch``: the names of inputs that differ between micro-batches; a rank that reads
-    such an input holds its contents for all micro-batches.
+    ``budget``: bytes of memory for each rank. ``link``: latency and bandwidth between ranks. ``overhead``: microseconds
+    that each action takes in addition to the computation. ``optimizer``: bytes of optimizer state per byte of trained
+    parameters. ``batch``: the names of inputs that differ between micro-batches; a rank that reads such an input keeps
+    its contents for all micro-batches in memory.
     """
 
     budget: int
@@ -60,11 +61,15 @@ class Terms:
 def stage_times(
     chain: StageChain, cuts: Cuts, times: Sequence[tuple[float, float, float]], recovers: bool = False
 ) -> tuple[StageTimes, ...]:
-    """Return the times and message sizes of each stage of a chain.
+    """Return the times and the message sizes of each stage of a pipeline.
 
-    ``cuts``: the blocks at which the second and each later stage begin. ``times``: for each stage, the microseconds
-    of its forward, of its backward without weight gradients, and of its weight gradients. ``recovers``: whether
-    stages recover their inputs from their outputs; a message in the backward then contains the recovered input, too.
+    Args:
+        chain: the blocks of the training step that the stages consist of.
+        cuts: the blocks at which the second and each later stage begin.
+        times: for each stage, the microseconds of its forward, of its backward without weight gradients, and of its
+            weight gradients.
+        recovers: whether each stage recovers its input from its output. Then the message that it sends in the backward
+            contains the recovered input in addition to the gradients.
     """
     bounds = (0, *cuts, len(chain))
     return tuple(
@@ -85,8 +90,8 @@ def returned_bytes(chain: StageChain, place: int, recovers: bool) -> int:
 
 @dataclass(frozen=True)
 class _Probing:
-    """A `StagePlanner` that never searches for the smallest budget, because that takes long: other cuts are tried
-    first."""
+    """A `StagePlanner` whose `least` refuses instead of searching for the plan with the smallest peak. That search
+    takes long, and a search of cuts can try other cuts first."""
 
     planner: StagePlanner
 
@@ -103,15 +108,16 @@ class _Probing:
 
 @dataclass
 class PipelineSearch:
-    """The search for the cuts of a pipeline and the plans of its stages, for one schedule and the least simulated
-    makespan.
+    """Searches for the cuts of a pipeline and the plans of its stages, for the least simulated makespan with one
+    schedule.
 
-    ``chain``: the blocks to divide into stages. ``schedule``: the order of the ranks' actions. ``terms``: budget,
-    link and other conditions. ``planner``: plans single stages. ``progress``: called with the fraction done and a
-    short text. ``seconds``: after so many seconds no further cuts are planned. ``least_kept``: in a dataflow
-    schedule, whose stages recover their inputs from their outputs, whether stages keep as few bytes between forward
-    and backward as they can, even if the budget allows more. ``planned``: what has been planned so far, by rank and
-    by the blocks of its stages: the plans, or the error if none fits.
+    ``chain``: the blocks to divide into stages. ``schedule``: the actions of each rank in order. ``terms``: the budget
+    of each rank, the links and other conditions. ``planner``: plans single stages. ``progress``: called with the
+    fraction done and a short text. ``seconds``: after this time no further cuts are tried. ``least_kept``: only for a
+    dataflow schedule, whose stages recover their inputs from their outputs: whether each stage must keep the fewest
+    bytes between forward and backward that are possible, even if the budget allows more. ``planned``: the results so
+    far: for a rank and the blocks of its stages, the plans, or the error if no plans fit. ``_bases``: for a stage's
+    first block and the block after its last, the results of `_base`.
     """
 
     chain: StageChain
@@ -125,24 +131,29 @@ class PipelineSearch:
     _bases: dict[tuple[int, int], tuple[float, float, float]] = field(default_factory=dict)
 
     def run(self, cuts: Cuts | None = None) -> PlannedPipeline:
-        """Return the pipeline with the given cuts, or with the best cuts that the search finds if ``cuts`` is None.
+        """Return a planned pipeline with the cuts ``cuts``, or with the best cuts that the search finds if ``cuts`` is
+        None.
 
         ``cuts``: the blocks at which the second and each later stage begin.
 
         Raises:
-            InfeasibleBudget: the stages of a rank do not fit the budget. The error states the rank and the smallest
-                budget found for it.
-            UsageError: a cut separates two readers of a parameter, or there are too few places to cut at.
+            InfeasibleBudget: no plans are found with which a rank's stages fit the budget. The error states the rank
+                and the smallest budget found for it.
+            UsageError: two stages read the same parameter, or the chain has fewer blocks at which stages may begin than
+                the schedule has stages.
         """
         if cuts is not None:
             self.chain.check_cuts(cuts)
         return self._pipeline(self.best_cuts() if cuts is None else cuts)
 
     def best_cuts(self) -> Cuts:
-        """Return the cuts with the least makespan that are found; if no rank's plans fit, the most promising ones.
+        """Return the cuts with the least makespan among those that the search tries, by planning their stages.
+
+        If the stages of no tried cuts fit the budget, return the cuts that were tried first. If lower bounds show that
+        no cuts can fit, return the cuts that would be the best if memory were unlimited.
 
         Raises:
-            UsageError: there are too few places to cut at.
+            UsageError: the chain has fewer blocks at which stages may begin than the schedule has stages.
         """
         began, tried = time.monotonic(), dict[Cuts, bool]()
         while len(tried) < ROUNDS and list(tried.values()).count(False) < REFUSED:
@@ -156,15 +167,16 @@ class PipelineSearch:
 
     @cached_property
     def floor(self) -> float:
-        """A lower bound of the slowest stage's time for one micro-batch, whatever the cuts, in microseconds; infinite
-        if no cuts fit the budget."""
+        """A lower bound, for any cuts, of the microseconds that the slowest stage or link takes for one micro-batch;
+        infinite if no cuts fit the budget."""
         found = partitions(self.chain, self.schedule.stages, self._floors, self.terms.link)
         return found[0].slowest if found else math.inf
 
     @cached_property
     def least_makespan(self) -> float:
-        """The least simulated makespan in microseconds, before any stage is planned: with a lower bound as the time
-        of each stage. Infinite if no cuts fit the budget."""
+        """The least simulated makespan in microseconds over the cuts that the search considers, as it is known when
+        this property is first read. A stage without a plan counts with a lower bound of its time. Infinite if no cuts
+        fit the budget."""
         chosen = self._promising()
         return math.inf if chosen is None else chosen[0]
 
@@ -181,19 +193,24 @@ class PipelineSearch:
         return time_floors(self.chain, room)
 
     def _promising(self) -> tuple[float, Cuts] | None:
-        """Return the least simulated makespan in microseconds and its cuts, with lower bounds for stages without
-        plan; None if no cuts fit."""
+        """Return the least simulated makespan in microseconds and the cuts that have it, among candidates that a
+        dynamic program finds. None if no cuts fit the budget.
+
+        A stage without a plan counts with a lower bound of its time.
+        """
         found = [p.cuts for p in partitions(self.chain, self.schedule.stages, self._time, self.terms.link)]
         near = [cuts for one in found[:1] for cuts in shifted(self.chain, one)]
         return min(((self._makespan(cuts), cuts) for cuts in dict.fromkeys((*found, *near))), default=None)
 
     def _balanced(self) -> Cuts:
-        """Return the cuts with the shortest slowest stage if memory were unlimited."""
+        """Return the cuts whose slowest stage is the fastest if memory is unlimited, so that no stage recomputes
+        anything."""
         return partitions(self.chain, self.schedule.stages, lambda i, j, s: sum(self._base(i, j)))[0].cuts
 
     def _makespan(self, cuts: Cuts) -> float:
-        """Return the simulated makespan of cuts in microseconds, with the times of plans for planned ranks, and with
-        lower bounds for others; infinite if a rank is known not to fit."""
+        """Return the simulated makespan of a pipeline with the cuts ``cuts``, in microseconds. The stages of a rank
+        that has been planned have the times of their plans; others have lower bounds of their times. Infinite if it is
+        known that a rank does not fit the budget."""
         times = [(0.0, 0.0, 0.0)] * self.schedule.stages
         for rank, stages in enumerate(self.schedule.stage_of_rank):
             own = self._intervals(cuts, rank)
@@ -212,8 +229,11 @@ class PipelineSearch:
         return replay(self.schedule, messages, self.terms.link, self.terms.overhead).makespan
 
     def _time(self, start: int, end: int, stage: int) -> float:
-        """Return the microseconds of a stage for one micro-batch: by its plan, if its rank has only this stage and is
-        planned; else the lower bound."""
+        """Return the microseconds that a stage takes for one micro-batch. This is the time of its plan, if the stage is
+        the only one of its rank and has been planned; else a lower bound. Infinite if no plan was found that fits.
+
+        ``start``, ``end``: the stage's first block, and the block after its last one. ``stage``: its number.
+        """
         rank = self.schedule.rank_of(stage)
         plan = self.planned.get((rank, ((start, end),)))
         if plan is None:
@@ -224,7 +244,8 @@ class PipelineSearch:
         return found.forward + found.backward + found.weight
 
     def _rank_plans(self, cuts: Cuts) -> Iterator[RankPlan | InfeasibleBudget]:
-        """Yield the plans of each rank, or the error if none fits; ranks without plans are planned."""
+        """Yield, for each rank, the plans of its stages, or the error if none fit the budget. Plans that do not exist
+        yet are searched for and recorded in ``planned``."""
         for rank in range(self.schedule.ranks):
             key = rank, self._intervals(cuts, rank)
             if key not in self.planned:
@@ -280,7 +301,7 @@ class PipelineSearch:
 
     @property
     def recovers(self) -> bool:
-        """Whether the schedule's stages recover their inputs from their outputs."""
+        """Whether, in this schedule, each stage recovers its input from its output."""
         return self.schedule.name in RECOVERING
 
     @cached_property
@@ -289,13 +310,13 @@ class PipelineSearch:
         return any(action.kind == "W" for row in self.schedule.actions for action in row)
 
     def _intervals(self, cuts: Cuts, rank: int) -> Intervals:
-        """Return the blocks of a rank's stages."""
+        """Return, for each stage of a rank, its first block and the block after its last one."""
         bounds = list(pairwise((0, *cuts, len(self.chain))))
         return tuple(bounds[stage] for stage in self.schedule.stage_of_rank[rank])
 
     def template(self, start: int, end: int, stage: int) -> StagePlan:
-        """Return the memory of a stage that does not depend on its plan: optimizer states, messages, and its part of
-        the batch.
+        """Return the memory of a stage that does not depend on how it is planned: optimizer states, messages, and the
+        inputs that it reads of all micro-batches. Times and all other fields are 0.
 
         ``start``, ``end``: the stage's first block, and the block after its last one. ``stage``: its number.
         """
@@ -314,13 +335,17 @@ class PipelineSearch:
         )
 
     def _returns(self, place: int) -> int:
-        """Return the bytes of the backward's message from the stage that begins at block ``place`` to the stage
-        before it."""
+        """Return the bytes of the message that the stage that begins at block ``place`` sends to the previous stage in
+        the backward."""
         return returned_bytes(self.chain, place, self.recovers)
 
     def _base(self, start: int, end: int) -> tuple[float, float, float]:
-        """Return the microseconds of a stage without recomputation: of its forward, of its backward without weight
-        gradients, and of its weight gradients."""
+        """Return the microseconds of a stage without recomputation, as three numbers: its forward, its backward without
+        weight gradients, and its weight gradients. The third is 0 if the schedule does not compute them separately; the
+        second then includes them.
+
+        ``start``, ``end``: the stage's first block, and the block after its last one.
+        """
         if (start, end) not in self._bases:
             piece = StageSlice(self.chain, start, end)
             costs = indexed(self.chain.graph).cost
@@ -331,8 +356,11 @@ class PipelineSearch:
         return self._bases[start, end]
 
     def _leaves(self, start: int, end: int) -> int:
-        """Return the bytes of tensors that a stage computes and sends on; it keeps them until their gradients
-        arrive.
+        """Return the bytes of the tensors that a stage computes and sends to the next stage, and that it keeps until
+        their gradients arrive. Return 0, a lower bound, if the schedule splits the backward or if stages recover their
+        inputs.
+
+        ``start``, ``end``: the stage's first block, and the block after its last one.
         """
         piece = StageSlice(self.chain, start, end)
         return 0 if self.split or self.recovers else self._bytes({*piece.sent} - {*piece.received})

@@ -1,9 +1,10 @@
-"""Plans for a stage of a dataflow pipeline, which gets its output back from the next stage in its backward (the
-*answer*).
+"""Plans for a stage of a dataflow pipeline: a pipeline in which each stage gets its output again from the next stage in
+the backward, in a message called the *answer*.
 
-Of the first kind are plans that keep, between forward and backward, only what no inverse can recover from the answer;
-for invertible stages that is nothing. Of the second kind is the plan that keeps only the input, and runs the stage's
-forward again (Chen et al., «Training deep nets with sublinear memory cost», 2016).
+There are two kinds of plans. A plan of the first kind keeps, between forward and backward, only what inverses cannot
+recover from the answer; if all ops of the stage are invertible, it keeps nothing. The plan of the second kind keeps
+only the stage's input, and runs the stage's forward again (Chen et al., «Training deep nets with sublinear memory
+cost», 2016).
 """
 
 from __future__ import annotations
@@ -19,17 +20,19 @@ from rematplan.planner.pipeline.stage_problem import StageProblem
 from rematplan.planner.strategies.reversible import Reversible
 
 NAME = "dataflow"
-"""The name of the strategy that the plans of this module carry."""
+"""The name of a strategy that is recorded in the plans of this module."""
 
 
 def starting_plans(
     problems: Sequence[StageProblem], actions: RankActions
 ) -> tuple[list[list[Plan]], list[int]]:
-    """Return, for each stage of a rank, the plans that keep the fewest bytes for a micro-batch between forward and
-    backward (`dataflow_plans`); and a list of these bytes, by stage.
+    """Return, for each stage of a rank of a dataflow pipeline, its candidate plans that keep the fewest bytes for a
+    micro-batch between forward and backward (`dataflow_plans`). As the second result, return for each stage how many
+    bytes these plans keep.
 
-    The list is a limit for all plans of the stages. It is empty, for no limit, if only one micro-batch is in flight
-    at a time, because keeping less would save nothing.
+    The search for better plans starts from the plans, and uses the bytes as a limit of what a plan may keep. The second
+    result is empty, for no limit, if the rank never has more than one micro-batch in flight: then keeping fewer bytes
+    saves no memory. ``actions``: the rank's actions in order.
     """
     starts = [dataflow_plans(one) for one in problems]
     if max(in_flight(actions).values()) == 1:
@@ -38,10 +41,11 @@ def starting_plans(
 
 
 def dataflow_plans(problem: StageProblem) -> list[Plan]:
-    """Return those candidate plans of a stage that keep the fewest bytes for a micro-batch between its forward and
-    its backward. The stage recovers its input from its output.
+    """Return the plans, of a few candidates, that keep the fewest bytes for a micro-batch between the stage's forward
+    and its backward. Several plans are returned if they keep equally few.
 
-    The candidates are the plans of `Reversible`, and the plan that keeps the input and runs the forward again.
+    The stage is one that gets its output again from the next stage in the backward. The candidates are the plans of
+    `Reversible`, and the plan that keeps the input and runs the forward again.
     """
     found = list(_candidates(problem.graph, problem.boundary))
     kept = [problem.measured(plan).kept_bytes for plan in found]
@@ -59,8 +63,12 @@ def _candidates(graph: TrainingGraph, boundary: str) -> Iterator[Plan]:
 
 
 def _plan(graph: TrainingGraph, boundary: str, runs: Sequence[str]) -> Plan:
-    """Return the plan of a sequence of runs without useless ones. If a later run reads the next stage's message back,
-    it is received right after the boundary."""
+    """Return the plan that runs the ops and inverses ``runs`` in order. Repeated runs whose results nothing reads are
+    left out.
+
+    The inverse that recovers the stage's output from the next stage's message is inserted right after the op
+    ``boundary``, which separates forward and backward; it is left out as well if nothing reads its result.
+    """
     answers = [inverse.name for inverse in graph.inverses if boundary in inverse.reads]
     backward_start = runs.index(boundary) + 1
     first: set[str] = set()

@@ -1,8 +1,8 @@
-"""Schedules with one stage per rank, defined by how many micro-batches each stage has in flight.
+"""Pipeline schedules with one stage per rank: GPipe, 1F1B, and 1F1B with more micro-batches in flight (dataflow).
 
-GPipe (Huang et al. 2019) and 1F1B (PipeDream-flush, Narayanan et al. 2021) differ only in how many forwards a stage
-runs before its first backward. The dataflow schedule is 1F1B with more of them, so that messages travel while both
-ends work.
+In GPipe (Huang et al. 2019) and 1F1B (PipeDream-flush, Narayanan et al. 2021), a stage first runs some forwards, then
+alternates backward and forward. The schedules differ only in how many forwards a stage runs before its first backward.
+In the dataflow schedule it runs more forwards than in 1F1B, so that the stages work while messages between them travel.
 """
 
 from __future__ import annotations
@@ -14,24 +14,25 @@ from rematplan.planner.pipeline.actions import PipelineSchedule, schedule_of_row
 
 
 def gpipe(stages: int, microbatches: int) -> PipelineSchedule:
-    """Return the GPipe schedule: all forwards, then all backwards."""
+    """Return the GPipe schedule, with one stage per rank: each stage runs all forwards, then all backwards."""
     return one_stage_a_rank("gpipe", [microbatches] * stages, microbatches)
 
 
 def one_forward_one_backward(stages: int, microbatches: int) -> PipelineSchedule:
-    """Return the 1F1B schedule: stage s of ``stages`` has ``stages`` − s micro-batches in flight.
+    """Return the 1F1B schedule, with one stage per rank: stage s has ``stages`` − s micro-batches in flight.
 
-    With fewer, stages of equal time would have to pause between two actions even if messages took no time.
+    This is the smallest number with which stages of equal time need not pause between two actions, if messages take no
+    time.
     """
     return one_stage_a_rank("1f1b", [stages - s for s in range(stages)], microbatches)
 
 
 def dataflow(stages: int, microbatches: int, hop: float) -> PipelineSchedule:
-    """Return a 1F1B schedule with more micro-batches in flight, so that each stage works while its messages travel.
+    """Return a schedule like 1F1B with more micro-batches in flight, so that each stage works while its messages
+    travel.
 
-    ``hop``: the time of a message ÷ the time of a stage's forward and backward. Stage s of P has 1 + (P − 1 − s)·(1 +
-    ⌈2·``hop``⌉) micro-batches in flight, at most ``microbatches``; 1F1B is the case ``hop`` = 0. The ceiling is there
-    because a fraction of a micro-batch cannot be in flight.
+    ``hop``: the time of a message ÷ the time of a stage's forward and backward. Stage s of P stages has 1 + (P − 1 −
+    s)·(1 + ⌈2·``hop``⌉) micro-batches in flight, at most ``microbatches``. With ``hop`` = 0 the result is 1F1B.
     """
     more = math.ceil(2 * hop - 1e-9)
     in_flight = [1 + hops * (1 + more) for hops in reversed(range(stages))]
@@ -39,11 +40,11 @@ def dataflow(stages: int, microbatches: int, hop: float) -> PipelineSchedule:
 
 
 def one_stage_a_rank(name: str, in_flight: Sequence[int], microbatches: int) -> PipelineSchedule:
-    """Return a schedule named ``name`` in which each stage runs some forwards, then alternates backward and forward,
-    and ends with the backwards that are left.
+    """Return a pipeline schedule with one stage per rank. Each stage first runs some forwards, then alternates one
+    backward and one forward, and then runs the backwards that are left.
 
-    ``in_flight``: for each stage, the number of forwards to begin with, at least 1; more than ``microbatches`` count
-    as ``microbatches``.
+    ``name``: the name of the schedule. ``in_flight``: for each stage, the number of forwards before its first backward,
+    at least 1; numbers above ``microbatches`` count as ``microbatches``.
     """
     rows = []
     for stage, most in enumerate(in_flight):

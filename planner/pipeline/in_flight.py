@@ -1,15 +1,15 @@
-"""Plans for a rank's stages with several micro-batches in flight, within one budget.
+"""Plans for the stages of one rank of a pipeline, with several micro-batches in flight, within the rank's budget.
 
-The bytes K that a plan keeps between forward and backward are held once for each micro-batch in flight, the
-transients only once. If each stage's K is at most κ, then the other micro-batches leave each action a known part of
-the budget, and `StageProblem.bounded` turns that into an ordinary planning problem. So the search is for κ: first on
-a grid between the smallest K and that of a plan without recomputation, then around the best value. All plans ever
-found are candidates. Each is measured, and the result is the cheapest combination for which the replay of the rank's
-actions stays within the budget.
+The bytes that a plan of a stage keeps between forward and backward are called K. A rank holds K once for each
+micro-batch in flight; bytes that are needed only during an action, it holds once. If the K of each stage is at most a
+limit κ, the bytes that are left for each action are known. Then `StageProblem.bounded` turns the planning of a stage
+into a planning problem without micro-batches. So the search is for κ. It tries a grid of values between the smallest K
+and the K without recomputation, then values around the best. Each plan found is measured and becomes a candidate of its
+stage. The result is the cheapest combination of candidates with which the rank's actions stay within the budget.
 
-The lower bound: the K of every plan is in one of the intervals between the values of κ. In (κ₁, κ₂] a stage holds at
-most κ₂ and the others at least κ₁. A lower bound of this relaxed problem, the least over all intervals, holds for all
-plans.
+The lower bound: the K of any plan is in one of the intervals (κ₁, κ₂] between tried values. Then the stage keeps at
+most κ₂ for its micro-batch and at least κ₁ for each other one, and other stages keep at least the least possible. The
+smallest of the lower bounds of these relaxed problems, over all intervals, holds for all plans.
 """
 
 from __future__ import annotations
@@ -34,61 +34,65 @@ from rematplan.planner.pipeline.stage_problem import StageProblem
 from rematplan.planner.strategies.store_all import no_recompute
 
 CLOSED = 1e-6
-"""A lower bound counts as lower than a plan if the difference is more than this, in microseconds."""
+"""Microseconds. A lower bound counts as lower than the time of a plan if the difference is more than this."""
 
 
 @dataclass(frozen=True)
 class RankSearchLimits:
-    """The constants of the search for the plans of a rank's stages, chosen by trial without a record of single
-    measurements. κ: the limit of the bytes that a stage keeps for a micro-batch between forward and backward."""
+    """The limits of a `RankSearch`, chosen by trial without a record of single measurements. κ: the limit of the bytes
+    that a stage keeps for a micro-batch between forward and backward."""
 
     grid: int = 5
-    """The number of values of κ to try first."""
+    """The number of values of κ to try first, at equal distances; the K of plans without recomputation is tried as
+    well."""
     refined: int = 12
-    """The number of intervals between these values to halve afterwards."""
+    """The largest number of intervals between tried values of κ to halve afterwards."""
     halvings: int = 30
     """The number of bisection steps that find the largest κ at which every stage has enough bytes for some plan."""
     combinations: int = 1000
-    """Combinations of one candidate plan per stage are all tried if they are at most so many."""
+    """All combinations of one candidate plan for each stage are tried if there are at most this many."""
     lowered: int = 12
     """The largest number of budgets to try when searching for a rank's smallest budget."""
     peak_weights: tuple[float, ...] = (0.0, 0.5, 1.0)
-    """In the search for a rank's smallest budget: weights of the smallest peak against the smallest κ."""
+    """In the search for a rank's smallest budget, plans of small peak are searched for with several workspaces of the
+    op between forward and backward. With weight 0 only the peak counts; with weight 1 the plan must keep the fewest
+    bytes there."""
 
 
 LIMITS = RankSearchLimits()
 
 
 class StagePlanner(Protocol):
-    """The interface of a planner for problems such as that of a pipeline's stage. ``starts``, in all methods: known
-    plans of the problem to start from."""
+    """The interface of a planner for single stages of a pipeline, each as a planning problem (``graph``). ``starts``,
+    in all methods: known plans of the problem to start from."""
 
     def within(self, graph: TrainingGraph, budget: int, starts: Sequence[Plan]) -> Plan:
-        """Return the cheapest plan found whose peak is within ``budget`` bytes.
+        """Return the cheapest plan found whose peak is within ``budget`` bytes. ``starts``: known plans of the problem
+        to start from.
 
         Raises:
             InfeasibleBudget: no plan is found that fits.
         """
 
     def least(self, graph: TrainingGraph, starts: Sequence[Plan]) -> Plan:
-        """Return the plan with the smallest peak that is found.
+        """Return the plan with the smallest peak that is found. ``starts``: known plans of the problem to start from.
 
         Raises:
-            InfeasibleBudget: the planner does not search for the smallest peak.
+            InfeasibleBudget: this planner does not search for the smallest peak.
         """
 
     def floor(self, graph: TrainingGraph, budget: int) -> float:
-        """Return a proven lower bound of the overhead of any plan within ``budget`` bytes; infinity if it is proven
-        that no plan fits."""
+        """Return a proven lower bound of the overhead (a share of the time without recomputation) of any plan within
+        ``budget`` bytes; infinity if it is proven that no plan fits."""
 
 
 @dataclass(frozen=True)
 class RankPlan:
-    """The plans of a rank's stages.
+    """The plans of all stages of one rank of a pipeline.
 
-    ``stages``: the memory and times of each stage under its plan. ``plans``: for each stage, its plan of the graph of
-    its problem. ``peak``: the most bytes that the rank holds. ``extra``: microseconds of recomputation for one
-    micro-batch, in all stages together. ``floor``: a proven lower bound of ``extra``.
+    ``stages``: the memory and times of each stage. ``plans``: the plan of each stage. ``peak``: the most bytes that the
+    rank holds at any moment of a step. ``extra``: microseconds of recomputation for one micro-batch, summed over the
+    stages. ``floor``: a proven lower bound of ``extra``.
     """
 
     stages: tuple[StagePlan, ...]
@@ -109,14 +113,13 @@ _Chosen: TypeAlias = tuple[_Candidate, ...]
 
 
 class RankSearch:
-    """The search for the plans of one rank, with which the rank stays within its budget.
+    """Searches for the cheapest plans of the stages of one rank with which the rank stays within its budget.
 
-    ``stages``: the planning problem of each stage. ``actions``: the rank's actions in order. ``budget``: bytes that
-    the rank may hold, states and torch's buffers included. ``planner``: plans single problems. ``seconds``: after so
-    many seconds, and once plans fit, the planner is not called again. ``starts``: for each stage, further plans to
-    start from. ``kept``: for each stage, the most bytes that a plan may keep for a micro-batch between forward and
-    backward; at least one of the stage's starts, or its plan without recomputation, must keep no more. Empty: no
-    limit.
+    ``stages``: the planning problem of each stage. ``actions``: the rank's actions in order. ``budget``: bytes of
+    memory for the rank, including states and torch's buffers. ``planner``: plans single stages. ``seconds``: after this
+    time the search ends as soon as it has plans that fit. ``starts``: for each stage, known plans in addition to the
+    plan without recomputation. ``kept``: for each stage, the most bytes that a plan may keep for a micro-batch between
+    forward and backward; empty: no limit. At least one known plan of each stage must keep no more.
     """
 
     def __init__(
@@ -159,8 +162,8 @@ class RankSearch:
         return RankPlan(figures, plans, self._peak(best), extra, floor)
 
     def least(self) -> int:
-        """Return the smallest peak of the rank, in bytes, for which a search finds plans. All plans found become
-        candidates for `run`."""
+        """Return the smallest peak of the rank, in bytes, for which the search finds plans. All plans found on the way
+        become candidates for `run`."""
         for at, stage in enumerate(self.stages):
             op = stage.graph.op[stage.boundary]
             span = max(0, min_peak_bound(stage.graph).bytes - stage.graph.input_bytes - stage.least_kept)
@@ -168,7 +171,7 @@ class RankSearch:
                 graph = stage.with_room(max(op.workspace, int(share * span)))
                 self._take(at, self.planner.least(graph, self._starts(at, graph)))
         high = self._peak(self._choose(lambda chosen: (self._peak(chosen), _extra(chosen))))
-        low = self.budget  # no plans are found for it
+        low = self.budget  # a budget for which no plans were found
         for k in range(LIMITS.lowered):
             # The last tries are for one byte less, so that the reported budget is the smallest that succeeds.
             ask = high - 1 if k >= LIMITS.lowered // 2 else (low + high) // 2
@@ -182,9 +185,10 @@ class RankSearch:
         return high
 
     def _at(self, budget: int) -> int | None:
-        """Return the peak, in bytes, of the plans that a search finds for another budget, starting from all known
-        plans; None if none fit."""
-        other = copy(self)  # it shares the candidates
+        """Search for plans within a budget of ``budget`` bytes, which may differ from that of the rank. Return the
+        rank's peak with the plans found, in bytes; None if none fit. The search starts from all known plans, and its
+        plans become candidates."""
+        other = copy(self)  # the copy shares the lists of candidates
         other.budget = budget
         if other._best() is None:
             other._search()
@@ -192,7 +196,13 @@ class RankSearch:
         return None if best is None else other._peak(best)
 
     def _search(self) -> None:
-        """Try the grid. Then halve the interval with the least lower bound, until no bound is below the best plan."""
+        """Plan the stages with several limits of the bytes that they keep between forward and backward. Plans found
+        become candidates.
+
+        First the limits of a grid are tried. Then the interval between two tried limits with the least lower bound is
+        halved, and its middle is tried. This ends when no interval's lower bound is below the cost of the best plans,
+        after `LIMITS.refined` intervals, or when time is over and plans fit.
+        """
         most = self._most_share()
         shares = sorted({*(most * k / (LIMITS.grid - 1) for k in range(LIMITS.grid)), 1.0})
         for share in reversed(shares):
@@ -226,8 +236,11 @@ class RankSearch:
         return self.rank.bounds(sum(interval) / 2)
 
     def _most_share(self) -> float:
-        """Return the largest share (see `RankRoom.bounds`) at which every stage has enough bytes for some plan; 0 if
-        there is none."""
+        """Return the largest share at which every stage has enough bytes for some plan; 0 if there is none.
+
+        A share (0 to 1) sets limits of the bytes that stages keep between forward and backward, from the least possible
+        to those without recomputation (`RankRoom.bounds`).
+        """
         low, high = 0.0, 1.0
         if self._roomy(high):
             return high
@@ -244,8 +257,12 @@ class RankSearch:
         )
 
     def _try(self, share: float) -> None:
-        """Plan each stage with a limit on the bytes kept between forward and backward; ``share``: see
-        `RankRoom.bounds`."""
+        """Plan each stage with a limit of the bytes that it keeps between forward and backward. The plans found become
+        candidates.
+
+        ``share``: sets the limits, from 0 (the least possible) to 1 (as many as without recomputation); see
+        `RankRoom.bounds`.
+        """
         bounds = self.rank.bounds(share)
         for at, stage in enumerate(self.stages):
             room = self.rank.room(at, self.budget, bounds)
@@ -255,7 +272,11 @@ class RankSearch:
                     self._take(at, self.planner.within(graph, room, self._starts(at, graph)))
 
     def _take(self, at: int, plan: Plan) -> None:
-        """Add a plan of some variant of a stage's problem to the candidates."""
+        """Add a plan to the candidates of stage number ``at`` of the rank, measured for the stage's original problem.
+
+        The plan may be of a variant of the problem with other workspaces. It is ignored if it keeps more bytes than
+        allowed, or if a candidate has the same memory and times.
+        """
         stage = self.stages[at]
         own = replace(plan, estimate=simulate(stage.graph, plan.schedule))
         figures, found = stage.measured(own), self.found[at]
@@ -266,14 +287,16 @@ class RankSearch:
         return [replace(c.plan, estimate=simulate(graph, c.plan.schedule)) for c in self.found[at]]
 
     def _best(self) -> _Chosen | None:
-        """Return the cheapest combination that fits the budget, or None."""
+        """Return the cheapest combination of one candidate plan for each stage with which the rank stays within its
+        budget; None if there is none."""
         chosen = self._choose(lambda c: (max(0, self._peak(c) - self.budget), _extra(c), self._peak(c)))
         return chosen if self._peak(chosen) <= self.budget else None
 
     def _choose(self, key: Callable[[_Chosen], tuple[float, ...]]) -> _Chosen:
-        """Return the combination of candidates with the least key.
+        """Return the combination of one candidate plan for each stage for which ``key`` returns the least value.
 
-        If there are too many to try all, it is one that no change of a single stage improves.
+        If there are more combinations than `LIMITS.combinations`, a local search finds the result: no exchange of a
+        single stage's plan improves it.
         """
         if math.prod(map(len, self.found)) <= LIMITS.combinations:
             return min(product(*self.found), key=key)
@@ -290,13 +313,19 @@ class RankSearch:
         return rank_peak(self.actions, [c.figures for c in chosen])
 
     def _floor(self) -> float:
-        """Return a lower bound of the rank's recomputation for one micro-batch, in microseconds."""
+        """Return a lower bound of the microseconds of recomputation for one micro-batch, in all stages of the rank
+        together."""
         by_stage = zip(*self.intervals.values(), strict=True)
         return math.fsum(min(floors) for floors in by_stage)
 
     def _floors(self, low: float, high: float) -> tuple[float, ...]:
-        """Return a lower bound of each stage's recomputation in microseconds, if the stage keeps no more than at the
-        share ``high`` and no less than at ``low``, and the other stages keep as little as possible."""
+        """Return, for each stage, a lower bound of the microseconds that it recomputes for a micro-batch, if the bytes
+        that it keeps between forward and backward are between two limits. The other stages are assumed to keep as few
+        bytes as possible. Infinite if no plan fits the budget.
+
+        ``low``, ``high``: the limits, as shares from 0 (the least possible) to 1 (as many as without recomputation); a
+        ``high`` of 1 means no limit.
+        """
         lowest, small, large = (self.rank.bounds(share) for share in (0.0, low, high))
         floors = []
         for at, stage in enumerate(self.stages):

@@ -1,13 +1,14 @@
-"""The memory that a stage needs for messages, in addition to its plan, by schedule.
+"""The bytes of memory that a pipeline stage needs for messages to and from other stages, for each kind of schedule.
 
-It was read off `torch.distributed.pipelining` (2.13). Receive buffers for all micro-batches are allocated before the
-first one. A sent tensor stays in memory until its sending is waited for: with GPipe and the schedules with several
-stages per rank at the end of the step, with 1F1B at the next message. The last stage's outputs are kept, and joined
-at the end. Neighbouring stages on one rank pass tensors to each other without messages; these tensors take the place
-of the buffers.
+The rules were read off `torch.distributed.pipelining` (2.13). Buffers that receive the messages of all micro-batches
+are allocated before the first micro-batch. A sent tensor stays in memory until torch waits for the end of its sending.
+In 1F1B this is at the next message; in GPipe and in schedules with several stages per rank, at the end of the step. The
+outputs of the last stage are kept, and joined at the end of the step. Neighbouring stages on one rank pass tensors to
+each other without messages; such a tensor takes the place of the receive buffer.
 
-A channel of the dataflow schedule has as many places as credits at each end: for messages that are being sent, and for
-receives that are posted ahead.
+The dataflow schedule uses channels with *credits*: the number of messages that may be sent and not yet read. A channel
+has one buffer for each credit at the sender, for messages that are being sent, and one at the receiver, for messages
+that may arrive.
 """
 
 from __future__ import annotations
@@ -22,23 +23,23 @@ from rematplan.planner.pipeline.rank_memory import in_flight
 from rematplan.planner.pipeline.timeline import Link, StageTimes, replay
 
 ONE_MESSAGE = ("1f1b",)
-"""Names of schedules that keep each sent message in memory until the next message is sent."""
+"""Names of schedules in which a sent message stays in memory until the next message is sent."""
 CHANNELS = ("dataflow",)
-"""Names of schedules whose messages use channels with a fixed number of places. The next stage sends a stage's
-outputs back to it in the backward."""
+"""Names of schedules whose messages use channels with a fixed number of buffers. In these schedules each stage sends
+its input, which it recovers, back to the previous stage in the backward."""
 FORWARD, BACKWARD = 1.0, 2.0
-"""Time units of a stage's actions, for the choice of credits."""
+"""The times of a stage's forward and backward, in any unit, with which `least_credits` simulates a schedule."""
 SLOWER = 1.02
-"""The largest makespan with few credits, relative to the makespan with any number of credits; see `least_credits`."""
+"""The largest makespan that `least_credits` accepts, relative to the makespan with any number of credits."""
 
 
 @dataclass(frozen=True)
 class MessageBytes:
     """The sizes in bytes of a stage's messages for one micro-batch.
 
-    ``received``: the message from the stage before it in the forward. ``answered``: the message from the next stage
-    in the backward. ``sent``: its message to the next stage in the forward. ``returned``: its message to the stage
-    before it in the backward. ``outputs``: the outputs of the last stage; 0 for other stages.
+    ``received``: from the previous stage, in the forward. ``sent``: to the next stage, in the forward. ``answered``:
+    from the next stage, in the backward. ``returned``: to the previous stage, in the backward. ``outputs``: the outputs
+    of the last stage, which are not sent; 0 for other stages.
     """
 
     received: int
@@ -49,8 +50,9 @@ class MessageBytes:
 
 
 def message_memory(schedule: PipelineSchedule, stage: int, size: MessageBytes) -> StagePlan:
-    """Return the bytes that a stage holds for messages, as the fields ``torch_bytes``, ``left``, ``closing`` and
-    ``pending`` of a `StagePlan`. All other fields are 0.
+    """Return the bytes of memory that a stage needs for messages to and from other stages, as the fields
+    ``torch_bytes``, ``left``, ``closing`` and ``pending`` of a `StagePlan`. The field ``stage`` is the stage's number;
+    all other fields are 0.
 
     Args:
         schedule: the pipeline's schedule.
@@ -58,7 +60,7 @@ def message_memory(schedule: PipelineSchedule, stage: int, size: MessageBytes) -
         size: the sizes of its messages for one micro-batch.
 
     Raises:
-        ProblemError: the schedule uses channels, and deadlocks with any number of credits; see `least_credits`.
+        ProblemError: a schedule with channels deadlocks, however many messages may be sent and not yet read.
     """
     own = schedule.stage_of_rank[schedule.rank_of(stage)]
     before, after = stage - 1 in own, stage + 1 in own
@@ -68,7 +70,7 @@ def message_memory(schedule: PipelineSchedule, stage: int, size: MessageBytes) -
         ends = (stage > 0) + (stage < schedule.stages - 1)
         acknowledgements = ends * (places + 1)  # of a byte each
         return replace(plan, torch_bytes=places * (incoming + size.sent + size.returned) + acknowledgements)
-    # A tensor that is passed on within the rank exists before the buffer is freed whose place it takes.
+    # A tensor passed between two stages of the rank already exists when the buffer that it replaces is freed.
     handed = max(size.sent if after else 0, size.received if before else 0)
     plan = replace(
         plan,
@@ -86,17 +88,17 @@ def message_memory(schedule: PipelineSchedule, stage: int, size: MessageBytes) -
 
 @lru_cache(maxsize=256)
 def least_credits(schedule: PipelineSchedule) -> int:
-    """Return the smallest number of credits with which the schedule does not deadlock and takes at most 2 % longer
-    than without a limit, as simulated by `replay`.
+    """Return the smallest number of credits with which the schedule does not deadlock, and takes at most 2 % longer
+    than with unlimited credits. The *credits* are the number of messages that a stage may have sent to a neighbour that
+    has not begun to use them.
 
-    With k credits, a stage may have sent up to k messages to a neighbour that has not begun to use them. The result
-    is the number of micro-batches if no smaller number suffices. In the simulations all stages take equal time, and
-    a backward takes twice as long as a forward. A message and its answer together travel as long as a stage takes
-    for n micro-batches, where n + 1 is the largest difference of micro-batches in flight between neighbouring
-    stages.
+    Both are determined by simulation (`replay`). All stages take equal time, and a backward takes twice as long as a
+    forward. Let n + 1 be the largest difference between the numbers of micro-batches that two neighbouring stages have
+    in flight. In the simulation, a message and its answer together travel as long as a stage takes for n micro-batches.
+    The result is the number of micro-batches if no smaller number suffices.
 
     Raises:
-        ProblemError: the schedule deadlocks even without a limit.
+        ProblemError: the schedule deadlocks even with unlimited credits.
     """
     times = [StageTimes(FORWARD, BACKWARD)] * schedule.stages
     link = Link((FORWARD + BACKWARD) * max((*_more(schedule), 0)) / 2)
@@ -111,7 +113,7 @@ def least_credits(schedule: PipelineSchedule) -> int:
 
 
 def _more(schedule: PipelineSchedule) -> Iterator[int]:
-    """Yield, for each two neighbouring stages, how many more micro-batches the first has in flight than the second,
-    minus 1."""
+    """Yield, for each stage except the last, the number of micro-batches that it has in flight, minus that of the next
+    stage, minus 1."""
     most = {stage: n for row in schedule.actions for stage, n in in_flight(row).items()}
     return (most[stage] - most[stage + 1] - 1 for stage in range(schedule.stages - 1))

@@ -23,16 +23,16 @@ PIPELINE_FORMAT = "rematplan.pipeline/1"
 
 @dataclass(frozen=True)
 class PlannedPipeline:
-    """A pipeline with its schedule, its cuts and the plans of its stages.
+    """A planned pipeline: its schedule, its cuts, and the plans of its stages.
 
-    ``problem``: the name of the planning problem of the whole step. ``schedule``: the actions of each rank.
-    ``budget``: bytes that each rank may hold. ``cuts``: the blocks at which the second and each later stage begin.
-    ``stages``: the memory, times and plan of each stage. ``times``: the times and message sizes of each stage.
-    ``link``: latency and bandwidth between ranks. ``overhead``: microseconds that each action takes in addition to
-    the computation. ``floors``: for each rank, a lower bound of its recomputation in microseconds, for these cuts.
-    ``floor``: a lower bound of the slowest stage's time in microseconds, for any cuts. ``names``: the modules or ops
-    with which the second and each later stage begin. ``model``: how the model was loaded, so that it can be loaded
-    again.
+    ``problem``: the name of the planning problem of the whole step. ``schedule``: the actions of each rank. ``budget``:
+    bytes of memory for each rank. ``cuts``: the blocks at which the second and each later stage begin. ``stages``: the
+    memory, times and plan of each stage. ``times``: the times and message sizes of each stage. ``link``: latency and
+    bandwidth between ranks. ``overhead``: microseconds that each action takes in addition to the computation.
+    ``floors``: for each rank, with these cuts, a lower bound of the microseconds that its stages recompute for one
+    micro-batch. ``floor``: for any cuts, a lower bound of the microseconds that the slowest stage or link takes for one
+    micro-batch. ``names``: the modules or ops with which the second and each later stage begin. ``model``: how the
+    model was loaded, so that it can be loaded again.
     """
 
     problem: str
@@ -50,33 +50,35 @@ class PlannedPipeline:
 
     @cached_property
     def timeline(self) -> Timeline:
-        """The simulated start and end of every action. In a dataflow schedule, whose stages recover their inputs
-        from their outputs, a stage may have sent `least_credits` messages to a neighbour that has not read them, and
-        otherwise waits."""
+        """The simulated start and end of every action.
+
+        In a dataflow schedule a stage waits before it sends a message if `least_credits` of its messages are sent and
+        not yet read. Other schedules have no such limit.
+        """
         credits = least_credits(self.schedule) if self.schedule.name in CHANNELS else None
         return replay(self.schedule, self.times, self.link, self.overhead, credits)
 
     @cached_property
     def peaks(self) -> tuple[int, ...]:
-        """For each rank, the most bytes that it holds at any moment of a step."""
+        """For each rank, the largest number of bytes that it holds at any moment of a step."""
         own = ([self.stages[s] for s in stages] for stages in self.schedule.stage_of_rank)
         return tuple(rank_peak(row, plans) for row, plans in zip(self.schedule.actions, own, strict=True))
 
     @cached_property
     def in_flight(self) -> tuple[int, ...]:
-        """For each stage, the largest number of micro-batches whose forward of the stage has begun and whose backward
-        has not ended."""
+        """For each stage, the largest number of micro-batches that are in flight at once: from the start of a forward
+        (F) to the end of its backward (B), or of the part of its backward that computes the input's gradient (I)."""
         return most_in_flight(self.schedule)
 
     @property
     def slowest(self) -> int:
-        """The number of the stage that takes longest for a micro-batch."""
+        """The number of the stage that takes the most time for one micro-batch."""
         return max(range(len(self.times)), key=lambda s: self.times[s].total)
 
     @property
     def ideal_bubble(self) -> float:
-        """The share (0 to 1) of time in which ranks would not work, by the schedule's known formula, if all stages
-        took equal time and messages none."""
+        """The share (0 to 1) of time in which ranks would not work if all stages took equal time and messages took
+        none. It is computed by the formula that is known for the schedule (`FORMULAS`)."""
         order = self.schedule
         return FORMULAS[order.name].bubble(order.ranks, order.microbatches, order.stages // order.ranks)
 
@@ -94,8 +96,8 @@ def most_in_flight(schedule: PipelineSchedule) -> tuple[int, ...]:
 def pipeline_to_json(plan: PlannedPipeline) -> dict[str, Any]:
     """Return the pipeline as JSON data in the format ``rematplan.pipeline/1``.
 
-    The data also contains results that `pipeline_from_json` computes anew, such as peaks and makespan, for people and
-    other programs.
+    For people and other programs, the data also contains results such as peaks and makespan. `pipeline_from_json`
+    ignores these and computes them again.
     """
     order, line = plan.schedule, plan.timeline
     return {
@@ -129,11 +131,12 @@ def pipeline_to_json(plan: PlannedPipeline) -> dict[str, Any]:
 
 
 def pipeline_from_json(data: object) -> PlannedPipeline:
-    """Build a pipeline from JSON data as `pipeline_to_json` returns it. Peaks and timeline are computed anew, not
-    read.
+    """Build a planned pipeline from JSON data in the format that `pipeline_to_json` writes. Peaks and the timeline are
+    not read, but computed again.
 
     Raises:
-        ProblemError: the data does not have the format, its actions are not a schedule, or a rank exceeds the budget.
+        ProblemError: the data does not have the format, its actions are not a valid schedule, or a rank exceeds the
+            budget.
     """
     if not isinstance(data, dict) or data.get("format") != PIPELINE_FORMAT:
         raise ProblemError(f"not a {PIPELINE_FORMAT} file")

@@ -1,4 +1,5 @@
-"""The part of a rank's budget that each stage can use, given limits on what the others keep."""
+"""Divide the budget of a pipeline's rank among its stages: the bytes that are left for one stage's plan, if limits are
+known for what the other stages and micro-batches keep."""
 
 from __future__ import annotations
 
@@ -15,7 +16,7 @@ Bounds = tuple[int, int]
 
 @dataclass(frozen=True)
 class RankRoom:
-    """What is needed to divide a rank's budget among its stages.
+    """Computes how many bytes of a rank's budget are left for the plan of each of its stages.
 
     ``stages``: the planning problem of each stage. ``actions``: the rank's actions in order. ``all``: the memory and
     times of each stage under its plan without recomputation.
@@ -26,12 +27,12 @@ class RankRoom:
     all: tuple[StagePlan, ...]
 
     def bounds(self, share: float) -> list[Bounds]:
-        """Return limits, in bytes, of what each stage keeps for a micro-batch, as pairs: between forward and
+        """Return, for each stage, two limits of the bytes that it may keep for a micro-batch: between forward and
         backward, and between the two parts of a split backward (I and W).
 
-        The first limit is the least that the stage can keep, plus ``share`` (0 to 1) of the difference to what it
-        keeps without recomputation. The second is ``share`` of what the stage holds between I and W without
-        recomputation, but no less than the first.
+        ``share``: 0 to 1. The first limit is the least that any plan keeps, plus ``share`` of the difference to the
+        plan without recomputation. The second limit is ``share`` of what the plan without recomputation keeps between I
+        and W, but at least the first limit.
         """
         found = []
         for stage, most in zip(self.stages, self.all, strict=True):
@@ -40,8 +41,8 @@ class RankRoom:
         return found
 
     def share(self, kept: Sequence[int]) -> float:
-        """Return the smallest share (0 to 1) at which the limits that `bounds` returns allow the bytes ``kept``; 1 if
-        none does.
+        """Return the smallest share (0 to 1) for which the limits of `bounds` allow each stage to keep a given number
+        of bytes; 1 if there is none.
 
         ``kept``: for each stage, bytes that it keeps for a micro-batch between forward and backward.
         """
@@ -53,18 +54,20 @@ class RankRoom:
         return min(1.0, max(0.0, *shares, 0.0))
 
     def room(self, at: int, budget: int, bounds: Sequence[Bounds], relaxed: bool = False) -> int:
-        """Return the bytes that are left for the plan of a stage's graph, inputs included, given what the rank holds
-        for other micro-batches and stages.
+        """Return a budget for the plan of one stage's graph, inputs included: the bytes of the rank's budget that are
+        not used for other micro-batches and other stages.
 
-        By default, every plan within these bytes and the stage's limits fits the rank, as long as the other stages
-        keep their limits: it is assumed that the gradients of a step's first backward are created while everything
-        else is held. With ``relaxed``, the result is an upper bound: every plan that fits the rank is within it, as
-        long as the other stages keep no less than their limits.
+        By default the result is safe: with every plan whose peak is within it and which keeps no more than ``bounds``,
+        the rank stays within its budget, as long as other stages keep no more than ``bounds``. For that, the memory of
+        gradients is assumed to be allocated in the worst moment of the first backward. With ``relaxed`` the result is
+        an upper bound: the peak of every plan with which the rank stays within its budget is at most the result, as
+        long as no stage keeps less than ``bounds``.
 
         Args:
             at: the index of the stage among the rank's stages.
-            budget: bytes that the rank may hold.
-            bounds: for each stage, the limits of what it keeps for a micro-batch; see `bounds`.
+            budget: bytes of memory for the rank.
+            bounds: for each stage, the bytes that it keeps for a micro-batch between forward and backward, and between
+                I and W.
             relaxed: whether to return the upper bound.
         """
         me = self.all[at].stage
@@ -84,8 +87,13 @@ class RankRoom:
 
 
 def _idle(most: StagePlan, kept: int, deferred: int, gradients: int) -> StagePlan:
-    """Return the figures of a stage that holds ``kept`` bytes between forward and backward, ``deferred`` bytes
-    between I and W, and nothing more during an action except ``gradients`` bytes in its first backward."""
+    """Return the memory of a stage without that of its running action, so that `rank_bytes` yields only what the rank
+    holds for other micro-batches and stages.
+
+    ``most``: the stage's memory and times without recomputation. ``kept``: bytes kept between forward and backward.
+    ``deferred``: bytes kept between I and W. ``gradients``: bytes that the stage's first backward allocates for
+    gradients.
+    """
     return replace(
         most,
         kept_bytes=kept,

@@ -1,11 +1,15 @@
 """The bytes that a rank of a pipeline holds while it runs its actions.
 
-    bytes during an action = Σ states + Σ bytes for messages + Σ gradients computed so far
-                             + Σ over stages (micro-batches in flight · K + deferred · D + finished · left)
+    bytes during an action = Σ states + Σ torch_bytes + Σ gradients of stages that have finished a B or W
+                             + Σ over stages (in flight · K + deferred · D + finished · left + pending)
                              + the action's transient
+    bytes at the end       = the same without a transient + Σ closing
 
-K, D, left and transient are fields of `StagePlan`. A micro-batch is in flight from its F to its B or I, and deferred
-from its I to its W. The micro-batch of the running action is counted only in the action's transient.
+The terms except the numbers of micro-batches are fields of `StagePlan`; K is ``kept_bytes``, D is ``deferred_bytes``. A
+micro-batch is in flight from its forward (F) to its backward (B), or to the part of its backward that computes the
+input's gradient (I). It is deferred from its I to the gradients of weights (W), and finished after its B or I. The
+micro-batch of the running action is counted only in the action's transient. ``pending`` counts once a stage has
+finished a B or I.
 """
 
 from __future__ import annotations
@@ -17,8 +21,8 @@ from rematplan.planner.pipeline.actions import Action, StagePlan, stages_by_numb
 
 
 def rank_bytes(actions: Iterable[Action], plans: Iterable[StagePlan]) -> Iterator[int]:
-    """Yield the largest number of bytes that a rank holds during each of its actions, and last, at the end of the
-    step.
+    """Yield, for each of a rank's actions, the largest number of bytes that the rank holds during it. The last number
+    is that at the end of the step.
 
     ``actions``: the rank's actions in order. ``plans``: the memory of each of the rank's stages.
 
@@ -27,7 +31,7 @@ def rank_bytes(actions: Iterable[Action], plans: Iterable[StagePlan]) -> Iterato
     """
     stages = stages_by_number(plans)
     resident = sum(p.states + p.torch_bytes for p in stages.values())
-    made: set[int] = set()  # stages whose gradients are there
+    made: set[int] = set()  # stages whose gradients exist
     pending: dict[int, int] = {}
     for action in actions:
         stage = stages[action.stage]
@@ -54,8 +58,8 @@ def rank_peak(actions: Iterable[Action], plans: Iterable[StagePlan]) -> int:
 
 
 def in_flight(actions: Iterable[Action]) -> Mapping[int, int]:
-    """Return, for each stage that runs a forward among ``actions``, the most micro-batches that are in flight at
-    once.
+    """Return, keyed by the number of each stage that runs a forward, the largest number of micro-batches that are in
+    flight at once in that stage.
 
     ``actions``: of one rank, in order. A micro-batch is in flight from the start of its forward (F) to the end of its
     backward (B), or of the part of its backward that computes the input's gradient (I).
@@ -72,12 +76,14 @@ def in_flight(actions: Iterable[Action]) -> Mapping[int, int]:
 
 
 def _taken_over(stage: StagePlan, action: Action) -> int:
-    """Return the bytes that are held for the action's micro-batch when the action starts."""
+    """Return the bytes that an earlier action has kept for the action's micro-batch. From the start of the action on,
+    they are counted in its transient."""
     return {"F": 0, "B": stage.kept_bytes, "I": stage.kept_bytes, "W": stage.deferred_bytes}[action.kind]
 
 
 def _handed_on(stage: StagePlan, action: Action) -> int:
-    """Return the bytes that remain for the action's micro-batch after the action."""
+    """Return the bytes that the action keeps for its micro-batch after its end, for later actions or until the end of
+    the step."""
     return {
         "F": stage.kept_bytes,
         "B": stage.left,

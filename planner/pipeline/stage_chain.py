@@ -1,13 +1,13 @@
-"""A training step as a chain of blocks; intervals of blocks are stages of a pipeline.
+"""A training step as a chain of blocks, to be cut into the stages of a pipeline: each stage is an interval of blocks.
 
-A stage has the forward ops of its blocks and the backward ops assigned to them. A backward op is assigned to the last
-block at which everything that it reads is available. Gradients travel from the last block to the first. A tensor of
-the forward is available from the block that computes it to the last block that reads it; a parameter only in blocks
-whose forward reads it. An op that depends on nothing of its block, such as the sum for a bias's gradient, is assigned
-to an earlier block if no message grows by that.
+A stage has the forward ops of its blocks and the backward ops that are assigned to them. Gradients travel from the last
+block to the first. A backward op is assigned to the last block at which everything that it reads is available. A tensor
+that the forward computes is available from the block that computes it to the last block whose forward reads it. An
+input that the forward of only one block reads, such as a parameter, is available only in that block. A backward op
+whose result is needed only in an earlier block, such as the sum for a bias's gradient, is moved there if no message
+becomes larger.
 
-A tensor that a later block reads passes through all blocks between, and so through every stage between. It is a part
-of each message on its path.
+A tensor that is read several blocks later is a part of every message on its path: each stage between passes it on.
 """
 
 from __future__ import annotations
@@ -27,10 +27,11 @@ Groups = Sequence[Sequence[int]]
 
 @dataclass(frozen=True)
 class Passage:
-    """The path through a chain of blocks of a tensor that the forward or the backward computes.
+    """The blocks that a tensor passes, from the block that computes it to the blocks that read it. The tensor is one
+    that the forward or the backward computes.
 
-    ``tensor``: its position in the graph. ``forward``: whether the forward computes it. ``made``: the block that
-    computes it. ``up``, ``down``: the last and the first of the blocks that compute or read it.
+    ``tensor``: its position in the graph. ``forward``: whether the forward computes it. ``made``: the number of the
+    block that computes it. ``up``, ``down``: the largest and the smallest number of a block that computes or reads it.
     """
 
     tensor: int
@@ -44,12 +45,13 @@ class Passage:
 class StageChain:
     """A training step as a chain of blocks 0 … ``blocks`` − 1, to be cut into the stages of a pipeline.
 
-    ``graph``: the planning problem. ``block``: the block of each op, by position in ``graph.ops``. ``passages``: the
-    paths of all tensors that ops compute. ``readers``: for the position of each input, the blocks that read it,
-    ascending. ``gradient_of``: for the name of each gradient, the name of its parameter. ``whole``: for a parameter
-    that the forward of several blocks reads, the first and last of these blocks. ``labels``: names of parameters for
-    messages to the user. ``narrow``: whether stages may begin only where no more bytes are sent than at the
-    neighbouring blocks.
+    ``graph``: the planning problem. ``block``: the block of each op, by the op's position in ``graph.ops``.
+    ``passages``: for each tensor that an op computes, the blocks that compute and read it. ``readers``: for the
+    position of each input tensor, the blocks that read it, ascending. ``gradient_of``: for the name of each gradient,
+    the name of its parameter. ``whole``: for the name of each parameter that the forward of several blocks reads, the
+    first and the last of these blocks; they must be in one stage. ``labels``: for names of parameters, the names to use
+    in messages to the user. ``narrow``: if True, a stage may begin only at a block at which no more bytes are sent than
+    at the blocks before and after it.
     """
 
     graph: TrainingGraph
@@ -67,33 +69,35 @@ class StageChain:
 
     @cached_property
     def forward(self) -> tuple[float, ...]:
-        """For each block, the microseconds of the forward of all blocks before it; one more entry is the sum over
-        all blocks."""
+        """For each block, the sum of the forward's microseconds over all blocks before it; then, as one more entry, the
+        sum over all blocks."""
         return self._times(True)
 
     @cached_property
     def backward(self) -> tuple[float, ...]:
-        """For each block, the microseconds of the backward of all blocks before it; one more entry is the sum over
-        all blocks."""
+        """For each block, the sum of the backward's microseconds over all blocks before it; then, as one more entry,
+        the sum over all blocks."""
         return self._times(False)
 
     @cached_property
     def sends(self) -> tuple[int, ...]:
-        """For each block, the bytes that a stage that begins with the block would receive for a micro-batch in the
-        forward. The first entry, and one more at the end, are 0."""
+        """For each block b, the bytes that the forward of one micro-batch sends over a cut before block b, from the
+        stage that ends there to the stage that begins with b. One more entry is for the end of the chain. The first and
+        the last entry are 0."""
         return self._crossing(lambda p: (p.made, p.up) if p.forward else (0, 0))
 
     @cached_property
     def returns(self) -> tuple[int, ...]:
-        """For each block, the bytes that a stage that begins with the block would send back for a micro-batch in the
-        backward. The first entry, and one more at the end, are 0."""
+        """For each block b, the bytes that the backward of one micro-batch sends over a cut before block b, from the
+        stage that begins with b to the stage before it. One more entry is for the end of the chain. The first and the
+        last entry are 0."""
         return self._crossing(lambda p: (p.down, p.made))
 
     def allowed(self) -> tuple[int, ...]:
         """Return the blocks at which a stage other than the first may begin.
 
-        A cut there separates no two readers of a parameter. With ``narrow``, it also sends no more bytes forward
-        than a cut at either neighbouring block.
+        All forward ops that read one parameter must be in one stage. With ``narrow``, a stage may also begin only where
+        the forward sends no more bytes than at the block before and at the block after.
         """
         inside = {at for first, last in self.whole.values() for at in range(first + 1, last + 1)}
         inner = {at: self.sends[at] for at in range(1, self.blocks)}
@@ -104,10 +108,11 @@ class StageChain:
         return tuple(at for at in inner if at not in inside and (not self.narrow or is_narrow(at)))
 
     def check_cuts(self, cuts: Iterable[int]) -> None:
-        """Check that all readers of each parameter are in one stage. ``cuts``: the blocks at which stages begin.
+        """Check that the forward ops that read one parameter are all in one stage. ``cuts``: the blocks at which the
+        second and each later stage begin.
 
         Raises:
-            UsageError: a cut separates two readers of a parameter. The message names the parameter.
+            UsageError: the forward of two stages reads the same parameter. The message names the parameter.
         """
         for at in cuts:
             for name, (first, last) in self.whole.items():
@@ -118,7 +123,7 @@ class StageChain:
                     )
 
     def label(self, name: str) -> str:
-        """Return the name to use for the parameter ``name`` in messages: its label, or ``name`` itself if it has
+        """Return the name to use in messages to the user for the parameter ``name``: its label, or ``name`` if it has
         none."""
         return self.labels.get(name, name)
 
@@ -136,7 +141,11 @@ class StageChain:
         return (0.0, *accumulate(sums))
 
     def _crossing(self, span: Callable[[Passage], tuple[int, int]]) -> tuple[int, ...]:
-        """Return, at each place between blocks, the bytes of the tensors that cross it."""
+        """Return, for a cut before each block and at the end of the chain, the bytes of the tensors that cross it.
+
+        ``span``: returns the range of blocks (first, last) of a tensor's path. The tensor crosses the cuts between two
+        blocks of this range.
+        """
         ix = indexed(self.graph)
         change = [0] * (self.blocks + 2)
         for passage in self.passages:
@@ -152,18 +161,18 @@ def stage_chain(
     gradient_of: Mapping[str, str] | None = None,
     labels: Mapping[str, str] | None = None,
 ) -> StageChain:
-    """Return a training step as a chain of blocks, to be cut into the stages of a pipeline.
+    """Divide a training step into a chain of blocks, to be cut into the stages of a pipeline.
 
     Args:
-        graph: the planning problem, with phases.
-        blocks: the forward ops of each block, in an order in which they can run; or the largest number of blocks,
-            which are then chosen so that few bytes pass from one to the next.
+        graph: the planning problem, with phases (forward or backward) of its ops.
+        blocks: for each block, the positions of its forward ops in ``graph.ops``, in an order in which blocks can run.
+            Or the largest number of blocks; they are then chosen so that few bytes pass from one block to the next.
         gradient_of: for the name of each gradient, the name of its parameter, if known.
-        labels: names of parameters for messages to the user.
+        labels: for names of parameters, the names to use in messages to the user.
 
     Raises:
         ProblemError: the problem has no backward, or no forward.
-        UsageError: an op reads a tensor that a later block computes.
+        UsageError: a forward op reads a tensor that a later block computes.
     """
     ix = indexed(graph)
     if not any(ix.forward) or all(ix.forward):
@@ -197,9 +206,10 @@ def stage_chain(
 
 
 def blocks_at(graph: TrainingGraph, firsts: Sequence[int]) -> tuple[tuple[int, ...], ...]:
-    """Return, for each block of a division of the forward, the positions of its forward ops in ``graph.ops``.
+    """Divide the forward ops of a problem into blocks of consecutive ops. Return, for each block, the positions of its
+    forward ops in ``graph.ops``.
 
-    ``firsts``: for each block except the first, the position at which it begins, ascending.
+    ``firsts``: for each block except the first, the position in ``graph.ops`` at which it begins, ascending.
     """
     ix = indexed(graph)
     forward = [o for o, is_forward in enumerate(ix.forward) if is_forward]
@@ -208,7 +218,11 @@ def blocks_at(graph: TrainingGraph, firsts: Sequence[int]) -> tuple[tuple[int, .
 
 
 class _Assignment:
-    """Assigns each op to a block. ``at``: the block of each op."""
+    """Assigns each op of a training step to a block of a chain. Forward ops are already assigned; backward ops go where
+    everything that they read is available.
+
+    ``at``: the block of each op, by the op's position.
+    """
 
     def __init__(
         self, graph: TrainingGraph, ix: Indexed, of: Mapping[int, int], blocks: int, pairs: Mapping[str, str]
@@ -231,7 +245,7 @@ class _Assignment:
             self._sink(o)
 
     def passages(self) -> Iterable[Passage]:
-        """Yield the paths of all tensors that ops compute."""
+        """Yield, for each tensor that an op computes, the blocks that compute and read it."""
         ix = self.ix
         for t, p in enumerate(ix.producer):
             if p < 0:
@@ -240,10 +254,12 @@ class _Assignment:
             yield Passage(t, ix.forward[p], made, max([made, *at]), min([made, *at]))
 
     def _spans(self, of: Mapping[int, int]) -> Iterable[tuple[int, tuple[int, int]]]:
-        """Yield the first and last block at which a forward tensor is available.
+        """Yield pairs (tensor, (first, last)): the position of a tensor that the forward reads or computes, and the
+        first and last block at which it is available. ``of``: the block of each forward op.
 
-        An input that only one block reads is available only there. One that several blocks read is available at all,
-        unless it is a parameter.
+        A tensor that the forward computes is available from the block that computes it to the last block whose forward
+        reads it. An input that the forward of only one block reads is available only there. An input that several
+        blocks read gets no pair: it counts as available at all blocks.
         """
         for t, p in enumerate(self.ix.producer):
             at = [of[o] for o in self.ix.readers[t] if o in of]
@@ -261,8 +277,12 @@ class _Assignment:
         return min([block, *(self.owner[t] for t in ix.writes[o] if t in self.owner)])
 
     def _sink(self, o: int) -> None:
-        """Move an op to the last block that reads its result, if everything that it reads is available there and no
-        message grows.
+        """Move the backward op ``o`` to an earlier block: the last of the blocks that read its results. A parameter's
+        gradient counts as read by the block that reads the parameter.
+
+        The op is not moved if something that it reads is not available in that block. It is not moved either if
+        messages become larger: the gradients that must be sent on only for this op may not have more bytes than its
+        results, which need not be sent any more.
         """
         ix = self.ix
         wanted = [self.owner.get(t, self.at[o]) for t in ix.writes[o] if ix.is_output[t]]
@@ -276,7 +296,8 @@ class _Assignment:
             self.at[o] = to
 
     def _comes_only_for(self, t: int, o: int, to: int) -> bool:
-        """Return whether a gradient would be sent as far as a block for one op alone."""
+        """Return whether tensor ``t`` is a gradient that would be sent as far as block ``to`` only for op ``o``,
+        because all other ops that read it are in later blocks."""
         p = self.ix.producer[t]
         return (
             p >= 0 and not self.ix.forward[p] and all(self.at[r] > to for r in self.ix.readers[t] if r != o)

@@ -1,10 +1,12 @@
-"""Lower bounds of a stage's time within a memory budget, for every interval of a chain's blocks.
+"""Lower bounds of the time of a pipeline stage within a memory budget, for every interval of blocks that may become a
+stage.
 
 With k micro-batches in flight, a rank holds k times the bytes that its stage keeps between forward and backward. So a
-plan keeps at most κ = (budget − states) ÷ k − (bytes that leave the stage). What the backward reads and the plan does
-not keep is recomputed: the ops that computed it run again. So the extra time is at least the time of all such ops,
-minus the most time that κ bytes can save; the fractional knapsack bounds the latter from above (Dantzig 1957). An
-inverse may recover a tensor in less time, so in graphs with inverses the bound is the time without recomputation.
+plan keeps at most κ = (budget − states) ÷ k − (bytes of the stage's output) of other tensors. Tensors that the backward
+reads and that are not kept must be recomputed: the ops that computed them run again. So the time of recomputation is at
+least the time of all these ops, minus the most time that κ kept bytes can save. The optimum of the fractional knapsack
+problem is an upper bound of the time saved (Dantzig 1957). An inverse may recover a tensor in less time than its op
+takes. So in graphs with inverses the lower bound is the time without recomputation.
 """
 
 from __future__ import annotations
@@ -25,11 +27,11 @@ Costs = NDArray[np.float64]
 
 @dataclass(frozen=True)
 class _Saved:
-    """The results of forward ops that the backward reads, one row per op, sorted by the op's cost per byte of them,
-    descending.
+    """The forward ops whose results the backward of the same block reads, one row for each op, without outputs of the
+    step. The rows are sorted by the op's cost per byte of these results, descending.
 
-    ``block``: the op's block. ``up``: the last block that reads its results. ``bytes``: of these results. ``cost``:
-    the op's, in microseconds.
+    ``block``: the op's block. ``up``: the last block that reads the results. ``bytes``: the bytes of the results.
+    ``cost``: the op's microseconds.
     """
 
     block: Ints
@@ -41,15 +43,15 @@ class _Saved:
 def time_floors(
     chain: StageChain, room: Callable[[int, int, int], tuple[float, int]]
 ) -> Callable[[int, int, int], float]:
-    """Return a function that returns a lower bound of the time of a stage for one micro-batch, in microseconds.
+    """Return a function that computes a lower bound of the microseconds that a stage takes for one micro-batch.
 
-    That function takes the stage's first block, the block after its last one, and the stage's number. It returns
-    infinity if it is proven that no plan fits.
+    Both this function and ``room`` take the stage's first block, the block after its last one, and the stage's number.
+    The lower bound is infinite if it is proven that no plan fits.
 
     Args:
         chain: the blocks of the training step.
-        room: for the same three arguments, returns the bytes that the stage may hold between forward and backward for
-            all micro-batches together, and the largest number of micro-batches in flight.
+        room: returns the bytes that the stage may keep between forward and backward for all micro-batches together, and
+            the largest number of micro-batches in flight.
     """
     saved = _saved(chain)
     inverses = bool(chain.graph.inverses)
@@ -71,8 +73,12 @@ def _between(sums: tuple[float, ...], start: int, end: int) -> float:
 
 
 def _extra(saved: _Saved, start: int, end: int, kept: float) -> float:
-    """Return the least time for recomputing what is not kept in a stage of blocks ``start`` to ``end`` - 1 that keeps
-    at most ``kept`` bytes; infinity if ``kept`` is negative."""
+    """Return a lower bound of the microseconds of recomputation in a stage that keeps at most ``kept`` bytes for a
+    micro-batch between forward and backward; infinity if ``kept`` is negative.
+
+    ``saved``: the forward ops whose results the backward reads. ``start``, ``end``: the stage's first block, and the
+    block after its last one.
+    """
     if kept < 0:
         return math.inf
     inside = (saved.block >= start) & (saved.up < end)
@@ -80,7 +86,7 @@ def _extra(saved: _Saved, start: int, end: int, kept: float) -> float:
     filled = np.cumsum(sizes)
     if not len(filled) or filled[-1] <= kept:
         return 0.0
-    at = int(np.searchsorted(filled, kept, side="right"))  # the first op whose result is not kept whole
+    at = int(np.searchsorted(filled, kept, side="right"))  # the first op whose results are not all kept
     part = (filled[at] - kept) / sizes[at]
     return float(costs[at + 1 :].sum() + part * costs[at])
 
@@ -92,7 +98,7 @@ def _saved(chain: StageChain) -> _Saved:
         if not forward:
             continue
         block = chain.block[o]
-        # Only reads by the backward of the op's own block count: every stage with the op has those.
+        # Only reads by the backward of the op's block count: every stage that has the op has these reads.
         own = [
             t
             for t in ix.writes[o]

@@ -1,16 +1,18 @@
-"""Divide a chain into stages, so that the slowest stage is as fast as possible and the pipeline ends early.
+"""Divide a chain of blocks into stages, so that the slowest stage is as fast as possible and the pipeline's makespan is
+small.
 
-The recurrence is over blocks j and stages s. c(i, j, s) is the time of a stage of blocks i to j − 1, and l(i) is the
-time for which the messages at its start occupy a link:
+A dynamic program over blocks j and stages s computes the least time of the slowest stage or link. c(i, j, s) is the
+time of stage s if it has the blocks i to j − 1. l(i) is the time for which the messages over a cut before block i
+occupy a link:
 
     slowest[s + 1, j] = min over i of max(slowest[s, i], l(i), c(i, j, s))
 
-The time of one micro-batch through all stages and links counts, too: the makespan of M micro-batches is about this
-time plus M − 1 times the slowest. So each entry keeps all pairs (slowest, through) that no other pair beats in both,
-and the simulation of the pipeline chooses among those of the last entry. It takes O(S·n²·pairs) time.
+The makespan of M micro-batches is about M − 1 times the slowest stage, plus the time of one micro-batch through all
+stages and links. So the table keeps for each (s, j) all divisions that no other division beats in both times. The
+caller simulates the pipeline for each of the divisions that are left at the end, and chooses the best. The algorithm
+takes O(S·n²·divisions) time for S stages and n blocks.
 
-Min-max partitions of chains by dynamic programming: Bokhari 1988; for pipelines Narayanan et al., PipeDream, SOSP
-2019.
+Min-max partitions of chains by dynamic programming: Bokhari 1988; for pipelines Narayanan et al., PipeDream, SOSP 2019.
 """
 
 from __future__ import annotations
@@ -30,13 +32,13 @@ if the stage does not fit the budget."""
 Cuts = tuple[int, ...]
 """The blocks at which the second and each later stage begin."""
 MOST_PAIRS = 32
-"""The largest number of pairs (slowest stage, time through all stages) that an entry of the table keeps; further ones
+"""The largest number of divisions that the dynamic program keeps for one block and one number of stages; further ones
 differ by little."""
 
 
 @dataclass(frozen=True, slots=True)
 class Partition:
-    """A division of a chain into stages.
+    """A division of a chain of blocks into stages.
 
     ``cuts``: the blocks at which the second and each later stage begin. ``slowest``: microseconds of the slowest stage
     or link, for one micro-batch. ``through``: microseconds of one micro-batch through all stages and links.
@@ -48,19 +50,19 @@ class Partition:
 
 
 def partitions(chain: StageChain, stages: int, time: StageTime, link: Link = FREE_LINK) -> list[Partition]:
-    """Return divisions of a chain into ``stages`` stages, by rising time of the slowest stage. No other division
-    beats one of them in both the slowest stage and the time through all stages.
+    """Return divisions of a chain of blocks into ``stages`` stages, by rising time of the slowest stage or link.
 
-    They are at most `MOST_PAIRS`; none if no division fits.
+    No division beats another one of them in both this time and the time of a micro-batch through all stages. At most
+    `MOST_PAIRS` divisions are returned; none if no division fits the budget.
 
     Args:
         chain: the blocks.
         stages: the number of stages.
-        time: returns the microseconds that a stage takes for one micro-batch.
+        time: returns the microseconds that a stage takes for one micro-batch; infinity if it does not fit the budget.
         link: latency and bandwidth between stages.
 
     Raises:
-        UsageError: there are too few places to cut at.
+        UsageError: the chain has fewer blocks at which a stage may begin than ``stages``.
     """
     places = chain.allowed()
     if len(places) < stages - 1:
@@ -86,7 +88,12 @@ def _ended(
     time: StageTime,
     link: Link,
 ) -> list[Partition]:
-    """Return the divisions of the blocks before ``end`` whose last stage is number ``stage``."""
+    """Return the divisions of the blocks before ``end`` into stages 0 to ``stage``, by extending each known division by
+    one stage that ends before block ``end``.
+
+    ``front``: for a block, the known divisions of all blocks before it into stages 0 to ``stage`` − 1. ``begins``: the
+    blocks at which a stage may begin.
+    """
     found = []
     for begin in begins:
         if begin >= end or not front.get(begin):
@@ -109,8 +116,11 @@ def _undominated(found: list[Partition]) -> list[Partition]:
 
 
 def shifted(chain: StageChain, cuts: Cuts) -> list[Cuts]:
-    """Return all cuts that differ from ``cuts`` in one place, which is moved to the next place where a cut is
-    allowed, before or after it."""
+    """Return all cuts that result from ``cuts`` if one stage begins later or earlier: at the next or the previous block
+    at which a stage may begin.
+
+    ``cuts``: the blocks at which the second and each later stage begin.
+    """
     places = chain.allowed()
     found = []
     for at, cut in enumerate(cuts):

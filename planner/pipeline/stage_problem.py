@@ -1,12 +1,13 @@
-"""A stage of a pipeline as a planning problem, and the memory that a plan of it holds between actions.
+"""A stage of a pipeline as a planning problem, and the memory that the stage needs with a plan of this problem.
 
-The problem is the forward and backward of one micro-batch while gradients of earlier micro-batches exist. An op
-called the *boundary* represents everything that happens between the two. A split backward has a second boundary,
-between the ops that the input's gradient needs and the others.
+The problem is the forward and backward of one micro-batch while gradients of earlier micro-batches exist. Between
+forward and backward, an op called the *boundary* represents the time in which other stages and other micro-batches run.
+A split backward has a second boundary, between the ops for the input's gradient and those for the gradients of the
+weights.
 
-The bytes that a plan holds at a boundary are limited by giving the boundary op a workspace. If at most κ bytes are
-allowed there, within a budget b, a workspace of b − inputs − κ − (bytes the boundary writes) makes exactly those
-schedules fit b that hold at most κ. So all strategies and bounds apply unchanged.
+The bytes that a plan keeps across a boundary can be limited to κ by the workspace of the boundary op. For a budget b,
+the workspace is b − inputs − κ − (bytes that the boundary writes). Then a schedule exceeds b at the boundary exactly if
+it keeps more than κ. So all strategies and lower bounds can be used without changes.
 """
 
 from __future__ import annotations
@@ -27,22 +28,26 @@ from rematplan.planner.pipeline.actions import StagePlan
 class StageProblem:
     """The planning problem of one stage of a pipeline, for one micro-batch.
 
-    ``graph``: the stage's ops in two parts, forward and backward, separated by the op named ``boundary``. A split
-    backward has a second boundary, the op named ``weights``, between the ops for the input's gradient and the ops
-    for the gradients of the weights; None if not split. ``states``: inputs that exist during the whole step
-    (parameters, buffers). ``per_microbatch``: inputs that each micro-batch holds separately from its forward to the
-    end of its backward (a batch that nobody else keeps, generator states). ``tangents``: inputs that each
-    micro-batch holds only in its backward (the outputs' gradients). All other inputs, such as receive buffers of
-    torch, are counted in ``template``.
+    ``graph``: the ops of the stage's forward, then the op named ``boundary``, then the ops of its backward.
+    ``weights``: in a split backward, the name of a second boundary op, between the ops for the input's gradient and
+    those for the gradients of the weights; None if the backward is not split.
 
-    ``between``: bytes that others hold for a micro-batch from its forward to its backward, such as tensors that a
-    loss saves. ``copies``: for an op, the bytes that each micro-batch keeps from forward to backward if the op runs
-    again after the boundary: an old content of a buffer, or a generator state. ``leaving``: tensors that the graph
-    keeps to its end, but that are freed at the boundary, such as new buffers. ``gradients``: an op that writes a
-    parameter's gradient also writes a 0-byte marker; for the name of each marker, the name of the gradient, which is
-    added to that of earlier micro-batches and freed. ``waiting``: returns, for a schedule, at each step the bytes of
-    gradients that the schedule has freed, but that are not added yet; None: they are added at once. ``template``:
-    the memory and times of the stage that do not depend on its plan.
+    ``states``: inputs that exist during the whole step (parameters, buffers). ``per_microbatch``: inputs of which each
+    micro-batch needs its own contents from its forward to the end of its backward, such as random generator states, or
+    a batch that is not stored elsewhere. ``tangents``: inputs that each micro-batch needs only in its backward (the
+    gradients of the outputs). The bytes of all other inputs, such as receive buffers of torch, are counted in
+    ``template``.
+
+    ``between``: bytes outside of the graph that exist for each micro-batch from its forward to its backward, such as
+    tensors that a loss saves. ``copies``: for the name of an op, the bytes that each micro-batch keeps from forward to
+    backward if the op runs again after the boundary, such as the old content of a buffer or a random generator state.
+    ``leaving``: tensors that are outputs of the graph, but are freed at the boundary, such as new contents of buffers.
+
+    ``gradients``: for the name of each 0-byte marker, the name of a parameter's gradient. The op that writes the
+    gradient also writes the marker; then the gradient is added to that of earlier micro-batches and freed. ``waiting``:
+    a function that returns, for a schedule and each of its steps, the bytes of gradients that the schedule has freed,
+    but that are not yet added; None: gradients are added at once. ``template``: the memory and times of the stage that
+    do not depend on its plan.
     """
 
     graph: TrainingGraph
@@ -64,13 +69,14 @@ class StageProblem:
 
     @property
     def gradient_bytes(self) -> int:
-        """The bytes of all gradients that are summed over micro-batches."""
+        """The bytes of all parameters' gradients that are summed over micro-batches."""
         return self.bytes(self.gradients.values())
 
     @property
     def least_kept(self) -> int:
-        """The bytes that every plan holds for a micro-batch between forward and backward: what the boundary op
-        reads, the inputs ``per_microbatch``, and ``between``."""
+        """The bytes that every plan keeps for a micro-batch between forward and backward: the tensors that the boundary
+        op reads (except inputs, and ``leaving``, which are freed there), the inputs ``per_microbatch``, and
+        ``between``."""
         reads = {*self.graph.op[self.boundary].reads} - {*self.graph.inputs, *self.leaving}
         return self.bytes((*reads, *self.per_microbatch)) + self.between
 
@@ -83,12 +89,14 @@ class StageProblem:
         return _measured(self, plan)
 
     def bounded(self, budget: int, kept: int, deferred: int | None = None) -> TrainingGraph:
-        """Return a variant of the problem that limits what a plan keeps: all its plans within ``budget`` keep at
-        most ``kept`` bytes for a micro-batch between forward and backward, and at most ``deferred`` bytes at the
-        second boundary.
+        """Return the problem's graph with larger workspaces of the boundary ops, so that every plan within ``budget``
+        bytes keeps only a limited number of bytes for a micro-batch.
 
-        ``budget``: bytes, the inputs of the graph included. ``deferred``: bytes between the two parts of a split
-        backward; None for no limit; ignored if the backward is not split.
+        Args:
+            budget: bytes, including the inputs of the graph.
+            kept: the most bytes that a plan may keep between forward and backward.
+            deferred: the most bytes that a plan may keep between the two parts of a split backward; None: no limit.
+                Ignored if the backward is not split.
         """
         bounds = {
             self.boundary: kept - self.bytes(self.per_microbatch) - self.between + self.bytes(self.leaving)
@@ -109,9 +117,9 @@ class StageProblem:
         return replace(self.graph, ops=tuple(map(limited, self.graph.ops)))
 
     def with_room(self, workspace: int) -> TrainingGraph:
-        """Return the problem's graph with a workspace of ``workspace`` bytes at the boundary op.
+        """Return the problem's graph with a workspace of ``workspace`` bytes of the op between forward and backward.
 
-        The larger the workspace, the less a plan of small peak keeps between forward and backward.
+        The larger this workspace, the fewer bytes a plan with the smallest peak keeps between forward and backward.
         """
         ops = (replace(op, workspace=workspace) if op.name == self.boundary else op for op in self.graph.ops)
         return replace(self.graph, ops=tuple(ops))
@@ -155,7 +163,8 @@ def _measured(problem: StageProblem, plan: Plan) -> StagePlan:
 
 
 def _across(graph: TrainingGraph, boundary: str, during: int) -> int:
-    """Return the bytes that are held across a boundary op, given the bytes held while it runs."""
+    """Return the bytes that are resident before and after a boundary op: those during the op (``during``) without its
+    workspace and what it writes."""
     op = graph.op[boundary]
     return during - op.workspace - sum(graph.size[t] for t in op.writes)
 
@@ -163,9 +172,18 @@ def _across(graph: TrainingGraph, boundary: str, during: int) -> int:
 def _split_figures(
     problem: StageProblem, schedule: Schedule, split: int, beyond: list[int], first: list[int], saved: int
 ) -> dict[str, Any]:
-    """Return the fields of `StagePlan` for a split backward: the bytes held between I and W, and during W.
+    """Return the fields of `StagePlan` that only a split backward has, by name: the bytes kept between its two parts I
+    and W, the largest numbers of bytes during W, and ``whole``.
 
-    Tensors that the second boundary reads, but nothing after it, are freed with the I.
+    The I ends with the frees that follow the second boundary op.
+
+    Args:
+        problem: the stage.
+        schedule: a schedule of its graph.
+        split: the index of the second boundary op in the schedule.
+        beyond: for each step, the resident bytes without the graph's inputs.
+        first: the same in the first backward of a step, in which gradients are created and stay.
+        saved: bytes of inputs that the micro-batch keeps from its forward on.
     """
     graph, start = problem.graph, split + 1
     while start < len(schedule) and isinstance(schedule[start], Free):
@@ -183,8 +201,8 @@ def _split_figures(
 
 
 def _made(problem: StageProblem, schedule: Schedule) -> list[int]:
-    """Return, for each step, the bytes of gradients that the schedule has freed. In a step's first backward they
-    stay, for later gradients to be added to."""
+    """Return, for each step of a schedule, the bytes of parameters' gradients that are complete and that the schedule
+    has freed. In the first backward of a step these bytes stay in memory, because later micro-batches add to them."""
     marks, sizes = problem.gradients, problem.graph.size
     owner = {gradient: mark for mark, gradient in marks.items()}
     change = [0] * (len(schedule) + 1)

@@ -1,4 +1,4 @@
-"""The planning problem of one stage of a chain."""
+"""Build the planning problem of one pipeline stage: an interval of a chain's blocks."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ again from the next stage, and returns the input with its gradient."""
 
 @dataclass(frozen=True)
 class StageSlice:
-    """One stage: the blocks ``start`` to ``end`` − 1 of a chain. Its properties list tensors and ops by their
-    position in the chain's graph."""
+    """One pipeline stage: the blocks ``start`` to ``end`` − 1 of a chain. Its properties contain positions of tensors
+    and ops in the chain's graph."""
 
     chain: StageChain
     start: int
@@ -31,28 +31,28 @@ class StageSlice:
 
     @cached_property
     def ops(self) -> tuple[int, ...]:
-        """The positions of the stage's ops, ascending."""
+        """The positions of the stage's forward and backward ops, ascending."""
         return tuple(o for o, b in enumerate(self.chain.block) if self.start <= b < self.end)
 
     @cached_property
     def received(self) -> tuple[int, ...]:
-        """The tensors that the previous stage sends to this stage in the forward."""
+        """The positions of the tensors that the previous stage sends to this stage in the forward."""
         return self._of(lambda p: p.forward and p.made < self.start <= p.up)
 
     @cached_property
     def sent(self) -> tuple[int, ...]:
-        """The tensors that this stage sends to the next stage in the forward, including those that it only passes
-        on."""
+        """The positions of the tensors that this stage sends to the next stage in the forward, including those that it
+        received and only passes on."""
         return self._of(lambda p: p.forward and p.made < self.end <= p.up)
 
     @cached_property
     def answered(self) -> tuple[int, ...]:
-        """The tensors that the next stage sends to this stage in the backward."""
+        """The positions of the tensors that the next stage sends to this stage in the backward."""
         return self._of(lambda p: p.down < self.end <= p.made)
 
     @cached_property
     def returned(self) -> tuple[int, ...]:
-        """The tensors that this stage sends to the previous stage in the backward."""
+        """The positions of the tensors that this stage sends to the previous stage in the backward."""
         return self._of(lambda p: p.down < self.start <= p.made)
 
     def bytes(self, tensors: Iterable[int]) -> int:
@@ -65,8 +65,8 @@ class StageSlice:
 
 
 def late_ops(piece: StageSlice) -> frozenset[int]:
-    """Return the positions of the backward ops that a stage can postpone, because no message to the previous stage
-    depends on them: those that compute gradients of weights."""
+    """Return the positions of the backward ops that a stage can postpone, because no tensor that it sends to the
+    previous stage depends on them. They compute gradients of weights."""
     ix = indexed(piece.chain.graph)
     backward = [o for o in piece.ops if not ix.forward[o]]
     needed, early = set(piece.returned), set()
@@ -85,7 +85,8 @@ def stage_problem(
     split: bool = False,
     recovers: bool = False,
 ) -> StageProblem:
-    """Return the planning problem of a stage for one micro-batch, while gradients of earlier micro-batches exist.
+    """Return the planning problem of a pipeline stage, for one micro-batch, while gradients of earlier micro-batches
+    exist.
 
     Tensors that neighbouring stages send are inputs of the problem. Their bytes must be counted in ``template``,
     because torch receives them in buffers that exist during the whole step.
@@ -93,11 +94,11 @@ def stage_problem(
     Args:
         piece: the stage's blocks.
         template: the memory of the stage that does not depend on its plan, such as receive buffers.
-        per_microbatch: the names of inputs that differ between micro-batches (the batch). Their bytes must be
-            counted in ``template``, too.
+        per_microbatch: the names of inputs that differ between micro-batches (the batch). Their bytes must be counted
+            in ``template``, too.
         split: whether weight gradients are computed separately from the input's gradient.
-        recovers: whether the stage may free what it received and sent until its backward: the next stage's message
-            in the backward contains what was sent, and inverses recover from it what was received.
+        recovers: whether the stage recovers its input. Then it may free its input and its output after the forward: in
+            the backward, the next stage's message contains the output again, and inverses recover the input from it.
     """
     return _Builder(piece, frozenset(per_microbatch), split, recovers).problem(template)
 
@@ -147,13 +148,15 @@ class _Builder:
         )
 
     def _marks(self) -> dict[str, str]:
-        """Return, for the name of a marker (a 0-byte tensor), the name of the parameter's gradient that is added up
-        when the marker is written."""
+        """Return, for the name of each 0-byte marker tensor, the name of a parameter's gradient. The op that computes
+        the gradient also writes the marker, as a sign that the gradient can be added to that of earlier micro-batches.
+        """
         own = (self.ix.tensors[t] for o in self.piece.ops for t in self.ix.writes[o])
         return {f"({t} added)": t for t in own if t in self.piece.chain.gradient_of}
 
     def _leaving(self) -> list[str]:
-        """Return the tensors that the forward computes for others: for the next stage, or as a result of the step."""
+        """Return the names of the tensors that the stage's forward computes and that are sent to the next stage or are
+        outputs of the step."""
         found = (
             t for o in self.forward for t in self.ix.writes[o] if t in self._sent or self.ix.is_output[t]
         )
@@ -164,7 +167,7 @@ class _Builder:
         return frozenset(self.piece.sent)
 
     def _results(self) -> list[str]:
-        """Return the results of the step that the forward computes."""
+        """Return the names of the tensors that the stage's forward computes and that are outputs of the step."""
         return [self.ix.tensors[t] for o in self.forward for t in self.ix.writes[o] if self.ix.is_output[t]]
 
     def _receive(self) -> tuple[Op, ...]:
@@ -172,8 +175,8 @@ class _Builder:
         return (Op(RECEIVE, (), received, 0.0, 0, "forward"),) if received else ()
 
     def _answer(self) -> tuple[Op, ...]:
-        """Return an op that recovers what was sent, from the next stage's message in the backward; none if nothing
-        was sent."""
+        """Return the inverse that recovers what the stage sent in the forward from the next stage's message in the
+        backward. Return an empty tuple if the stage sends nothing, or if stages do not recover their inputs."""
         sent = tuple(self.ix.tensors[t] for t in self.piece.sent) if self.recovers else ()
         return (Op(ANSWER, (BOUNDARY,), sent, 0.0),) if sent else ()
 
@@ -182,20 +185,24 @@ class _Builder:
         return (Op(SEND, sent, (SEND,), 0.0, 0, "forward"),) if sent else ()
 
     def _return(self) -> tuple[Op, ...]:
-        """Return the op after which what goes to the previous stage is no longer needed; none if nothing was
-        received."""
+        """Return the op that represents sending the recovered input and its gradient to the previous stage. Both must
+        be resident when it runs, and may be freed afterwards. Return an empty tuple if the stage receives nothing, or
+        if stages do not recover their inputs."""
         received = [self.ix.tensors[t] for t in self.piece.received] if self.recovers else []
         reads = (*received, *self._returned(), BOUNDARY)
         return (Op(RETURN, reads, (RETURN,), 0.0, 0, "backward"),) if received else ()
 
     def _returned(self) -> list[str]:
-        """Return the tensors of the message to the previous stage that this stage computes."""
+        """Return the names of the tensors that this stage computes and sends to the previous stage in the backward."""
         return [self.ix.tensors[t] for t in self.piece.returned if t in self.made]
 
     def _outputs(self, gradients: set[str]) -> tuple[str, ...]:
-        """Return the tensors that are resident until the end of the backward.
+        """Return the names of the tensors that stay resident until the end of the stage's backward, sorted by position:
+        outputs of the step, and what the stage sends to its neighbours. ``gradients``: names of parameters' gradients,
+        which are left out.
 
-        In a split stage the message back leaves with the I.
+        In a split backward, and in a stage that recovers its input, what the stage sends is freed earlier and is not
+        included.
         """
         results = [self.ix.tensors[t] for t in self.made if self.ix.is_output[t]]
         leaving = [] if self.split or self.recovers else [*self._leaving(), *self._returned()]
@@ -228,10 +235,12 @@ class _Builder:
         return (*forward, boundary, *early, done, *(rows[o] for o in self.backward if o in self.late))
 
     def _token(self, o: int) -> tuple[str, ...]:
-        """Return the boundary's tensor that a backward op must read so that it runs in its part, or nothing.
+        """Return the name of a 0-byte tensor that backward op ``o`` must read in addition, so that it cannot run too
+        early; empty if none is needed.
 
-        An op for a weight's gradient reads that of the second boundary. Another op reads that of the first boundary,
-        unless it depends on a backward op of the stage anyway.
+        An op for a weight's gradient in a split backward reads the tensor that the second boundary op writes. Another
+        op reads the tensor that the first boundary op writes, unless it reads a result of another backward op of the
+        stage anyway.
         """
         if o in self.late:
             return (WEIGHTS,)
@@ -239,8 +248,8 @@ class _Builder:
         return () if any(not self.ix.forward[p] for p in own) else (BOUNDARY,)
 
     def _once(self) -> list[str]:
-        """Return the ops that may run only once: those that compute what leaves, and in a split stage all backward
-        ops for the input's gradient."""
+        """Return the names of the ops that may run only once: the forward ops that compute what leaves the stage, the
+        ops that represent messages, the boundary ops, and in a split backward all ops for the input's gradient."""
         leaving = set(self._results() if self.recovers else self._leaving())
         makers = [self.ix.ops[o] for o in self.forward if leaving.intersection(self.graph.ops[o].writes)]
         early = [self.ix.ops[o] for o in self.backward if o not in self.late]
