@@ -259,6 +259,17 @@ class KFAC(Optimizer):
             )
         super().add_param_group(param_group)
 
+    def __getstate__(self) -> dict[str, Any]:
+        """Refuse to copy or pickle the optimizer, which belongs to the modules that give it statistics.
+
+        Raises:
+            UsageError: always.
+        """
+        raise UsageError(
+            "KFAC cannot be copied or pickled: construct another one of the copied model, and load the state_dict of "
+            "this one"
+        )
+
     def state_dict(self) -> dict[str, Any]:
         """Return the state of this process: param groups, momentum, factors, inverses and the state of the other
         optimizer.

@@ -103,7 +103,7 @@ class Layer:
         return torch.zeros(size, dtype=self.a.dtype, device=device or self.weight.device)
 
     def fold(self, sums: Tensor, decay: float, which: tuple[int, ...] = BOTH) -> None:
-        """Add a vector from `sums` to the moving averages of the factors.
+        """Add a vector from `sums` to the moving averages of the factors. Statistics of an empty batch change nothing.
 
         Args:
             sums: the vector.
@@ -112,6 +112,8 @@ class Layer:
         """
         numbers = 2 if which == BOTH else 4
         rows, samples, *traces = sums[-numbers:].tolist()
+        if not rows or not samples:
+            return
         sizes = [torch.Size(self.sides[at].shape).numel() for at in which]
         for at, part in zip(which, sums[:-numbers].split(sizes), strict=True):
             self.sides[at].fold(part.view(self.sides[at].shape), (rows, samples)[at], decay)

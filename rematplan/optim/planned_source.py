@@ -96,6 +96,9 @@ class _Joined(Mapping[str, Factors]):
     def __len__(self) -> int:
         return len(self._places)
 
+    def __contains__(self, name: object) -> bool:  # that of Mapping would unpack the factor
+        return name in self._places
+
 
 def source_of(model: nn.Module) -> Source:
     """Return the source of the statistics of a planned module, or of all planned modules inside of ``model``.

@@ -44,9 +44,9 @@ def terms_of(step: CapturedStep, options: Kronecker) -> int:
     if options.terms is not None:
         return options.terms
     fake = step.values[_output(step, options, needed=False)].fake
-    if fake.numel() <= 1:
+    if fake.numel() == 1:
         return max(1, samples_of(step))
-    return fake.numel() // fake.shape[options.class_dim]
+    return fake.numel() // max(1, fake.shape[options.class_dim])
 
 
 def further_backwards(step: CapturedStep, options: Kronecker, draws: Draws) -> list[SecondBackward]:

@@ -65,8 +65,10 @@ class Kronecker:
         for name, known in CHOICES.items():
             if getattr(self, name) not in known:
                 raise UsageError(f"{name} is {getattr(self, name)!r}; known: {', '.join(known)}")
-        if self.every < 1:
-            raise UsageError(f"every is {self.every}; it is a number of steps, 1 or more")
+        if not isinstance(self.every, int) or self.every < 1:
+            raise UsageError(f"every is {self.every!r}; it is a number of steps, 1 or more")
+        if not isinstance(self.seed, int):
+            raise UsageError(f"seed is {self.seed!r}; it is a whole number")
         if not 0 < self.share <= 1:
             raise UsageError(f"share is {self.share}; it is above 0 and at most 1")
         if self.terms is not None and self.terms < 1:

@@ -64,6 +64,9 @@ class PackedFactors(Mapping[str, Factors]):
     def __len__(self) -> int:
         return len(self._layers)
 
+    def __contains__(self, name: object) -> bool:  # that of Mapping would make the dense factors
+        return name in self._layers
+
     def packed(self, name: str) -> tuple[tuple[Tensor, Tensor], ...]:
         """Return the factors ``a`` and ``g`` of a weight as they are stored, as a pair for each block of the weight's
         rows. There is one block, unless blocks have different inputs.
@@ -85,7 +88,7 @@ class PackedFactors(Mapping[str, Factors]):
         if a is None:
             self._dense[key] = a = self._joined(
                 [
-                    self._inputs(one, max(one_layer.rows) / rows)
+                    self._inputs(one, max(one_layer.rows) / max(1, rows))
                     for one, rows in zip(sums, one_layer.rows, strict=True)
                 ]
             )

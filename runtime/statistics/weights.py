@@ -122,16 +122,30 @@ class Weights:
     @cached_property
     def _layers(self) -> dict[str, list[tuple[Call, str]]]:
         """By the name of a storage, the calls of the forward half that multiply a tensor in this storage with a weight.
-        Each call is paired with the name of the weight's value."""
+        Each call is paired with the name of the weight's value.
+
+        A product of two values that both depend on no input of the module is included only if another call multiplies
+        the same weight with a value that does. An example is the first step of a recurrent layer, whose state is zero.
+        """
         found: dict[str, list[tuple[Call, str]]] = defaultdict(list)
+        constant: list[tuple[Call, str, str]] = []
+        weights = set[str]()
         for call in self.step.calls:
             positions = LAYERS.get(getattr(call.target, "overloadpacket", None))
             if positions is None or call.name in self.step.after_loss:
                 continue
             one, other = (call.args[at].value for at in positions)
             for inputs, weight in ((one, other), (other, one)):
-                if weight in self._without_batch and inputs not in self._without_batch:
+                if weight not in self._without_batch:
+                    continue
+                if inputs in self._without_batch:
+                    constant.append((call, inputs, weight))
+                else:
                     found[self.step.values[inputs].storage].append((call, weight))
+                    weights.add(self.step.values[weight].storage)
+        for call, inputs, weight in constant:
+            if self.step.values[weight].storage in weights:
+                found[self.step.values[inputs].storage].append((call, weight))
         return found
 
     def _product(self, call: Call, index: int) -> Product | None:

@@ -3,6 +3,7 @@
 import copy
 import io
 import math
+import pickle
 import warnings
 from collections.abc import Callable
 
@@ -392,6 +393,27 @@ def test_later_param_groups_are_refused() -> None:
     kfac = optimizer(maker(perceptron)())
     with pytest.raises(UsageError, match="cannot get further param groups"):
         kfac.add_param_group({"params": [nn.Parameter(torch.ones(2))]})
+
+
+@pytest.mark.parametrize("copied", [copy.deepcopy, copy.copy, pickle.dumps])
+def test_a_copy_of_the_optimizer_is_refused(copied: Callable[[KFAC], object]) -> None:
+    with pytest.raises(UsageError, match="KFAC cannot be copied or pickled: construct another one"):
+        copied(optimizer(maker(perceptron)()))
+
+
+def test_an_empty_batch_changes_no_average() -> None:
+    make = maker(perceptron)
+    model = make()
+    kfac = optimizer(model)
+    train(model, kfac, make, range(2))
+    before = [(side.total.clone(), side.count) for layer in kfac.layers.values() for side in layer.sides]
+    kfac.zero_grad()
+    backward(model, torch.ones(0, 6, dtype=torch.float64), torch.ones(0, dtype=torch.long))
+    kfac.step()
+    sides = [side for layer in kfac.layers.values() for side in layer.sides]
+    for side, (total, count) in zip(sides, before, strict=True):
+        assert torch.equal(side.total, total)
+        assert side.count == count
 
 
 def test_a_step_before_any_statistics_is_refused() -> None:

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 import rematplan
 from rematplan.ir import UsageError
+from rematplan.runtime.statistics.recorder import PackedFactors
 
 SETTINGS = {"strategy": "approx_dp", "costs": "roofline"}
 SAMPLES = 256
@@ -65,6 +66,40 @@ def test_a_recomputing_plan_trains_as_hooks_on_the_plain_model(parts: int, budge
     assert difference(model, plain) <= 1e-12
 
 
+def test_micro_batches_of_unequal_sizes_are_one_batch() -> None:
+    """Each loss is the sum over its samples ÷ those of the step, since a factor before the loss is squared in G."""
+    model, plain = planned(2, "105%", fisher="empirical", loss_reduction="sum"), MAKE()
+    ours, theirs = kfac_of(model, loss_scale=1 / SAMPLES), kfac_of(plain, source=HookSource(plain))
+    for step in range(6):
+        ours.zero_grad()
+        x, y = batch(MAKE, step, SAMPLES)
+        for some, labels in zip(x.split([128, 100, 28]), y.split([128, 100, 28]), strict=True):
+            (nn.functional.cross_entropy(model(some), labels, reduction="sum") / SAMPLES).backward()
+        ours.step()
+    train(plain, theirs, range(6))
+    assert difference(model, plain) <= 1e-12
+
+
+def test_frozen_layers_stay_as_they_are_and_take_no_memory() -> None:
+    def frozen() -> nn.Module:
+        model = MAKE()
+        model[2].requires_grad_(False)
+        model[6].requires_grad_(False)
+        return model
+
+    model, plain = frozen(), frozen()
+    asked = rematplan.Kronecker(fisher="empirical")
+    x, _ = batch(MAKE, 0, SAMPLES)
+    model = rematplan.plan_module(model, (x,), statistics=asked, budget="90%", **SETTINGS)
+    ours, theirs = kfac_of(model), kfac_of(plain, source=HookSource(plain))
+    assert ours.layers.keys() == theirs.layers.keys() == {f"{at}.weight" for at in (0, 4, 8, 10, 12, 14)}
+    assert ours.reserved_bytes() == theirs.reserved_bytes() < kfac_of(planned()).reserved_bytes()
+    train(model, ours, range(6))
+    train(plain, theirs, range(6))
+    assert difference(model, plain) <= 1e-12
+    assert torch.equal(model[2].weight, MAKE()[2].weight)
+
+
 def test_a_resumed_run_draws_the_same_labels_in_the_same_steps() -> None:
     whole, first, second = (planned(every=3) for _ in range(3))
     straight, before = kfac_of(whole), kfac_of(first)
@@ -106,6 +141,32 @@ def test_it_learns_from_labels_of_the_models_own() -> None:
         losses[-1].backward()
         kfac.step()
     assert losses[-1].item() < 0.9 * losses[0].item()
+
+
+def test_an_empty_batch_has_factors_of_no_rows() -> None:
+    model = planned(fisher="empirical")
+    kfac = kfac_of(model)
+    train(model, kfac, range(2))
+    kfac.zero_grad()
+    nn.functional.cross_entropy(model(torch.ones(0, 6).double()), torch.ones(0).long()).backward()
+    kfac.step()
+    factors = rematplan.planning(model).statistics().factors["0.weight"]
+    assert (factors.rows, factors.samples, float(factors.a.norm())) == (0, 0, 0.0)
+    assert all(p.isfinite().all() for p in model.parameters())
+    train(model, kfac, range(2, 3))
+    assert all(p.isfinite().all() for p in model.parameters())
+
+
+def test_names_of_factors_are_known_without_unpacking_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = planned()
+    kfac = kfac_of(model)
+    unpacked: list[str] = []
+    real = PackedFactors.__getitem__
+    monkeypatch.setattr(
+        PackedFactors, "__getitem__", lambda self, name: unpacked.append(name) or real(self, name)
+    )
+    train(model, kfac, range(1))
+    assert sorted(unpacked) == sorted(kfac.layers)
 
 
 def test_a_copy_of_the_model_is_not_the_one_that_gives_statistics() -> None:

@@ -84,4 +84,8 @@ class Attention(nn.Module):
         return self.norm(x + self.attention(x, x, x, need_weights=False)[0])
 
 
-MODELS = {"mlp": mlp, "cnn": cnn, "lines": lines, "volumes": volumes, "gpt": gpt}
+def attention() -> tuple[nn.Module, Tensor]:
+    return nn.Sequential(Attention(), Attention(), nn.Linear(8, 4)), torch.randn(6, 5, 8)
+
+
+MODELS = {"mlp": mlp, "cnn": cnn, "lines": lines, "volumes": volumes, "gpt": gpt, "attention": attention}

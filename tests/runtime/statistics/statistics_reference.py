@@ -5,6 +5,7 @@ from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass
 
+import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
@@ -103,6 +104,31 @@ def expected(
             found[f"{name}.weight"] = Expected(
                 sum(p.a for p in parts), sum(p.g for p in parts), sum(p.rows for p in parts)
             )
+    return found
+
+
+def expected_of_calls(
+    model: nn.Module, backward: Callable[[nn.Module], None], scale: float, monkeypatch: pytest.MonkeyPatch
+) -> dict[str, Expected]:
+    """The factors, each row a sample, of all weights that are given to `torch.nn.functional.linear`, whichever module
+    calls it: packed projections of attention, for example.
+    """
+    names = {id(p): name for name, p in model.named_parameters()}
+    found: dict[str, Expected] = {}
+
+    def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+        out = torch.addmm(bias, x.flatten(0, -2), weight.T).unflatten(0, x.shape[:-1])
+        a = torch.cat([x.detach().flatten(0, -2), torch.ones(x.numel() // x.shape[-1], 1)], 1)
+
+        def seen(g: Tensor) -> None:
+            found[names[id(weight)]] = _sums(a[None, None], g.flatten(0, -2)[None, None], False, False, scale)
+
+        out.register_hook(seen)
+        return out
+
+    with monkeypatch.context() as patched:
+        patched.setattr(functional, "linear", linear)
+        backward(model)
     return found
 
 

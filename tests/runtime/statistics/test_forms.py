@@ -153,6 +153,29 @@ def test_an_unrolled_recurrent_cell() -> None:
     assert torch.equal(own.g, found.factors["cell.weight_hh"].g)
 
 
+class Sequences(nn.Module):
+    def __init__(self, kind: type[nn.RNNBase]) -> None:
+        super().__init__()
+        self.layer = kind(D, E, batch_first=True)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layer(x)[0]
+
+
+@pytest.mark.parametrize("kind", [nn.RNN, nn.LSTM, nn.GRU])
+def test_recurrent_layers_count_the_state_of_zeros_as_an_input(kind: type[nn.RNNBase]) -> None:
+    model = Sequences(kind)
+    found = statistics(model, X.clone())
+    assert not found.skipped
+    states = functional.pad(model(X).detach(), (0, 0, 1, 0))[:, :-1]
+    for name, inputs in (("ih", X), ("hh", states)):
+        own = found.factors[f"layer.weight_{name}_l0"]
+        assert (own.rows, own.bias_name) == (N * T, f"layer.bias_{name}_l0")
+        assert error(own.a, gram(functional.pad(inputs, (0, 1), value=1.0))) < 1e-13
+        weight, bias = getattr(model.layer, f"weight_{name}_l0"), getattr(model.layer, own.bias_name[6:])
+        assert error(own.matrix(weight.grad, bias.grad)[:, -1], bias.grad) < 1e-13
+
+
 class Tied(nn.Module):
     def __init__(self, embedded: bool) -> None:
         super().__init__()
@@ -386,8 +409,16 @@ def test_a_model_without_any_layer_is_refused() -> None:
 def test_words_that_no_option_knows_are_refused() -> None:
     with pytest.raises(UsageError, match="approx is 'shrink'; known: expand, reduce"):
         rematplan.Kronecker(approx="shrink")
-    for options in ({"every": 0}, {"share": 0.0}, {"share": 1.5}, {"terms": 0}):
-        with pytest.raises(UsageError):
+    for options in (
+        {"every": 0},
+        {"every": 1.5},
+        {"seed": "seven"},
+        {"share": 0.0},
+        {"share": 1.5},
+        {"terms": 0},
+    ):
+        ((name, value),) = options.items()
+        with pytest.raises(UsageError, match=f"{name} is {value!r}; "):
             rematplan.Kronecker(**options)
 
 
