@@ -1,11 +1,12 @@
 """The memory of optimizers: bytes of their state, and bytes that their step allocates temporarily.
 
-`KINDS` has a row for each class. An optimizer allocates its state in its first step, so before that only the
-table knows the size. The numbers of temporary copies are those of PyTorch 2.13 and bitsandbytes 0.50 at the
-peak of a step, measured for parameters in float32 and bfloat16; tests/runtime/costs/test_optimizer_bytes.py
-measures them again. A step has one of PyTorch's three forms: a loop over the parameters (`for-loop`), kernels
-for lists of tensors (`foreach`, the default on accelerators), or one kernel for all arithmetic (`fused`),
-which makes no copies.
+An optimizer allocates its state in its first step. Before that step, the bytes are computed by `KINDS`, a table with
+one row for each class of optimizers. The step of PyTorch's optimizers has one of three forms: a loop over the
+parameters (``for-loop``), kernels for lists of tensors (``foreach``, the default on accelerators), or one kernel for
+all arithmetic (``fused``), which makes no copies.
+
+The numbers of temporary copies were measured at the peak of a step, with PyTorch 2.13 and bitsandbytes 0.50, for
+parameters in float32 and bfloat16. tests/runtime/costs/test_optimizer_bytes.py measures them again.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ from rematplan.runtime.graph.allocator_rounding import allocated
 Group: TypeAlias = Mapping[str, Any]
 """One of an optimizer's ``param_groups``: options by name."""
 Sizes: TypeAlias = Callable[[torch.Tensor, Group], Sequence[int]]
+"""A function of a parameter and its group that returns the bytes of each state tensor of the parameter."""
 
 QUANTISED_BLOCK = 256
 """The number of elements that share a scale in 8-bit state."""
@@ -32,22 +34,27 @@ QUANTISED_MAP = 256 * 4
 SCALARS = 64
 """Bytes of scalars that every step allocates: learning rates, bias corrections."""
 UNKNOWN_COPIES = 2.0
-"""Assumed number of copies of a group's parameters in the step of an unknown optimizer: the maximum over all
-rows."""
+"""Assumed temporary memory of an unknown optimizer's step, in copies of a group's parameters. Most optimizers in
+`KINDS` need at most this; Adadelta with weight decay needs 3 copies."""
 
 
 @dataclass(frozen=True)
 class OptimizerKind:
-    """The memory of optimizers of one class, for the three forms of their step: a loop over the parameters, kernels
-    for lists of tensors (``foreach``), or one fused kernel, which makes no copies.
+    """The memory of optimizers of one class: bytes of the state, and temporary bytes of the step in each of its forms.
 
-    ``state``: a function of a parameter and its group that returns the bytes of each state tensor. ``loop``: a
-    function of a parameter and its group that returns the temporary bytes of the loop. ``foreach``: a function of a
-    group that returns the temporary memory of the foreach form, in copies of all the group's parameters. ``scalars``:
-    the number of float32 scalars that are kept for each parameter; they are on the parameter's device if
-    ``capturable`` or ``fused`` is set, else on the CPU. ``kernels``: whether the class has its own kernels on
-    accelerators, which make no copies. ``foreach_extra``: further temporary memory of the foreach form, in copies of
-    the largest parameter and in copies of the state of all parameters.
+    The step is a loop over the parameters, or calls kernels for lists of tensors (``foreach``), or calls one fused
+    kernel, which needs no temporary memory. In the fields, *group* is one of the optimizer's ``param_groups``: a dict
+    of options.
+
+    - ``state``: a function of a parameter and its group. It returns the bytes of each state tensor of the parameter.
+    - ``loop``: a function of a parameter and its group. It returns the temporary bytes of the loop for that parameter.
+    - ``foreach``: a function of a group. It returns the temporary bytes of the foreach form, divided by the bytes of
+      all parameters of the group.
+    - ``scalars``: the number of float32 scalars in the state of each parameter. They are on the parameter's device if
+      the option ``capturable`` or ``fused`` is set, else on the CPU.
+    - ``kernels``: whether the class has fused kernels on accelerators that it always uses there.
+    - ``foreach_extra``: further temporary bytes of the foreach form, as two factors: of the bytes of the largest
+      parameter, and of the bytes of all state tensors.
     """
 
     state: Sizes
@@ -73,14 +80,15 @@ class OptimizerMemory:
 
 
 def optimizer_memory(optimizer: torch.optim.Optimizer, device: torch.device) -> OptimizerMemory:
-    """Return the memory that an optimizer needs on a device, state that does not exist yet included.
+    """Return the memory that an optimizer needs on a device. This includes the state that its first step will
+    allocate.
 
     Args:
         optimizer: the optimizer. Only its parameters on ``device`` that require a gradient count.
         device: the device.
 
     Raises:
-        UsageError: the optimizer's class is unknown, and it has not allocated its state yet.
+        UsageError: the optimizer's class is not in the table `KINDS`, and it has not allocated its state yet.
     """
     kind = _kind_of(optimizer)
     tensors: list[torch.Tensor] = []
@@ -106,8 +114,9 @@ def optimizer_memory(optimizer: torch.optim.Optimizer, device: torch.device) -> 
 
 
 def plain_tensors(value: object) -> Iterator[torch.Tensor]:
-    """Yield ``value`` itself if it is a plain tensor; or the plain tensors of which it consists, if it is a tensor
-    subclass that wraps others (quantised, distributed) or a mapping. Nothing is yielded for other objects."""
+    """Yield the plain tensors of which an object consists. A plain tensor is yielded itself. A tensor subclass that
+    wraps other tensors (quantised or distributed) and a mapping are searched recursively. Other objects yield nothing.
+    """
     if isinstance(value, torch.Tensor):
         if hasattr(value, "__tensor_flatten__"):
             for name in value.__tensor_flatten__()[0]:
@@ -126,7 +135,14 @@ def _state_sizes(kind: OptimizerKind, p: torch.Tensor, group: Group) -> Iterator
 
 
 def _transient(kind: OptimizerKind | None, params: Sequence[torch.Tensor], group: Group) -> int:
-    """Return the temporary bytes of the step of one group."""
+    """Return the temporary bytes that an optimizer's step needs for one of its parameter groups.
+
+    Args:
+        kind: the memory of the optimizer's class; None if the class is unknown. Then `UNKNOWN_COPIES` × the bytes of
+            ``params`` are assumed.
+        params: the parameters of the group that are on the device.
+        group: the options of the group.
+    """
     if not params:
         return 0
     device = params[0].device
@@ -146,8 +162,8 @@ def _transient(kind: OptimizerKind | None, params: Sequence[torch.Tensor], group
 
 
 def _kind_of(optimizer: torch.optim.Optimizer) -> OptimizerKind | None:
-    """Return the row of the optimizer's class, or of a base class whose ``step`` it inherits; None if there
-    is none."""
+    """Return the memory of an optimizer's class from the table `KINDS`. If the class itself is not in the table, the
+    row of a base class applies if the class inherits its ``step``. Return None if there is no row."""
     for kind in type(optimizer).__mro__:
         row = KINDS.get(f"{kind.__module__}.{kind.__qualname__}")
         if row is not None:
@@ -157,20 +173,22 @@ def _kind_of(optimizer: torch.optim.Optimizer) -> OptimizerKind | None:
 
 
 def _like(count: int, *options: str) -> Sizes:
-    """Return a ``state`` function: ``count`` tensors of the parameter's size, and one more for each of these
-    options that is set."""
+    """Return a function for `OptimizerKind.state`. It returns the bytes of ``count`` state tensors of the parameter's
+    size, and of one more such tensor for each option in ``options`` that is set in the group."""
     return lambda p, group: [p.nbytes] * (count + sum(bool(group.get(option)) for option in options))
 
 
 def _changed(group: Group) -> bool:
-    """Return whether a step works on a copy of the gradient, to negate it or to add weight decay."""
+    """Return whether the step copies a gradient before it uses it: to negate the gradient (``maximize``), or to add
+    coupled weight decay. ``group``: the options of a parameter group."""
     decays = bool(group.get("weight_decay")) and not group.get("decoupled_weight_decay")
     return decays or bool(group.get("maximize"))
 
 
 def _copies(count: float, *options: str) -> Callable[[torch.Tensor, Group], float]:
-    """Return a ``loop`` function: ``count`` copies of the parameter, one more if the gradient is copied, and
-    one more for each of these options that is set."""
+    """Return a function for `OptimizerKind.loop`. It returns the bytes of ``count`` copies of the parameter, of one
+    more if the step copies the gradient (`_changed`), and of one more for each option in ``options`` that is set in
+    the group."""
 
     def size(p: torch.Tensor, group: Group) -> float:
         return p.nbytes * (count + _changed(group) + sum(bool(group.get(option)) for option in options))
@@ -179,8 +197,9 @@ def _copies(count: float, *options: str) -> Callable[[torch.Tensor, Group], floa
 
 
 def _factors(p: torch.Tensor, itemsize: int) -> list[int]:
-    """Return the bytes of Adafactor's second moment: for a matrix one row and one column, for a vector all of
-    it."""
+    """Return the bytes of the tensors in which Adafactor stores the second moment of parameter ``p``. With two or more
+    dimensions there are two: the moment averaged over the last dimension, and over the last but one. Otherwise there
+    is one of the size of ``p``. ``itemsize``: bytes per element of the moment."""
     size = p.numel() * itemsize
     return [size] if p.dim() < 2 else [size // max(1, p.shape[-1]), size // max(1, p.shape[-2])]
 
@@ -190,8 +209,12 @@ def _hf_adafactor(p: torch.Tensor, group: Group) -> list[int]:
 
 
 def _quantised(states: int) -> Sizes:
-    """Return a ``state`` function for bitsandbytes: one byte per element and a scale per block; float32 for
-    small parameters or if 32 bits are requested."""
+    """Return a function for `OptimizerKind.state` for a bitsandbytes optimizer that has ``states`` state tensors for
+    each parameter.
+
+    Each takes one byte per element, one float32 scale per block and a lookup table. For small parameters, or if 32
+    bits are requested, it is a float32 tensor.
+    """
 
     def sizes(p: torch.Tensor, group: Group) -> list[int]:
         numel, bits = p.numel(), group.get("optim_bits", 8)
@@ -203,8 +226,8 @@ def _quantised(states: int) -> Sizes:
 
 
 def _muon(p: torch.Tensor, group: Group) -> float:
-    """Return the temporary bytes of Muon: Newton-Schulz iteration in bfloat16 needs the matrix and at most
-    four more of its size."""
+    """Return the temporary bytes of Muon for parameter ``p``. Newton-Schulz iteration needs up to five bfloat16
+    matrices of the parameter's size. Nesterov momentum needs one more copy of the parameter."""
     return bool(group.get("nesterov")) * p.nbytes + 10 * p.numel()
 
 
@@ -256,4 +279,4 @@ KINDS: Mapping[str, OptimizerKind] = MappingProxyType(
         ),
     }
 )
-"""The memory of optimizers by the full name of their class."""
+"""The memory of optimizers of each known class, by the class's module and name."""

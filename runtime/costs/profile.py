@@ -1,9 +1,7 @@
-"""Profiled costs: run each distinct call on the present device, measure its time and workspace, and cache the
-results.
+"""Profiled costs: run each distinct call on the present device, measure its time and workspace, and cache the results.
 
-Calls are distinct by op, shapes, strides, dtypes and other arguments, so the repeated blocks of a deep
-network are measured once. Arguments are synthetic: a step too large for the machine can still be profiled op
-by op.
+Calls are distinct by op, shapes, strides, dtypes and other arguments, so the repeated blocks of a deep network are
+measured once. Arguments are synthetic, so a step that is too large for the machine can still be profiled op by op.
 """
 
 from __future__ import annotations
@@ -37,23 +35,26 @@ Progress = Callable[[float, str], None]
 ATEN = torch.ops.aten
 
 _ROUNDS = 2
-"""Each distinct call is timed in this many rounds, in each of them for `_ENOUGH_SECONDS` or `_MOST_RUNS`."""
+"""Each distinct call is timed in at least this many rounds: in each round until its executions have taken
+`_ENOUGH_SECONDS`, but at most `_MOST_RUNS` times."""
 _MOST_ROUNDS = 9
+"""The largest number of rounds, on a busy machine."""
 _ALIKE = 1.1
-"""A call whose second least time is at most this many times its least one is not timed again."""
+"""A call is not timed in a further round if the second shortest of its times is at most this many times the
+shortest."""
 _AGREE = 1.2
-"""If the second least times of all calls add up to at most this many times the least ones, the machine was
-quiet and the least times are used."""
+"""The machine counts as quiet if the sum of all calls' second shortest times is at most this many times the sum of
+their shortest times. Otherwise it is busy, and the costs are not cached."""
 _ENOUGH_SECONDS = 0.005
 _MOST_RUNS = 10
 _ALIGNED = 64
-"""Bytes; calls on parts of a tensor that begin at multiples of it cost the same."""
+"""Bytes. Tensors whose offsets in their storages differ by a multiple of it have the same signature."""
 _CACHE_VERSION = 5
 
 
 class ProfileWarning(UserWarning):
-    """A warning that some measured costs are unreliable: a call could not be run on synthetic arguments, so that its
-    cost is a guess, or the machine was busy."""
+    """A warning that some measured costs are unreliable: a call could not be run on synthetic arguments, so its cost
+    is a guess; or the machine was busy."""
 
 
 def profile_costs(
@@ -62,21 +63,22 @@ def profile_costs(
     cache: Path | None = None,
     only: Collection[str] | None = None,
 ) -> dict[str, CallCost]:
-    """Measure the cost of every call of a step that is not a view, and of every inverse (a call that recomputes a
-    tensor from later ones), on the present device.
+    """Measure the cost of every call of a captured step that is not a view, and of every inverse (a call that
+    recomputes a tensor from later ones), on the present device. Costs in the cache file are not measured again.
 
-    Interrupting keeps the measurements so far in the cache file. Measurements on a busy machine are returned but not
-    cached. A warning (`ProfileWarning`) says so, and says which calls could not be measured.
+    If the measurement is interrupted, the costs measured so far are still written to the cache file. Costs measured
+    while the machine is busy are returned but not cached, and a warning (`ProfileWarning`) says so. Calls that cannot
+    be measured get a guessed cost, which is cached, too. A warning names them.
 
     Args:
         step: the captured step.
         progress: is called with the finished fraction (0 to 1) and a text.
-        cache: the folder of the cache file; None for ``$XDG_CACHE_HOME/rematplan``.
+        cache: the folder of the cache file; None for the user's cache folder (``$XDG_CACHE_HOME/rematplan`` on Linux).
         only: the names of the calls to measure; None for all.
 
     Returns:
-        The costs of the measured calls by name: microseconds, bytes of workspace, real bytes of the results.
-            Collectives are not run, as they would wait for other processes; their costs are modelled.
+        For each call, by name: microseconds, bytes of workspace, and the real bytes of the results. Collectives are
+            not run, since they would wait for other processes. Their costs are modelled.
     """
     priced = [c for c in step.priced_calls if only is None or c.name in only]
     calls = {c.name: signature(step, c) for c in priced if not c.collective}
@@ -89,17 +91,17 @@ def profile_costs(
     finally:
         if missing and not _busy(times):
             save_costs(file, {s: known[s] for s in missing if s in known})
-    # A collective would wait for other processes, which may not measure anything.
+    # A collective that is run alone would wait forever for other processes, so its cost is modelled.
     return {c.name: known[calls[c.name]] if c.name in calls else _modelled(step, c) for c in priced}
 
 
 def signature(step: CapturedStep, call: Call) -> str:
-    """Return, as text, everything on which the cost of a call depends: op, shapes, strides, types and other
-    arguments. Calls with the same signature are measured once; it is the key in profiles."""
+    """Return a text that contains everything on which the cost of a call depends: op, shapes, strides, types and other
+    arguments. Calls with equal texts are measured once. The text is the key of the cost in cache files and profiles."""
 
     def describe(name: str) -> str:
         t = step.values[name].fake
-        offset = t.storage_offset() * t.element_size() % _ALIGNED  # parts of one tensor are alike
+        offset = t.storage_offset() * t.element_size() % _ALIGNED  # equal slices of one tensor cost the same
         layout = f"{list(t.shape)}{list(t.stride())}@{offset}/{t.untyped_storage().nbytes()}"
         return str(t.dtype).removeprefix("torch.") + layout
 
@@ -113,15 +115,22 @@ def _measure_all(
     times: dict[str, list[float]],
     progress: Progress,
 ) -> None:
-    """Measure the calls of ``missing`` and add their costs to ``known``.
+    """Measure calls of a step in several rounds, and add their costs to ``known``.
 
-    Each round runs every call once, so that a slow period of the machine affects all alike. Calls whose times
-    agree are left out of further rounds, which are added while the machine is busy. ``times`` collects the least
-    time of each round, in microseconds.
+    Each round runs all calls one after the other, so that a slow period of the machine affects all of them alike.
+    After the first `_ROUNDS` rounds, only calls whose two shortest times differ (`_differ`) are measured again: in one
+    more round, and in further rounds while the machine is busy, up to `_MOST_ROUNDS` in total.
+
+    Args:
+        step: the captured step.
+        missing: the name of one call for each signature (`signature`) that has no cost yet.
+        known: receives the costs by signature, guessed ones included.
+        times: receives, for each measured signature, the shortest time of each round in microseconds.
+        progress: is called with the finished fraction (0 to 1) and a text.
     """
     arguments = SyntheticArguments(step)
     devices = [step.device] if step.device.type == "cuda" else []
-    watched = 1 if devices else 2  # rounds whose first runs are for the memory
+    watched = 1 if devices else 2  # rounds that also measure memory
     as_captured = torch.autocast(step.device.type, enabled=False)  # all casts are in the step
     with torch.random.fork_rng(devices=devices), torch.no_grad(), as_captured:
         refused: dict[str, tuple[Call, Exception]] = {}
@@ -151,7 +160,7 @@ def _measure_all(
 
 
 def _differ(times: Sequence[float]) -> bool:
-    """Return whether the two least times of a call disagree."""
+    """Return whether the second shortest of a call's times is more than `_ALIKE` × the shortest."""
     least, second = sorted(times)[:2]
     return second > _ALIKE * least
 
@@ -161,21 +170,24 @@ def _busy(times: Mapping[str, Sequence[float]]) -> bool:
 
 
 def _spread(times: Mapping[str, Sequence[float]]) -> float:
-    """Return the sum of the second least times of all calls divided by the sum of the least ones; 1 if no
-    call was repeated."""
+    """Return how much the times of one call vary: the sum of the second shortest times of all calls, divided by the
+    sum of their shortest times. It is 1 if no call was measured twice. ``times``: by signature, the shortest time of
+    each round."""
     repeated = [sorted(t)[:2] for t in times.values() if len(t) > 1]
     least = sum(t[0] for t in repeated)
     return sum(t[1] for t in repeated) / least if least else 1.0
 
 
 def _guess(step: CapturedStep, call: Call) -> CallCost:
-    """Return a guess for a call that fails on synthetic arguments (a factorisation of a random matrix, for
-    example): the roofline time of a laptop, and a workspace of all bytes that it reads and writes."""
+    """Return a guessed cost for a call that fails on synthetic arguments, such as a factorisation of a random matrix.
+    The time is that of the roofline model of a laptop. The workspace is the number of bytes that the call reads and
+    writes."""
     return replace(_modelled(step, call), workspace=moved_bytes(step, call))
 
 
 def _say_guesses(refused: Sequence[tuple[Call, Exception]]) -> None:
-    """Warn once about all calls that could not be measured, with the reason of the first."""
+    """Warn once that some calls could not be measured and their costs are guessed. ``refused``: each such call with
+    the exception that it raised. The warning names the first."""
     if not refused:
         return
     (call, error), more = refused[0], len(refused) - 1
@@ -195,11 +207,15 @@ def _modelled(step: CapturedStep, call: Call) -> CallCost:
 def _measured(
     step: CapturedStep, call: Call, arguments: SyntheticArguments, known: CallCost | None
 ) -> CallCost:
-    """Return the cost of a call by its runs in one round.
+    """Measure a call in one round and return its cost: the shortest time of several executions, and its memory.
 
     Args:
-        known: its cost by an earlier round, with its memory; None if that is not known yet. Memory is that of a
-            second run, since the first may load libraries.
+        step: the captured step.
+        call: the call.
+        arguments: makes the call's arguments.
+        known: the cost from an earlier round, whose memory is used, so that only the time is measured; None to measure
+            the memory, too. On the CPU the caller measures memory in two rounds and uses the second, since a call's
+            first execution may load libraries.
     """
     args, kwargs = arguments.of(call)
     run, device = partial(kernel_of(call.target), *args, **kwargs), step.device
@@ -208,21 +224,23 @@ def _measured(
         library = kept_by_libraries(run, device)
         seconds, workspace, results = _memory(run, (args, kwargs), device)
         known = CallCost(0.0, workspace, results, library)
-        if device.type != "cuda" and seconds >= _ENOUGH_SECONDS:  # long enough for watching it not to count
+        if device.type != "cuda" and seconds >= _ENOUGH_SECONDS:  # recording its memory took negligible time
             times.append(seconds)
     while not times or (sum(times) < _ENOUGH_SECONDS and len(times) < _MOST_RUNS):
         times.append(seconds_of(run, device))
-    return replace(known, time=min(times) * 1e6)  # noise only adds
+    return replace(known, time=min(times) * 1e6)  # other processes only make it longer
 
 
 def _memory(
     run: Callable[[], Any], arguments: object, device: torch.device
 ) -> tuple[float, int, tuple[int, ...]]:
-    """Return the seconds of a call, its peak bytes in addition to its results, and the real bytes of these.
+    """Run a call once, and return its duration in seconds, its peak bytes in addition to its results, and for each
+    result the real bytes of its storage (0 if it shares the storage of an argument or is no tensor).
 
     Args:
-        run: the call.
-        arguments: its arguments.
+        run: the call, with its arguments bound.
+        arguments: these arguments, to recognise results that share their storages.
+        device: the device on which the call runs.
     """
 
     def timed() -> tuple[Any, float]:
@@ -242,15 +260,17 @@ def _memory(
 
 
 def device_name(device: torch.device) -> str:
-    """Return the name of the device's model, such as that of a GPU; for a CPU, followed by the number of threads."""
+    """Return the name of a device's hardware: the GPU's model; or the CPU's model and the number of threads that
+    PyTorch uses."""
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
     return f"{_cpu_name()}-{torch.get_num_threads()}-threads"
 
 
 def _machine(device: torch.device) -> str:
-    """Return a hash of everything for which the timings are valid: the device, PyTorch's version, the number
-    of threads, and on CUDA the settings that select kernels."""
+    """Return a hash of everything on which measured costs depend, other than the call: the device, PyTorch's version,
+    the number of threads on a CPU, and on CUDA the settings that select kernels. The version of the cache format is
+    hashed, too."""
     parts = [device_name(device), torch.__version__, f"v{_CACHE_VERSION}"]
     if device.type == "cuda":
         cudnn, matmul = torch.backends.cudnn, torch.backends.cuda.matmul

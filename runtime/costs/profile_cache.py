@@ -1,5 +1,5 @@
-"""The file of measured costs, of which this process remembers the content: it is read again only when another process
-has changed it, and written no more often than costs a small share of the time."""
+"""The cache file of measured costs. The process remembers the file's content, and reads the file again only if another
+process has changed it. Writing is limited to a small share of the process's time (`SHARE`)."""
 
 from __future__ import annotations
 
@@ -23,10 +23,12 @@ Stamp: TypeAlias = tuple[int, int, int] | None
 
 @dataclass
 class _Content:
-    """What this process knows of one cache file.
+    """The content of one cache file as this process knows it.
 
-    ``stamp``: the file's identity when it was read or written. ``entries``: the costs in the file and those in
-    ``unsaved``, which are not written yet. ``due``: the time from which on the file may be written again.
+    ``stamp``: inode, size and modification time of the file when this process last read or wrote it; None if there was
+    no file. ``entries``: all costs, by signature of the calls (a text with everything on which a call's cost depends).
+    ``unsaved``: the costs that are not in the file yet. ``due``: the earliest time for the next write, except when the
+    process exits (`time.monotonic`, in seconds).
     """
 
     stamp: Stamp = None
@@ -40,20 +42,21 @@ _lock = RLock()
 
 
 def load_costs(file: Path) -> dict[str, CallCost]:
-    """Return the costs in a cache file, by signature of the calls (`profile.signature`: everything on which a call's
-    cost depends, as text). Empty if there is no such file or it is damaged, since everything can be measured again."""
+    """Return the costs in a cache file, and those that this process will still write to it. They are indexed by the
+    signature of the call (`profile.signature`: a text with everything on which the cost depends). A file that is
+    missing or damaged counts as empty."""
     with _lock:
         return dict(_known(file).entries)
 
 
 def save_costs(file: Path, costs: Mapping[str, CallCost]) -> None:
-    """Add costs to a cache file. This process knows them at once; they are written now, or, if the file was written
-    shortly before, at a later call or when the process exits.
+    """Add costs to a cache file. `load_costs` returns them at once. They are written now; or, if the file was written
+    shortly before, at a later call of this function or when the process exits.
 
     Args:
         file: the file.
-        costs: the costs by signature of the calls (`profile.signature`: everything on which a call's cost depends, as
-            text).
+        costs: the costs by signature of the calls (`profile.signature`: a text with everything on which a call's cost
+            depends).
     """
     with _lock:
         known = _known(file)

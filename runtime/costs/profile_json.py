@@ -24,8 +24,8 @@ class Profile:
     """Measured costs of calls, so that a plan for one machine can be made on another.
 
     ``device``: the name of the device on which they were measured. ``calls``: the costs by signature of the calls
-    (`profile.signature`: everything on which a call's cost depends, as text). ``source``: the profile's file, for
-    messages.
+    (`profile.signature`: a text with everything on which a call's cost depends). ``source``: the path of the file they
+    were read from, for messages.
     """
 
     device: str
@@ -33,10 +33,12 @@ class Profile:
     source: str = "the profile"
 
     def costs(self, step: CapturedStep) -> dict[str, CallCost]:
-        """Return the cost of every call of a step that is not a view, and of every inverse, by name.
+        """Return, by name, the costs of all calls of a captured step that are not views, and of its inverses (calls
+        that recompute a tensor from later ones).
 
         Raises:
-            UsageError: the profile lacks some of these calls. The message names the first.
+            UsageError: the profile lacks the cost of a call. The message says how many are missing and names the
+                first.
         """
         wanted = {c.name: signature(step, c) for c in step.priced_calls}
         missing = [name for name, text in wanted.items() if text not in self.calls]
@@ -49,11 +51,12 @@ class Profile:
 
 
 def profile_of(step: CapturedStep, costs: Mapping[str, CallCost]) -> Profile:
-    """Return a profile of the measured costs of a step.
+    """Return the measured costs of a captured step as a profile, which serves other steps with equal calls as well.
 
     Args:
         step: the captured step, on the device where the costs were measured.
-        costs: the cost of each call that is not a view, and of each inverse, by name.
+        costs: by name, the cost of each call that is not a view, and of each inverse (a call that recomputes a tensor
+            from later ones).
     """
     calls = {signature(step, c): costs[c.name] for c in step.priced_calls}
     return Profile(device_name(step.device), calls)
@@ -75,7 +78,8 @@ def read_profile(path: Path) -> Profile:
     """Read a profile from a JSON file of the format ``rematplan.profile/1``.
 
     Raises:
-        UsageError: the file cannot be read, has another format, or lacks a field or has a wrong value in it.
+        UsageError: the file cannot be read or has another format; a field is missing or has a wrong type; or a cost is
+            negative or infinite.
     """
     try:
         data = read_json(path)

@@ -21,15 +21,15 @@ arithmetic operations."""
 
 
 def roofline_costs(step: CapturedStep, device: DeviceModel) -> dict[str, CallCost]:
-    """Return the modelled cost of every call of a step that is not a view, and of every inverse (a call that
-    recomputes a tensor from later ones), by name: the time in microseconds by the roofline model (the larger of
-    arithmetic and memory time).
+    """Return, by name, the modelled costs of all calls of a captured step that are not views, and of its inverses
+    (calls that recompute a tensor from later ones).
 
-    The workspace is not modelled and is 0; `profile_costs` measures it.
+    The time, in microseconds, follows the roofline model: the larger of arithmetic time and memory time. The workspace
+    is not modelled and is 0; `profile_costs` measures it.
 
     Args:
         step: the captured step.
-        device: the device for which the costs are modelled.
+        device: the model of the device: its arithmetic speed and memory bandwidth.
     """
     costs: dict[str, CallCost] = {}
     for call in step.priced_calls:
@@ -40,16 +40,17 @@ def roofline_costs(step: CapturedStep, device: DeviceModel) -> dict[str, CallCos
 
 
 def moved_bytes(step: CapturedStep, call: Call) -> int:
-    """Return the bytes of all tensors that a call reads or writes. Each element counts once, even if the tensor is
-    broadcast."""
+    """Return the bytes of all tensors that a call reads and writes. An element that a broadcast tensor repeats (stride
+    0) counts once."""
     read = dict.fromkeys(r.value for r in refs((call.args, call.kwargs)))
     tensors = [step.values[v].fake for v in (*read, *(r for r in call.results if r))]
     return sum(_distinct(t) * t.element_size() for t in tensors)
 
 
 def flops(step: CapturedStep, call: Call) -> float:
-    """Return the number of arithmetic operations of a call: the attribute ``flops`` of the op if it has one, else
-    what the op's row in `FLOPS` computes, else one per element of the results."""
+    """Return the number of arithmetic operations of a call. If the op has a float attribute ``flops``, that is the
+    number. Otherwise the op's function in the table `FLOPS` computes it. An op without either counts one operation per
+    element of its results."""
     own = getattr(call.target, "flops", None)
     if isinstance(own, float):
         return own

@@ -12,28 +12,33 @@ from rematplan.runtime.graph.kernel_of import kernel_of
 
 ATEN = torch.ops.aten
 BAGS = frozenset({ATEN._embedding_bag.default, ATEN._embedding_bag_forward_only.default})
-"""Calls whose results determine how much memory their backward needs: for bags without entries, none."""
+"""Ops whose results determine how much memory their backward needs, so that true results are made: the backward of
+bags without entries, for example, needs none."""
 
 SPREAD = {ATEN.embedding_dense_backward.default: (1, 2), ATEN._embedding_bag_backward.default: (1, 6)}
-"""Calls that need more memory the more different indices they get: the argument positions of the indices and
-of their bound."""
+"""Ops that need more memory the more different indices they get. For each, two positions in its arguments: of the
+indices, and of the number that all indices are below."""
 
 
 class SyntheticArguments:
-    """Makes arguments for a call: positive reals; integers that are known before the step runs, otherwise
-    valid ones (zeros, or as many different indices as possible); masks that are true about half the time.
-    They have the captured strides."""
+    """Makes arguments on which a call of a captured step can be measured, without running the step.
+
+    Real numbers are positive. Integers (indices, for example) have their true values if these are known before the
+    step runs; else they are zeros, or as many different indices as possible where that costs most memory (`SPREAD`).
+    About half of a mask is true. Each tensor has the strides and storage size that it had at capture. Results of
+    library kernels that a backward reads are made by running the kernel (`_is_opaque`, `_is_seed`).
+    """
 
     def __init__(self, step: CapturedStep) -> None:
         self.step, self.known = step, KnownValues(step, {})
         generator = torch.Generator().manual_seed(0)
-        # One block of numbers in (0.05, 0.95), safe for logarithms, divisions and probabilities, repeated to
-        # any size.
+        # A block of numbers in (0.05, 0.95), repeated to any size. They are valid for logarithms, as divisors and as
+        # probabilities.
         self.pool = torch.rand(1 << 16, generator=generator) * 0.9 + 0.05
         self.pools: dict[tuple[torch.dtype, torch.device], torch.Tensor] = {}
 
     def of(self, call: Call) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Return new positional and keyword arguments for one call."""
+        """Make new positional and keyword arguments for a call of the step, and return both."""
         made: dict[str, torch.Tensor] = {}
 
         def value_of(name: str) -> torch.Tensor:
@@ -62,7 +67,8 @@ class SyntheticArguments:
         maker = self.step.call.get(self.step.values[name].call or "")
         opaque = maker is not None and (self._is_opaque(maker, fake) or maker.target in BAGS)
         if maker is not None and (opaque or self._is_seed(maker, fake)):
-            # Library kernels read what their forward returned. The trace may show another size or device.
+            # A library's backward kernel reads a tensor that only its forward kernel can make. In the trace the
+            # tensor may have another size or device.
             args, kwargs = self.of(maker)
             return cast(torch.Tensor, kernel_of(maker.target)(*args, **kwargs)[maker.results.index(name)])
         # Allocate the whole storage, since some kernels copy all of it, even if the tensor is a small view.
@@ -70,13 +76,25 @@ class SyntheticArguments:
         return flat.as_strided(fake.shape, fake.stride(), fake.storage_offset())
 
     def _is_opaque(self, maker: Call, fake: torch.Tensor) -> bool:
-        """Return whether a tensor is empty only in the trace: another result of its call is not empty."""
+        """Return whether a tensor may have content that the trace does not show. This is assumed if it is empty in the
+        trace, but another result of the same call is not.
+
+        Args:
+            maker: the call that returns the tensor.
+            fake: the tensor in the trace.
+        """
         results = [self.step.values[r].fake for r in maker.results if r]
         return not fake.numel() and any(r.numel() for r in results) and not maker.is_view
 
     def _is_seed(self, maker: Call, fake: torch.Tensor) -> bool:
-        """Return whether a tensor may be the saved random state of an attention op. Some kernels keep it in
-        host memory, though in the trace it is on the device."""
+        """Return whether a tensor may be the random state that an attention op saves for its backward: at most two
+        integers, returned together with other tensors. Some kernels return it in CPU memory, though in the trace it is
+        on the device.
+
+        Args:
+            maker: the call that returns the tensor.
+            fake: the tensor in the trace.
+        """
         return _is_whole(fake.dtype) and fake.numel() <= 2 and not (maker.single or maker.is_view)
 
     def _flat(self, n: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
