@@ -1,1 +1,1 @@
-"""From a plan to code that runs it."""
+"""Compile plans into code, and run it."""

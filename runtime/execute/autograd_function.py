@@ -1,8 +1,9 @@
-"""A compiled plan as nodes of the autograd graph, one for each segment of the backward.
+"""A compiled plan as nodes of the autograd graph, one for each segment (part) of the backward half.
 
-The forward runs in one piece, in the node that the outputs belong to. The backward of that node runs the
-first segment and passes the resident values to the next node, which is connected by an empty tensor, and so
-on. Autograd accumulates a node's gradients into the parameters before it runs the next node.
+The first node runs the whole forward half and has the module's outputs; its backward runs the first segment. Each
+further node is an input of the node before it, through an empty tensor, so that autograd runs its backward next. The
+values that one segment leaves for the next are passed in a `_Call` object, not by autograd. Autograd accumulates a
+node's gradients into the parameters before it runs the next node.
 """
 
 from __future__ import annotations
@@ -30,20 +31,20 @@ from rematplan.runtime.graph.compat import (
 from rematplan.runtime.graph.tangent_layouts import Notes
 
 Sink: TypeAlias = Callable[[Mapping[str, torch.Tensor | None], bool], None]
-"""A callback that receives statistics by their targets (None where no gradient arrived), and whether the
-segment is the last of the backward."""
+"""A callback that is called after a segment (part) of the backward. It receives the segment's statistics by their
+`StepOutput.target` (None where no gradient arrived), and whether the segment is the last one."""
 
 
 class CompiledPlan:
-    """A plan that takes part in autograd. Calling it runs the forward half of a step and returns the module's tensor
-    outputs; their backward runs the backward half.
+    """A plan that takes part in autograd. Calling it runs the forward half of a training step and returns the module's
+    tensor outputs. The backward of these outputs runs the backward half.
 
     Args:
         step: the captured step.
         schedule: a schedule of the step's planning problem with a loss boundary (the moment between forward and
             backward, at which the caller has the outputs).
-        lanes: the placement of the schedule's runs on two lanes (threads on the CPU, streams on CUDA); None for one
-            lane.
+        lanes: the placement of the schedule's op executions on two lanes (threads on the CPU, streams on CUDA); None
+            for one lane.
         spare: the unused bytes of the budget at each position of the schedule. Gradients that wait for the end of
             their segment (a part of the backward) may occupy them; empty for no limit.
 
@@ -67,15 +68,16 @@ class CompiledPlan:
         self.constant_outputs = [at for at in range(len(self.outputs)) if at not in wanted]
         of = {(GRADIENT_OF.get(i.kind), i.target): at for at, i in enumerate(self.inputs)}
         self.wanting = [[of[o.kind, o.target] for o in segment.outputs] for segment in halves.backward]
-        """For each segment, the positions of the inputs whose gradients it computes."""
+        """For each segment of the backward, the positions in ``inputs`` of the tensors whose gradients it computes."""
         self.deferred: list[_Call] = []
-        """Calls whose split backward is not finished, in the order of their backwards."""
+        """Forwards whose backward has run only its first part, in the order of these backwards. `finish_backward` runs
+        the second part, which computes gradients of weights."""
         self.calls: WeakSet[_Call] = WeakSet()
 
     @property
     def pending(self) -> bool:
-        """Whether a backward may still come: some forward has had no backward yet, or a backward is in progress, or a
-        backward retained its graph."""
+        """Whether a backward may still come or is not finished: a forward has had no backward yet, a backward retained
+        its graph, or segments of a backward have not run yet."""
         return any(call.start is not None or call.held is not None for call in list(self.calls))
 
     def __call__(
@@ -85,22 +87,22 @@ class CompiledPlan:
         with_tangents: WithTangents | None = None,
         statistics: Sink | None = None,
     ) -> tuple[torch.Tensor, ...]:
-        """Run the forward half, and write the buffers' new content into the buffers.
+        """Run the forward half, and copy the buffers' new content into the buffers.
 
         Args:
             named: the parameters and buffers by name.
-            batch: the tensors among the arguments.
-            with_tangents: from positions of outputs, returns a plan of the same step that also takes the gradients of
-                these outputs. Called if a backward gets the gradient of an output for which this plan expects none;
-                None if that cannot happen.
-            statistics: is called after each segment (part) of the backward with the statistics that the segment
-                computed; None to call nothing.
+            batch: the tensors among the module's arguments.
+            with_tangents: a function from positions of outputs to a plan of the same step that also takes the
+                gradients of these outputs. It is called if a backward gets the gradient of an output for which this
+                plan expects none. None if that cannot happen.
+            statistics: a function that is called after each segment (part) of the backward with the sums over rows of
+                layers (for Kronecker factors) that the segment computed; None to call nothing.
 
         Returns:
             The module's tensor outputs.
 
         Raises:
-            Exception: whatever the ops raise.
+            Exception: an op failed.
         """
         pools = (named, batch, self.step.constants)
         inputs = [pools[pool][key] for pool, key in self.sources]  # type: ignore[index]
@@ -115,8 +117,8 @@ class CompiledPlan:
 
     @staticmethod
     def _source(i: StepInput) -> tuple[int, str | int]:
-        """Return where an input comes from: 0 for the module, 1 for the batch, 2 for the step's constants;
-        and its name or position there."""
+        """Return the collection from which an input of the step is taken, and its key there: 0 and the name of a
+        parameter or buffer; 1 and a position in the batch; or 2 and the name of a constant of the captured step."""
         if i.kind == "batch":
             return 1, int(i.target)
         return (2, i.value) if i.kind == "constant" else (0, _own_name(i.target))
@@ -131,10 +133,11 @@ def finish_backward(call: _Call) -> None:
     """Run the remaining segments of a split backward (those that compute only gradients of weights), and add their
     gradients to ``.grad`` of the parameters.
 
-    ``call``: one of `CompiledPlan.deferred`. It is not removed from that list.
+    ``call``: a forward whose backward has run its first part, from the list `CompiledPlan.deferred`. It is not removed
+    from that list.
 
     Raises:
-        RuntimeError: a parameter, buffer or input was changed in place since the forward.
+        RuntimeError: a parameter, buffer or input that these segments read was changed in place since the forward.
     """
     plan = call.plan
     for k in range(plan.halves.early, len(plan.wanting)):
@@ -159,15 +162,22 @@ def _own_name(target: str) -> str:
 
 @dataclass(eq=False)
 class _Call:
-    """One call of a compiled plan, with the state that is passed from segment to segment of its backward.
+    """One forward of a compiled plan, with the state that it leaves for its backward, and that one segment (part) of
+    the backward leaves for the next.
 
-    ``plan``, ``named``, ``inputs``, ``with_tangents``, ``statistics``: as given to the plan; after the forward only
-    those inputs that the backward reads. ``start``: the values that the forward half left for the backward; None once
-    the backward has taken them. ``held``: the values that one segment leaves for the next. ``rerun``: what is needed
-    to run the forward again, if the plan leaves out gradients of outputs. ``versions``, ``outputs``,
-    ``output_versions``: to notice in-place changes. ``variant``, ``segments``, ``notes``: the variant of the present
-    backward, its compiled segments, and the recorded strides. ``gradients``: gradients of the inputs by position, if
-    the forward was run again.
+    - ``plan``, ``named``, ``with_tangents``, ``statistics``: the plan and the arguments of its call
+      (`CompiledPlan.__call__`).
+    - ``inputs``, ``versions``: the step's inputs, and their version counters, which show changes in place. After the
+      forward these are only the inputs that the backward reads.
+    - ``start``: the values that the forward left for the backward; None once a backward that does not retain the graph
+      has begun.
+    - ``held``: the values that the next segment needs; None while a segment runs, and before and after a backward.
+    - ``outputs``, ``output_versions``: the outputs that the backward reads, and their version counters.
+    - ``rerun``: inputs and random states to run the forward again, if the plan does not take the gradients of all
+      outputs; else None.
+    - ``variant``, ``segments``, ``notes``: for the backward in progress, its conditions, its compiled segments, and
+      the strides that it records.
+    - ``gradients``: the gradients of the inputs, by position, if the forward was run again by another plan; else None.
     """
 
     plan: CompiledPlan
@@ -187,28 +197,29 @@ class _Call:
     gradients: dict[int, torch.Tensor | None] | None = None
 
     def forward(self) -> tuple[torch.Tensor, ...]:
-        """Run the forward half, write the buffers and return the outputs. Afterwards only the values that the
-        plan keeps are alive."""
+        """Run the forward half, copy the buffers' new content into the buffers, and return the module's outputs. Of
+        all other values, only those that the backward needs stay allocated."""
         plan, named = self.plan, self.named
         if plan.step.left_out:
             self.rerun = Rerun.before_forward(plan.step, self.inputs)
             self.inputs = self.rerun.inputs
         early = self._forward_half()
         for name, at in plan.buffers:
-            if named[name].shape != early[at].shape:  # an op may size its state in its first call
+            if named[name].shape != early[at].shape:  # an op may set its buffer's size in its first call
                 named[name].resize_(early[at].shape)
             named[name].copy_(early[at])
-        # The caller could not change a view in place.
+        # Detach views: the caller could not change in place a view that an autograd function returns.
         return tuple(t.detach() if t._is_view() else t for t in (early[at] for at in plan.outputs))
 
     def _forward_half(self) -> tuple[torch.Tensor, ...]:
-        """Run the forward half. Return the outputs and the buffers' new content."""
+        """Run the forward half without changing the buffers, and store what the backward needs in this object. Return
+        the module's outputs and the buffers' new content."""
         plan, inputs = self.plan, self.inputs
         self.inputs = [inputs[at] for at in plan.halves.read_late]
         self.versions = [t._version for t in self.inputs]
         with _without_autocast(plan.step.device):
             early, held = plan.halves.forward(*[t.detach() for t in inputs])
-        # Detach: an autograd node that holds its own output would be a reference cycle.
+        # Detach: an autograd node that refers to its own output would be a reference cycle.
         given = {id(early[at]) for at in plan.halves.outputs_late}
         self.start = [t.detach() if id(t) in given else t for t in held] if given else held
         self.outputs = [early[at].detach() for at in plan.halves.outputs_late]
@@ -216,14 +227,18 @@ class _Call:
         return early
 
     def begin(self, gradients: Sequence[torch.Tensor | None], kept: bool) -> list[torch.Tensor | None] | None:
-        """Start a backward: the first one, or another one if the graph was retained.
+        """Prepare a backward: choose its compiled segments, or run the forward again if the gradient of an output
+        arrived for which this plan expects none. There may be several backwards if the graph is retained.
 
         Args:
-            gradients: the gradients of the outputs.
-            kept: whether this backward retains the graph.
+            gradients: the gradients of the module's outputs; None for those that autograd did not compute.
+            kept: whether autograd retains the graph after this backward.
 
         Returns:
-            The tangents for the first segment; None if no gradient arrived.
+            The arguments of the first segment; None if autograd computed no gradient that the plan uses.
+
+        Raises:
+            RuntimeError: as `_check`; or an input was changed in place since the forward, which has to run again.
         """
         arrived = frozenset(at for at in self.plan.step.left_out if gradients[int(at)] is not None)
         tangents = [gradients[at] for at, _ in self.plan.tangents]
@@ -246,7 +261,12 @@ class _Call:
         return tangents
 
     def _check(self, tangents: Sequence[torch.Tensor | None]) -> None:
-        """Raise a RuntimeError if a backward cannot start."""
+        """Check that a backward can start.
+
+        Raises:
+            RuntimeError: an earlier backward has freed the saved tensors; an output that the backward reads was
+                changed in place; or a gradient in ``tangents`` is batched by ``torch.func`` or ``is_grads_batched``.
+        """
         name = self.plan.step.name
         if self.start is None:
             raise RuntimeError(
@@ -262,8 +282,15 @@ class _Call:
             )
 
     def _run_again(self, gradients: Sequence[torch.Tensor | None], arrived: frozenset[str]) -> None:
-        """Run the forward again, and then the whole backward, by a plan that also takes the gradients of the outputs
-        ``arrived`` (positions), for which this plan expects none."""
+        """Run the forward again and then the whole backward, by another plan of the same step. That plan also takes
+        the gradients of the outputs ``arrived`` (positions), for which this plan expects none. The gradients of the
+        inputs are stored in this object; `backward` returns them later.
+
+        ``gradients``: the gradients of all outputs.
+
+        Raises:
+            RuntimeError: an input was changed in place since the forward.
+        """
         assert self.rerun is not None
         assert self.with_tangents is not None
         self.rerun.check(self.plan.step.name)
@@ -279,7 +306,16 @@ class _Call:
             tangents = []
 
     def backward(self, k: int, *tangents: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
-        """Run a segment of the backward half and return its gradients."""
+        """Run segment ``k`` of the backward half, pass its statistics to the callback, and return its gradients in the
+        order of ``CompiledPlan.wanting[k]``. If the forward was run again by another plan, the gradients exist already
+        and are only returned.
+
+        ``tangents``: the gradients of the outputs, for the first segment.
+
+        Raises:
+            RuntimeError: a parameter, buffer or input that this or a later segment reads was changed in place since
+                the forward.
+        """
         if self.gradients is not None:
             given = tuple(self.gradients.pop(at) for at in self.plan.wanting[k])
             self.gradients = self.gradients if k < len(self.plan.wanting) - 1 else None
@@ -312,7 +348,8 @@ def _is_batched(tensor: torch.Tensor) -> bool:
 
 
 def _once_differentiable(backward: Any) -> Any:
-    """Return a backward whose gradients raise an error if they are differentiated again."""
+    """Return a ``backward`` method of an autograd function whose results raise an error if they are differentiated
+    again. ``backward``: the method."""
 
     def checked(ctx: Any, *gradients: torch.Tensor | None) -> Any:
         if not torch.is_grad_enabled():
@@ -320,8 +357,8 @@ def _once_differentiable(backward: Any) -> Any:
         with torch.no_grad():
             results = backward(ctx, *gradients)
         given = [r for r in results if r is not None]
-        # The error node must connect the gradients with everything that they depend on: autograd returns zero as
-        # the derivative by a tensor that is not connected.
+        # In the autograd graph, the error must be between the gradients and all tensors that they depend on.
+        # Otherwise autograd would return zero as the derivative by such a tensor.
         depend_on = [*ctx.saved_tensors, *(g for g in gradients if g is not None)]
         error = DelayedError(
             f"{ctx.call.plan.step.name}: a planned step has no second derivatives; compute them with the "
@@ -335,10 +372,12 @@ def _once_differentiable(backward: Any) -> Any:
 
 
 class _ForwardNode(torch.autograd.Function):
-    """The forward half, and the first segment of the backward half.
+    """The node of the autograd graph that runs the forward half and, in its backward, the first segment (part) of the
+    backward half.
 
-    Its last output is an empty tensor, which it saves. In the autograd graph that tensor depends on all
-    inputs of the step.
+    It also returns an empty tensor, and saves that tensor. In the autograd graph the tensor depends on all inputs of
+    the step, so differentiating the gradients by any of them raises an error (`_once_differentiable`) instead of
+    returning zero.
     """
 
     @staticmethod
@@ -362,7 +401,12 @@ class _ForwardNode(torch.autograd.Function):
 
 
 class _BackwardSegment(torch.autograd.Function):
-    """One further segment of the backward half."""
+    """A node of the autograd graph whose backward runs one segment (part) of the backward half, but not the first. Its
+    forward computes nothing.
+
+    Segments that belong to the second part of a split backward are not run by autograd. The node's `_Call` object is
+    added to `CompiledPlan.deferred` instead, for `finish_backward`.
+    """
 
     @staticmethod
     def forward(ctx: Any, call: _Call, k: int, link: torch.Tensor, *inputs: torch.Tensor) -> torch.Tensor:
@@ -387,5 +431,6 @@ _NOTHING = nullcontext()
 
 
 def _without_autocast(device: torch.device) -> AbstractContextManager[Any]:
-    """Disable autocast: the captured calls already include all its casts."""
+    """Return a context manager that disables autocast on a device. The captured calls already include all casts that
+    autocast inserted."""
     return torch.autocast(device.type, enabled=False) if torch.is_autocast_enabled(device.type) else _NOTHING

@@ -1,5 +1,5 @@
-"""The backward half of a plan, compiled once for each kind of backward: which tangents arrive, with which strides, and
-whether autograd retains the graph."""
+"""The backward half of a plan, compiled separately for each combination of conditions: which gradients of outputs
+arrive, with which strides, and whether autograd retains the graph."""
 
 from __future__ import annotations
 
@@ -18,11 +18,12 @@ from rematplan.runtime.graph.zero_tangents import changes_strides
 
 @dataclass(frozen=True, slots=True)
 class BackwardVariant:
-    """The conditions under which a backward runs, for each of which it is compiled separately.
+    """The conditions under which a backward runs. The backward half is compiled separately for each combination of
+    them.
 
-    ``missing``: tangents (gradients of outputs, by value name) that did not arrive. ``kept``: whether the graph is
-    retained, so that the saved tensors must stay unchanged. ``strides``: the strides of the tangents; None if they
-    are as captured.
+    ``missing``: the tangents (gradients of outputs, by value name) that autograd did not compute. ``kept``: whether
+    autograd retains the graph, so that the saved tensors must stay unchanged. ``strides``: the strides of the
+    tangents; None if all are as at capture.
     """
 
     missing: frozenset[str] = frozenset()
@@ -31,21 +32,27 @@ class BackwardVariant:
 
     @property
     def noted(self) -> bool:
-        """Whether its first backward records the strides of all values, so that later ones may overwrite
-        values in place."""
+        """Whether the first backward under these conditions records the strides of all values that it computes. Later
+        backwards use them to write results in place."""
         return self.strides is not None and not (self.kept or self.missing)
 
 
 AS_CAPTURED = BackwardVariant()
-"""The variant of a backward that gets all tangents, with strides as captured, and whose graph is not retained."""
+"""The usual conditions: all gradients of outputs arrive, with the strides that they had at capture, and autograd does
+not retain the graph."""
 
 
 class BackwardVariants:
-    """The compiled variants of a plan's backward half.
+    """The backward half of a plan, compiled for several conditions under which a backward runs.
 
     Args:
-        step, schedule, lanes, spare: as for `CompiledPlan`.
-        backward: the segments of the variant `AS_CAPTURED`.
+        step: the captured step.
+        schedule: a schedule of its planning problem with a loss boundary.
+        backward: the segments (parts) of the backward half, compiled for the conditions `AS_CAPTURED`.
+        lanes: the placement of the schedule's op executions on two lanes (threads on the CPU, streams on CUDA); None
+            for one lane.
+        spare: the unused bytes of the budget at each position of the schedule; empty for no limit (see
+            `compile_halves`).
     """
 
     def __init__(
@@ -62,11 +69,12 @@ class BackwardVariants:
         self.strides = tuple(step.values[value].fake.stride() for value in self.tangents)
 
     def select(self, tangents: Sequence[torch.Tensor | None], kept: bool) -> BackwardVariant:
-        """Return the variant of a backward: the conditions under which it is compiled separately.
+        """Return the conditions under which a backward runs. The backward half is compiled separately for each
+        combination of them.
 
         Args:
-            tangents: the gradients of the outputs that have a tangent input, in the order of `CapturedStep.inputs`;
-                None for one that did not arrive.
+            tangents: the gradients of the module's outputs that the backward reads, in the order of
+                `CapturedStep.inputs`; None for a gradient that autograd did not compute.
             kept: whether autograd retains the graph after this backward.
         """
         missing = frozenset(v for v, given in zip(self.tangents, tangents, strict=True) if given is None)
@@ -77,12 +85,15 @@ class BackwardVariants:
         return BackwardVariant(missing, kept, None if strides == self.strides else strides)
 
     def segments(self, variant: BackwardVariant, notes: Notes) -> tuple[Backward, ...]:
-        """Return the segments (parts) of the backward for a variant, in order. They are compiled at first use.
+        """Return the segments (parts) of the backward half, in order, compiled for the conditions of a backward.
+
+        Compiled segments are cached. The exception are conditions under which strides are recorded
+        (`BackwardVariant.noted`), until `learn` was called for them.
 
         Args:
             variant: the conditions under which the backward runs.
-            notes: records the strides of all values while the segments run, if the strides of the outputs' gradients
-                differ from those at capture and the variant was not compiled for them yet.
+            notes: receives the strides of all values while the segments run, if the variant records strides and
+                `learn` was not called for it yet.
         """
         if variant in self.compiled:
             return self.compiled[variant]
@@ -98,15 +109,16 @@ class BackwardVariants:
         return halves.backward
 
     def learn(self, variant: BackwardVariant, notes: Notes) -> None:
-        """Compile a variant of the backward again with the strides that its first run recorded, so that later runs
-        may overwrite values in place.
+        """Compile and cache the backward half for gradients of outputs with other strides than at capture. The strides
+        of all values, which the first backward of this kind recorded, are known now, so later backwards may write
+        results in place.
 
-        Nothing happens if the variant records no strides (`BackwardVariant.noted`), or was compiled in this way
+        Nothing happens if the variant records no strides (`BackwardVariant.noted`), or was compiled by this method
         before.
 
         Args:
-            variant: the variant.
-            notes: the recorded strides.
+            variant: the conditions under which the backward ran.
+            notes: the strides that it recorded.
         """
         if variant.noted and variant not in self.compiled:
             step = notes.with_layouts(for_any_layout(self.step))

@@ -1,5 +1,4 @@
-"""Code generation: a schedule as the source of a flat Python function over ATen calls, with ``del``
-statements."""
+"""Code generation: write a schedule as the source of a flat Python function of ATen calls, with ``del`` statements."""
 
 from __future__ import annotations
 
@@ -24,8 +23,8 @@ from rematplan.runtime.problem.backward_segments import Segment
 class Writer(Emitter):
     """Writes the Python source that runs a schedule, line by line, and tracks which values are in variables.
 
-    A variable is deleted with its value's storage. Before a call runs again, what is left of its old results is
-    deleted, because the simulator counts each storage once.
+    A variable is deleted when its value's storage is freed. Before an op runs again, the variables of its old results
+    are deleted, because the simulator counts each storage once.
 
     Args:
         step: the captured step.
@@ -38,16 +37,16 @@ class Writer(Emitter):
         self.scope: dict[str, Any] = {"torch": torch, "inf": math.inf, "nan": math.nan}
         self.targets: dict[Any, str] = {}
         self.left: set[str] = set()  # storages that were returned; a schedule may still free them
-        self.dead: list[str] = []  # values freed since the last call
+        self.dead: list[str] = []  # freed values whose variables are not deleted yet
         self.variable: dict[str, str] = {}  # value → its variable
-        self.taken: set[str] = set()  # names of variables
+        self.taken: set[str] = set()  # names of all variables
         self.states: set[str] = set()
         self.unused = Unused()
         self.overwriting = overwriting_calls(step, schedule)
-        self.ends: dict[int, list[str]] = {}  # position → storages dropped after it without a Free
+        self.ends: dict[int, list[str]] = {}  # position → storages freed after it without a Free
         self.noting = False
-        """Whether the source calls ``note(name, tensor)`` for each value it makes. The scope must then define
-        ``note``."""
+        """Whether the source calls ``note(name, tensor)`` for each value that it computes. ``note`` must then be in
+        `scope`."""
 
     def write(self) -> str:
         """Return the source of the whole schedule as one function ``step(*inputs)``, which returns a tuple of the
@@ -64,15 +63,16 @@ class Writer(Emitter):
         return self.function(f"step({names})")
 
     def write_halves(self, segments: Sequence[Segment]) -> str:
-        """Return the source of the schedule as the functions ``forward(*inputs)``, ``backward_0(held, *tangents)``,
-        ``backward_1(held)`` and so on. Each returns a tuple of its results, and a list of the live values, which is
-        ``held`` of the next function.
+        """Return the source of the schedule as several functions: ``forward(*inputs)``, ``backward_0(held,
+        *tangents)``, ``backward_1(held)`` and so on. Each returns a tuple of its results, and a list of all values
+        that later functions need. The next function takes this list as its argument ``held``, and empties it.
 
-        ``segments``: the parts of the backward half, one function for each. The forward ends where the first one
-        begins.
+        ``segments``: the parts of the backward half, one for each ``backward`` function. The forward ends where the
+        first segment begins.
 
         Raises:
-            ProblemError: as `write`.
+            ProblemError: the schedule runs an unknown op, frees a tensor that is not resident, or reads one that is
+                not.
         """
         step = self.step
         names = self.take([i.value for i in step.inputs if i.kind != "tangent"])
@@ -95,11 +95,12 @@ class Writer(Emitter):
         return "\n\n".join(functions)
 
     def _last_reads_of_tangents(self) -> dict[int, list[str]]:
-        """Return the storages of tangents by the position of the last run that reads them, except those that
-        are also gradients.
+        """Return where tangents (gradients of outputs) are read last: a dict from a position in the schedule to the
+        names of the storages that no later op execution reads. Tangents that are also outputs of the step are left
+        out.
 
-        They are dropped there: where a tangent's strides differ from those at capture, its views may be
-        copies.
+        The source deletes their variables there, even if the schedule frees a tangent's storage later or never: if its
+        strides differ from those at capture, its views may be copies.
         """
         given = {self.step.values[o.value].storage for o in self.step.outputs}
         tangents = {
@@ -115,8 +116,11 @@ class Writer(Emitter):
         return {at: [storage for storage, end in ends.items() if end == at] for at in ends.values()}
 
     def _keep_old_buffers(self, boundary: int) -> None:
-        """Copy the buffers that get new content at the loss boundary and are read after it, unless the
-        forward gets copies anyway."""
+        """Write copies of those buffers that the step changes and that the backward half reads, since the caller
+        overwrites the buffers after the forward. Nothing is written if the forward gets copies of them (`Rerun`).
+
+        ``boundary``: the position in the schedule at which the backward half begins.
+        """
         if self.step.left_out:
             return
         late = read_from(self.step, self.schedule, boundary) & renewed_buffers(self.step)
@@ -130,8 +134,8 @@ class Writer(Emitter):
         self.drop_dead()
 
     def _done_with(self, start: int, outputs: Sequence[str] = ()) -> list[str]:
-        """Return the inputs and ``outputs`` that nothing reads from position ``start`` on. The schedule does
-        not free these."""
+        """Return the values among ``outputs`` and the step's inputs whose storages nothing reads from position
+        ``start`` of the schedule on. The schedule does not free these storages."""
         late = read_from(self.step, self.schedule, start)
         ends = [*(i.value for i in self.step.inputs), *outputs]
         return [v for v in ends if self.step.values[v].storage not in late]
@@ -139,10 +143,15 @@ class Writer(Emitter):
     def _handing_over(
         self, head: str, values: Sequence[str], gone: Iterable[str], zero: frozenset[str] = frozenset()
     ) -> str:
-        """Return the lines so far as a function that returns ``values`` and a list of all other live values.
+        """Return the lines written so far as a function that returns a tuple of ``values`` and a list of all other
+        values that are in variables.
 
-        ``gone``: values whose storages are not in that list, since nothing reads them again. ``zero``: values
-        that are returned as None.
+        Args:
+            head: name and parameters of the function, as source.
+            values: the values in the tuple.
+            gone: values that are left out of the list, with all views of their storages, since nothing reads them
+                again.
+            zero: values that are zero because a gradient is missing. The function returns None for them.
         """
         given = self.tuple_of("None" if v in zero else self.use(v) for v in values)
         for value in gone:
@@ -155,11 +164,12 @@ class Writer(Emitter):
         return [self.name(v) for values in self.alive.values() for v in values] + sorted(self.states)
 
     def steps(self, start: int, end: int) -> None:
-        """Write the schedule's runs and frees at positions ``start`` to ``end`` (exclusive).
+        """Write the op executions and frees at positions ``start`` to ``end`` (exclusive) of the schedule. Op
+        executions that missing gradients make superfluous (`Unused.skipped`) are left out.
 
         Raises:
-            ProblemError: a run is of an unknown op or reads a tensor that is not resident, or a free is of a tensor
-                that is not resident.
+            ProblemError: the step has no such op; or an op reads, or the schedule frees, a tensor that is not
+                resident.
         """
         for at in range(start, end):
             one = self.schedule[at]
@@ -177,9 +187,11 @@ class Writer(Emitter):
         self.drop_dead()
 
     def take(self, values: Sequence[str]) -> str:
-        """Mark the values that the next function gets as arguments as alive, and return its parameter list as source.
+        """Return the parameter list, as source, of a function that gets ``values`` as arguments. From now on the
+        values are in variables.
 
-        A missing tangent is passed as None and is not alive; zeros are made where it is read.
+        Exceptions are missing tangents (gradients of outputs): their arguments are None, and zeros are made where they
+        are read.
         """
         for value in values:
             if value not in self.unused.zero:
@@ -187,29 +199,29 @@ class Writer(Emitter):
         return ", ".join(map(self.name, values))
 
     def function(self, head: str) -> str:
-        """Return the lines written since the last call as a function with the signature ``head``, and begin a new
-        function."""
+        """Return all lines written since the last call of this method as a function, and begin a new function.
+        ``head``: name and parameters of the function, as source."""
         body = "".join(f"    {line}\n" for line in self.lines)
         self.lines = []
         return f"def {head}:\n{body}"
 
     @staticmethod
     def tuple_of(names: Iterable[str]) -> str:
-        """Return the source of a tuple of the expressions ``names``."""
+        """Return the source of a tuple. ``names``: the source of each element."""
         return f"({''.join(name + ', ' for name in names).rstrip()})"
 
     def run(self, run: Run, at: int) -> None:
-        """Write one run of an op.
+        """Write one execution of an op.
 
         Args:
-            run: the run.
+            run: the execution: an entry of the schedule that names the op.
             at: its position in the schedule.
 
         Raises:
             ProblemError: the step has no such op, or the op reads a tensor that is not resident.
         """
         call = self.call_of(run, at)
-        if not self.unused.zero:  # otherwise a sum may be the same tensor as its summand
+        if not self.unused.zero:  # with zeros, a sum may be the same tensor as one summand
             call = self.overwriting.get(at, call)
         for storage in self.step.writes(call):
             self.free(storage)
@@ -223,7 +235,8 @@ class Writer(Emitter):
         self._made(call)
 
     def _made(self, call: Call) -> None:
-        """Mark a call's results as alive."""
+        """Record that the results of a call are in variables. If `noting` is set, also write a call of ``note`` for
+        each result."""
         for result in filter(None, call.results):
             self.bring_to_life(result)
             if self.noting:
@@ -244,7 +257,8 @@ class Writer(Emitter):
         return left + ("," if len(call.results) == 1 else "")
 
     def free(self, storage: str) -> list[str]:
-        """Mark all values in a storage as dead. The next `drop_dead` writes the deletion of their variables."""
+        """Mark all values in a storage as dead, and return those that were alive (in variables). The next `drop_dead`
+        writes the deletion of their variables."""
         freed = super().free(storage)
         self.dead += freed
         return freed
@@ -257,21 +271,22 @@ class Writer(Emitter):
             self.dead.clear()
 
     def emit(self, call: Call) -> None:
-        """Write one call as an assignment to the variables of its results."""
+        """Write a call as an assignment to the variables of its results."""
         self.lines.append(f"{self._results(call)} = {self._expression(call)}")
         self._made(call)
 
     def fetch(self, value: str) -> bool:
-        """Write zeros for a value that is zero because a tangent is missing, and return True. Return False for any
-        other value."""
+        """Write zeros for a value that is zero because a tangent (the gradient of an output) is missing, and return
+        True. For any other value, only return False."""
         if value in self.unused.zero:
             self.lines.append(f"{self.name(value)} = {self._zeros(self.step.values[value].fake)}")
             self.bring_to_life(value)
         return value in self.unused.zero
 
     def use(self, value: str) -> str:
-        """Return the name of the variable that contains a value. If the value is a view that is not alive, it is
-        written first.
+        """Return the name of the variable that contains a value, after writing what is needed to compute it: a view is
+        computed from the tensor it is a view of, and a value that is zero because a gradient is missing is written as
+        zeros.
 
         Raises:
             ProblemError: the value's storage is not resident.
@@ -324,11 +339,11 @@ class Writer(Emitter):
 
 
 def renewed_buffers(step: CapturedStep) -> set[str]:
-    """Return the names of the storages of the buffers for which the step computes new content."""
+    """Return the names of the storages of those buffers for which a step computes new content."""
     renewed = {o.target for o in step.outputs if o.kind == "buffer"}
     return {step.values[i.value].storage for i in step.inputs if i.kind == "buffer" and i.target in renewed}
 
 
 def read_from(step: CapturedStep, schedule: Schedule, start: int) -> set[str]:
-    """Return the names of the storages that the runs of a schedule at position ``start`` or later read."""
+    """Return the names of the storages that the op executions at position ``start`` of a schedule or later read."""
     return {s for one in schedule[start:] if isinstance(one, Run) for s in step.reads(step.call[one.op])}

@@ -1,5 +1,5 @@
-"""Compiling a schedule into flat Python functions over ATen calls, with ``del`` statements, that are readable
-when printed."""
+"""Compile a schedule into flat Python functions over ATen calls, with ``del`` statements. Their source can be printed
+and read."""
 
 from __future__ import annotations
 
@@ -24,19 +24,21 @@ from rematplan.runtime.problem.loss_boundary import split_at_loss
 
 @dataclass(frozen=True)
 class Executable:
-    """A compiled schedule. Calling it with the step's input tensors, in order, returns the step's outputs, in order.
-    No autograd graph is recorded.
+    """A compiled schedule of a training step. Calling it with the step's input tensors returns the step's outputs. No
+    autograd graph is recorded.
 
-    ``source``: the source of ``function``, which runs the step.
+    ``source``: the source of ``function``. ``function``: takes the inputs in the order of `CapturedStep.inputs`, and
+    returns the outputs in the order of `CapturedStep.outputs`.
     """
 
     source: str
     function: Callable[..., tuple[torch.Tensor, ...]] = field(repr=False)
 
     def __call__(self, inputs: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
-        """Run the step, without autograd and autocast, and return its outputs.
+        """Run the training step with autograd and autocast disabled, and return its outputs in the order of
+        `CapturedStep.outputs`.
 
-        ``inputs``: tensors in the order of `CapturedStep.inputs`, tangents included.
+        ``inputs``: tensors in the order of `CapturedStep.inputs`, gradients of outputs (tangents) included.
         """
         with torch.no_grad(), torch.autocast(inputs[0].device.type, enabled=False):
             return self.function(*inputs)
@@ -46,11 +48,12 @@ class Executable:
 class Backward:
     """One segment (part) of the backward half of a compiled schedule.
 
-    ``outputs``: the gradients that it computes. ``statistics``: the statistics that it computes. ``function``: is
-    called as ``function(held, *tangents)``; only the first segment takes tangents (gradients of the module's
-    outputs). It empties the list ``held``, so that the tensors in it can be freed during the segment. It returns a
-    tuple of the gradients ``outputs`` followed by the ``statistics``, and the list to pass to the next segment.
-    ``still_read``: positions in `Halves.read_late` of the inputs that this segment or a later one reads.
+    ``outputs``: the gradients that it computes. ``statistics``: the sums over rows of layers (for Kronecker factors)
+    that it computes. ``function``: is called as ``function(held, *tangents)``; only the first segment takes tangents
+    (gradients of the module's outputs). It empties the list ``held``, so that the tensors in it can be freed during
+    the segment. It returns a tuple of the gradients ``outputs`` followed by the ``statistics``, and the list ``held``
+    for the next segment. ``still_read``: which inputs this segment or a later one reads, as positions in the tuple
+    `Halves.read_late`.
     """
 
     outputs: tuple[StepOutput, ...]
@@ -64,14 +67,16 @@ class Halves:
     """A compiled schedule in two halves, before and after the loss boundary (the moment at which the caller has the
     outputs and computes their gradients).
 
-    ``source``: the source of all functions. ``forward``: a function of the step's inputs except gradients of outputs,
-    in the order of `CapturedStep.inputs`; it returns a tuple of the module's outputs and the buffers' new content, in
-    the order of `CapturedStep.outputs`, and the list of all values that it leaves for the first segment of
-    ``backward``. ``backward``: the segments (parts) of the backward half, in order. ``read_late``: positions of the
-    inputs that the backward half reads, so that they must not change in between (buffers that get new content are not
-    among them: the backward has copies). ``outputs_late``: positions, in the tuple that ``forward`` returns, of
-    tensors that the backward half reads. ``early``: the number of segments that run when autograd calls the backward;
-    the segments after them belong to the second part of a split backward (gradients of weights).
+    - ``source``: the source of all functions.
+    - ``forward``: a function of the step's inputs except gradients of outputs, in the order of `CapturedStep.inputs`.
+      It returns two things: a tuple of the module's outputs and the buffers' new content, in the order of
+      `CapturedStep.outputs`; and a list of the values that the first segment of ``backward`` needs.
+    - ``backward``: the segments (parts) of the backward half, in order.
+    - ``read_late``: positions of the inputs that the backward half reads. The caller must not change these between
+      forward and backward. Buffers that get new content are not among them, since the backward has copies.
+    - ``outputs_late``: positions, in the tuple that ``forward`` returns, of the tensors that the backward half reads.
+    - ``early``: the number of segments that run when autograd calls the backward. Later segments belong to the second
+      part of a split backward (gradients of weights).
     """
 
     source: str
@@ -88,13 +93,13 @@ def compile_step(step: CapturedStep, schedule: Schedule, lanes: Lanes | None = N
     Args:
         step: the captured step.
         schedule: a schedule of its planning problem.
-        lanes: the placement of the schedule's runs on two lanes (threads on the CPU, streams on CUDA); None for one
-            lane. The results have the same bits.
+        lanes: the placement of the schedule's op executions on two lanes (threads on the CPU, streams on CUDA), which
+            changes no bit of the results; None for one lane.
 
     Raises:
-        ProblemError: the schedule has an op that the step lacks; or reads or frees a tensor that is not resident; or
-            its first runs of random ops and collectives are in another order than in the step, or a collective runs
-            twice; or the lanes do not fit the schedule, or do not wait for what they read.
+        ProblemError: the schedule has an op that the step lacks, reads or frees a tensor that is not resident, runs a
+            collective twice, or runs random ops and collectives for the first time in another order than the step; or
+            the lanes do not fit the schedule, or do not wait for a tensor that they read.
     """
     _check_order(step, schedule)
     writer = LaneWriter(step, schedule, lanes) if lanes else Writer(step, schedule)
@@ -119,11 +124,11 @@ def compile_halves(
     Args:
         step: the captured step.
         schedule: a schedule of its planning problem with a loss boundary.
-        missing: tangents (value names) that are None in the backward, since the loss does not use their outputs. The
-            backward skips all ops that depend only on them and returns None for their gradients. The forward does not
-            depend on ``missing``.
-        lanes: the placement of the backward's runs on two lanes (threads on the CPU, streams on CUDA); None for one
-            lane. Ignored if tangents are missing.
+        missing: value names of tangents that are None in the backward, since the loss does not use these outputs. The
+            backward skips all ops that depend on no other tangent, and returns None for gradients that are zero for
+            this reason. The forward is compiled as if nothing were missing.
+        lanes: the placement of the schedule's op executions on two lanes (threads on the CPU, streams on CUDA); None
+            for one lane. Ignored if tangents are missing.
         spare: the unused bytes of the budget at each position of the schedule. Gradients that wait for the end of
             their segment (a part of the backward) may occupy them; empty for no limit.
         overwrite: whether calls may write their result into an operand that nothing reads again.
@@ -167,17 +172,21 @@ def compile_halves(
 
 
 def _defined(step: CapturedStep, source: str, scope: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the functions that generated source defines, by name."""
+    """Execute generated source, and return all names that are defined afterwards: its functions, and those of
+    ``scope``.
+
+    ``step``: names the source in tracebacks. ``scope``: the names that the source uses.
+    """
     found = dict(scope)
     exec(compile(source, f"<rematplan step of {step.name}>", "exec"), found)
     return found
 
 
 def _check_order(step: CapturedStep, schedule: Schedule) -> None:
-    """Refuse a schedule that would draw other random numbers or communicate in another order than the step.
+    """Check that a schedule draws the same random numbers and communicates in the same order as the captured step.
 
     Raises:
-        ProblemError: the first runs of random ops and collectives are in another order, or a collective runs
+        ProblemError: the first executions of random ops and collectives are in another order, or a collective runs
             twice.
     """
     ordered = [c.name for c in step.calls if c.ordered]
@@ -194,22 +203,24 @@ def _check_order(step: CapturedStep, schedule: Schedule) -> None:
 
 
 def named_tensors(module: nn.Module) -> dict[str, torch.Tensor]:
-    """Return a module's parameters and buffers by name, each tensor once, under the names that a captured step uses."""
+    """Return a module's parameters and buffers by name, as a captured step names them. A tensor with several names is
+    returned under the first."""
     return {**dict(module.named_parameters()), **dict(module.named_buffers())}
 
 
 def bind_inputs(
     step: CapturedStep, named: Mapping[str, torch.Tensor], batch: Sequence[torch.Tensor]
 ) -> tuple[torch.Tensor, ...]:
-    """Return all inputs of a step in the order of `CapturedStep.inputs`.
+    """Return all inputs of a captured step whose module returns a scalar loss, in the order of `CapturedStep.inputs`.
 
     Args:
-        step: the captured step, whose module returns a scalar loss.
+        step: the captured step.
         named: the parameters and buffers by name.
         batch: the tensors among the module's arguments, by position.
 
     Returns:
-        The given parameters (detached), buffers and batch, the step's constants, and ones for each tangent.
+        The parameters (detached), buffers, batch tensors and constants of the step; and a tensor of ones for each
+            tangent (the gradient of an output).
     """
     take: Mapping[str, Callable[[Any], torch.Tensor]] = MappingProxyType(
         {

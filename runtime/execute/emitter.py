@@ -1,5 +1,5 @@
-"""What every form of generated code has in common: which values exist at each position of a schedule, when views are
-made, and which random ops are replayed."""
+"""The common part of all code generators: they follow which values exist at each position of a schedule, when views
+are computed, and which random ops run more than once."""
 
 from __future__ import annotations
 
@@ -12,7 +12,8 @@ from rematplan.runtime.graph.captured_step import Call, CapturedStep, refs
 
 
 class Emitter(ABC):
-    """Follows which values are alive while a subclass emits the ops of a schedule as code.
+    """Follows which values are alive (present in the generated code) while a subclass emits the ops of a schedule as
+    code.
 
     A view is emitted at its first use and is dead when its storage is freed, so that no view is computed twice.
 
@@ -28,33 +29,34 @@ class Emitter(ABC):
 
     @abstractmethod
     def emit(self, call: Call) -> None:
-        """Emit one call and mark its results as alive. Its arguments must be alive, or views, which are emitted
-        first."""
+        """Emit the code of a call, and mark the call's results as alive (present in the code). Arguments that are
+        views are emitted first. All other arguments must be alive."""
 
     @abstractmethod
     def fetch(self, value: str) -> bool:
-        """Bring a value to life that no call of the emitted code makes, and return True; return False if there is no
-        such value."""
+        """Make a value alive that no op of this code computes (a constant, for example), and return True. Return False
+        if it is not such a value."""
 
     def is_alive(self, value: str) -> bool:
-        """Return whether the code emitted so far has made a value, and has not freed its storage."""
+        """Return whether a value is in the code emitted so far and its storage is not freed."""
         return value in self.alive.get(self.step.values[value].storage, ())
 
     def is_view(self, value: str) -> bool:
-        """Return whether a call makes a value as a view of another one."""
+        """Return whether a value is the result of a view call."""
         call = self.step.values[value].call
         return call is not None and self.step.call[call].is_view
 
     def bring_to_life(self, value: str) -> None:
-        """Mark a value as alive."""
+        """Mark a value as alive: it is present in the code from now on."""
         self.alive.setdefault(self.step.values[value].storage, {})[value] = None
 
     def free(self, storage: str) -> list[str]:
-        """Mark all values in a storage as dead, and return those that were alive."""
+        """Mark all values in a storage as dead, and return those that were alive (present in the code)."""
         return list(self.alive.pop(storage, ()))
 
     def call_of(self, run: Run, at: int) -> Call:
-        """Return the call that a run at position ``at`` of the schedule executes.
+        """Return the call that an entry of the schedule executes. ``run``: the entry, which names the call. ``at``:
+        its position in the schedule, for the message.
 
         Raises:
             ProblemError: the step has no such op.
@@ -65,8 +67,9 @@ class Emitter(ABC):
         return call
 
     def make(self, value: str) -> None:
-        """Bring a value to life, unless it is alive: emit the calls that make the view, and the views it is a view
-        of. (A loop instead of recursion, since chains of views may be longer than Python's stack.)
+        """Make a value alive (present in the code), unless it is. If the value is a view, emit the call that computes
+        it, after the calls that compute the views it is a view of. Otherwise get it by `fetch`. (A loop instead of
+        recursion, since chains of views may be longer than Python's stack.)
 
         Raises:
             ProblemError: the value's storage is not resident.

@@ -1,7 +1,7 @@
-"""A plan as two fx graphs, forward and backward, for compilers.
+"""A plan as two fx graphs, forward and backward, that compilers such as Inductor take.
 
-The forward graph returns the outputs and the values that the backward graph needs. The nodes are in the
-plan's order. fx's generated code frees a value after its last use, which is where the plan frees it.
+The forward graph returns the outputs and the values that the backward graph needs. The nodes are in the plan's order.
+fx's generated code frees a value after its last use, which is where the plan frees it.
 """
 
 from __future__ import annotations
@@ -25,31 +25,33 @@ from rematplan.runtime.problem.loss_boundary import split_at_loss
 class PlanGraphs:
     """The two fx graphs of a plan.
 
-    ``forward``: takes parameters, buffers and batch; returns the module's outputs and the new content of changed
-    inputs, followed by the saved values. ``backward``: takes the saved values followed by the tangents; returns the
-    gradients. Outputs and gradients are in the order of `CapturedStep.outputs`, inputs and tangents in that of
-    `CapturedStep.inputs`.
+    ``forward``: takes parameters, buffers and batch; returns the module's outputs and the new content of inputs that
+    the step changes, followed by the saved values. ``backward``: takes the saved values, followed by the tangents
+    (gradients of outputs); returns the gradients. Outputs and gradients are in the order of `CapturedStep.outputs`,
+    inputs and tangents in that of `CapturedStep.inputs`.
     """
 
     forward: fx.GraphModule
     backward: fx.GraphModule
     saved: tuple[str, ...]
-    """Names of the saved values, in order."""
+    """Names of the values that the backward graph takes from the forward graph, in order. States of random number
+    generators are among them if random ops run again."""
 
 
 def plan_graphs(step: CapturedStep, schedule: Schedule) -> PlanGraphs:
     """Return a schedule as two fx graphs, forward and backward.
 
-    The forward writes the buffers' new content into the buffers, and passes copies of the old content to the
-    backward.
+    The forward graph copies the buffers' new content into the buffers, and passes copies of their old content to the
+    backward graph.
 
     Args:
         step: the captured step.
-        schedule: a schedule of its planning problem with a loss boundary (`loss_boundary.with_loss_boundary`).
+        schedule: a schedule of its planning problem with a loss boundary (`loss_boundary.with_loss_boundary`: the
+            moment between forward and backward).
 
     Raises:
-        ProblemError: the schedule has an op that the step lacks, or reads a tensor that is not resident; or an
-            output, or a tensor that the backward needs, does not exist at the boundary.
+        ProblemError: the schedule has an op that the step lacks, or reads a tensor that is not resident; or an output,
+            or a tensor that the backward needs, does not exist at the boundary.
     """
     buffers = {i.target: i.value for i in step.inputs if i.kind == "buffer"}
     split = split_at_loss(step, schedule)
@@ -76,9 +78,10 @@ def plan_graphs(step: CapturedStep, schedule: Schedule) -> PlanGraphs:
 
 
 class _GraphEmitter(Emitter):
-    """Builds one fx graph.
+    """Builds the fx graph of one half of a schedule.
 
-    ``before``: the emitter of an earlier graph; its values that this graph uses become further inputs of this graph.
+    ``step``: the captured step. ``schedule``: the whole schedule. ``before``: for the backward graph, the emitter of
+    the forward graph; values of the forward graph that the new graph uses become its inputs.
     """
 
     def __init__(self, step: CapturedStep, schedule: Schedule, before: _GraphEmitter | None = None) -> None:
@@ -86,13 +89,14 @@ class _GraphEmitter(Emitter):
         self.before = before
         self.graph = fx.Graph()
         self.root = nn.Module()
-        self.nodes: dict[str, fx.Node] = {}  # value (or generator state) → the node that has it now
+        self.nodes: dict[str, fx.Node] = {}  # value or generator state → its present node
         self.saved: dict[str, None] = {}  # values taken from ``before``
-        self.gone: set[str] = set()  # storages that may not be taken any more
+        self.gone: set[str] = set()  # freed or recomputed storages: not taken from ``before`` any more
         self.first: fx.Node | None = None
 
     def placeholder(self, name: str, fake: torch.Tensor) -> fx.Node:
-        """Add an input to the graph and return its node."""
+        """Add an input to the graph and return its node. ``name``: the value's name. ``fake``: a fake tensor like the
+        value."""
         node = self.graph.placeholder(name)
         node.meta["val"] = fake
         self.first = self.first or node
@@ -100,13 +104,18 @@ class _GraphEmitter(Emitter):
         return node
 
     def module(self, results: Sequence[fx.Node]) -> fx.GraphModule:
-        """Return the finished graph."""
+        """End the graph and return it as a module. ``results``: the nodes that the graph returns."""
         self.graph.output(tuple(results))
         self.graph.lint()
         return fx.GraphModule(self.root, self.graph)
 
     def steps(self, start: int, end: int) -> None:
-        """Add the schedule's runs at positions ``start`` to ``end`` (exclusive) to the graph."""
+        """Add the op executions at positions ``start`` to ``end`` (exclusive) of the schedule to the graph. A tensor
+        that the schedule frees cannot be used any more until it is computed again.
+
+        Raises:
+            ProblemError: the step has no such op, or an op reads a tensor that is not resident.
+        """
         for at in range(start, end):
             one = self.schedule[at]
             if isinstance(one, Free):
@@ -118,7 +127,8 @@ class _GraphEmitter(Emitter):
             self.emit(call)
 
     def free(self, storage: str) -> list[str]:
-        """Mark all values in a storage as dead. No later value in it is taken from the earlier graph."""
+        """Mark all values in a storage as dead, and return those that were alive (had nodes). From now on, no value in
+        the storage is taken from the graph ``before``."""
         freed = super().free(storage)
         for value in freed:
             del self.nodes[value]
@@ -126,29 +136,36 @@ class _GraphEmitter(Emitter):
         return freed
 
     def use(self, value: str) -> fx.Node:
-        """Return the node of a value. A view without a node gets one; a value of an earlier graph becomes an
-        input."""
+        """Return the node of a value. If there is none, add it: a view is computed from the tensor it is a view of, a
+        constant becomes an attribute of the module, and a value of the graph ``before`` becomes an input.
+
+        Raises:
+            ProblemError: the value is not resident.
+        """
         self.make(value)
         return self.nodes[value]
 
     def use_saved(self, name: str) -> fx.Node:
-        """Return the node of a value or generator state that the later graph takes."""
+        """Return the node of a value that the backward graph takes from this graph. ``name``: the value's name, or
+        that of a saved state of the random number generator."""
         return self.nodes[name] if name in self.nodes else self.use(name)
 
     def write(self, place: str, value: str) -> None:
-        """Copy a value into an input."""
+        """Add a node that copies a value into an input of the graph, in place. ``place``: the name of the input.
+        ``value``: the name of the value."""
         node = self.graph.call_function(torch.ops.aten.copy_.default, (self.use(place), self.use(value)))
         node.meta["val"] = self.step.values[place].fake
 
     def copy_of(self, value: str) -> fx.Node:
-        """Return the node of a copy of a value."""
+        """Add a node that clones a value, and return the node."""
         node = self.graph.call_function(torch.ops.aten.clone.default, (self.use(value),))
         node.meta["val"] = self.step.values[value].fake
         return node
 
     def fetch(self, value: str) -> bool:
-        """Add a constant, or a value of the earlier graph as an input. Return whether there is such a value; False
-        for views, which are computed again."""
+        """Add a node for a value that no call of this graph computes: a constant becomes an attribute of the module,
+        and a value of the graph ``before`` becomes an input. Return whether the value is one of these. Views of the
+        graph ``before`` are not: they are computed again."""
         if value in self.step.constants:
             setattr(self.root, value, self.step.constants[value])
             node = self.graph.create_node("get_attr", value)
@@ -162,7 +179,8 @@ class _GraphEmitter(Emitter):
         return True
 
     def _take(self, name: str) -> None:
-        """Add a value or generator state of the earlier graph as an input."""
+        """Add a value of the graph ``before``, or a state of the random number generator, as an input of this graph.
+        ``name``: its name."""
         assert self.before is not None
         with self.graph.inserting_before(self.first):
             node = self.graph.placeholder(name)
@@ -176,7 +194,7 @@ class _GraphEmitter(Emitter):
             self.bring_to_life(name)
 
     def emit(self, call: Call) -> None:
-        """Add a call's node, and nodes for the elements of its results if it has several."""
+        """Add the node of a call, and if the call returns several tensors, a node for each."""
         args = substitute(call.args, self.use)
         kwargs = substitute(call.kwargs, self.use)
         fakes = [self.step.values[r].fake if r else None for r in call.results]
@@ -186,8 +204,17 @@ class _GraphEmitter(Emitter):
                 self._set(result, node if call.single else self._item(node, at, fakes[at]))
 
     def _call(self, call: Call, args: Any, kwargs: dict[str, Any], val: Any) -> fx.Node:
-        """Return a call's node. A random call that runs again saves the generator's state at its first run
-        and replays it later."""
+        """Add a call to the graph and return its node.
+
+        If a random op runs several times, its first execution also returns the generator's state, from which the later
+        executions draw the same numbers.
+
+        Args:
+            call: the call.
+            args: its positional arguments, with nodes for tensors.
+            kwargs: its keyword arguments, with nodes for tensors.
+            val: fake tensors like its results, for the node's metadata.
+        """
         state = f"rng_{call.name}"
         if call.name not in self.rerun:
             return self._node(call.target, args, kwargs, val)

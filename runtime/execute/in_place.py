@@ -1,8 +1,8 @@
-"""In-place reuse: pointwise calls that write into an operand that nothing reads again.
+"""In-place reuse: a pointwise call writes its result into an operand that nothing reads again.
 
-Autograd does the same when it accumulates gradients. The bits are equal, and one tensor fewer is live than
-the plan charges. This is an optimisation that plans do not rely on: a backward with ``retain_graph``, and the
-first backward with new strides of the tangents, run without it and stay within the budget.
+Autograd does the same when it accumulates gradients. The bits are equal, and one tensor fewer is live than the plan
+counts. No plan needs this to stay within its budget: a backward with ``retain_graph``, and the first backward with new
+strides of the outputs' gradients, run without it.
 """
 
 from __future__ import annotations
@@ -46,23 +46,23 @@ FRESH = frozenset(
         ATEN._scaled_dot_product_flash_attention_for_cpu_backward.default,
     }
 )
-"""Calls, in addition to the pointwise ones, whose results are known never to share memory with an argument.
-If a kernel returned an argument, against its schema, that argument would be overwritten."""
+"""Ops, in addition to the pointwise ones, whose results are known never to share memory with an argument. Results of
+other ops are never overwritten: a kernel may return an argument against its schema."""
 
 COMMUTES = frozenset({ATEN.add.Tensor, ATEN.mul.Tensor})
-"""Calls that may overwrite their second operand."""
+"""Ops that may overwrite their second operand instead of their first."""
 
 IN_PLACE = {ATEN.mul.Scalar: ATEN.mul_.Tensor}
-"""Replacements where an op's in-place variant computes other bits: ``mul_.Scalar`` rounds its number to the
-tensor's type if that has 16 bits."""
+"""The in-place ops to use where an op's usual in-place variant computes other bits: ``mul_.Scalar`` rounds its number
+to the tensor's type if that has 16 bits."""
 
 RESHAPE = ATEN.reshape.default
-"""The one call whose result may or may not share its argument's memory."""
+"""The op whose result may or may not share its argument's memory."""
 
 
 def overwriting_calls(step: CapturedStep, schedule: Schedule) -> dict[int, Call]:
-    """Return the in-place calls that may replace calls of a schedule, by the position of the run in the schedule.
-    Each writes the same bits into an operand that the schedule frees directly after the run. Inputs and outputs of
+    """Return the in-place calls that may replace calls of a schedule, by position in the schedule. Each writes the
+    same bits as the original call, into an operand that the schedule frees directly afterwards. Inputs and outputs of
     the step are never overwritten."""
     ends = [*(i.value for i in step.inputs), *(o.value for o in step.outputs)]
     fixed = {step.values[value].storage for value in ends}
@@ -82,7 +82,8 @@ def overwriting_calls(step: CapturedStep, schedule: Schedule) -> dict[int, Call]
 
 
 def _last_uses(schedule: Schedule) -> Iterator[tuple[int, str, frozenset[str]]]:
-    """Yield each run with its position and the storages that are freed directly after it."""
+    """Yield for each op execution of a schedule, from last to first: its position, the op's name, and the storages
+    that the schedule frees directly after it."""
     dying: list[str] = []
     for at in reversed(range(len(schedule))):
         one = schedule[at]
@@ -105,12 +106,13 @@ def _fresh(call: Call) -> bool:
 
 
 def _overwritable(step: CapturedStep, call: Call) -> Iterator[Value]:
-    """Yield the operands that an in-place op may overwrite: whole storages with the strides of the result,
-    read only once.
+    """Yield the operands of a call that its in-place variant may overwrite. An operand must fill its storage, have the
+    type, shape and strides of the result, and be read only once by the call.
 
-    Results with a dimension of size 1 are left out: its stride is arbitrary and may differ in a new result,
-    and kernels may choose their order of summation by it. Complex results are left out: in-place quotients
-    have other bits, and products depend on the order of operands.
+    Nothing is yielded in three cases. An operand of the result's shape has other strides. The result has a dimension
+    of size 1: the stride of this dimension is arbitrary and may differ in a new tensor, and kernels may choose their
+    order of summation by it. The result is complex: in-place quotients have other bits, and products depend on the
+    order of operands.
     """
     read = [step.values[r.value] for r in refs((call.args, call.kwargs))]
     result = step.values[call.results[0] or ""].fake
@@ -144,7 +146,7 @@ def _layout(tensor: torch.Tensor) -> tuple[Any, ...]:
 
 
 def _overwriting(call: Call, value: str) -> Call:
-    """Return the call that overwrites an operand."""
+    """Return the in-place variant of a call that overwrites an operand. ``value``: the operand, by its value name."""
     target, out = _sibling(call.target) or (call.target, None)
     if out:
         return replace(call, target=target, kwargs={**call.kwargs, out: Ref(value)})
@@ -153,8 +155,9 @@ def _overwriting(call: Call, value: str) -> Call:
 
 
 def _sibling(target: Any) -> tuple[Any, str | None] | None:
-    """Return the in-place variant of an op and None; or, for a gradient formula, the variant that writes into
-    an argument and the name of that argument; None if there is neither."""
+    """Return the variant of an op that overwrites an operand, and the name of the keyword argument for that operand.
+    The name is None if the variant overwrites its first argument (``add_``); gradient formulas have ``grad_input``.
+    Return None if the op has no variant."""
     if target in IN_PLACE:
         return IN_PLACE[target], None
     packet, overload = target._overloadpacket, target._overloadname

@@ -1,4 +1,5 @@
-"""Measurement of how much two lanes slow each other down on the present device, with ops of the step."""
+"""Measure how much two lanes (threads on the CPU, streams on CUDA) slow each other down on the present device, with
+ops of the step."""
 
 from __future__ import annotations
 
@@ -17,7 +18,9 @@ from rematplan.runtime.graph.captured_step import CapturedStep
 SECONDS = 0.02
 """The duration for which each lane is kept busy in one measurement."""
 ROUNDS = 5
+"""The number of measurements, of which the shortest counts."""
 HANDOVERS = 50
+"""How often each lane waits for the other lane in one measurement of waits."""
 
 
 def measured_sharing(
@@ -25,19 +28,20 @@ def measured_sharing(
 ) -> Sharing:
     """Measure how much two lanes (threads on the CPU, streams on CUDA) slow each other down on the step's device.
 
-    For each lane, the op that takes most of the lane's time is run alone, and at the same time as the other lane's
-    op. Ops use their usual number of threads; where one op alone uses all cores, the speed is about a half.
+    For each lane, the op with the largest total time on it is chosen. The two ops are run alone, one after the other,
+    and then at the same time. Ops use their usual number of threads. If one op alone uses all cores, the speed is
+    about a half.
 
     Args:
         step: the captured step.
-        runs: the ops of the schedule's runs, in order.
-        where: the placement of the runs on the lanes.
+        runs: the names of the ops that the schedule runs, in order.
+        where: the placement of the op executions on the lanes.
         cost: the time of each op, by name; only ratios matter.
 
     Returns:
         The speed of an op while the other lane is busy, relative to running alone (0.5 to 1); and, in microseconds,
-            the time of a handover between lanes and the time to start both lanes. The defaults of `Sharing` if a lane
-            has no runs.
+            the time of a wait for the other lane and the time to start the second lane. The defaults of `Sharing` if a
+            lane runs nothing.
     """
     if not where.main or not where.recovery:
         return Sharing()
@@ -56,10 +60,16 @@ def measured_sharing(
 
 
 def _busy(step: CapturedStep, names: Sequence[str], cost: Mapping[str, float]) -> Callable[[], None]:
-    """Return a function that repeats the op that takes most of a lane's time, until `SECONDS` have passed.
-    Collectives are left out."""
+    """Return a function that runs one op again and again for about `SECONDS` seconds. The op is the one with the
+    largest total cost among ``names``, collectives excluded. Without such an op the function does nothing.
+
+    Args:
+        step: the captured step.
+        names: the names of the ops that a lane runs, with repetitions.
+        cost: the time of each op, by name.
+    """
     total: dict[str, float] = {}
-    for name in (n for n in names if n in step.call and not step.call[n].collective):  # without the loss
+    for name in (n for n in names if n in step.call and not step.call[n].collective):  # the loss is no call
         total[name] = total.get(name, 0.0) + cost[name]
     if not total:
         return _nothing
@@ -87,7 +97,8 @@ def _both(device: torch.device, on_main: Callable[[], None], on_recovery: Callab
 
 
 def _hand_over(device: torch.device) -> None:
-    """Run two lanes that only wait for each other."""
+    """Run two lanes that compute nothing and wait for each other `HANDOVERS` times, to measure how long one wait
+    takes. ``device``: the device of the lanes."""
     main, recovery = two_lanes(device)
 
     def answer() -> None:

@@ -1,12 +1,11 @@
-"""Two lanes that run at the same time: two threads, and on CUDA two streams.
+"""Two lanes that run parts of a plan at the same time: two threads, and on CUDA two streams.
 
-Lanes share no variables, except those through which one hands a tensor over to the other. They wait for each
-other where the plan requires it. On the CPU, waiting orders the two threads. On CUDA, a waiting lane makes
-its stream wait for an event of the other stream, without blocking the host; and a tensor that changes lanes
-is recorded on the stream of its new lane, so that the allocator does not reuse its memory while that stream
-still reads it.
+Lanes share no variables, except those through which one lane hands a tensor over to the other. They wait for each
+other where the plan requires it. On the CPU the waiting thread blocks. On CUDA the waiting lane makes its stream wait
+for an event of the other stream. A tensor that changes lanes is recorded on the stream of the lane that takes it over,
+so that the allocator does not reuse its memory while that stream still reads it.
 
-The main lane is the caller's thread and stream. The other thread lives for one step.
+The main lane is the caller's thread and stream. The thread of the other lane, the recovery lane, lives for one step.
 """
 
 from __future__ import annotations
@@ -42,8 +41,8 @@ class Lane:
         self.events: dict[int, torch.cuda.Event] = {}
 
     def reached(self, count: int) -> None:
-        """Announce that ``count`` runs of this lane are finished, and that tensors which only these runs needed are
-        freed. Called by this lane."""
+        """Announce that ``count`` op executions of this lane are finished, and that tensors which only these needed
+        are freed. Called by this lane."""
         if self.device.type == "cuda":
             self.events[count] = torch.cuda.current_stream(self.device).record_event()
         with self.condition:
@@ -51,11 +50,11 @@ class Lane:
             self.condition.notify_all()
 
     def wait(self, count: int) -> None:
-        """Wait until this lane has announced that ``count`` runs are finished. Called by the other lane. On CUDA the
-        other lane's stream waits for the announced work, too.
+        """Wait until this lane has announced that ``count`` op executions are finished. Called by the other lane. On
+        CUDA the other lane's stream waits for the announced work, too.
 
         Raises:
-            Stopped: this lane failed before it announced that.
+            Stopped: this lane failed before the announcement.
         """
         with self.condition:
             self.condition.wait_for(lambda: self.count >= count or self.failure is not None)
@@ -72,7 +71,12 @@ class Lane:
 
 
 class Recovery(Lane):
-    """The lane that rematerialises tensors while the caller's lane ``main`` runs."""
+    """The lane that rematerialises tensors in a second thread, while the caller's thread runs the main lane.
+
+    Args:
+        device: the device on which the lanes compute.
+        main: the main lane.
+    """
 
     def __init__(self, device: torch.device, main: Lane) -> None:
         super().__init__(device, main.condition)
@@ -80,11 +84,11 @@ class Recovery(Lane):
 
     @contextmanager
     def running(self, recover: Callable[[], None]) -> Iterator[None]:
-        """Run ``recover`` on this lane while the block runs on the main lane. Both have ended when the block is left,
-        even by an exception.
+        """Run ``recover`` on this lane, in a second thread, while the body of the ``with`` statement runs on the main
+        lane. Both have ended when the statement ends, even by an exception.
 
         Raises:
-            BaseException: whatever either lane raises; if both fail, the exception of this lane.
+            BaseException: an exception of either lane; if both fail, that of this lane.
         """
         stream = recovery_stream(self.device) if self.device.type == "cuda" else None
         if stream is not None:
@@ -107,7 +111,7 @@ class Recovery(Lane):
                 try:
                     raise failed from None
                 finally:
-                    del failed  # its traceback refers to this frame
+                    del failed  # otherwise a reference cycle: its traceback refers to this frame
 
     def _run(self, recover: Callable[[], None], stream: Any) -> None:
         try:
@@ -126,8 +130,8 @@ def _on(stream: Any) -> AbstractContextManager[Any]:
 
 @cache
 def recovery_stream(device: torch.device) -> Any:
-    """Return the CUDA stream on which all recovery lanes of a device run. There is only one, since libraries keep a
-    workspace for each stream."""
+    """Return the CUDA stream on which all recovery lanes of a device run. Each device has one, since libraries
+    allocate a workspace for each stream."""
     return torch.cuda.Stream(device)
 
 
@@ -138,11 +142,11 @@ def two_lanes(device: torch.device) -> tuple[Lane, Recovery]:
 
 
 def stream_recorder(device: torch.device) -> Callable[[torch.Tensor], None]:
-    """Return a function that a lane calls for each tensor that it takes over from the other lane. On CUDA the
-    function records the tensor on the current stream, so that the allocator does not reuse its memory too early;
-    elsewhere it does nothing.
+    """Return a function that a lane calls with each tensor that it takes over from the other lane. On CUDA the
+    function records the tensor on the current stream, so that the allocator does not reuse its memory too early. On a
+    CPU it does nothing.
 
-    Tensors in CPU memory are ignored, such as the saved random state of an attention op.
+    Tensors in CPU memory are ignored on CUDA, too, such as the saved random state of an attention op.
     """
 
     def record(tensor: torch.Tensor) -> None:

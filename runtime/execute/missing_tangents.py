@@ -1,9 +1,8 @@
-"""The part of a backward that is superfluous if some outputs get no gradient, because the loss does not use
-them.
+"""Skip what a backward need not compute if some outputs get no gradient, because the loss does not use them.
 
-Plain autograd skips all ops that depend only on such outputs, returns no gradient for what only they depend
-on, and adds nothing where their gradients would meet others. A planned backward does the same: it skips these
-calls of the schedule.
+Plain autograd runs no op whose result depends only on missing gradients, and returns no gradient for the inputs of
+such an op. If a missing gradient would be added to another gradient, the other gradient is the sum. A planned backward
+does the same: it leaves out the executions of such ops, and of such additions.
 """
 
 from __future__ import annotations
@@ -19,11 +18,11 @@ from rematplan.runtime.problem.loss_boundary import LATE
 
 @dataclass(frozen=True, slots=True)
 class Unused:
-    """What a backward may leave out, because tangents (gradients of outputs) are missing.
+    """The parts of a backward that are superfluous because some tangents (gradients of outputs) are missing.
 
-    ``zero``: names of values that are zero because a tangent is missing. ``skipped``: positions in the schedule of
-    runs whose results are then superfluous. ``same``: the calls that add such a zero, each as a pair of the call's
-    name and the value of its other summand, which its result equals.
+    ``zero``: the names of values that are zero because a tangent is missing. ``skipped``: positions in the schedule of
+    the op executions whose results nothing needs. ``same``: additions of a zero value to another value, each as a pair
+    of the call's name and the name of the other value, which equals the sum.
     """
 
     zero: frozenset[str] = frozenset()
@@ -32,13 +31,13 @@ class Unused:
 
 
 def unused_by(step: CapturedStep, schedule: Schedule, start: int, missing: Iterable[str]) -> Unused:
-    """Return what a schedule's runs from position ``start`` on need not compute if some tangents (gradients of
-    outputs) are missing.
+    """Return which op executions of a backward are superfluous, and which values are zero, if some tangents (gradients
+    of outputs) are missing. The first execution of a random op is never superfluous, since it advances the generator.
 
     Args:
         step: the captured step.
         schedule: a schedule of its planning problem.
-        start: the position at which the backward begins.
+        start: the position in the schedule at which the backward begins.
         missing: the missing tangents (value names).
     """
     found = zeros_without(step, missing)
@@ -57,7 +56,7 @@ def unused_by(step: CapturedStep, schedule: Schedule, start: int, missing: Itera
             skipped.add(at)
             continue
         wanted -= made
-        # A sum with a zero reads only its other summand; a zero that is read with other values is made there.
+        # A sum with a zero reads only its other summand. A call that reads a zero and other values makes the zero.
         read = [same[call.name]] if call.name in same else [r.value for r in refs((call.args, call.kwargs))]
         wanted.update(step.values[v].storage for v in read if v not in zero)
     return Unused(zero, frozenset(skipped), tuple(same.items()))

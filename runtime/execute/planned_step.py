@@ -27,8 +27,8 @@ class PlannedStep:
         module: the module, whose output is a scalar loss.
         step: its captured step.
         schedule: a schedule of the step's planning problem.
-        lanes: the placement of the schedule's runs on two lanes (threads on the CPU, streams on CUDA); None for one
-            lane.
+        lanes: the placement of the schedule's op executions on two lanes (threads on the CPU, streams on CUDA); None
+            for one lane.
 
     Raises:
         ProblemError: the schedule or the lanes do not fit the step (see `compile_step`).
@@ -59,8 +59,8 @@ class PlannedStep:
 
 
 def eager_step(module: nn.Module, batch: Sequence[torch.Tensor]) -> torch.Tensor:
-    """Run ``module(*batch)``, which must return a scalar loss, and its backward by plain autograd. Return the loss,
-    detached. Gradients are added to ``.grad`` of the parameters."""
+    """Run the training step ``loss = module(*batch); loss.backward()`` by plain autograd, and return the loss,
+    detached. The module must return a scalar loss. Gradients are added to ``.grad`` of the parameters."""
     loss: torch.Tensor = module(*batch)
     loss.backward()
     return loss.detach()
@@ -68,12 +68,12 @@ def eager_step(module: nn.Module, batch: Sequence[torch.Tensor]) -> torch.Tensor
 
 @dataclass(frozen=True, slots=True)
 class Difference:
-    """A result of which some bit differs between a planned step and plain autograd.
+    """A result of a training step in which plain autograd and the planned step differ by at least one bit.
 
     ``name``: the result, such as ``gradient NAME``. ``absolute``: the largest absolute difference of an element.
-    ``relative``: the L2 norm of the difference divided by the L2 norm of the result in plain autograd. A gradient
-    that should be 0 consists of rounding errors, so for gradients the divisor is at least `FLOOR` times the norm of
-    all gradients. Both are infinite if only one of the steps has the result.
+    ``relative``: the L2 norm of the difference, divided by the L2 norm of the result in plain autograd. A gradient
+    that should be 0 consists of rounding errors, so for gradients the divisor is at least `FLOOR` × the norm of all
+    gradients. ``absolute`` and ``relative`` are infinite if only one of the steps has the result.
     """
 
     name: str
@@ -82,13 +82,14 @@ class Difference:
 
 
 FLOOR = 1e-2
+"""Differences of gradients are relative to at least this share of the L2 norm of all gradients."""
 
 
 @dataclass(frozen=True, slots=True)
 class Verification:
     """The result of comparing a planned step bit by bit with plain autograd, from the same state and seed.
 
-    ``compared``: the number of tensors that were compared. ``differences``: those that differ. ``predicted``: the
+    ``compared``: the number of results of plain autograd. ``differences``: the results that differ. ``predicted``: the
     predicted relative error of the tensors that the plan's inverses recompute; 0 if the step must be bit-equal.
     """
 
@@ -103,13 +104,13 @@ class Verification:
 
     @property
     def error(self) -> float:
-        """The largest relative difference of a result; 0 if all are bit-equal."""
+        """The largest relative difference of a result (`Difference.relative`); 0 if all results are bit-equal."""
         return max((d.relative for d in self.differences), default=0.0)
 
     @property
     def passed(self) -> bool:
-        """Whether the step is as planned: it is bit-equal; or, if inverses run, the random state is bit-equal and no
-        relative difference exceeds the limit that follows from the predicted error (`gradient_error`)."""
+        """Whether the step is as planned: bit-equal; or the random state is bit-equal, and no relative difference
+        exceeds ``gradient_error(predicted)``, which is 0 if no inverses run."""
         drawn = any(d.name.startswith("random state") for d in self.differences)
         return self.bit_equal or (not drawn and self.error <= gradient_error(self.predicted))
 
@@ -130,7 +131,7 @@ class Verification:
 def verify(
     planned: PlannedStep, batch: Sequence[torch.Tensor], seed: int = 0, predicted: float = 0.0
 ) -> Verification:
-    """Run a step by plain autograd and as planned, each from the same buffers and seed, and compare the loss, all
+    """Run a training step by plain autograd and as planned, each from the same buffers and seed. Compare the loss, all
     gradients, all buffers and the random state afterwards.
 
     Buffers, gradients and the random state are restored at the end.
@@ -160,8 +161,8 @@ def verify(
 
 
 def same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
-    """Return whether two tensors have the same type, shape and bits. NaN equals a NaN with the same bits, and 0
-    differs from −0."""
+    """Return whether two tensors have the same dtype, shape and bits. NaNs with the same bits count as equal; 0 and −0
+    differ."""
     if a.dtype != b.dtype or a.shape != b.shape:
         return False
     if a.is_complex():
@@ -184,14 +185,15 @@ def _results(module: nn.Module, run: object, seed: int) -> dict[str, torch.Tenso
 
 
 def _random_states() -> dict[str, torch.Tensor]:
-    """Return the states of all generators, by a suffix that names the device."""
+    """Return the states of PyTorch's random number generators: of the CPU under the key ``""``, and of each CUDA
+    device under `` of cuda:N``."""
     on_cuda = torch.cuda.get_rng_state_all() if torch.cuda.is_available() else []
     return {"": torch.get_rng_state(), **{f" of cuda:{at}": state for at, state in enumerate(on_cuda)}}
 
 
 @contextmanager
 def untouched(module: nn.Module) -> Iterator[None]:
-    """Set ``.grad`` of all parameters to None at the start of the block, and restore buffers, gradients and
-    random states afterwards."""
+    """Return a context manager that sets ``.grad`` of all parameters to None at its start, and restores ``.grad``, the
+    buffers, and the states of PyTorch's, Python's and NumPy's random number generators at its end."""
     with same_buffers(module), same_gradients(module), same_draws():
         yield

@@ -1,4 +1,4 @@
-"""Replay of random state: a random op that runs again draws the same numbers, as recomputed dropout must."""
+"""Replay of random states: if a random op runs again, it must draw the same numbers, as for recomputed dropout."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from rematplan.planner.core.schedule import Schedule, runs_of
 from rematplan.runtime.graph.captured_step import CapturedStep
 
 Generator = Callable[[], Any]
+"""A function that returns the state of a random number generator."""
 
 
 def replayed_ops(step: CapturedStep, schedule: Schedule) -> set[str]:
@@ -35,30 +36,29 @@ def load_rng(device: torch.device) -> Callable[[Any], None]:
 
 
 def replay_functions(device: torch.device) -> dict[str, Callable[..., Any]]:
-    """Return the functions that save and load the state of a device's random number generator, by the names under
-    which the source from `first_draw` and `later_draw` calls them."""
+    """Return two functions that save and load the state of a device's random number generator. The keys are the names
+    by which the source from `first_draw` and `later_draw` calls them."""
     return {f"save_rng_{device.type}": save_rng(device), f"load_rng_{device.type}": load_rng(device)}
 
 
 def first_draw(assign: str, state: str, device: torch.device) -> list[str]:
-    """Return the lines of source that run a random op for the first time and keep the generator's state from before
-    it.
+    """Return lines of source that save the generator's state, and then run a random op for the first time.
 
     Args:
         assign: the line that runs the op.
-        state: the variable for the generator's state.
+        state: the name of the variable for the generator's state.
         device: the device of the generator.
     """
     return [f"{state} = save_rng_{device.type}()", assign]
 
 
 def later_draw(assign: str, state: str, device: torch.device) -> list[str]:
-    """Return the lines of source that run a random op again with the generator's state of its first run, and then
-    restore the generator's present state.
+    """Return lines of source that run a random op again, from the generator's state before its first execution.
+    Afterwards they set the generator back to the state in which they found it.
 
     Args:
         assign: the line that runs the op.
-        state: the variable that contains the state of the first run.
+        state: the name of the variable that contains the state from before the first execution.
         device: the device of the generator.
     """
     save, load = f"save_rng_{device.type}", f"load_rng_{device.type}"

@@ -1,4 +1,4 @@
-"""What is needed to run a forward again later with the same bits."""
+"""Save inputs and random states of a forward, so that it can run again later with the same bits."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ from rematplan.runtime.graph.captured_step import CapturedStep
 class Rerun:
     """The inputs and random states with which a forward ran, saved so that it can run again with the same bits.
 
-    ``inputs``: the step's inputs without tangents; buffers that get new content are copies. ``versions``: the version
-    counters of these inputs, by which in-place changes are noticed. ``states``: the states of the random number
-    generators that the step draws from, by device.
+    ``inputs``: the step's inputs without tangents (gradients of outputs). Buffers that get new content are copies.
+    ``versions``: the version counters of these inputs, which show changes in place. ``states``: the states of the
+    random number generators that the step uses, by device.
     """
 
     inputs: Sequence[torch.Tensor]
@@ -31,7 +31,7 @@ class Rerun:
     def before_forward(cls, step: CapturedStep, inputs: Sequence[torch.Tensor]) -> Rerun:
         """Save the inputs and random states of a forward of ``step`` that is about to run.
 
-        ``inputs``: the step's inputs without tangents, in the order of `CapturedStep.inputs`.
+        ``inputs``: the step's inputs without tangents (gradients of outputs), in the order of `CapturedStep.inputs`.
         """
         renewed = renewed_buffers(step)
         storages = [step.values[i.value].storage for i in step.inputs if i.kind != "tangent"]
@@ -41,7 +41,7 @@ class Rerun:
     def check(self, name: str) -> None:
         """Check that no input was changed in place since the forward.
 
-        ``name``: the step's name, with which the message begins.
+        ``name``: the step's name, with which the error message begins.
 
         Raises:
             RuntimeError: an input was changed in place.
@@ -53,8 +53,8 @@ class Rerun:
 
     @contextmanager
     def as_before(self) -> Iterator[None]:
-        """Set the random states inside the block to those from before the forward, and restore the present ones
-        afterwards."""
+        """Return a context manager that sets the random number generators to their states before the forward. When it
+        ends, it restores the states in which it found them."""
         now = {device: save_rng(device)() for device in self.states}
         try:
             for device, state in self.states.items():

@@ -1,8 +1,10 @@
-"""Code generation for two lanes (threads on the CPU, streams on CUDA): from the fork on, the position in the schedule
-where the second lane starts, the source has an inner function, which runs on the recovery lane.
+"""Code generation for two lanes (threads on the CPU, streams on CUDA).
 
-Each lane has its own variables and drops a tensor after its last read there; the tensor is freed when both
-lanes have dropped it. A tensor that one lane makes and the other reads is handed over in a variable
+The second lane, the recovery lane, starts at a position of the schedule called the fork. From there on, the source has
+an inner function with the ops of the recovery lane, which runs in a second thread.
+
+Each lane has its own variables, and deletes a variable after the lane's last read of the tensor. The tensor is freed
+when both lanes have deleted theirs. A tensor that one lane computes and the other reads is passed in a variable
 ``h_...``, which the reading lane deletes.
 """
 
@@ -38,15 +40,24 @@ LANE = ("gradients", "recovery")
 """The names of the lanes in the source."""
 
 DRAWS = Lock()
-"""A lock for random calls after a fork: a replay sets the generator back and then forward again."""
+"""A lock for random calls on two lanes. While one lane replays a random call, the generator has an earlier state, which
+the other lane must not use."""
 
 
 @dataclass
 class _Stretch:
-    """The runs of a schedule after the fork that one function contains, and what each lane does at each run.
+    """The part of a schedule on two lanes that one generated function contains, and what each lane does before and
+    after each op execution.
 
-    The tables are indexed by lane and index of a run: the live ranges that the lane takes over before the
-    run, those that it hands over after it, and the storages that it drops after it.
+    A *copy* is a tensor as one op execution computed it. A copy that one lane computes and the other reads is handed
+    over.
+
+    - ``where``: the op executions of each lane.
+    - ``copies``: the copies that are computed or read in this part.
+    - ``needs``: for each lane and op execution, how many op executions of the other lane must have finished before.
+    - ``takes``: by lane and index of an op execution, the copies that the lane takes over before it.
+    - ``gives``: by lane and index of an op execution, the copies that the lane hands over after it.
+    - ``drops``: by lane and index of an op execution, the storages whose variables the lane deletes after it.
     """
 
     where: Placed
@@ -56,7 +67,7 @@ class _Stretch:
     gives: dict[tuple[int, int], list[Copy]] = field(default_factory=lambda: defaultdict(list))
     drops: dict[tuple[int, int], list[str]] = field(default_factory=lambda: defaultdict(list))
     handed: dict[int, dict[str, str]] = field(default_factory=dict)
-    """By the ``id`` of a live range that is handed over: its values and the variables that contain them."""
+    """By the ``id`` of a copy that is handed over: its values, and the variables in which they are passed."""
 
     def __post_init__(self) -> None:
         for copy in self.copies:
@@ -70,22 +81,24 @@ class _Stretch:
 
     @property
     def kept(self) -> set[str]:
-        """The storages that exist at the beginning and that the main lane reads."""
+        """The storages that exist before this part of the schedule and that the main lane reads in it or afterwards."""
         return {c.tensor for c in self.copies if c.made == BEFORE and c.last[MAIN] is not None}
 
     def awaited(self, lane: int) -> set[int]:
-        """Return those numbers of finished runs of a lane for which the other lane waits."""
+        """Return for which numbers of finished op executions of ``lane`` the other lane waits."""
         other = 1 - lane
         return set(self.needs[other][: len(self.where.lanes[other])])
 
 
 class _Locked(Writer):
-    """A writer for one lane that takes the lock around random calls."""
+    """A writer of source that encloses random calls in a lock, so that two lanes do not use the random number
+    generator at the same time."""
 
     locked = True
 
     def run(self, run: Run, at: int) -> None:
-        """Write one run. ``at``: its position in the schedule."""
+        """Write one execution of an op, with the lock if the op is random. ``run``: the execution. ``at``: its
+        position in the schedule."""
         before = len(self.lines)
         super().run(run, at)
         if self.locked and self.step.call[run.op].seeded:
@@ -94,9 +107,9 @@ class _Locked(Writer):
 
 
 class LaneWriter(_Locked):
-    """Writes a schedule as source for two lanes (threads on the CPU, streams on CUDA). The second lane starts at a
-    run that is called the fork. Runs from the fork on, at position ``start`` or later, are written on their lanes;
-    all earlier runs one after the other.
+    """Writes a schedule as source for two lanes (threads on the CPU, streams on CUDA). The second lane starts at an op
+    execution called the fork. Op executions before the fork, or before position ``start``, are written one after the
+    other; all others on the two lanes.
 
     Each function of the source begins and ends in one lane. If the schedule is written as several functions, lanes
     therefore wait for each other more often than necessary, which changes no result and needs no more memory.
@@ -104,11 +117,11 @@ class LaneWriter(_Locked):
     Args:
         step: the captured step.
         schedule: a schedule of its planning problem.
-        lanes: the fork, the lane of each run, and which runs wait for which runs of the other lane.
+        lanes: the fork, the lane of each op execution, and for which op executions of the other lane it waits.
         start: the first position of the schedule that may be on two lanes.
 
     Raises:
-        ProblemError: the lanes do not fit the schedule, or do not wait for what they read.
+        ProblemError: the lanes do not fit the schedule.
     """
 
     locked = False
@@ -121,11 +134,11 @@ class LaneWriter(_Locked):
         self.start = max(start, [*self.step_of, len(schedule)][lanes.fork])
 
     def steps(self, start: int, end: int) -> None:
-        """Write the schedule's runs and frees at positions ``start`` to ``end`` (exclusive): those before the second
-        lane starts one after the other, the others on their lanes.
+        """Write the op executions and frees at positions ``start`` to ``end`` (exclusive) of the schedule. Those
+        before the second lane starts are written one after the other, the others on their lanes.
 
         Raises:
-            ProblemError: as `Writer.steps`; or the lanes do not wait for what they read.
+            ProblemError: as `Writer.steps`; or the lanes do not wait for a tensor that they read.
         """
         if start < self.start:
             super().steps(start, min(end, self.start))
@@ -142,8 +155,12 @@ class LaneWriter(_Locked):
         return {self.step.values[i.value].storage for i in self.step.inputs}
 
     def _stretch(self, start: int, end: int) -> _Stretch:
-        """Return the steps from ``start`` to ``end``. Tensors that are read later count as read at their
-        end."""
+        """Return what each lane does at positions ``start`` to ``end`` (exclusive) of the schedule. Tensors that are
+        read only after ``end`` are passed to the main lane, which continues alone there.
+
+        Raises:
+            ProblemError: the lanes do not wait for a tensor that they read.
+        """
         first, last = bisect_left(self.step_of, start), bisect_left(self.step_of, end)
         wanted = dict.fromkeys(self.step.values[o.value].storage for o in self.step.outputs)
         for reads, writes in reversed(self._touches[last:]):
@@ -192,8 +209,8 @@ class LaneWriter(_Locked):
         self._take(self, here, MAIN, len(here.where.main))
 
     def _inner_writer(self) -> Writer:
-        """Return a writer for the inner function. It sees the inputs and the random states; all other
-        variables are its own."""
+        """Return a writer for the inner function, which the recovery lane runs. The function can read the step's
+        inputs and the saved random states of the enclosing function. All its other variables are separate."""
         inner = _Locked(self.step, self.schedule)
         inner.scope, inner.targets = self.scope, self.targets
         inner.variable, inner.taken = self.variable, self.taken
@@ -202,7 +219,14 @@ class LaneWriter(_Locked):
         return inner
 
     def _lane(self, writer: Writer, here: _Stretch, lane: int) -> None:
-        """Write the runs of one lane."""
+        """Write the op executions of one lane, with its waits, the tensors that it passes to and takes from the other
+        lane, and its deletions.
+
+        Args:
+            writer: writes the lane's source.
+            here: the part of the schedule that is written.
+            lane: `MAIN` or `RECOVERY`.
+        """
         awaited, had = here.awaited(lane), 0
         for k, at in enumerate(here.where.lanes[lane]):
             if here.needs[lane][k] > had:
@@ -223,7 +247,16 @@ class LaneWriter(_Locked):
         writer.lines += [f"{hand} = {writer.use(v)}" for v, hand in self._hands(here, copy).items()]
 
     def _take(self, writer: Writer, here: _Stretch, lane: int, index: int) -> None:
-        """Take over the live ranges whose first read on this lane is by this run."""
+        """Write the lines with which a lane takes over tensors from the other lane: those that it reads for the first
+        time in its op execution number ``index``.
+
+        Args:
+            writer: writes the lane's source.
+            here: the part of the schedule that is written.
+            lane: `MAIN` or `RECOVERY`.
+            index: the op execution, counted from 0 on this lane. The number of all its op executions means the end of
+                the part.
+        """
         for copy in here.takes[lane, index]:
             for value, hand in self._hands(here, copy).items():
                 name = writer.name(value)
@@ -234,7 +267,8 @@ class LaneWriter(_Locked):
                 writer.bring_to_life(value)
 
     def _hands(self, here: _Stretch, copy: Copy) -> dict[str, str]:
-        """Return the values of a live range that is handed over, and the variables that contain them."""
+        """Return the variables in which a tensor is passed from one lane to the other, by the names of its values.
+        Views are left out, since each lane computes its own. ``copy``: the tensor as one op execution computed it."""
         if id(copy) not in here.handed:
             number, step = len(here.handed), self.step
             at = here.where.lanes[copy.lane][copy.made] if copy.made > BEFORE else None
