@@ -1,1 +1,1 @@
-"""The captured step as data, and analyses of it."""
+"""The captured step (a training step as a sequence of ATen calls), and analyses of it."""

@@ -11,8 +11,8 @@ device. If more than ``REST`` bytes are requested and a cached block would have 
 over, it does not split the block, and counts the whole block as allocated. (In c10: ``kMinBlockSize``,
 ``kMinLargeAlloc``, ``kRoundLarge`` and ``kSmallSize``.)
 
-How much is left over depends on all earlier requests. We assume one part in ``SHARE`` of the block, which is
-more than we measured for any whole step.
+How many bytes of a block are left over depends on all earlier requests. The assumption is ``1 / SHARE`` of the block,
+more than was measured for any whole step.
 """
 
 

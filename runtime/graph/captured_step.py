@@ -1,4 +1,5 @@
-"""A captured training step: ATen calls in a valid order over values, some of which share a storage."""
+"""A captured training step: ATen calls in a valid order, with the tensors that they read and return. Several tensors
+may share a storage."""
 
 from __future__ import annotations
 
@@ -20,20 +21,21 @@ OutputKind = Literal[
 GRADIENT_OF: Mapping[str, OutputKind] = MappingProxyType(
     {"parameter": "gradient", "buffer": "gradient", "batch": "input gradient"}
 )
-"""The kind of the output that is an input's gradient, by the kind of that input. Both have the same
+"""For each kind of input, the kind of the output that is its gradient. The input and its gradient have the same
 ``target``."""
 
 
 COLLECTIVES = frozenset({"_c10d_functional", "_c10d_functional_autograd", "c10d_functional"})
 """Namespaces of ops that all processes of a group must call in the same order."""
 WAITS = frozenset({"wait_tensor"})
-"""Names of ops in these namespaces that wait for a collective to finish. Each process may call them at any
-time."""
+"""Names of ops, in the namespaces `COLLECTIVES`, that wait for a collective to finish. Each process may call them at
+any time."""
 
 
 @dataclass(frozen=True, slots=True)
 class Ref:
-    """A placeholder for a tensor inside a call's arguments: the name of the `Value`."""
+    """A placeholder for a tensor in the arguments of a call. ``value``: the name of the `Value` that describes the
+    tensor."""
 
     value: str
 
@@ -57,16 +59,20 @@ class Value:
 class Call:
     """One ATen call of a captured step.
 
-    ``name``: its name. ``target``: the op. ``args``, ``kwargs``: its arguments, with a `Ref` in place of each tensor.
-    ``results``: the names of its results by position; None where it returns no tensor. ``single``: whether it returns
-    one tensor, not a tuple. ``is_view``: whether every result shares the storage of an argument, so that the call
-    costs nothing and allocates nothing. ``seeded``: whether it draws from the random number generator, whose state
-    must be replayed if the call runs again. ``backward``: whether it belongs to the backward half. ``module``: the
-    qualified name of the innermost module in whose forward, or in the backward of whose forward, it runs; empty if
-    unknown. ``gain``: the factor by which it multiplies a relative error of its arguments. ``noise``: the relative
-    error that its rounding adds; None if that follows from the types. ``late``: whether it runs after the outputs'
-    gradients have arrived, even if it reads none of them. ``indexed``: whether it belongs to an index of several
-    dimensions (``x[a, b]``), or to the backward of one; recorded only where sizes are open.
+    - ``name``: its name. ``target``: the op.
+    - ``args``, ``kwargs``: its arguments, with a `Ref` in place of each tensor.
+    - ``results``: the names of its results (`Value`) by position; None where it returns no tensor. ``single``: whether
+      it returns one tensor, not a tuple.
+    - ``is_view``: whether every result shares the storage of an argument. Then the call takes no time and no memory.
+    - ``seeded``: whether it draws random numbers. If it runs again, the generator's state must be the same.
+    - ``backward``: whether it belongs to the backward half.
+    - ``module``: the qualified name of the innermost module whose forward or backward makes the call; empty if
+      unknown.
+    - ``gain``: the factor by which a relative error of its arguments grows. ``noise``: the relative error that its own
+      rounding adds; None if it follows from the dtypes.
+    - ``late``: whether it must run after the gradients of the outputs have arrived, even if it reads none of them.
+    - ``indexed``: whether it comes from an index of several dimensions (``x[a, b]``) or the backward of one. Recorded
+      only if the capture has open (symbolic) sizes.
     """
 
     name: str
@@ -86,8 +92,8 @@ class Call:
 
     @property
     def collective(self) -> bool:
-        """Whether the call communicates with other processes (waiting for the result is a separate call, see
-        `waits`). Their plans may differ, so a plan runs it once, in a fixed order."""
+        """Whether the call communicates with other processes. Waiting for its result is a separate call (`waits`). A
+        plan runs a collective once, in the captured order, since the plans of the other processes may differ."""
         return getattr(self.target, "namespace", "") in COLLECTIVES and not self.waits
 
     @property
@@ -100,8 +106,8 @@ class Call:
 
     @property
     def ordered(self) -> bool:
-        """Whether the call's first run must keep its position among all calls with this property: random
-        calls and collectives."""
+        """Whether the call is random or a collective. In every schedule, the first executions of these calls have the
+        captured order."""
         return self.seeded or self.collective
 
 
@@ -114,7 +120,7 @@ def single_call(
     result: str | None = None,
     **further: Any,
 ) -> Call:
-    """Return a new `Call` with a single result, for passes that add calls to a step.
+    """Return a new `Call` with one result, for code that adds calls to a captured step.
 
     Args:
         name: the call's name.
@@ -129,12 +135,14 @@ def single_call(
 
 @dataclass(frozen=True, slots=True)
 class StepInput:
-    """An input of a captured step.
+    """An input of a captured step. ``value``: the name of its `Value`. ``kind`` and ``target`` say what it is:
 
-    ``kind``, ``target``: what it is: a parameter or buffer (by its name), a tensor of the batch (by its position), a
-    constant (by its name), a tangent, which is the gradient of an output (by the output's position), or an answer,
-    which is an output as the next stage of a pipeline recovers it and sends it back (by the output's position).
-    ``value``: the name of its `Value`.
+    - ``parameter``, ``buffer``: a parameter or buffer; ``target`` is its name.
+    - ``batch``: a tensor among the module's arguments; ``target`` is its position.
+    - ``constant``: a tensor that was captured with its content; ``target`` is its name.
+    - ``tangent``: the gradient of an output; ``target`` is the position of the output.
+    - ``answer``: an output of a pipeline stage that the next stage has recomputed and sent back; ``target`` is the
+      position of the output.
     """
 
     kind: InputKind
@@ -144,19 +152,17 @@ class StepInput:
 
 @dataclass(frozen=True, slots=True)
 class StepOutput:
-    """An output of a captured step. ``value``: the name of its `Value`. ``kind``, ``target``: what it is:
+    """An output of a captured step. ``value``: the name of its `Value`. ``kind`` and ``target`` say what it is:
 
-    - ``output``: an output of the module; ``target`` is its position. If the step has a loss, the loss is
-      output 0.
-    - ``gradient``, ``input gradient``: the gradient of a parameter (by its name) or of an input (by its
-      position in the batch).
-    - ``buffer``: the new content of a buffer, by its name.
+    - ``output``: an output of the module; ``target`` is its position. If the step has a loss, the loss is output 0.
+    - ``gradient``: the gradient of a parameter or buffer; ``target`` is its name.
+    - ``input gradient``: the gradient of a tensor in the batch; ``target`` is the tensor's position.
+    - ``buffer``: the new content of a buffer; ``target`` is the buffer's name.
     - ``renewed``: the new content of an input, which the caller copies into the input.
-    - ``check``: an empty tensor that an assertion about values returns, so that the assertion is not removed as
-      dead code.
-    - ``statistic``: a sum over the rows of a layer, which the backward half computes.
-    - ``recovered input``: an input of the batch as the backward half has recomputed it, by its position in the
-      batch.
+    - ``check``: an empty tensor that an assertion about values returns, so that the assertion is not removed as dead
+      code.
+    - ``statistic``: a sum over the rows of a layer (for Kronecker factors), which the backward half computes.
+    - ``recovered input``: a tensor of the batch as the backward half has recomputed it; ``target`` is its position.
     """
 
     kind: OutputKind
@@ -169,8 +175,8 @@ class CapturedStep:
     """A training step: ATen calls in a valid order, with the inputs they read and the outputs they produce.
 
     ``name``: its name, for messages. ``inputs``, ``outputs``: in the order in which a compiled step takes and returns
-    them. ``calls``: forward and backward, in order. ``values``: every `Value` by name. ``constants``: the real
-    tensors of inputs of kind ``constant``, by value name.
+    them. ``calls``: the calls of the forward and then of the backward half. ``values``: by name, a `Value` for each
+    tensor. ``constants``: the real tensors of inputs of kind ``constant``, by value name.
     """
 
     name: str
@@ -180,30 +186,30 @@ class CapturedStep:
     values: Mapping[str, Value]
     constants: Mapping[str, torch.Tensor]
     inverses: tuple[Call, ...] = ()
-    """Further calls, which the captured program does not make: each can recompute one storage of the forward
-    half from tensors that were computed from it."""
+    """Further calls, which the captured step does not make. Each can recompute one storage of the forward half from
+    tensors that were computed from it."""
     attributes: frozenset[str] = frozenset()
-    """Positions of outputs that the forward does not return but assigns to attributes of its modules."""
+    """Positions (as text) of outputs that the forward does not return, but assigns to attributes of its modules."""
     left_out: frozenset[str] = frozenset()
-    """Positions of outputs that require gradients but have no tangent among the inputs, because a scalar
-    output (a loss) is computed from them."""
+    """Positions (as text) of outputs whose gradients are no inputs of the step although the outputs require gradients.
+    A scalar output, the loss, is computed from these outputs, so a training loop does not compute their gradients."""
     arrived: frozenset[str] = frozenset()
-    """Positions of outputs from which a scalar output (a loss) is computed, and that nevertheless have a
-    tangent."""
+    """Positions (as text) of outputs from which a scalar output, the loss, is computed, and whose gradients are inputs
+    of the step nevertheless: an earlier backward got them."""
 
     @cached_property
     def call(self) -> dict[str, Call]:
-        """All calls of `calls` and `inverses`, by name."""
+        """All calls of the step and all its inverses (calls that can recompute a tensor from later ones), by name."""
         return {c.name: c for c in (*self.calls, *self.inverses)}
 
     @cached_property
     def priced_calls(self) -> tuple[Call, ...]:
-        """The calls that take time and allocate storages: those of `calls` and `inverses` that are not views."""
+        """The calls that take time and allocate storages: all calls and inverses that are not views."""
         return tuple(c for c in (*self.calls, *self.inverses) if not c.is_view)
 
     @cached_property
     def storage_bytes(self) -> dict[str, int]:
-        """The bytes of each storage, by its name, as the allocator of its device counts them."""
+        """The bytes of each storage, by the storage's name, as the allocator of its device counts them."""
         return {
             v.storage: allocated(int(v.fake.untyped_storage().nbytes()), v.fake.device)
             for v in self.values.values()
@@ -211,29 +217,29 @@ class CapturedStep:
 
     @cached_property
     def device(self) -> torch.device:
-        """The device of the step: the first that is not a CPU, if any value is on one; else the CPU."""
+        """The main device of the step: the first device of its tensors that is not a CPU; else the CPU."""
         return next((d for d in self.devices if d.type != "cpu"), self.devices[0])
 
     @cached_property
     def devices(self) -> tuple[torch.device, ...]:
-        """The devices of all values, each once."""
+        """The devices of all tensors of the step, each once."""
         return tuple(dict.fromkeys(v.fake.device for v in self.values.values()))
 
     def drawing_device(self, call: Call) -> torch.device:
-        """Return the device whose random number generator a random call uses: that of the call's first tensor
-        result, or the device of the step if the call returns no tensor."""
+        """Return the device whose random number generator a random call uses: that of its first result that is a
+        tensor, or the step's main device if no result is."""
         return next((self.values[r].fake.device for r in call.results if r), self.device)
 
     @cached_property
     def drawing_devices(self) -> tuple[torch.device, ...]:
-        """The devices whose random number generators the random calls use, each once."""
+        """The devices whose random number generators the step's random calls use, each once."""
         return tuple(dict.fromkeys(self.drawing_device(c) for c in self.calls if c.seeded))
 
     @cached_property
     def after_loss(self) -> frozenset[str]:
-        """The names of calls that run after the loss boundary (the moment at which the gradients of the outputs
-        arrive): those that depend on such a gradient, directly or not, those marked as late (`Call.late`), and those
-        that depend on a late call."""
+        """The names of all calls that run after the loss boundary, the moment at which the gradients of the outputs
+        arrive: calls that read such a gradient, calls marked as late (`Call.late`), and all calls that depend on one
+        of these."""
         after = {i.value for i in self.inputs if i.kind == "tangent"}
         found = set()
         for call in self.calls:
@@ -243,7 +249,7 @@ class CapturedStep:
         return frozenset(found)
 
     def reads(self, call: Call) -> tuple[str, ...]:
-        """Return the names of the storages that a call's arguments are in, each once, in order."""
+        """Return the names of the storages of a call's tensor arguments, each once, in order."""
         return tuple(dict.fromkeys(self.values[r.value].storage for r in refs((call.args, call.kwargs))))
 
     def writes(self, call: Call) -> tuple[str, ...]:
@@ -257,7 +263,8 @@ class CapturedStep:
 
 
 def refs(args: Any) -> Iterator[Ref]:
-    """Yield the `Ref` objects in nested arguments of a call, in order."""
+    """Yield the `Ref` objects (placeholders for tensors) in the arguments of a call, in order. ``args``: the
+    arguments, with nested tuples, lists and dicts."""
     if isinstance(args, Ref):
         yield args
     elif isinstance(args, (tuple, list)):
@@ -269,8 +276,8 @@ def refs(args: Any) -> Iterator[Ref]:
 
 
 def substitute(args: Any, value_of: Callable[[str], Any]) -> Any:
-    """Return nested arguments of a call with every `Ref` replaced by ``value_of(name)``, where ``name`` is that of
-    the value."""
+    """Return the arguments of a call with every `Ref` (a placeholder for a tensor) replaced by ``value_of(name)``.
+    ``name`` is the tensor's name. ``args``: the arguments, with nested tuples, lists and dicts."""
     if isinstance(args, Ref):
         return value_of(args.value)
     if isinstance(args, (tuple, list)):

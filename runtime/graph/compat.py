@@ -1,10 +1,10 @@
-"""All private names of PyTorch that this package uses. No other file of ``runtime/`` or ``rematplan/``
-mentions one.
+"""All private names that this package imports from PyTorch. No other file of ``runtime/`` or ``rematplan/`` refers to
+a private module, class or function of PyTorch.
 
-Any PyTorch release may move or drop such a name. This file then fails at import and says which name is
-missing, so that no training run fails hours later. It exports PyTorch's own objects, without wrappers, so
-that a call costs nothing extra. Names that take long to load (Dynamo, Inductor), or that some builds lack,
-are looked up at first use; see `LATER`.
+Any PyTorch release may move or remove a private name. This file then fails at import and says which name is missing,
+so that no training run fails hours later. It exports PyTorch's own objects, without wrappers, so that a call costs
+nothing extra. Names that take long to load (Dynamo, Inductor), or that some builds lack, are looked up at first use;
+see `LATER`.
 """
 
 from __future__ import annotations
@@ -156,10 +156,10 @@ if not TYPE_CHECKING:  # a type checker would otherwise accept every name as an 
 
 
 def _name_in(module: ModuleType, *names: str) -> str:
-    """Return the first of these names that the module has.
+    """Return the first of ``names`` that is an attribute of ``module``.
 
-    PyTorch, or a patch of ours, may assign the attribute again while a program runs, so the caller looks it
-    up in its module each time instead of importing its value.
+    The caller looks the attribute up by name each time it needs the value, since PyTorch or rematplan's patches may
+    assign it again while a program runs.
 
     Raises:
         ImportError: the module has none of the names.
@@ -187,8 +187,8 @@ def forward_mode_level() -> int:
 
 
 def any_mode() -> bool:
-    """Return whether a Python dispatch mode (such as a tracer's) is active in this thread. This check is cheaper than
-    disabling modes when there are none."""
+    """Return whether a Python dispatch mode (such as a tracer's) is active in this thread. The check is cheaper than
+    disabling modes without need."""
     return bool(dispatch_stack_depth() or pre_dispatch_stack_depth())
 
 

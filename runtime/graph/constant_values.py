@@ -1,4 +1,4 @@
-"""Constant folding: the values of a step that are computed only from parameters, buffers and constants."""
+"""Constant folding: find the values of a step that are computed only from parameters, buffers and constants."""
 
 from __future__ import annotations
 
@@ -9,22 +9,22 @@ import torch
 from rematplan.runtime.graph.captured_step import CapturedStep, refs, substitute
 
 LARGEST_CONSTANT = 2**20
-"""The number of elements above which a value is not computed. We look for scales, which are small."""
+"""The number of elements above which a value is not computed. The values that rematplan needs (scales, indices) are
+smaller."""
 DEEPEST = 24
-"""The longest chain of calls that is followed from a value back to parameters, buffers and constants."""
+"""The largest number of calls in a chain from parameters, buffers and constants to a value that is computed."""
 
 
 class KnownValues:
-    """The real tensors of those values of a step that are computed only from parameters, buffers and constants. They
-    are computed on demand and cached.
+    """The real tensors of those values of a captured step that are computed only from parameters, buffers and
+    constants. They are computed on demand and cached.
 
-    Values of more than `LARGEST_CONSTANT` elements, results of random calls and collectives, and values behind more
-    than `DEEPEST` calls count as unknown.
+    A computed value counts as unknown if it has more than `LARGEST_CONSTANT` elements, is the result of a random call
+    or a collective, is computed from an unknown value, or is at the end of a chain of more than `DEEPEST` calls.
 
     Args:
         step: the captured step.
-        named: real parameters and buffers by name. A parameter or buffer without an entry is unknown, and so is every
-            value computed from it.
+        named: real parameters and buffers by name. A parameter or buffer without an entry is unknown.
     """
 
     def __init__(self, step: CapturedStep, named: Mapping[str, torch.Tensor]) -> None:
@@ -35,7 +35,7 @@ class KnownValues:
                 self.known[i.value] = named[i.target].detach()
 
     def __call__(self, value: str) -> torch.Tensor | None:
-        """Return the real tensor of a value, by the value's name; None if it is unknown."""
+        """Return the real tensor of a value; None if it is unknown. ``value``: the value's name."""
         return self._find(value, DEEPEST)
 
     def _find(self, value: str, depth: int) -> torch.Tensor | None:

@@ -1,4 +1,5 @@
-"""The classes of random number generators outside PyTorch."""
+"""The classes of Python's and NumPy's random number generators. Their states are in host memory and are unknown to
+PyTorch."""
 
 from __future__ import annotations
 

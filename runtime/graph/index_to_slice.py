@@ -1,4 +1,4 @@
-"""Recognition of index tensors that select a slice: evenly spaced ascending indices along one dimension."""
+"""Recognition of index tensors that select a slice: evenly spaced, ascending indices along one dimension."""
 
 from __future__ import annotations
 
@@ -11,7 +11,8 @@ import numpy as np
 
 @dataclass(frozen=True, slots=True)
 class Slice:
-    """Every ``step``-th index of dimension ``dim`` from ``start`` to ``end`` (exclusive)."""
+    """A slice of one dimension of a tensor: every ``step``-th index of dimension ``dim`` from ``start`` to ``end``
+    (exclusive)."""
 
     dim: int
     start: int
@@ -20,12 +21,14 @@ class Slice:
 
 
 def picked_slice(indices: Sequence[np.ndarray[Any, Any] | None], shape: Sequence[int]) -> Slice | None:
-    """Return the slice that advanced indexing with index arrays is equal to, element by element in the same order.
-    Return None if the arrays select no slice, are empty, or are not integers within the shape.
+    """Return the slice of a tensor that has the same elements in the same order as ``x[indices]``. Return None if
+    there is none, or if the arrays are empty, are not integers, or exceed the shape. Negative indices count from the
+    end.
 
     Args:
-        indices: one index array for each leading dimension; None selects the whole dimension.
-        shape: the shape of the indexed tensor.
+        indices: an index array for each of the tensor's first dimensions; None for a dimension without index array
+            (``:``).
+        shape: the shape of the tensor.
     """
     present = {k: one for k, one in enumerate(indices) if one is not None}
     if not present or not all(one.dtype.kind in "iu" and one.size for one in present.values()):
@@ -46,7 +49,8 @@ def picked_slice(indices: Sequence[np.ndarray[Any, Any] | None], shape: Sequence
 
 
 def _progression(dim: int, picked: np.ndarray[Any, Any]) -> Slice | None:
-    """Return the slice of these indices if they ascend by equal steps; else None."""
+    """Return indices of dimension ``dim`` as a slice, if they ascend by equal steps; else None. ``picked``: the
+    indices."""
     start, count = int(picked[0]), picked.size
     step = int(picked[1]) - start if count > 1 else 1
     if step < 1 or not np.array_equal(picked, start + step * np.arange(count)):
@@ -55,8 +59,13 @@ def _progression(dim: int, picked: np.ndarray[Any, Any]) -> Slice | None:
 
 
 def _goes_through(found: Slice, shape: Sequence[int], lists: Sequence[np.ndarray[Any, Any]]) -> bool:
-    """Return whether the index arrays, one per dimension, enumerate a slice of these dimensions in row-major
-    order."""
+    """Return whether index arrays enumerate a slice of a tensor's first dimensions in row-major order.
+
+    Args:
+        found: the slice of one of these dimensions; the other dimensions are taken whole.
+        shape: the sizes of these dimensions.
+        lists: an index array for each of these dimensions.
+    """
     ranges = [np.arange(n) for n in shape]
     ranges[found.dim] = ranges[found.dim][found.start : found.end : found.step]
     grid = np.meshgrid(*ranges, indexing="ij")

@@ -1,4 +1,4 @@
-"""The function to call for an op so that its result has the same bits as in eager mode."""
+"""The functions to call for ops outside autograd so that results have the same bits as in eager mode."""
 
 from __future__ import annotations
 
@@ -11,15 +11,16 @@ ATEN = torch.ops.aten
 
 
 def _training_rnn_layer(*args: Any, **kwargs: Any) -> Any:
-    """Run the RNN kernel with gradients enabled. Only then does it save what its backward reads, whatever its
-    ``train`` argument says."""
+    """Run oneDNN's RNN kernel with gradients enabled. Otherwise it does not save what its backward reads, even if its
+    argument ``train`` is true."""
     with torch.enable_grad():
         return ATEN.mkldnn_rnn_layer.default(*args, **kwargs)
 
 
 def _batch_norm_backward(*args: Any) -> Any:
-    """Pass a copy of the tensor that the forward reserved for cuDNN. cuDNN's kernel may overwrite it, and a
-    plan may run the call twice. Autograd's own formula makes the same copy when it keeps the graph."""
+    """Run the backward of batch norm on a copy of the last argument, cuDNN's reserve tensor from the forward. cuDNN
+    may overwrite this tensor, and a plan may run the call twice. Autograd's formula makes the same copy if the graph
+    is retained."""
     return ATEN.batch_norm_backward.default(*args[:-1], args[-1].clone())
 
 
@@ -31,6 +32,6 @@ _AS_IN_EAGER: dict[Any, Callable[..., Any]] = {
 
 def kernel_of(target: Callable[..., Any]) -> Callable[..., Any]:
     """Return the function to call for an op outside autograd, so that its result has the same bits as in eager mode
-    under autograd. For most ops that is the op itself."""
+    under autograd. For most ops that is the op itself. ``target``: the op."""
     kernel: Callable[..., Any] = getattr(target, "_op", target)  # OpOverload.__call__ only forwards to _op
     return _AS_IN_EAGER.get(target, kernel)
