@@ -1,4 +1,4 @@
-"""For each batch size of a range, which of several known schedules fits a budget of bytes.
+"""Find, for each batch size of a range, which of several known schedules fits a budget of bytes.
 
 Every size is evaluated, not only the largest: a larger size need not have the larger peak. A schedule that fits at the
 smallest and the largest size need not fit at the sizes between them, because kernels need more workspace at some sizes,
@@ -38,8 +38,8 @@ class RangeRow(Generic[Size]):
 
 @dataclass(frozen=True)
 class RangeProof(Generic[Size]):
-    """For each size of a range, whether a family (a set of schedules that can be evaluated at any size) has one whose
-    peak is within ``budget`` bytes. ``rows``: the result for each size."""
+    """The results for a range of batch sizes: whether, at each size, at least one of several known schedules has a peak
+    within ``budget`` bytes. ``rows``: the result for each size."""
 
     budget: int
     rows: tuple[RangeRow[Size], ...]

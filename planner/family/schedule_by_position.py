@@ -119,8 +119,8 @@ def member_of(graph: TrainingGraph, schedule: Schedule, strategy: str) -> Member
 
 
 def step_table(graph: TrainingGraph) -> tuple[tuple[Step, ...], tuple[Step, ...]]:
-    """Return all steps that a schedule of this problem can consist of: first the run of each op and inverse, by
-    position (ops first), then the freeing of each tensor that an op writes, by position."""
+    """Return the steps of which a schedule of this problem consists, as two tuples: the run of each op and inverse, ops
+    first; and the freeing of each tensor that an op writes, in the order in which ops write them."""
     return tuple(Run(name) for name in graph.op), tuple(Free(t) for t in graph.producer)
 
 

@@ -96,13 +96,14 @@ class StageProgram:
         return repeats
 
     def hint(self) -> dict[int, float]:
-        """Return the known schedule as a start for the solver, by the variable's number: for each variable «op v runs
-        again in stage k», 1 if the known schedule does that, else 0."""
+        """Return a start for the solver: for the number of each variable «op v runs again in stage k», 1 if the known
+        schedule does that, else 0."""
         return {j: float(v in self.repeats[k]) for (v, k), j in self.run.items()}
 
     def _upstream(self, k: int) -> tuple[int, ...]:
-        """Return the numbers of at most ``depth`` ops upstream of op k, the nearest first found (breadth first), in
-        ascending order. Only ops that may run again and that write a large tensor are visited."""
+        """Return the numbers of up to ``depth`` ops whose results op k reads, directly or through other ops, ascending.
+        The nearest ones are chosen, by a breadth-first search. It visits only ops that may run again and that write a
+        large tensor."""
         found: dict[int, None] = {}
         once = set(self.graph.never_rerun)
         queue = [k]
@@ -205,9 +206,9 @@ class StageProgram:
         """Add a row that excludes a repeated run which exceeds the budget: that of op v in stage k, together with the
         tensors that are resident during this run in the solution ``values``.
 
-        ``resident``: the names of these tensors. In the row, a variable that is 1 in the solution represents each of
-        them, because it is the reason why the tensor is resident: a later run in stage k that reads it, or «the tensor
-        is resident when stage k+1 begins».
+        ``resident``: the names of these tensors. In the row, each tensor is represented by the variable that is the
+        reason why it is resident: «op w runs again in stage k», where w is later and reads the tensor, or «the tensor
+        is resident when stage k+1 begins». A tensor for which there is no such variable always counts.
         """
         op, size = self.ops[v], self.graph.size
         own = {t for t in (*op.reads, *op.writes) if t in self.producer}

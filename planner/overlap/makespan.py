@@ -48,9 +48,9 @@ def makespan(plan: Laned, needs: Needs, sharing: Sharing) -> float:
 
 
 def _waits(needs: Sequence[int]) -> list[bool]:
-    """Return, for each op execution of a lane, whether it has to wait for one of the other lane that no earlier op
-    execution of its lane waits for.
+    """Return, for each op execution of a lane, whether it waits for the other lane: whether its number in ``needs`` is
+    larger than the previous one.
 
-    ``needs``: for each op execution, how many of the other lane must have finished before it starts.
+    ``needs``: for each op execution, how many of the other lane must have finished before it starts, ascending.
     """
     return [wanted > had for had, wanted in zip((0, *needs), needs, strict=False)]

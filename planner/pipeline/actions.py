@@ -123,14 +123,14 @@ class StagePlan:
 
     The actions are F (forward) and B (backward). A split backward has I (the input's gradient) and W (the gradients of
     the weights) instead of B. The *transient* of an action is the largest number of bytes that its micro-batch needs
-    during the action, including bytes kept since an earlier action. Bytes for other micro-batches and ``states`` and
-    ``torch_bytes`` are not included. So the first forward of a rank with one stage has the peak ``states`` +
+    during the action, including bytes kept since an earlier action. It does not include bytes for other micro-batches,
+    nor ``states`` and ``torch_bytes``. So the first forward of a rank with one stage has the peak ``states`` +
     ``torch_bytes`` + ``transient_forward``.
 
     ``stage``: the stage's number. ``kept_bytes`` (K): kept from F to B or I. ``deferred_bytes`` (D): kept from I to W.
-    ``transient_forward``, ``transient_backward``, ``transient_weight``: the transients of F, I and W. ``whole``: in a
-    B, torch keeps the outputs and the input's gradient to the end; these are the bytes of both that an I would free. So
-    the transient of a B is the larger of ``transient_backward`` and ``transient_weight`` + ``whole``. A stage whose
+    ``transient_forward``, ``transient_backward``, ``transient_weight``: the transients of F, I and W. ``whole``: bytes
+    of the outputs and the input's gradient that an I frees at its end, while torch keeps them to the end of a B. So the
+    transient of a B is the larger of ``transient_backward`` and ``transient_weight`` + ``whole``. A stage whose
     backward is never split has 0 for ``transient_weight``, ``deferred_bytes``, ``whole`` and ``weight``.
 
     ``gradients``: bytes of the parameters' gradients. The first B or W of a step creates them; later ones add to them,

@@ -2,8 +2,8 @@
 
 They hold if all stages take equal time and messages take no time. In schedules with a split backward, the forward F,
 the input's gradient I and the weights' gradients W must take equal time. In other schedules forward and backward may
-differ. The number of micro-batches must be a multiple of the number that the schedule uses as a group, and at least
-twice the number of ranks.
+differ. The number of micro-batches must be one that the schedule divides evenly, and at least twice the number of
+ranks.
 """
 
 from __future__ import annotations
@@ -61,9 +61,9 @@ FORMULAS: Mapping[str, Formula] = {
 def utilisation_bound(ranks: int, hop: float) -> float:
     """Return an upper bound of the share (0 to 1) of time in which the first rank of a 1F1B pipeline can work.
 
-    ``ranks``: their number, which is also the number of micro-batches that the first rank has in flight in 1F1B.
-    ``hop``: the time of a message to the next rank ÷ the time of a stage's forward and backward. In the time that one
-    micro-batch takes to the last rank and back, the first rank can only work on the micro-batches in flight.
+    ``ranks``: the number of ranks, which is also the number of micro-batches that the first rank has in flight in 1F1B.
+    ``hop``: the time of a message to the next rank ÷ the time of a stage's forward and backward. While one micro-batch
+    travels to the last rank and back, the first rank can only work on the micro-batches in flight.
     """
     return ranks / (ranks + 2 * (ranks - 1) * hop)
 

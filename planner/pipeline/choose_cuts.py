@@ -113,11 +113,12 @@ class PipelineSearch:
 
     ``chain``: the blocks to divide into stages. ``schedule``: the actions of each rank in order. ``terms``: the budget
     of each rank, the links and other conditions. ``planner``: plans single stages. ``progress``: called with the
-    fraction done and a short text. ``seconds``: after this time no further cuts are tried. ``least_kept``: only for a
-    dataflow schedule, whose stages recover their inputs from their outputs: whether each stage must keep the fewest
-    bytes between forward and backward that are possible, even if the budget allows more. ``planned``: the results so
-    far: for a rank and the blocks of its stages, the plans, or the error if no plans fit. ``_bases``: for a stage's
-    first block and the block after its last, the results of `_base`.
+    fraction done and a short text. ``seconds``: after this time no further cuts are tried.
+
+    ``least_kept``: used only for a dataflow schedule, whose stages recover their inputs from their outputs. If True,
+    each stage must keep the fewest bytes between forward and backward that are possible, even if the budget allows
+    more. ``planned``: the results so far: for a rank and the blocks of its stages, the plans, or the error if no plans
+    fit. ``_bases``: for a stage's first block and the block after its last, the results of `_base`.
     """
 
     chain: StageChain
@@ -193,10 +194,11 @@ class PipelineSearch:
         return time_floors(self.chain, room)
 
     def _promising(self) -> tuple[float, Cuts] | None:
-        """Return the least simulated makespan in microseconds and the cuts that have it, among candidates that a
-        dynamic program finds. None if no cuts fit the budget.
+        """Return the least simulated makespan in microseconds and the cuts that have it; None if no cuts fit the
+        budget.
 
-        A stage without a plan counts with a lower bound of its time.
+        The candidates are the cuts that a dynamic program finds (`partitions`), and those that differ from the first of
+        them in one place. A stage without a plan counts with a lower bound of its time.
         """
         found = [p.cuts for p in partitions(self.chain, self.schedule.stages, self._time, self.terms.link)]
         near = [cuts for one in found[:1] for cuts in shifted(self.chain, one)]

@@ -1,15 +1,17 @@
 """Plans for the stages of one rank of a pipeline, with several micro-batches in flight, within the rank's budget.
 
 The bytes that a plan of a stage keeps between forward and backward are called K. A rank holds K once for each
-micro-batch in flight; bytes that are needed only during an action, it holds once. If the K of each stage is at most a
-limit κ, the bytes that are left for each action are known. Then `StageProblem.bounded` turns the planning of a stage
-into a planning problem without micro-batches. So the search is for κ. It tries a grid of values between the smallest K
-and the K without recomputation, then values around the best. Each plan found is measured and becomes a candidate of its
-stage. The result is the cheapest combination of candidates with which the rank's actions stay within the budget.
+micro-batch in flight. Other bytes of the plan are needed only during an action, so the rank holds them once. If the K
+of each stage is at most a limit κ, the bytes that are left for each action are known. Then `StageProblem.bounded` turns
+the planning of a stage into a planning problem without micro-batches.
+
+So the search tries values of κ: first a grid between the smallest K and the K without recomputation, then values around
+the best. Each plan found is measured and becomes a candidate of its stage. The result is the cheapest combination of
+candidates with which the rank's actions stay within the budget.
 
 The lower bound: the K of any plan is in one of the intervals (κ₁, κ₂] between tried values. Then the stage keeps at
-most κ₂ for its micro-batch and at least κ₁ for each other one, and other stages keep at least the least possible. The
-smallest of the lower bounds of these relaxed problems, over all intervals, holds for all plans.
+most κ₂ for the micro-batch of an action, at least κ₁ for each other micro-batch, and every other stage keeps at least
+its smallest K. The smallest of the lower bounds of these relaxed problems, over all intervals, holds for all plans.
 """
 
 from __future__ import annotations
@@ -54,9 +56,9 @@ class RankSearchLimits:
     lowered: int = 12
     """The largest number of budgets to try when searching for a rank's smallest budget."""
     peak_weights: tuple[float, ...] = (0.0, 0.5, 1.0)
-    """In the search for a rank's smallest budget, plans of small peak are searched for with several workspaces of the
-    op between forward and backward. With weight 0 only the peak counts; with weight 1 the plan must keep the fewest
-    bytes there."""
+    """In the search for a rank's smallest budget, a plan of small peak is searched for with each of these weights. The
+    weight sets the workspace of the op between forward and backward: with 0 only the peak counts, with 1 the plan must
+    also keep the fewest bytes at this op."""
 
 
 LIMITS = RankSearchLimits()
@@ -199,9 +201,9 @@ class RankSearch:
         """Plan the stages with several limits of the bytes that they keep between forward and backward. Plans found
         become candidates.
 
-        First the limits of a grid are tried. Then the interval between two tried limits with the least lower bound is
-        halved, and its middle is tried. This ends when no interval's lower bound is below the cost of the best plans,
-        after `LIMITS.refined` intervals, or when time is over and plans fit.
+        First, limits at equal distances are tried. Then the interval between two tried limits whose lower bound is the
+        least is halved, and its middle is tried; this is repeated. The search ends when no interval's lower bound is
+        below the cost of the best plans, after `LIMITS.refined` intervals, or when time is over and plans fit.
         """
         most = self._most_share()
         shares = sorted({*(most * k / (LIMITS.grid - 1) for k in range(LIMITS.grid)), 1.0})

@@ -6,8 +6,8 @@ In 1F1B this is at the next message; in GPipe and in schedules with several stag
 outputs of the last stage are kept, and joined at the end of the step. Neighbouring stages on one rank pass tensors to
 each other without messages; such a tensor takes the place of the receive buffer.
 
-The dataflow schedule uses channels with *credits*: the number of messages that may be sent and not yet read. A channel
-has one buffer for each credit at the sender, for messages that are being sent, and one at the receiver, for messages
+The dataflow schedule uses channels with *credits*: the number of messages that may be sent and not yet read. For each
+credit, a channel has one buffer at the sender, for a message that is being sent, and one at the receiver, for a message
 that may arrive.
 """
 
@@ -90,12 +90,12 @@ def message_memory(schedule: PipelineSchedule, stage: int, size: MessageBytes) -
 def least_credits(schedule: PipelineSchedule) -> int:
     """Return the smallest number of credits with which the schedule does not deadlock, and takes at most 2 % longer
     than with unlimited credits. The *credits* are the number of messages that a stage may have sent to a neighbour that
-    has not begun to use them.
+    has not begun to use them. The result is the number of micro-batches if no smaller number suffices.
 
-    Both are determined by simulation (`replay`). All stages take equal time, and a backward takes twice as long as a
-    forward. Let n + 1 be the largest difference between the numbers of micro-batches that two neighbouring stages have
-    in flight. In the simulation, a message and its answer together travel as long as a stage takes for n micro-batches.
-    The result is the number of micro-batches if no smaller number suffices.
+    The time is found by simulation (`replay`), with equal times of all stages and a backward that takes twice as long
+    as a forward. Let n + 1 be the largest difference between the numbers of micro-batches that a stage and the next one
+    have in flight. In the simulation, a message and its answer together travel as long as a stage takes for n
+    micro-batches (0 if n is negative).
 
     Raises:
         ProblemError: the schedule deadlocks even with unlimited credits.

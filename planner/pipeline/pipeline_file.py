@@ -52,8 +52,8 @@ class PlannedPipeline:
     def timeline(self) -> Timeline:
         """The simulated start and end of every action.
 
-        In a dataflow schedule a stage waits before it sends a message if `least_credits` of its messages are sent and
-        not yet read. Other schedules have no such limit.
+        In a dataflow schedule, at most `least_credits` messages from one stage to a neighbour may be sent and not yet
+        read; the stage waits before it sends more. Other schedules have no such limit.
         """
         credits = least_credits(self.schedule) if self.schedule.name in CHANNELS else None
         return replay(self.schedule, self.times, self.link, self.overhead, credits)

@@ -57,17 +57,16 @@ class RankRoom:
         """Return a budget for the plan of one stage's graph, inputs included: the bytes of the rank's budget that are
         not used for other micro-batches and other stages.
 
-        By default the result is safe: with every plan whose peak is within it and which keeps no more than ``bounds``,
-        the rank stays within its budget, as long as other stages keep no more than ``bounds``. For that, the memory of
-        gradients is assumed to be allocated in the worst moment of the first backward. With ``relaxed`` the result is
-        an upper bound: the peak of every plan with which the rank stays within its budget is at most the result, as
-        long as no stage keeps less than ``bounds``.
+        By default the result is safe. If the plan's peak is within it, and no stage keeps more than its ``bounds``, the
+        rank stays within its budget. The gradients of a step's first backward are assumed to be allocated at its worst
+        moment. With ``relaxed`` the result is an upper bound: if no stage keeps less than its ``bounds``, a plan with a
+        larger peak exceeds the rank's budget.
 
         Args:
             at: the index of the stage among the rank's stages.
             budget: bytes of memory for the rank.
             bounds: for each stage, the bytes that it keeps for a micro-batch between forward and backward, and between
-                I and W.
+                I and W, the two parts of a split backward.
             relaxed: whether to return the upper bound.
         """
         me = self.all[at].stage

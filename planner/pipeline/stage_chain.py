@@ -280,9 +280,9 @@ class _Assignment:
         """Move the backward op ``o`` to an earlier block: the last of the blocks that read its results. A parameter's
         gradient counts as read by the block that reads the parameter.
 
-        The op is not moved if something that it reads is not available in that block. It is not moved either if
-        messages become larger: the gradients that must be sent on only for this op may not have more bytes than its
-        results, which need not be sent any more.
+        The op is not moved if something that it reads is not available in that block. It is also not moved if messages
+        become larger. The op then needs gradients in that block that would otherwise not be sent so far; they may not
+        have more bytes than the op's results, which need not be sent any more.
         """
         ix = self.ix
         wanted = [self.owner.get(t, self.at[o]) for t in ix.writes[o] if ix.is_output[t]]
