@@ -1,4 +1,5 @@
-"""Random numbers for the annealer's kernels: splitmix64. The caller holds its state, a single number."""
+"""Random numbers for the annealer's compiled loops, by the generator splitmix64. Its state is one integer, in an array
+that the caller passes to each function."""
 
 from __future__ import annotations
 
@@ -15,7 +16,8 @@ S27, S30, S31, S11 = np.uint64(27), np.uint64(30), np.uint64(31), np.uint64(11)
 
 @inner
 def uniform(random: Randoms) -> float:
-    """Return the next random number in [0, 1). ``random``: an array with the generator's state, which is advanced."""
+    """Return a random number, uniform in [0, 1). ``random``: an array whose first element is the generator's state; the
+    state is advanced."""
     random[0] += STEP
     z = random[0]
     z = (z ^ (z >> S30)) * MIX_1
@@ -26,5 +28,6 @@ def uniform(random: Randoms) -> float:
 
 @inner
 def below(random: Randoms, n: int) -> int:
-    """Return a random integer in 0 .. n - 1. ``random``: an array with the generator's state, which is advanced."""
+    """Return a random integer, uniform in 0 .. n - 1. ``random``: an array whose first element is the generator's
+    state; the state is advanced."""
     return int(uniform(random) * n)

@@ -1,14 +1,17 @@
-"""The state of the annealer, and which run serves which read in it.
+"""The arrays of the annealer, which does local search over schedules with recomputation, and functions that query them.
 
-The sequence of runs, repeats included, is the whole plan. A read is served by the latest earlier run that writes
-the tensor, and a copy lives from its run to its last read before the tensor is written again (`schedule.with_frees`
-uses the same rule; no other choice of frees has a lower peak). A tensor's makers are the op and the inverses that
-write it. Ops and inverses are treated alike here, and both are called ops. A virtual last op reads all outputs.
+A *run* is one execution of an op. The annealer changes a sequence of runs, in which an op may occur several times. The
+frees follow from the sequence. An op that reads a tensor gets it from the latest earlier run that writes it. The bytes
+are live from that run to the last read before the tensor is written again (`schedule.with_frees` uses the same rule; no
+other choice of frees has a lower peak). Inverses are ops that compute a tensor from tensors that were computed from it;
+here they are ops like all others. So a tensor may have several *makers*: the op and the inverses that write it. A
+virtual last op reads all outputs.
 
-Runs are nodes with fixed numbers. Nodes are in slots, of which about half are empty, so that an insertion moves few
-of them. ``mem[slot]`` is the bytes live there, exact for empty slots too. ``cap[slot]`` is what may be live there
-(budget − workspace, or `NO_CAP` if the slot is empty). The penalty is Σ max(0, mem − cap). Sizes are float64 with
-integer values below 2^53, so sums are exact and the loops vectorise.
+Each run is a *node*, with a number that does not change. Nodes are in slots: positions of the sequence, about half of
+which are empty, so that an insertion moves few nodes. ``mem[slot]``: the bytes live at the slot, also where it is
+empty. ``cap[slot]``: the bytes that may be live there: the budget minus the workspace of the op, or `NO_CAP` if the
+slot is empty. The *penalty* is Σ max(0, mem − cap) over all slots. Sizes are float64 with integer values below 2^53, so
+sums are exact and the loops vectorise.
 """
 
 from __future__ import annotations
@@ -29,8 +32,8 @@ F = TypeVar("F", bound=Callable[..., object])
 
 NO_CAP = 1e300
 NO_SLOT = 2**62
-BLOCK = 64  # slots that are looked through at once
-HALF = 0.5  # penalties are whole bytes; below this they are none
+BLOCK = 64  # the number of slots that are searched at once
+HALF = 0.5  # penalties are whole numbers, so one below this is zero
 
 # Columns of `State.number`.
 FREE, LOGGED, MULTI, RUNS, BEST = NUMBERS = range(5)
@@ -41,25 +44,27 @@ INSERTED, REMOVED, SHIFTED = range(3)
 
 
 def vector_kernel(function: F) -> F:
-    """Compile a function with numba for calls from other compiled functions, and allow sums to be reordered, since
-    they are exact in any order.
+    """Compile a function with numba for calls from other compiled functions, and allow numba to reorder its sums. In
+    the annealer all sums are of integers, so they are exact in any order.
 
-    The function must not call itself: reloading it from the disk cache would crash.
+    The function must not call itself: a recursive function of this kind crashes when it is loaded from the cache on
+    disk.
     """
     return borrowing(function, fastmath=True, no_cpython_wrapper=True, no_cfunc_wrapper=True)
 
 
 def free_kernel(function: F) -> F:
-    """Compile a function with numba for calls from Python. Other Python threads can run during a call."""
+    """Compile a function with numba for calls from Python. The function releases the GIL, so other Python threads can
+    run during a call."""
     return borrowing(function, nogil=True)
 
 
 class Flow(NamedTuple):
-    """Which ops and inverses read and write each tensor, in compressed sparse rows:
-    ``readers[readers_at[t]:readers_at[t + 1]]`` read tensor t, and ``makers[makers_at[t]:makers_at[t + 1]]`` write
-    it.
+    """For each tensor, the ops that read it and the ops that write it, in compressed sparse rows. Inverses (ops that
+    compute a tensor from tensors that were computed from it) count as ops.
 
-    ``producer``: the only op or inverse that writes the tensor, or -1 if there are several.
+    Tensor t is read by the ops ``readers[readers_at[t]:readers_at[t + 1]]`` and written by the ops
+    ``makers[makers_at[t]:makers_at[t + 1]]``. ``producer[t]``: the op that writes tensor t if only one does, else -1.
     """
 
     readers_at: Ints
@@ -70,16 +75,21 @@ class Flow(NamedTuple):
 
 
 class Problem(NamedTuple):
-    """The problem as arrays for the annealer. Inputs are left out. Ops are numbered: ops, inverses, and last a
-    virtual end that reads all outputs.
+    """The planning problem as arrays for the annealer. The numbers of ops are: first the ops, then the inverses (which
+    recover a tensor from tensors computed from it), last a virtual op that reads all outputs. Inputs are left out.
 
-    Op i reads the tensors ``reads[reads_at[i]:reads_at[i + 1]]`` and writes ``writes[writes_at[i]:writes_at[i +
-    1]]``. ``flow``: readers and writers by tensor. ``least``: how often an op must run at least: 1, or 0 if others
-    can write what it writes. ``once``: 1 for ops that may run only once. ``several``: whether any tensor has several
-    writers. ``plain``: whether there is no backward half; chains of recomputation would grow without limit there.
-    ``size``: of each tensor, in units of bytes. ``cost``: percent of the cost of running each op once.
-    ``workspace``: of each op, in units of bytes. ``written``: the sum of the sizes that each op writes. ``before``,
-    ``after``: an op's neighbours among the ops whose first runs keep their order, or -1.
+    Op i reads the tensors ``reads[reads_at[i]:reads_at[i + 1]]`` and writes the tensors
+    ``writes[writes_at[i]:writes_at[i + 1]]``. ``flow``: the ops that read and write each tensor.
+
+    By op: ``least``: how often every schedule must run the op at least: 1, or 0 if other ops can write its results.
+    ``once``: 1 if the op may run only once, else 0. ``cost``: in percent of the cost of running each op once.
+    ``workspace``: in units of bytes. ``written``: the total size of the tensors that the op writes. ``before``,
+    ``after``: if the first run of the op must keep its position relative to some other ops, the previous and the next
+    of these ops; else -1.
+
+    ``size``: of each tensor, in units of bytes. ``several``: whether any tensor can be written by several ops.
+    ``plain``: whether the problem has no backward half; then chains of recomputation are limited, because they would
+    grow without end.
     """
 
     reads_at: Ints
@@ -100,11 +110,12 @@ class Problem(NamedTuple):
 
 
 class Links(NamedTuple):
-    """Where each op's runs are in the sequence of runs.
+    """The positions of each op's runs in the annealer's sequence. A run (one execution of an op) is a node with a
+    number.
 
-    Each run is a node. By node: its ``slot`` (position), -1 if the node is not in the sequence, and the ``prev`` and
-    ``next`` run of the same op. By op: its ``first`` and ``last`` run. A separate tuple from `State`, because calls
-    with fewer arrays are faster.
+    By node: ``slot``: its position in the sequence, or -1 if it is not in the sequence; ``prev``, ``next``: the
+    previous and the next run of the same op, or -1. By op: ``first``, ``last``: its first and its last run. These
+    arrays are not in `State`, because passing fewer arrays makes calls of compiled functions faster.
     """
 
     slot: Ints
@@ -115,15 +126,23 @@ class Links(NamedTuple):
 
 
 class State(NamedTuple):
-    """The annealer's sequence of runs and what is counted of it; -1 stands for no entry.
+    """The sequence of runs that the annealer changes, with its memory at each position. In all arrays of numbers, -1
+    means none.
 
-    A run is a node, and a node is in a slot (position); about half of the slots are empty. By node: its ``op``. By
-    op: its number of ``runs``; its ``place`` in ``multi``, the list of ops that run more often than they must; a
-    ``stamp``, 1 while the op is in ``chain``. By slot: the node ``at`` it; ``mem``, the bytes live there; ``cap``,
-    the bytes that may be live there (`NO_CAP` if empty). ``links``: where each op's runs are. ``free``: unused node
-    numbers. ``log``: edits since the last commit. ``chain``, ``queue``: scratch space. ``best``: the ops of the best
-    sequence within the budget. ``number``: single numbers, indexed by `FREE` to `BEST`. ``value``: single numbers,
-    indexed by `PENALTY` to `GROWTH`. ``random``: the state of the random generator.
+    A run is one execution of an op. It is a node with a number, and each node is in a slot: a position, of which about
+    half are empty.
+
+    - By node: ``op``: the op that runs.
+    - By slot: ``at``: the node in it. ``mem``: the bytes live. ``cap``: the bytes that may be live, `NO_CAP` if the
+      slot is empty.
+    - By op: ``runs``: the number of its runs. ``place``: its index in ``multi``. ``stamp``: 1 while the op is in
+      ``chain``, else 0.
+    - Lists: ``multi``: the ops that run more often than they must. ``free``: unused node numbers. ``log``: the edits
+      that can still be undone. ``chain``, ``queue``: scratch space. ``best``: the ops of the cheapest sequence so
+      far that fits the budget.
+    - ``links``: the positions of each op's runs. ``number``: single integers, at the indices `FREE` to `BEST`.
+      ``value``: single floats, at the indices `PENALTY` to `GROWTH`. ``random``: the state of the random number
+      generator.
     """
 
     links: Links
@@ -147,8 +166,8 @@ class State(NamedTuple):
 
 @vector_kernel
 def spread(mem: Floats, cap: Floats, low: int, high: int, bytes_: float) -> float:
-    """Add ``bytes_``, perhaps a negative number, to ``mem`` in the slots ``low`` .. ``high``, and return the change
-    of the penalty: of the bytes over ``cap``, summed over slots."""
+    """Add ``bytes_`` (negative to subtract) to the live bytes ``mem`` of the slots ``low`` to ``high``, both included.
+    Return the change of the penalty, which is the sum over all slots of the bytes by which ``mem`` exceeds ``cap``."""
     change = 0.0
     # Slices, so that indices start at 0: loops with possibly negative indices are not vectorised.
     live, most = mem[low : high + 1], cap[low : high + 1]
@@ -162,8 +181,9 @@ def spread(mem: Floats, cap: Floats, low: int, high: int, bytes_: float) -> floa
 
 @vector_kernel
 def price(mem: Floats, cap: Floats, low: int, high: int, bytes_: float) -> float:
-    """Return the change of the penalty (the bytes over ``cap``, summed over slots) if ``bytes_`` were added in the
-    slots ``low`` .. ``high``. Nothing is changed."""
+    """Return by how much the penalty would change if ``bytes_`` were added to the live bytes ``mem`` of the slots
+    ``low`` to ``high``, both included. The penalty is the sum over all slots of the bytes by which ``mem`` exceeds
+    ``cap``. The arrays are not changed."""
     change = 0.0
     live, most = mem[low : high + 1], cap[low : high + 1]
     for s in range(live.size):
@@ -175,8 +195,8 @@ def price(mem: Floats, cap: Floats, low: int, high: int, bytes_: float) -> float
 
 @vector_kernel
 def first_over(mem: Floats, cap: Floats, start: int) -> int:
-    """Return the first slot (position), from ``start`` on, where more bytes are live (``mem``) than may be
-    (``cap``); -1 if there is none."""
+    """Return the first slot (position), from slot ``start`` on, whose live bytes ``mem`` exceed its limit ``cap``; -1
+    if there is none."""
     for low in range(start, mem.size, BLOCK):
         live, most = mem[low : low + BLOCK], cap[low : low + BLOCK]
         found = 0
@@ -192,7 +212,8 @@ def first_over(mem: Floats, cap: Floats, start: int) -> int:
 
 @inner
 def run_before(L: Links, op: int, slot: int) -> int:
-    """Return the latest run (node) of an op before a slot (position), or -1 if there is none."""
+    """Return the latest run of ``op`` before the position ``slot`` in the annealer's sequence, as a node number; -1 if
+    there is none. ``L``: the positions of all runs."""
     node = L.last[op]
     while node >= 0 and L.slot[node] >= slot:
         node = L.prev[node]
@@ -201,8 +222,9 @@ def run_before(L: Links, op: int, slot: int) -> int:
 
 @inner
 def copy_before(F: Flow, L: Links, tensor: int, slot: int) -> int:
-    """Return the run (node) that serves a read of the tensor at a slot (position): the latest earlier run that
-    writes the tensor; -1 if there is none."""
+    """Return the run from which an op at the position ``slot`` would read ``tensor``: the latest earlier run of any op
+    that writes the tensor. It is a node number, or -1 if there is none. ``F``: the ops that write each tensor. ``L``:
+    the positions of all runs."""
     latest, place = -1, -1
     for k in range(F.makers_at[tensor], F.makers_at[tensor + 1]):
         node = L.last[F.makers[k]]
@@ -215,8 +237,9 @@ def copy_before(F: Flow, L: Links, tensor: int, slot: int) -> int:
 
 @inner
 def copy_stop(F: Flow, L: Links, tensor: int, node: int) -> int:
-    """Return the slot (position) of the next run after ``node`` that writes the tensor; `NO_SLOT`, beyond all slots,
-    if there is none."""
+    """Return the position (slot) at which ``tensor`` is written next after ``node``, a run that writes it; `NO_SLOT`,
+    which is beyond all slots, if it is not written again. ``F``: the ops that write each tensor. ``L``: the positions
+    of all runs."""
     if F.producer[tensor] >= 0:
         later = L.next[node]
         return int(L.slot[later]) if later >= 0 else NO_SLOT
@@ -231,8 +254,9 @@ def copy_stop(F: Flow, L: Links, tensor: int, node: int) -> int:
 
 @inner
 def last_read(F: Flow, L: Links, tensor: int, start: int, stop: int, skip: int) -> int:
-    """Return the slot (position) of the last read of a tensor between the slots ``start`` and ``stop`` (both
-    excluded), ignoring the run ``skip``; ``start`` if there is none."""
+    """Return the position (slot) of the last read of ``tensor`` strictly between the slots ``start`` and ``stop``;
+    ``start`` if there is none. The run ``skip`` (a node number, or -1) is ignored. ``F``: the ops that read each
+    tensor. ``L``: the positions of all runs."""
     latest = start
     for k in range(F.readers_at[tensor], F.readers_at[tensor + 1]):
         node = L.last[F.readers[k]]
@@ -249,14 +273,16 @@ def last_read(F: Flow, L: Links, tensor: int, start: int, stop: int, skip: int) 
 
 @inner
 def end_of(F: Flow, L: Links, tensor: int, node: int, skip: int) -> int:
-    """Return the slot (position) of the last read of what the run ``node`` writes of a tensor, before the tensor is
-    written again, ignoring the run ``skip``; the slot of ``node`` if there is none."""
+    """Return the position (slot) until which ``tensor`` is live after ``node``, a run that writes it: that of the last
+    read before the tensor is written again. It is the slot of ``node`` itself if nothing reads it. The run ``skip`` (a
+    node number, or -1) is ignored."""
     return last_read(F, L, tensor, L.slot[node], copy_stop(F, L, tensor, node), skip)
 
 
 @inner
 def is_unread(P: Problem, S: State, node: int) -> bool:
-    """Return whether nothing reads what the run ``node`` writes before it is overwritten."""
+    """Return whether no run reads any result of the run ``node`` before that result is written again. ``P``, ``S``: the
+    annealer's problem and its sequence of runs."""
     op = S.op[node]
     for k in range(P.writes_at[op], P.writes_at[op + 1]):
         if end_of(P.flow, S.links, P.writes[k], node, -1) > S.links.slot[node]:
@@ -266,8 +292,8 @@ def is_unread(P: Problem, S: State, node: int) -> bool:
 
 @inner
 def node_after(at: Ints, slot: int) -> int:
-    """Return the first run (node) in a slot (position) after ``slot``; there must be one. ``at``: the node in each
-    slot, or -1."""
+    """Return the node (run) in the first non-empty slot (position) after ``slot``. There must be one. ``at``: for each
+    slot, the node in it, or -1."""
     s = slot + 1
     while at[s] < 0:
         s += 1

@@ -1,1 +1,2 @@
-"""The planning problem as arrays: indices, adjacency, phases."""
+"""The planning problem as arrays: numbers in place of names, which op reads and writes which tensor, and the forward
+and the backward half."""

@@ -1,4 +1,4 @@
-"""The planning problem in compressed sparse rows, for compiled loops that walk it thousands of times."""
+"""The planning problem as numpy arrays in compressed sparse rows, for compiled loops."""
 
 from __future__ import annotations
 
@@ -17,12 +17,18 @@ Flags = NDArray[np.bool_]
 
 
 class CSRGraph(NamedTuple):
-    """A problem as arrays, in compressed sparse rows, for compiled loops.
+    """A planning problem as arrays for compiled loops. Ops are numbered by their positions in ``graph.ops``, tensors by
+    their positions in ``graph.tensors``.
 
-    Op o reads the tensors ``reads[reads_at[o] : reads_at[o + 1]]`` and writes ``writes[writes_at[o] : writes_at[o +
-    1]]``. Inputs are left out of the reads, because they are always resident. ``wanted``: per tensor, whether it
-    must be resident at the end and is no input. ``producer``, ``after``, ``forward``, ``bytes``, ``cost``: as in
-    `Indexed`. ``workspace``: bytes per op. ``input_bytes``: bytes of all inputs.
+    Op o reads the tensors ``reads[reads_at[o] : reads_at[o + 1]]`` and writes the tensors ``writes[writes_at[o] :
+    writes_at[o + 1]]``. Inputs are left out of the reads, because they are always resident.
+
+    By op: ``forward``: whether it belongs to the forward half. ``cost``. ``workspace``: bytes. ``after``: for an op
+    that draws random numbers, the previous op that does; -1 if there is none and for all other ops.
+
+    By tensor: ``producer``: the op that writes it, -1 for an input. ``bytes``: its size. ``wanted``: whether it is an
+    output that some op writes, so that it must be resident at the end. ``input_bytes``: the bytes of all inputs
+    together.
     """
 
     reads_at: Ints
@@ -40,7 +46,7 @@ class CSRGraph(NamedTuple):
 
 
 def traffic_of(graph: TrainingGraph) -> CSRGraph:
-    """Return the problem as arrays in compressed sparse rows, computed once per graph object."""
+    """Return the problem as numpy arrays in compressed sparse rows. They are computed once per graph object."""
     return cached_on(graph, "traffic", lambda: _traffic(graph))
 
 

@@ -1,5 +1,5 @@
-"""The planning problem with integers in place of names: ops by position in the base order, tensors by position in
-the graph."""
+"""The planning problem with integers in place of names. Ops are numbered by their positions in the order without
+recomputation, tensors by their positions in the graph."""
 
 from __future__ import annotations
 
@@ -12,14 +12,15 @@ from rematplan.planner.caches.graph_cache import cached_on
 
 @dataclass(frozen=True)
 class Indexed:
-    """A problem with integers in place of names, for code that walks it many times: op o is at position o of the
-    base order, tensor t at position t of ``graph.tensors``.
+    """A planning problem with integers in place of names. Op o is at position o of ``graph.ops``, tensor t at position
+    t of ``graph.tensors``.
 
-    ``ops``, ``tensors``: names. ``reads[o]``, ``writes[o]``: tensors. ``cost[o]``; ``bytes[t]``. ``is_output[t]``:
-    whether it must be resident at the end. ``producer[t]``: the op that writes the tensor, -1 for an input.
-    ``readers[t]``: the ops that read it, ascending. ``after[o]``: the op that must have run before op o because both
-    draw random numbers, or -1. ``forward[o]``: whether op o belongs to the forward half: it is not marked backward
-    and depends on no backward op.
+    By op: ``ops``: names. ``reads``, ``writes``: numbers of tensors. ``cost``. ``after``: for an op that draws random
+    numbers, the previous op that does, which must run first; -1 if there is none and for all other ops. ``forward``:
+    whether the op belongs to the forward half: it is not marked as backward and depends on no backward op.
+
+    By tensor: ``tensors``: names. ``bytes``. ``is_output``: whether the tensor must be resident at the end.
+    ``producer``: the op that writes it, -1 for an input. ``readers``: the ops that read it, ascending.
     """
 
     ops: tuple[str, ...]
@@ -36,12 +37,13 @@ class Indexed:
 
     @cached_property
     def backward(self) -> tuple[int, ...]:
-        """The positions of the ops that do not belong to the forward half, ascending."""
+        """The numbers of the ops that do not belong to the forward half, ascending."""
         return tuple(o for o, forward in enumerate(self.forward) if not forward)
 
     @cached_property
     def backward_before(self) -> tuple[tuple[int, ...], ...]:
-        """For each op, the ops outside of the forward half that it directly depends on."""
+        """For each op, the backward ops that must run directly before it: those that write what it reads, and the
+        previous op that draws random numbers if both do."""
         return tuple(
             tuple(
                 p
@@ -53,7 +55,8 @@ class Indexed:
 
 
 def indexed(graph: TrainingGraph) -> Indexed:
-    """Return the problem with integers in place of names (`Indexed`), computed once per graph object."""
+    """Return the planning problem with integers in place of names, as an `Indexed`. It is computed once per graph
+    object."""
     return cached_on(graph, "indexed", lambda: _index(graph))
 
 
@@ -86,8 +89,8 @@ def _index(graph: TrainingGraph) -> Indexed:
 
 
 def _random_order(graph: TrainingGraph) -> tuple[int, ...]:
-    """Return, for each op that draws random numbers, the op before it that does so in the problem's order; -1 for
-    other ops."""
+    """Return, for each op that draws random numbers, the previous such op in the problem's order. It is -1 for the
+    first such op, and for ops that draw none."""
     ordered = set(graph.ordered)
     after, last = [-1] * len(graph.ops), -1
     for i, op in enumerate(graph.ops):
@@ -99,8 +102,15 @@ def _random_order(graph: TrainingGraph) -> tuple[int, ...]:
 def _forward_half(
     graph: TrainingGraph, reads: tuple[tuple[int, ...], ...], producer: list[int], after: tuple[int, ...]
 ) -> tuple[bool, ...]:
-    """Return, for each op, whether it belongs to the forward half. An op that depends on a backward op does not,
-    whatever its mark."""
+    """Return, for each op, whether it belongs to the forward half. An op does not if it is marked as backward, or if it
+    depends on an op that does not.
+
+    Args:
+        graph: the problem.
+        reads: for each op, the numbers of the tensors that it reads.
+        producer: for each tensor, the op that writes it, or -1.
+        after: for each op, an op that must run before it because both draw random numbers, or -1.
+    """
     forward: list[bool] = []
     for i, op in enumerate(graph.ops):
         before = [producer[t] for t in reads[i] if producer[t] >= 0]

@@ -1,8 +1,9 @@
-"""Infer which ops of a training step are forward and which backward, where that is not stated or stated wrongly.
+"""Infer which ops of a training step are forward and which are backward, if the problem does not state it, or states it
+in contradiction to its graph.
 
-The backward half reads the forward half's tensors in the opposite order: what was written last is read first. No
-other kind of graph does so as strictly: the rank correlation is below -0.99 for networks, and above -0.8 for random
-layered graphs in depth-first order.
+The backward half reads the tensors of the forward half in the opposite order: the tensor that was written last is read
+first. The rank correlation between the times of writing and reading is below -0.99 for networks. For random layered
+graphs in depth-first order it is above -0.8.
 
 Phases only tell a search where to look. They do not change which schedules are valid.
 """
@@ -20,15 +21,15 @@ from rematplan.planner.arrays.indexed import Indexed, indexed
 from rematplan.planner.caches.graph_cache import cached_on
 
 FEWEST = 8
-"""If fewer tensors than this are live between the halves, their order proves nothing."""
+"""If fewer tensors than this are live between the halves, the order in which they are read proves nothing."""
 MIRRORED, CLEARLY = -0.95, -0.99
-"""The graph is a training step if the rank correlation, between the time a tensor is written and the time it is
-read next, is at most this: the first at the likeliest end of the forward half, the second at the others that are tried,
-since one of many may correlate by chance."""
+"""A graph is taken for a training step if the rank correlation, between the times at which tensors are written and read
+next, is at most this. `MIRRORED` is for the likeliest last forward op. `CLEARLY` is for the other candidates, because
+one of many may correlate by chance."""
 
 NEARLY, CANDIDATES = 0.9, 12
-"""As ends of the forward half, so many ops are tried at most, after which at least this share of the largest number of
-tensors is still to be read."""
+"""The candidates for the last forward op: at most `CANDIDATES` ops, after each of which the number of tensors still to
+be read is at least `NEARLY` times the largest such number."""
 WAITING = 0.95
 """Stated phases contradict the graph if the number of tensors that are live between the stated halves is less than
 this share of the number between the inferred halves."""
@@ -37,13 +38,13 @@ Floats = NDArray[np.float64]
 
 
 def phase_views(graph: TrainingGraph) -> tuple[TrainingGraph, ...]:
-    """Return the problem once for each division of its ops into forward and backward that is worth trying, the most
-    plausible first.
+    """Return versions of the problem that differ in which ops are marked as forward and which as backward, the most
+    plausible first. There are one or two.
 
-    A problem looks like a training step if the tensors written last before some op are read first after that op. If
-    it does, and states no phases, the only result has inferred phases. If the stated phases contradict the graph,
-    because too few tensors are live between the halves (`WAITING`), the first result has inferred phases and the
-    second the stated ones. In all other cases the result is the problem itself.
+    A graph looks like a training step if the tensors that were written last before some op are read first after it. If
+    the problem states no phases and looks like a training step, the only version has inferred phases. If fewer tensors
+    are live between the halves that it states than between the inferred halves, by more than 5 % (`WAITING`), there are
+    two versions: with the inferred phases, then with the stated ones. Otherwise the only version is ``graph`` itself.
     """
     inferred = cached_on(graph, "inferred phases", lambda: _inferred(graph))
     if inferred is None:
@@ -52,16 +53,17 @@ def phase_views(graph: TrainingGraph) -> tuple[TrainingGraph, ...]:
 
 
 def infer_phases(graph: TrainingGraph) -> TrainingGraph:
-    """Return the problem with its ops marked as forward or backward: with the most plausible of the divisions that
-    `phase_views` returns.
+    """Return the problem with its ops marked as forward or backward, as is most plausible.
 
-    It is ``graph`` itself if its phases are plausible, or if it does not look like a training step.
+    The result is ``graph`` itself if the phases that it states are plausible, or if the graph does not look like a
+    training step. Otherwise it is a copy with inferred phases (see `phase_views`).
     """
     return phase_views(graph)[0]
 
 
 def contradiction(graph: TrainingGraph) -> str:
-    """Return a sentence for the user that says how many stated phases contradict the graph; empty if none do."""
+    """Return a message for the user if the stated phases contradict the order in which the graph reads its tensors. It
+    says for how many ops the stated and the inferred phase differ. It is empty if there is no contradiction."""
     views = phase_views(graph)
     if len(views) == 1:
         return ""
@@ -74,7 +76,8 @@ def contradiction(graph: TrainingGraph) -> str:
 
 
 def _inferred(graph: TrainingGraph) -> TrainingGraph | None:
-    """Return the problem with inferred phases; None if its own are plausible or none can be inferred."""
+    """Return the problem with inferred phases (forward or backward, for each op). None if the phases that the problem
+    states are plausible, or if its graph does not look like a training step."""
     ix = indexed(graph)
     last_forward = _last_forward_op(ix)
     if last_forward < 0:
@@ -90,7 +93,8 @@ def _inferred(graph: TrainingGraph) -> TrainingGraph | None:
 
 
 def _live_between(ix: Indexed, forward: Sequence[bool]) -> int:
-    """Return the number of tensors that the forward half writes and an op outside of it reads.
+    """Return the number of tensors that are live between the halves: a forward op writes the tensor and an op that is
+    not forward reads it.
 
     ``forward[o]``: whether op o belongs to the forward half.
     """
@@ -101,11 +105,12 @@ def _live_between(ix: Indexed, forward: Sequence[bool]) -> int:
 
 
 def _last_forward_op(ix: Indexed) -> int:
-    """Return the last forward op if the graph looks like a training step, else -1.
+    """Return the position of the last forward op if the graph looks like a training step, else -1.
 
-    It is the op after which most tensors are still to be read; they must be read in the opposite order of writing. If
-    they are not, ops after which nearly as many are to be read follow: a last op of the forward half that reads many
-    tensors, such as a concatenation, comes after the op of the most.
+    The likeliest op is the one after which most tensors are still to be read. It is the result if these tensors are
+    read in the opposite order of writing (`_read_order`). Otherwise, further ops are tried, after which nearly as many
+    tensors are still to be read. This is needed if the forward half ends with an op that reads many tensors for the
+    last time, such as a concatenation.
     """
     spans = [(p, reads[-1]) for p, reads in zip(ix.producer, ix.readers, strict=True) if p >= 0 and reads]
     if not spans:
@@ -123,8 +128,9 @@ def _last_forward_op(ix: Indexed) -> int:
 
 
 def _read_order(ix: Indexed, last_forward: int) -> float:
-    """Return the rank correlation between the times at which tensors are written, up to op ``last_forward``, and the
-    times at which they are read next after it; 0 if there are too few such tensors."""
+    """Return the rank correlation between two times of each tensor that is live after op ``last_forward``: when it was
+    written, and when it is read next. It is -1 if the tensors are read in the opposite order of writing, and 0 if there
+    are fewer than `FEWEST` such tensors."""
     across = [
         (p, next(r for r in reads if r > last_forward))
         for p, reads in zip(ix.producer, ix.readers, strict=True)
@@ -136,14 +142,14 @@ def _read_order(ix: Indexed, last_forward: int) -> float:
 
 
 def _ranks(values: NDArray[np.int64]) -> Floats:
-    """Return ranks; equal values get the mean of their ranks."""
+    """Return the rank of each value, from 1 for the smallest. Equal values get the mean of their ranks."""
     _, where, counts = np.unique(values, return_inverse=True, return_counts=True)
     means: Floats = np.cumsum(counts) - (counts - 1) / 2
     return means[where]
 
 
 def _correlation(a: Floats, b: Floats) -> float:
-    """Return the correlation of two rankings; 0 if all values of one are equal."""
+    """Return the correlation coefficient of two arrays of ranks; 0 if all values of one array are equal."""
     a, b = a - a.mean(), b - b.mean()
     size = float(np.sqrt((a @ a) * (b @ b)))
     return float(a @ b) / size if size else 0.0

@@ -1,4 +1,4 @@
-"""Which ops every schedule must run, which op must precede which, and the bytes that each op needs while it runs."""
+"""Which ops every plan runs, which ops must run before which, and the bytes that each op needs while it runs."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from rematplan.planner.caches.graph_cache import cached_on
 
 @dataclass(frozen=True)
 class Precedence:
-    """Which ops and inverses must run before which, in any valid schedule.
+    """Which ops must run before which in any valid schedule of a problem.
 
-    ``recipes``: the ops, then the inverses, both called recipes here; the numbers below are positions in this tuple.
-    ``makers``: for the name of each tensor that is not an input, the recipes that write it. ``before[v]``: the
-    recipes that must precede recipe v, and v itself, as a bit mask. ``needed``: the recipes that every schedule must
-    run for its outputs, as a bit mask.
+    ``recipes``: the problem's ops, then its inverses (which compute a tensor from tensors that were computed from it).
+    All numbers below are positions in this tuple. ``makers``: for each name of a tensor that is not an input, the ops
+    and inverses that write it. ``before[v]``: a bit mask of v and everything that must run before v. ``needed``: a bit
+    mask of the ops that must run before the outputs exist.
     """
 
     recipes: tuple[Op, ...]
@@ -26,12 +26,12 @@ class Precedence:
 
 
 def precedence(graph: TrainingGraph) -> Precedence:
-    """Compute which ops and inverses must run before which: before(v) = {v} ∪ ⋃_{t read by v} ⋂_{u writes t}
-    before(u), the greatest solution.
+    """Compute which ops must run before which in any valid schedule of a problem, inverses included.
 
-    Without inverses every tensor has one writer, and one pass in the problem's order finds the ancestors. With
-    inverses these are the equations of dominators; they are iterated downwards from the set of all ops. O(passes ·
-    reads · n / 64).
+    Everything that must run before v, and v itself, is the greatest solution of before(v) = {v} ∪ ⋃_{t read by v} ⋂_{u
+    writes t} before(u). Without inverses, each tensor has one writer, and one pass in the problem's order suffices:
+    before(v) is v and its ancestors. With inverses, these are the equations of dominators, and are iterated from the
+    set of all ops downwards. O(passes · reads · n / 64).
     """
     recipes = (*graph.ops, *graph.inverses)
     makers: dict[str, list[int]] = {}
@@ -65,8 +65,8 @@ def precedence(graph: TrainingGraph) -> Precedence:
 
 
 def working_sets(graph: TrainingGraph) -> tuple[int, ...]:
-    """Return, for each op, the bytes it needs while it runs, in addition to the inputs: its reads, its writes and
-    its workspace."""
+    """Return, for each op, the bytes of everything that must be resident while it runs, except the inputs of the
+    problem: the tensors that it reads and writes, and its workspace."""
     inputs = set(graph.inputs)
 
     def sizes() -> tuple[int, ...]:
@@ -78,10 +78,10 @@ def working_sets(graph: TrainingGraph) -> tuple[int, ...]:
 
 
 def needed_ops(graph: TrainingGraph) -> list[Op]:
-    """Return the ops that every schedule of the problem without its inverses runs, in the problem's order.
+    """Return the ops that every plan runs if no inverses are used, in the problem's order.
 
     These are the ops that an output depends on, that draw random numbers, or that write nothing (they run for their
-    side effects), and everything that these depend on.
+    side effects), and all ops that these three kinds depend on.
     """
     ordered = set(graph.ordered)
     wanted = set(graph.outputs)
@@ -94,13 +94,14 @@ def needed_ops(graph: TrainingGraph) -> list[Op]:
 
 
 def without_inverses(graph: TrainingGraph) -> TrainingGraph:
-    """Return the same problem without inverses; the same object at each call for one graph."""
+    """Return the problem without its inverses (the further ops that compute a tensor from tensors that were computed
+    from it). Each call for one graph object returns the same object."""
     return cached_on(graph, "without inverses", lambda: replace(graph, inverses=()))
 
 
 def must_run(graph: TrainingGraph) -> set[str]:
-    """Return the names of the ops that every schedule runs: those that draw random numbers, those that write
-    nothing, and those that must precede an output."""
+    """Return the names of the ops that every plan runs, even if it uses inverses: the ops that draw random numbers,
+    those that write nothing, and those without which an output cannot be computed."""
     needed = precedence(graph).needed
     ordered = set(graph.ordered)
     return {
