@@ -7,16 +7,23 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from one_process import data, distance, in_one_process, loss, measured, step_of
+from one_process import (
+    CUTS,
+    data,
+    distance,
+    equal_losses,
+    in_one_process,
+    loss,
+    measured,
+    step_of,
+    two_pipelines,
+)
 from torch import distributed, nn
-from torch.distributed.device_mesh import init_device_mesh
 
 import rematplan
 from rematplan.models.coupling import Coupling
 from rematplan.runtime.pipeline.dataflow_schedule import Updates, gradient_error_of
 from rematplan.runtime.pipeline.random_seeds import Seeded
-
-CUTS = ("blocks.2", "blocks.4", "blocks.6")
 
 
 def branch(width: int, dropout: float) -> nn.Module:
@@ -129,7 +136,7 @@ def run_flow(
     return {
         "wrong": [distance(g, theirs[n].grad) for n, g in trained.items() if theirs[n].grad is not None],
         "missing": [n for n in mine if (n in trained) != (theirs[n].grad is not None)],
-        "losses": [v.item() for v in losses] == one if losses else None,
+        "losses": equal_losses(losses, one),
         "peak": peak,
         "promise": pipe.ranks[rank].peak,
         "kept": stage.kept,
@@ -168,11 +175,10 @@ def train_flow(
 def run_data_parallel(rank: int, microbatches: int) -> list[float]:
     """Two dataflows of two ranks whose gradients are averaged; how far these are from one process's."""
     del rank
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "pipeline"))
-    copy_, at = mesh["data"].get_local_rank(), mesh["pipeline"].get_local_rank()
-    model, batches = flow(), data(16 * microbatches)
+    mesh, batches, (x, y) = two_pipelines(16 * microbatches)
+    model = flow()
     plain = copy.deepcopy(model)
-    x, y = (t.chunk(2)[copy_] for t in batches)
+    at = mesh["pipeline"].get_local_rank()
     asked = {"stages": 2, "cuts": ("blocks.4",), "budget": "1GiB", "ranks": [at]}
     pipe = planned(model, len(x), microbatches=microbatches, **asked)
     (stage,) = stages = pipe.stages(mesh["pipeline"])

@@ -7,15 +7,24 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from rematplan.runtime.costs.measure import peak_above_entry
 
 CPU = torch.device("cpu")
+CUTS = ("blocks.2", "blocks.4", "blocks.6")
+"""Cuts of eight blocks into four equal stages."""
 
 
 def data(rows: int) -> tuple[torch.Tensor, torch.Tensor]:
     generator = torch.Generator().manual_seed(3)
     return torch.randn(rows, 5, generator=generator), torch.randn(rows, 1, generator=generator)
+
+
+def two_pipelines(rows: int) -> tuple[DeviceMesh, tuple[torch.Tensor, ...], tuple[torch.Tensor, ...]]:
+    """The mesh of two pipelines of two ranks, a batch for both pipelines, and the half of it for this process."""
+    mesh, batch = init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "pipeline")), data(rows)
+    return mesh, batch, tuple(t.chunk(2)[mesh["data"].get_local_rank()] for t in batch)
 
 
 def loss(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
@@ -55,6 +64,11 @@ def step_of(
         schedule.step(*(given if first else ()), **({"target": y, "losses": losses} if last else {}))
 
     return step
+
+
+def equal_losses(losses: Sequence[torch.Tensor], wanted: Sequence[float]) -> bool | None:
+    """Whether a rank's losses have the bits of one process's; None on a rank without losses."""
+    return [v.item() for v in losses] == wanted if losses else None
 
 
 def measured(stages: Sequence[Any], step: Callable[[], None]) -> int:

@@ -9,9 +9,9 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from one_process import data, in_one_process, loss, measured, step_of
+from one_process import data, equal_losses, in_one_process, loss, measured, step_of, two_pipelines
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
@@ -21,8 +21,6 @@ from rematplan.runtime.pipeline.stage_modules import stage_modules
 ASKED: dict[str, Any] = {"costs": "roofline", "loss_memory": "3x"}
 SCALE = 0.25
 """An argument that is no tensor."""
-CUTS = ("blocks.2", "blocks.4", "blocks.6")
-"""Of four equal stages."""
 
 
 class Block(nn.Module):
@@ -162,7 +160,7 @@ def run_step(
     plan = pipe.ranks[rank]
     return {
         "different": different,
-        "losses": [v.item() for v in losses] == one if losses else None,
+        "losses": equal_losses(losses, one or []),
         "loss": sum(v.item() for v in losses),
         "peak": peak,
         "promise": plan.peak,
@@ -194,11 +192,8 @@ def run_data_parallel(
 ) -> dict[str, Any]:
     """Two pipelines of two ranks that share their gradients; the names of those that are not one process's."""
     del rank
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "pipeline"))
-    copy, at = mesh["data"].get_local_rank(), mesh["pipeline"].get_local_rank()
-    model, plain = net(), net()
-    batches = data(rows)
-    x, y = (t.chunk(2)[copy] for t in batches)
+    mesh, batches, (x, y) = two_pipelines(rows)
+    model, plain, at = net(), net(), mesh["pipeline"].get_local_rank()
     pipe = rematplan.plan_pipeline(model, (x, SCALE), ranks=[at], **ASKED | asked)
     stages = pipe.stages(mesh["pipeline"], wrap=lambda module: wrap(module, mesh["data"]))
     step = step_of(pipe.schedule(stages, loss), stages, (x, SCALE), y, [])

@@ -8,6 +8,7 @@ from typing import Any
 import couplings
 import pytest
 import torch
+from one_process import CUTS
 
 from rematplan.ir import ProblemError, UsageError
 from rematplan.pipeline.dataflow import DataflowPart, dataflow_part, dataflow_stages
@@ -26,7 +27,7 @@ GROUP: Any = None
 
 @pytest.fixture(scope="module")
 def part() -> DataflowPart:
-    stage = stage_modules(couplings.flow(), couplings.data(8)[:1], {}, couplings.CUTS)[1]
+    stage = stage_modules(couplings.flow(), couplings.data(8)[:1], {}, CUTS)[1]
     planner = StepPlanner(PlanOptions(budget="min", costs="roofline"))
     return dataflow_part(stage, planner, StagePlan(1, 0, 0, 0), 1, 4)
 

@@ -7,6 +7,7 @@ from typing import Any
 import planned_tasks
 import pytest
 import torch
+from one_process import CUTS
 from torch import nn
 
 import rematplan
@@ -18,7 +19,7 @@ ASKED: dict[str, Any] = {
     "budget": "100%",
     "costs": "roofline",
     "strategy": "store_all",
-    "cuts": planned_tasks.CUTS,
+    "cuts": CUTS,
 }
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import planned_tasks
 import pytest
 import torch
+from one_process import CUTS
 from torch import nn
 
 import rematplan
@@ -73,7 +74,7 @@ def test_a_split_backward_has_the_bits_of_a_whole_one() -> None:
 
 
 def test_what_makes_the_inputs_gradient_never_runs_again() -> None:
-    part = pipe(planned_tasks.net(), planned_tasks.data(32)[0], cuts=planned_tasks.CUTS).parts[2]
+    part = pipe(planned_tasks.net(), planned_tasks.data(32)[0], cuts=CUTS).parts[2]
     graph = part.problem.graph
     order = [op.name for op in graph.ops]
     boundary = order.index(WEIGHTS)
