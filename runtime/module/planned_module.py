@@ -1,7 +1,7 @@
-"""A module whose forward and backward follow a plan, in any training loop.
+"""A module whose forward and backward follow a rematerialisation plan, in any training loop.
 
-The module keeps its class, its parameters and its state. Only its ``forward`` is replaced by one that its
-`Runner` executes.
+The module keeps its class (as a base class), its parameters and its state. Only its ``forward`` is replaced by one that
+its `Runner` executes.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ def planned_module(
     """Return ``model`` with a planned forward and backward: an object of a subclass of its class that shares all its
     state.
 
-    Plans are made at the first call with each kind of arguments.
+    Plans are made by calls: the first call with a new combination of shapes, types and modes makes a plan for it.
 
     Args:
         model: the model. A module that is planned already is planned again.
@@ -52,7 +52,7 @@ def planned_module(
 
     Raises:
         ModelError: the model is compiled, scripted or sharded, or has a parameter of unknown shape; or it is planned
-            and its forward was replaced since; or its class allows no subclass.
+            and its forward was replaced after planning; or its class allows no subclass.
     """
     check_traceable(model)
     if isinstance(model, _Planned):
@@ -94,9 +94,10 @@ def _blank(kind: Any) -> nn.Module:
 
 
 def _become(planned: nn.Module, state: tuple[nn.Module, Runner, Any]) -> nn.Module:
-    """Make a blank object the planned module of a model. It shares the model's attributes, also later ones.
+    """Make ``planned``, an object without attributes, the planned module of a model, and return it. It shares the
+    ``__dict__`` of the model, so that an attribute set on one of them later is also set on the other.
 
-    ``state``: the model, its runner, and the replacement of its forward (None if there is none).
+    ``state``: the model, its runner, and the function that replaces the planned forward (None if there is none).
     """
     model, runner, replaced = state
     attributes = {"_rematplan": runner, "_rematplan_origin": model, "_rematplan_replaced": replaced}
@@ -106,10 +107,12 @@ def _become(planned: nn.Module, state: tuple[nn.Module, Runner, Any]) -> nn.Modu
 
 
 class _Forward:
-    """The attribute ``forward`` of planned modules.
+    """The descriptor of the attribute ``forward`` of planned modules. Without an assignment, the attribute is the
+    planned forward.
 
-    A value assigned to it replaces it, and may call it. An entry ``forward`` in the shared ``__dict__``
-    belongs to the model.
+    Assigning a function to ``forward`` replaces the planned forward; the function may call the planned one. A planned
+    module and its model share one ``__dict__``; an entry ``forward`` in it is the model's and does not replace the
+    planned one.
     """
 
     def __init__(self, kind: type[nn.Module]) -> None:
@@ -137,13 +140,14 @@ class PlanningStats:
     """Figures about the plans, searches and captures of a planned module.
 
     ``plans``: the number of plans in use. ``gaps``: for each plan, its overhead minus its proven lower bound, as a
-    share of the step's time without recomputation; None without a bound. ``searching``: the number of plans for which
-    a better one is being searched. ``seconds``: the duration of these background searches so far. ``swaps``: how
-    often a better plan has replaced another. ``captures``: the number of shapes that were captured separately.
-    ``open_captures``: the number of captures with open sizes, each of which serves several shapes. ``instances``: how
-    often a shape got its step from a capture with open sizes. ``dropped``: the number of plans that were dropped
-    because ``max_plans`` others were used later. ``reasons``: why shapes are captured separately; empty if there is
-    no reason.
+    share of the step's time without recomputation; None without a bound. ``searching``: the number of plans for which a
+    better one is being searched. ``seconds``: the total duration of these background searches so far. ``swaps``: how
+    often a better plan has replaced another.
+
+    ``captures``: the number of shapes that were captured separately. ``open_captures``: the number of captures with
+    symbolic sizes, each of which serves several shapes. ``instances``: how often a shape got its step from a capture
+    with symbolic sizes. ``dropped``: the number of plans that were dropped because there were more than ``max_plans``.
+    ``reasons``: why shapes were captured separately; empty if there is no reason.
     """
 
     plans: int
@@ -159,10 +163,10 @@ class PlanningStats:
 
 
 class Planning:
-    """The plans of a planned module, and the statistics that its steps compute.
+    """Access to the plans of a planned module, and to the statistics that its steps compute.
 
-    Planned modules also have `plan`, `plans`, `source` and `prepare` as attributes, unless their model uses these
-    names itself.
+    Planned modules also have the attributes `plan`, `plans`, `source` and `prepare` of this class, unless their model
+    uses these names itself.
 
     Raises:
         UsageError: the module is not planned.
@@ -185,18 +189,20 @@ class Planning:
 
     @property
     def plans(self) -> tuple[Plan, ...]:
-        """The plans in use, one for each combination of argument shapes and types, modes and conditions that was
-        planned. Plans that were dropped or replaced are not among them."""
+        """The plans in use. There is one for each combination of argument shapes and types, modes and module state that
+        was planned. Further ones are for steps with statistics, and for steps during which gradients of earlier steps
+        exist. Plans that were dropped or replaced are not among them."""
         return tuple(entry.plan for entry in self._planned._rematplan.entries())
 
     @property
     def source(self) -> str:
-        """The Python source code of the forward and the backward, as generated from `plan`."""
+        """The Python source code that was generated from `plan`: the functions that execute the forward and the
+        backward."""
         return self._planned._rematplan.last.compiled.halves.source
 
     def wait(self, seconds: float | None = None) -> Planning:
-        """Wait until all background searches for better plans have ended. Plans found take effect at the next
-        step.
+        """Wait until all background searches for better plans have ended. The plans that they found are used from the
+        next training step on.
 
         ``seconds``: the longest time to wait; None for no limit.
 
@@ -261,9 +267,11 @@ class Planning:
         self._recorder.take(wanted)
 
     def listen_to_statistics(self, listener: Listener) -> None:
-        """Register a method that is called with a layer's factors as soon as a backward has completed them.
+        """Register a method that receives the Kronecker factors of layers during each backward, as soon as they are
+        complete. A method that was registered before is replaced.
 
-        ``listener``: see `Recorder.listen`.
+        ``listener``: a bound method that takes a dictionary from weight names to factors (it may be empty) and the
+        number of the training step. Its object is referenced weakly. See `Recorder.listen`.
 
         Raises:
             UsageError: the module was planned without statistics.
@@ -281,8 +289,8 @@ class Planning:
 
     @property
     def statistics_state(self) -> tuple[int, int]:
-        """The number of the present training step, and the number of label draws so far: all that must be
-        saved, and set again, to resume training exactly.
+        """A pair: the number of the present training step, and how many times labels have been drawn so far. To resume
+        training with exactly the same statistics, save this pair and assign it later.
 
         Raises:
             UsageError: the module was planned without statistics.
@@ -304,12 +312,13 @@ class Planning:
         return found
 
     def prepare(self, *args: Any, **kwargs: Any) -> Any:
-        """Make the plan for these arguments, unless there is one, without running the model. Return the planned
-        module.
+        """Make the plan for a call with these arguments, without running the model, and return the planned module. If
+        there is a plan for such a call, keep it.
 
         Raises:
             ModelError: the forward cannot be captured.
             InfeasibleBudget: no plan fits the budget.
+            UsageError: an argument has a size outside of the ranges with which the module was planned.
         """
         self._planned._rematplan.prepare(self._planned, args, kwargs)
         return self._planned
@@ -345,8 +354,8 @@ OURS = ("plan", "plans", "source", "prepare")
 
 
 class _Ours:
-    """An attribute of `Planning` on planned modules. A submodule, parameter, buffer or plain attribute of
-    that name in the model has priority."""
+    """A descriptor that gives planned modules an attribute of `Planning`, such as ``plan``. If the model has a
+    submodule, parameter, buffer or plain attribute of that name, reading the name returns the model's."""
 
     def __init__(self, name: str) -> None:
         self.name = name
@@ -372,11 +381,13 @@ class _Planned:
     _rematplan_replaced: Any
 
     def __init_subclass__(cls, **options: Any) -> None:
-        """Do nothing, so that base classes do not register the planned class as a new one."""
+        """Do nothing. Without this method, base classes that register their subclasses would register the planned
+        class, too."""
 
     @disable_dynamo
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Call the module as usual. Warn if a replaced forward does not use the plan."""
+        """Call the module as usual. If a function was assigned to ``forward`` after planning and it did not call the
+        planned forward, warn that this step had no plan."""
         before = FORWARDS.begun
         results = super().__call__(*args, **kwargs)  # type: ignore[misc]
         if self._rematplan_replaced is not None and FORWARDS.begun == before and torch.is_grad_enabled():
@@ -387,13 +398,14 @@ class _Planned:
         return results
 
     def _rematplan_model(self) -> nn.Module:
-        """Return the model, which shares this object's attributes; or this object, if its class was changed
-        after planning."""
+        """Return the original model, which shares this object's attributes. If this object's class was changed after
+        planning (a parametrisation does that), return this object instead, since only it has the new class."""
         further = type(self) is not _class_of(self._rematplan_kind)
         return cast(nn.Module, self) if further else self._rematplan_origin
 
     def _rematplan_forward_of(self, model: nn.Module) -> Callable[..., Any]:
-        """Return the forward of the model itself, without a plan."""
+        """Return the original forward, which has no plan, bound to its object. ``model``: the result of
+        `_rematplan_model`."""
         further = isinstance(model, _Planned) and "forward" not in self.__dict__
         return cast(Callable[..., Any], super().forward if further else model.forward)  # type: ignore[misc]
 
@@ -402,14 +414,16 @@ class _Planned:
             return self._rematplan_forward_of(self._rematplan_model())(*args, **kwargs)
 
     def __copy__(self) -> Any:
-        """Return another object with the same submodules and plans."""
+        """Return another planned module with the same parameters, submodules and plans. Plans made later are
+        separate."""
         model = copy.copy(self._rematplan_model())
         return _become(
             _blank(self._rematplan_kind), (model, self._rematplan.twin(), self._rematplan_replaced)
         )
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
-        """Return a copy with separate weights and the same plans, for an average of weights, for example."""
+        """Return a planned module with copies of the weights and with the same plans, for example for an average of
+        weights."""
         memo[id(self)] = twin = _blank(self._rematplan_kind)
         model, replaced = (
             copy.deepcopy(one, memo) for one in (self._rematplan_model(), self._rematplan_replaced)
@@ -417,8 +431,8 @@ class _Planned:
         return _become(twin, (model, self._rematplan.twin(), replaced))
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        """Pickle the model and the options of planning, without plans. The copy makes its plans in its first
-        call."""
+        """Pickle the model and the options of planning, without plans. The unpickled module makes its plans when it is
+        called."""
         del protocol
         return (
             _blank,

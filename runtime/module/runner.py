@@ -1,8 +1,8 @@
-"""The calls of a planned module: choose a plan, make it if there is none, and run it.
+"""The calls of a planned module: choose a plan for the call, make one if there is none, and execute it.
 
-A plan is made at the first call with each combination of arguments (shapes, types, modes, autocast), state
-that the forward reads, outcomes of its decisions by values of inputs and buffers, and gradients of earlier
-steps.
+A plan belongs to one combination of several things. These are the arguments (shapes, types), modes (training,
+autocast), the state that the forward reads, the outcomes of branches that depend on values of inputs and buffers, and
+the gradients of earlier steps that still exist. The first call with a new combination makes a plan.
 """
 
 from __future__ import annotations
@@ -54,16 +54,17 @@ LOCK = CaptureLock()
 
 
 class Planner(Protocol):
-    """Makes plans of captured training steps: schedules of the planning problem that
-    `loss_boundary.with_loss_boundary` returns for the step."""
+    """Makes plans of captured training steps. A plan is a schedule of the step's planning problem with a loss boundary
+    (the moment between forward and backward), as `loss_boundary.with_loss_boundary` makes it."""
 
     def __call__(self, step: CapturedStep, first: bool = False) -> StepPlan:
         """Return a plan of a step.
 
         Args:
             step: the captured training step.
-            first: whether an infeasible budget is treated as for a module's first plan, even if other steps have
-                plans. By default that raises, while later steps get the plan of the smallest found peak.
+            first: whether to treat an infeasible budget as for the first plan of a module, even if the planner has made
+                plans. By default an infeasible budget raises for the first plan. For later steps, the plan with the
+                smallest peak that was found is returned instead.
 
         Raises:
             InfeasibleBudget: no plan fits the budget, and the planner's options say to raise.
@@ -72,14 +73,15 @@ class Planner(Protocol):
     def with_gradients(
         self, step: CapturedStep, plan: Plan, gradients: int, names: Set[str]
     ) -> StepPlan | None:
-        """Return a plan for a step during which gradients of earlier steps exist. Return None if ``plan`` fits the
-        budget together with these gradients, or is to be used although it does not fit.
+        """Return a plan for a step that is executed while gradients of earlier steps exist. Return None if ``plan`` can
+        still be used: because it fits the budget together with these gradients, or because the planner's options accept
+        that it does not fit.
 
         Args:
             step: the captured step.
-            plan: its plan without such gradients.
-            gradients: the bytes of these gradients.
-            names: the parameters that have such gradients, as named in the step.
+            plan: its plan without gradients of earlier steps.
+            gradients: the bytes of the gradients of earlier steps.
+            names: the parameters that have gradients of earlier steps, under the names that they have in the step.
 
         Raises:
             InfeasibleBudget: no plan fits the budget, and the planner's options say to raise.
@@ -96,21 +98,23 @@ class CacheEntry:
     """The pytree structure of three things: the results of the forward; the attributes that it sets (by the module's
     position, a dictionary by name); and the arguments, if it changes lists or dictionaries among them."""
     constants: tuple[Any, ...]
-    """The leaves of ``outputs``: `Place` for a tensor of the results, `Given` for a leaf of the arguments,
-    `Own` for a tensor of the model, or a constant."""
+    """The leaves of ``outputs``. A leaf is a constant or a placeholder: `Place` for an output tensor of the compiled
+    plan, `Given` for a leaf of the arguments, `Own` for a parameter or buffer of the model."""
     guard: guards.Guard
-    """The check that everything else the traced forward depends on is unchanged."""
+    """The check that everything that the forward read while it was traced, except its arguments, is unchanged."""
     captured: CapturedStep
-    """The step before planning, with the expected tangents."""
+    """The step that was planned: without the tangents (gradients of outputs) that the training loop is not expected to
+    compute, and before the planner changed it."""
     whole: CapturedStep
-    """The same step with the tangents of all outputs."""
+    """The captured step with the tangents (gradients) of all outputs, and without statistics."""
     statistics: StatisticsStep | None = None
-    """The step with statistics; None if this entry computes none."""
+    """The step with Kronecker-factored statistics; None if this entry's step computes none."""
     measured: list[CacheEntry] = field(default_factory=list, compare=False)
-    """The entry for the same forward that computes statistics: empty or one element."""
+    """The entry for the same forward whose step also computes statistics: a list with no element or one."""
     with_gradients: dict[tuple[frozenset[str], int], CacheEntry] = field(default_factory=dict, compare=False)
-    """Entries for steps with gradients of earlier steps, by the names of the parameters that had them, and
-    their bytes."""
+    """Entries for steps during which gradients of earlier steps exist. A key is a pair: the names of the parameters
+    that may have such gradients, and the largest number of bytes of such gradients with which the entry's plan fits the
+    budget."""
 
     @property
     def plan(self) -> Plan:
@@ -125,18 +129,18 @@ class CacheEntry:
     @cached_property
     def targets(self) -> dict[str, str]:
         """The parameters that get gradients: a dictionary from the parameter's name in the model to its name in the
-        step. Code that looks for gradients of earlier steps looks at the first parameter only: all are assumed to
-        have such gradients, or none."""
+        step. Code that must decide quickly whether gradients of earlier steps exist looks only at the first of these
+        parameters."""
         found = (o.target for o in self.captured.outputs if o.kind == "gradient")
         return {target.removeprefix("model."): target for target in found}
 
     def counting(self, gradients: int, names: frozenset[str]) -> CacheEntry:
-        """Return this entry. If ``gradients`` is not 0, also register the entry in `with_gradients`, so that steps
-        with gradients of earlier steps use it.
+        """Return this entry. If ``gradients`` is not 0, first add the entry to its dictionary `with_gradients`, because
+        its plan also fits the budget while gradients of earlier steps exist.
 
         Args:
-            gradients: the bytes of gradients of earlier steps for which the plan leaves room.
-            names: the parameters that may have such gradients.
+            gradients: the largest number of bytes of gradients of earlier steps with which the plan fits the budget.
+            names: the names of the parameters that may have gradients of earlier steps.
         """
         if gradients:
             self.with_gradients[names, gradients] = self
@@ -153,13 +157,14 @@ FORWARDS = _Forwards()
 
 
 class Runner:
-    """The calls of one planned module: captures, plans, compiles and runs its steps.
+    """Executes the calls of one planned module: captures, plans and compiles its training steps, and keeps the results
+    for later calls.
 
     Args:
         name: the model's name.
         planner: makes the plans.
-        asked: which shapes are planned, and how many plans are kept.
-        statistics: the statistics that the steps compute; None for none.
+        asked: the options for shapes: whether other shapes are planned, and how many plans are kept.
+        statistics: the Kronecker-factored statistics that the steps compute; None for none.
     """
 
     def __init__(
@@ -181,10 +186,11 @@ class Runner:
         version."""
 
     def twin(self, cache: dict[Any, list[CacheEntry]] | None = None) -> Runner:
-        """Return a runner for a copy of the planned module.
+        """Return a runner for a copy of the planned module. Plans that one of the two runners makes later do not appear
+        in the other.
 
-        ``cache``: the cache entries of the new runner, as in `Runner.cache`; None for the same entries as in this
-        runner.
+        ``cache``: the cache entries of the new runner, as in `Runner.cache`; its captures with symbolic sizes are then
+        empty. If it is None, the new runner begins with the entries and captures of this one.
         """
         twin = copy.copy(self)
         twin.tree = None
@@ -197,14 +203,15 @@ class Runner:
         return twin
 
     def __call__(self, planned: Planned, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Run the model on these arguments and return its outputs; their backward follows the plan. The first call of
-        its kind captures and plans the step. The original model runs without a plan if gradients are disabled, no
-        tensor requires a gradient, or another tracer traces the call.
+        """Run the model on these arguments and return its outputs, whose backward follows the plan. If no plan exists
+        for a call of this kind, capture and plan the step first. The original model runs without a plan if gradients
+        are disabled, no tensor requires a gradient, or another tracer traces the call.
 
         Raises:
             ModelError: the forward cannot be captured, needs another plan although ``asked.dynamic`` is false, or is
                 called within a torch.func transform or forward-mode derivative.
             InfeasibleBudget: no plan fits the budget.
+            UsageError: an argument has a size outside of the ranges that ``asked`` allows.
         """
         FORWARDS.begun += 1
         if not torch.is_grad_enabled():
@@ -238,8 +245,12 @@ class Runner:
         return results
 
     def _exchange(self, entry: CacheEntry, state: guards.ModuleState) -> None:
-        """Replace the plan by a better one that was found, if a new training step begins: no backward of this
-        module is pending or may be repeated, and the optimizer has stepped or the gradients are None."""
+        """If a new training step begins and a search in the background has found a better plan, replace the entry's
+        plan by it.
+
+        A new step begins if the optimizer has stepped or the gradients are None. The plan is not replaced while a
+        backward of this module is pending or may be repeated.
+        """
         name = next(iter(entry.targets), "")
         trained, (known, version) = state.named.get(name), self.version
         new_step = trained is None or trained.grad is None or (known == name and trained._version != version)
@@ -257,18 +268,18 @@ class Runner:
                     del entry.with_gradients[key]
 
     def entries(self) -> list[CacheEntry]:
-        """Return all cache entries in use, each once: those that calls select, those that compute statistics, and
-        those that leave room for gradients of earlier steps."""
+        """Return all cache entries in use, each once: entries of ordinary calls, entries that compute statistics, and
+        entries for steps during which gradients of earlier steps exist."""
         plain = [entry for entries in self.cache.values() for entry in entries]
         every = [w for entry in plain for w in (entry, *entry.measured)]
         return list({id(w): w for entry in every for w in (entry, *entry.with_gradients.values())}.values())
 
     def prepare(self, planned: Planned, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Make the plan for these arguments, unless there is one, without running the model. If the module computes
-        statistics, also make the plan of the step that computes them.
+        """Make the plan for a call with these arguments without running the model. If there is a plan for such a call,
+        keep it. If the module computes statistics, do the same for the step that computes them.
 
         Raises:
-            ModelError, InfeasibleBudget: as `__call__`.
+            ModelError, InfeasibleBudget, UsageError: as `__call__`.
         """
         with LOCK.alone(), torch.inference_mode(False), torch.enable_grad():
             entry = self.find(planned, args, kwargs)
@@ -292,7 +303,11 @@ class Runner:
         return recorder.forward(parameters, accumulating)
 
     def _measured(self, entry: CacheEntry, recorder: Recorder) -> CacheEntry:
-        """Return the entry of the same forward whose step also computes statistics. It is made if there is none."""
+        """Return the cache entry for the forward of ``entry`` whose step also computes statistics. It is planned if
+        there is none.
+
+        ``recorder``: collects the module's statistics; its options say which ones the step computes.
+        """
         if not entry.measured:
             with LOCK.alone():
                 if not entry.measured:
@@ -310,11 +325,11 @@ class Runner:
         return self.last
 
     def find(self, planned: Planned, args: tuple[Any, ...], kwargs: dict[str, Any]) -> CacheEntry:
-        """Return the cache entry for these arguments whose guard holds. If there is none, capture, plan and compile a
-        new one.
+        """Return the cache entry (compiled plan) for a call with these arguments whose guard holds, that is, for which
+        everything that the traced forward read is unchanged. If there is none, capture, plan and compile the step.
 
         Raises:
-            ModelError, InfeasibleBudget: as `__call__`.
+            ModelError, InfeasibleBudget, UsageError: as `__call__`.
         """
         leaves, spec = flattened_call(args, kwargs)
         return self._entry(planned, leaves, spec, self._state(planned))
@@ -361,10 +376,16 @@ class Runner:
     def _with_gradients(
         self, entry: CacheEntry, state: guards.ModuleState, tensors: Sequence[torch.Tensor]
     ) -> CacheEntry:
-        """Return the entry whose plan leaves room in the budget for gradients of earlier steps; the entry
-        itself if there are none.
+        """Return the cache entry whose plan fits the budget together with the gradients of earlier steps that exist
+        now; ``entry`` itself if none exist. It is planned if there is none.
 
-        Gradients of parameters, to which new ones are added, of inputs, and earlier statistics count.
+        The bytes that count are those of the gradients of parameters (to which new gradients are added), of the
+        gradients of inputs, and of the statistics summed so far.
+
+        Args:
+            entry: the entry for the call without gradients of earlier steps.
+            state: the module's present state, with its parameters.
+            tensors: the tensors among the arguments.
         """
         own = state.named.get(next(iter(entry.targets), ""))
         of_inputs = [g for t in tensors if (g := _gradient(t)) is not None]
@@ -396,9 +417,12 @@ class Runner:
         return entry if found is None else replace(entry, running=Running.of(found), with_gradients={})
 
     def _with_tangents(self, entry: CacheEntry, arrived: frozenset[str] = frozenset()) -> CacheEntry:
-        """Return an entry for the same forward that also expects the gradients of the outputs ``arrived``
-        (positions), and of those for which gradients arrived before. It is made if there is none. Calls of the same
-        kind use that entry from now on."""
+        """Return a cache entry for the forward of ``entry`` whose backward also takes gradients of the outputs
+        ``arrived``, and of outputs for which gradients arrived in earlier backwards. It is planned if there is none,
+        and later calls use it instead of ``entry``.
+
+        ``arrived``: the positions (as text) of the outputs for which a gradient has arrived that the plan left out.
+        """
         if entry.statistics and self.recorder:
             plain = replace(entry, statistics=None, measured=[])
             return self._measured(self._with_tangents(plain, arrived), self.recorder)
@@ -484,7 +508,8 @@ class Runner:
 
 
 def _gradient(tensor: torch.Tensor | None) -> torch.UntypedStorage | None:
-    """Return the storage of a tensor's gradient; None if it has no dense gradient."""
+    """Return the storage of a tensor's gradient. Return None if the tensor is no leaf that requires a gradient, or has
+    no dense gradient."""
     if tensor is None or not (tensor.requires_grad and tensor.is_leaf):
         return None
     gradient = tensor.grad
@@ -493,5 +518,5 @@ def _gradient(tensor: torch.Tensor | None) -> torch.UntypedStorage | None:
 
 
 _NOT_TO_PLAN = (type(None), FakeTensor, FunctionalTensor)
-"""Types of the first tensor that requires a gradient for which nothing is planned: there is no such tensor,
-or a tracer is running."""
+"""A call is not planned if its first tensor that requires a gradient has one of these types. NoneType means that there
+is no such tensor; the others mean that a tracer is running."""
