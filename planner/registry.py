@@ -1,4 +1,4 @@
-"""All strategies by name."""
+"""The planning strategies (algorithms that choose a plan) by name, and their construction from options."""
 
 from __future__ import annotations
 
@@ -25,12 +25,17 @@ STRATEGIES: Mapping[str, type[Strategy]] = {
     for kind in (Auto, StoreAll, ChenSqrt, ChenGreedy, ApproxDP, ExactDP, NestedDP, Anneal, ILP, Reversible)
 }
 LIMIT = "time_limit"
-"""An option that every strategy accepts; strategies that do not search ignore it."""
+"""The option that limits the search time in seconds. Every strategy accepts it; strategies that do not search ignore
+it."""
 
 
 def strategy(name: str, **options: object) -> Strategy:
-    """Return the strategy named ``name`` with these options. Text is converted to the option's type, for the command
-    line. `LIMIT` is accepted for every strategy.
+    """Return a strategy (an algorithm that chooses a plan) by its name, with options.
+
+    Args:
+        name: the strategy's name, such as ``auto`` or ``anneal``.
+        options: the strategy's fields by name. A number may be passed as text, as the command line does. ``time_limit``
+            may be passed to every strategy; those without a search ignore it.
 
     Raises:
         UsageError: the name or an option is unknown (the message lists the known ones), or a value is invalid.

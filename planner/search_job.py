@@ -1,4 +1,5 @@
-"""The search for one request of `worker`: first short searches from plans of other sizes, then longer ones."""
+"""One search for a better plan in the worker process (`planner.worker`): first short searches from known plans, then
+longer searches with the requested strategy."""
 
 from __future__ import annotations
 
@@ -17,16 +18,21 @@ from rematplan.planner.core.schedule import runs_of
 from rematplan.planner.registry import LIMIT, strategy
 
 SHARES = (0.1, 0.3, 1.0)
-"""For each of the longer searches, its share of the remaining time. The first is short, so that a better plan is
-used soon."""
+"""For each of the longer searches, the share of the remaining time that it gets. The first is short, so that training
+soon gets a better plan."""
 
 Answer = dict[str, Any]
+"""A message of the worker process to its parent: JSON data."""
 
 
 def plan_of(problem: TrainingGraph, answer: Mapping[str, Any], budget: int) -> Plan:
-    """Return the plan that an answer of a search (`message_of`) describes; its peak and cost are simulated anew.
+    """Return the plan that an answer of the worker process describes (see `message_of`). The plan's peak and cost are
+    not read from the answer, but simulated.
 
-    ``budget``: bytes; recorded in the plan.
+    Args:
+        problem: the problem that was searched.
+        answer: the worker's answer, with ``runs``, ``strategy``, ``lower_bound`` and ``status``.
+        budget: bytes; recorded in the plan.
 
     Raises:
         ProblemError, ValueError, LookupError: the answer does not describe a valid plan.
@@ -44,8 +50,11 @@ def plan_of(problem: TrainingGraph, answer: Mapping[str, Any], budget: int) -> P
 
 
 def message_of(problem: TrainingGraph, plan: Plan) -> Answer:
-    """Return the part of a search's answer that describes a plan: its runs by position, strategy, lower bound and
-    status."""
+    """Return the fields of the worker's answer that describe a plan, for JSON.
+
+    ``runs``: the executed ops and inverses in order, each as its position among the problem's ops followed by its
+    inverses. ``strategy``, ``lower_bound``, ``status``: those of the plan.
+    """
     number = {name: k for k, name in enumerate(recipe_names(problem))}
     return {
         "runs": [number[name] for name in runs_of(plan.schedule)],
@@ -56,11 +65,13 @@ def message_of(problem: TrainingGraph, plan: Plan) -> Answer:
 
 
 class SearchJob:
-    """A request for a search, and the plans found for it so far.
+    """A request to the worker process to search for a better plan, with the plans found for it so far.
 
     Args:
-        request: ``problem``, ``budget`` in bytes, ``strategy``, ``options`` and ``starts``; see `worker`.
-        store: contains the plans on disk; new plans are added to it.
+        request: a dict with ``problem`` (JSON of the problem), ``budget`` in bytes, ``strategy`` (its name),
+            ``options`` (of the strategy, by name) and ``starts`` (known plans); see `planner.worker` for the form of
+            each.
+        store: the plans of earlier searches, on disk; new plans are added to it.
 
     Raises:
         ProblemError, UsageError, KeyError, TypeError, ValueError: the request is malformed.
@@ -82,10 +93,11 @@ class SearchJob:
         )
 
     def polish(self) -> Iterator[Answer]:
-        """Yield an answer, a message for the parent process, for each better plan that short searches find from
-        plans for other sizes.
+        """Run short searches from the plans in the request, which were found for the same step with other sizes. Yield
+        a message for the parent process for each plan that is better than all before.
 
-        Nothing is searched if the request has fewer than two starts, or a plan on disk needs no search.
+        Nothing is searched if the request has fewer than two plans, or if the plan on disk is good enough
+        (`PlanStore.solved`).
         """
         if len(self.starts) < 2 or self._solved() is not None:
             return
@@ -94,11 +106,14 @@ class SearchJob:
             yield from self._take(plan)
 
     def search(self, urgent: Callable[[], bool] = lambda: False) -> Iterator[Answer]:
-        """Yield an answer, a message for the parent process, for each better plan that the longer searches find. An
-        empty answer is yielded after each search, so that the caller can do something else.
+        """Search with the requested strategy, each time longer than the last. Yield a message for the parent process
+        for each plan that is better than all before or has a lower bound.
 
-        ``urgent``: called often. If it returns True, the search is interrupted; it continues with the remaining time
-        when the iterator is advanced.
+        Empty messages are yielded between searches, so that the caller can do other work. If the plan on disk is good
+        enough (`PlanStore.solved`), its message is yielded and nothing is searched.
+
+        ``urgent``: called often during a search. If it returns True, the search ends early. When the caller advances
+        the iterator, a new search starts with the remaining time.
         """
         known = self._solved()
         if known is not None:
@@ -124,11 +139,13 @@ class SearchJob:
             yield {}
 
     def done(self) -> Answer:
-        """Return the last answer to the request: that it is done, and the seconds since it was received."""
+        """Return the last message for the parent process: the request is done, and the seconds since the job was
+        created."""
         return {"done": True, "seconds": time.monotonic() - self.began}
 
     def _searched(self, seconds: float, urgent: Callable[[], bool]) -> tuple[Plan | None, bool]:
-        """Search once; return the plan, if there is one, and whether the search was interrupted."""
+        """Run the strategy once, with ``seconds`` as its time limit. Return its plan and whether ``urgent`` ended the
+        search early. The plan is None if none within the budget was found."""
         interrupted = False
 
         def report(_fraction: float, _text: str) -> None:
@@ -151,7 +168,11 @@ class SearchJob:
         return self.store.solved(self.problem, self.budget, self.gap, self.limit)
 
     def _take(self, plan: Plan) -> Iterator[Answer]:
-        """Yield an answer if the plan is better than all earlier ones or has a lower bound."""
+        """Record a plan that was found. Yield a message for the parent process if the plan is better than all before or
+        has a lower bound.
+
+        The message describes the best plan so far, with the lower bound and status of the new plan.
+        """
         self.found.append(plan)
         better = self.best is None or by_cost(plan) < by_cost(self.best) or plan.lower_bound is not None
         self.best = min((p for p in (plan, self.best) if p is not None), key=by_cost)

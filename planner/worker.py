@@ -1,13 +1,15 @@
-"""A process that searches for better plans while its parent trains: ``python -m rematplan.planner.worker``.
+"""A process that searches for better plans while its parent process trains: ``python -m rematplan.planner.worker``.
 
-`background.BackgroundSearch` starts the process and communicates with it over pipes, one line of JSON per message.
-The process never imports torch, runs at low priority, and ends with its parent. On one machine, only one such process
-of a user searches at a time: if eight processes train one model, its plan is searched once, and the others find it on
-disk.
+`background.BackgroundSearch` starts the process and communicates with it over pipes, one line of JSON per message. The
+process never imports torch, runs at low priority, and ends with its parent. Only one worker process of a user searches
+at a time on a machine. If eight processes train the same model, the first worker searches, and the other seven find its
+plans on disk.
 
-A request has ``id``, ``problem`` (``rematplan.problem/1``), ``budget`` in bytes, ``strategy`` and ``options``, and
-``starts`` (sequences of positions among the problem's ops, followed by its inverses). Each answer has ``id``,
-``done``, ``seconds`` of the search and, if there is a plan, ``runs``, ``strategy``, ``lower_bound`` and ``status``.
+A request has ``id``, ``problem`` (a problem in the format ``rematplan.problem/1``), ``budget`` in bytes, ``strategy``
+(its name), ``options`` (of the strategy) and ``starts`` (known plans). A plan is sent as the list of executed ops in
+order, each as its position among the problem's ops followed by its inverses. Each answer has ``id`` (that of the
+request), ``done`` (whether it is the last one), ``seconds`` of the search and, if there is a plan, ``runs`` (the plan),
+``strategy``, ``lower_bound`` and ``status``. If the request fails, the answer has ``error``, a text.
 """
 
 from __future__ import annotations
@@ -29,14 +31,15 @@ from rematplan.planner.caches.plan_store import PlanStore
 from rematplan.planner.search_job import Answer, SearchJob
 
 NICE = 10
-"""The increment of the process's niceness, so that training goes first."""
+"""By how much the process raises its niceness, so that training has priority."""
 WATCH = 1.0
-"""Seconds between two checks whether the parent is alive."""
+"""Seconds between two checks of whether the parent process is alive."""
 
 
 @contextmanager
 def _alone() -> Iterator[None]:
-    """Ensure that of all such processes of this user only one is in the block at a time, if files can be locked."""
+    """A context that only one worker process of this user can be in at a time; the others wait. If files cannot be
+    locked, all can enter."""
     with ExitStack() as stack:
         with suppress(ImportError, OSError):
             import fcntl
@@ -47,8 +50,10 @@ def _alone() -> Iterator[None]:
 
 
 def _read(stream: IO[bytes], requests: queue.Queue[Answer]) -> None:
-    """Put requests into the queue. At the end of the stream the parent has ended or needs no more: end this
-    process.
+    """Read requests from the parent process, one line of JSON each, and put them into the queue. Lines that are not
+    JSON are ignored.
+
+    At the end of the stream, end this process: the parent has ended or needs no more plans.
     """
     for line in stream:
         with suppress(ValueError):
@@ -57,9 +62,9 @@ def _read(stream: IO[bytes], requests: queue.Queue[Answer]) -> None:
 
 
 def _watch(parent: int) -> None:
-    """End this process when its parent has ended.
+    """End this process when its parent has ended. ``parent``: the parent's process id.
 
-    The end of the pipe is not enough: if the parent has forked, its children hold the pipe open.
+    The end of the pipe is not a sufficient sign: if the parent has forked, its other children keep the pipe open.
     """
     while os.getppid() == parent:
         time.sleep(WATCH)
@@ -67,15 +72,17 @@ def _watch(parent: int) -> None:
 
 
 def serve(first: Answer, waiting: queue.Queue[Answer], answer: Callable[[Answer], None]) -> None:
-    """Answer a first request for a search, and all requests that arrive meanwhile.
+    """Search for plans as requested, and send answers, until all requests are answered, including those that arrive
+    meanwhile.
 
-    Short searches for a new request interrupt longer searches of earlier requests. Of several requests the latest
-    goes first: its sizes are the most likely to occur again.
+    Each new request first gets short searches, which interrupt the longer searches of earlier requests. The latest
+    request is served first, because its tensor sizes are the most likely to occur again. A request that fails is
+    answered with the error.
 
     Args:
         first: the first request.
         waiting: a queue to which another thread adds further requests.
-        answer: called with each answer, to send it to the parent.
+        answer: sends an answer to the parent process.
     """
     requests: list[Answer] = [first]
     begun: list[tuple[object, SearchJob, Iterator[Answer]]] = []
@@ -110,8 +117,8 @@ def _errors_answered(number: object, answer: Callable[[Answer], None]) -> Iterat
 
 
 def main() -> None:
-    """Answer requests from standard input on standard output, until the parent ends. The process's priority is
-    lowered."""
+    """Read requests from standard input and write answers to standard output, at low priority. The process ends when
+    its parent ends or closes the stream."""
     with suppress(OSError, AttributeError):
         os.nice(NICE)
     out = os.fdopen(os.dup(sys.stdout.fileno()), "wb")

@@ -1,9 +1,13 @@
-"""Replay a pipeline's schedule: when each action runs, given the times of stages and links.
+"""Simulate a pipeline's schedule in time: compute when each action of each rank starts and ends.
 
-A rank runs its actions one after another. F of a stage waits for the stage before it. B or I waits for the stage
-after it; in the last stage it waits for F. W waits for the I of its micro-batch. A message is sent when the action
-that computes it ends. Messages from one rank to another follow each other on one link, and arrive after the link's
-latency. Stages on the same rank need no messages. The replay takes O(actions · ranks) time.
+Actions are of four kinds: F (forward of one micro-batch in one stage), B (its backward), and I and W (the two halves of
+a split backward: the gradient of the stage's input, then the gradients of its weights). A rank runs its actions in
+order, one at a time. F waits for the message from the stage before. B or I waits for the stage's own F and, except in
+the last stage, for the message from the stage after. W waits for the I of its micro-batch.
+
+A message is sent when the action that computes it ends. All messages from one rank to another share one link and occupy
+it one after another; each arrives after the link's latency. Stages on the same rank need no messages. The simulation
+takes O(actions · ranks) time.
 """
 
 from __future__ import annotations
@@ -19,12 +23,12 @@ from rematplan.planner.pipeline.actions import Action, PipelineSchedule
 
 @dataclass(frozen=True, slots=True)
 class StageTimes:
-    """The times of a stage in microseconds, and the bytes of its messages, for one micro-batch.
+    """The times of a pipeline stage in microseconds and the bytes of its messages, all for one micro-batch.
 
-    ``forward``: of its forward. ``backward``: of its backward without the gradients of weights, if these are computed
-    separately; else of the whole backward. ``weight``: of the gradients of weights; 0 if not computed separately.
-    ``sends``: bytes of the message to the next stage in the forward. ``returns``: bytes of the message to the
-    previous stage in the backward.
+    ``forward``: time of the forward. ``backward``: time of the backward; without the gradients of weights, if these are
+    computed by an action of their own. ``weight``: time of that action; 0 if there is none. ``sends``: bytes of the
+    message to the next stage, sent by the forward. ``returns``: bytes of the message to the previous stage, sent by the
+    backward.
     """
 
     forward: float
@@ -35,41 +39,45 @@ class StageTimes:
 
     @property
     def total(self) -> float:
-        """The microseconds of forward and backward together, for one micro-batch."""
+        """The microseconds of the stage's forward and whole backward for one micro-batch."""
         return self.forward + self.backward + self.weight
 
     def of(self, kind: str) -> float:
-        """Return the microseconds of an action of a kind: F (forward), I (backward for the input's gradient), W
-        (gradients of weights) or B (I and W together)."""
+        """Return the microseconds that an action takes.
+
+        ``kind``: ``F``: forward; ``B``: whole backward; ``I``: backward for the gradient of the stage's input only;
+        ``W``: gradients of the weights only.
+        """
         times = {"F": self.forward, "B": self.backward + self.weight, "I": self.backward, "W": self.weight}
         return times[kind]
 
 
 @dataclass(frozen=True, slots=True)
 class Link:
-    """A link between two ranks. ``latency``: microseconds. ``bandwidth``: bytes per microsecond."""
+    """A network link between two ranks. ``latency``: microseconds. ``bandwidth``: bytes per microsecond."""
 
     latency: float = 0.0
     bandwidth: float = math.inf
 
     def occupied(self, size: int) -> float:
-        """Return the microseconds for which a message of ``size`` bytes occupies the link: size ÷ bandwidth."""
+        """Return the microseconds for which a message of ``size`` bytes occupies the link, so that no other message can
+        be sent: size ÷ bandwidth."""
         return size / self.bandwidth
 
     def travel(self, size: int) -> float:
-        """Return the microseconds from the start of a message of ``size`` bytes to its arrival, on an idle link:
-        occupation plus latency."""
+        """Return the microseconds from the start of a message of ``size`` bytes to its arrival, if the link is idle:
+        size ÷ bandwidth + latency."""
         return self.latency + self.occupied(size)
 
 
 FREE_LINK = Link()
-"""A link that takes no time."""
+"""A link over which messages take no time."""
 
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """An action of a pipeline's rank and its time. ``start``, ``end``: microseconds since the start of the first
-    action."""
+    """An action of a pipeline's rank with its simulated time. ``start``, ``end``: microseconds since the first action
+    of the pipeline started."""
 
     action: Action
     start: float
@@ -78,25 +86,27 @@ class Span:
 
 @dataclass(frozen=True)
 class Timeline:
-    """A simulated pipeline schedule. ``rows``: for each rank, its actions with their start and end, in order."""
+    """A pipeline schedule with simulated times. ``rows``: for each rank, its actions in order, each with its start and
+    end."""
 
     schedule: PipelineSchedule
     rows: tuple[tuple[Span, ...], ...]
 
     @cached_property
     def makespan(self) -> float:
-        """The microseconds from the start of the first action to the end of the last."""
+        """The microseconds from the start of the pipeline's first action to the end of its last action; 0 without
+        actions."""
         return max((row[-1].end for row in self.rows if row), default=0.0)
 
     @cached_property
     def busy(self) -> tuple[float, ...]:
-        """For each rank, the microseconds in which it works."""
+        """For each rank, the sum of the microseconds of its actions: the time in which the rank is not idle."""
         return tuple(math.fsum(span.end - span.start for span in row) for row in self.rows)
 
     @property
     def bubble(self) -> float:
-        """The share (0 to 1) of all ranks' time, up to the end of the last action, in which they do not work; 0
-        without actions."""
+        """The fraction (0 to 1) of all ranks' time in which a rank is idle. A rank's time ends with the last action of
+        the whole pipeline. 0 without actions."""
         return 1 - math.fsum(self.busy) / (self.makespan * len(self.rows)) if self.makespan else 0.0
 
 
@@ -107,18 +117,20 @@ def replay(
     overhead: float = 0.0,
     credits: int | None = None,
 ) -> Timeline:
-    """Simulate a schedule and return when each action starts and ends.
+    """Simulate a pipeline's schedule. Return when each action starts and ends.
 
     Args:
-        schedule: the actions of each rank.
-        times: for each stage, its times and message sizes.
-        link: latency and bandwidth between ranks.
+        schedule: the actions of each rank, in order.
+        times: for each stage, the times of its actions and the bytes of its messages.
+        link: latency and bandwidth between ranks, the same for every pair of ranks.
         overhead: microseconds that each action takes in addition to its stage's time.
-        credits: how many messages in one direction between two stages may be sent and not yet read. Before one more
-            is sent, the sending rank waits until the receiver begins to use the earliest of them. None: no limit.
+        credits: the largest number of messages from one stage to another that are sent and not yet used by the
+            receiver. If there are so many, the sending rank waits until the receiver starts to use the oldest. None: no
+            limit. Stages on the same rank are not limited.
 
     Raises:
-        ProblemError: a deadlock. The message names the first action that waits forever.
+        ProblemError: a deadlock: some actions wait for each other. The message names the rank that is blocked first,
+            its action, and what the action waits for.
     """
     run = _Replay(schedule, times, link, overhead, credits)
     ranks = range(schedule.ranks)
@@ -135,12 +147,19 @@ def replay(
 
 
 _Message = tuple[str, int, int]
-"""The direction (F or B), the stage that sends it, and the micro-batch."""
+"""A message between stages, identified by its direction (``F``: forward; ``B``: backward), the stage that sends it, and
+the micro-batch."""
 
 
 class _Replay:
-    """The state of a simulation. ``at``: the index of each rank's next action. ``free``: when the rank can start that
-    action, in microseconds."""
+    """The state of a simulation of a pipeline's schedule.
+
+    ``at[r]``: the index of the next action of rank r. ``free[r]``: the microsecond at which rank r can start its next
+    action. ``rows[r]``: the actions that rank r has started, with their times. ``made``, ``arrived``: for each message,
+    when the action that computes it ends, and when the receiver can use it. ``sent``: the number of messages sent, by
+    direction and sending stage. ``read``: with the same keys, when the receiver started to use each message.
+    ``link_free``: when a link is idle again, by the sending and the receiving rank.
+    """
 
     def __init__(
         self,
@@ -155,29 +174,31 @@ class _Replay:
         self.at, self.free = [0] * schedule.ranks, [0.0] * schedule.ranks
         self.rows: list[list[Span]] = [[] for _ in range(schedule.ranks)]
         self.rank_of = {s: r for r, stages in enumerate(schedule.stage_of_rank) for s in stages}
-        self.made: dict[_Message, float] = {}  # when the action that computes it ended
-        self.arrived: dict[_Message, float] = {}  # when the receiving stage can use it
+        self.made: dict[_Message, float] = {}  # when the action that computes the message ended
+        self.arrived: dict[_Message, float] = {}  # when the receiving stage can use the message
         self.sent: dict[tuple[str, int], int] = {}  # messages by direction and sending stage
-        self.read: dict[tuple[str, int], list[float]] = {}  # when each of these was first used
+        self.read: dict[tuple[str, int], list[float]] = {}  # when the receiver first used each message
         self.link_free: dict[tuple[int, int], float] = {}  # when a link is idle, by the ranks at its ends
 
     def advance(self, rank: int) -> bool:
-        """Run the actions of a rank that can run; return whether there was any."""
+        """Run as many actions of a rank as possible, until one waits for a message or cannot send its own. Return
+        whether anything was done."""
         moved = False
         while not self.done(rank) and self._step(rank, self.next(rank)):
             moved = True
         return moved
 
     def done(self, rank: int) -> bool:
-        """Return whether the rank has run all its actions."""
+        """Return whether the rank has run all its actions and sent their messages."""
         return self.at[rank] == len(self.schedule.actions[rank])
 
     def next(self, rank: int) -> Action:
-        """Return the next action of the rank, or the one whose message cannot be sent yet."""
+        """Return the rank's next action. It may already have run, if its message cannot be sent yet."""
         return self.schedule.actions[rank][self.at[rank]]
 
     def waits_for(self, rank: int) -> str:
-        """Return, as text, what the rank's next action waits for."""
+        """Return, as text for an error message, what the rank's next action waits for: another action, or the receiver
+        of its own message."""
         action = self.next(rank)
         if len(self.rows[rank]) > self.at[rank]:
             return f"a credit: {self.credits} of its messages are sent and not read"
@@ -185,9 +206,8 @@ class _Replay:
         return f"{stage}{kind}{m}"
 
     def _step(self, rank: int, action: Action) -> bool:
-        """Start the rank's next action, if it has not started, and send its message; return whether either was
-        possible.
-        """
+        """Run a rank's next action, if it has not run yet, and send its message, if the receiver allows. Return whether
+        either was done."""
         begun = len(self.rows[rank]) > self.at[rank]
         if not begun and not self._begin(rank, action):
             return False
@@ -212,7 +232,8 @@ class _Replay:
         return True
 
     def _needs(self, action: Action) -> list[tuple[_Message, float | None]]:
-        """Return the messages that an action reads, each with the time from which it is available, or None."""
+        """Return the results that an action reads: those of its own stage and messages from other stages. Each has the
+        microsecond from which the action can use it, or None if that is not yet known."""
         stage, m, last = action.stage, action.microbatch, self.schedule.stages - 1
         if action.kind == "F":
             before = ("F", stage - 1, m)
@@ -224,7 +245,8 @@ class _Replay:
         return [(own, self.made.get(own)), *answer]
 
     def _hand_over(self, rank: int, action: Action) -> bool:
-        """Send the action's message; return False if too many messages are unread."""
+        """Send the message that an action computes, if it computes one for another stage. Return False if it must wait
+        because too many earlier messages are unused."""
         half, stage = _half(action), action.stage
         to = stage + 1 if half == "F" else stage - 1
         if action.kind == "W" or not 0 <= to < self.schedule.stages:

@@ -1,1 +1,1 @@
-"""The strategies, one per file, named as in the literature."""
+"""The planning strategies (algorithms that choose a plan), one per file, named as in the literature."""

@@ -1,5 +1,5 @@
-"""Anneal: simulated annealing of the whole sequence of runs. It works on any DAG and recomputes any op any number
-of times."""
+"""The strategy `anneal`: simulated annealing of the order in which ops are executed, repeats included. It works on any
+DAG, and may recompute any op any number of times."""
 
 from __future__ import annotations
 
@@ -19,15 +19,15 @@ from rematplan.planner.core.strategy import Progress, SearchStrategy, silent
 
 @dataclass(frozen=True)
 class Anneal(SearchStrategy):
-    """Simulated annealing of the sequence of runs: runs are moved, added and removed at random (see
-    `planner.annealing.moves`).
+    """Simulated annealing of the order in which ops are executed: executions of ops are moved, added and removed at
+    random (see `planner.annealing.moves`).
 
-    Ctrl-C returns the best plan so far. There is no guarantee; the lower bound of `Auto` tells how far a plan is
-    from optimal.
+    On Ctrl-C it returns the best plan so far. It proves nothing about the plan; the strategy `auto` also computes a
+    lower bound.
 
-    Options: ``time_limit``: seconds. ``seed``: of the random choices. ``keep_order``: whether the first runs of all
-    ops keep the problem's order. ``moves``: if not 0, the number of moves, instead of the time limit; the plan is
-    then the same on every machine.
+    Options: ``time_limit``: seconds. ``seed``: of the random choices. ``keep_order``: whether the first executions of
+    all ops keep the problem's order. ``moves``: if not 0, the number of random changes to try instead of the time
+    limit; the plan is then the same on every machine.
     """
 
     seed: int = 0
@@ -40,17 +40,24 @@ class Anneal(SearchStrategy):
     carried: ClassVar[int] = 2
 
     def share(self, count: int) -> Self:
-        """Return this strategy with a ``count``-th of its time limit and of its moves."""
+        """Return this strategy with its time limit and its number of moves divided by ``count``, moves rounded down.
+        With 0 moves, the time limit applies."""
         return replace(super().share(count), moves=self.moves // count)
 
     def plan(
         self, graph: TrainingGraph, budget: int, progress: Progress = silent, starts: Sequence[Plan] = ()
     ) -> Plan:
-        """Return the best plan found within ``budget`` bytes. It is never worse than a start that fits (and keeps
-        the problem's order, if ``keep_order`` is set).
+        """Return the plan of least overhead that is found within ``budget`` bytes of simulated peak.
+
+        Args:
+            graph: the planning problem.
+            budget: bytes.
+            progress: called with the fraction done (0 to 1) and a short text.
+            starts: known plans to start from. The result is at least as good as each of them that fits the budget and,
+                with ``keep_order``, keeps the problem's order.
 
         Raises:
-            InfeasibleBudget: no plan was found that fits; the error states the smallest found peak.
+            InfeasibleBudget: no plan was found that fits; the error states the smallest peak found.
         """
         floor = _floor(graph)
         search = Search(
@@ -69,7 +76,8 @@ class Anneal(SearchStrategy):
 
 
 def _floor(graph: TrainingGraph) -> float:
-    """Return the overhead of running once each op that must run."""
+    """Return the least overhead that any plan could have: that of executing once each op that every plan must execute.
+    It is below 0 if the problem has ops that no plan needs."""
     known = recipes(graph)
     least = sum(op.cost for op, runs in zip(known.rows, known.least, strict=True) if runs)
     return least / graph.base_cost - 1 if graph.base_cost else 0.0

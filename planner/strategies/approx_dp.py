@@ -1,8 +1,9 @@
-"""Approximate dynamic program: the best block partition over the pruned family of lower sets.
+"""The strategy `approx_dp`: the best division of the forward into blocks, over a small family of lower sets.
 
-Kusumoto et al., NeurIPS 2019, arXiv:1905.11722, section 4.3; the recurrence is in `lower_set_dp`. The family
-contains each node with its ancestors, ∅ and V: at most #V + 2 lower sets for any graph, so each table takes
-O(#V²·ticks).
+Kusumoto et al., NeurIPS 2019, arXiv:1905.11722, section 4.3; the recurrence is in `lower_set_dp`. A lower set is a set
+of nodes that contains all ancestors of its nodes. The family consists of each node with its ancestors, the empty set,
+and the set V of all nodes. These are at most #V + 2 for any graph, so one table of the dynamic program takes
+O(#V²·ticks) time.
 """
 
 from __future__ import annotations
@@ -17,13 +18,13 @@ from rematplan.planner.strategies.dp_strategy import DPStrategy
 
 @dataclass(frozen=True)
 class ApproxDP(DPStrategy):
-    """Choose the best partition of the forward into blocks by dynamic programming over the pruned family of lower
-    sets: each node with its ancestors (Kusumoto et al. 2019, section 4.3).
+    """Choose the best division of the forward into blocks by dynamic programming over the pruned family of lower sets:
+    each node with its ancestors (Kusumoto et al. 2019, section 4.3).
 
-    By the paper's formula of the peak, its plans are never better than those of `ExactDP`.
+    By the paper's formula of the peak, its plans are never better than those of `ExactDP`, which uses all lower sets.
 
-    Options: ``objective``, ``ticks``, ``budgets``: as for `DPStrategy`. ``max_lower_sets``: of a larger family only
-    about this many lower sets are used, spread evenly over the bytes.
+    Options: ``objective``, ``ticks``, ``budgets``: as for `DPStrategy`. ``max_lower_sets``: if the family is larger,
+    only about this many of its lower sets are used, chosen so that their bytes are evenly spaced.
     """
 
     name: ClassVar[str] = "approx_dp"
@@ -32,6 +33,7 @@ class ApproxDP(DPStrategy):
     )
 
     def lower_sets(self, view: ForwardGraph) -> tuple[int, ...]:
-        """Return the lower sets to use as bit masks: each node with its ancestors, ∅, and the set of all nodes, by
-        number of nodes."""
+        """Return the lower sets for the dynamic program as bit masks of nodes, sorted by number of nodes: each node
+        with its ancestors, the empty set, and the set of all nodes. If there are more than ``max_lower_sets``, about
+        this many of them."""
         return pruned_lower_sets(view, self.max_lower_sets)

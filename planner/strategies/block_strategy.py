@@ -1,4 +1,7 @@
-"""Base classes of the strategies that partition the forward half: from chains of lower sets to plans."""
+"""Base classes of the strategies that divide the forward half into blocks.
+
+They evaluate candidate divisions by the simulator, and return the best ones as plans.
+"""
 
 from __future__ import annotations
 
@@ -21,18 +24,21 @@ from rematplan.planner.core.plan import Plan, plan_from_runs
 from rematplan.planner.core.strategy import Enough, FamilyStrategy, Progress, silent, undominated
 
 Chain = tuple[int, ...]
-"""A chain of lower sets L₁ ⊂ … ⊂ L_k = V of the forward graph, as bit masks of its nodes."""
+"""An increasing sequence L₁ ⊂ … ⊂ L_k = V of lower sets of the forward graph, each as a bit mask of nodes. V is the set
+of all nodes."""
 
 
 class Candidate(NamedTuple):
-    """A sequence of runs, as positions in ``graph.ops``. ``blocks``: the names of the ops of each block, if the runs
-    come from a partition of the forward into blocks; else None."""
+    """A candidate plan, as the order in which ops are executed. ``runs``: positions in ``graph.ops``, repeats included.
+    ``blocks``: the names of the ops of each block, if the candidate divides the forward into blocks; else None."""
 
     runs: Ints
     blocks: tuple[tuple[str, ...], ...] | None = None
 
 
 class _Priced(NamedTuple):
+    """A candidate plan with its simulated cost and its simulated peak in bytes."""
+
     cost: float
     peak: int
     candidate: Candidate
@@ -40,42 +46,43 @@ class _Priced(NamedTuple):
 
 @dataclass(frozen=True)
 class CandidateStrategy(FamilyStrategy):
-    """Base class of strategies that compare candidate sequences of runs that do not depend on the budget.
+    """Base class of strategies that compare candidate plans which do not depend on the budget.
 
-    The candidates of a problem are cached with it, so a second budget costs no second search. The order of
-    ``graph.ops`` (no recomputation) is always a candidate.
+    The best candidates of a problem are cached with it, so planning for a second budget needs no new search. The order
+    of ``graph.ops``, without recomputation, is always a candidate.
     """
 
     def candidates(self, graph: TrainingGraph, progress: Progress) -> Iterable[Candidate]:
-        """Yield candidate sequences of runs for a problem with phases. The same sequence may be yielded several
-        times."""
+        """Yield candidate plans for a problem whose ops are marked as forward or backward. The same plan may be yielded
+        several times."""
         raise NotImplementedError
 
     def family(self, graph: TrainingGraph, progress: Progress = silent) -> Iterable[Plan]:
-        """Yield as plans the candidates that no other candidate beats or equals in both peak and cost, by rising
-        peak.
+        """Yield the candidates on the Pareto front as plans, by rising peak: no other candidate beats or equals them in
+        both peak and cost.
+
+        If ``progress`` raises `Enough`, no more plans are yielded.
 
         Raises:
-            UsageError: the problem has no backward half, neither marked nor recognisable (`phase_views`), so blocks
-                are undefined.
+            UsageError: no op is marked as backward, and the backward half cannot be inferred (`phase_views`). Without
+                it there is no forward half to divide into blocks.
         """
         front = self._front(graph, progress)
         with suppress(Enough):
             for at, priced in enumerate(
                 reversed(front), 1
-            ):  # the leanest first, because the others may not fit
+            ):  # the smallest peak first, because the others may not fit
                 yield self._plan(graph, priced)
                 progress(1.0, f"plan {at} of {len(front)}")
 
     def around(self, graph: TrainingGraph, budget: int, progress: Progress = silent) -> tuple[Plan, ...]:
-        """Return the cheapest candidate within ``budget`` bytes, then the candidate with the smallest peak, as
-        plans.
+        """Return two candidates as plans: the cheapest within ``budget`` bytes, then the one with the smallest peak.
 
-        The tuple has one plan if both are the same, or if no candidate fits: then it is the one with the smallest
-        peak.
+        The result has only one plan if both are the same. If no candidate is within the budget, it has only the one
+        with the smallest peak.
 
         Raises:
-            UsageError: the problem has no backward half.
+            UsageError: the problem has no backward half (see `family`).
         """
         front = self._front(graph, progress)
         fitting = [priced for priced in front if priced.peak <= budget]
@@ -83,8 +90,13 @@ class CandidateStrategy(FamilyStrategy):
         return tuple(self._plan(graph, priced) for priced in picks.values())
 
     def _front(self, graph: TrainingGraph, progress: Progress) -> list[_Priced]:
-        """Return the undominated candidates by increasing cost. If `Enough` is raised, these are those found so far,
-        and they are not cached."""
+        """Return the candidates on the Pareto front of cost and peak, by rising cost; from the cache, if it has them.
+
+        If ``progress`` raises `Enough`, only the candidates found so far are compared, and the result is not cached.
+
+        Raises:
+            UsageError: the problem has no backward half (see `family`).
+        """
         views = phase_views(graph)
         if not views[0].has_phases:
             raise UsageError(
@@ -94,7 +106,7 @@ class CandidateStrategy(FamilyStrategy):
         front: list[_Priced] = []
 
         def search() -> list[_Priced]:
-            # If the halves are interleaved, no partition is lowered to the base order.
+            # If forward and backward ops are interleaved, no division into blocks gives the problem's order.
             base = Candidate(np.arange(len(graph.ops)))
             for candidate in chain([base], self._of_all(views, progress)):
                 peak, cost = evaluate_runs(graph, candidate.runs)
@@ -109,7 +121,14 @@ class CandidateStrategy(FamilyStrategy):
             return front
 
     def _of_all(self, views: Sequence[TrainingGraph], progress: Progress) -> Iterator[Candidate]:
-        """Yield the candidates of each view of a problem. Only the first may be refused as too large."""
+        """Yield the candidates for each of ``views``: the same problem with different divisions of its ops into forward
+        and backward.
+
+        A later view that has too many lower sets is skipped.
+
+        Raises:
+            LatticeTooLarge: the first view has too many lower sets.
+        """
         first, *others = views
         yield from self.candidates(first, progress)
         for view in others:
@@ -123,20 +142,22 @@ class CandidateStrategy(FamilyStrategy):
 
 @dataclass(frozen=True)
 class BlockStrategy(CandidateStrategy):
-    """Base class of strategies that divide the forward into blocks by chains of lower sets, independent of the
-    budget.
+    """Base class of strategies that divide the forward half into blocks by chains of lower sets, whatever the budget.
 
-    Each chain becomes two candidates: with all tensors of its boundary nodes kept, and with large ones left out that
-    only the backward reads (``lean`` of `partition_of`). The chain of one block, which recomputes nothing, is always
-    a candidate.
+    A boundary node of a lower set is one that a node outside of the set reads. Each chain yields up to two candidates.
+    The first keeps, from forward to backward, all tensors of boundary nodes that are read outside of their node. The
+    second does not keep those that no later block reads, unless they are small (``lean`` of `partition_of`). The
+    division into a single block, which recomputes nothing, is always a candidate.
     """
 
     def chains(self, view: ForwardGraph, progress: Progress) -> Iterable[Chain]:
-        """Yield candidate chains of lower sets. The same chain may be yielded several times."""
+        """Yield chains of lower sets of the forward graph ``view``; each chain divides the forward into blocks. The
+        same chain may be yielded several times."""
         raise NotImplementedError
 
     def candidates(self, graph: TrainingGraph, progress: Progress) -> Iterable[Candidate]:
-        """Yield the sequences of runs of all chains of lower sets, each with its blocks."""
+        """Yield the candidate plans of all chains of lower sets, each with the blocks into which it divides the
+        forward."""
         for partition in self._partitions(graph, progress):
             yield Candidate(lower_to_positions(graph, partition), partition.blocks)
 

@@ -1,9 +1,10 @@
-"""Greedy checkpointing: sum up the bytes of the nodes, and cut at the next cut point when the sum exceeds a
-threshold b.
+"""The strategy `chen_greedy`: add up the bytes of the nodes in order, and end a block at the first cut point at which
+the sum exceeds a threshold b.
 
-Chen, Xu, Zhang, Guestrin, «Training deep nets with sublinear memory cost», 2016, arXiv:1604.06174, algorithm 3.
-With x the bytes kept and y those of the largest segment, the paper searches b on a small grid around √(x·y). Here
-the grid also covers everything from one segment to one segment per cut point, so that the plans cover all budgets.
+Chen, Xu, Zhang, Guestrin, «Training deep nets with sublinear memory cost», 2016, arXiv:1604.06174, algorithm 3. With x
+the bytes kept between blocks and y those of the largest block, the paper searches b on a small grid around √(x·y). Here
+half of the thresholds cover the whole range, from one block to one block per cut point, so that there are plans for all
+budgets.
 """
 
 from __future__ import annotations
@@ -22,13 +23,13 @@ from rematplan.planner.strategies.block_strategy import BlockStrategy, Chain
 
 @dataclass(frozen=True)
 class ChenGreedy(BlockStrategy):
-    """Divide the forward into blocks greedily: end a block at the first cut point where its bytes exceed a threshold
-    (Chen et al. 2016, algorithm 3), for many thresholds.
+    """Divide the forward into blocks greedily: end a block at the first cut point at which its bytes exceed a threshold
+    (Chen et al. 2016, algorithm 3). Many thresholds are tried, in O(grid · nodes) time.
 
-    A cut point is a node through which alone what is before it communicates with what is after it. O(grid · nodes).
+    A cut point is a node whose results are the only ones that the nodes before it pass to the nodes after it.
 
-    Options: ``grid``: the number of thresholds; half of them cover the whole range, half are near √(x·y), for x
-    bytes of cut points and y bytes of the largest block.
+    Options: ``grid``: the number of thresholds. Half of them cover the whole range. The other half are near √(x·y), for
+    x bytes kept between blocks and y bytes of the largest block.
     """
 
     name: ClassVar[str] = "chen_greedy"
@@ -41,7 +42,7 @@ class ChenGreedy(BlockStrategy):
             raise UsageError(f"{self.name}: grid is {self.grid}; it must be at least 1")
 
     def chains(self, view: ForwardGraph, progress: Progress) -> Iterable[Chain]:
-        """Return one chain of lower sets for each threshold; equal chains included."""
+        """Return one chain of lower sets for each threshold. Several thresholds may have the same chain."""
         cuts = cut_points(view)
         largest, total = max(view.bytes, default=0), sum(view.bytes)
         wide = _geometric(max(1, largest // 2), max(1, total), max(1, self.grid // 2))
@@ -55,14 +56,19 @@ class ChenGreedy(BlockStrategy):
 
 
 def _geometric(low: float, high: float, count: int) -> list[float]:
+    """Return ``count`` numbers from ``low`` to ``high`` in geometric progression; only ``high``, repeated, if ``low``
+    is not positive or ``count`` is 1."""
     if count < 2 or low <= 0:
         return [high] * count
     return [low * (high / low) ** (i / (count - 1)) for i in range(count)]
 
 
 def _sweep(view: ForwardGraph, cuts: tuple[int, ...], threshold: float) -> Chain:
-    """Return the chain of algorithm 3, which ends a block at each cut point where the block's bytes exceed
-    ``threshold``."""
+    """Return the chain of lower sets that algorithm 3 finds. It ends a block at each cut point at which the block's
+    bytes exceed ``threshold``.
+
+    ``cuts``: the cut points, each as the bit mask of the nodes up to it.
+    """
     chain: list[int] = []
     bytes_ = 0
     for block, cut in zip(blocks_of(cuts), cuts, strict=True):
@@ -74,6 +80,7 @@ def _sweep(view: ForwardGraph, cuts: tuple[int, ...], threshold: float) -> Chain
 
 
 def _price(view: ForwardGraph, chain: Chain) -> tuple[int, int]:
-    """Return the paper's x and y: the bytes of the cut points, and of the largest segment."""
+    """Return the paper's x and y for a chain of lower sets: the bytes of the boundary nodes (which later blocks read),
+    and the bytes of the largest block."""
     kept = sum(view.bytes[v] for v in bits(boundaries(view, chain)))
     return kept, max(sum(view.bytes[v] for v in bits(block)) for block in blocks_of(chain))

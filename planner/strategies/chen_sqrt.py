@@ -1,8 +1,8 @@
-"""√n checkpointing: segments of equal memory between cut points.
+"""The strategy `chen_sqrt` (√n checkpointing): divide the forward into blocks of about equal bytes.
 
-Chen, Xu, Zhang, Guestrin, «Training deep nets with sublinear memory cost», 2016, arXiv:1604.06174, section 4. A
-chain of n layers in √n segments needs O(√n) memory and one additional forward pass. On a general graph, a segment
-can end only at a node through which alone the part before it communicates with the part after it.
+Chen, Xu, Zhang, Guestrin, «Training deep nets with sublinear memory cost», 2016, arXiv:1604.06174, section 4. A chain
+of n layers in √n blocks needs O(√n) memory and one additional forward pass. In a general graph, a block can end only at
+a cut point: a node whose results are the only ones that the nodes before it pass to the nodes after it.
 """
 
 from __future__ import annotations
@@ -18,23 +18,25 @@ from rematplan.planner.core.strategy import Progress
 from rematplan.planner.strategies.block_strategy import BlockStrategy, Chain
 
 BLOCK_COUNTS_TRIED = 24
+"""The number of block counts in geometric progression that are tried. Half as many of the smallest counts are tried in
+any case."""
 
 
 @dataclass(frozen=True)
 class ChenSqrt(BlockStrategy):
-    """Divide the forward into k = 2 .. 2√n blocks of about equal bytes (Chen et al. 2016, section 4), n being the
-    number of nodes.
+    """Divide the forward into k blocks of about equal bytes, for several k from 2 to about 2√n, with n nodes (Chen et
+    al. 2016, section 4).
 
-    A block ends at the first cut point after its share of the bytes: a node through which alone what is before it
-    communicates with what is after it. At most `BLOCK_COUNTS_TRIED` values of k are tried: all small ones, and large
-    ones in geometric steps.
+    A block ends at a cut point: a node whose results are the only ones that the nodes before it pass to the nodes after
+    it. Block i of k ends at the first cut point up to which the nodes have i/k of all bytes. All small k and a
+    geometric progression of large k are tried (`BLOCK_COUNTS_TRIED`). No k is above the number of cut points + 1.
     """
 
     name: ClassVar[str] = "chen_sqrt"
     summary: ClassVar[str] = "segments of equal memory between cut points (Chen et al. 2016)"
 
     def chains(self, view: ForwardGraph, progress: Progress) -> Iterable[Chain]:
-        """Yield one chain of lower sets for each number of blocks."""
+        """Yield one chain of lower sets for each number of blocks that is tried."""
         cuts = cut_points(view)
         before = [sum(view.bytes[v] for v in bits(cut)) for cut in cuts]
         total = sum(view.bytes)
@@ -51,7 +53,8 @@ class ChenSqrt(BlockStrategy):
 
 
 def _spread(low: int, high: int) -> list[int]:
-    """Return whole numbers from ``low`` to ``high``, denser at the lower end."""
+    """Return whole numbers from ``low`` to ``high``, ascending: all of the smallest, and a geometric progression of the
+    larger ones. Empty if ``high`` is below ``low``."""
     if high < low:
         return []
     steps = {round(low * (high / low) ** (i / (BLOCK_COUNTS_TRIED - 1))) for i in range(BLOCK_COUNTS_TRIED)}

@@ -1,4 +1,5 @@
-"""Base class of `exact_dp` and `approx_dp`: from budgets of the paper's formula to chains."""
+"""Base class of the strategies `exact_dp` and `approx_dp`: solve the dynamic program of Kusumoto et al. 2019 for
+several budgets, and collect the chains of lower sets that it finds."""
 
 from __future__ import annotations
 
@@ -14,26 +15,30 @@ from rematplan.planner.core.strategy import Progress
 from rematplan.planner.strategies.block_strategy import BlockStrategy, Chain
 
 SHARES = {"time": (0.0, 0.02, 0.05, 0.1, 0.2, 0.4), "memory": (1.0, 0.95, 0.9, 0.75, 0.6, 0.4)}
-"""By objective, the recomputation times at which chains are taken from a table, as shares of the range of its
-feasible times."""
+"""For each objective, which chains are taken from a table of the dynamic program: those with these recomputation times,
+as positions in the sorted feasible times (0: the least, 1: the most)."""
 
 WORK = 1.6e10
+"""The estimated work, in arbitrary units, that the tables of one formula may take together."""
 FEWEST_TABLES = 6
+"""The number of tables that are computed even if they exceed ``WORK``, unless fewer are asked for."""
 
 
 @dataclass(frozen=True)
 class DPStrategy(BlockStrategy):
-    """Base class of `ExactDP` and `ApproxDP`: chains of lower sets by the dynamic program of Kusumoto et al. 2019.
+    """Base class of `ExactDP` and `ApproxDP`, which divide the forward into blocks by the dynamic program of Kusumoto
+    et al. 2019.
 
-    The program is solved for a grid of budgets, from the smallest feasible one up, refined where the chains differ.
-    The paper's formula of the peak ignores that tensors are freed early, so these budgets only serve to get
-    different chains; their plans are compared by simulated peaks. The search runs twice, with the paper's formula
-    and with one that charges no gradients.
+    The dynamic program computes one table for each budget. The budgets range from the smallest to the largest that
+    makes a difference by the paper's formula of the peak. First they are in geometric progression, then between
+    neighbours that gave different chains of lower sets. The paper's formula ignores that tensors are freed early, so
+    the budgets only serve to get different chains. The plans are compared by their simulated peaks. All is done twice:
+    with the paper's formula, and with one that counts no bytes for gradients.
 
-    Options: ``objective``: ``time``: take from each table the chains with the least recomputation time; ``memory``:
-    take the chains with the most, whose coarser blocks need less memory. ``ticks``: the number of steps into which
-    recomputation time is divided. ``budgets``: the largest number of tables for each formula. ``max_lower_sets``: the
-    largest number of lower sets that are used.
+    Options: ``objective``: ``time``: take from each table a few chains with little recomputation time; ``memory``: take
+    chains with much recomputation time, since their larger blocks allow more early frees. ``ticks``: the resolution of
+    recomputation time: the cost of all nodes is at most this many ticks. ``budgets``: the largest number of tables for
+    each of the two formulas. ``max_lower_sets``: the largest number of lower sets that are used.
     """
 
     objective: Literal["time", "memory"] = "time"
@@ -51,11 +56,13 @@ class DPStrategy(BlockStrategy):
             raise UsageError(f"{self.name}: max_lower_sets is {self.max_lower_sets}; it must be at least 2")
 
     def lower_sets(self, view: ForwardGraph) -> tuple[int, ...]:
-        """Return the lower sets to use as bit masks, by number of nodes, ∅ and the set of all nodes included."""
+        """Return the lower sets for the dynamic program as bit masks of nodes, sorted by number of nodes, from the
+        empty set to the set of all nodes."""
         raise NotImplementedError
 
     def chains(self, view: ForwardGraph, progress: Progress) -> Iterable[Chain]:
-        """Yield the chains of lower sets that all tables give."""
+        """Yield the chains of lower sets taken from all tables of the dynamic program, for all budgets and both
+        formulas of the peak."""
         masks = self.lower_sets(view)
         # Only if the last block is charged, as in the paper, does the largest time belong to the coarsest chain.
         charge_last = self.objective == "memory"
@@ -71,18 +78,24 @@ class DPStrategy(BlockStrategy):
                 yield chain
 
     def _affordable(self, view: ForwardGraph, masks: tuple[int, ...]) -> int:
-        """Return the number of tables per formula: ``budgets``, or fewer if the problem is so large that they would
-        take long.
+        """Return the number of tables to compute for each of the two formulas of the peak: ``budgets``, or fewer (but
+        at least `FEWEST_TABLES`) if the estimated work exceeds `WORK`.
 
         The work is estimated, not timed, so that the same problem always gets the same plans.
+
+        ``masks``: the lower sets of the dynamic program.
         """
         filling = len(masks) ** 2 * self.ticks
         pricing = 4e5 * sum(map(len, view.members))
         return min(self.budgets, max(FEWEST_TABLES, round(WORK / (filling + pricing))))
 
     def _tables(self, dp: LowerSetDP, count: int) -> Iterator[tuple[Chain, ...]]:
-        """Yield chains for a coarse grid of budgets, then for the middle of the widest gap between budgets whose
-        chains differ."""
+        """Solve the dynamic program for up to ``count`` budgets, and yield the chains of lower sets taken from each
+        table.
+
+        The first half of the budgets is in geometric progression. Each later budget is in the middle of the widest
+        interval between two neighbouring budgets with different chains.
+        """
         least, most = dp.least_budget(), dp.most_budget()
         coarse = max(2, count // 2)
         found: dict[int, tuple[Chain, ...]] = {}
@@ -95,6 +108,8 @@ class DPStrategy(BlockStrategy):
                 yield found[budget]
 
     def _chains_at(self, dp: LowerSetDP, budget: int) -> tuple[Chain, ...]:
+        """Solve the dynamic program for ``budget`` bytes, and return the chains of lower sets with the recomputation
+        times that the objective asks for (`SHARES`)."""
         table = dp.solve(budget)
         times = table.times()
         picks = dict.fromkeys(
@@ -104,10 +119,17 @@ class DPStrategy(BlockStrategy):
 
 
 def _geometric(least: int, most: int, i: int, count: int) -> int:
+    """Return number ``i`` of ``count`` budgets in geometric progression from ``least`` to ``most``; 0 if ``least`` is
+    0."""
     return least if least == 0 else round(least * (most / least) ** (i / (count - 1)))
 
 
 def _widest(found: dict[int, tuple[Chain, ...]]) -> int | None:
+    """Return the budget in the middle of the widest interval (by ratio) between two neighbouring budgets with different
+    chains; None if there is none.
+
+    ``found``: the chains of lower sets found for each budget.
+    """
     budgets = sorted(found)
     gaps = [
         (high / max(low, 1), (low + high) // 2)

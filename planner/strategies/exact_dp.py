@@ -1,8 +1,9 @@
-"""Exact dynamic program: the best block partition over all lower sets.
+"""The strategy `exact_dp`: the best division of the forward into blocks, over all lower sets.
 
-Kusumoto et al., NeurIPS 2019, arXiv:1905.11722, section 4.1; the recurrence is in `lower_set_dp`. Lower sets are
-visited by size, a linear extension of inclusion. (The authors' public code visits them in the order of discovery
-and misses transitions.) Each table takes O(#L²·ticks); #L can be exponential in the width of the graph.
+Kusumoto et al., NeurIPS 2019, arXiv:1905.11722, section 4.1; the recurrence is in `lower_set_dp`. A lower set is a set
+of nodes that contains all ancestors of its nodes. Lower sets are visited by their number of nodes, so each comes after
+all that it contains. (The authors' public code visits them in the order of discovery and misses transitions.) One table
+takes O(#L²·ticks) time for #L lower sets; #L can be exponential in the width of the graph.
 """
 
 from __future__ import annotations
@@ -21,14 +22,14 @@ from rematplan.planner.strategies.dp_strategy import DPStrategy
 
 @dataclass(frozen=True)
 class ExactDP(DPStrategy):
-    """Choose the best partition of the forward into blocks by dynamic programming over all lower sets (Kusumoto et
-    al. 2019, section 4.1).
+    """Choose the best division of the forward into blocks by dynamic programming over all lower sets (Kusumoto et al.
+    2019, section 4.1).
 
-    The partition is optimal by the paper's formulas of peak and time, at each budget tried, within the resolution
-    ``ticks``.
+    For each budget that is tried, the division is optimal by the paper's formulas of peak and recomputation time, up to
+    the rounding of times to ticks.
 
-    Options: ``objective``, ``ticks``, ``budgets``: as for `DPStrategy`. ``max_lower_sets``: graphs with more lower
-    sets are refused (`LatticeTooLarge`), because the search would take too long.
+    Options: ``objective``, ``ticks``, ``budgets``: as for `DPStrategy`. ``max_lower_sets``: graphs with more lower sets
+    are refused (`LatticeTooLarge`), because the search would take too long.
     """
 
     name: ClassVar[str] = "exact_dp"
@@ -39,10 +40,11 @@ class ExactDP(DPStrategy):
     max_lower_sets: int = 3000
 
     def chains(self, view: ForwardGraph, progress: Progress) -> Iterable[Chain]:
-        """Yield chains of all lower sets, then chains of the pruned family that `ApproxDP` uses.
+        """Yield chains of lower sets found by the dynamic program over all lower sets, then chains found over the
+        smaller family that `ApproxDP` uses.
 
-        By the paper's formulas chains of the pruned family are never better, but by simulated peak and cost some
-        are.
+        By the paper's formulas, the second ones are never better. But plans are compared by their simulated peak and
+        cost, by which some of them are.
 
         Raises:
             LatticeTooLarge: there are more than ``max_lower_sets`` lower sets.
@@ -53,9 +55,9 @@ class ExactDP(DPStrategy):
             yield from pruned.chains(view, lambda fraction, text: progress((1 + fraction) / 2, text))
 
     def lower_sets(self, view: ForwardGraph) -> tuple[int, ...]:
-        """Return all lower sets as bit masks, by number of nodes.
+        """Return all lower sets of the forward graph as bit masks of nodes, sorted by number of nodes.
 
         Raises:
-            LatticeTooLarge: there are more than ``max_lower_sets``.
+            LatticeTooLarge: there are more than ``max_lower_sets`` lower sets.
         """
         return lower_sets(view, self.max_lower_sets, self.name)

@@ -1,4 +1,5 @@
-"""ILP: the whole schedule as an integer program, with recomputation at any point and more than once."""
+"""The strategy `ilp`: an integer program for the whole schedule, in which ops may be recomputed anywhere and more than
+once."""
 
 from __future__ import annotations
 
@@ -26,17 +27,19 @@ from rematplan.planner.ilp.stage_program import StageProgram, add_violated, runs
 
 @dataclass(frozen=True)
 class IlpLimits:
-    """The constants of the strategy `ILP`, chosen by trial without a record of single measurements."""
+    """The constants of the strategy `ilp`. They were tuned by hand, without recorded measurements."""
 
     every_order: int = 10
-    """The largest number of ops and inverses for which all orders are considered."""
+    """The largest number of ops and inverses (ops that compute an input from an output) for which all orders of
+    execution are considered."""
     start: float = 0.3
-    """The share of the time for annealing, which finds the order of first runs and a first plan."""
+    """The fraction of the time limit for annealing, which finds a first plan and, with it, the order of first
+    executions."""
     slice: float = 0.15
-    """The share of the time for the first call of the solver; later calls are longer."""
+    """The fraction of the time limit for the first call of the solver; later calls are longer."""
     most_ops: int = 1500
-    """The largest number of ops for which an integer program is solved; beyond it no solver finds better plans, so
-    the annealed plan is returned."""
+    """The largest number of ops for which an integer program is solved. For larger problems the annealed plan is
+    returned, because no solver finds a better one."""
 
 
 LIMITS = IlpLimits()
@@ -44,14 +47,18 @@ LIMITS = IlpLimits()
 
 @dataclass(frozen=True)
 class ILP(SearchStrategy):
-    """Solve integer programs of the whole schedule, after Checkmate (Jain et al. 2020).
+    """Solve an integer program for the whole schedule, after Checkmate (Jain et al. 2020).
 
-    For up to 10 ops and inverses all orders are considered (solver CP-SAT); the result is optimal among schedules of
-    at most 2 · (ops and inverses) + 2 runs. For larger problems the order is that of an annealed plan (solver
-    HiGHS), without a guarantee: only a few ops upstream of each op may run again before it, and inverses are not
-    used. Ctrl-C returns the best plan so far.
+    Small problems, with at most 10 ops and inverses (ops that compute an input from an output) and no random draws to
+    keep in order: all orders of execution are considered (solver CP-SAT). If the solver finishes, the plan is optimal
+    among schedules with at most 2 · (ops and inverses) + 2 op executions.
 
-    Options: ``time_limit``: seconds. ``upstream``: how many upstream ops may run again before each op.
+    Larger problems: the order of first executions is that of an annealed plan (solver HiGHS), and only a few ops
+    upstream of each op may run again before it. Inverses are not used. The plan need not be optimal.
+
+    On Ctrl-C the best plan so far is returned.
+
+    Options: ``time_limit``: seconds. ``upstream``: how many ops upstream of an op may run again before it.
     """
 
     upstream: int = 24
@@ -62,12 +69,18 @@ class ILP(SearchStrategy):
     def plan(
         self, graph: TrainingGraph, budget: int, progress: Progress = silent, starts: Sequence[Plan] = ()
     ) -> Plan:
-        """Return the plan of least overhead found within ``budget`` bytes, with a proven lower bound. Starts that
-        run inverses are ignored.
+        """Return the plan of least overhead that is found within ``budget`` bytes of simulated peak, with a proven
+        lower bound of the overhead of any plan.
+
+        Args:
+            graph: the planning problem.
+            budget: bytes.
+            progress: called with the fraction done (0 to 1) and a short text.
+            starts: known plans to start from; those that run inverses are ignored.
 
         Raises:
-            InfeasibleBudget: no plan was found that fits; the error states the smallest found peak.
-            KeyboardInterrupt: before any plan was found that fits.
+            InfeasibleBudget: no plan was found that fits; the error states the smallest peak found.
+            KeyboardInterrupt: on Ctrl-C, before any plan was found that fits.
         """
         graph = infer_phases(graph)
         floor = BoundSearch(graph, budget).best.overhead
@@ -91,6 +104,8 @@ class ILP(SearchStrategy):
         )
 
     def _search(self, graph: TrainingGraph, budget: int, best: _Best) -> None:
+        """Search for plans and record them in ``best``: by one integer program over all orders if the problem is small,
+        else by annealing followed by an integer program with a fixed order of first executions."""
         recipes = len(graph.ops) + len(graph.inverses)
         if recipes <= LIMITS.every_order and not graph.ordered:
             # Imported here, because CP-SAT loads pandas and few problems are so small.
@@ -106,7 +121,7 @@ class ILP(SearchStrategy):
         if search.loss_cut >= 0 and plain.base_cost:
             search.price(search.loss_cut)
             best.goal = search.best.overhead
-            if plain is graph:  # with inverses there may be cheaper plans than any of these
+            if plain is graph:  # a plan with inverses may have less overhead than all plans without them
                 best.bound = best.goal
             until = began + LIMITS.start * self.time_limit
             start = (
@@ -123,7 +138,8 @@ class ILP(SearchStrategy):
                 self._solve(program, solver, began, best)
 
     def _anneal(self, graph: TrainingGraph, budget: int, best: _Best) -> None:
-        """Find a start that fits, and with it an order of first runs."""
+        """Anneal from the best plan so far, for a part of the time limit. Record in ``best`` the plan found and the one
+        with the smallest peak."""
         search = Search(graph, budget, enough=lambda overhead: overhead <= best.goal + CLOSED)
         found = search.run(best.starts(), SearchBudget(LIMITS.start * self.time_limit))
         if found is not None:
@@ -131,7 +147,14 @@ class ILP(SearchStrategy):
         best.offer(runs_of(search.least.schedule))
 
     def _solve(self, program: StageProgram, solver: Solver, began: float, best: _Best) -> None:
-        """Solve in time slices, and add rows where the simulator finds a schedule that exceeds the budget."""
+        """Solve the integer program repeatedly, each time for longer, and record the plans found in ``best``, until the
+        time limit or until the solver has finished.
+
+        The program is not exact about the peak. If the schedule of a solution exceeds the budget in the simulator,
+        constraints are added that exclude it.
+
+        ``began``: the `time.monotonic` at which the search began.
+        """
         hint = program.hint()
         seconds = LIMITS.slice * self.time_limit
         while not best.closed and (left := began + self.time_limit - time.monotonic()) > 0:
@@ -154,10 +177,11 @@ class ILP(SearchStrategy):
 
 @dataclass
 class _Best:
-    """The best plan so far of one search.
+    """The best plan so far of one search by `ilp`.
 
-    ``bound``: a proven lower bound of the overhead of any plan. ``goal``: a proven lower bound of the overhead of
-    plans without inverses, to which the search is limited. ``plan``: the cheapest plan that fits, or None.
+    ``bound``: a proven lower bound of the overhead of any plan. ``goal``: a proven lower bound of the overhead of plans
+    that run no inverses (ops that compute an input from an output); the search ends when it reaches this. ``plan``: the
+    cheapest plan that fits the budget, or None.
     """
 
     graph: TrainingGraph
@@ -169,8 +193,11 @@ class _Best:
     _least: Plan | None = None
 
     def offer(self, runs: Sequence[str]) -> bool:
-        """Evaluate a sequence of runs, record its plan if it is the cheapest that fits or has the smallest peak so far,
-        and return whether it fits."""
+        """Simulate a plan, and return whether it fits the budget. It is recorded if it is the cheapest that fits so
+        far, or has the smallest peak so far.
+
+        ``runs``: the names of the executed ops in order, repeats included.
+        """
         plan = plan_from_runs(self.graph, runs, ILP.name)
         if self._least is None or plan.peak < self._least.peak:
             self._least = plan
@@ -181,21 +208,23 @@ class _Best:
 
     @property
     def least(self) -> Plan:
-        """The plan with the smallest peak so far, whether or not it fits. There is none before the first `offer`."""
+        """The plan with the smallest peak so far, whether or not it fits the budget. `offer` must have been called
+        before."""
         assert self._least is not None
         return self._least
 
     def starts(self) -> list[list[str]]:
-        """Return the best plan's sequence of runs in a list, empty if there is no plan."""
+        """Return the plans from which annealing starts, as lists of op names in the order of execution: the best plan,
+        or none."""
         return [] if self.plan is None else [runs_of(self.plan.schedule)]
 
     @property
     def closed(self) -> bool:
-        """Whether it is proven that no cheaper plan without inverses exists."""
+        """Whether it is proven that no plan without inverses is cheaper than the best one, up to a small tolerance."""
         return self.plan is not None and self.plan.estimate.overhead <= self.goal + CLOSED
 
     def report(self, fraction: float) -> None:
-        """Report the best plan's overhead and the bound, as progress."""
+        """Call the progress callback with the fraction done (0 to 1), the best plan's overhead, and its lower bound."""
         text = "nothing fits yet"
         if self.plan is not None:
             text = f"overhead {100 * self.plan.estimate.overhead:.2f} %"

@@ -1,4 +1,7 @@
-"""Nested block plans: an interval of blocks is split at one boundary that is held, and both sides are split again."""
+"""The strategy `nested_dp`: divide the forward half into blocks, and run blocks several times where memory is scarce.
+
+Checkpoints are nested. A range of blocks is split at a boundary that is kept, then both parts are split again.
+"""
 
 from __future__ import annotations
 
@@ -20,29 +23,31 @@ from rematplan.planner.core.strategy import Progress
 from rematplan.planner.strategies.block_strategy import Candidate, CandidateStrategy
 
 BLOCKS = 1000
-"""The largest number of blocks of a chain."""
+"""The largest number of blocks into which the forward half is divided."""
 PLACES = (BLOCKS, 40)
-"""In front of how many blocks long passes may end: of all, or of so many if all need more than ``WORK``. Fewer cost
-little overhead."""
+"""A range of more than a few blocks can be split only in front of some blocks. These are all blocks or, if that takes
+more than ``WORK``, the second number of blocks. Fewer split points increase the overhead only a little."""
 WORK = 5e8
+"""The largest number of splits of all ranges, times memory units, for which all split points are tried."""
 SCALES = (64, 16, 4, 1)
-"""Each table covers this fraction of the bytes, so that small memories are resolved in small units."""
+"""Each table of the dynamic program covers the bytes that the whole forward needs, divided by one of these numbers. The
+smaller the range, the finer its units of memory."""
 SLACK = 1.3
-"""The factor by which a plan's peak may be below what the table assumes."""
+"""A plan's simulated peak may be smaller than its table assumes, by up to about this factor."""
 LONGEST = 20
-"""The largest number of runs of a plan, per op."""
+"""The largest number of steps of a plan, per block of the chain. Longer plans are discarded."""
 
 
 @dataclass(frozen=True)
 class NestedDP(CandidateStrategy):
-    """Plans for scarce memory in which blocks of the forward run as often as needed: an interval of blocks is split
-    at a boundary that is kept, and both parts are split again (Beaumont et al. 2019, for any graph).
+    """Plans for little memory, in which blocks of the forward run as often as needed (Beaumont et al. 2019, here for
+    any graph). A range of blocks is split at a boundary that is kept, then both parts are split again.
 
-    In deep networks its smallest peak is far below the smallest peak of plans that run each block at most twice.
+    In deep networks its smallest peak is far below that of strategies that run each block at most twice.
 
-    Options: ``units``: how many units of memory a table distinguishes. ``plans``: the number of plans for each
-    table. ``near``: a budget in bytes; only the table with the finest units that covers it is used. 0: all tables
-    are used.
+    Options: ``units``: the number of memory units that a table of the dynamic program distinguishes. ``plans``: the
+    largest number of plans taken from each table. ``near``: a budget in bytes: only one table is used, that with the
+    finest units among those that cover this budget; 0: all tables are used.
     """
 
     name: ClassVar[str] = "nested_dp"
@@ -59,7 +64,8 @@ class NestedDP(CandidateStrategy):
                 raise UsageError(f"{self.name}: {option} is {value}; it must be at least {least}")
 
     def candidates(self, graph: TrainingGraph, progress: Progress) -> Iterator[Candidate]:
-        """Yield candidate sequences of runs for a problem with phases; none if no op belongs to the forward half."""
+        """Yield candidate plans for a problem whose ops are marked as forward or backward; none if no op belongs to the
+        forward half."""
         if not len(forward_graph(graph)):
             return
         chain, alike = cached_on(graph, ("block chain", self.units), lambda: self._chain(graph))
@@ -81,6 +87,7 @@ class NestedDP(CandidateStrategy):
                 return
 
     def _chain(self, graph: TrainingGraph) -> tuple[BlockChain, Intervals]:
+        """Return the forward half as a chain of blocks, with the ranges of blocks that the dynamic program visits."""
         chain = block_chain(graph, BLOCKS)
         for most in PLACES:
             alike = intervals(chain, narrow_places(chain, most))
@@ -89,7 +96,8 @@ class NestedDP(CandidateStrategy):
         return chain, alike
 
     def _rooms(self, table: Table) -> list[int]:
-        """Return numbers of units, spread evenly over those at which the recomputation cost decreases."""
+        """Return the memory limits, in units, for which plans are taken from a table: at most ``plans``, evenly chosen
+        among the limits at which one more unit lowers the recomputation cost."""
         costs = table.whole
         falls = np.flatnonzero(costs < np.concatenate([[np.inf], costs[:-1]]))
         picks = np.linspace(0, len(falls) - 1, min(self.plans, len(falls)))
@@ -97,6 +105,11 @@ class NestedDP(CandidateStrategy):
 
 
 def _runs(graph: TrainingGraph, chain: BlockChain, steps: Ints) -> Ints:
+    """Return the order of op executions, as positions in ``graph.ops``, for a sequence of steps over the blocks.
+    Useless executions, and repeats of ops that may run only once, are left out.
+
+    ``steps``: k: run block k; -1 - k: run the backward of block k.
+    """
     groups = [np.array(ops, dtype=np.int64) for ops in (*chain.forward, *reversed(chain.backward))]
     runs = np.concatenate([groups[step] for step in steps])  # stage k is -1 - k, from the end
     names, stays, seen, once = list[str](), list[bool](), set[str](), set(graph.never_rerun)

@@ -1,14 +1,15 @@
-"""Reversible: keep no tensor that an inverse recovers, as reversible networks do by hand.
+"""The strategy `reversible`: keep no tensor that inverses can recover, as hand-written reversible networks do.
 
-Gomez, Ren, Urtasun, Grosse, «The reversible residual network: backpropagation without storing activations», NeurIPS
-2017, arXiv:1707.04585, on any graph: `rematplan.ir.recoverable` finds which tensors are recovered from which.
+An inverse is an op that computes an input of another op from its output. Gomez, Ren, Urtasun, Grosse, «The reversible
+residual network: backpropagation without storing activations», NeurIPS 2017, arXiv:1707.04585; here for any graph:
+`rematplan.ir.recoverable` finds which tensors can be recovered from which.
 
-The forward half runs once. The backward half runs in the base order. Just before an op reads a tensor that is gone,
-the tensor is recovered by its inverse; tensors that were computed from recoverable ones on the way are computed
-again, and their own backward ops read them too. So each residual function is evaluated twice and differentiated
-once: 4 units of its cost instead of 3, and not 5. If every block is reversible, the activations held are those of
-one block at any depth. Everything else is kept: an ordinary stage between reversible ones holds what it always
-does.
+The forward half runs once. The backward half keeps its order. Just before an op reads a tensor that was freed, inverses
+recover it. To do so they recompute intermediate tensors, such as the result of a residual function, and the backward of
+this function then reads the same intermediates. So each residual function is evaluated twice and differentiated once: 4
+times its forward cost, if a backward costs 2. Without recovery it is 3. It would be 5 if the intermediates were
+recomputed again for the backward. If every block is reversible, the activations of only one block are resident at a
+time, at any depth. Tensors that cannot be recovered are kept.
 """
 
 from __future__ import annotations
@@ -28,10 +29,13 @@ from rematplan.planner.core.strategy import FamilyStrategy, Progress, silent
 
 @dataclass(frozen=True)
 class Reversible(FamilyStrategy):
-    """Plans that keep no tensor that an inverse can recover, as reversible networks do (Gomez et al. 2017). One plan
-    recovers all such tensors; the other plans recover only a part of them, the tensors written first.
+    """Plans that keep no tensor that inverses (ops that compute an input from an output) can recover, if recovering it
+    frees memory, as reversible networks do (Gomez et al. 2017).
 
-    Without inverses the only plan runs every op once. Options: ``shares``: the number of plans that recover tensors.
+    One plan recovers all these tensors, the other plans only the first of them in the order of writing. If there are
+    none, the only plan executes every op once.
+
+    Options: ``shares``: the number of plans that recover tensors.
     """
 
     shares: int = 8
@@ -44,8 +48,12 @@ class Reversible(FamilyStrategy):
             raise UsageError(f"{self.name}: shares is {self.shares}; it must be at least 1")
 
     def family(self, graph: TrainingGraph, progress: Progress = silent) -> Iterable[Plan]:
-        """Yield the plan that recovers nothing, then one for each of ``shares`` steps up to all recoverable tensors,
-        the earliest-written tensors first; so for each of the problem's `phase_views`."""
+        """Yield candidate plans: one that recovers nothing, then ``shares`` plans that recover more and more of the
+        recoverable tensors, in the order in which they are written, up to all of them.
+
+        If the stated phases contradict the graph, this is done for the inferred and for the stated phases
+        (`phase_views`).
+        """
         for view in phase_views(graph):
             found = recoveries(view) if view.has_phases else {}
             order = sorted(found, key=view.producer.__getitem__)
@@ -58,17 +66,22 @@ class Reversible(FamilyStrategy):
 
 
 class _Sequence:
-    """The sequence of runs that recovers some tensors."""
+    """Builds the order of execution of ops and inverses in which the backward half recovers some tensors.
+
+    Args:
+        graph: the problem, with ops marked as forward or backward.
+        back: for each tensor to recover, by name, the steps that recover it.
+    """
 
     def __init__(self, graph: TrainingGraph, back: dict[str, Recovery]) -> None:
         self.graph = graph
-        # By tensor that a recovery computes as an intermediate: the recovered tensor, and the op.
+        # For each tensor that a recovery computes on the way: the tensor to recover, and the op.
         self.intermediates: dict[str, tuple[str, Op]] = {}
         for target, recovery in back.items():
             for recipe in recovery.steps[:-1]:
                 for t in recipe.writes:
                     self.intermediates.setdefault(t, (target, recipe))
-        # What a recovery recomputes anyway needs no inverse.
+        # A tensor that another recovery computes on the way needs no inverse.
         self.back = {t: recovery for t, recovery in back.items() if t not in self.intermediates}
         last = last_forward_read(graph)
         # Small tensors that recoveries read stay resident, because they may depend on the recovered tensor.
@@ -77,7 +90,8 @@ class _Sequence:
         self.done: list[str] = []
 
     def runs(self) -> list[str]:
-        """Return the runs: each forward op once, then each backward op, preceded by what makes its reads resident."""
+        """Return the names of the executed ops and inverses in order: each forward op once, then each backward op. Just
+        before a backward op come the steps that recover the tensors it reads."""
         halves = list(zip(self.graph.ops, indexed(self.graph).forward, strict=True))
         late = [op for op, forward in halves if not forward]
         self.done = [op.name for op, forward in halves if forward]
@@ -92,7 +106,8 @@ class _Sequence:
         return without_idle(self.graph, self.done, stays)
 
     def _recover(self, tensors: Sequence[str]) -> None:
-        """Append the runs that make ``tensors`` resident. An explicit stack is used, because chains are long."""
+        """Append the steps that recover those of ``tensors`` that are not resident. They may need other tensors to be
+        recovered first. An explicit stack replaces recursion, because the dependencies may be deep."""
         stack: list[tuple[Op | None, tuple[str, ...]]] = [(None, tuple(tensors))]
         pending: set[str] = set()
         while stack:
