@@ -176,6 +176,8 @@ class Planning:
         if not isinstance(planned, _Planned):
             raise UsageError(f"a {type(planned).__name__} is not planned; see rematplan.plan_module")
         self._planned: _Planned = planned
+        if recorder := planned._rematplan.recorder:
+            recorder.watch_shards(planned.parameters())
 
     @property
     def plan(self) -> Plan:

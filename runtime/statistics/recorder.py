@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import operator
 import weakref
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -156,6 +156,7 @@ class Recorder:
         self._ended = False
         self._backwards = 0
         self._parameters: frozenset[int] = frozenset()
+        self._shards: tuple[weakref.ref[Tensor], ...] = ()
         self._listener: weakref.WeakMethod[Listener] | None = None
         self._clear()
         _RECORDERS.add(self)
@@ -168,6 +169,15 @@ class Recorder:
         """
         self._asked, self._ended = wanted, True
 
+    def watch_shards(self, parameters: Iterable[Tensor]) -> None:
+        """Remember those parameters of the module that FSDP2 has sharded (DTensors), by weak references.
+
+        A forward under FSDP2 sees other tensors: gathered parameters, which never have gradients of earlier
+        micro-batches and which no optimizer updates. So `forward` and `ends_with` also look at the shards.
+        """
+        shards = tuple(weakref.ref(p) for p in parameters if hasattr(p, "device_mesh"))
+        self._shards = shards or self._shards
+
     def forward(self, parameters: Collection[Tensor], accumulating: bool) -> bool:
         """Begin a forward and return whether it computes statistics. If the present training step has ended, the next
         one begins, and the sums of the ended one are dropped.
@@ -177,11 +187,13 @@ class Recorder:
             accumulating: whether gradients of earlier micro-batches exist. If they do not, and a backward has run, the
                 training step has ended.
         """
+        shards = [shard for ref in self._shards if (shard := ref()) is not None]
+        accumulating = accumulating or any(shard.grad is not None for shard in shards)
         if self._ended or (self._backwards and not accumulating):
             self.step += 1
             self._ended, self._backwards = False, 0
             self._clear()
-        self._parameters = frozenset(map(id, parameters))
+        self._parameters = frozenset(map(id, (*parameters, *shards)))
         return self.step % self.options.every == 0 if self._asked is None else self._asked
 
     def ends_with(self, optimizer: Optimizer) -> None:

@@ -234,6 +234,27 @@ def sharded(whole: nn.Module) -> None:
     same(model, whole, "sharded")
 
 
+def planned_and_sharded(whole: nn.Module) -> None:
+    """A planned module under FSDP2, whose parameters during a forward are not those that the optimizer moves; once with
+    one batch a step, once with two micro-batches.
+    """
+    share = equal_share(distributed.get_rank(), distributed.get_world_size())
+    for parts in (1, 2):
+        x = batch(0)[0][share].chunk(parts)[0]
+        statistics = rematplan.Kronecker(fisher="empirical")
+        settings = {"budget": "1GiB", "strategy": "store_all", "costs": "roofline"}
+        model = fully_shard(rematplan.plan_module(network(), (x,), statistics=statistics, **settings))
+        kfac = KFAC(model, 0.05, exchange=Ranks(reduce_gradients=False), loss_scale=1 / parts, **OPTIONS)
+        for at in range(STEPS):
+            kfac.zero_grad()
+            for images, labels in zip(*(t[share].chunk(parts) for t in batch(at)), strict=True):
+                (nn.functional.cross_entropy(model(images), labels) / parts).backward()
+            kfac.step()
+        for p, q in zip(model.parameters(), whole.parameters(), strict=True):
+            torch.testing.assert_close(p.full_tensor(), q, rtol=1e-7, atol=1e-9)
+    same(model, whole, "planned_and_sharded")
+
+
 def other_size(whole: nn.Module) -> None:
     """States of all processes, merged, continue a run on one process; that of each continues its own to the bit."""
     rank, size = distributed.get_rank(), distributed.get_world_size()

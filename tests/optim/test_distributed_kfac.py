@@ -50,11 +50,12 @@ def run(size: int, folder: Path, *checks: str) -> list[tuple[int, str, str]]:
                 "planned",
                 "early",
                 "sharded",
+                "planned_and_sharded",
                 "other_size",
                 "counted",
             ],
         ),
-        (4, ["unequal", "two_workers", "all_workers", "counted"]),
+        (4, ["unequal", "two_workers", "all_workers", "data_parallel", "sharded", "counted"]),
     ],
 )
 def test_fifty_steps_are_those_of_one_process(size: int, checks: list[str], tmp_path: Path) -> None:
