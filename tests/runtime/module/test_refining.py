@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import textwrap
+import threading
 import time
 from collections.abc import Callable
 from dataclasses import replace
@@ -36,8 +37,9 @@ X = torch.randn(8, 16, generator=torch.Generator().manual_seed(1))
 class Network(nn.Module):
     """Linear layers with dropout and batch norm, so that random numbers and buffers take part."""
 
-    def __init__(self, depth: int = 6) -> None:
+    def __init__(self, depth: int = 6, dropped: float = 0.1) -> None:
         super().__init__()
+        self.dropped = dropped
         torch.manual_seed(0)
         self.layers = nn.ModuleList(nn.Linear(16, 16) for _ in range(depth))
         self.norm = nn.BatchNorm1d(16)
@@ -45,7 +47,7 @@ class Network(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """A loss."""
         for layer in self.layers:
-            x = nn.functional.dropout(torch.tanh(layer(x)), 0.1)
+            x = nn.functional.dropout(torch.tanh(layer(x)), self.dropped)
         return self.norm(x).pow(2).mean()
 
 
@@ -140,6 +142,51 @@ def test_200_steps_with_plans_found_at_any_time_give_the_bits_of_eager_mode(else
         assert torch.equal(*losses)
     assert swaps(model) > 30
     assert all(map(torch.equal, model.state_dict().values(), plain.state_dict().values()))
+
+
+def test_two_modules_in_two_threads_exchange_plans_that_a_third_thread_finds(elsewhere: Elsewhere) -> None:
+    """Plans arrive at any time, also amid a step. Nothing is dropped, because threads share a generator."""
+    models, plains = ([Network(depth, dropped=0.0) for depth in (6, 8)] for _ in range(2))
+    modules = [planned(m) for m in models]
+    plans = [
+        [p for p in ApproxDP().curve(problem, ()) if p.estimate.peak <= budget]
+        for problem, budget, _ in elsewhere.searches
+    ]
+    entries = [m._rematplan.last for m in modules]
+    training, failed = threading.Event(), list[BaseException]()
+
+    def train(model: nn.Module) -> None:
+        try:
+            optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+            for _ in range(100):
+                model(X).backward()
+                optimizer.step()
+                optimizer.zero_grad()
+        except BaseException as error:
+            failed.append(error)
+
+    def find() -> None:
+        k = 0
+        while not training.is_set():
+            k += 1
+            for (_, _, heard), entry, found in zip(elsewhere.searches, entries, plans, strict=True):
+                entry.running.refinement._best = float("inf")  # so that any plan counts as better
+                heard(found[k % len(found)], False)
+            time.sleep(0.001)
+
+    finder = threading.Thread(target=find)
+    threads = [threading.Thread(target=train, args=(m,)) for m in modules]
+    for thread in (finder, *threads):
+        thread.start()
+    for thread in threads:
+        thread.join()
+    training.set()
+    finder.join()
+    assert not failed
+    for module, plain in zip(modules, plains, strict=True):
+        train(plain)
+        assert swaps(module) > 0
+        assert all(map(torch.equal, module.state_dict().values(), plain.state_dict().values()))
 
 
 def test_a_plan_waits_for_the_backward(elsewhere: Elsewhere) -> None:
