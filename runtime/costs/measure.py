@@ -155,6 +155,15 @@ def seconds_of(call: Callable[[], object], device: torch.device) -> float:
     return float(begin.elapsed_time(end)) / 1e3 / IN_A_ROW
 
 
+def wall_seconds(call: Callable[[], object], device: torch.device) -> float:
+    """Return the seconds from the start of ``call`` until the device has finished its work."""
+    synchronize(device)
+    start = time.perf_counter()
+    call()
+    synchronize(device)
+    return time.perf_counter() - start
+
+
 def interleaved_seconds(
     calls: Mapping[str, Callable[[], object]], device: torch.device, rounds: int = 5, settling: int = 0
 ) -> dict[str, float]:
@@ -194,11 +203,7 @@ def interleaved_rounds(
         for name, call in calls.items():
             for _ in range(settling):
                 call()
-            synchronize(device)
-            start = time.perf_counter()
-            call()
-            synchronize(device)
-            times[name].append(time.perf_counter() - start)
+            times[name].append(wall_seconds(call, device))
     return {name: tuple(seconds) for name, seconds in times.items()}
 
 

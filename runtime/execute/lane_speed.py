@@ -4,13 +4,12 @@ ops of the step."""
 from __future__ import annotations
 
 import math
-import time
 from collections.abc import Callable, Mapping, Sequence
 
 import torch
 
 from rematplan.planner.core.lane_schedule import Placed, Sharing
-from rematplan.runtime.costs.measure import synchronize
+from rematplan.runtime.costs.measure import wall_seconds
 from rematplan.runtime.costs.synthetic_arguments import SyntheticArguments
 from rematplan.runtime.execute.lane_threads import two_lanes
 from rematplan.runtime.graph.captured_step import CapturedStep
@@ -50,10 +49,10 @@ def measured_sharing(
         lanes = [_busy(step, [runs[at] for at in lane], cost) for lane in where.lanes]
         alone, together, start, handover = [], [], [], []
         for _ in range(ROUNDS):
-            alone.append(_seconds(device, lanes[0]) + _seconds(device, lanes[1]))
-            together.append(_seconds(device, lambda: _both(device, *lanes)))
-            start.append(_seconds(device, lambda: _both(device, _nothing, _nothing)))
-            handover.append(_seconds(device, lambda: _hand_over(device)))
+            alone.append(wall_seconds(lanes[0], device) + wall_seconds(lanes[1], device))
+            together.append(wall_seconds(lambda: _both(device, *lanes), device))
+            start.append(wall_seconds(lambda: _both(device, _nothing, _nothing), device))
+            handover.append(wall_seconds(lambda: _hand_over(device), device))
     speed = min(alone) / 2 / min(together)
     waiting = max(0.0, min(handover) - min(start)) / (2 * HANDOVERS)
     return Sharing(min(1.0, max(0.5, speed)), waiting * 1e6, min(start) * 1e6)
@@ -81,7 +80,7 @@ def _busy(step: CapturedStep, names: Sequence[str], cost: Mapping[str, float]) -
         call.target(*args, **kwargs)
 
     once()  # the first run of an op is slower
-    times = math.ceil(SECONDS / max(min(_seconds(step.device, once) for _ in range(ROUNDS)), 1e-6))
+    times = math.ceil(SECONDS / max(min(wall_seconds(once, step.device) for _ in range(ROUNDS)), 1e-6))
 
     def run() -> None:
         for _ in range(times):
@@ -114,11 +113,3 @@ def _hand_over(device: torch.device) -> None:
 
 def _nothing() -> None:
     pass
-
-
-def _seconds(device: torch.device, call: Callable[[], None]) -> float:
-    synchronize(device)
-    start = time.perf_counter()
-    call()
-    synchronize(device)
-    return time.perf_counter() - start
