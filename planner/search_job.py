@@ -15,6 +15,7 @@ from rematplan.planner.auto.compile_kernels import compile_kernels
 from rematplan.planner.caches.plan_store import PlanStore, recipe_names
 from rematplan.planner.core.plan import Plan, by_cost, plan_from_runs
 from rematplan.planner.core.schedule import runs_of
+from rematplan.planner.core.strategy import Enough
 from rematplan.planner.registry import LIMIT, strategy
 
 SHARES = (0.1, 0.3, 1.0)
@@ -152,16 +153,14 @@ class SearchJob:
             nonlocal interrupted
             if urgent():
                 interrupted = True
-                raise KeyboardInterrupt  # after which searches return the best plan so far
+                raise Enough
 
         search = replace(self.strategy, **{LIMIT: seconds})
         try:
             return search.plan(self.problem, self.budget, report, self.found), interrupted
         except InfeasibleBudget:
             return None, interrupted
-        except KeyboardInterrupt:
-            if not interrupted:
-                raise
+        except Enough:
             return None, True
 
     def _solved(self) -> Plan | None:

@@ -11,6 +11,7 @@ from rematplan.planner.annealing.search_budget import SearchBudget
 from rematplan.planner.arrays.precedence import needed_ops
 from rematplan.planner.core.plan import Plan, by_peak, plan_from_runs
 from rematplan.planner.core.schedule import runs_of
+from rematplan.planner.core.strategy import INTERRUPTS
 
 CHEAP_SHARE = 0.05
 """The share of a strategy's time limit, in addition to it, for finding the cheap plan."""
@@ -56,7 +57,7 @@ def cheap_plan(
             found = search.run(
                 starts, SearchBudget(effort.seconds / STEPS, max(1, moves) if effort.moves else 0)
             )
-        except KeyboardInterrupt:
+        except INTERRUPTS:
             return best
         if found is not None and found.estimate.overhead <= CHEAP:
             best = found

@@ -27,6 +27,7 @@ from rematplan.planner.annealing.search_budget import SLICE, SearchBudget
 from rematplan.planner.arrays.precedence import needed_ops
 from rematplan.planner.core.plan import Plan, plan_from_runs
 from rematplan.planner.core.schedule import runs_of
+from rematplan.planner.core.strategy import INTERRUPTS
 
 
 @dataclass
@@ -75,8 +76,8 @@ class Search:
     def run(self, starts: Sequence[Sequence[str]], effort: SearchBudget) -> Plan | None:
         """Return the cheapest plan within the budget that is found, starts included; None if none is found.
 
-        A `KeyboardInterrupt` ends the search: the best plan so far is returned, and ``interrupted`` is set. If
-        nothing fits yet, the exception is raised again.
+        A `KeyboardInterrupt` or `Enough` ends the search: the best plan so far is returned, and ``interrupted`` is
+        set. If nothing fits yet, the exception is raised again.
 
         Args:
             starts: sequences of runs (names) to start from. Sequences that are invalid or break a required order are
@@ -90,7 +91,7 @@ class Search:
                 self._rounds_in_two(starts, effort)
             else:
                 self._rounds(effort)
-        except KeyboardInterrupt:
+        except INTERRUPTS:
             if self.best is None:
                 raise
             self.interrupted = True

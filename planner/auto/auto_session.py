@@ -29,7 +29,7 @@ from rematplan.planner.bounds.cut_bounds import CLOSED, Bound, min_peak_bound
 from rematplan.planner.bounds.loss_cut_start import cut_start
 from rematplan.planner.core.plan import Plan, by_cost, plan_from_runs
 from rematplan.planner.core.schedule import runs_of
-from rematplan.planner.core.strategy import Progress
+from rematplan.planner.core.strategy import INTERRUPTS, Progress
 from rematplan.planner.ilp.exhaustive import exhaustive
 from rematplan.planner.strategies.reversible import Reversible
 from rematplan.planner.strategies.store_all import no_recompute
@@ -78,7 +78,7 @@ class AutoSession:
                 if not self.finished and not self.solved_exhaustively():
                     self.gather()
                     self.search()
-            except KeyboardInterrupt:
+            except INTERRUPTS:
                 if self.best is None:
                     raise
         if self.best is None:

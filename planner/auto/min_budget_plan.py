@@ -14,7 +14,7 @@ from rematplan.planner.auto.compile_kernels import compile_kernels
 from rematplan.planner.auto.eviction import plan_by_eviction
 from rematplan.planner.auto.smallest_peak_search import find_smallest_peak
 from rematplan.planner.core.plan import Plan
-from rematplan.planner.core.strategy import Progress, Strategy, silent
+from rematplan.planner.core.strategy import INTERRUPTS, Progress, Strategy, silent
 from rematplan.planner.strategies.anneal import Anneal
 
 
@@ -93,7 +93,7 @@ def cheapest_near_smallest_peak(
             auto = Auto(seed=seed, keep_order=keep_order)
             strategy = cheapest(left) if cheapest else replace(auto, time_limit=left)
         plan = strategy.plan(stated, budget, progress, known)
-    except (InfeasibleBudget, KeyboardInterrupt):
+    except (InfeasibleBudget, *INTERRUPTS):
         plan = least
     # A strategy need not return the best plan that it starts from.
     fitting = [p for p in (plan, *((least,) if keep_order else known)) if p.estimate.peak <= budget]

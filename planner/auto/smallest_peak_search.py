@@ -29,7 +29,7 @@ from rematplan.planner.auto.without_inverses_first import search_without_inverse
 from rematplan.planner.bounds.cut_bounds import min_peak_bound
 from rematplan.planner.core.plan import Plan, by_peak
 from rematplan.planner.core.schedule import runs_of
-from rematplan.planner.core.strategy import Progress, silent
+from rematplan.planner.core.strategy import INTERRUPTS, Progress, silent
 from rematplan.planner.strategies.store_all import no_recompute
 
 Report: TypeAlias = Callable[[float, float | None], None]
@@ -134,7 +134,7 @@ class _Lowering:
             self._evict()
             self._descend([runs_of(p.schedule) for p in known], report)
             self._leap(report)
-        except KeyboardInterrupt:
+        except INTERRUPTS:
             if self.least is base:
                 raise
             self.effort.interrupted = True

@@ -22,6 +22,10 @@ class Enough(Exception):
     """Raised by a progress callback to make the work stop and return the best result so far."""
 
 
+INTERRUPTS = (KeyboardInterrupt, Enough)
+"""Exceptions after which a search returns its best plan so far, or raises them again if it has none."""
+
+
 def silent(_fraction: float, _text: str) -> None:
     """A progress callback that does nothing."""
 

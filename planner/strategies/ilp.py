@@ -20,7 +20,7 @@ from rematplan.planner.bounds.cut_bounds import CLOSED
 from rematplan.planner.bounds.loss_cut_start import cut_start
 from rematplan.planner.core.plan import Plan, plan_from_runs
 from rematplan.planner.core.schedule import runs_of
-from rematplan.planner.core.strategy import Progress, SearchStrategy, silent
+from rematplan.planner.core.strategy import INTERRUPTS, Progress, SearchStrategy, silent
 from rematplan.planner.ilp.solver import Solver
 from rematplan.planner.ilp.stage_program import StageProgram, add_violated, runs_at
 
@@ -91,7 +91,7 @@ class ILP(SearchStrategy):
                 best.offer(runs)
         try:
             self._search(graph, budget, best)
-        except KeyboardInterrupt:
+        except INTERRUPTS:
             if best.plan is None:
                 raise
         if best.plan is None:

@@ -20,6 +20,7 @@ from rematplan.planner.auto.auto_strategy import Auto
 from rematplan.planner.auto.min_budget_plan import cheapest_near_smallest_peak
 from rematplan.planner.core.plan import peak_op, plan_from_runs, plan_to_json
 from rematplan.planner.core.schedule import runs_of
+from rematplan.planner.core.strategy import Enough
 from rematplan.planner.ilp.exhaustive import exhaustive
 from rematplan.planner.strategies.anneal import Anneal
 from rematplan.planner.strategies.ilp import ILP
@@ -105,13 +106,14 @@ def test_keep_order_keeps_the_order_of_first_runs():
     assert list(dict.fromkeys(runs_of(plan.schedule))) == [op.name for op in graph.ops]
 
 
-def test_an_interrupted_search_returns_its_best_plan():
+@pytest.mark.parametrize("reason", [KeyboardInterrupt, Enough])
+def test_an_interrupted_search_returns_its_best_plan(reason):
     graph = network(40)
     budget = int(0.6 * peak_of_base(graph))
 
     def interrupt(fraction, text):
         if text.startswith("overhead"):
-            raise KeyboardInterrupt
+            raise reason
 
     for strategy in (Anneal(), Auto()):
         plan = strategy.plan(graph, budget, interrupt)

@@ -15,6 +15,7 @@ from rematplan.ir import InfeasibleBudget, Op, Tensor, TrainingGraph, problem_to
 from rematplan.planner.auto.auto_strategy import Auto
 from rematplan.planner.core.plan import plan_from_runs, plan_to_json
 from rematplan.planner.core.schedule import runs_of
+from rematplan.planner.core.strategy import Enough
 from rematplan.planner.ilp.exhaustive import exhaustive
 from rematplan.planner.ilp.solver import Solver
 from rematplan.planner.ilp.stage_program import StageProgram, runs_at
@@ -118,12 +119,13 @@ def test_the_bound_holds_for_plans_with_inverses(problems):
     assert plan.status == "feasible"
 
 
-def test_an_interruption_returns_the_best_plan_so_far(problems):
+@pytest.mark.parametrize("reason", [KeyboardInterrupt, Enough])
+def test_an_interruption_returns_the_best_plan_so_far(problems, reason):
     graph = problems.residual((1, 1))
 
     def interrupt(fraction, text):
         if text.startswith("overhead"):
-            raise KeyboardInterrupt
+            raise reason
 
     budget = int(0.7 * peak_of_base(graph))
     assert ILP(time_limit=1).plan(graph, budget, interrupt).estimate.peak <= budget

@@ -14,6 +14,7 @@ from rematplan.planner.annealing.adapt_to_size import polished
 from rematplan.planner.auto.auto_strategy import Auto
 from rematplan.planner.caches.plan_store import PlanStore, recipe_names
 from rematplan.planner.core.schedule import runs_of
+from rematplan.planner.core.strategy import Enough
 from rematplan.planner.search_job import SHARES, plan_of
 from rematplan.planner.strategies.approx_dp import ApproxDP
 from rematplan.planner.strategies.store_all import no_recompute
@@ -99,7 +100,7 @@ def searches(monkeypatch):
             arriving.pop()()
         try:
             progress(0.0, "")
-        except KeyboardInterrupt:
+        except Enough:
             made.append((graph.name, "interrupted"))
             return min(starts, key=lambda p: p.estimate.peak)
         raise InfeasibleBudget("auto", budget, graph.input_bytes, "searched")
