@@ -1,1 +1,1 @@
-"""Planned modules: an `nn.Module` whose forward and backward follow a plan."""
+"""Planned modules: an `nn.Module` whose forward and backward follow a rematerialisation plan."""

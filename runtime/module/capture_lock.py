@@ -1,5 +1,8 @@
-"""A lock for looking at modules: several threads at once, or a single one that captures a module and
-temporarily replaces its tensors."""
+"""A lock that separates reading the state of modules from capturing a module.
+
+Capturing temporarily replaces a module's tensors. So any number of threads may read modules at the same time, but only
+one thread may capture, while no other thread reads.
+"""
 
 from __future__ import annotations
 
@@ -9,8 +12,8 @@ from threading import Condition, get_ident
 
 
 class CaptureLock:
-    """A reentrant lock that either any number of threads hold together (`shared`), to look at modules, or one thread
-    holds exclusively (`alone`), to capture one."""
+    """A reentrant lock for threads. Either any number of threads have it in shared mode (`shared`), in which they read
+    the state of modules; or one thread has it exclusively (`alone`), to capture a module."""
 
     def __init__(self) -> None:
         self._changed = Condition()
@@ -19,8 +22,8 @@ class CaptureLock:
 
     @contextmanager
     def shared(self) -> Iterator[None]:
-        """Run the block while no other thread holds the lock exclusively. Other threads may run such blocks at the
-        same time."""
+        """Run the body of the ``with`` statement while no other thread has the lock exclusively. Several threads may do
+        so at the same time."""
         me = get_ident()
         with self._changed:
             if self._alone not in (None, me):  # tested first, since every call comes here
@@ -37,8 +40,12 @@ class CaptureLock:
 
     @contextmanager
     def alone(self) -> Iterator[None]:
-        """Run the block while no other thread holds the lock, neither exclusively nor shared. A thread that holds it
-        shared may call this: it releases its share while it waits."""
+        """Run the body of the ``with`` statement while no other thread has the lock, neither exclusively nor in shared
+        mode.
+
+        A thread that has the lock in shared mode may call this. The thread gives up its shared mode while it waits and
+        while the body runs, and has it again afterwards.
+        """
         me = get_ident()
         with self._changed:
             # Give up the shared lock while waiting, so that two threads that share it can both wait for `alone`. That

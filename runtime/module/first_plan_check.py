@@ -1,5 +1,5 @@
-"""A check of the first plan against eager mode, for versions of PyTorch with which the test suite was not
-run."""
+"""A comparison of the first planned step of a process with eager mode, for versions of PyTorch with which the test
+suite was not run."""
 
 from __future__ import annotations
 
@@ -16,7 +16,8 @@ from rematplan.runtime.graph.compat import TESTED, is_tested, pytree
 from rematplan.runtime.graph.warn import warn
 
 _checked: set[str] = set()
-"""The version of PyTorch with which a plan of this process was checked, once it was."""
+"""The version of PyTorch, as the only element, once the first planned step of this process was compared with eager
+mode."""
 
 
 def check_first_plan(
@@ -25,16 +26,18 @@ def check_first_plan(
     """Compare the first planned step of this process with eager mode, if the test suite was not run with this version
     of PyTorch. Do nothing with a tested version, or if a step of this process was compared before.
 
-    The step runs planned and in eager mode, forward and backward, on copies of the model and the arguments; the
-    random state is restored. A warning says that the version is not tested, and whether the comparison was possible.
-    (It is not if memory is too small for these runs, which no plan limits, or if the model cannot be copied.)
+    The step runs planned and in eager mode, forward and backward, on copies of the model and the arguments. The random
+    state is restored. A warning says that the version is not tested, and whether the comparison was possible. It is
+    impossible if the model cannot be copied, or if memory is too small: the copies and the eager steps need more than
+    the plan's budget.
 
     Args:
         model: the original model.
         planned: the planned module.
         args: the positional arguments of a call.
         kwargs: its keyword arguments.
-        tolerance: the relative error that gradients may have; 0 (bit-equal) if the plan has no inverses that round.
+        tolerance: the relative and absolute error that outputs, gradients and buffers may have; 0 for equal values, if
+            the plan has no inverses that round.
 
     Raises:
         ModelError: an output, gradient or buffer differs from eager mode, although two runs in eager mode agree.
@@ -62,8 +65,9 @@ def check_first_plan(
 
 
 def _results(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, torch.Tensor]:
-    """Return the outputs, gradients and buffers of one forward and backward by name. It runs on copies and
-    restores the random state."""
+    """Run one forward and backward of copies of a model and its arguments, with ones as gradients of the outputs, and
+    restore the random state. Return the outputs, gradients and buffers; the keys describe them, such as ``output
+    0``."""
     model, args, kwargs = copy.deepcopy((model, args, dict(kwargs)))
     with same_draws(), torch.enable_grad():
         outputs = [o for o in pytree.tree_leaves(model(*args, **kwargs)) if isinstance(o, torch.Tensor)]
@@ -81,7 +85,10 @@ def _results(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any])
 def _different(
     expected: Mapping[str, torch.Tensor], found: Mapping[str, torch.Tensor], tolerance: float
 ) -> str:
-    """Return the name of the first tensor that differs; an empty string if none does."""
+    """Return the key of the first tensor that differs between two results of `_results`; an empty string if none does.
+
+    ``tolerance``: the relative and absolute error that does not count as a difference.
+    """
     for name in dict.fromkeys((*expected, *found)):
         one, other = expected.get(name), found.get(name)
         if one is None or other is None or one.shape != other.shape or one.dtype != other.dtype:

@@ -1,4 +1,4 @@
-"""Tracing of a planned module's forward for given arguments, with fixed or with open sizes."""
+"""Tracing of a planned module's forward for the arguments of a call, with fixed sizes or with symbolic (open) sizes."""
 
 from __future__ import annotations
 
@@ -36,8 +36,8 @@ from rematplan.runtime.symbols.symbolic_step import OpenStep
 
 
 class Planned(Protocol):
-    """A planned module, as `Runner` and `Tracing` see it: its original model, that model's forward, and a call
-    without a plan."""
+    """The methods of a planned module that its calls and its captures use. They return the original model, return the
+    original forward, and call the model without a plan."""
 
     def _rematplan_model(self) -> nn.Module: ...
 
@@ -48,10 +48,11 @@ class Planned(Protocol):
 
 @dataclass(frozen=True)
 class Tracing:
-    """Traces a planned module's forward for given arguments: with fixed sizes (`fixed`) or with open ones (`opened`).
+    """Traces a planned module's forward and backward for the arguments of a call: with fixed sizes (`fixed`), or with
+    symbolic sizes (`opened`), so that the result serves other sizes, too.
 
-    ``name``: the model's name, for messages. ``planned``: the planned module. ``leaves``, ``spec``: the leaves and
-    the pytree structure of the arguments. ``state``: the module's state when it is called.
+    ``name``: the model's name, for messages. ``planned``: the planned module. ``leaves``, ``spec``: the leaves and the
+    pytree structure of the arguments. ``state``: the module's state when it is called.
     """
 
     name: str
@@ -71,8 +72,8 @@ class Tracing:
         return [t.detach().requires_grad_(t.requires_grad) for t in tensors_in(self.leaves)]
 
     def check(self) -> None:
-        """Refuse a model or arguments that cannot be planned. Warn if the model has hooks: they run only while a step
-        is traced.
+        """Refuse a model or arguments that cannot be planned. Warn if submodules have hooks that may have side effects,
+        since they run only while a step is traced.
 
         Raises:
             ModelError: the model or an argument cannot be planned. The message has the reason.
@@ -90,11 +91,12 @@ class Tracing:
             )
 
     def fixed(self) -> Found:
-        """Trace the forward and the backward for the sizes of these arguments.
+        """Trace the forward and the backward for exactly the sizes that the arguments have.
 
         Raises:
-            ModelError: the step cannot be captured.
-            Exception: whatever the forward raises in eager mode, if that is why it cannot be captured.
+            ModelError: the step cannot be captured, or its forward computes with a number in an attribute that it
+                changes in each call.
+            Exception: the forward fails in eager mode, too; this is the exception that it raises there.
         """
         with self._recording() as record:
             forward = self.planned._rematplan_forward_of(self.model)
@@ -113,11 +115,12 @@ class Tracing:
         return Found(step, flat.outputs, self._withheld(flat.constants), record.guard(self.name), flat.count)
 
     def opened(self) -> OpenForward:
-        """Trace the forward and the backward with symbolic sizes: the result serves all sizes for which its graph is
-        the same.
+        """Trace the forward and the backward with symbolic sizes. The result serves all sizes of the arguments for
+        which the graph is the same.
 
         Raises:
-            NotSymbolic: some size must be fixed.
+            NotSymbolic: the step depends on a size in a way that cannot be symbolic, or the forward changes numbers in
+                attributes.
             ModelError: the step cannot be captured.
         """
         symbols = BatchSymbols()
@@ -158,8 +161,11 @@ class Tracing:
 def _own_errors(
     model: nn.Module, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Iterator[None]:
-    """If capturing in the block fails, raise the exception that the model raises in eager mode, if it raises
-    one."""
+    """Run the body of the ``with`` statement, which captures a model. If capturing fails because of an exception and
+    the model's forward also fails in eager mode, raise the exception of eager mode instead.
+
+    The arguments are those of `own_error`.
+    """
     try:
         yield
     except ModelError as error:

@@ -1,4 +1,4 @@
-"""The plans that were used last; older ones are dropped."""
+"""A limit on the number of cache entries: the entries that were not used for longest are dropped."""
 
 from __future__ import annotations
 
@@ -10,10 +10,11 @@ from typing import Any
 
 @dataclass
 class Recent:
-    """Drops the cache entries that were not used for longest, so that a limited number of them remains.
+    """Drops the cache entries that were not used for longest, so that at most ``limit`` of them remain. Entries with
+    the same key count as used together.
 
-    ``use`` makes one assignment, so that threads may call it at the same time. ``limit``: the largest number of
-    entries. ``dropped``: the number of entries dropped so far.
+    ``limit``: the largest number of entries. ``dropped``: the number of entries dropped so far. Threads may call `use`
+    at the same time, since it makes only one assignment.
     """
 
     limit: int
@@ -22,14 +23,15 @@ class Recent:
     _clock: Any = field(default_factory=count)
 
     def use(self, key: Hashable) -> None:
-        """Note that the entries of a key are used now."""
+        """Record that the cache entries with this key are used now."""
         self._used[key] = next(self._clock)
 
     def trim(self, entries: dict[Any, list[Any]]) -> None:
-        """Drop entries, in place, until there are no more than ``limit``: first those of the key that was not used
-        for longest, and within a key the oldest.
+        """Remove entries from ``entries`` until at most ``limit`` remain. The first to go are those of the key that was
+        not used for longest, and of these the oldest.
 
-        ``entries``: by key, the entries with that key, the oldest first. Keys without entries are removed.
+        ``entries``: a dictionary from each key to a list of its entries, the oldest first. It is changed in place. A
+        key is removed together with its last entry.
         """
         while sum(map(len, entries.values())) > self.limit:
             oldest = min(entries, key=lambda key: self._used.get(key, -1))

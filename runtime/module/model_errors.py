@@ -1,5 +1,8 @@
-"""The exception that a model raises itself when it cannot be captured: a failed shape check in a forward is
-not the tracer's fault."""
+"""Find the exception that a model raises in eager mode, for a model that cannot be captured.
+
+A forward that fails in eager mode, too, for example because of wrong shapes, is reported with its exception, not as an
+error of the tracer.
+"""
 
 from __future__ import annotations
 
@@ -19,12 +22,18 @@ from rematplan.runtime.graph.compat import TorchDynamoException, pytree
 def own_error(
     model: nn.Module, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Exception | None:
-    """Return the exception that ``forward(*args, **kwargs)`` raises in eager mode; None if it raises none, or
-    only an error of TorchDynamo.
+    """Return the exception that ``forward(*args, **kwargs)`` raises in eager mode. Return None if the forward raises
+    none, or only an error of TorchDynamo.
 
-    The forward runs once, on copies of its tensors, without saving tensors for a backward. (If it runs a
-    backward itself, it runs again and saves them.) The model's attributes, buffers and gradients and all random
-    states are restored.
+    The forward runs on copies of the tensors among the arguments, without storing saved tensors. If it fails after it
+    has asked for a saved tensor (because it contains a backward), it runs again with saved tensors. The model's
+    attributes, buffers and gradients and all random states are restored.
+
+    Args:
+        model: the model.
+        forward: the model's forward.
+        args: the positional arguments of the call.
+        kwargs: its keyword arguments.
     """
     asked: list[torch.Tensor] = []
 

@@ -1,4 +1,4 @@
-"""The plan that calls follow now, and its replacement by a better one between two training steps."""
+"""The plan of a cache entry that calls follow now, and its replacement by a better plan between two training steps."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from rematplan.runtime.problem.accumulation import Refinement, StepPlan
 
 @dataclass(eq=False)
 class Running:
-    """The compiled plan that calls follow now, and a background search for a better one.
+    """The compiled plan that calls of a planned module follow now, and a search in the background for a better plan.
 
     ``plan``: the plan. ``compiled``: its compiled form. ``refinement``: the search; None if there is none. ``swaps``:
-    how often a better plan has replaced the present one.
+    how often a better plan from the search has replaced the plan.
     """
 
     plan: Plan
@@ -24,7 +24,8 @@ class Running:
 
     @classmethod
     def of(cls, found: StepPlan) -> Running:
-        """Compile a plan, and begin its search for a better plan if it has one."""
+        """Compile a plan and return it as the present plan. If ``found`` has a search for a better plan, begin the
+        search."""
         running = cls(found.plan, compiled(found), found.refinement)
         if found.refinement is not None:
             found.refinement.begin(compiled)
@@ -32,8 +33,8 @@ class Running:
 
     @property
     def shown(self) -> Plan:
-        """The plan that calls follow now, with the largest lower bound that it or the search has proved. Its status
-        is ``refining`` while the search runs."""
+        """The plan that calls follow now. Its lower bound is the larger of the plan's own and the one that the search
+        has proved, but not more than the plan's overhead. Its status is ``refining`` while the search runs."""
         plan, search = self.plan, self.refinement
         if search is None:
             return plan
@@ -57,5 +58,5 @@ class Running:
 
 
 def compiled(found: StepPlan) -> CompiledPlan:
-    """Return a step's plan as a `CompiledPlan`, which takes part in autograd."""
+    """Return a step's plan in compiled form, as an object that takes part in autograd when it is called."""
     return CompiledPlan(found.step, found.plan.schedule, found.plan.lanes, found.spare)

@@ -1,5 +1,5 @@
-"""Refusal of forwards that count in plain attributes and compute with the number: a plan would keep the first
-number."""
+"""Refuse a forward that changes a number in an attribute in each call and computes with the number. A plan would always
+compute with the number of the captured call."""
 
 from __future__ import annotations
 
@@ -23,17 +23,19 @@ def check_counters(
     step: CapturedStep,
     again: Callable[[], tuple[FlatModel, CapturedStep]],
 ) -> None:
-    """Refuse a forward that changes a number in an attribute and would have another graph with the changed number.
+    """Refuse a forward that changes a number in an attribute of a module, if its graph would be another one with the
+    changed number.
 
-    A counter that is not used in a computation, or a size that is stored for the next call, gives the same graph and
-    is allowed.
+    A number that is not used in a computation, such as a counter for a log or a size that is stored for the next call,
+    does not change the graph and is allowed.
 
     Args:
         name: the model's name, for the message.
         model: the model.
-        flat: the model as it was traced.
+        flat: the model's forward as a function of tensors, after its trace; it has the numbers that the forward
+            changed.
         step: the traced step.
-        again: traces the model once more.
+        again: a function that traces the forward once more, with the changed numbers, and returns both results.
 
     Raises:
         ModelError: the graph would change. The message names the attributes.
@@ -55,7 +57,11 @@ def check_counters(
 
 @contextmanager
 def _counted_on(model: nn.Module, counted: dict[int, dict[str, Any]]) -> Iterator[None]:
-    """Set, inside the block, the numbers that the forward left in the modules' attributes."""
+    """Run the body of the ``with`` statement with changed numbers in attributes of the model's modules. Restore the
+    former numbers afterwards.
+
+    ``counted``: the changed numbers, by the module's position in ``model.modules()`` and the attribute's name.
+    """
     attributes = [vars(module) for module in model.modules()]
     before = {at: {name: attributes[at][name] for name in numbers} for at, numbers in counted.items()}
     try:
@@ -68,7 +74,7 @@ def _counted_on(model: nn.Module, counted: dict[int, dict[str, Any]]) -> Iterato
 
 
 def _same(a: CapturedStep, b: CapturedStep) -> bool:
-    """Return whether two steps make the same calls on the same constants."""
+    """Return whether two steps make the same calls, with the same names of values, and have equal constants."""
     calls = [[(c.target, c.args, c.kwargs, c.results) for c in step.calls] for step in (a, b)]
     return (
         calls[0] == calls[1]

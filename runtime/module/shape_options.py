@@ -1,4 +1,5 @@
-"""Options for the shapes of calls: whether further shapes are planned, their ranges, how many plans are kept."""
+"""Options for the shapes of a planned module's calls: whether further shapes are planned, in which ranges, and how many
+plans are kept."""
 
 from __future__ import annotations
 
@@ -15,19 +16,19 @@ from rematplan.ir import UsageError
 MAX_PLANS = 64
 """The default number of plans that a planned module keeps."""
 Axis = tuple[int, int, int]
-"""A dimension, its smallest and its largest size."""
+"""A dimension of an argument, its smallest and its largest size."""
 Ranges = Mapping[str, Mapping[int, tuple[int, int]]]
 """By the name of an argument of a forward and a dimension, the smallest and the largest size."""
 
 
 @dataclass(frozen=True)
 class ShapeOptions:
-    """Options for the shapes of calls.
+    """Options for the shapes of a planned module's calls.
 
-    ``dynamic``: whether a call for which no plan holds makes another one; if false it is refused.
-    ``max_plans``: the number of plans that are kept; those that were not used for longest are dropped.
-    ``ranges``: the sizes that calls may have: by the argument's name and the dimension, the smallest and the
-    largest.
+    ``dynamic``: whether a call that fits no existing plan gets a new one. If it is false, the call is refused.
+    ``max_plans``: the largest number of plans that are kept. Plans that were not used for longest are dropped.
+    ``ranges``: the sizes that calls may have. For the name of an argument, a dictionary from a dimension to the
+    smallest and the largest size.
 
     Raises:
         UsageError: ``max_plans`` is no positive number, or a range is empty.
@@ -48,7 +49,8 @@ class ShapeOptions:
                     )
 
     def check(self, model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
-        """Check that the sizes of a call are in their ranges. Arguments that are absent or None are not checked.
+        """Check that the arguments of a call have sizes within ``ranges``. Arguments that are absent or None are not
+        checked.
 
         Args:
             model: the model, for the names of the forward's arguments.
@@ -56,8 +58,8 @@ class ShapeOptions:
             kwargs: its keyword arguments.
 
         Raises:
-            UsageError: an argument has a size outside its range, lacks a dimension that has a range, or is no tensor;
-                or the forward has no argument of that name.
+            UsageError: an argument has a size outside of its range, lacks a dimension that has a range, or is no
+                tensor; or the forward has no argument of a name in ``ranges``.
         """
         for name, tensor in self._tensors(model, args, kwargs).items():
             for dim, (low, high) in self.ranges[name].items():
@@ -74,12 +76,18 @@ class ShapeOptions:
     def first_calls(
         self, model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]
     ) -> list[tuple[tuple[Any, ...], dict[str, Any]]]:
-        """Return the arguments of the calls to plan for first: with the largest sizes, as given, and with the
-        smallest sizes. Without ranges: only those given.
+        """Return the arguments of three calls that are planned first: one with the largest sizes of the ranges, one
+        with the sizes of the given arguments, and one with the smallest sizes. Without ranges, return only the given
+        arguments.
 
-        The calls with the largest and the smallest sizes have the given tensors, resized in the dimensions that have
-        ranges (`call_of_sizes`). A smallest size of 0 or 1 counts as 2, since PyTorch treats the sizes 0 and 1
-        specially and they need a separate capture.
+        The arguments of the first and last call are the given tensors, resized in the dimensions that have ranges (see
+        `call_of_sizes`). A smallest size of 0 or 1 is replaced by 2, if the range has 2. The reason is that PyTorch
+        treats the sizes 0 and 1 specially, so that they need a separate capture.
+
+        Args:
+            model: the model, for the names of the forward's arguments.
+            args: the given positional arguments.
+            kwargs: the given keyword arguments.
 
         Raises:
             UsageError: as `check`.
@@ -97,25 +105,27 @@ class ShapeOptions:
 
     @property
     def axes(self) -> tuple[Axis, ...]:
-        """The dimensions that vary: (dimension, smallest size, largest size). Arguments with the same range of the same
-        dimension, such as tokens and their mask, vary together."""
+        """The dimensions that vary, as tuples (dimension, smallest size, largest size), each once. Arguments that have
+        the same range for the same dimension, such as tokens and their mask, have one common tuple: their sizes are
+        assumed to be equal."""
         rows = ((dim, *sizes) for dims in self.ranges.values() for dim, sizes in dims.items())
         return tuple(dict.fromkeys(rows))
 
     def call_of_sizes(
         self, model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any], sizes: Mapping[Axis, int]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Return the arguments of a call with other sizes. Along each dimension that has a range, the given tensor's
-        entries are repeated, or the last ones are left out.
+        """Return the arguments of a call with other sizes, made from the given ones. In each dimension that has a
+        range, the entries of a given tensor are repeated from the first on to reach a larger size, or the last ones are
+        left out.
 
         Args:
             model: the model, for the names of the forward's arguments.
             args: the positional arguments.
             kwargs: the keyword arguments.
-            sizes: the wanted size of each of `axes`; a dimension that is not among them gets its largest size.
+            sizes: the wanted sizes. The keys are elements of `axes`; a dimension that is absent gets its largest size.
 
         Raises:
-            UsageError: the forward has no argument with a range's name, or the argument is no tensor.
+            UsageError: the forward has no argument of a name in ``ranges``, or that argument is no tensor.
         """
         wanted = {
             name: {dim: sizes.get((dim, low, high), high) for dim, (low, high) in dims.items()}
@@ -131,8 +141,12 @@ class ShapeOptions:
     def _tensors(
         self, model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]
     ) -> dict[str, torch.Tensor]:
-        """Return the tensors among the arguments that have ranges, by name; arguments that are absent or None
-        are skipped."""
+        """Return the tensors among a call's arguments that have ranges, by the argument's name. Arguments that are
+        absent or None are left out.
+
+        Raises:
+            UsageError: the forward has no argument of a name in ``ranges``, or that argument is no tensor.
+        """
         if not self.ranges:
             return {}
         signature = inspect.signature(type(model).forward)
@@ -152,7 +166,11 @@ class ShapeOptions:
 
 
 def _resized(tensor: torch.Tensor, sizes: Mapping[int, int]) -> torch.Tensor:
-    """Return a tensor of other sizes, by dimension: with the same numbers, repeated where there are too few."""
+    """Return a new tensor with other sizes in some dimensions. In each of these, the entries are those of ``tensor`` in
+    order: repeated from the first on if the new size is larger, else without the last ones.
+
+    ``sizes``: the new sizes, by dimension.
+    """
     other = tensor.detach()
     for dim, size in sizes.items():
         present = max(1, other.shape[dim])

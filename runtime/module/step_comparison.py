@@ -13,8 +13,12 @@ from rematplan.runtime.graph.captured_step import Call, CapturedStep, Ref, Value
 
 
 def names_of(step: CapturedStep, other: CapturedStep) -> Mapping[str, str] | None:
-    """Return a dictionary from the names of calls, values and storages in ``step`` to those in ``other``, matched by
-    position. None if the steps differ in calls, arguments, constants, sizes, strides or storages."""
+    """Compare two captured steps by position, ignoring the names of calls, values and storages.
+
+    Returns:
+        A dictionary from the names in ``step`` to those in ``other``; None if the steps differ in calls, arguments,
+            constants, sizes, strides or storages.
+    """
     return _Comparison(step, other).names
 
 

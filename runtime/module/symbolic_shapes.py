@@ -1,5 +1,5 @@
-"""The captures with open sizes of a planned module: which shapes they serve, and why other shapes are
-captured separately."""
+"""The captures of a planned module with symbolic sizes, called open sizes. A capture with open sizes serves all shapes
+for which the graph is the same; other shapes are captured separately."""
 
 from __future__ import annotations
 
@@ -25,21 +25,23 @@ from rematplan.runtime.symbols.symbolic_step import OpenStep
 PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, torch.layout)
 """Types of values among a forward's outputs that cannot contain a hidden size."""
 MISSES = 2
-"""The number of consecutive captures with open sizes that served no other known shape, after which no more
-are made."""
+"""The number of consecutive captures with symbolic sizes that served no other known shape, after which no more are
+made."""
 SHAPES_MET = 1024
-"""The number of shapes that are remembered as met."""
+"""The number of shapes of calls that are remembered, so that a shape which was seen before starts no symbolic
+capture."""
 REMEMBERED = 4
-"""The number of known shapes against which a new capture with open sizes is checked."""
+"""The number of separately captured shapes with which a new capture with symbolic sizes is compared."""
 
 
 @dataclass(frozen=True)
 class Found:
     """The result of tracing a forward and its backward for one combination of sizes.
 
-    ``step``: the captured step, before planning. ``outputs``, ``constants``: the pytree structure and the leaves of
-    the forward's outputs, as in `FlatModel`. ``guard``: the check that everything else on which the trace depends is
-    unchanged.
+    ``step``: the captured step, before planning. ``outputs``: the pytree structure of the forward's results, of the
+    attributes that it sets, and of the arguments that it changes (see `FlatModel`). ``constants``: the leaves of that
+    structure; a placeholder represents each tensor. ``guard``: the check that everything else on which the trace
+    depends is unchanged.
     """
 
     step: CapturedStep
@@ -47,22 +49,27 @@ class Found:
     constants: tuple[Any, ...]
     guard: guards.Guard
     count: int
-    """The number of tensors among the outputs."""
+    """The number of tensors that the step returns as outputs."""
 
 
 @dataclass(frozen=True)
 class _Shape:
-    """A `torch.Size` among the outputs, with open sizes."""
+    """A `torch.Size` among a forward's results, some of whose sizes are expressions of the batch's sizes.
+
+    ``sizes``: integers, and `OpenSize` objects for the expressions.
+    """
 
     sizes: tuple[Any, ...]
 
 
 @dataclass(frozen=True)
 class OpenForward:
-    """The result of tracing a forward and its backward with open sizes: expressions of the sizes of the arguments.
+    """The result of tracing a forward and its backward with symbolic sizes: with expressions of the sizes of the
+    arguments in place of integers.
 
-    ``step``, ``constants``, ``guard``: as in `Found`, but with open sizes. ``outputs``, ``count``: as in `Found`.
-    ``attributes``: as in `FlatModel`.
+    ``step``, ``constants``, ``guard``: as in `Found`, but with expressions in place of sizes. ``outputs``, ``count``:
+    as in `Found`. ``attributes``: the positions, as text, of output tensors that occur only in attributes set by the
+    forward.
     """
 
     step: OpenStep
@@ -73,15 +80,16 @@ class OpenForward:
     count: int
 
     def found(self, state: guards.ModuleState | None, batch: Sequence[torch.Tensor]) -> Found | None:
-        """Return the trace with the sizes of a batch put in; None if the batch or the state does not satisfy the
-        guard.
+        """Return the trace for the sizes of a batch: a copy of this one in which each symbolic size is replaced by its
+        value. Return None if the batch or the module's state does not satisfy the guard, so that this trace is not
+        valid for it.
 
         Args:
             state: the module's state; None if it is known to satisfy the guard.
             batch: the tensors among the arguments.
 
         Raises:
-            NotSymbolic: the sizes of the batch cannot be used, although the guard holds.
+            NotSymbolic: the guard holds, but the trace cannot be made with the sizes of the batch.
         """
         if not self.step.guard.holds(batch):
             return None
@@ -96,14 +104,15 @@ class OpenForward:
 
 
 def open_constants(constants: Sequence[Any], table: ExpressionTable) -> list[Any]:
-    """Return the leaves of a forward's outputs with each symbolic size replaced by an expression of the table.
+    """Return the leaves of a forward's results with each symbolic size replaced by an integer, if it is constant, or
+    else by a reference to its expression in ``table``.
 
     Args:
         constants: the leaves, as in `FlatModel.constants`.
-        table: the expressions of the trace; expressions that it lacks are added.
+        table: the expressions of the trace. An expression that it lacks is added.
 
     Raises:
-        NotSymbolic: a leaf has a type that may contain hidden sizes.
+        NotSymbolic: a leaf is of a type that may contain sizes which are not found.
     """
     return [_open(c, table) for c in constants]
 
@@ -128,7 +137,8 @@ def _closed(constant: Any, sizes: Sequence[int]) -> Any:
 
 
 def _smallest(batch: Sequence[torch.Tensor]) -> list[tuple[int, int, int]]:
-    """Return the sizes 0 and 1 of a batch, with positions and dimensions. They have graphs of their own."""
+    """Return where a batch has the sizes 0 and 1, as tuples (position of the tensor, dimension, size). PyTorch treats
+    these sizes specially, so batches that differ in them have different graphs."""
     return [
         (at, dim, size) for at, t in enumerate(batch) for dim, size in enumerate(t.shape) if size in (0, 1)
     ]
@@ -136,14 +146,16 @@ def _smallest(batch: Sequence[torch.Tensor]) -> list[tuple[int, int, int]]:
 
 @dataclass
 class OpenShapes:
-    """The captures for calls that differ only in sizes: those with open sizes, and a record of the others.
+    """The captures of a planned module for calls that differ only in the sizes of their tensors. A shape is served by a
+    capture with symbolic sizes, if there is one for it, or else captured separately.
 
-    ``forwards``: the newest first. ``known``: shapes that were captured separately: fake batches, and the
-    results. ``met``: all shapes of calls so far. ``misses``: how many captures with open sizes in a row served
-    no other known shape, although one has the same sizes of 0 and 1. ``reason``: why no more captures with
-    open sizes are made; empty if they are. ``fixed``: the number of shapes that were captured separately.
-    ``served``: how often a shape got its step from a forward with open sizes. ``exceptions``: why some shapes
-    did not.
+    ``forwards``: the captures with symbolic sizes, the newest first. ``known``: the last shapes that were captured
+    separately: fake tensors of these shapes, and the results. ``met``: the last shapes of calls. ``misses``: how many
+    captures with symbolic sizes in succession served none of the known shapes, although one of them had the same sizes
+    of 0 and 1 as the batch. ``reason``: why no more captures with symbolic sizes are made; empty if they are.
+
+    ``fixed``: the number of shapes that were captured separately. ``served``: how often a call got its step from a
+    capture with symbolic sizes. ``exceptions``: reasons (as keys) why single shapes could not be served by one.
     """
 
     forwards: list[OpenForward] = field(default_factory=list)
@@ -156,7 +168,8 @@ class OpenShapes:
     exceptions: dict[str, None] = field(default_factory=dict)
 
     def copy(self) -> OpenShapes:
-        """Return a copy for a copy of the module: later captures of one of them do not appear in the other."""
+        """Return a copy, for a copy of the module. Captures that are later added to one of the two do not appear in the
+        other."""
         return replace(
             self,
             forwards=list(self.forwards),
@@ -167,7 +180,8 @@ class OpenShapes:
 
     @property
     def reasons(self) -> tuple[str, ...]:
-        """Why shapes are captured separately, without repetition; empty if captures with open sizes served all."""
+        """Texts that say why shapes were captured separately, each once. They are empty if nothing prevents captures
+        with symbolic sizes."""
         return tuple(filter(None, (self.reason, *self.exceptions)))
 
     def find(
@@ -177,15 +191,17 @@ class OpenShapes:
         opened: Callable[[], OpenForward],
         fixed: Callable[[], Found],
     ) -> Found:
-        """Return the trace for a batch: from a capture with open sizes, or by capturing the batch's shape separately.
+        """Return the captured step for the shapes of a batch, with its results and its guard. Take it from a capture
+        with symbolic sizes if possible; otherwise capture these shapes separately.
 
-        The first shape is captured separately, so that training does not wait for the longer capture with open sizes.
+        The first shape is captured separately, because a capture with symbolic sizes takes longer and training would
+        wait for it.
 
         Args:
             state: the module's state.
             batch: the tensors among the arguments.
-            opened: captures with open sizes.
-            fixed: captures for the sizes of this batch.
+            opened: a function that captures the forward with symbolic sizes.
+            fixed: a function that captures the forward for the sizes of this batch.
 
         Raises:
             ModelError: the step cannot be captured.
@@ -227,10 +243,22 @@ class OpenShapes:
         opened: Callable[[], OpenForward],
         fixed: Callable[[], Found],
     ) -> Found | None:
-        """Return the forward for a batch from a new capture with open sizes, None if it has none.
+        """Make a new capture with symbolic sizes, and return the step for this batch.
 
-        That capture is compared with those of known shapes that it serves, or else with one of this shape: a
-        model that treats a symbol differently from an integer (its text, its type) is never served by it.
+        The new capture is compared with the known shapes that it serves; if there are none, with a separate capture for
+        this batch, which is then returned. If they differ, the new capture is dropped and no further ones are made. So
+        a model that treats a symbolic size differently from an integer (its text, its type) is always captured
+        separately.
+
+        Args:
+            state: the module's state.
+            batch: the tensors among the arguments.
+            opened: a function that captures the forward with symbolic sizes.
+            fixed: a function that captures the forward for the sizes of this batch.
+
+        Returns:
+            The step for this batch. None if no separate capture was made, and the new capture fails or is not valid for
+                this batch.
         """
         own = None
         try:
@@ -257,11 +285,15 @@ class OpenShapes:
         return found
 
     def _compared(self, forward: OpenForward, state: guards.ModuleState) -> tuple[bool, OpenForward]:
-        """Compare a new forward with shapes that were captured separately. Return whether it serves one of
-        them, and the forward with the names of calls and values of that shape's step.
+        """Compare a new capture with symbolic sizes with the known shapes, which were captured separately.
+
+        Returns:
+            Whether the new capture serves a known shape; and the new capture, with the names of calls and values that
+                the separate capture of that shape has.
 
         Raises:
-            NotSymbolic: it makes other calls.
+            NotSymbolic: for a known shape that the new capture serves, its calls differ from those of the separate
+                capture.
         """
         served = False
         for batch, known in self.known:
