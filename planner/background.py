@@ -1,4 +1,5 @@
-"""Searches for plans in another process: the parent's side of `worker`."""
+"""Search for better plans in another process while this process trains. This module starts the process and exchanges
+messages with it; the process runs `rematplan.planner.worker`."""
 
 from __future__ import annotations
 
@@ -22,16 +23,19 @@ from rematplan.planner.core.schedule import runs_of
 from rematplan.planner.search_job import plan_of
 
 Heard: TypeAlias = Callable[[Plan | None, bool], None]
-"""A callback of a search, called in another thread: with each better plan (or None), and whether the search has
-ended."""
+"""A callback for the results of a search in another process. It is called in another thread, with a better plan (or
+None) and with whether the search has ended."""
 
 LOG = logging.getLogger("rematplan")
 
 
 @dataclass(frozen=True)
 class _Search:
-    """A search in progress. ``process``: the process that searches. ``problem``, ``budget`` (bytes): what is
-    searched for. ``heard``: called with the results."""
+    """A search for plans that is going on in another process.
+
+    ``process``: the process that searches. ``problem``: the planning problem. ``budget``: bytes. ``heard``: called with
+    each better plan (or None), and with whether the search has ended.
+    """
 
     process: subprocess.Popen[bytes]
     problem: TrainingGraph
@@ -40,11 +44,10 @@ class _Search:
 
 
 class BackgroundSearch:
-    """Searches for plans in another process, while this one trains.
+    """Searches for plans in another process, while this process trains.
 
-    The process is started by the first search and serves all later ones. It may crash or be killed at any time:
-    searches in progress then end without a plan, and the next search starts another process. May be used from
-    several threads.
+    The first search starts the other process, which serves all later searches. If it crashes or is killed, searches in
+    progress end without a plan, and the next search starts a new process. Several threads may use this object.
     """
 
     def __init__(self) -> None:
@@ -63,16 +66,17 @@ class BackgroundSearch:
         starts: Sequence[Plan],
         heard: Heard,
     ) -> bool:
-        """Start a search; return whether that was possible. It is not if no process can be started.
+        """Start a search in the other process. Return whether it was started; it is not if the process cannot be
+        started or reached.
 
         Args:
-            problem: the problem.
+            problem: the planning problem.
             budget: bytes.
             strategy: the name of a strategy.
             options: the strategy's options, as for `registry.strategy`.
             starts: known plans of the problem to start from.
-            heard: called in another thread with each better plan. Its last call says that the search has ended,
-                whatever happened.
+            heard: called in another thread, with a better plan (or None) and with whether the search has ended. It is
+                called once at the end of every search, even if the process crashes.
         """
         number = {name: k for k, name in enumerate(recipe_names(problem))}
         with self._lock:
@@ -98,7 +102,7 @@ class BackgroundSearch:
             return True
 
     def stop(self) -> None:
-        """Kill the process. All searches in progress end."""
+        """Kill the process that searches. All searches in progress end without a plan."""
         with self._lock:
             process, self._process = self._process, None
         if process is not None and self._owner == os.getpid():
@@ -107,12 +111,12 @@ class BackgroundSearch:
 
     @property
     def pid(self) -> int | None:
-        """The id of the process that searches; None if there is none."""
+        """The process id of the process that searches; None if none was started."""
         return None if self._process is None else self._process.pid
 
     def _begun(self) -> subprocess.Popen[bytes] | None:
-        """Return the process, started if none is alive; None if none can be started. After a fork, the child starts
-        its own."""
+        """Return the process that searches. If none is running, start one; None if that fails. A process that was
+        started before a fork is not used by the forked child: it starts another."""
         if self._process is not None and self._owner == os.getpid() and self._process.poll() is None:
             return self._process
         if self._owner != os.getpid():
@@ -173,7 +177,7 @@ _shared: list[BackgroundSearch] = []
 
 
 def shared() -> BackgroundSearch:
-    """Return the `BackgroundSearch` that everything in this Python process shares."""
+    """Return the one `BackgroundSearch` of this Python process."""
     if not _shared:
         _shared.append(BackgroundSearch())
     return _shared[0]

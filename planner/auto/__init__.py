@@ -1,1 +1,2 @@
-"""The strategy ``auto``: block strategies, annealing and a search for lower bounds, under one time limit."""
+"""The strategy ``auto``. Under one time limit, it combines the block strategies, simulated annealing and a search for a
+proven lower bound of the overhead."""

@@ -1,4 +1,5 @@
-"""The constants of the strategy ``auto``: how it divides its time, when it leaves a method out; and its options."""
+"""The options of the strategy ``auto``, and its constants: how it divides its time limit, and when it leaves out a
+method."""
 
 from __future__ import annotations
 
@@ -7,44 +8,50 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class TimeShares:
-    """Shares of the time limit, unless another unit is stated.
+    """How the strategy ``auto`` divides its time limit. Each field is a share of the time limit (0 to 1), unless its
+    text states another unit.
 
-    They were chosen by trial, on the networks of benchmarks/planner_gaps.py with limits of 5 to 60 seconds, without a
-    record of single measurements.
+    The values were chosen by trial, on the networks of benchmarks/planner_gaps.py with limits of 5 to 60 seconds.
+    Single measurements were not recorded.
     """
 
     cut: float = 0.3
-    """The plan from the loss cut must be found within this share."""
+    """The plan that is made from a minimum cut at the loss must be found before this share is spent."""
     blocks: float = 0.4
-    """What the block strategies may take."""
+    """The block strategies must end before this share is spent."""
     blocks_least: float = 1.0
-    """Seconds that they may take at least, however short the time is."""
+    """Seconds that the block strategies may always take, even if the time limit is shorter."""
     marked: float = 0.6
-    """For a problem with inferred phases; the rest is for it without them."""
+    """If phases were inferred: the share of the time left that is for annealing with the inferred phases. Then the
+    problem is annealed without phases."""
     plain: float = 0.4
-    """Of the search's time, for the problem without its inverses."""
+    """If the problem has inverses: the share of the time left that is for annealing the problem without them."""
     smallest_peak: float = 0.5
-    """For lowering the peak, for the budget ``min`` and for refusals. The rest makes the plan cheap."""
+    """The share for lowering the peak, if the budget is ``min`` or ``least``, or if no plan fits a budget that is
+    proven to be too small. For ``min`` and ``least``, the rest lowers the overhead."""
     round_seconds: float = 2.0
-    """Once a budget is proven to be too small, the peak is lowered in rounds: seconds of the first. Each further one
-    takes twice as long."""
+    """If a budget is proven to be too small, the peak is lowered in rounds. This is the length of the first round in
+    seconds; each further round takes twice as long as the one before."""
     round_gain: float = 0.01
-    """These rounds end when one lowers the peak by less than this share of it."""
+    """The rounds that lower the peak end when a round lowers it by less than this share of the peak."""
     cheap_seconds: float = 2.0
-    """Seconds for the second plan that a refusal names at most; see `CHEAP_SHARE`."""
+    """If no plan fits, the error also names the smallest peak found at a small overhead. This is the largest number of
+    seconds for that search; see `CHEAP_SHARE`."""
     eviction: float = 0.1
-    """For eviction, if nothing fits."""
+    """The share for simulations of eviction, which are used if no other plan fits the budget yet."""
     bound: float = 0.75
-    """For the bound, if a second annealing uses the core afterwards."""
+    """The share for the search for a lower bound, if there are at least `cores` cores. With fewer, the search may take
+    the whole time."""
     first_annealing: float = 0.3
-    """For a first annealing, which may make the block strategies needless."""
+    """The share of the time left for an annealing before the block strategies. If it closes the gap to the lower bound,
+    the block strategies are not run."""
     cores: int = 2
-    """The number of cores with which a second annealing runs after the search for the bound."""
+    """The number of cores from which on a second annealing runs, after the search for the lower bound has ended."""
     few_ops: int = 200
-    """With fewer ops, the block strategies take almost no time, and run before the first annealing."""
+    """With fewer ops than this, the block strategies take almost no time, and there is no annealing before them."""
     near: float = 0.005
-    """In a vast problem, a plan from the loss cut whose overhead is this near to the bound makes block plans
-    unnecessary. Here 1 is the step's time without recomputation."""
+    """In a problem of more than `VAST` ops, no block plans are made if the plan from the minimum cut at the loss
+    exceeds the lower bound by at most this. It is an overhead: a share of the step's time without recomputation."""
 
 
 SHARES = TimeShares()
@@ -52,7 +59,8 @@ SHARES = TimeShares()
 
 @dataclass(frozen=True)
 class SessionOptions:
-    """The options of the strategy, as its parts use them; see `Auto`."""
+    """The options of the strategy ``auto`` for the planning of one problem. They are explained in `Auto`; ``name`` is
+    the strategy's name."""
 
     name: str
     time_limit: float

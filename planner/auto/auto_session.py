@@ -1,4 +1,5 @@
-"""One search of the strategy ``auto``: a problem, a budget, and everything that is tried within the time limit."""
+"""The planning of one problem within one budget by the strategy ``auto``, with everything that it tries within its time
+limit."""
 
 from __future__ import annotations
 
@@ -36,9 +37,18 @@ from rematplan.planner.strategies.store_all import no_recompute
 
 
 class AutoSession:
-    """The planning of one problem at one budget.
+    """The planning of one problem within one budget by the strategy ``auto``.
 
-    ``starts``: the caller's plans. ``known``: all plans known so far, from which the best is returned.
+    Args:
+        options: the options of the strategy.
+        graph: the problem.
+        budget: bytes that the peak must not exceed.
+        progress: called with the fraction done (0 to 1) and a short text.
+        starts: plans of the problem that the caller of the strategy passed, to start from.
+        known: further known plans of the problem.
+
+    Afterwards, the attribute ``known`` has all plans that are known, ``starts`` and those found here included. `plan`
+    returns the best of them.
     """
 
     def __init__(
@@ -68,10 +78,14 @@ class AutoSession:
         self.take((*starts, *known))
 
     def plan(self) -> Plan:
-        """Return the best plan found, with its bound.
+        """Search for plans within the time limit, and return the cheapest plan that fits the budget, with a proven
+        lower bound of the overhead.
 
         Raises:
-            InfeasibleBudget: no plan was found that fits. The error has the smallest peak found.
+            InfeasibleBudget: no plan was found that fits the budget. The error has the plan with the smallest peak
+                found.
+            KeyboardInterrupt: before any plan was found that fits. Later, Ctrl-C ends the search with the best plan so
+                far.
         """
         with self.proof:
             try:
@@ -96,7 +110,8 @@ class AutoSession:
         return _with_bound(replace(self.best, budget=self.budget), self.bound.best)
 
     def take(self, plans: Sequence[Plan]) -> None:
-        """Add plans to the known ones, except those that break an order that must be kept."""
+        """Add plans to the known plans, and report the overhead of the best one to the search for a lower bound. If the
+        order of first runs must be kept, plans in another order are ignored."""
         for plan in plans:
             if plan not in self.known and (self.order is None or self.order.accepts(runs_of(plan.schedule))):
                 self.known.append(plan)
@@ -104,41 +119,42 @@ class AutoSession:
 
     @property
     def best(self) -> Plan | None:
-        """The best known plan that fits; None if there is none."""
+        """The cheapest known plan that fits the budget; None if no known plan fits."""
         fitting = (p for p in self.known if p.estimate.peak <= self.budget)
         return min(fitting, key=by_cost, default=None)
 
     @property
     def smallest(self) -> Plan | None:
-        """The known plan with the smallest peak."""
+        """The known plan with the smallest peak, whether or not it fits the budget; None if no plan is known."""
         return min(self.known, key=lambda p: p.estimate.peak, default=None)
 
     @property
     def finished(self) -> bool:
-        """Whether the search is over: the gap is closed, or Ctrl-C ended an annealing."""
+        """Whether nothing is left to search: the best plan's overhead is proven to be within ``gap`` of the optimum, it
+        is proven that no plan fits, or Ctrl-C ended an annealing."""
         return self.interrupted or self.good_enough(self.best_overhead)
 
     @property
     def best_overhead(self) -> float:
-        """The overhead of the best plan so far; infinite if there is none."""
+        """The overhead of the cheapest known plan that fits the budget; infinite if no known plan fits."""
         return math.inf if self.best is None else self.best.estimate.overhead
 
     def good_enough(self, overhead: float) -> bool:
-        """Return whether this overhead needs no improvement. For infinity: whether it is proven that no plan
-        exists.
-        """
+        """Return whether ``overhead`` exceeds the proven lower bound by no more than the option ``gap``. For an
+        infinite overhead: whether it is proven that no plan fits the budget."""
         return overhead <= self.bound.best.overhead + max(CLOSED, self.options.gap)
 
     @property
     def left(self) -> float:
-        """The seconds that are left."""
+        """The seconds of the time limit that are left."""
         return max(0.0, self.began + self.options.time_limit - time.monotonic())
 
     @property
     def blocks_until(self) -> float:
-        """The time of the monotonic clock at which the block strategies must end.
+        """The time (of `time.monotonic`) at which the block strategies must end.
 
-        While nothing fits, their time is counted from now, since their plans are then needed more.
+        Their share of the time is counted from the beginning of the search if a known plan fits the budget. If none
+        fits, it is counted from now, because their plans are then needed more.
         """
         now = time.monotonic()
         begun = self.began if self.best else now
@@ -146,7 +162,8 @@ class AutoSession:
         return max(until, begun + SHARES.blocks_least)
 
     def gather(self) -> None:
-        """Collect start plans: from the loss cut, from a first annealing, and from the block strategies."""
+        """Collect plans from which the annealing starts: from a minimum cut at the loss, from eviction if nothing else
+        fits, from a short first annealing, and from the block strategies."""
         near = self.take_cut_plan()
         if len(self.graph.ops) > VAST and near:
             return
@@ -163,7 +180,8 @@ class AutoSession:
             self.take(Reversible().curve(self.graph, ()))
 
     def evicted(self) -> Plan:
-        """Return a plan that fits by eviction, or the one with the smallest peak that it finds."""
+        """Simulate eviction, and return the first plan found that fits the budget. If none is found, return the plan
+        with the smallest peak known."""
         until = time.monotonic() + SHARES.eviction * self.options.time_limit
         leanest = self.smallest or no_recompute(self.graph)
         enough = max(self.budget, min_peak_bound(self.graph).bytes)
@@ -171,8 +189,10 @@ class AutoSession:
         return lower_by_eviction(self.graph, leanest, enough, go_on, seed=self.options.seed)
 
     def take_cut_plan(self) -> bool:
-        """Add the plan that the loss cut's solution gives for the budget, and return whether its overhead is near the
-        bound.
+        """Add the plan within the budget that is made from a minimum cut at the loss, if there is one.
+
+        Return whether its overhead exceeds the lower bound by no more than `TimeShares.near`; False if there is no such
+        plan.
         """
         graph, bound = self.plain, self.bound
         if graph is not self.graph:
@@ -189,7 +209,8 @@ class AutoSession:
         return plan.estimate.overhead <= floor + SHARES.near
 
     def solved_exhaustively(self) -> bool:
-        """Solve a tiny problem by trying all schedules, and return whether that was possible."""
+        """Solve a problem of very few ops by trying all schedules, and return whether that was done. It is not done for
+        large problems, nor if ops have a required order."""
         ordered = self.graph.ordered or self.options.keep_order
         exact = None if ordered else exhaustive(self.graph, self.budget)
         if exact is None:
@@ -201,13 +222,15 @@ class AutoSession:
             floor = plan.estimate.overhead
         if all(
             op.writes for op in self.graph.ops
-        ):  # our plans also run ops that write nothing, which the problem does not require: then there is no bound
+        ):  # plans also run ops that write nothing, which the problem does not require: then this is no bound
             self.bound.best = Bound(floor)
         return True
 
     def search(self) -> None:
-        """Anneal, without the inverses first. If the annealer gives up before the time is spent, wait for the
-        bound.
+        """Improve the known plans by annealing. Variants of the problem are annealed one after another: without its
+        inverses, with inferred phases, and as stated.
+
+        If the annealing of the last variant gives up before the time is spent, wait for the search for a lower bound.
         """
         begun = self.best is not None and self.best in self.starts
         plain = self.graph.inverses and not begun
@@ -233,15 +256,16 @@ class AutoSession:
         )
 
     def anneal(self, graph: TrainingGraph, seconds: float, alone: bool = False) -> bool:
-        """Anneal, and add the best and the leanest plan to the known ones.
+        """Anneal from the known plans. Add to the known plans the cheapest plan found that fits the budget, and the
+        plan found with the smallest peak.
 
-        Return whether the annealer gave up before its time was spent. If Ctrl-C ended it, ``interrupted`` is set, and
-        no further search should begin.
+        Return whether the annealing gave up before its time was spent. If Ctrl-C ended it, ``interrupted`` is set, and
+        the caller must not begin another search.
 
         Args:
-            graph: the problem, or a variant of it.
+            graph: the problem, or a variant of it without inverses or without phases.
             seconds: the time limit.
-            alone: use another seed, and run no second annealing at the same time.
+            alone: run no second annealing at the same time, and use another seed than the later annealings do.
         """
 
         def report(_fraction: float, overhead: float | None) -> None:
@@ -269,19 +293,29 @@ class AutoSession:
     def second_annealing(
         self, other: Search, starts: Sequence[Sequence[str]], until: float
     ) -> AbstractContextManager[object]:
-        """Return a context that runs a second annealing, if a core is free and the first one uses a single thread."""
+        """Return a context during which a second annealing runs in another thread.
+
+        The context does nothing if there are too few cores. It does nothing either if the problem has no phases,
+        because the first annealing then uses two threads.
+
+        Args:
+            other: the second annealing.
+            starts: sequences of runs (names of ops) to start from.
+            until: a time of `time.monotonic` at which the second annealing ends.
+        """
         if not self.two_threads or not other.graph.has_phases:
             return nullcontext()
         return SecondSearch(other, self.proof, until, starts)
 
     def report(self, text: str) -> None:
-        """Report progress, with the share of the time that is spent."""
+        """Call the progress callback with ``text`` and the share of the time limit that is spent."""
         spent = (time.monotonic() - self.began) / max(self.options.time_limit, 1e-9)
         self.progress(min(1.0, spent), text)
 
 
 def _with_bound(plan: Plan, bound: Bound) -> Plan:
-    """Return the plan with its lower bound, and with the status ``optimal`` if the gap is closed."""
+    """Return the plan with a proven lower bound of the overhead, and with the status ``optimal`` if its overhead equals
+    the bound. If the bound exceeds the plan's overhead, it is wrong, and the plan is returned unchanged."""
     overhead = plan.estimate.overhead
     if bound.overhead > overhead + CLOSED:  # the solver's result is wrong: no schedule is below a true bound
         return plan

@@ -1,4 +1,5 @@
-"""The strategy ``auto``: the best plan that any of the methods here finds, with a proven lower bound."""
+"""The strategy ``auto``, which tries several methods and returns the best plan that any of them finds, with a proven
+lower bound of the overhead."""
 
 from __future__ import annotations
 
@@ -17,34 +18,34 @@ from rematplan.planner.core.strategy import Progress, Strategy, pareto, silent
 
 @dataclass(frozen=True)
 class Auto(Strategy):
-    """Combine all strategies under one time limit. The plan is never worse than that of a strategy that was run.
+    """Combine all strategies under one time limit. The plan is never worse than that of any strategy that was run.
 
-    A plan carries the name of the strategy that found it. The steps are:
+    Each plan has the name of the strategy that found it. The search does the following:
 
-    - Problems of a few ops are solved exhaustively.
-    - Block strategies make start plans, in at most two fifths of the time (but at least a second). Up to 3000 ops
-      all of them are run (``exact_dp`` finds all plans of ``approx_dp``); above, where they would take longer than
-      the annealing, only an ``approx_dp`` over fewer lower sets. While nothing fits, ``nested_dp`` is run first, for
-      peaks near the budget.
-    - A minimum cut at the boundary of forward and backward makes another start plan.
+    - Problems of very few ops are solved by trying all schedules.
+    - Block strategies make plans to start from. They get two fifths of the time, but at least a second. Up to 3000 ops,
+      all of them are run (``exact_dp`` finds all plans of ``approx_dp``). For larger problems they would take longer
+      than the annealing; then only ``approx_dp`` is run, with fewer lower sets. As long as no plan fits, ``nested_dp``
+      is run first, for peaks near the budget.
+    - A minimum cut at the boundary of forward and backward makes another plan to start from.
     - The annealer improves the best of these plans.
-    - At the same time a thread searches for a lower bound; the annealer also starts from its integer programs'
-      solutions. With two cores or more the thread gets three quarters of the time, and a second annealing gets the
-      rest. Then problems of 200 to 3000 ops without inverses begin with a short annealing, since block strategies
-      compete with the search for the bound.
+    - At the same time, a thread searches for a lower bound of the overhead. The annealer also starts from the solutions
+      of its integer programs. With two cores or more, this thread gets three quarters of the time, and a second
+      annealing gets the rest. Problems of 200 to 3000 ops with phases and without inverses then begin with a short
+      annealing, because block strategies would slow down the search for the bound.
 
     The search ends when the plan is proven to be optimal within ``gap``, when nothing has improved for long, or when
     the time is up. Ctrl-C ends it with the best plan so far.
 
-    A problem without phases that looks like a training step (`infer_phases`) is searched with inferred phases first,
-    then without them, so that ops may change halves. If stated phases contradict the graph, block plans are made
-    with the stated phases and with inferred ones; everything else uses the inferred ones. A problem with inverses is
-    searched without them first, unless the best known plan is a given start.
+    If a problem without phases looks like a training step (`infer_phases`), it is searched with inferred phases first.
+    Then it is searched without phases, so that ops may move between the halves. If the stated phases contradict the
+    graph, block plans are made with the stated and with the inferred phases; everything else uses the inferred ones. A
+    problem with inverses is searched without them first, unless the best known plan is one of ``starts``.
 
-    Options: ``time_limit``: seconds, from the start of planning, block strategies included. ``seed``: of the random
-    choices. ``keep_order``: whether the first runs of all ops keep the problem's order. ``reuse``: whether plans are
-    worth keeping on disk, as starts for later processes. ``gap``: end the search when the plan's overhead is proven
-    to exceed the optimum's by no more than this (0.001: a tenth of a percent of the step's time).
+    Options: ``time_limit``: seconds from the start of planning, block strategies included. ``seed``: the seed of the
+    random choices. ``keep_order``: whether the first runs of all ops keep the problem's order. ``reuse``: whether plans
+    are saved on disk, as starts for later processes. ``gap``: the search ends when the plan's overhead is proven to
+    exceed the optimum's by no more than this (0.001: a tenth of a percent of the step's time).
     """
 
     time_limit: float = 30.0
@@ -60,7 +61,8 @@ class Auto(Strategy):
 
     @property
     def lasting(self) -> bool:
-        """Whether the plans are worth keeping on disk, as starts for later processes: the option ``reuse``."""
+        """Whether the plans are worth saving on disk, as starts for searches in later processes. This is the option
+        ``reuse``."""
         return self.reuse
 
     @property
@@ -70,14 +72,15 @@ class Auto(Strategy):
     def plan(
         self, graph: TrainingGraph, budget: int, progress: Progress = silent, starts: Sequence[Plan] = ()
     ) -> Plan:
-        """Return the best plan found within ``budget`` bytes, with a proven lower bound of the overhead.
+        """Return the cheapest plan found within ``budget`` bytes, with a proven lower bound of the overhead.
 
-        The plan is never worse than a start that fits (and keeps the order, if ``keep_order`` is set).
+        The plan is never worse than any of ``starts`` that fits the budget (and keeps the problem's order, if
+        ``keep_order`` is set).
 
         Raises:
-            InfeasibleBudget: no plan was found that fits. The error states the smallest peak found.
-            KeyboardInterrupt: before any plan was found that fits. Later Ctrl-C ends the search with the best plan
-                so far.
+            InfeasibleBudget: no plan was found that fits the budget. The error states the smallest peak found.
+            KeyboardInterrupt: before any plan was found that fits. Later, Ctrl-C ends the search with the best plan so
+                far.
         """
         compile_kernels(progress)
         return AutoSession(self._options, graph, budget, progress, starts).plan()
@@ -89,11 +92,11 @@ class Auto(Strategy):
         progress: Progress = silent,
         starts: Sequence[Plan] = (),
     ) -> tuple[Plan, ...]:
-        """Return the plans found, by falling peak and rising overhead; none is beaten or equalled by another in
-        both.
+        """Return the Pareto front of all plans found, by falling peak and rising overhead: no other plan beats or
+        equals one of them in both peak and cost.
 
-        ``budgets`` (bytes) are planned from the largest to the smallest, each with all plans found before as starts.
-        After the first budget that no plan fits, smaller ones are skipped. The time limit holds for all budgets
+        ``budgets`` (bytes) are planned from the largest to the smallest. Each search starts from all plans found
+        before. After the first budget that no plan fits, smaller ones are skipped. The time limit is for all budgets
         together.
         """
         steps = sorted(set(budgets), reverse=True)

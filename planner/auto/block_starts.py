@@ -1,4 +1,4 @@
-"""Start plans for the annealer, made by the block strategies."""
+"""Plans by the block strategies, from which the annealing and the search for the smallest peak start."""
 
 from __future__ import annotations
 
@@ -27,37 +27,39 @@ BLOCKS: Rows = (
     (ExactDP(objective="time"), ApproxDP(objective="time")),
     (ExactDP(objective="memory"), ApproxDP(objective="memory")),
 )
-"""The strategies that make start plans for problems with phases, in rows, in addition to those in `ALWAYS`. Of each
-row, the first strategy for which the problem is not too large is used."""
+"""For problems with phases, the strategies that make start plans in addition to those in `ALWAYS`. Of each row, only
+the first strategy is used that does not refuse the problem as too large."""
 
 VAST = 3000
-"""Problems with more ops use `VAST_BLOCKS`: the full searches of `BLOCKS` would take longer than the annealing."""
+"""Problems with more ops than this use `VAST_BLOCKS`, because all strategies of `BLOCKS` would take longer than the
+annealing."""
 VAST_BLOCKS: Rows = (
     (ApproxDP(objective="time", max_lower_sets=300, budgets=6),),
     (ApproxDP(objective="memory", max_lower_sets=300, budgets=6),),
 )
-"""Like `BLOCKS`, for problems of more than `VAST` ops. Their time grows with the square of the number of lower sets,
-which is therefore limited."""
+"""The strategies that replace `BLOCKS` for problems of more than `VAST` ops. Their time grows with the square of the
+number of lower sets, so this number is limited."""
 
 
 LEANEST: FamilyStrategy = ApproxDP(objective="memory")
-"""The strategy that makes start plans with a small peak, in addition to `NestedDP`."""
+"""The strategy that makes start plans with a small peak, in addition to `NestedDP`, for problems of up to `VAST` ops.
+"""
 
 
 def starting_plans(
     graph: TrainingGraph, budget: int, until: float, report: Callable[[str], None]
 ) -> tuple[Plan, ...]:
-    """Return plans to start a search from: of each block strategy, the cheapest plan that fits the budget and the
-    plan with the smallest peak.
+    """Return plans from which a search can start. Each block strategy makes two: the cheapest plan that fits the
+    budget, if there is one, and the plan with the smallest peak.
 
     Plans that another plan beats or equals in both peak and cost are left out.
 
     Args:
-        graph: the problem. If it has no phases and none can be inferred, only the plan without recomputation is
-            made. If its phases contradict the graph, plans are made for both divisions into halves (`phase_views`).
+        graph: the problem. If it has no phases and none can be inferred, only the plan without recomputation is made.
+            If its phases contradict the graph, plans are made with the stated and with the inferred phases.
         budget: bytes.
-        until: a time of the monotonic clock. No further strategy begins then, and one that reports progress is
-            stopped.
+        until: a time of `time.monotonic`. After it, no further strategy begins, and a running one is stopped at its
+            next report of progress.
         report: called with a text that says what is being done.
     """
     blocks = VAST_BLOCKS if len(graph.ops) > VAST else BLOCKS
@@ -71,17 +73,18 @@ def starting_plans(
 def nested_plans(
     graph: TrainingGraph, budget: int, until: float, report: Callable[[str], None]
 ) -> tuple[Plan, ...]:
-    """Return plans of the strategy ``nested_dp``, computed for peaks near the budget: the cheapest that fits, if
+    """Return two plans of the strategy ``nested_dp``, computed for peaks near the budget: the cheapest that fits, if
     there is one, and the one with the smallest peak.
 
     Args:
         graph: the problem.
         budget: bytes.
-        until: a time of the monotonic clock at which the strategy is stopped.
+        until: a time of `time.monotonic` at which the strategy is stopped.
         report: called with a text that says what is being done.
 
     Returns:
-        The plans; none if the problem has no phases and none can be inferred, or is too large for ``nested_dp``.
+        The plans. There are none if the problem has no phases and none can be inferred, or if it is too large for
+        ``nested_dp``.
     """
     if not infer_phases(graph).has_phases:
         return ()
@@ -89,12 +92,15 @@ def nested_plans(
 
 
 def leanest_plans(graph: TrainingGraph, until: float) -> tuple[Plan, ...]:
-    """Return plans with a small peak from the block strategies, and from `Reversible` if the problem has inverses;
-    none for a problem without phases and inverses.
+    """Return plans with small peaks, as starts for a search for the smallest peak.
 
-    No further strategy begins after ``until``, a time of the monotonic clock, once there is a plan. A search for the
-    smallest peak that starts from these plans ends lower than one that starts from the plan without recomputation.
-    In 20 s: DenseNet-161 at 1.45 times its largest working set, instead of 2.11; Swin-T at 1.17, instead of 1.27.
+    They are made by block strategies if the problem has phases or phases can be inferred, and by the strategy
+    `Reversible` if it has inverses. Otherwise there are none. After ``until`` (a time of `time.monotonic`) no further
+    strategy begins once there is a plan.
+
+    From these plans, a search ends at a smaller peak than from the plan without recomputation. In 20 s, it lowers the
+    peak of DenseNet-161 to 1.45 times its largest working set, instead of 2.11 times; that of Swin-T to 1.17 times,
+    instead of 1.27 times.
     """
     found = [*Reversible().curve(graph, ())[-1:]] if graph.inverses else []
     nested = nested_plans(graph, 0, until, lambda _: None)
@@ -102,7 +108,7 @@ def leanest_plans(graph: TrainingGraph, until: float) -> tuple[Plan, ...]:
     has_phases = infer_phases(graph).has_phases
     if has_phases and (not (found or nested) or time.monotonic() <= until):
         found += _first(graph, row, 0, until, lambda _: None)
-    if has_phases and time.monotonic() <= until:  # coarser units sometimes round to a lower peak
+    if has_phases and time.monotonic() <= until:  # its coarser units sometimes give a lower peak
         every = _first(graph, (NestedDP(),), 0, until, lambda _: None)
         nested = pareto((*nested, *every))[-1:]
     return (*found, *nested)
@@ -115,8 +121,13 @@ def _first(
     until: float,
     report: Callable[[str], None],
 ) -> tuple[Plan, ...]:
-    """Return the plans of the first strategy in ``row`` for which the problem is not too large: the cheapest that
-    fits the budget and the one with the smallest peak."""
+    """Return two plans of one strategy: the cheapest that fits the budget, if there is one, and the one with the
+    smallest peak.
+
+    The strategy is the first one in ``row`` that does not refuse the problem as too large; if all do, there are no
+    plans. It is stopped at its first report of progress after ``until`` (a time of `time.monotonic`). ``report``:
+    called with a text that says what is being done.
+    """
     for member in row:
 
         def progress(_fraction: float, text: str, name: str = member.name) -> None:

@@ -1,4 +1,5 @@
-"""A thread that searches for a lower bound while plans are searched for. Each search ends when the gap is closed."""
+"""A thread that searches for a lower bound of the overhead while other threads search for plans. It ends early when the
+best plan is proven to be near enough to the bound."""
 
 from __future__ import annotations
 
@@ -10,16 +11,19 @@ from rematplan.planner.bounds.bound_search import BoundSearch
 from rematplan.planner.bounds.cut_bounds import CLOSED
 
 LAST_WORDS = 0.5
-"""Seconds to wait for the search for a bound to end after it was stopped; a program being written delays it."""
+"""Seconds to wait for the thread after its search was stopped. A search that is just writing an integer program ends
+later."""
 
 
 class Proof:
-    """A thread that searches for a lower bound of the overhead, for the length of a ``with`` block.
+    """A context during which a thread searches for a lower bound of the overhead. At the end of the ``with`` block the
+    search is stopped.
 
-    ``bound``: the search. ``seconds``: its time limit. ``gap``: the search ends when its bound is within this
-    overhead of ``overhead``. ``overhead``: the overhead of the best plan so far, infinite at first; the code in the
-    block updates it. An exception of the search is raised at the end of the block, unless the block itself raised
-    one.
+    ``bound``: the search. ``seconds``: its time limit. ``overhead``: the overhead of the best plan so far; the code in
+    the block must update it, since it is infinite at first. ``gap``: the search ends when its bound is at most this
+    much below ``overhead``.
+
+    If the search raises an exception, it is raised again at the end of the block, unless the block itself raises one.
     """
 
     def __init__(self, bound: BoundSearch, seconds: float, gap: float = 0.0) -> None:
@@ -48,10 +52,11 @@ class Proof:
 
     @property
     def working(self) -> bool:
-        """Whether the search for the bound is still running."""
+        """Whether the thread that searches for a lower bound is still running."""
         return self._thread.is_alive()
 
     def finish(self, seconds: float) -> None:
-        """Give the search for the bound ``seconds`` more from now on, and wait until it ends or they are over."""
+        """Let the search for a lower bound go on for up to ``seconds`` from now, whatever its time limit was, and wait
+        for its end."""
         self.bound.extend(seconds)
         self._thread.join(max(0.0, seconds))

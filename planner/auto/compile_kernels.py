@@ -1,6 +1,6 @@
-"""Compile the planner's numba loops before a search's clock starts.
+"""Compile the planner's numba loops, so that compilation does not take time from a search with a time limit.
 
-Each machine compiles them once, then loads them.
+The machine code is cached on disk: each machine compiles the loops once, and later processes load them.
 """
 
 from __future__ import annotations
@@ -17,20 +17,20 @@ from rematplan.planner.strategies.exact_dp import ExactDP
 from rematplan.planner.strategies.nested_dp import NestedDP
 
 HOT = (annealer, redundant_runs, moves, lowering_kernel, lower_set_dp, interval_dp)
-"""The modules with compiled loops that Python code calls."""
+"""The modules whose compiled loops are called from Python."""
 
 
 def kernels_are_ready() -> bool:
-    """Return whether all loops that `compile_kernels` compiles are loaded or in the cache on disk, so that a search
-    can begin at once."""
+    """Return whether all of the planner's numba loops are loaded or cached on disk, so that `compile_kernels` compiles
+    nothing."""
     return are_compiled(loop for hot in HOT for loop in vars(hot).values() if isinstance(loop, Dispatcher))
 
 
 def compile_kernels(progress: Progress = silent) -> None:
-    """Compile the numba loops of the annealer and of the block strategies, or load them from the cache on disk, by
-    calling each on a tiny problem.
+    """Compile the numba loops of the annealer and of the block strategies, or load them from the cache on disk. To do
+    so, each is run on a tiny problem.
 
-    ``progress``: called once, with a text that says that loops are loaded.
+    ``progress``: called once, with a text that says that loops are being loaded.
     """
     progress(0.0, "loading the hot loops, which each machine compiles once, in about a minute")
     compile_annealer()

@@ -1,4 +1,5 @@
-"""Plans with a small peak, and cheap plans for a tight budget, by many simulations of eviction with random policies."""
+"""Search for plans by simulating eviction many times, each time with a random rule for which tensor to evict. The aim
+is a small peak, or a low cost within a tight budget."""
 
 from __future__ import annotations
 
@@ -16,24 +17,26 @@ NAME = "eviction"
 
 @dataclass(frozen=True)
 class EvictionOptions:
-    """The constants of searches by simulated eviction, chosen by trial without a record of single measurements.
+    """The constants of the search that lowers the peak by simulating eviction (`lower_by_eviction`). They were chosen
+    by trial; single measurements were not recorded.
 
-    Each simulation tries to stay within a target: the smallest peak so far, less a share of its distance to the
-    least possible peak.
+    Each simulation tries to stay within a target number of bytes. The target is the smallest peak so far, minus a share
+    of its distance to the least possible peak.
     """
 
     tries: int = 6
-    """The number of simulations that fail at one target before a higher target is tried."""
+    """After so many failed simulations, the share is halved: the next target is nearer to the smallest peak so far."""
     first: float = 1.0
-    """The share of the first target; 1 stands for the least possible peak."""
+    """The share at the beginning of the search. 1 means that the first target is the least possible peak itself."""
     last: float = 1e-3
-    """The share of the last target of a pass; a pass halves the share whenever its simulations fail."""
+    """When the share falls below this, a pass ends, and the next pass begins with a larger share."""
     next_pass: float = 0.125
-    """The share of the first target of each pass after the first."""
+    """The share at the beginning of each pass after the first."""
     passes: int = 2
-    """The search ends after so many passes from the first to the last target without any gain."""
+    """The search ends after so many passes in a row that did not lower the peak."""
     repeat: float = 0.5
-    """The probability with which a simulation uses the last successful policy again."""
+    """The probability with which a simulation uses the eviction policy of the last success again, instead of a new
+    random one."""
 
 
 EVICTION = EvictionOptions()
@@ -48,18 +51,19 @@ def lower_by_eviction(
     seed: int = 0,
     most_runs: float = math.inf,
 ) -> Plan:
-    """Return a plan with a smaller peak than ``best``, found by simulated eviction, or ``best`` itself if none is
-    found.
+    """Search by simulated eviction for a plan with a smaller peak than ``best``. Return the plan with the smallest peak
+    found, or ``best`` itself if none is smaller.
 
-    The first target is ``floor``; after failures, targets are nearer to the smallest peak found.
+    Each simulation tries to stay within a target number of bytes. The first target is ``floor``. After several
+    failures, the next target is nearer to the smallest peak so far.
 
     Args:
         graph: the problem.
-        best: a plan of it.
-        floor: bytes below which no peak can be, or need be; the search ends there.
+        best: a plan of the problem.
+        floor: bytes that are small enough, or below which no peak can be. The search ends when a peak is this small.
         go_on: returns whether there is time left; called often.
-        seed: the seed of the random choice of eviction policies, and of the simulations.
-        most_runs: no further simulation begins once all simulations together have run this many ops, repetitions
+        seed: the seed of the random eviction policies and of the simulations.
+        most_runs: no further simulation begins once all simulations together have executed this many ops, repetitions
             included.
     """
     source, share, failures, passes = random.Random(seed), EVICTION.first, 0, 0
@@ -88,14 +92,15 @@ def lower_by_eviction(
 def plan_by_eviction(
     graph: TrainingGraph, budget: int, go_on: Callable[[], bool], *, tries: int, seed: int = 0
 ) -> Plan | None:
-    """Return the cheapest plan within ``budget`` bytes that simulations of eviction find, or None if they find none.
+    """Simulate eviction ``tries`` times, each time with a random eviction policy. Return the cheapest plan found within
+    ``budget`` bytes, or None if there is none.
 
     Args:
         graph: the problem.
         budget: bytes.
         go_on: returns whether there is time left; called often.
-        tries: the number of simulations, each with a random policy.
-        seed: the seed of the random policies.
+        tries: the number of simulations.
+        seed: the seed of the random eviction policies.
     """
     source, tables = random.Random(seed), tables_of(graph)
     best: Plan | None = None

@@ -1,15 +1,15 @@
-"""Plans with a small peak, by eviction: run the ops in the base order, evict tensors when memory is short, and
-recompute what is read next.
+"""Simulate a training step that evicts tensors when memory is short: the ops run in the order without recomputation,
+and evicted tensors are recomputed before they are read. The result is a plan with a small peak.
 
-Source: Dynamic Tensor Rematerialization (Kirisame et al., ICLR 2021), which evicts while a step runs, the tensor of
-the least h = recomputation cost / (bytes · time since its last use). Here the sequence is simulated beforehand, so the
-time until the next use is known and is used instead. The exponents of h are random, because no choice is the best for
-all networks, and a simulation is short: O(runs · resident tensors).
+The idea is from Dynamic Tensor Rematerialization (Kirisame et al., ICLR 2021). There, while a step runs, the tensor is
+evicted whose h = recomputation cost / (bytes · time since its last use) is the least. Here the step is only simulated,
+so the time until the next use is known, and is used instead. The exponents in h are random: no choice is the best for
+all networks, and a simulation takes little time, O(runs · resident tensors).
 
-An evicted tensor is recomputed with everything that its recomputation lacks. What has been recomputed for this may be
-evicted and recomputed again meanwhile; no other strategy here finds such chains in one step. So a simulation reaches
-peaks that annealing reaches late or never; its overhead is large, and annealing lowers that well. Nothing is
-guaranteed: a simulation fails if what must be held exceeds the budget, or after too many runs.
+To recompute a tensor, everything is recomputed that this needs and that is not resident. Tensors recomputed for this
+purpose may be evicted again before they are used, and recomputed once more. No other strategy here finds such chains in
+one step. So a simulation finds peaks that annealing finds late or never. The overhead is large, but annealing then
+lowers it well. A simulation may fail: if the tensors that cannot be evicted exceed the budget, or after too many runs.
 """
 
 from __future__ import annotations
@@ -25,23 +25,25 @@ from rematplan.planner.arrays.precedence import needed_ops
 from rematplan.planner.caches.graph_cache import cached_on
 
 RUNS = 8
-"""A simulation fails after this many runs for each op of the problem."""
+"""A simulation fails if it executes more than this many runs per op of the problem, plus 1000."""
 ANCESTORS = 60
-"""The cost of recomputing a tensor is estimated with at most this many of its evicted ancestors."""
+"""The estimated cost of recomputing a tensor includes at most this many evicted tensors, itself included."""
 TINY = 1e-3
-"""Tensors up to this share of the budget without inputs are not evicted."""
+"""A tensor is not evicted if its size is at most this share of the budget minus the inputs."""
 
 
 @dataclass(frozen=True, slots=True)
 class Policy:
-    """A rule that says which tensor a simulation evicts first: that with the largest distance^a · bytes^b / (1 +
-    cost)^c.
+    """The parameters of the rule by which a simulation chooses the tensor to evict: that with the largest score
+    distance^a · bytes^b / (1 + cost)^c.
 
-    ``distance``: the exponent a; distance is the number of ops until the tensor's next use. ``bytes``: the exponent
-    b of the tensor's size. ``cost``: the exponent c; cost is that of recomputing the tensor. ``wanted``: a factor of
-    the score of tensors that a recomputation in progress reads. ``noise``: the standard deviation of a random number
-    that is added to the score's logarithm. ``backward``: whether tensors of the backward half may be evicted.
-    ``last_first``: whether, of several missing reads of an op, the last is recomputed first.
+    ``distance``: the exponent a of the number of ops until the tensor is used next. ``bytes``: the exponent b of the
+    tensor's size. ``cost``: the exponent c of the estimated cost of recomputing the tensor. ``wanted``: the score of a
+    tensor that an unfinished recomputation reads is multiplied by this. ``noise``: the standard deviation of a random
+    number that is added to the logarithm of each score.
+
+    ``backward``: whether tensors that the backward half writes may be evicted. ``last_first``: if several tensors that
+    an op reads are not resident, whether the last of them is recomputed first.
     """
 
     distance: float
@@ -54,8 +56,8 @@ class Policy:
 
 
 def random_policy(source: random.Random) -> Policy:
-    """Draw an eviction policy. Small exponents of the distance succeed most often in trials with DenseNets, so they
-    are drawn more often."""
+    """Return random parameters for the choice of the tensor to evict. Small exponents of the distance to the next use
+    are drawn more often, because they succeeded most often in trials with DenseNets."""
     return Policy(
         distance=source.choice((0.0, 0.0, 0.5, 1.0)),
         bytes=source.choice((0.0, 0.5, 1.0)),
@@ -69,15 +71,19 @@ def random_policy(source: random.Random) -> Policy:
 
 @dataclass(frozen=True)
 class Tables:
-    """The ops of a problem that must run, in the problem's order, and their tensors, as integers. Inputs are left
-    out.
+    """The planning problem as tables for the simulation of eviction. It contains the ops that every plan runs, numbered
+    in the problem's order, and the tensors that they write. Inputs are left out.
 
-    By op: ``names``; ``reads`` and ``writes``, tensor numbers; ``cost``; ``workspace`` in bytes; ``once``, whether
-    it must not run again. By tensor: ``bytes``; ``producer``, the op that writes it; ``backward``, whether that op
-    is of the backward half; ``held``, whether the tensor is never evicted, because it is an output or its producer
-    must not run again; ``uses``, the ops that read it, ascending. The outputs are also used by the end of the step,
-    whose number is that of ops. A tensor whose producer must not run again is also used as long as a forward tensor
-    computed from it is. ``input_bytes``: of all inputs.
+    By op: ``names``. ``reads``, ``writes``: numbers of tensors. ``cost``. ``workspace``: bytes. ``once``: whether the
+    op must not run again.
+
+    By tensor: ``bytes``. ``producer``: the op that writes it. ``backward``: whether that op belongs to the backward
+    half. ``held``: whether the tensor is never evicted, because it is an output or its producer must not run again.
+    ``uses``: the ops that use it, ascending; a tensor is freed after its last use.
+
+    ``uses`` has the ops that read the tensor. For an output it also has the number of ops, which is the end of the
+    step. For a tensor whose producer must not run again, it also has the last use of any forward tensor computed from
+    it. ``input_bytes``: the bytes of all inputs together.
     """
 
     names: tuple[str, ...]
@@ -95,7 +101,7 @@ class Tables:
 
 
 def tables_of(graph: TrainingGraph) -> Tables:
-    """Return the ops and tensors of a problem as `Tables`, computed once per graph."""
+    """Return the planning problem as tables for the simulation of eviction. They are computed once per graph object."""
     return cached_on(graph, "eviction", lambda: _build(graph))
 
 
@@ -138,12 +144,12 @@ def _build(graph: TrainingGraph) -> Tables:
 
 
 class Simulation:
-    """A simulation of one step within a budget (bytes, inputs included): ops run in the problem's order, tensors are
-    evicted when memory is short, and recomputed before they are read.
+    """A simulation of one training step within a budget (bytes, inputs included). Ops run in the problem's order,
+    tensors are evicted when memory is short, and evicted tensors are recomputed before they are read.
 
-    ``tables``: the problem. ``policy``: chooses the tensor to evict. ``source``: random numbers for the policy.
-    ``go_on``: returns whether there is time left. ``runs``: the positions of the ops that have run so far, repeats
-    included.
+    ``tables``: the problem. ``policy``: the rule that chooses the tensor to evict. ``source``: the random numbers that
+    the rule uses. ``go_on``: returns whether there is time left. ``runs``: the result: the numbers of the ops executed
+    so far, in order, repetitions included.
     """
 
     def __init__(
@@ -165,12 +171,13 @@ class Simulation:
         self.wanted: dict[int, int] = {}
 
     def run(self) -> bool:
-        """Simulate the step, and return whether all ops have run within the budget, the time and the limit of runs.
-        To be called once."""
+        """Simulate the step. Return True if all ops ran; False if the budget was too small, the time was up, or too
+        many ops were executed. Call this only once per simulation."""
         return all(self._make(op) for op in range(len(self.tables.names)))
 
     def _make(self, op: int) -> bool:
-        """Run an op, after recomputing its missing reads, and return whether everything fits."""
+        """Execute an op of the step, after recomputing the tensors that it reads and that are not resident. Return
+        whether this succeeded within the budget and the limits."""
         self.now, reads, producer = op, self.tables.reads, self.tables.producer
         stack = [op]
         tries = [self._begin(op)]
@@ -197,7 +204,8 @@ class Simulation:
         return True
 
     def _begin(self, op: int) -> int:
-        """Record what an op reads, and return how many recomputations of its reads are allowed until it runs."""
+        """Count the tensors that an op reads as wanted until the op has run. Return how many recomputations may be
+        begun to make all of them resident at once."""
         reads = self.tables.reads[op]
         for t in reads:
             self.wanted[t] = self.wanted.get(t, 0) + 1
@@ -223,7 +231,8 @@ class Simulation:
         return True
 
     def _next_use(self, tensor: int) -> int:
-        """Return the next op after the present one that uses a tensor, or -1."""
+        """Return the number of the next op after the present one in the step that uses ``tensor``, or -1 if there is
+        none."""
         uses = self.uses[tensor]
         k = bisect_right(uses, self.now)
         return uses[k] if k < len(uses) else -1
@@ -238,8 +247,12 @@ class Simulation:
             self.left += self.tables.bytes[tensor]
 
     def _evict(self, short: int, pinned: set[int]) -> bool:
-        """Evict tensors until ``short`` more bytes are free, and return whether that is possible. ``pinned``: not
-        evicted."""
+        """Evict the tensors with the largest scores until ``short`` more bytes are free. Return whether enough could be
+        evicted.
+
+        Tensors in ``pinned`` are not evicted, nor are very small ones, those that `Tables.held` marks, and (unless the
+        policy allows it) those that the backward half writes.
+        """
         known, policy = self.tables, self.policy
         scores = [
             (self._score(t), t)
@@ -257,7 +270,8 @@ class Simulation:
         return False
 
     def _score(self, tensor: int) -> float:
-        """Return the logarithm of how willingly a tensor is evicted."""
+        """Return the logarithm of a tensor's score, by the eviction policy. Tensors with larger scores are evicted
+        first."""
         policy, use = self.policy, self._next_use(tensor)
         distance = (use if use >= 0 else 1_000_000) - self.now
         score = policy.distance * math.log(distance) + policy.bytes * math.log(self.tables.bytes[tensor])
@@ -268,7 +282,8 @@ class Simulation:
         return score + self.source.gauss(0.0, policy.noise)
 
     def _cost(self, tensor: int) -> float:
-        """Return the cost of recomputing a tensor and those of its ancestors that are evicted."""
+        """Return the estimated cost of recomputing a tensor: the costs of its producer and of the producers of its
+        ancestors that are not resident. At most `ANCESTORS` tensors are counted."""
         known, seen, waiting, total = self.tables, {tensor}, [tensor], 0.0
         while waiting and len(seen) < ANCESTORS:
             op = known.producer[waiting.pop()]

@@ -1,4 +1,5 @@
-"""The plans for the budgets ``min`` and ``least``: near the smallest found peak, and at it."""
+"""Plans for the budgets ``least`` and ``min``. The first is the smallest peak that a search finds; the second is
+slightly larger, so that the plan is cheaper."""
 
 from __future__ import annotations
 
@@ -20,17 +21,18 @@ from rematplan.planner.strategies.anneal import Anneal
 
 @dataclass(frozen=True)
 class MinBudgetOptions:
-    """The constants of plans for the budgets ``min`` and ``least``, chosen by trial without a record of single
-    measurements."""
+    """The constants of planning for the budgets ``min`` and ``least``. They were chosen by trial; single measurements
+    were not recorded."""
 
     slack: float = 0.01
-    """How much a plan for the budget ``min`` may exceed the smallest found peak, as a share of that peak. At the
-    smallest found peak itself, the last bytes may cost more overhead than all others together."""
+    """By how much a plan for the budget ``min`` may exceed the smallest peak found, as a share of that peak. At the
+    smallest peak itself, saving the last bytes may cost more overhead than saving all others."""
     tries: int = 100
-    """The largest number of simulations of eviction within the budget. The cheapest plan they find is a start for
-    the search."""
+    """The largest number of simulations of eviction within the budget. The cheapest plan that they find is a start for
+    the search that lowers the overhead."""
     eviction: float = 0.1
-    """The share of the time left, after the peak was lowered, for the simulations of eviction."""
+    """The share of the time for these simulations of eviction, of the time that is left when the smallest peak has been
+    found."""
 
 
 MIN_BUDGET = MinBudgetOptions()
@@ -48,27 +50,27 @@ def cheapest_near_smallest_peak(
     starts: Sequence[Plan] = (),
     cheapest: Callable[[float], Strategy] | None = None,
 ) -> Plan:
-    """Return the cheapest plan found whose peak is at most ``1 + slack`` times the smallest found peak.
+    """Search for the smallest peak, and return the cheapest plan found whose peak is at most ``1 + slack`` times as
+    large.
 
-    Half of the time at most is for `find_smallest_peak`; the rest lowers the overhead. `min_peak_bound` returns
-    bytes below which no schedule's peak is.
+    The search for the smallest peak (`find_smallest_peak`) takes at most half of the time. The rest lowers the
+    overhead.
 
     Args:
         graph: the problem.
         time_limit: seconds.
-        progress: called with the fraction done and a short text.
-        slack: a share of the smallest found peak; 0 for the budget ``least``, `MIN_BUDGET.slack` for ``min``.
-        moves: if not 0, the number of moves of the annealer, instead of the time limit; the plan is then the same on
-            every machine.
+        progress: called with the fraction done (0 to 1) and a short text.
+        slack: a share of the smallest peak found: 0 for the budget ``least``, `MIN_BUDGET.slack` for ``min``.
+        moves: if not 0, the number of moves of the annealer, which replaces the time limit. The plan is then the same
+            on every machine.
         keep_order: whether the first runs of all ops keep the problem's order.
         seed: the seed of the random choices.
-        starts: known plans of the problem to start from. With ``keep_order``, those in another order are ignored.
-        cheapest: returns the strategy that lowers the overhead, given the seconds that are left; by default `Auto`.
-            Not used if ``moves`` is not 0: then `Anneal` lowers the overhead.
+        starts: known plans of the problem to start from. With ``keep_order``, plans in another order are ignored.
+        cheapest: returns the strategy that lowers the overhead, for a time limit in seconds; by default `Auto`. Not
+            used if ``moves`` is not 0: then `Anneal` lowers the overhead.
 
     Raises:
-        KeyboardInterrupt: before any plan was found. Afterwards Ctrl-C ends the search, and the best plan so far is
-            returned.
+        KeyboardInterrupt: before any plan was found. Later, Ctrl-C ends the search with the best plan so far.
     """
     compile_kernels(progress)  # before the clock starts
     effort = SearchBudget(time_limit)

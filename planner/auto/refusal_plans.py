@@ -1,4 +1,5 @@
-"""The plans that a refusal names: the one with the smallest peak found, and the leanest one that costs little."""
+"""The plans that the error `InfeasibleBudget` names if no plan fits a budget: the one with the smallest peak found, and
+the one with the smallest peak among those with little overhead."""
 
 from __future__ import annotations
 
@@ -19,10 +20,11 @@ from rematplan.planner.core.strategy import Progress
 
 @dataclass
 class RefusalSearch:
-    """The search for the plans of a refusal.
+    """The search that follows if no plan fits a budget. It finds the plans that the error `InfeasibleBudget` names.
 
-    ``problem``, ``graph``: the problem, as stated and with inferred phases. ``known``: all plans known so far, to which
-    ``take`` adds. ``progress``: called with the fraction done and a short text.
+    ``options``: the options of the strategy ``auto``. ``problem``: the problem as stated. ``graph``: the same with
+    inferred phases. ``known``: all plans known so far. ``take``: adds plans to ``known``. ``progress``: called with the
+    fraction done (0 to 1) and a short text.
     """
 
     options: SessionOptions
@@ -33,10 +35,12 @@ class RefusalSearch:
     progress: Progress
 
     def lower(self, left: float, proven: bool) -> None:
-        """Lower the peak, for a refusal, as for the budget ``min``.
+        """Search for the smallest peak, after no plan was found that fits a budget. The plans found are added to the
+        known ones.
 
-        The search takes the time that is left. If the budget is proven to be too small, it takes a few seconds, or
-        longer as long as much is gained, but no longer than for ``min``.
+        The search takes the time that is left. If it is proven that no plan fits, it may instead take half of the time
+        limit, from now. It then has rounds: the first takes a few seconds, each further one twice as long. They end
+        when a round gains little.
 
         Args:
             left: the seconds that are left.
@@ -55,7 +59,8 @@ class RefusalSearch:
             before, seconds = smallest, 2 * seconds
 
     def _lower_for(self, seconds: float) -> bool:
-        """Lower the peak for so many seconds. Return whether Ctrl-C ended the search."""
+        """Search for the smallest peak for up to ``seconds``, and add the plan found to the known ones. Return whether
+        Ctrl-C ended the search."""
         effort, report = SearchBudget(seconds), partial(_looking, self.progress)
         order, seed = self.options.keep_order, self.options.seed
         found = find_smallest_peak(self.problem, effort, self.known, report, keep_order=order, seed=seed)
@@ -63,7 +68,8 @@ class RefusalSearch:
         return effort.interrupted
 
     def cheap(self) -> Plan:
-        """Return the leanest plan found that costs little, for a refusal."""
+        """Return the plan with the smallest peak found among plans with little overhead. The error `InfeasibleBudget`
+        names its peak."""
         effort = SearchBudget(min(SHARES.cheap_seconds, CHEAP_SHARE * self.options.time_limit))
         order, seed = self.options.keep_order, self.options.seed
         return cheap_plan(self.graph, self.known, effort, seed=seed, keep_order=order)

@@ -1,7 +1,5 @@
-"""A second annealing with another seed.
-
-Its thread starts when the search for the bound has ended and a core is free.
-"""
+"""A second annealing in a thread, with another seed than the first. It begins when the search for a lower bound has
+ended, because a core is free then."""
 
 from __future__ import annotations
 
@@ -14,16 +12,16 @@ from rematplan.planner.annealing.search_budget import SearchBudget
 from rematplan.planner.auto.bound_thread import Proof
 
 SHORTEST = 1.0
-"""The second annealing starts only if this many seconds are left."""
+"""The second annealing begins only if more than this many seconds are left."""
 
 
 class SecondSearch:
-    """A thread, for the length of a ``with`` block, that runs a second annealing once the search for the lower bound
-    has ended.
+    """A context during which a thread waits for the end of the search for a lower bound, then runs a second annealing.
+    At the end of the ``with`` block the annealing is stopped.
 
-    ``search``: the annealing; it holds the plans found. ``proof``: the search for the bound. ``until``: a time of
-    the monotonic clock at which the annealing ends; it does not begin within the last second before. ``starts``:
-    sequences of runs to start from.
+    ``search``: the annealing; it has the plans that it found. ``proof``: the search for a lower bound. ``until``: the
+    time (of `time.monotonic`) at which the annealing ends. It does not begin if less than a second is left. ``starts``:
+    sequences of runs (names of ops) to start from.
     """
 
     def __init__(self, search: Search, proof: Proof, until: float, starts: Sequence[Sequence[str]]) -> None:

@@ -1,10 +1,12 @@
-"""The search for a plan with the smallest peak, with unlimited recomputation.
+"""Search for the plan with the smallest peak, however much it recomputes.
 
-Its result is the *smallest found*, which a longer search may lower; the *proven least* is a lower bound, from
-`min_peak_bound`. The budgets ``min`` and ``least``, refusals and tight budgets all use this search, so none of them
-reports a larger peak than another finds. It lowers the peak by four methods, each from the smallest peak so far:
-block plans with small peaks; eviction; descents, which aim slightly below the smallest peak; and, when these gain
-nothing more, ordinary searches for budgets clearly below the smallest peak.
+The result is called the *smallest found*; a longer search may find a smaller one. The *proven least* is a lower bound
+for the peak of any schedule, from `min_peak_bound`. The budgets ``min`` and ``least``, the error for a budget that no
+plan fits, and searches for tight budgets all use this search. So none of them reports a larger peak than another.
+
+Four methods lower the peak, one after another. First, block strategies make plans with small peaks. Second, eviction is
+simulated. Third, *descents* aim slightly below the smallest peak so far, again and again. Fourth, when descents gain
+nothing more, ordinary searches try budgets clearly below the smallest peak so far.
 """
 
 from __future__ import annotations
@@ -37,21 +39,24 @@ Report: TypeAlias = Callable[[float, float | None], None]
 
 @dataclass(frozen=True)
 class PeakSearchOptions:
-    """The constants of the search, chosen by trial without a record of single measurements."""
+    """The constants of the search for the smallest peak. They were chosen by trial; single measurements were not
+    recorded."""
 
     blocks: float = 0.3
-    """The share of the time after which no further block strategy makes plans."""
+    """After this share of the time, no further block strategy begins."""
     eviction: float = 0.5
-    """The share of the time left then for eviction. It finds plans in which recomputed tensors are evicted and
-    recomputed again; annealing seldom does."""
+    """The share of the time for simulations of eviction, of the time left after the block strategies. They find plans
+    in which recomputed tensors are evicted and recomputed again; annealing seldom does."""
     descents: float = 0.6
-    """The share of the time left then for descents: searches for plans slightly below the smallest peak."""
+    """The share of the time for descents, of the time left after eviction. A descent searches for plans slightly below
+    the smallest peak so far."""
     plain: float = 0.5
-    """The share of the time for the problem without its inverses, if it has any."""
+    """If the problem has inverses: the share of the time left that is for searching the problem without them."""
     stalls: int = 3
-    """The descents end after so many in a row without success."""
+    """Descents end after this many in a row that do not lower the peak."""
     leaps: tuple[float, ...] = (0.03, 0.01)
-    """The last searches look for plans within the smallest peak less each of these shares of it."""
+    """After the descents, plans are searched within budgets below the smallest peak so far: below it by each of these
+    shares of it."""
 
 
 PEAK_SEARCH = PeakSearchOptions()
@@ -66,22 +71,23 @@ def find_smallest_peak(
     keep_order: bool = False,
     seed: int = 0,
 ) -> Plan:
-    """Return the plan with the smallest peak that is found, with unlimited recomputation.
+    """Search for the plan with the smallest peak, however much it recomputes, and return the best one found.
 
-    No start has a smaller peak, except that with ``keep_order`` starts in another order are ignored. A problem with
-    inverses is searched without them first, unless a start has a peak as small as the block strategies' plans.
+    Its peak is never larger than that of any of ``starts`` (with ``keep_order``: that keeps the problem's order). A
+    problem with inverses is first searched without them, unless one of ``starts`` has as small a peak as the plans of
+    the block strategies.
 
     Args:
-        graph: the problem. Phases are inferred if none are stated; if the stated phases contradict the graph, block
-            strategies make plans for both.
+        graph: the problem. If it states no phases, they are inferred. If the stated phases contradict the graph, block
+            strategies make plans with the stated and with the inferred phases.
         effort: the time or number of moves that the search may spend. It ends earlier if nothing more is gained.
         starts: known plans of the problem.
-        progress: called with the fraction done and a short text.
+        progress: called with the fraction done (0 to 1) and a short text.
         keep_order: whether the first runs of all ops keep the problem's order.
         seed: the seed of the random choices.
 
     Raises:
-        KeyboardInterrupt: before any plan was found. Later the best plan so far is returned, and
+        KeyboardInterrupt: before any plan was found. Later, Ctrl-C ends the search with the best plan so far, and
             ``effort.interrupted`` is set.
     """
     blocks = leanest_plans(
@@ -112,9 +118,12 @@ def _report(progress: Progress, done: float, _overhead: float | None) -> None:
 
 @dataclass
 class _Lowering:
-    """The search for one problem.
+    """The search for the smallest peak of one problem, by eviction and annealing.
 
-    ``until``: what the effort may have spent at its end. ``aim``: bytes that are small enough.
+    ``effort``: the time or number of moves, of which other searches may spend some. ``until``: this search ends when so
+    much of ``effort`` is spent: seconds or moves. ``aim``: bytes; the search ends when a peak is this small. ``seed``:
+    the seed of the random choices. ``keep_order``: whether the first runs of all ops keep the problem's order.
+    ``least``: the plan with the smallest peak so far.
     """
 
     graph: TrainingGraph
@@ -125,7 +134,8 @@ class _Lowering:
     keep_order: bool
 
     def run(self, starts: Sequence[Plan], report: Report) -> Plan:
-        """Return the plan with the smallest peak."""
+        """Search, and return the plan with the smallest peak found, ``starts`` included. Starts that are invalid or
+        break a required order are ignored. ``report``: called with the fraction done and the best overhead, or None."""
         base = no_recompute(self.graph)
         annealer = Annealer(self.graph, keep_order=self.keep_order)
         known = [p for p in starts if annealer.accepts(runs_of(p.schedule))]
@@ -153,9 +163,10 @@ class _Lowering:
         )
 
     def _descend(self, starts: Sequence[Sequence[str]], report: Report) -> None:
-        """Lower the peak in two searches.
+        """Lower the smallest peak by descents: searches that aim slightly below the smallest peak so far.
 
-        The second does not start from the leanest start, from which no move may lead lower.
+        With two threads, a second search does not start from the plan with the smallest peak, because perhaps no move
+        from there leads lower. ``starts``: sequences of runs (names of ops) to start from.
         """
         least = runs_of(self.least.schedule)
         searches = [self._search(self.aim, k, report) for k in range(self._width)]
@@ -170,7 +181,8 @@ class _Lowering:
         self._take(searches)
 
     def _leap(self, report: Report) -> None:
-        """Search for plans within budgets clearly below the smallest peak, until none is found."""
+        """Search for plans within budgets that are clearly below the smallest peak so far. Repeat this until no such
+        plan is found or the effort is spent."""
         gained = True
         while gained and self.effort.spent() < self.until:
             peak, gained = self.least.estimate.peak, False
@@ -191,9 +203,8 @@ class _Lowering:
 
     @property
     def _width(self) -> int:
-        """The number of searches at the same time: one if moves are counted, so that the result does not depend on
-        the cores.
-        """
+        """The number of searches that run in parallel: 2, or 1 if there is only one core. It is also 1 if moves are
+        counted, so that the result does not depend on the number of cores."""
         return 1 if self.effort.moves or (os.cpu_count() or 1) < 2 else 2
 
     def _search(self, budget: int, k: int, report: Report) -> Search:
@@ -204,7 +215,8 @@ class _Lowering:
         self.least = min((self.least, *found), key=by_peak)
 
     def _in_threads(self, searches: Sequence[Callable[[SearchBudget], object]], share: float) -> None:
-        """Run searches at the same time, for a share of the time that is left."""
+        """Run ``searches`` in parallel, one in this thread and each other in a thread of its own. Each may spend
+        ``share`` (0 to 1) of the seconds or moves that are left, and is called with this effort."""
         left = share * max(0.0, self.until - self.effort.spent())
         parts = [SearchBudget(left, max(1, int(left)) if self.effort.moves else 0) for _ in searches]
         with ThreadPoolExecutor(len(searches)) as pool:
@@ -220,7 +232,8 @@ class _Lowering:
 
 
 def _lower(search: Search, starts: Sequence[Sequence[str]], effort: SearchBudget) -> None:
-    """Descend until nothing more is gained."""
+    """Lower the smallest peak of ``search`` by descents, until several in a row gain nothing, the budget is met, or the
+    effort is spent. ``starts``: sequences of runs (names of ops) to start from."""
     search.prepare(starts)
     stalls = 0
     while (
@@ -234,6 +247,7 @@ def _lower(search: Search, starts: Sequence[Sequence[str]], effort: SearchBudget
 
 
 def _fit(search: Search, starts: Sequence[Sequence[str]], effort: SearchBudget) -> None:
-    """Search for any plan within the budget."""
+    """Search for any plan within the budget of ``search``, however large its overhead is; the search ends with the
+    first one. ``starts``: sequences of runs (names of ops) to start from."""
     search.enough = math.isfinite
     search.run(starts, effort)

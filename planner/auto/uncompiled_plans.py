@@ -1,4 +1,4 @@
-"""Plans by plain Python, for a training that begins before the numba loops are compiled."""
+"""Plans that are made without numba, for a training that begins before the planner's loops are compiled."""
 
 from __future__ import annotations
 
@@ -18,17 +18,18 @@ from rematplan.planner.strategies.chen_sqrt import ChenSqrt
 
 STRATEGIES: tuple[BlockStrategy, ...] = (ChenSqrt(), ChenGreedy())
 SIMULATIONS = 24
-"""The largest number of simulations of eviction."""
+"""The largest number of simulations of eviction, each with a random policy."""
 LONGEST = 4.0
-"""Eviction may take this many times the stated seconds if no other plan fits: compiling the loops takes longer."""
+"""If no other plan fits, the simulations of eviction may take until this multiple of the stated seconds. Compiling the
+loops takes longer than that."""
 
 
 def uncompiled_plan(graph: TrainingGraph, budget: int, seconds: float) -> Plan | None:
-    """Return the cheapest plan within ``budget`` bytes that `ChenSqrt`, `ChenGreedy` and simulated eviction find,
-    without any compiled loop.
+    """Return the cheapest plan found within ``budget`` bytes without compiled loops: by the strategies `ChenSqrt` and
+    `ChenGreedy` and by simulations of eviction. None if no plan is found.
 
-    After ``seconds`` the best plan found by then is returned. If there is none, eviction goes on for up to four
-    times as long. None if no plan fits.
+    ``seconds``: the time limit if a plan fits. If the two strategies find none, eviction may go on until four times
+    this time.
     """
     start = time.monotonic()
     best = _best_of_chen(graph, budget, start + seconds) if graph.has_phases else None

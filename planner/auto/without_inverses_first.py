@@ -1,7 +1,8 @@
-"""Search a problem without its inverses first, then with them.
+"""Search for plans of a problem without its inverses first, then with them. Inverses are further ops that compute a
+tensor from tensors that were computed from it.
 
-Inverses enlarge the search space, and most plans use few of them. So a plan found without them is a good start for
-the search with them.
+Inverses enlarge the search space, and most plans use few of them. So a plan that was found without them is a good start
+for the search with them.
 """
 
 from __future__ import annotations
@@ -20,16 +21,18 @@ def search_without_inverses_first(
     share: float,
     search: Callable[[TrainingGraph, float, tuple[Plan, ...]], Plan | None],
 ) -> Found:
-    """Search variants of one problem in order, each from the plans that were found for earlier variants.
+    """Search for plans of several variants of one problem, in the order of ``problems``. Each search starts from the
+    plans that were found for earlier variants.
 
     Args:
-        problems: the problem without inverses, then with them; or a single problem.
-        share: the share of the remaining time (0 to 1) for each problem except the last, which gets all of it.
-        search: called with a problem, its share of the remaining time and the start plans. It returns None if it
-            finds no plan.
+        problems: the problem without inverses, then with them; or other variants of a problem.
+        share: for each problem except the last, the share of the remaining time (0 to 1) that its search gets. The last
+            gets 1.
+        search: called with a problem, its share of the remaining time and the start plans. It returns None if it finds
+            no plan.
 
     Returns:
-        Each problem for which a plan was found, with that plan.
+        Pairs of a problem and the plan found for it. Problems without a plan are left out.
     """
     found: Found = []
     for problem in problems:
