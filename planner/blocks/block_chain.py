@@ -1,9 +1,10 @@
-"""A training step as a chain of blocks, for plans that run a block more than twice.
+"""A training step as a chain of blocks, for plans that may run a block more than twice.
 
-A block is a group of consecutive nodes of the forward half. The backward half is divided into stages, one per
-block: a backward op belongs to the first stage in which all its reads are there. A chain holds what a dynamic
-program over intervals of blocks needs to know about memory. It is not exact where tensors are freed within a stage
-or small ones are read out of order. Plans made from it are valid anyway, and the simulator prices them.
+A block is a group of consecutive nodes of the forward half. The backward half is divided into stages, one per block: a
+backward op belongs to the first stage in which all tensors that it reads are resident. A `BlockChain` has the costs and
+bytes that a dynamic program over intervals of blocks needs. Its bytes are not exact if tensors are freed within a
+stage, or if small tensors are read out of order. The plans are valid anyway, and the simulator computes their true
+peaks.
 """
 
 from __future__ import annotations
@@ -24,26 +25,36 @@ from rematplan.planner.blocks.lowering import kept_always
 
 Costs = NDArray[np.float64]
 Groups = tuple[tuple[int, ...], ...]
-"""The positions of ops in ``graph.ops``, grouped by block, in the order in which they run."""
+"""For each block, or each stage of the backward half, the positions of its ops in ``graph.ops``, in the order in which
+they run."""
 
 MINOR = 1 / 64
-"""Tensors smaller than this share of a block's mean bytes do not influence the stage of a backward op."""
+"""Tensors smaller than this share of the mean bytes of a block do not influence the stage of a backward op."""
 
 
 @dataclass(frozen=True)
 class BlockChain:
-    """The forward half as a chain of blocks 0 .. n - 1, and the backward half as stages n - 1 .. 0, one per block.
+    """The forward half as a chain of blocks 0 .. n - 1, and the backward half as stages n - 1 .. 0, one per block. A
+    stage is a group of backward ops; during stage k, the results of block k are resident.
 
-    A block can run in three ways. *Passing* keeps what later blocks read. *Saving* also keeps what any stage reads.
-    *Closing*, when the stages of later blocks are done, keeps what its own stage and the stages after it read.
+    A block can be run in one of three modes. They differ in the results that stay resident afterwards:
 
-    ``forward[k]`` and ``backward[k]``: the ops of block k and of stage k, in order. ``cost[k]`` and
-    ``closing_cost[k]``: the cost of block k when passing and when closing. All other fields are bytes, without what
-    is always resident. ``passing[k]``, ``saving[k]``, ``closing[k]``: the peak of what block k writes while it runs
-    that way. ``saved[k]``: what block k keeps when saving. ``stage[k]``: the peak, in stage k, of gradients, of what
-    is still needed of block k, and of the outputs that the stage writes. ``entering[k]``: the gradients that exist
-    before stage k - 1 (n + 1 entries). ``left[k]``: the outputs that stage k writes. ``crossing``: rows (p, r, b):
-    block p writes b bytes whose last reader outside of p is block r or its stage.
+    - *passing*: those that later blocks or their stages read;
+    - *saving*: those that later blocks or any stage reads;
+    - *closing*, if the stages of all later blocks are done: those that its own stage or a stage after it reads.
+
+    ``forward[k]``, ``backward[k]``: the ops of block k and of stage k, in order. ``cost[k]``, ``closing_cost[k]``: the
+    cost of running block k in the mode passing or closing; ops whose results are not needed are left out. The other
+    fields are in bytes, without tensors that are always resident:
+
+    - ``passing[k]``, ``saving[k]``, ``closing[k]``: the peak of the results of block k while it runs in this mode,
+      workspaces included.
+    - ``saved[k]``: what stays resident of block k after it ran in the mode saving.
+    - ``stage[k]``: the peak during stage k of all gradients, of the results of block k that it needs, and of the
+      outputs that it writes.
+    - ``entering[k]``: the gradients that are resident before stage k - 1; there are n + 1 entries.
+    - ``left[k]``: the outputs that stage k writes.
+    - ``crossing``: rows (p, r, b): b bytes that block p writes are last read, outside of p, by block r or its stage.
     """
 
     forward: Groups
@@ -64,8 +75,8 @@ class BlockChain:
 
     @cached_property
     def kept(self) -> Ints:
-        """``kept[i, s]``: the bytes that blocks i .. s - 1 write and keep for block s and later ones; shape (n + 1,
-        n + 1) for n blocks."""
+        """The bytes that a range of blocks writes for later blocks: ``kept[i, s]`` are the bytes that blocks i .. s - 1
+        write and that block s or a later one, or its stage, reads. The shape is (n + 1, n + 1) for n blocks."""
         n = len(self)
         change = np.zeros((n + 1, n + 2), dtype=np.int64)
         p, r, size = self.crossing.T
@@ -75,8 +86,8 @@ class BlockChain:
 
     @cached_property
     def kept_behind(self) -> Ints:
-        """For each block, the bytes that it and earlier blocks keep for later blocks, if all of them keep only what
-        later blocks read."""
+        """For each block k, the bytes that stay resident of the results of blocks 0 .. k, if these blocks keep only
+        what blocks after k, or their stages, read."""
         change = np.zeros(len(self), dtype=np.int64)
         p, r, size = self.crossing.T
         np.add.at(change, p, size)
@@ -85,7 +96,7 @@ class BlockChain:
 
     @cached_property
     def kinds(self) -> Ints:
-        """A number for each block; blocks with the same number are equal in all costs and bytes."""
+        """For each block, a number that is the same for blocks with equal costs and bytes."""
         tails: list[list[tuple[int, int]]] = [[] for _ in self.forward]
         for p, r, size in self.crossing.tolist():
             tails[p].append((r - p, size))
@@ -99,12 +110,12 @@ class BlockChain:
 
 
 def block_chain(graph: TrainingGraph, most: int) -> BlockChain:
-    """Return the forward half of a problem as a chain of at most ``most`` blocks, with its backward half as stages.
-    The forward half must not be empty.
+    """Return the forward half of a problem as a chain of at most ``most`` blocks, and its backward half as stages, one
+    per block. The forward half must not be empty.
 
-    A block is a node of the problem's `forward_graph`. Adjacent nodes are joined where that makes no boundary
-    larger. If more than ``most`` blocks remain, they are grouped into at most ``most`` of about equal bytes that end
-    where few bytes are kept for later ones.
+    At first, each node of the problem's `forward_graph` is a block. Adjacent blocks are joined if the bytes that stay
+    resident after both are no more than those after the first. If more than ``most`` blocks remain, they are grouped
+    into at most ``most`` of about equal bytes. The groups end where few bytes stay resident.
     """
     ix = indexed(graph)
     members = _joined(ix, forward_graph(graph).members)
@@ -117,11 +128,12 @@ def block_chain(graph: TrainingGraph, most: int) -> BlockChain:
 
 
 def narrow_places(chain: BlockChain, most: int) -> list[int]:
-    """Choose at most ``most`` ends of groups of blocks. An end s means that a group ends in front of block s; the
-    last end is that of the chain.
+    """Choose at most ``most`` positions at which to divide a chain of blocks into groups. Position s is between blocks
+    s - 1 and s. The last position is the end of the chain.
 
-    The blocks are divided into ``most`` shares of equal bytes. In each share, the end behind which the fewest bytes
-    are held is chosen.
+    The chain is divided into ``most`` sections of about equal bytes. In each section, the position is chosen at which
+    the blocks before it keep the fewest bytes for later blocks. If the chain has at most ``most`` blocks, all positions
+    are returned.
     """
     if len(chain) <= most:
         return list(range(1, len(chain) + 1))
@@ -133,10 +145,10 @@ def narrow_places(chain: BlockChain, most: int) -> list[int]:
 
 
 def _joined(ix: Indexed, blocks: Groups) -> Groups:
-    """Join each block with the next one where both together keep no more bytes than the first alone.
+    """Join each block with the next one if no more bytes must stay resident after both than after the first.
 
-    A tensor that only the next block reads (a batch norm's result before an addition) is short-lived, and the
-    boundary behind the next block is as small.
+    This removes boundaries that gain nothing, such as that between a batch norm and the addition which alone reads its
+    result.
     """
     block = {o: k for k, ops in enumerate(blocks) for o in ops}
     until = [max((block.get(r, len(blocks)) for r in readers), default=-1) for readers in ix.readers]
@@ -145,7 +157,7 @@ def _joined(ix: Indexed, blocks: Groups) -> Groups:
         return sum(ix.bytes[t] for t in tensors)
 
     joined: list[list[int]] = []
-    left: list[int] = []  # by the last of them to later ones
+    left: list[int] = []  # the tensors that the last joined block keeps for later ones
     for k, ops in enumerate(blocks):
         own = [t for o in ops for t in ix.writes[o] if until[t] > k and not ix.is_output[t]]
         both = [t for t in left if until[t] > k] + own
@@ -195,7 +207,8 @@ def _chain(graph: TrainingGraph, ix: Indexed, forward: Groups) -> BlockChain:
 
 
 def _makers(ix: Indexed, blocks: Groups, wanted: Container[int]) -> Groups:
-    """Return, for each block, the ops that are needed to write the wanted tensors of the block."""
+    """Return, for each block, those of its ops that must run to write the tensors in ``wanted`` that belong to this
+    block, in order."""
     makers = []
     for ops in blocks:
         read: set[int] = set()
@@ -213,12 +226,19 @@ def _costs(ix: Indexed, blocks: Groups) -> Costs:
 
 
 def _stages(ix: Indexed, block: Mapping[int, int], last: Mapping[int, int], blocks: int) -> dict[int, int]:
-    """Return the stage of each backward op.
+    """Return the stage of each backward op, keyed by the op's position. The stages run from ``blocks`` - 1 down to 0.
 
-    It is the first stage that is not before that of any backward op it depends on, and in which the forward tensors
-    that it reads are there because their own block, or a later reader, runs again then. An op that waits for no
-    block and writes more than it reads runs in the stage of the first op that depends on it. ``last``: for each
-    tensor that matters, the last block that reads it.
+    A backward op runs in the first stage in which all tensors that it reads are resident. So its stage is the smallest
+    of these: ``blocks`` - 1; the stages of the backward ops that it depends on; and for each forward tensor that it
+    reads, the last block that reads or writes the tensor. An op that reads no forward tensor, and writes more bytes
+    than it reads, is moved to the stage of the first op that depends on it.
+
+    Args:
+        ix: the problem.
+        block: for each forward op, its block.
+        last: for each forward tensor that is large enough to matter, the last block that reads it, or -1. Other forward
+            tensors are ignored.
+        blocks: the number of blocks.
     """
     stage: dict[int, int] = {}
     for o in ix.backward:
@@ -254,9 +274,11 @@ def _sums(pairs: Iterable[tuple[int, int]], count: int) -> Ints:
 def _peaks(
     ix: Indexed, blocks: Groups, free: Container[int], stay: Container[int], workspace: Sequence[int]
 ) -> Ints:
-    """Return, for each block, the peak of what it writes while it runs, workspaces included.
+    """Return, for each group of ops in ``blocks``, the peak of the bytes that it writes while it runs, workspaces
+    included.
 
-    ``free``: tensors that may be freed; those in ``stay`` are not.
+    ``free``: the tensors that count; others are always resident. ``stay``: the tensors that stay resident after the
+    group; others are freed after their last use in the group. ``workspace``: bytes, by op.
     """
     peaks = []
     for ops in blocks:
@@ -273,7 +295,8 @@ def _peaks(
 
 
 def _own(ix: Indexed, stages: Groups, block: Mapping[int, int], saved: Iterable[int]) -> list[set[int]]:
-    """Return, for each block, the tensors that it saves for its own stage or a later one."""
+    """Return, for each block, those of its tensors in ``saved`` that are last read by the block's own stage or by a
+    stage that runs after it."""
     until = {t: k for k in reversed(range(len(stages))) for o in stages[k] for t in ix.reads[o]}
     own: list[set[int]] = [set() for _ in stages]
     for t in saved:
@@ -286,7 +309,12 @@ def _own(ix: Indexed, stages: Groups, block: Mapping[int, int], saved: Iterable[
 def _stage_peaks(
     ix: Indexed, stages: Groups, own: Sequence[set[int]], workspace: Sequence[int]
 ) -> tuple[Ints, Ints, Ints]:
-    """Compute ``stage``, ``entering`` and ``left`` of `BlockChain`."""
+    """Simulate the stages of the backward half, and return three arrays of bytes.
+
+    They are fields of `BlockChain`: ``stage``, the peak in each stage; ``entering``, the gradients that are resident
+    before the stage below; ``left``, the outputs that each stage writes. ``own``: for each block, the tensors that its
+    stage needs of it. ``workspace``: bytes, by op.
+    """
     n = len(stages)
     order = [o for ops in reversed(stages) for o in ops]
     until = {t: o for o in order for t in (*ix.writes[o], *ix.reads[o])}

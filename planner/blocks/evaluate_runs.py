@@ -1,7 +1,8 @@
-"""Compute the peak and cost of a sequence of runs without building its schedule, to compare many candidates.
+"""Compute the peak and the cost of a sequence of runs without building its schedule. This is fast enough to compare
+many candidates. A run is one execution of an op.
 
-It does what `with_frees` and `simulate` do together, in one backward scan. The simulator prices every plan that is
-returned; a test checks that both agree.
+The result is the same as that of `with_frees` and `simulate` together, but needs only one backward scan. A test checks
+that both agree. Plans that are returned to the caller are simulated anyway.
 """
 
 from __future__ import annotations
@@ -12,10 +13,10 @@ from rematplan.planner.caches.numba_kernels import kernel
 
 
 def evaluate_runs(graph: TrainingGraph, runs: Ints) -> tuple[int, float]:
-    """Return the peak (bytes, inputs included) and the cost of a sequence of runs, given as positions in
-    ``graph.ops``.
+    """Return the peak (bytes, inputs included) and the cost of executing ops in the order ``runs``, if each tensor is
+    freed as early as possible. ``runs``: positions in ``graph.ops``, with repetitions.
 
-    Each tensor is freed as early as possible. It takes time linear in the reads and writes.
+    The time is linear in the number of tensors that the runs read and write.
     """
     peak, cost = _scan(traffic_of(graph), runs)
     return int(peak), float(cost)
@@ -23,7 +24,11 @@ def evaluate_runs(graph: TrainingGraph, runs: Ints) -> tuple[int, float]:
 
 @kernel
 def _scan(traffic: CSRGraph, runs: Ints) -> tuple[int, float]:
-    """Scan the runs backwards. ``wanted``: tensors whose next event is a read; ``live``: their bytes."""
+    """Return the peak (bytes, inputs included) and the cost of a sequence of runs, by a scan from its end to its start.
+
+    A tensor is live at a moment if it is read later before it is written again, or if it is an output and is not
+    written again. ``wanted`` marks the live tensors, and ``live`` counts their bytes and those of the inputs.
+    """
     wanted = traffic.wanted.copy()
     live, cost = traffic.input_bytes, 0.0
     for t in range(len(wanted)):

@@ -1,23 +1,24 @@
-"""The forward half as a small graph of nodes with a cost and a size, for the block strategies.
+"""The forward half as a small graph whose nodes have a cost and a size. The block strategies choose blocks of its
+nodes.
 
-A node is a group of forward ops. Single ops would do, but a captured step has many ops that offer no useful choice,
-and each multiplies the number of lower sets. Three contractions are applied until none applies. All keep the graph
-acyclic by one invariant: a group has the base position of its anchor, and every edge leads from a lower anchor to a
-higher one.
+A node is a group of forward ops. Single ops could be nodes, but a captured step has many ops that offer no useful
+choice, and each multiplies the number of lower sets. Three kinds of groups are joined until no more can be. Each group
+is named by one of its ops, its anchor. Every edge leads from an anchor to a later one, so the graph stays acyclic.
 
-- *Side source*: a group without predecessors (a constant, a weight's cast or transpose) joins its earliest
-  consumer. No edge leads into it, and its other consumers come after the earliest.
-- *Side sink*: a group that no other group reads (running statistics) joins its latest predecessor. No edge leads
-  out of it, and its other predecessors come before the latest. One without predecessors (a counter) joins the
-  main sink.
-- *Pass-through*: a group that only one other group reads, which reads nothing else, joins that group if together
-  they are no larger than the first alone (batch norm before ReLU, whose backward reads the ReLU's result and two
-  small vectors). The edge joined is the only one out of one node and into the other, so no cycle is closed. As a
-  boundary, both together are never worse than the first: they hold no more bytes and save more work.
+- *Side source*: a group without predecessors, such as a constant or a weight's cast or transpose, joins its earliest
+  consumer. No edge leads into the group, and its other consumers come after the earliest.
+- *Side sink*: a group that no other forward group reads, such as an update of running statistics, joins its latest
+  predecessor. No edge leads out of the group, and its other predecessors come before the latest. A side sink without
+  predecessors, such as a counter, joins the main sink.
+- *Pass-through*: a group joins its only consumer if the consumer reads nothing else, and if the bytes that both write
+  for others are at most those of the first alone. An example is batch norm before ReLU: the backward of the two reads
+  the ReLU's result and two small vectors. No cycle arises, because this edge is the only one out of the first and into
+  the second. As a boundary, both together are never worse than the first alone: no more bytes stay resident, and less
+  work is repeated.
 
-The main source and sink, which have the most descendants and ancestors, are kept. A side source of more than `SIDE`
-ops is kept too, and such a side sink if the backward half reads it: these are second towers and heads, in which a
-choice of blocks matters.
+The main source has the most descendants, the main sink the most ancestors. Both stay separate groups. So do side
+sources of more than `SIDE` ops, and side sinks of more than `SIDE` ops that the backward half reads: these are second
+towers and heads of a network, in which the choice of blocks matters.
 """
 
 from __future__ import annotations
@@ -38,12 +39,14 @@ SIDE = 8
 
 @dataclass(frozen=True)
 class ForwardGraph:
-    """The forward half as a graph whose nodes are groups of ops, in topological order. Sets of nodes are bit masks.
+    """The forward half as a graph whose nodes are groups of ops. Nodes are numbered in topological order, and sets of
+    nodes are bit masks.
 
-    ``members[v]``: the ops of node v (positions in ``graph.ops``, ascending). ``cost[v]``: T_v, the cost of running
-    them. ``bytes[v]``: M_v, the size of the tensors that node v writes and an op outside of v reads; graph outputs
-    do not count, because they stay resident anyway. ``preds[v]``, ``succs[v]``: the nodes that v reads from, and
-    that read from v. ``before[v]``: ``preds[v]`` and the nodes whose random draws must come before those of v.
+    ``members[v]``: the ops of node v: positions in ``graph.ops``, ascending. ``cost[v]``: T_v, the cost of running
+    these ops once. ``bytes[v]``: M_v, the bytes of the tensors that node v writes and an op outside of v reads. Graph
+    outputs do not count, because they stay resident anyway. ``preds[v]``: the nodes whose tensors v reads.
+    ``succs[v]``: the nodes that read tensors of v. ``before[v]``: the nodes that must run before v: ``preds[v]``, and
+    those that draw random numbers just before v does.
     """
 
     members: tuple[tuple[int, ...], ...]
@@ -63,13 +66,13 @@ class ForwardGraph:
 
     @cached_property
     def sizes(self) -> NDArray[np.int64]:
-        """For each node, M_v as an array: the bytes of the tensors that the node writes and an op outside of the
-        node reads."""
+        """The field ``bytes`` as an array: for each node, the bytes of the tensors that it writes and an op outside of
+        the node reads, without graph outputs."""
         return np.array(self.bytes, dtype=np.int64)
 
     @cached_property
     def ancestors(self) -> tuple[int, ...]:
-        """For each node, the bit mask of itself and everything that must come before it."""
+        """For each node, the bit mask of the node and of all nodes that must run before it."""
         masks: list[int] = []
         for v, before in enumerate(self.before):
             mask = 1 << v
@@ -80,7 +83,7 @@ class ForwardGraph:
 
     @cached_property
     def descendants(self) -> tuple[int, ...]:
-        """For each node, the bit mask of itself and everything that must come after it."""
+        """For each node, the bit mask of the node and of all nodes that must run after it."""
         masks = [1 << v for v in range(len(self))]
         for v in reversed(range(len(self))):
             for u in bits(self.before[v]):
@@ -97,11 +100,8 @@ def bits(mask: int) -> Iterator[int]:
 
 
 def forward_graph(graph: TrainingGraph) -> ForwardGraph:
-    """Return the forward half as a graph in which ops that offer no useful choice are grouped; computed once per
-    problem.
-
-    It is empty if no op belongs to the forward half.
-    """
+    """Return the forward half as a graph whose nodes are groups of ops, with as few nodes as useful choices of blocks
+    allow. It has no nodes if no op belongs to the forward half. It is computed once per graph object."""
     return cached_on(graph, "forward_graph", lambda: _contract(indexed(graph)))
 
 
@@ -113,7 +113,12 @@ def _contract(ix: Indexed) -> ForwardGraph:
 
 
 class _Groups:
-    """Groups during the contraction, named by their anchors, and the edges between them."""
+    """The groups of forward ops that become nodes of the `ForwardGraph`, while groups are joined with each other. A
+    group is identified by one of its ops, its anchor.
+
+    By anchor: ``members``: the ops of the group. ``data``: the groups whose tensors it reads. ``preds``: these, and
+    groups that must draw random numbers before it. ``succs``: the groups that have it in ``preds``.
+    """
 
     def __init__(self, ix: Indexed) -> None:
         self.ix = ix
@@ -128,7 +133,8 @@ class _Groups:
                 self.succs[p].add(o)
 
     def merge_sources(self) -> bool:
-        """Join small groups without predecessors with their earliest consumers, and return whether any were joined."""
+        """Join each group without predecessors, of at most `SIDE` ops, with its earliest consumer. The group with the
+        most descendants is not joined. Return whether any were joined."""
         sources = [g for g in sorted(self.members) if not self.preds[g]]
         reach = self._reach(self.succs, sorted(self.members, reverse=True))
         main = max(sources, key=lambda g: (reach[g].bit_count(), -g), default=-1)
@@ -140,7 +146,12 @@ class _Groups:
         return merged
 
     def merge_sinks(self) -> bool:
-        """Join groups that no other group reads with their latest predecessors, and return whether any were joined."""
+        """Join each group that no other forward group reads with its latest predecessor. Return whether any were
+        joined.
+
+        The group with the most ancestors is not joined, nor are groups of more than `SIDE` ops that the backward half
+        reads.
+        """
         sinks = [g for g in sorted(self.members) if not self.succs[g]]
         reach = self._reach(self.preds, sorted(self.members))
         main = max(sinks, key=lambda g: (reach[g].bit_count(), g), default=-1)
@@ -154,8 +165,8 @@ class _Groups:
         return merged
 
     def merge_pass_throughs(self) -> bool:
-        """Join groups with their only consumers where that makes no boundary larger, and return whether any were
-        joined."""
+        """Join each group with its only consumer if the consumer reads no other group, and if this does not enlarge the
+        bytes that others read. Return whether any were joined."""
         merged = False
         for g in sorted(self.members):
             if len(self.succs[g]) != 1:
@@ -207,7 +218,8 @@ class _Groups:
         return masks
 
     def _bytes(self, *groups: int) -> int:
-        """Return M of several groups taken together: the bytes they write that others read."""
+        """Return the bytes of the tensors that the ``groups`` write and that an op outside of all of them reads. Graph
+        outputs do not count."""
         inside, ix = {o for g in groups for o in self.members[g]}, self.ix
         return sum(
             ix.bytes[t]

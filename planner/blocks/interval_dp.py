@@ -1,26 +1,30 @@
-"""The dynamic program over intervals of blocks behind `nested_dp`.
+"""The dynamic program of the strategy `nested_dp`, over intervals of a chain of blocks.
 
-Beaumont, Eyraud-Dubois, Herrmann, Joly, Shilova, «Optimal checkpointing for heterogeneous chains», 2019,
-arXiv:1911.13214; for a chain of equal layers the plans are those of Revolve (Griewank and Walther 2000). Here a
-boundary may consist of several tensors, some of which earlier boundaries hold already (skip connections).
+Source: Beaumont, Eyraud-Dubois, Herrmann, Joly, Shilova, «Optimal checkpointing for heterogeneous chains», 2019,
+arXiv:1911.13214. For a chain of equal layers the plans are those of Revolve (Griewank and Walther 2000). Unlike there,
+several tensors may be resident at the boundary of two blocks, and some of them may also be resident at earlier
+boundaries (skip connections).
 
-C[i, j, m] is the least recomputation cost to get from the state «everything that blocks before i keep is kept, and
-the gradients that enter stage j - 1» to the state «stages j - 1 .. i are done», with m bytes for everything else.
-The first action is one of two (n is that of `BlockChain`):
+C[i, j, m] is the least recomputation cost of blocks i .. j - 1 and their backward stages j - 1 .. i. At the start,
+resident are what blocks before i keep for later ones, and the gradients that enter stage j - 1. m bytes are available
+for everything else. The first action is one of the following two. The names are fields of `BlockChain`, and n is the
+number of blocks.
 
-- *save* block i: run it and hold all that its stage reads, then blocks i + 1 .. j - 1, then stage i::
+- *save* block i: run it and keep all that its stage reads. Then solve blocks i + 1 .. j - 1, then run stage i::
 
-      m >= entering[j] + saving[i]  (closing[i] if j = i + 1 < n)  and  m >= stage[i] + left[i + 1 .. j - 1]
-      C[i + 1, j, m - saved[i]]
+    m >= entering[j] + saving[i]  (closing[i] if j = i + 1 < n)  and  m >= stage[i] + left[i + 1 .. j - 1]
+    C[i + 1, j, m - saved[i]]
 
-- *pass* to block s: run blocks i .. s - 1 and hold only what later ones read of them::
+- *pass* to block s: run blocks i .. s - 1 and keep only what later blocks read. Then solve s .. j - 1, then i .. s -
+  1::
 
-      m >= entering[j] + max over k in i .. s - 1 of kept[i, k] + passing[k]
-      cost[i .. s - 2] + closing_cost[s - 1] + C[s, j, m - kept[i, s]] + C[i, s, m - left[s .. j - 1]]
+    m >= entering[j] + max over k in i .. s - 1 of kept[i, k] + passing[k]
+    cost[i .. s - 2] + closing_cost[s - 1] + C[s, j, m - kept[i, s]] + C[i, s, m - left[s .. j - 1]]
 
-Bytes are counted in units, each figure rounded to the nearest; errors cancel, and the simulator checks the result.
-Long passes end at given places only. Intervals of equal blocks are solved once. Time O(I p K) and memory O(I K) for
-I different intervals (n p, for n blocks and p places, if no two are equal) and K units.
+Bytes are counted in units, and each size is rounded to the nearest number of units. Errors mostly cancel, and the
+simulator checks the result. A pass over more than `NEAR` blocks ends only at positions that the caller chooses. Equal
+intervals are solved once. Time O(I p K) and memory O(I K), for I different intervals, p positions and K units. If no
+two intervals are equal, I is about n p for n blocks.
 """
 
 from __future__ import annotations
@@ -40,16 +44,17 @@ Floats = NDArray[np.float32]
 Costs = NDArray[np.float64]
 
 NEAR = 16
-"""A pass over at most this many blocks may end anywhere."""
+"""A pass over at most this many blocks (running them, and keeping only what later blocks read) may end at any block."""
 
 
 class Intervals(NamedTuple):
-    """The intervals of blocks that the dynamic program visits, and which of them are equal.
+    """The intervals of a chain of blocks for which the dynamic program computes a solution, and which of them are
+    equal.
 
-    ``place[s]``: whether a long pass may end in front of block s (a pass runs blocks and keeps only what later
-    blocks read); a pass over at most `NEAR` blocks may end anywhere. ``row[i, j]``: the number of the interval of
-    blocks i .. j - 1; equal intervals have the same number; -1 if it is not visited. ``first``: for each number, the
-    i and j of one interval with that number, by increasing length.
+    ``row[i, j]``: a number for the interval of blocks i .. j - 1, the same for equal intervals; -1 if no solution is
+    computed. ``first``: for each number, the i and j of one interval that has it, by increasing length. ``place[s]``:
+    whether a pass over more than `NEAR` blocks may end in front of block s. A pass runs blocks and keeps only what
+    later blocks read.
     """
 
     place: Flags
@@ -58,18 +63,18 @@ class Intervals(NamedTuple):
 
     @property
     def splits(self) -> int:
-        """About how many ways there are to split all different intervals in two; the program's work is proportional
-        to it."""
+        """An estimate of the work of the dynamic program: about how many divisions into two intervals it compares, for
+        all different intervals together."""
         before = np.cumsum(self.place)
         i, j = self.first.T
         return int((before[j] - before[i] + np.minimum(j - i, NEAR)).sum())
 
 
 def intervals(chain: BlockChain, places: Sequence[int]) -> Intervals:
-    """Number the intervals of blocks of a chain. Two have the same number if their blocks are equal in cost and
-    bytes and passes may end at the same places. O(n² log n) for n blocks.
+    """Number the intervals of a chain of blocks. Two intervals get the same number if their blocks are equal in costs
+    and bytes, and if passes may end at the same positions in them. O(n² log n) for n blocks.
 
-    ``places``: the blocks in front of which long passes may end, the chain's end included.
+    ``places``: the blocks in front of which a pass over more than `NEAR` blocks may end, and the end of the chain.
     """
     n = len(chain)
     place = np.zeros(n + 1, dtype=np.bool_)
@@ -77,7 +82,7 @@ def intervals(chain: BlockChain, places: Sequence[int]) -> Intervals:
     kinds = 2 * chain.kinds + place[1:]
     row = np.full((n + 1, n + 1), -1, dtype=np.int64)
     first, known = [], 0
-    looks = np.zeros(n + 1, dtype=np.int64)  # of the intervals one shorter
+    looks = np.zeros(n + 1, dtype=np.int64)  # the numbers of equal intervals that are one block shorter
     for length in range(1, n + 1):
         starts = np.arange(n - length + 1)
         pairs = looks[: len(starts)] * (kinds.max() + 1) + kinds[starts + length - 1]
@@ -91,13 +96,13 @@ def intervals(chain: BlockChain, places: Sequence[int]) -> Intervals:
 
 
 class Units(NamedTuple):
-    """The costs and bytes of a `BlockChain` for the dynamic program: costs as shares of their sum, bytes as whole
-    numbers of units.
+    """The costs and bytes of a `BlockChain`, converted for the dynamic program. Costs are shares of the sum of the
+    chain's costs. Sizes are whole numbers of memory units.
 
-    ``cost`` and ``left`` are prefix sums over the blocks. ``pass_peak[i, s]``: the peak while blocks i .. s - 1 run
-    and keep only what later blocks read. ``kept[i, s]``: the bytes that these blocks then keep. ``room``: the
-    largest number of units. ``closing_cost``, ``saved``, ``saving``, ``closing``, ``stage``, ``entering``: as in
-    `BlockChain`.
+    ``cost``, ``left``: prefix sums over the blocks, from 0. ``pass_peak[i, s]``: the peak while blocks i .. s - 1 run
+    and keep only what later blocks read. ``kept[i, s]``: what stays resident of these blocks afterwards. ``room``: the
+    largest number of units for which the dynamic program is solved. ``closing_cost``, ``saved``, ``saving``,
+    ``closing``, ``stage``, ``entering``: as in `BlockChain`.
     """
 
     cost: Costs
@@ -114,8 +119,8 @@ class Units(NamedTuple):
 
 
 def in_units(chain: BlockChain, most: float, room: int) -> Units:
-    """Convert the costs and bytes of a chain for the dynamic program: ``room`` units of memory stand for ``most``
-    bytes."""
+    """Convert the costs and bytes of a chain of blocks for the dynamic program. Sizes become whole numbers of units.
+    ``room`` units are ``most`` bytes, unless a unit would be less than one byte."""
     unit = max(1.0, most / room)
 
     def rounded(figures: NDArray[Any]) -> Ints:
@@ -123,7 +128,7 @@ def in_units(chain: BlockChain, most: float, room: int) -> Units:
 
     n = len(chain)
     whole = float(chain.cost.sum() + chain.closing_cost.sum()) or 1.0  # shares of it fit into 32 bits
-    # Of block k in a pass from block i; in floats, since a sum of two sizes may be more than 64 bits hold.
+    # The peak of block k in a pass that begins at block i. In floats, since a sum of two sizes may exceed 64 bits.
     running = np.triu(chain.kept[:, :-1].astype(np.float64) + chain.passing)
     pass_peak = np.concatenate([np.zeros((n + 1, 1)), np.maximum.accumulate(running, axis=1)], axis=1)
     return Units(
@@ -143,11 +148,12 @@ def in_units(chain: BlockChain, most: float, room: int) -> Units:
 
 @dataclass(frozen=True)
 class Table:
-    """The least recomputation cost C[i, j, m] of every interval of blocks i .. j - 1 with every number m of memory
-    units.
+    """The solution of the dynamic program: for each interval of blocks, the least recomputation cost within each number
+    of memory units.
 
-    ``cost[r, m]``: C for the interval with the number r (see `Intervals`), as a share of the sum of all costs;
-    infinite if nothing fits. ``units``: the chain's costs and bytes. ``alike``: the intervals.
+    ``cost[r, m]``: the least cost with m units for the intervals with number r. It is a share of the sum of the chain's
+    costs, and infinite if m units are too few. ``alike``: the numbers of the intervals. ``units``: the costs and bytes
+    of the chain.
     """
 
     units: Units
@@ -156,23 +162,26 @@ class Table:
 
     @property
     def whole(self) -> Floats:
-        """The least recomputation cost of the whole chain with m units of memory, for m = 0, 1, ..., as shares of
-        the sum of all costs; infinite if nothing fits."""
+        """For m = 0, 1, ...: the least recomputation cost of the whole chain of blocks within m units of memory. It is
+        a share of the sum of the chain's costs, and infinite if m units are too few."""
         row: Floats = self.cost[self.alike.row[0, -1]]
         return row
 
     def steps(self, room: int, most: int) -> Ints:
-        """Return a cheapest sequence of steps with ``room`` units of memory: k stands for a run of block k, -1 - k
-        for the backward of block k.
+        """Return the cheapest sequence of steps for the whole chain within ``room`` units of memory, which must be
+        enough. A step k is an execution of block k, and -1 - k is the backward of block k.
 
-        Empty if there are more than ``most`` steps.
+        The result is empty if the sequence has more than ``most`` steps.
         """
         return _trace(self.units, self.alike, self.cost, room, most)
 
 
 def solve(units: Units, alike: Intervals) -> Table:
-    """Compute the least recomputation cost of every interval of blocks, for every number of memory units. ``alike``:
-    which intervals are equal."""
+    """Compute the least recomputation cost of every interval of blocks within every number of memory units up to
+    ``units.room``.
+
+    ``units``: the costs and bytes of the chain. ``alike``: the intervals, of which equal ones have the same number.
+    """
     return Table(units, alike, _fill(units, alike))
 
 
@@ -197,14 +206,15 @@ def _fill(u: Units, alike: Intervals) -> Floats:
             later = table[alike.row[s, j]][low - kept : u.room + 1 - kept]
             sooner = table[alike.row[i, s]][low - left : u.room + 1 - left]
             into = out[low:]
-            for m in range(len(into)):  # from 0 on, so that it is done several at a time
+            for m in range(len(into)):  # indices start at 0, so that numba vectorises the loop
                 into[m] = min(into[m], cost + later[m] + sooner[m])
     return table
 
 
 @kernel
 def _saving_needs(u: Units, i: int, j: int) -> int:
-    """Return the least number of units with which block i can be saved."""
+    """Return the fewest memory units for blocks i .. j - 1 if block i is run first and all that its backward stage
+    reads stays resident."""
     runs = u.closing[i] if i + 1 == j < len(u.stage) else u.saving[i]
     rest = u.saved[i] if i + 1 < j else 0
     return int(max(u.entering[j] + runs, u.stage[i] + u.left[j] - u.left[i + 1], rest))
@@ -212,8 +222,12 @@ def _saving_needs(u: Units, i: int, j: int) -> int:
 
 @kernel
 def _pass_needs(u: Units, i: int, s: int, j: int) -> tuple[int, int, int]:
-    """Return the least number of units for a pass to block s, and by how much the pass reduces the units for the
-    later and for the earlier blocks."""
+    """Return three numbers of memory units, for running blocks i .. s - 1 at the start of an interval that ends at
+    block j - 1, keeping only what later blocks read.
+
+    These are: the fewest units that this needs; the units that are not available to blocks s .. j - 1 afterwards; and
+    the units that are not available to blocks i .. s - 1 when they are recomputed.
+    """
     kept, left = u.kept[i, s], u.left[j] - u.left[s]
     return int(max(u.entering[j] + u.pass_peak[i, s], kept, left)), int(kept), int(left)
 
@@ -227,7 +241,7 @@ def _pass_cost(u: Units, i: int, s: int) -> float:
 def _trace(u: Units, alike: Intervals, table: Floats, room: int, most: int) -> Ints:
     steps = np.empty(most, dtype=np.int64)
     done = 0
-    todo = [(0, len(u.cost) - 1, room)]  # intervals to come, the next one last; of stage k, (k, k, 0)
+    todo = [(0, len(u.cost) - 1, room)]  # intervals to solve, the next one last; (k, k, 0) is stage k
     while todo:
         i, j, m = todo.pop()
         count = 1 if i == j else _pass_to(u, alike, table, i, j, m) - i
@@ -253,7 +267,12 @@ def _trace(u: Units, alike: Intervals, table: Floats, room: int, most: int) -> I
 
 @kernel
 def _pass_to(u: Units, alike: Intervals, table: Floats, i: int, j: int, m: int) -> int:
-    """Return the block to pass to with m units; i itself if block i should be saved."""
+    """Return how the cheapest solution for blocks i .. j - 1 within m memory units begins.
+
+    If the result is a block s > i, it runs blocks i .. s - 1 and keeps only what later blocks read. If the result is i,
+    it runs block i and keeps all that its stage reads. ``table``: the least cost of each interval within each number of
+    units.
+    """
     best, to = np.float32(np.inf), i
     if j == i + 1:
         return to

@@ -1,17 +1,21 @@
-"""The dynamic program over a family of lower sets, for `exact_dp` and `approx_dp`.
+"""The dynamic program over a family of lower sets, for the strategies `exact_dp` and `approx_dp`.
 
-Kusumoto, Inoue, Watanabe, Akiba, Koyama, «A graph theoretic framework of recomputation algorithms for
-memory-efficient backpropagation», NeurIPS 2019, arXiv:1905.11722. opt[L, t] is the least memory cached by a chain
-that ends in L and recomputes for time t. From L to a larger L′ of the family, with V′ = L′ ∖ L and the budget B:
+Source: Kusumoto, Inoue, Watanabe, Akiba, Koyama, «A graph theoretic framework of recomputation algorithms for
+memory-efficient backpropagation», NeurIPS 2019, arXiv:1905.11722. M is the bytes and T the cost of a set of nodes, ∂(L)
+the boundary of L, δ⁺ and δ⁻ the successors and predecessors of a set. opt[L, t] is the least bytes that stay resident
+(are *cached*) for the backward, over all chains of lower sets that end in L and recompute for time t. A step goes from
+L to a larger L′ of the family. With V′ = L′ ∖ L and the budget B:
 
     feasible   opt[L, t] + 2 M(V′) + M(δ⁺(L′) ∖ L′) + M(δ⁻(δ⁺(L′)) ∖ L′) ≤ B
     time       t′ = t + T(V′ ∖ ∂(L′))
     cached     opt[L′, t′] ← min(opt[L, t] + M(∂(L′) ∖ L))
 
-Time-centric plans take the least feasible t at V. Memory-centric plans take the largest: their coarser blocks allow
-more early frees. The table is dense in t, which counts ticks. Integer costs with a sum of at most ``ticks`` are
-exact; otherwise each block's time is rounded up to a multiple of total/``ticks``, so a chain of k blocks is
-overcharged by less than k ticks. O(#L²·ticks) time, O(#L·ticks) memory.
+Time-centric plans take the least feasible t for the set V of all nodes. Memory-centric plans take the largest: their
+coarser blocks allow more tensors to be freed early.
+
+The table has an entry for each t, in ticks. If costs are integers with a sum of at most ``ticks``, they are exact.
+Otherwise the time of each block is rounded up to a multiple of total/``ticks``, so the time of a chain of k blocks is
+too large by less than k ticks. O(#L²·ticks) time, O(#L·ticks) memory.
 """
 
 from __future__ import annotations
@@ -35,11 +39,13 @@ NEVER = np.int64(2**62)  # no chain reaches this entry
 
 
 def formula(view: ForwardGraph, chain: Sequence[int], charge_last: bool = True) -> tuple[int, float]:
-    """Return the peak (bytes) and recomputation time of a chain of lower sets by the formulas of Kusumoto et al.
-    2019.
+    """Return the peak (bytes) and the recomputation cost of a chain of lower sets by the formulas of Kusumoto et al.
+    2019. These are estimates; the simulator may find other values for the schedule.
 
-    ``chain``: L_1 ⊂ … ⊂ L_k as bit masks. ``charge_last``: whether the recomputation of the last block counts in the
-    time.
+    Args:
+        view: the forward graph.
+        chain: the lower sets L_1 ⊂ … ⊂ L_k as bit masks of nodes.
+        charge_last: whether the cost counts the recomputation of the last block, as in the paper.
     """
     peak, time, cached = 0, 0.0, 0
     for block, mask in zip(blocks_of(chain), chain, strict=True):
@@ -52,13 +58,16 @@ def formula(view: ForwardGraph, chain: Sequence[int], charge_last: bool = True) 
 
 
 class Family(NamedTuple):
-    """A family of lower sets L as arrays, by number of nodes, from ∅ to the set V of all nodes.
+    """A family of lower sets as arrays for compiled code. The sets L_0 = ∅, L_1, … are sorted by their number of nodes;
+    the last is the set of all nodes.
 
-    ``words``: the sets as bit masks, 64 nodes per word. ``bytes``: M(L). ``time``: T(L), with costs as integers.
-    ``transient``: M(δ⁺(L) ∖ L) + M(δ⁻(δ⁺(L)) ∖ L), the bytes of the nodes outside of L that read from L and of those
-    that these read. ``edge[edge_start[i] : edge_start[i + 1]]``: the nodes of the boundary ∂(L_i). ``node_bytes``,
-    ``node_time``: M_v and T_v of each node. ``copies``: how often a block's bytes are charged: 2 for values and
-    gradients, 1 for values only.
+    By set: ``words``: a bit mask, 64 nodes per word. ``bytes``: the bytes of its nodes. ``time``: their cost, as an
+    integer. ``transient``: further bytes that the formula of Kusumoto et al. 2019 charges: those of nodes outside of
+    the set that read from it, and those of nodes outside that these read. ``edge[edge_start[i] : edge_start[i + 1]]``:
+    the boundary of L_i, which are its nodes that a node outside of it reads.
+
+    By node: ``node_bytes``, ``node_time``: its bytes and its cost as an integer. ``copies``: how often the bytes of a
+    block are charged: 2 for values and gradients, 1 for values only.
     """
 
     words: Words
@@ -76,10 +85,10 @@ class Family(NamedTuple):
 class LowerSetDP:
     """A family of lower sets, prepared for the dynamic program of Kusumoto et al. 2019.
 
-    ``masks``: the family as bit masks, by number of nodes, from ∅ to the set V of all nodes. ``family``: the same as
-    arrays. ``unit``: integer cost per tick; ticks are the resolution of the recomputation time. ``width``: ticks per
-    row of the table. ``charge_last``: whether the last block's recomputation is charged, as in the paper; a schedule
-    does not need it.
+    ``masks``: the sets as bit masks of nodes, by number of nodes, from ∅ to the set of all nodes. ``family``: the same
+    sets as arrays. ``unit``: the cost of one tick, an integer; recomputation is counted in ticks. ``width``: the number
+    of ticks in the table, the largest recomputation that it has plus 1. ``charge_last``: whether the recomputation of
+    the last block is counted, as in the paper. A schedule does not need it.
     """
 
     masks: tuple[int, ...]
@@ -89,8 +98,8 @@ class LowerSetDP:
     charge_last: bool
 
     def least_budget(self) -> int:
-        """Return the least budget (bytes) that some chain of the family meets by the paper's formula of the peak,
-        found by bisection."""
+        """Return the least budget (bytes) within which some chain of lower sets of the family is, by the peak formula
+        of Kusumoto et al. 2019. It is found by bisection."""
         low, high = 0, self.most_budget()
         while low < high:
             met, further = _asked(self.family, (low + high) // 2)
@@ -98,24 +107,26 @@ class LowerSetDP:
         return low
 
     def most_budget(self) -> int:
-        """Return a budget (bytes) that every chain of the family meets by the paper's formula of the peak."""
+        """Return a budget (bytes) within which every chain of lower sets of the family is, by the peak formula of
+        Kusumoto et al. 2019."""
         return self.family.copies * int(self.family.bytes[-1]) + int(self.family.transient.max())
 
     def solve(self, budget: int) -> Table:
-        """Compute opt[L, t], the least cached bytes of chains that end in L and recompute for t ticks, for all L and
-        t.
+        """Run the dynamic program for one budget. For each lower set L and time t, find the chains of lower sets that
+        end in L and recompute for t ticks, and the least bytes that such a chain keeps for the backward.
 
-        ``budget``: bytes that the chains must meet by the paper's formula of the peak.
+        ``budget``: bytes that the chains must not exceed by the peak formula of Kusumoto et al. 2019.
         """
         return Table(self, budget, _fill(self.family, self.unit, budget, self.width, self.charge_last))
 
 
 @dataclass(frozen=True)
 class Table:
-    """The least cached bytes ``opt[L, t]`` of chains that end in the lower set L and recompute for t ticks, among
-    chains that meet ``budget`` (bytes) by the paper's formula of the peak.
+    """The result of the dynamic program of Kusumoto et al. 2019 for one budget.
 
-    ``dp``: the family of lower sets; L is an index into it.
+    ``opt[i, t]``: the least bytes kept for the backward by a chain of lower sets that ends in the i-th set of the
+    family and recomputes for t ticks; `NEVER` if there is no such chain. Only chains count whose peak is at most
+    ``budget`` (bytes) by the formula of the paper. ``dp``: the family of lower sets.
     """
 
     dp: LowerSetDP
@@ -123,15 +134,15 @@ class Table:
     opt: Ints
 
     def times(self) -> list[int]:
-        """Return the recomputation times, in ticks, of the chains that reach V, ascending; empty if the budget is
-        too small."""
+        """Return all recomputation times, in ticks, for which a chain of lower sets within the budget exists that
+        covers all nodes. They are ascending; there are none if the budget is too small."""
         return [int(t) for t in np.flatnonzero(self.opt[-1] < NEVER)]
 
     def chain(self, time: int) -> tuple[int, ...]:
-        """Return the chain L₁ ⊂ … ⊂ L_k = V with the least cached bytes among those that recompute for ``time``
-        ticks, as bit masks.
+        """Return a chain of lower sets L_1 ⊂ … ⊂ L_k, as bit masks of nodes, where L_k is the set of all nodes. Of the
+        chains within the budget that recompute for ``time`` ticks, it keeps the least bytes for the backward.
 
-        ``time``: an element of `times`.
+        ``time``: an element of `Table.times`.
         """
         dp = self.dp
         found = _trace(dp.family, dp.unit, self.budget, self.opt, time, dp.charge_last)
@@ -141,16 +152,16 @@ class Table:
 def prepare(
     view: ForwardGraph, masks: Sequence[int], ticks: int, charge_last: bool, gradients: bool = True
 ) -> LowerSetDP:
-    """Prepare the dynamic program for a family of lower sets.
+    """Prepare the dynamic program of Kusumoto et al. 2019 for a family of lower sets.
 
     Args:
         view: the forward graph.
-        masks: the family as bit masks, sorted by number of nodes, from ∅ to the set V of all nodes.
-        ticks: the largest number of ticks into which the cost of all nodes is divided.
-        charge_last: whether the last block's recomputation is charged, as in the paper.
-        gradients: whether a block's gradients and what they wait for are charged, as in the paper. If not, a block
-            is charged M(V′), the bytes of its values only, which is closer to the truth where each gradient takes
-            the place of the value it is computed from.
+        masks: the lower sets as bit masks of nodes, sorted by number of nodes, from ∅ to the set of all nodes.
+        ticks: the resolution of the recomputation time: the cost of all nodes is divided into at most so many ticks.
+        charge_last: whether the recomputation of the last block is counted, as in the paper.
+        gradients: whether the gradients of a block, and the values that these gradients need, count in the peak, as in
+            the paper. If not, only the values of the block count. This is nearer to the truth if each gradient replaces
+            the value that it belongs to.
     """
     fine, sizes = _fine_costs(view), _short_sizes(view)
     total = sum(fine)
@@ -180,7 +191,9 @@ def _sum(values: Sequence[int], mask: int) -> int:
 
 
 def _transient(view: ForwardGraph, mask: int) -> int:
-    """M(δ⁺(L) ∖ L) + M(δ⁻(δ⁺(L)) ∖ L): what the gradients that leave L wait for."""
+    """Return M(δ⁺(L) ∖ L) + M(δ⁻(δ⁺(L)) ∖ L) of the lower set ``mask``: the bytes of nodes outside of it that read from
+    it, and of nodes outside that these read. The peak formula of Kusumoto et al. 2019 charges them in addition to a
+    block."""
     after = 0
     for v in bits(mask):
         after |= view.succs[v]
@@ -191,7 +204,8 @@ def _transient(view: ForwardGraph, mask: int) -> int:
 
 
 def _fine_costs(view: ForwardGraph) -> list[int]:
-    """Return the costs as integers: unchanged if they are integers, else in units of total · 2⁻⁴⁰."""
+    """Return the costs of the nodes as integers. Costs that are not integers, or have a sum of 2⁵³ or more, are
+    converted to multiples of 2⁻⁴⁰ of their sum."""
     total = sum(view.cost)
     if all(c == int(c) for c in view.cost) and total < 2**53:
         return [int(c) for c in view.cost]
@@ -199,7 +213,8 @@ def _fine_costs(view: ForwardGraph) -> list[int]:
 
 
 def _short_sizes(view: ForwardGraph) -> list[int]:
-    """Return the sizes in bytes; in larger units, rounded up, if their sums could exceed 64 bits."""
+    """Return the sizes of the nodes in bytes. If sums of them might not fit into 64 bits, the sizes are in larger units
+    (a power of two of bytes), rounded up."""
     shift = max(0, (8 * sum(view.bytes)).bit_length() - 62)
     return [-(-b >> shift) for b in view.bytes]
 
@@ -211,7 +226,8 @@ def _words(masks: Sequence[int], nodes: int) -> Words:
 
 
 def _weigh(chosen: NDArray[Any], weight: Sequence[int]) -> Ints:
-    """Return the sum of the nodes' weights for each set; ``chosen`` has shape (nodes, sets), with flags or counts."""
+    """Return, for each set of nodes, the sum of the weights of its nodes. ``chosen``: shape (nodes, sets): whether, or
+    how often, each node counts in each set. ``weight``: by node."""
     total = np.zeros(chosen.shape[1], dtype=np.int64)
     for row, w in zip(chosen, weight, strict=True):
         total += row * np.int64(w)
@@ -219,7 +235,8 @@ def _weigh(chosen: NDArray[Any], weight: Sequence[int]) -> Ints:
 
 
 def _boundaries(view: ForwardGraph, member: Flags) -> Flags:
-    """Return ∂(L) for each set, shape (nodes, sets)."""
+    """Return the boundary of each set of nodes: the nodes of the set that a node outside of it reads. ``member`` and
+    the result have shape (nodes, sets)."""
     edges = np.zeros_like(member)
     for v, succs in enumerate(view.succs):
         for w in bits(succs):
@@ -228,7 +245,11 @@ def _boundaries(view: ForwardGraph, member: Flags) -> Flags:
 
 
 def _gradients(view: ForwardGraph, member: Flags) -> NDArray[np.int8]:
-    """Return `_transient` for each set, shape (nodes, sets): how often a node counts."""
+    """Return how often each node counts in the ``transient`` bytes of each set (see `Family`), shape (nodes, sets).
+
+    A node outside of a set counts once if it reads from the set, and once if it is read by a node that does.
+    ``member``: shape (nodes, sets), the nodes of each set.
+    """
     after, before = np.zeros_like(member), np.zeros_like(member)
     for w, preds in enumerate(view.preds):
         for u in bits(preds):
@@ -248,13 +269,18 @@ def _subset(words: Words, i: int, j: int) -> bool:
 
 @kernel
 def _need(family: Family, i: int, j: int) -> int:
-    """Return the bytes that the step from L_i to L_j needs in addition to the cached bytes."""
+    """Return the bytes that the peak formula charges for the block L_j ∖ L_i, in addition to the bytes that earlier
+    blocks keep. L_i and L_j are sets of the family."""
     return int(family.copies * (family.bytes[j] - family.bytes[i]) + family.transient[j])
 
 
 @kernel
 def _step(family: Family, unit: int, i: int, j: int, last_free: bool) -> tuple[int, int]:
-    """Return, for the step from L_i to L_j, the bytes added to the cache and the ticks of recomputation."""
+    """Return two numbers for a chain that goes from the lower set L_i to L_j: the bytes of the new boundary nodes,
+    which are kept for the backward, and the ticks for which the other nodes of L_j ∖ L_i are recomputed.
+
+    ``unit``: the cost of a tick. ``last_free``: whether the last block is recomputed for 0 ticks.
+    """
     more, work = np.int64(0), family.time[j] - family.time[i]
     for e in range(family.edge_start[j], family.edge_start[j + 1]):
         v = family.edge[e]
@@ -268,10 +294,11 @@ def _step(family: Family, unit: int, i: int, j: int, last_free: bool) -> tuple[i
 
 @kernel
 def _asked(family: Family, budget: int) -> tuple[int, int]:
-    """Return the budget that a chain within ``budget`` needs (`NEVER` if there is none), and the least that a step
-    which exceeds ``budget`` needs (`NEVER` if none does).
+    """Return two numbers for the bisection that finds the least budget, both by the peak formula.
 
-    It does the same as `_fill`, but ignores time.
+    The first is the peak of a chain of lower sets within ``budget`` bytes, or `NEVER` if there is none. The second is
+    the least peak above ``budget`` for which a step of a chain was rejected, or `NEVER` if none was; smaller budgets
+    than this are no better than ``budget``. The method is that of `_fill`, but ignores time.
     """
     count = len(family.bytes)
     cached, asked = np.full(count, NEVER), np.full(count, NEVER)
@@ -293,7 +320,16 @@ def _asked(family: Family, budget: int) -> tuple[int, int]:
 
 @kernel
 def _fill(family: Family, unit: int, budget: int, width: int, charge_last: bool) -> Ints:
-    """Compute opt by a sweep over pairs L_i ⊂ L_j, ordered by j, then i."""
+    """Return the table of the dynamic program: for each lower set and number of ticks, the least bytes that a chain
+    within the budget keeps for the backward. All pairs of sets L_i ⊂ L_j are visited, by increasing j, then i.
+
+    Args:
+        family: the lower sets.
+        unit: the cost of a tick.
+        budget: bytes.
+        width: the number of ticks in the table.
+        charge_last: whether the recomputation of the last block is counted.
+    """
     count = len(family.bytes)
     opt = np.full((count, width), NEVER)
     opt[0, 0] = 0
@@ -321,7 +357,11 @@ def _fill(family: Family, unit: int, budget: int, width: int, charge_last: bool)
 
 @kernel
 def _trace(family: Family, unit: int, budget: int, opt: Ints, t: int, charge_last: bool) -> Ints:
-    """Return the chain behind opt[V, t], from V down, without ∅. Any predecessor that explains an entry is valid."""
+    """Return the chain of lower sets to which the last entry of the table at ``t`` ticks belongs. The result has
+    indices into the family, from the set of all nodes downwards, without ∅.
+
+    At each step, the first predecessor is taken that explains the entry; any that does is correct.
+    """
     j = len(family.bytes) - 1
     found = [j]
     while True:

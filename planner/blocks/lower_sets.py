@@ -1,7 +1,7 @@
-"""Lower sets of the forward graph, as bit masks.
+"""Lower sets of the forward graph, as bit masks of nodes.
 
-A lower set L contains, with each of its nodes, everything that must come before that node. Lower sets form a
-lattice. A chain ∅ ⊂ L₁ ⊂ … ⊂ L_k = V partitions the forward half into blocks V_i = L_i ∖ L_{i−1}.
+A lower set contains, with each of its nodes, all nodes that must run before that node. A chain of lower sets ∅ ⊂ L_1 ⊂
+… ⊂ L_k, where L_k is the set of all nodes, divides the forward half into blocks V_i = L_i ∖ L_{i−1}.
 """
 
 from __future__ import annotations
@@ -15,7 +15,8 @@ from rematplan.planner.blocks.forward_graph import ForwardGraph, bits
 
 
 def boundary(view: ForwardGraph, mask: int) -> int:
-    """Return the boundary ∂(L) of a set of nodes (bit mask): its nodes that a node outside of it reads, as a mask."""
+    """Return the boundary of a set of nodes: the nodes of the set that a node outside of it reads. Both sets are bit
+    masks."""
     edge = 0
     for v in bits(mask):
         if view.succs[v] & ~mask:
@@ -24,15 +25,15 @@ def boundary(view: ForwardGraph, mask: int) -> int:
 
 
 def lower_sets(view: ForwardGraph, limit: int, strategy: str) -> tuple[int, ...]:
-    """Return all lower sets of a forward graph as bit masks, sorted by their number of nodes, from ∅ to the set V of
-    all nodes.
+    """Return all lower sets of a forward graph as bit masks of nodes, from ∅ to the set of all nodes. A lower set
+    contains, with each node, all nodes that must run before it.
 
-    They are found by adding one node at a time to smaller ones. Sorted by size, every lower set comes after those
-    that it contains, so a dynamic program needs a single pass over them.
+    They are sorted by their number of nodes. So each comes after all that it contains, and a dynamic program needs one
+    pass over them. They are found by adding one node at a time.
 
     Raises:
-        LatticeTooLarge: there are more than ``limit`` lower sets; noticed after so many were found. The error names
-            ``strategy``.
+        LatticeTooLarge: there are more than ``limit`` lower sets. The error is raised as soon as more are found, and
+            names ``strategy``.
     """
     after = [0] * len(view)
     for v, before in enumerate(view.before):
@@ -58,11 +59,11 @@ def lower_sets(view: ForwardGraph, limit: int, strategy: str) -> tuple[int, ...]
 
 
 def pruned_lower_sets(view: ForwardGraph, most: int) -> tuple[int, ...]:
-    """Return the pruned family of lower sets as bit masks: each node with its ancestors, ∅, and the set V of all
-    nodes, sorted by number of nodes. These are at most #V + 2 (Kusumoto et al. 2019).
+    """Return the pruned family of lower sets of Kusumoto et al. 2019, as bit masks of nodes sorted by their number of
+    nodes. It has at most #V + 2 sets: for each node, the node with all its ancestors; ∅; and the set V of all nodes.
 
-    If there are more than ``most``, only about ``most`` of them are returned, spread evenly over the bytes they
-    contain, ∅ and V included.
+    If there are more than ``most``, only about ``most`` of them are returned: ∅, V, and a selection whose bytes are
+    evenly spread.
     """
     family = by_size({0, view.everything, *view.ancestors})
     if len(family) <= most:
@@ -78,7 +79,7 @@ def pruned_lower_sets(view: ForwardGraph, most: int) -> tuple[int, ...]:
 
 
 def bytes_of(view: ForwardGraph, mask: int) -> int:
-    """Return the bytes of a set of nodes (bit mask): the sum of M_v. Fast for thousands of nodes."""
+    """Return the sum of the sizes M_v of a set of nodes, a bit mask. It is fast also for thousands of nodes."""
     member = np.unpackbits(
         np.frombuffer(mask.to_bytes(len(view) // 8 + 1, "little"), np.uint8), bitorder="little"
     )
@@ -86,16 +87,13 @@ def bytes_of(view: ForwardGraph, mask: int) -> int:
 
 
 def by_size(masks: set[int]) -> tuple[int, ...]:
-    """Sort sets of nodes (bit masks) by their number of nodes, ties by the value of the mask."""
+    """Sort sets of nodes (bit masks) by their number of nodes; sets of equal numbers by the value of the bit mask."""
     return tuple(sorted(masks, key=lambda m: (m.bit_count(), m)))
 
 
 def boundaries(view: ForwardGraph, chain: Sequence[int]) -> int:
-    """Return the union U_k = ∪ ∂(L_i) of the boundaries of a chain of lower sets, as a bit mask: the nodes that a
-    later block reads.
-
-    ``chain``: L_1 ⊂ … ⊂ L_k as bit masks.
-    """
+    """Return the nodes that a node of a later block reads, for a chain of lower sets L_1 ⊂ … ⊂ L_k. This is the union
+    of the boundaries of the sets. ``chain`` and the result are bit masks of nodes."""
     edge = 0
     for block, mask in zip(blocks_of(chain), chain, strict=True):
         for v in bits(block):
@@ -105,17 +103,17 @@ def boundaries(view: ForwardGraph, chain: Sequence[int]) -> int:
 
 
 def blocks_of(chain: Sequence[int]) -> list[int]:
-    """Return the blocks V_i = L_i ∖ L_{i−1} of a chain of lower sets L_1 ⊂ … ⊂ L_k, all as bit masks; L_0 = ∅ is not
-    in the chain."""
+    """Return the blocks L_1, L_2 ∖ L_1, …, L_k ∖ L_{k−1} of a chain of lower sets L_1 ⊂ … ⊂ L_k. All are bit masks of
+    nodes. The empty set is not in ``chain``."""
     return [mask & ~below for below, mask in zip((0, *chain), chain, strict=False)]
 
 
 def cut_points(view: ForwardGraph) -> tuple[int, ...]:
-    """Return the lower sets that have a single node v as their boundary, through which alone they communicate with
-    all other nodes. They are bit masks, each containing the one before; ∅ and the set of all nodes are left out.
+    """Return a chain of lower sets whose boundary is a single node: all other nodes read from the set only through that
+    node. They are bit masks of nodes, each a superset of the one before; ∅ and the set of all nodes are left out.
 
-    Such a set consists of v and all nodes that need not come after v. Of two nodes that are parallel to each other
-    only the first is used.
+    For a node v, the set consists of v and all nodes that need not run after v. If two such sets are not nested, only
+    the first is returned.
     """
     read_after = [0] * len(view)  # what the nodes that come after v read
     for v in reversed(range(len(view))):

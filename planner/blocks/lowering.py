@@ -1,16 +1,20 @@
-"""Lower a partition of the forward half to a sequence of runs, and so to a schedule.
+"""Lower a partition to a schedule. A partition divides the forward half into blocks, and states which of their tensors
+stay resident until the backward half; the others are dropped and recomputed.
 
-Forward: block by block. At the loss boundary the kept tensors, the last block's tensors and the graph outputs stay.
-Backward: ops are ordered by (−stage, base position). The stage of an op is the lowest block among the dropped
-tensors it reads and the stages of the backward ops it depends on. This order is topological and does each block's
-backward ops together. Just before a backward op, exactly those forward ops run again that it needs, transitively.
-So the result is valid for any blocks and any kept tensors. (In a chain the whole block runs again at once. In a
-block with branches, each branch waits until it is needed; no curve of the measured networks got worse by that.)
+The forward half runs block by block. Between forward and backward, the kept tensors, the tensors of the last block and
+the graph outputs are resident. Backward ops run by falling stage, ops of the same stage in the order without
+recomputation. The stage of a backward op is the smallest of these: the blocks of the dropped tensors that it reads, and
+the stages of the backward ops that it depends on. So the order is topological, and all backward ops of a block run
+together.
 
-What a ``never_rerun`` op writes is kept, whatever the partition says.
+Just before each backward op, those forward ops are recomputed that it needs, with all that these need. So the schedule
+is valid for any blocks and any kept tensors. In a chain, a whole block is recomputed at once. In a block with branches,
+each branch is recomputed when it is needed. This made the plans for no measured network worse.
 
-Only the sequence of runs is chosen here. The frees follow from it (`with_frees`), so a dropped tensor that is read
-before its op runs again simply stays.
+Tensors written by an op that must not run again (``never_rerun``) always stay resident.
+
+Only the sequence of ops is chosen here. The frees follow from it (`with_frees`). So if a dropped tensor is read again
+before it is recomputed, it simply stays resident.
 """
 
 from __future__ import annotations
@@ -33,11 +37,12 @@ from rematplan.planner.caches.uncompiled_loops import plain
 
 @dataclass(frozen=True, slots=True)
 class Partition:
-    """A division of the forward half into blocks, as the block strategies choose it.
+    """A division of the forward half into blocks, and the choice of the tensors that stay resident between forward and
+    backward.
 
-    ``blocks``: V_1..V_k, each as the names of its forward ops; together they are all forward ops, and no op is in an
-    earlier block than its producers. ``kept``: the names of the tensors that stay resident between forward and
-    backward; the others are recomputed block by block.
+    ``blocks``: for each block, the names of its forward ops. Every forward op is in one block, and no op is in an
+    earlier block than an op that it depends on. ``kept``: the names of the tensors that stay resident. The others are
+    recomputed block by block during the backward half.
     """
 
     blocks: tuple[tuple[str, ...], ...]
@@ -45,14 +50,16 @@ class Partition:
 
 
 def partition_of(graph: TrainingGraph, chain: Sequence[int], lean: bool = False) -> Partition:
-    """Return the partition of the forward into blocks that a chain of lower sets L_1 ⊂ … ⊂ L_k of the
-    `forward_graph` defines: block i is L_i ∖ L_{i−1}.
+    """Return the blocks of the forward half, and the tensors that stay resident for the backward half, for a chain of
+    lower sets L_1 ⊂ … ⊂ L_k of the `forward_graph`. Block i is L_i ∖ L_{i−1}.
 
-    Boundary nodes are nodes that a node of a later block reads. Kept are their tensors that a later block reads.
-    Kept as well are their tensors that only the backward or the own block reads (batch norm's saved statistics,
-    max-pool's indices), because Kusumoto's formula charges no recomputation of boundary nodes. With ``lean``,
-    tensors of this second kind are kept only if each is at most 1/`LEAN_RATIO` as large as those of the first kind
-    together.
+    Only tensors of boundary nodes stay resident: nodes that a node of a later block reads. There are two kinds. The
+    first are tensors that a later block reads. The second are tensors that only the backward half or the same block
+    reads, such as batch norm's saved statistics or max-pool's indices. They stay resident too, because Kusumoto's
+    formula charges no recomputation of boundary nodes.
+
+    ``lean``: whether a tensor of the second kind stays resident only if it is small: at most 1/`LEAN_RATIO` as large as
+    all tensors of the first kind of its node together.
     """
     ix, view = indexed(graph), forward_graph(graph)
     outer = cached_on(graph, "outer", lambda: _outer(ix, view))
@@ -68,12 +75,13 @@ def partition_of(graph: TrainingGraph, chain: Sequence[int], lean: bool = False)
 
 
 LEAN_RATIO = 8
-"""With ``lean``, `partition_of` keeps tensors of a boundary node that no later block reads only if they are this
-many times smaller than those that a later block reads."""
+"""With ``lean``, `partition_of` keeps a tensor of a boundary node that no later block reads only if it is at least this
+many times smaller than all tensors of the node that later blocks read."""
 
 
 def _outer(ix: Indexed, view: ForwardGraph) -> list[list[tuple[int, int]]]:
-    """For each node, the tensors that ops outside of it read, each with the mask of the forward nodes that read it."""
+    """Return, for each node of the forward graph, the tensors that it writes and that an op outside of the node reads.
+    Each is a pair: the tensor, and the bit mask of the forward nodes that read it."""
     node = {o: v for v, members in enumerate(view.members) for o in members}
     outer: list[list[tuple[int, int]]] = []
     for v, members in enumerate(view.members):
@@ -91,21 +99,21 @@ def _kept_of_node(ix: Indexed, outer: list[tuple[int, int]], mask: int, lean: bo
 
 
 def lower(graph: TrainingGraph, partition: Partition) -> list[str]:
-    """Return the sequence of runs (op names) of a partition: forward block by block, then the backward, with
-    recomputation.
+    """Return the names of the ops in the order in which a partition of the forward half executes them: the forward half
+    block by block, then the backward half with recomputation.
 
-    It takes time linear in the reads and writes, apart from sorting.
+    The time is linear in the number of reads and writes, apart from sorting.
     """
     ix = indexed(graph)
     return [ix.ops[o] for o in lower_to_positions(graph, partition)]
 
 
 def lower_to_positions(graph: TrainingGraph, partition: Partition, compiled: bool = True) -> Ints:
-    """Return the sequence of runs of a partition, as positions in ``graph.ops``: forward block by block, then the
-    backward, with recomputation.
+    """Return the order in which a partition of the forward half executes ops, as positions in ``graph.ops``: the
+    forward half block by block, then the backward half with recomputation.
 
-    ``compiled``: whether compiled code computes it; else plain Python does, which is slower but needs no
-    compilation.
+    ``compiled``: whether the loops are compiled with numba. If not, plain Python does the same more slowly, without
+    time for compilation.
     """
     number = cached_on(graph, "numbers", lambda: _numbers(indexed(graph)))
     block = np.full(len(graph.ops), -1, dtype=np.int64)
@@ -118,15 +126,15 @@ def lower_to_positions(graph: TrainingGraph, partition: Partition, compiled: boo
 
 
 def kept_always(graph: TrainingGraph) -> Flags:
-    """Return, for each tensor, whether it stays resident between forward and backward in any case, because an op
-    that may run only once writes it."""
+    """Return, for each tensor, whether it must stay resident between forward and backward because an op writes it that
+    must not run again."""
     once = set(graph.never_rerun)
     kept = {t for op in graph.ops if op.name in once for t in op.writes} if once else ()
     return np.array([t.name in kept for t in graph.tensors], dtype=np.bool_)
 
 
 class _Numbers(NamedTuple):
-    """Positions by name."""
+    """The position of each op in ``graph.ops`` and of each tensor in ``graph.tensors``, by name."""
 
     op: dict[str, int]
     tensor: dict[str, int]

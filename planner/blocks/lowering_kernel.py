@@ -1,5 +1,5 @@
-"""Compute the sequence of runs of a partition of the forward in one compiled pass, because hundreds of partitions
-are compared. See `lowering`."""
+"""The compiled loop that computes the order of execution for a partition of the forward half into blocks. It is
+compiled because hundreds of partitions are compared. The method is explained in `lowering`."""
 
 from __future__ import annotations
 
@@ -11,11 +11,18 @@ from rematplan.planner.caches.numba_kernels import kernel
 
 @kernel
 def lowered(traffic: CSRGraph, block: Ints, blocks: int, kept: Flags) -> Ints:
-    """Return the sequence of runs of a partition of the forward into blocks, as positions in ``graph.ops``.
+    """Return the order in which ops run if the forward half is divided into blocks, as positions in ``graph.ops``,
+    recomputations included.
 
-    The forward ops run block by block. Then the backward ops run, each preceded by the forward ops that recompute
-    what it lacks. ``traffic``: the problem as arrays. ``block[o]``: the block of forward op o, from 0 to ``blocks``
-    - 1. ``kept[t]``: whether tensor t stays resident between forward and backward.
+    The forward ops run block by block. Then the backward ops run. Just before each of them, the forward ops run again
+    that write the tensors which it needs and which are not resident.
+
+    Args:
+        traffic: the problem as arrays.
+        block: for each forward op, its block, from 0 to ``blocks`` - 1.
+        blocks: the number of blocks.
+        kept: for each tensor, whether it stays resident between forward and backward. Outputs and the tensors of the
+            last block stay resident in any case.
     """
     ops = len(traffic.forward)
     resident = kept | traffic.wanted
@@ -60,9 +67,15 @@ def _writes(traffic: CSRGraph, op: int) -> Ints:
 
 @kernel
 def _stages(traffic: CSRGraph, block: Ints, kept: Flags) -> Ints:
-    """Return the stage of each backward op; it is never larger than that of an op it depends on."""
+    """Return the stage of each backward op. Backward ops run by falling stage, and so together with the others of a
+    block.
+
+    The stage is the smallest of these: the blocks of the tensors that the op reads and that are not kept, and the
+    stages of the backward ops that it depends on. If there are none, it is the stage of the first op that depends on
+    it.
+    """
     forward, producer = traffic.forward, traffic.producer
-    free = len(forward)  # waits for nothing yet
+    free = len(forward)  # the stage of an op that waits for no block
     stage = np.full(free, free, dtype=np.int64)
     for o in range(free):
         if forward[o]:
@@ -77,7 +90,8 @@ def _stages(traffic: CSRGraph, block: Ints, kept: Flags) -> Ints:
         if before >= 0 and not forward[before]:
             at = min(at, stage[before])
         stage[o] = at
-    # An op that waits for no block runs as late as its first dependent, so that it holds nothing early.
+    # An op that waits for no block runs as late as its first dependent, so that its results are not
+    # resident earlier than needed.
     due = np.zeros(free, dtype=np.int64)
     for o in range(free - 1, -1, -1):
         if forward[o]:
@@ -93,9 +107,11 @@ def _stages(traffic: CSRGraph, block: Ints, kept: Flags) -> Ints:
 
 @kernel
 def _demand(traffic: CSRGraph, op: int, resident: Flags, asked: Ints, again: Ints) -> int:
-    """Write the forward ops that must run again before ``op`` into ``again``, in any order. Returns their number.
+    """Write to ``again`` the forward ops that must run again before the backward op ``op``, in any order, and return
+    their number. These are the producers of tensors that are not ``resident`` and that ``op``, or another op in
+    ``again``, reads.
 
-    ``asked[p]``: the last op that needed p.
+    ``asked``: scratch space: for each forward op, the last backward op for which it was found.
     """
     found, at = 0, op
     done = 0
