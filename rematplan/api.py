@@ -1,4 +1,4 @@
-"""The Python API for a single step: load and capture a model, make its planning problem, plan, run and verify."""
+"""The Python API for a single training step: load and capture a model, make its planning problem, plan, run, verify."""
 
 from __future__ import annotations
 
@@ -41,7 +41,8 @@ def problem(
     progress: Progress = silent,
     max_inversion_error: float | None = None,
 ) -> TrainingGraph:
-    """Return the planning problem of a captured training step: its ops, with bytes and costs.
+    """Return the planning problem of a captured training step: its ops and tensors, with the cost of each op in
+    microseconds and the size of each tensor in bytes.
 
     Args:
         loaded: the captured step, from `load_step`.
@@ -66,7 +67,10 @@ def plan(
     options: Mapping[str, object] | None = None,
     progress: Progress = silent,
 ) -> Plan:
-    """Return the best plan that a strategy finds whose simulated peak is at most ``budget`` bytes.
+    """Return the plan of least overhead that a strategy finds within ``budget`` bytes of simulated peak.
+
+    A warning is logged if the problem states for some ops that they are forward or backward, and its graph shows
+    otherwise.
 
     Args:
         graph: the planning problem.
@@ -76,7 +80,8 @@ def plan(
         progress: called with the fraction done (0 to 1) and a short text.
 
     Raises:
-        UsageError: the strategy or an option is unknown.
+        UsageError: the strategy or an option is unknown, or the strategy divides the forward half into blocks and the
+            problem has no backward half.
         InfeasibleBudget: the strategy finds no plan that fits. The error has the smallest peak found.
     """
     _warn_of_contradiction(graph)
@@ -89,19 +94,21 @@ def curves(
     budgets: Sequence[int],
     progress: Progress = silent,
 ) -> dict[str, tuple[Plan, ...]]:
-    """Return each strategy's trade-off curve, by the strategy's name: plans by rising overhead and falling peak.
+    """Return the trade-off curve of each strategy: a dict from the strategy's name to its plans, by rising overhead and
+    falling peak.
 
-    A strategy for which the problem is too large, or none of whose plans fits a budget, is left out.
+    A strategy is left out if the problem is too large for it, or if none of its plans fits any of the budgets.
 
     Args:
         graph: the planning problem.
-        strategies: names of strategies.
-        budgets: peaks in bytes at which strategies that plan for one budget at a time are run. Other strategies ignore
-            them.
+        strategies: names of planning algorithms.
+        budgets: in bytes. A strategy that plans for one budget at a time plans for each of them. Other strategies
+            ignore them.
         progress: called with the fraction done (0 to 1) and a short text.
 
     Raises:
-        UsageError: a strategy is unknown.
+        UsageError: a strategy is unknown, or it divides the forward half into blocks and the problem has no backward
+            half.
     """
     _warn_of_contradiction(graph)
     chosen = {name: named_strategy(name) for name in strategies}
@@ -109,6 +116,7 @@ def curves(
 
 
 def _warn_of_contradiction(graph: TrainingGraph) -> None:
-    """Log a warning if the stated phases contradict the graph."""
+    """Log a warning if ops are marked as forward or backward, and the order in which the graph reads its tensors shows
+    otherwise."""
     if said := contradiction(graph):
         LOG.warning(said)

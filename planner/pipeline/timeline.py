@@ -181,8 +181,8 @@ class _Replay:
         self.link_free: dict[tuple[int, int], float] = {}  # when a link is idle, by the ranks at its ends
 
     def advance(self, rank: int) -> bool:
-        """Run as many actions of a rank as possible, until one waits for a message or cannot send its own. Return
-        whether anything was done."""
+        """Run as many actions of a rank as possible, until one waits for a message or cannot send its own message yet.
+        Return whether anything was done."""
         moved = False
         while not self.done(rank) and self._step(rank, self.next(rank)):
             moved = True
@@ -206,8 +206,8 @@ class _Replay:
         return f"{stage}{kind}{m}"
 
     def _step(self, rank: int, action: Action) -> bool:
-        """Run a rank's next action, if it has not run yet, and send its message, if the receiver allows. Return whether
-        either was done."""
+        """Run a rank's next action, if it has not run yet, and send its message, unless too many earlier messages are
+        unused. Return whether either was done."""
         begun = len(self.rows[rank]) > self.at[rank]
         if not begun and not self._begin(rank, action):
             return False

@@ -22,8 +22,8 @@ class Anneal(SearchStrategy):
     """Simulated annealing of the order in which ops are executed: executions of ops are moved, added and removed at
     random (see `planner.annealing.moves`).
 
-    On Ctrl-C it returns the best plan so far. It proves nothing about the plan; the strategy `auto` also computes a
-    lower bound.
+    On Ctrl-C the best plan so far is returned. Annealing proves nothing about a plan; the strategy `auto` also computes
+    a lower bound.
 
     Options: ``time_limit``: seconds. ``seed``: of the random choices. ``keep_order``: whether the first executions of
     all ops keep the problem's order. ``moves``: if not 0, the number of random changes to try instead of the time

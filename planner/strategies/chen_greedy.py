@@ -64,8 +64,8 @@ def _geometric(low: float, high: float, count: int) -> list[float]:
 
 
 def _sweep(view: ForwardGraph, cuts: tuple[int, ...], threshold: float) -> Chain:
-    """Return the chain of lower sets that algorithm 3 finds. It ends a block at each cut point at which the block's
-    bytes exceed ``threshold``.
+    """Return the chain of lower sets that the greedy algorithm (Chen et al. 2016, algorithm 3) finds. It ends a block
+    at each cut point at which the block's bytes exceed ``threshold``.
 
     ``cuts``: the cut points, each as the bit mask of the nodes up to it.
     """
@@ -80,7 +80,7 @@ def _sweep(view: ForwardGraph, cuts: tuple[int, ...], threshold: float) -> Chain
 
 
 def _price(view: ForwardGraph, chain: Chain) -> tuple[int, int]:
-    """Return the paper's x and y for a chain of lower sets: the bytes of the boundary nodes (which later blocks read),
-    and the bytes of the largest block."""
+    """Return two sums of bytes for a chain of lower sets: those of the boundary nodes, which later blocks read, and
+    those of the largest block (x and y in Chen et al. 2016, algorithm 3)."""
     kept = sum(view.bytes[v] for v in bits(boundaries(view, chain)))
     return kept, max(sum(view.bytes[v] for v in bits(block)) for block in blocks_of(chain))

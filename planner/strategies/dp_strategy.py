@@ -29,16 +29,17 @@ class DPStrategy(BlockStrategy):
     """Base class of `ExactDP` and `ApproxDP`, which divide the forward into blocks by the dynamic program of Kusumoto
     et al. 2019.
 
-    The dynamic program computes one table for each budget. The budgets range from the smallest to the largest that
-    makes a difference by the paper's formula of the peak. First they are in geometric progression, then between
-    neighbours that gave different chains of lower sets. The paper's formula ignores that tensors are freed early, so
-    the budgets only serve to get different chains. The plans are compared by their simulated peaks. All is done twice:
-    with the paper's formula, and with one that counts no bytes for gradients.
+    The dynamic program computes one table for each budget. The first budgets form a geometric progression, from the
+    smallest one that any chain of lower sets meets to one that every chain meets. Further budgets are put between
+    neighbouring budgets with different chains. A chain meets a budget by the paper's formula of the peak. Since this
+    formula ignores that tensors are freed early, the budgets only serve to get different chains; the plans are compared
+    by their simulated peaks. The whole computation is done twice: with the paper's formula, and with one that counts no
+    bytes for gradients.
 
     Options: ``objective``: ``time``: take from each table a few chains with little recomputation time; ``memory``: take
     chains with much recomputation time, since their larger blocks allow more early frees. ``ticks``: the resolution of
-    recomputation time: the cost of all nodes is at most this many ticks. ``budgets``: the largest number of tables for
-    each of the two formulas. ``max_lower_sets``: the largest number of lower sets that are used.
+    recomputation time; the cost of the whole forward is at most this many ticks. ``budgets``: the largest number of
+    tables for each of the two formulas. ``max_lower_sets``: the largest number of lower sets that are used.
     """
 
     objective: Literal["time", "memory"] = "time"

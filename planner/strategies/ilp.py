@@ -36,7 +36,7 @@ class IlpLimits:
     """The fraction of the time limit for annealing, which finds a first plan and, with it, the order of first
     executions."""
     slice: float = 0.15
-    """The fraction of the time limit for the first call of the solver; later calls are longer."""
+    """The fraction of the time limit for the first call of the solver; later calls may take longer."""
     most_ops: int = 1500
     """The largest number of ops for which an integer program is solved. For larger problems the annealed plan is
     returned, because no solver finds a better one."""
@@ -147,8 +147,8 @@ class ILP(SearchStrategy):
         best.offer(runs_of(search.least.schedule))
 
     def _solve(self, program: StageProgram, solver: Solver, began: float, best: _Best) -> None:
-        """Solve the integer program repeatedly, each time for longer, and record the plans found in ``best``, until the
-        time limit or until the solver has finished.
+        """Solve the integer program in slices of time, and record the plans found in ``best``, until the time limit or
+        until the solver can find nothing better.
 
         The program is not exact about the peak. If the schedule of a solution exceeds the budget in the simulator,
         constraints are added that exclude it.
@@ -180,8 +180,8 @@ class _Best:
     """The best plan so far of one search by `ilp`.
 
     ``bound``: a proven lower bound of the overhead of any plan. ``goal``: a proven lower bound of the overhead of plans
-    that run no inverses (ops that compute an input from an output); the search ends when it reaches this. ``plan``: the
-    cheapest plan that fits the budget, or None.
+    that run no inverses (ops that compute an input from an output); the search ends when the best plan's overhead
+    reaches it. ``plan``: the cheapest plan that fits the budget, or None.
     """
 
     graph: TrainingGraph

@@ -43,7 +43,7 @@ class NestedDP(CandidateStrategy):
     """Plans for little memory, in which blocks of the forward run as often as needed (Beaumont et al. 2019, here for
     any graph). A range of blocks is split at a boundary that is kept, then both parts are split again.
 
-    In deep networks its smallest peak is far below that of strategies that run each block at most twice.
+    In deep networks the smallest peak of these plans is far below that of plans that run each block at most twice.
 
     Options: ``units``: the number of memory units that a table of the dynamic program distinguishes. ``plans``: the
     largest number of plans taken from each table. ``near``: a budget in bytes: only one table is used, that with the
@@ -97,7 +97,7 @@ class NestedDP(CandidateStrategy):
 
     def _rooms(self, table: Table) -> list[int]:
         """Return the memory limits, in units, for which plans are taken from a table: at most ``plans``, evenly chosen
-        among the limits at which one more unit lowers the recomputation cost."""
+        among the limits that need less recomputation than a limit of one unit less."""
         costs = table.whole
         falls = np.flatnonzero(costs < np.concatenate([[np.inf], costs[:-1]]))
         picks = np.linspace(0, len(falls) - 1, min(self.plans, len(falls)))

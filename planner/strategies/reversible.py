@@ -6,10 +6,10 @@ residual network: backpropagation without storing activations», NeurIPS 2017, a
 
 The forward half runs once. The backward half keeps its order. Just before an op reads a tensor that was freed, inverses
 recover it. To do so they recompute intermediate tensors, such as the result of a residual function, and the backward of
-this function then reads the same intermediates. So each residual function is evaluated twice and differentiated once: 4
-times its forward cost, if a backward costs 2. Without recovery it is 3. It would be 5 if the intermediates were
-recomputed again for the backward. If every block is reversible, the activations of only one block are resident at a
-time, at any depth. Tensors that cannot be recovered are kept.
+this function then reads the same intermediates. So each residual function is evaluated twice and differentiated once.
+This costs 4 times its forward, if a backward costs as much as 2 forwards. Without recovery the cost is 3. It would be 5
+if the intermediates were recomputed once more for the backward. If every block is reversible, the activations of only
+one block are resident at a time, at any depth. Tensors that cannot be recovered are kept.
 """
 
 from __future__ import annotations

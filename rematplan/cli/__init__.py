@@ -1,6 +1,5 @@
-"""The command line, ``rematplan COMMAND``: one module per command; `run_command` parses arguments and calls the
-command.
-"""
+"""The command line, ``rematplan COMMAND``. There is one module per command; `run_command` parses the arguments and
+calls the command."""
 
 from __future__ import annotations
 
@@ -11,12 +10,13 @@ INTERRUPTED = 130
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command that the arguments name, and return its exit status.
+    """Run a command of the command line, and return its exit status.
 
-    0: success. 1: a verification found a difference. 2: an argument, a file or a problem is at fault. 3: no plan fits
-    the budget. 130: interrupted. Every error is one line on standard error.
+    0: success. 1: a verification found a difference, or the reader of standard output has ended. 2: an argument, a file
+    or a problem is at fault. 3: no plan fits the budget. 130: interrupted. Errors are printed on standard error, in one
+    line.
 
-    ``argv``: the arguments; by default those of the process.
+    ``argv``: the command and its arguments; None: those of the process.
     """
     try:
         from rematplan.cli.run_command import (

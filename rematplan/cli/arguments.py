@@ -1,4 +1,4 @@
-"""Arguments that several commands share: argument types, groups of options, and checks of output files."""
+"""What several commands need for their arguments: readers of values, groups of options, and checks of output paths."""
 
 from __future__ import annotations
 
@@ -22,7 +22,8 @@ LARGEST = 2**31 - 1
 
 
 class Parser(argparse.ArgumentParser):
-    """An argument parser that raises a `UsageError` for wrong arguments, so that the error is shown in one line."""
+    """An argument parser that raises a `UsageError` for wrong arguments, so that the error is shown in one line.
+    Options must be written in full, without abbreviation."""
 
     def __init__(self, **more: Any) -> None:
         super().__init__(allow_abbrev=False, **more)
@@ -36,7 +37,7 @@ def positive(text: str) -> int:
     """Read a whole number from 1 to `LARGEST` (2³¹ − 1), both included.
 
     Raises:
-        ArgumentTypeError: ``text`` is something else.
+        ArgumentTypeError: ``text`` is no such number.
     """
     if not re.fullmatch("[0-9]{1,10}", text) or not 1 <= int(text) <= LARGEST:
         raise argparse.ArgumentTypeError(f"{text[:40]!r} is not a whole number from 1 to {LARGEST}")
@@ -47,7 +48,7 @@ def positive_number(text: str) -> float:
     """Read a finite number above zero.
 
     Raises:
-        ArgumentTypeError: ``text`` is something else.
+        ArgumentTypeError: ``text`` is no such number.
     """
     try:
         number = float(text)
@@ -59,10 +60,10 @@ def positive_number(text: str) -> float:
 
 
 def dimension(text: str) -> tuple[str, int]:
-    """Read a dimension with its size, such as ``batch=8``, as the pair ``("batch", 8)``.
+    """Read the name and the size of a dimension: ``batch=8`` becomes ``("batch", 8)``.
 
     Raises:
-        ArgumentTypeError: ``text`` is something else.
+        ArgumentTypeError: ``text`` does not have this form.
     """
     name, equals, size = text.rpartition("=")
     if not name or not equals:
@@ -71,12 +72,13 @@ def dimension(text: str) -> tuple[str, int]:
 
 
 def dimension_or_range(text: str) -> tuple[str, int | range]:
-    """Read a dimension with its size, such as ``batch=8``, or with a range of sizes, such as ``batch=1..64``.
+    """Read the name of a dimension with its size or with a range of sizes: ``batch=8`` becomes ``("batch", 8)``, and
+    ``batch=1..64`` becomes ``("batch", range(1, 65))``.
 
-    The range includes both ends, and has 2 to `MOST_SIZES` sizes.
+    A range includes both ends, and has 2 to `MOST_SIZES` sizes.
 
     Raises:
-        ArgumentTypeError: ``text`` is something else.
+        ArgumentTypeError: ``text`` does not have one of these forms, or the range has too few or too many sizes.
     """
     name, equals, sizes = text.rpartition("=")
     low, dots, high = sizes.partition("..")
@@ -91,7 +93,7 @@ def dimension_or_range(text: str) -> tuple[str, int | range]:
 
 
 def dimensions(pairs: Sequence[tuple[str, int]]) -> dict[str, int]:
-    """Return the sizes of dimensions by name, from pairs of a name and a size.
+    """Return a dict from the names of dimensions to their sizes, for pairs of a name and a size.
 
     Raises:
         UsageError: a name has two different sizes.
@@ -116,7 +118,8 @@ SIZES = {
 
 
 def add_sizes(parser: argparse.ArgumentParser) -> None:
-    """Add one option for each size of a network of the zoo (`SIZES`), such as ``--batch`` and ``--image``."""
+    """Add to ``parser`` one option for each size that a network of the zoo can have (`SIZES`), such as ``--batch`` and
+    ``--image``."""
     group = parser.add_argument_group(
         "sizes of a network of the zoo (rematplan models lists which has which)"
     )
@@ -125,7 +128,8 @@ def add_sizes(parser: argparse.ArgumentParser) -> None:
 
 
 def given_sizes(args: argparse.Namespace) -> dict[str, int | None]:
-    """Return the values of the options of `add_sizes` by name; None for sizes that were not given."""
+    """Return the sizes of a network of the zoo that the arguments state, by name (`SIZES`); None for sizes that they do
+    not state."""
     return {size: getattr(args, size) for size in SIZES}
 
 
@@ -163,8 +167,8 @@ MEANINGS: Mapping[str, tuple[str, str]] = {
 
 
 def add_strategy_options(parser: argparse.ArgumentParser) -> None:
-    """Add one option for each field of each strategy (planning algorithm), and a list of the strategies below the
-    options."""
+    """Add to ``parser`` one option for each field of each strategy (planning algorithm). A list of the strategies is
+    shown below the options in the help text."""
     width = max(map(len, STRATEGIES))
     rows = (f"  {name:{width}}  {kind.summary}" for name, kind in STRATEGIES.items())
     parser.epilog = "\n".join(("strategies:", *rows))
@@ -206,26 +210,31 @@ def _choices(kinds: Sequence[Any]) -> str:
 
 
 def strategy_options(args: argparse.Namespace) -> dict[str, object]:
-    """Return the options of strategies that were given, by the name of the strategy's field."""
+    """Return the options of planning strategies that the arguments state, by the name of the strategy's field, with
+    values as text or bool."""
     names = (n.removeprefix("option_") for n in vars(args) if n.startswith("option_"))
     return {n: value for n in names if (value := getattr(args, f"option_{n}")) is not None}
 
 
 def one_strategy(args: argparse.Namespace) -> Strategy:
-    """Return the strategy that ``--strategy`` names, with the options that were given.
+    """Return the strategy (planning algorithm) that ``--strategy`` names, with the options that the arguments state.
 
     Raises:
-        UsageError: the strategy is unknown, or it does not have one of the given options.
+        UsageError: the strategy is unknown, does not have one of these options, or a value is invalid.
     """
     return strategy(args.strategy, **strategy_options(args))
 
 
 def several_strategies(names: Sequence[str], options: Mapping[str, object]) -> dict[str, Strategy]:
-    """Return strategies by name, each with those of the options that it has.
+    """Return strategies (planning algorithms) by name. Each gets those of the options that it has.
+
+    Args:
+        names: names of strategies.
+        options: values by the name of the option; for all strategies together.
 
     Raises:
-        UsageError: a strategy is unknown, or an option belongs to none of the strategies (a time limit is ignored
-            then).
+        UsageError: a strategy is unknown, a value is invalid, or none of the strategies has an option. A time limit is
+            never refused: it is ignored if no strategy has one.
     """
     made: dict[str, Strategy] = {}
     unused = set(options) - {LIMIT}
@@ -240,7 +249,7 @@ def several_strategies(names: Sequence[str], options: Mapping[str, object]) -> d
 
 
 def check_outputs(*paths: Path | None) -> None:
-    """Check, before any work is done, that output files can be written. Paths that are None are ignored.
+    """Check the paths of output files before any work is done. Paths that are None are ignored.
 
     Raises:
         UsageError: a path is a folder, its folder does not exist, or two outputs have the same path.

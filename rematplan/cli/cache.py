@@ -1,4 +1,4 @@
-"""``rematplan cache``: list or delete the files that earlier commands saved: plans and measured costs."""
+"""``rematplan cache``: list or delete the files that earlier commands saved, with plans and measured costs."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from rematplan.ir import show_bytes
 from rematplan.ir.cache_folder import cache_folder
 
 KEPT = {"plans": "plans/*.json", "costs": "profile-*.json"}
-"""The kinds of saved files, with the patterns of their paths in the folder of saved files."""
+"""For each kind of saved file, the pattern of its path in the cache folder."""
 
 
 def add(parser: argparse.ArgumentParser) -> None:
@@ -23,7 +23,7 @@ def add(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace, out: Output) -> int:
-    """Run ``rematplan cache``: list or delete saved plans and measured costs. Return the exit status 0."""
+    """Run ``rematplan cache``: list or delete the saved plans and measured costs. Return the exit status 0."""
     from rematplan.report.tables import pairs_table
 
     folder, deleting = cache_folder(), args.action == "clear"
@@ -41,7 +41,7 @@ def run(args: argparse.Namespace, out: Output) -> int:
 
 
 def _files(folder: Path, pattern: str, deleting: bool) -> tuple[int, int]:
-    """Return the number of files and their bytes; delete them if ``deleting``."""
+    """Return the number and total bytes of the files in a folder that match a pattern. Delete them if ``deleting``."""
     files = sorted(folder.glob(pattern))
     size = sum(file.stat().st_size for file in files)
     for file in files if deleting else ():

@@ -1,4 +1,5 @@
-"""``rematplan compare``: keep, recompute or invert tensors: peak, extra time and gradient error of each strategy."""
+"""``rematplan compare``: compare strategies that keep, recompute or invert tensors by peak, extra time and gradient
+error."""
 
 from __future__ import annotations
 
@@ -37,7 +38,8 @@ HALF = 50
 
 @dataclass(frozen=True)
 class PlannedRival(Rival):
-    """A row of the table of ``rematplan compare``. ``source``: the problem to which the row's plan belongs."""
+    """A row of the table that ``rematplan compare`` prints: a plan with its figures. ``source``: the problem to which
+    the plan belongs."""
 
     source: Source = field(kw_only=True)
 
@@ -68,7 +70,8 @@ def add(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace, out: Output) -> int:
-    """Run ``rematplan compare``: plan the step by several strategies, run each plan, and show all in a table.
+    """Run ``rematplan compare``: plan a step by several strategies, run each plan unless ``--no-run`` is set, and show
+    the results in a table.
 
     Return the exit status: 1 if loss, gradients or buffers under a plan differ from plain autograd's by more than
     predicted, otherwise 0.
@@ -133,7 +136,12 @@ def _rivals(
 def _overlapped(
     rivals: list[PlannedRival], budget: int, args: argparse.Namespace, out: Output
 ) -> list[PlannedRival]:
-    """Return the fastest plan on two lanes, if there is one, under the name of the last row."""
+    """Return one further row of the table: the fastest plan within the budget that runs on two lanes (CUDA streams or
+    threads). The result is empty if no plan uses two lanes.
+
+    Candidates are the plans of the other rows and those of the strategy `reversible`. The row's name is that of the
+    last row with ``, overlap`` appended.
+    """
     last, base, found = rivals[-1], rivals[0].plan.estimate.cost, []
     sharing = cache(partial(lane_sharing, last.source, last.plan, args, out))
     for source in {id(r.source): r.source for r in rivals}.values():
@@ -148,14 +156,16 @@ def _overlapped(
 
 
 def _rank(plan: Plan, budget: int) -> tuple[int, float]:
-    """Return a key that sorts plans within the budget first, and then by cost."""
+    """Return a sort key for plans: plans within the budget (bytes) come first, by cost; then the others, by peak and
+    cost."""
     return max(plan.estimate.peak, budget), plan.estimate.cost
 
 
 def _within(
     strategy: Strategy, source: Source, budget: int, progress: Progress, store: PlanStore | None = None
 ) -> Plan:
-    """Return the strategy's plan within the budget; if none fits, its plan of the smallest found peak."""
+    """Return the plan that a strategy finds within the budget (bytes). If none fits, return its plan with the smallest
+    peak found."""
     store = PlanStore() if store is None else store
     try:
         return plan_within(strategy, source.graph, budget, progress, store=store)

@@ -1,4 +1,4 @@
-"""``rematplan curve``: the trade-off between memory and overhead, as a table, a picture and a CSV file."""
+"""``rematplan curve``: show the trade-off between memory and overhead as a table, a picture and a CSV file."""
 
 from __future__ import annotations
 
@@ -41,22 +41,24 @@ BUDGETS = ("80%", "70%", "60%", "50%", "40%", "min")
 MEASURED_PLANS = 5
 """The number of plans along the best curve that ``--measure`` runs."""
 ROUNDS = 5
-"""How often ``--measure`` runs each plan, alternately with the others."""
+"""How many times ``--measure`` runs each plan, alternately with the others."""
 FLOORS, FLOOR_SHARE = 10, 0.3
-"""A picture shows lower bounds at ``FLOORS`` + 1 budgets; proving them takes this share of a curve's time limit."""
+"""The picture shows proven lower bounds of the overhead at ``FLOORS`` + 1 budgets. The proofs take the share
+``FLOOR_SHARE`` of a curve's time limit."""
 LEAST_SHARE = 0.25
-"""The time for lowering the peak as far as possible, as a share of a curve's time limit and in addition to it."""
+"""The time for finding plans with the smallest peak, as a share of a curve's time limit. It is spent in addition to
+that limit."""
 
 
 @dataclass(frozen=True)
 class TradeOff:
-    """The trade-off between memory and overhead of one problem.
+    """The trade-off between memory and overhead of one planning problem.
 
-    ``source``: the problem. ``base``: the plan without recomputation. ``curves``: plans by the strategy's name, by
-    rising overhead and falling peak. ``budgets``: the rows of the table. ``notes``: sentences for the user.
-    ``measured``: the plans that were run: first the one without recomputation, last plain autograd; empty without
-    ``--measure``. ``floors``: pairs of a budget in bytes and the proven lower bound of the overhead within it; empty
-    without ``--png``.
+    ``source``: the problem. ``base``: the plan without recomputation. ``curves``: the plans of each strategy, by its
+    name, by rising overhead and falling peak. ``budgets``: the budgets for which the table has rows. ``notes``:
+    sentences for the user. ``measured``: the plans that were run: the first without recomputation, the last plain
+    autograd; empty without ``--measure``. ``floors``: pairs of a budget in bytes and the proven lower bound of the
+    overhead within it; empty without ``--png``.
     """
 
     source: Source
@@ -69,7 +71,8 @@ class TradeOff:
 
     @property
     def whole(self) -> int:
-        """The bytes of the problem's inputs and outputs, which a share of activations does not reduce."""
+        """The bytes of the problem's inputs (parameters, buffers, batch) and outputs (gradients). A budget such as
+        ``50% of activations`` includes them in full."""
         return whole_bytes(self.source.graph)
 
 
@@ -102,8 +105,8 @@ def add(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace, out: Output) -> int:
-    """Run ``rematplan curve``: trace the curves, then show them and write the requested files. Return the exit status
-    0."""
+    """Run ``rematplan curve``: compute the trade-off curves, show them and write the requested files. Return the exit
+    status 0."""
     check_outputs(args.png, args.csv)
     if args.measure and args.model is None:
         raise UsageError("--measure needs a MODEL: a problem file does not contain the model to run")
@@ -136,7 +139,8 @@ def trace(
     Args:
         source: the problem.
         strategies: planning algorithms by name.
-        budgets: the rows of the table. For ``min`` and ``least`` plans with a smaller peak are searched in addition.
+        budgets: the budgets for which the table has rows. For ``min`` and ``least``, which depend on the smallest peak
+            found, `auto` or `anneal` also searches for plans with a smaller peak.
         out: shows the progress.
 
     Raises:
@@ -166,8 +170,10 @@ def trace(
 
 
 def prove(trade_off: TradeOff, strategies: Mapping[str, Strategy], out: Output) -> TradeOff:
-    """Return the trade-off with ``floors``: proven lower bounds of the overhead, at `FLOORS` + 1 budgets along the
-    curves."""
+    """Return the trade-off with its ``floors``: proven lower bounds of the overhead at several budgets.
+
+    The `FLOORS` + 1 budgets are evenly spaced, from the peak without recomputation to the smallest peak of the curves.
+    """
     graph, base = trade_off.source.graph, trade_off.base.estimate.peak
     least = min(p.estimate.peak for plans in trade_off.curves.values() for p in plans)
     budgets = [base - (base - least) * k // FLOORS for k in range(FLOORS + 1)]
@@ -182,10 +188,10 @@ def prove(trade_off: TradeOff, strategies: Mapping[str, Strategy], out: Output) 
 
 
 def measure(trade_off: TradeOff, out: Output) -> TradeOff:
-    """Run plans alternately, and return the trade-off with ``measured``.
+    """Run plans on this machine, alternately, and return the trade-off with their measurements (``measured``).
 
-    The plans are: the one without recomputation, up to `MEASURED_PLANS` plans along the Pareto front, and plain
-    autograd.
+    The plans are the one without recomputation and up to `MEASURED_PLANS` plans on the Pareto front. Plain autograd is
+    run, too.
     """
     from rematplan import api
 
@@ -199,7 +205,7 @@ def measure(trade_off: TradeOff, out: Output) -> TradeOff:
 
 
 def show(trade_off: TradeOff, out: Output) -> None:
-    """Print the notes, the table of plans by budget, and the table of measured plans, if any were run."""
+    """Print the notes, the table of plans by budget and, if plans were run, the table of their measurements."""
     name, base = trade_off.source.graph.name, trade_off.base
     rows = rows_at(
         _without_store_all(trade_off.curves), trade_off.budgets, base.estimate.peak, trade_off.whole
@@ -210,7 +216,8 @@ def show(trade_off: TradeOff, out: Output) -> None:
 
 
 def write(trade_off: TradeOff, png: Path | None, csv: Path | None) -> None:
-    """Write the curves as a picture to ``png`` and as a table to ``csv``. A path of None is not written."""
+    """Write the curves as a picture to ``png`` and as a table to ``csv``, with measurements if there are any. A file
+    whose path is None is not written."""
     if csv:
         eager = trade_off.measured[-1:]
         measured = {
@@ -231,7 +238,8 @@ def write(trade_off: TradeOff, png: Path | None, csv: Path | None) -> None:
 
 
 def document(trade_off: TradeOff) -> dict[str, Any]:
-    """Return the JSON output of ``rematplan curve``: peaks in bytes, overheads as shares of the step's time."""
+    """Return the JSON output of ``rematplan curve``. Peaks are in bytes. Overheads are fractions of the step's time
+    without recomputation."""
     base = trade_off.base.estimate
     plans = [p for curve in trade_off.curves.values() for p in curve]
     rows = rows_at(trade_off.curves, trade_off.budgets, base.peak, trade_off.whole)
@@ -251,9 +259,8 @@ def document(trade_off: TradeOff) -> dict[str, Any]:
 
 
 def _measured(measured: Sequence[MeasuredPlan]) -> list[dict[str, Any]]:
-    """Return the JSON output for the plans that were run: median times, and the minimum, median and maximum
-    overhead.
-    """
+    """Return the JSON output for the plans that were run: the measured peak, the median of the times in seconds, and
+    the minimum, median and maximum of the measured overhead."""
     return [
         _point(m.plan)
         | {"strategy": m.plan.strategy, "measured_peak": m.peak, "seconds": median(m.seconds)}
@@ -270,16 +277,17 @@ def _point(plan: Plan) -> dict[str, Any]:
 
 
 def _without_store_all(curves: Mapping[str, Sequence[Plan]]) -> Mapping[str, Sequence[Plan]]:
-    """Return the curves for the table without ``store_all``, whose plan is the table's first row; all if it is the only
-    one."""
+    """Return the curves to show in the table: all except that of ``store_all``, whose only plan is the table's first
+    row anyway. If there is no other curve, it is returned."""
     others = {name: plans for name, plans in curves.items() if name != StoreAll.name}
     return others or curves
 
 
 def _without_blocks(strategies: Mapping[str, Strategy]) -> Mapping[str, Strategy]:
-    """Return the strategies that can plan a problem without phases (forward and backward not told apart).
+    """Return the strategies that can plan a problem whose ops are not marked as forward or backward: those that do not
+    divide the forward into blocks.
 
-    If no strategy can, return all, so that their errors are shown to the user.
+    If there are none, return all strategies, so that their errors are shown to the user.
     """
     from rematplan.planner.strategies.block_strategy import CandidateStrategy
 

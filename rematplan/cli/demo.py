@@ -1,4 +1,5 @@
-"""``rematplan demo``: U-Net and ResNet-50, from ONNX files to planned and verified training steps."""
+"""``rematplan demo``: export U-Net and ResNet-50 (or two tiny networks) to ONNX files, then plan, run and verify a
+training step of each."""
 
 from __future__ import annotations
 
@@ -32,10 +33,10 @@ TIME_LIMIT = 20.0
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """A network of the demo.
+    """A network of the demo and the budget for its training step.
 
-    ``name``: its name in the zoo. ``batch``, ``image``, ``width``: its sizes: samples, side of the image, channels.
-    ``budget``: as text, such as ``60%``; the step is planned and run within it.
+    ``name``: the network's name in the zoo. ``batch``: samples. ``image``: the side of the image in pixels. ``width``:
+    channels. ``budget``: the memory budget as text, such as ``60%``.
     """
 
     name: str
@@ -62,7 +63,8 @@ def add(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace, out: Output) -> int:
-    """Run ``rematplan demo``: export, plan, run and verify two networks. Return 0 if all were verified, otherwise 1."""
+    """Run ``rematplan demo``: export, plan, run and verify two networks. Return the exit status: 0 if both were
+    verified, otherwise 1."""
     args.folder.mkdir(parents=True, exist_ok=True)
     start, worst = time.perf_counter(), 0
     documents = []
@@ -78,10 +80,13 @@ def run(args: argparse.Namespace, out: Output) -> int:
 
 
 def _plan_from(trade_off: curve.TradeOff, budget: str) -> Plan:
-    """Return the best plan of the curves within a budget, so that nothing is planned twice.
+    """Return the plan of least overhead within a budget from the curves that were already computed, so that no new
+    search is needed.
+
+    ``budget``: text, such as ``60%`` or ``min``.
 
     Raises:
-        InfeasibleBudget: no plan fits.
+        InfeasibleBudget: no plan of the curves fits.
     """
     base, stated = trade_off.base.estimate.peak, parse_budget(budget)
     every = {"auto": [p for plans in trade_off.curves.values() for p in plans]}

@@ -1,4 +1,4 @@
-"""``rematplan devices``: list the device models for roofline costs."""
+"""``rematplan devices``: list the device models with which the roofline model computes the costs of ops."""
 
 from __future__ import annotations
 
@@ -13,7 +13,8 @@ def add(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace, out: Output) -> int:
-    """Run ``rematplan devices``: list the device models for roofline costs. Return the exit status 0."""
+    """Run ``rematplan devices``: list the device models with which the roofline model computes the costs of ops. Return
+    the exit status 0."""
     del args
     import torch  # imported here, since `rematplan --help` does not need it
 

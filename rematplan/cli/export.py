@@ -54,8 +54,8 @@ def write_network(
     """Export a network of the zoo in training form as an ONNX file, and return the shapes of its inputs.
 
     Args:
-        name: a network of the zoo.
-        sizes: by name (see `rematplan.models.SIZES`); None stands for the network's default.
+        name: the name of a network of the zoo.
+        sizes: the network's sizes by name (see `rematplan.models.SIZES`); None: the network's default.
         path: the file to write.
         dynamic_batch: whether the batch is a symbolic dimension named ``batch``; otherwise its size is fixed.
 

@@ -1,4 +1,4 @@
-"""``rematplan kfac``: model the time and memory of SGD and K-FAC on many devices."""
+"""``rematplan kfac``: model the time and memory of data-parallel training by SGD and by K-FAC on many devices."""
 
 from __future__ import annotations
 
@@ -70,10 +70,11 @@ def add(parser: argparse.ArgumentParser) -> None:
 
 
 def ranks(text: str) -> tuple[int, ...]:
-    """Read numbers of processes: ``1..2048`` (doubled from the first to the last, both included), ``8`` or ``1,8,64``.
+    """Read numbers of processes: ``8``, a list ``1,8,64``, or a range ``1..2048``, which is doubled from its first
+    number up to its last, both included.
 
     Raises:
-        ArgumentTypeError: ``text`` is something else, or a number is above `MOST_RANKS`.
+        ArgumentTypeError: ``text`` does not have one of these forms, or a number is above `MOST_RANKS`.
     """
     first, dots, last = text.partition("..")
     found = [positive(part) for part in ([first, last] if dots else text.split(","))]
@@ -91,10 +92,11 @@ def _doubled(first: int, last: int) -> Iterator[int]:
 
 
 def link(text: str) -> tuple[float, float]:
-    """Read a bandwidth in 10⁹ bytes per second and a latency in microseconds: ``25GB/s,5us`` becomes (25.0, 5.0).
+    """Read the bandwidth in 10⁹ bytes per second and the latency in microseconds of a network link: ``25GB/s,5us``
+    becomes (25.0, 5.0).
 
     Raises:
-        ArgumentTypeError: ``text`` is something else, or the bandwidth is 0.
+        ArgumentTypeError: ``text`` does not have this form, or the bandwidth is 0.
     """
     number = r"(\d+(?:\.\d+)?)"
     found = re.fullmatch(number + "GB/s," + number + "us", text)
@@ -104,7 +106,8 @@ def link(text: str) -> tuple[float, float]:
 
 
 def run(args: argparse.Namespace, out: Output) -> int:
-    """Run ``rematplan kfac``: model iterations of SGD and K-FAC, then show and draw them. Return the exit status 0."""
+    """Run ``rematplan kfac``: model training iterations of SGD and of K-FAC, show them in tables and draw them. Return
+    the exit status 0."""
     check_outputs(args.png)
     model, peaks = modelled(args, out)
     pairs = [(model.sgd(count), model.kfac(count)) for count in args.ranks]
@@ -121,9 +124,10 @@ def run(args: argparse.Namespace, out: Output) -> int:
 
 
 def modelled(args: argparse.Namespace, out: Output) -> tuple[IterationModel, tuple[int, int]]:
-    """Return the model of training iterations, and two peaks without recomputation, in bytes.
+    """Return a model of the training iterations of SGD and K-FAC, and the peaks of one process's step in bytes, without
+    recomputation.
 
-    The peaks are those of one process's step: without Kronecker statistics, then with them.
+    The two peaks are those of the step without Kronecker factors (SGD) and of the step that computes them (K-FAC).
     """
     loaded = load_model(args, out, weightless=True)
     from rematplan import api
@@ -157,8 +161,8 @@ def document(
     Args:
         args: the command's arguments.
         model: the model of training iterations.
-        pairs: an iteration of SGD and one of K-FAC, for each number of processes.
-        peaks: the peak of one process's step with SGD and with K-FAC, in bytes.
+        pairs: for each number of processes, the modelled iteration of SGD and that of K-FAC.
+        peaks: the peak of one process's step in bytes, with SGD and with K-FAC.
     """
     return {
         "model": model.plain.name,

@@ -20,9 +20,10 @@ PLAIN_WIDTH = 120
 
 @dataclass(frozen=True)
 class Output:
-    """What a command prints.
+    """Prints what a command outputs.
 
-    ``json``: print one JSON document on standard output, and no tables. ``quiet``: print no tables and no progress bar.
+    ``json``: print one JSON document on standard output instead of tables. ``quiet``: print no tables and no progress
+    bar.
     """
 
     json: bool = False
@@ -40,12 +41,12 @@ class Output:
             console.print(view)
 
     def data(self, document: dict[str, Any]) -> None:
-        """Print a command's JSON document, if ``json`` is set. Infinities and NaN become null."""
+        """Print the JSON document of a command, if ``json`` is set. Infinities and NaN are printed as null."""
         if self.json:
             print(json.dumps(_finite(document), indent=2, allow_nan=False))
 
     def progress(self, title: str) -> AbstractContextManager[Progress]:
-        """Return a context that shows a progress bar, unless ``quiet`` is set, and yields a function that updates the
+        """Return a context that shows a progress bar, unless ``quiet`` is set. It yields a function that updates the
         bar.
 
         The function takes the fraction done (0 to 1) and a short text. ``title``: the first words of the bar's line.

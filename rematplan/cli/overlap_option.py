@@ -1,4 +1,5 @@
-"""The option ``--overlap``: run recomputation and inverses at the same time as the gradients."""
+"""The options ``--overlap`` and ``--lane-speed``: run recomputation and inverses at the same time as the gradients, on
+a second CUDA stream or thread."""
 
 from __future__ import annotations
 
@@ -18,7 +19,7 @@ from rematplan.plans.two_lane_plans import MODES, overlapped, sharing_here
 def add_overlap(parser: argparse.ArgumentParser, default: str) -> None:
     """Add the options ``--overlap`` and ``--lane-speed`` to ``parser``.
 
-    ``default``: what the help text of ``--overlap`` states as its default.
+    ``default``: the default of ``--overlap`` that the help text states.
     """
     parser.add_argument(
         "--overlap",
@@ -37,8 +38,8 @@ def add_overlap(parser: argparse.ArgumentParser, default: str) -> None:
 
 
 def check_overlap(args: argparse.Namespace) -> None:
-    """Check that ``--lane-speed``, the speed of each of two lanes (CUDA streams or threads) while both run, is
-    possible.
+    """Check the value of ``--lane-speed``: the speed of each of two lanes (CUDA streams or threads) while both run,
+    relative to one that runs alone.
 
     Raises:
         UsageError: the speed is not between 0.5 and 1.
@@ -50,8 +51,8 @@ def check_overlap(args: argparse.Namespace) -> None:
 def lane_sharing(source: Source, plan: Plan, args: argparse.Namespace, out: Output) -> Sharing:
     """Return how fast each of two lanes (CUDA streams or threads) is while both run.
 
-    It is the speed that the user states; otherwise it is measured on ops of the plan, if the costs of ops are measured,
-    too; otherwise it is a usual value.
+    It is the speed that ``--lane-speed`` states. Without this option it is measured on ops of the plan, if the costs of
+    ops are measured on this machine, too. Otherwise it is a usual value.
     """
     if args.lane_speed is not None:
         return replace(USUAL, speed=args.lane_speed)
@@ -64,8 +65,8 @@ def lane_sharing(source: Source, plan: Plan, args: argparse.Namespace, out: Outp
 def wanted_lanes(
     source: Source, plan: Plan, args: argparse.Namespace, out: Output
 ) -> tuple[Plan, tuple[str, ...]]:
-    """Return the plan on one or two lanes (CUDA streams or threads), as ``--overlap`` asks for, and notes for the user.
+    """Return the plan on one or two lanes (CUDA streams or threads), as ``--overlap`` asks, and notes for the user.
 
-    A note says why the plan has one lane, if two were asked for and it has one.
+    If two lanes were asked for and the plan has one, a note says why.
     """
     return overlapped(source.graph, plan, args.overlap, lambda: lane_sharing(source, plan, args, out))

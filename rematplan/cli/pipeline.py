@@ -1,4 +1,5 @@
-"""``rematplan pipeline``: plan a model over several ranks, each within its budget, and show the timeline."""
+"""``rematplan pipeline``: divide a model into pipeline stages, plan each rank's stages within the budget, and show the
+timeline."""
 
 from __future__ import annotations
 
@@ -87,11 +88,12 @@ def add(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace, out: Output) -> int:
-    """Run ``rematplan pipeline``: divide the model into stages, plan them, show and write the pipeline. Return 0.
+    """Run ``rematplan pipeline``: divide the model into stages, plan them, show the pipeline, and write the requested
+    files. Return the exit status 0.
 
     Raises:
         UsageError: an argument is malformed, or arguments exclude each other.
-        InfeasibleBudget: a rank does not fit.
+        InfeasibleBudget: the stages of a rank do not fit the budget.
     """
     check_outputs(args.output, args.png)
     budget = parse_budget(args.budget)
@@ -139,10 +141,11 @@ def run(args: argparse.Namespace, out: Output) -> int:
 
 
 def kept_inputs(plan: PlannedPipeline) -> tuple[str, ...]:
-    """Return a note for each stage of a dataflow pipeline that keeps tensors from forward to backward.
+    """Return a note for each stage of a dataflow pipeline that keeps tensors between the forward and the backward of a
+    micro-batch.
 
-    In a dataflow pipeline, inverses recover the input of a stage in the backward, so that it need not be kept. Empty
-    for other schedules.
+    In a dataflow pipeline, stages need not keep their input, because inverses (ops that compute an input from an
+    output) recover it. The notes say which stages do so anyway, and why. For other schedules the result is empty.
     """
     if plan.schedule.name != DATAFLOW:
         return ()
@@ -162,7 +165,8 @@ def _show(plan: PlannedPipeline, notes: tuple[str, ...], out: Output) -> None:
 
 
 def _model(args: argparse.Namespace, costs: str) -> dict[str, Any]:
-    """Return how the model was loaded, so that ``rematplan pipeline-step`` can load it again."""
+    """Return the arguments with which the model was loaded, as JSON data, so that ``rematplan pipeline-step`` can load
+    it again."""
     sizes = {size: n for size, n in given_sizes(args).items() if n is not None}
     return {
         "model": args.model,

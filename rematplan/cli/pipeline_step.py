@@ -1,4 +1,5 @@
-"""``rematplan pipeline-step``: run a planned pipeline, measure each rank, and compare it with a single process."""
+"""``rematplan pipeline-step``: run a step of a planned pipeline, measure each rank, and compare the results with those
+of a single process."""
 
 from __future__ import annotations
 
@@ -37,12 +38,12 @@ def add(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace, out: Output) -> int:
-    """Run ``rematplan pipeline-step`` as one rank of a pipeline; rank 0 shows the measurements of all ranks.
+    """Run ``rematplan pipeline-step`` as one rank of a pipeline. Rank 0 shows the measurements of all ranks.
 
-    Return 1 if the verification found a difference from a single process, otherwise 0.
+    Return the exit status: 1 if ``--verify`` found a difference from a single process, otherwise 0.
 
     Raises:
-        UsageError: torchrun has not started as many processes as the pipeline has ranks.
+        UsageError: this process was not started by torchrun, or not with as many processes as the pipeline has ranks.
     """
     plan = load_pipeline(args.file)
     ranks = plan.schedule.ranks

@@ -1,4 +1,4 @@
-"""``rematplan plan``: make a plan within a budget, show and write it."""
+"""``rematplan plan``: make a plan within a budget, show it, and write it to a file if asked for."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def add(parser: argparse.ArgumentParser) -> None:
 
 
 def add_budget(parser: argparse.ArgumentParser, *, required: bool = True) -> None:
-    """Add the options ``--budget`` and ``--strategy``. ``required``: whether the command needs ``--budget``."""
+    """Add the options ``--budget`` and ``--strategy`` to ``parser``. ``required``: whether ``--budget`` is required."""
     parser.add_argument(
         "--budget",
         required=required,
@@ -59,11 +59,13 @@ def add_budget(parser: argparse.ArgumentParser, *, required: bool = True) -> Non
 
 
 def run(args: argparse.Namespace, out: Output) -> int:
-    """Run ``rematplan plan``: plan the step within the budget, show and write the plan. Return the exit status 0.
+    """Run ``rematplan plan``: plan the step within the budget, show the plan, and write the requested files. Return the
+    exit status 0.
 
     Raises:
+        UsageError: an argument is malformed, or arguments exclude each other.
         InfeasibleBudget: the strategy finds no plan that fits.
-        UnfitSizes: for a range of sizes: no known plan fits at some size.
+        UnfitSizes: for a range of sizes: no known plan fits at some sizes.
     """
     check_outputs(args.output, args.problem_out)
     parse_budget(args.budget)  # refuses a malformed budget before the model is loaded
@@ -101,7 +103,9 @@ def run(args: argparse.Namespace, out: Output) -> int:
 
 
 def _error(source: Source, plan: Plan) -> float:
-    """Return the predicted relative error of forward tensors when the backward reads them."""
+    """Return the largest predicted relative error, under a plan, of a forward tensor that the backward reads. Only
+    tensors that inverses (ops that compute an input from an output) recover have errors; see `predicted_error` for the
+    smallest value of a captured step."""
     if source.loaded is None:
         return worst_error(source.graph, plan.schedule)
     from rematplan.api import predicted_error
@@ -110,10 +114,11 @@ def _error(source: Source, plan: Plan) -> float:
 
 
 def plan_for(source: Source, args: argparse.Namespace, out: Output) -> tuple[Source, Plan]:
-    """Return the plan that ``--strategy`` finds within ``--budget``, and the problem that it is a plan of.
+    """Return the plan that the strategy of ``--strategy`` finds within the budget of ``--budget``, and the problem to
+    which the plan belongs.
 
-    If inverses that round are allowed and the strategy is `auto`, the problem without them is planned, too, and the
-    better of both plans is returned.
+    With the strategy `auto` and inverses that round (ops that compute an input from an output), the problem without
+    these inverses is planned as well. The result is then the better of the two plans with its problem.
 
     Raises:
         InfeasibleBudget: the strategy finds no plan that fits.
@@ -137,11 +142,8 @@ def plan_for(source: Source, args: argparse.Namespace, out: Output) -> tuple[Sou
 
 @contextmanager
 def asking_for_units(budget: Budget, graph: TrainingGraph) -> Iterator[None]:
-    """A context that adds a question to an `InfeasibleBudget` raised in it, if the budget is a small number without a
-    unit.
-
-    The question is whether the user meant, for example, GiB or percent.
-    """
+    """A context for planning within a budget. If `InfeasibleBudget` is raised in it, and the budget is a small number
+    without a unit, a question is added to the error: whether the user meant, for example, GiB or percent."""
     try:
         yield
     except InfeasibleBudget as e:
@@ -152,13 +154,13 @@ def asking_for_units(budget: Budget, graph: TrainingGraph) -> Iterator[None]:
 
 
 def plan_document(source: Source, plan: Plan, base: Plan, said: tuple[str, ...] = ()) -> dict[str, Any]:
-    """Return the JSON output for a plan: its figures without its schedule. Peaks are in bytes, costs in microseconds.
+    """Return the figures of a plan as JSON data, without its schedule. Peaks are in bytes, costs in microseconds.
 
     Args:
         source: the problem.
-        plan: a plan of it.
-        base: the plan without recomputation.
-        said: notes in addition to those of ``source``.
+        plan: a plan of this problem.
+        base: the problem's plan without recomputation.
+        said: further notes for the user, after those of ``source``.
     """
     e = plan.estimate
     return {
@@ -186,7 +188,7 @@ def plan_document(source: Source, plan: Plan, base: Plan, said: tuple[str, ...] 
 
 
 def lanes_document(plan: Plan) -> dict[str, Any] | None:
-    """Return the JSON output for a plan on two lanes (CUDA streams or threads); None if it has one lane."""
+    """Return the figures of a plan's two lanes (CUDA streams or threads) as JSON data; None if it has only one lane."""
     if plan.lanes is None:
         return None
     lanes = plan.lanes

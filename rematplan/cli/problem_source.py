@@ -1,4 +1,5 @@
-"""Load the problem to plan: from a network of the zoo, an ONNX file, or a problem file."""
+"""Load the problem to plan, which the arguments of a command name: a network of the zoo, an ONNX file, or a problem
+file."""
 
 from __future__ import annotations
 
@@ -30,21 +31,22 @@ if TYPE_CHECKING:
     from rematplan.api import LoadedStep
 
 DRIVERS = ("libcuda.so.1", "nvcuda.dll")
-"""The names of NVIDIA's driver library on Linux and Windows."""
+"""The names of NVIDIA's driver library on Linux and on Windows."""
 AMD_DEVICE = Path("/dev/kfd")
 """A file that exists if AMD's driver is installed; torch calls AMD's devices ``cuda``, too."""
 PROFILE, ROOFLINE = "profile", "roofline"
 MODEL_ONLY = (*SIZES, "dim", "loss", "bn", "dropout", "costs", "device", "device_model")
-"""Options that cannot be combined with a problem file."""
+"""The options that cannot be combined with a problem file."""
 
 
 @dataclass(frozen=True)
 class Source:
-    """A problem to plan.
+    """A problem to plan, with its origin.
 
-    ``graph``: the problem. ``loaded``: the captured step to which it belongs; None for a problem file. ``notes``:
-    sentences for the user. ``without``: the problem of the same step without inverses that round; None unless the
-    strategy `auto` is to choose between both problems.
+    ``graph``: the problem. ``loaded``: the captured training step from which it was made; None if it was read from a
+    problem file. ``notes``: sentences for the user. ``without``: the problem of the same step without inverses (ops
+    that compute an input from an output) that round. It is None unless the strategy `auto` is to plan both problems and
+    choose.
     """
 
     graph: TrainingGraph
@@ -54,10 +56,10 @@ class Source:
 
 
 def add_model(parser: argparse.ArgumentParser, *, problem_file: bool, ranges: bool = False) -> None:
-    """Add the argument MODEL and its options to ``parser``.
+    """Add to ``parser`` the argument MODEL and the options for loading it.
 
-    ``problem_file``: whether ``--problem FILE`` may be given instead of MODEL. ``ranges``: whether ``--dim`` accepts a
-    range of sizes.
+    ``problem_file``: whether to add ``--problem FILE``, which can replace MODEL. ``ranges``: whether ``--dim`` accepts
+    a range of sizes.
     """
     parser.add_argument(
         "model",
@@ -128,11 +130,11 @@ def add_costs(parser: argparse.ArgumentParser) -> None:
 def load(args: argparse.Namespace, out: Output, *, runs: bool = False) -> Source:
     """Load the problem that the arguments name: from MODEL, or from the file of ``--problem``.
 
-    ``runs``: whether the step will be run. If it will not, and costs are not measured, the step is captured without
-    weights and data.
+    ``runs``: whether the caller will run the step. If not, and the costs of ops are not measured on this machine, the
+    step is captured without weights and data.
 
     Raises:
-        UsageError: MODEL and ``--problem`` are both given, or neither; or options that cannot be combined.
+        UsageError: MODEL and ``--problem`` are both stated, or neither; or options that cannot be combined.
         RematplanError: the model or the problem cannot be read.
     """
     problem = getattr(args, "problem", None)
@@ -171,18 +173,23 @@ def _load_model(args: argparse.Namespace, out: Output, runs: bool) -> Source:
 
 
 def costs_of(args: argparse.Namespace) -> str:
-    """Return the value of ``--costs``; if it is not given, ``roofline`` with a ``--device-model``, otherwise
-    ``profile``."""
+    """Return where the costs of ops come from: the value of ``--costs``. If that is not stated, it is ``roofline`` with
+    a ``--device-model``, otherwise ``profile``."""
     return args.costs or (PROFILE if args.device_model is None else ROOFLINE)
 
 
 def load_model(
     args: argparse.Namespace, out: Output, *, weightless: bool = False, inverses: bool = False
 ) -> LoadedStep:
-    """Load and capture the MODEL that the arguments name.
+    """Load the model that the argument MODEL names, and capture its training step.
 
-    ``weightless``, ``inverses``: as for `api.load_step`. The options for costs are checked first, since a capture takes
-    long.
+    The options for costs are checked first, since capturing takes long.
+
+    Args:
+        args: the command's arguments.
+        out: shows the progress.
+        weightless: capture without data and weights; the step can then be planned, but not run.
+        inverses: also find inverses (ops that compute an input from an output) that round.
 
     Raises:
         UsageError: unknown costs, a broken profile file, an unknown device model, or sizes that the network cannot
@@ -212,7 +219,9 @@ def load_model(
 
 
 def check_reachable(model: str, device: str | None) -> None:
-    """Check that MODEL and ``--device`` are possible, before torch is loaded, which takes seconds.
+    """Check that the model's file and the device exist. This is done before torch is loaded, which takes seconds.
+
+    ``model``: the argument MODEL: a path or the name of a network. ``device``: the value of ``--device``, or None.
 
     Raises:
         UsageError: ``model`` looks like a path and there is no such file; or ``device`` is neither CPU nor CUDA, or it
@@ -226,7 +235,7 @@ def check_reachable(model: str, device: str | None) -> None:
 
 
 def _has_driver() -> bool:
-    """Return whether this machine may have a device that torch calls ``cuda``."""
+    """Return whether this machine has a driver for devices that torch calls ``cuda`` (NVIDIA's or AMD's)."""
     for library in DRIVERS:
         with suppress(OSError):
             ctypes.CDLL(library)
@@ -246,13 +255,14 @@ def price(
     Args:
         loaded: the captured step.
         out: shows the progress.
-        costs: ``profile``, ``roofline`` or the path of a profile file.
+        costs: ``profile`` (measure on this machine), ``roofline`` (model) or the path of a file that ``rematplan
+            profile`` wrote.
         device_model: the name of the device for ``roofline``; None: the default one.
-        max_inversion_error: the largest predicted relative error of a tensor that inverses recover; None: a limit that
-            suits its type.
+        max_inversion_error: the largest predicted relative error of a tensor that inverses (ops that compute an input
+            from an output) recover; None: a limit that suits the tensor's type.
 
     Raises:
-        UsageError: unknown costs or device model.
+        UsageError: the costs or the device model are unknown, or the file lacks an op of the step.
     """
     from rematplan import api
     from rematplan.runtime.costs.device_models import DEFAULT_DEVICE_MODEL
@@ -265,8 +275,8 @@ def price(
 
 @contextmanager
 def zoo_errors() -> Iterator[None]:
-    """A context that turns a `ZooError` raised in it into a `UsageError`. The zoo does not import rematplan's
-    errors."""
+    """A context that replaces a `ZooError` raised in it by a `UsageError` with the same text. (The zoo does not depend
+    on rematplan, so it has an error class of its own.)"""
     from rematplan.models import ZooError
 
     try:

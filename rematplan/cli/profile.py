@@ -21,9 +21,10 @@ def add(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace, out: Output) -> int:
-    """Run ``rematplan profile``: measure every distinct op and write the costs to a file. Return the exit status 0.
+    """Run ``rematplan profile``: measure every distinct op of a step, and write the costs to a file. Return the exit
+    status 0.
 
-    The option ``--costs FILE.json`` of other commands reads the file.
+    Other commands read the file with ``--costs FILE.json``.
     """
     check_outputs(args.output)
     step = load_model(args, out).step

@@ -1,4 +1,4 @@
-"""Parse arguments, run a command, and turn errors into one line and an exit status."""
+"""Parse the arguments of the command line, run the command, and turn errors into one line and an exit status."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from rematplan.cli.output import Output
 from rematplan.ir import RematplanError
 
 CANNOT = 2
+"""The exit status if an argument, a file or a problem is at fault."""
 
 
 COMMANDS = {
@@ -39,9 +40,11 @@ exit status).
 
 
 def run(argv: Sequence[str] | None = None) -> int:
-    """Run the command that ``argv`` names and return its exit status, as described at `rematplan.cli.main`.
+    """Run a command of the command line, and return its exit status, as described at `rematplan.cli.main`.
 
-    ``argv``: the arguments; None: those of the process. Every error of the user is printed as one line.
+    Errors that the user's input causes, errors of files and lack of memory are printed as one line on standard error.
+
+    ``argv``: the command and its arguments; None: those of the process.
     """
     if isinstance(
         sys.stdout, io.TextIOWrapper
@@ -68,7 +71,8 @@ def run(argv: Sequence[str] | None = None) -> int:
 
 
 def parser(argv: Sequence[str]) -> Parser:
-    """Return the parser of all commands. Only the command named in ``argv`` gets its arguments.
+    """Return the parser of the command line. It knows all commands, but only the arguments of the command that ``argv``
+    names.
 
     The modules of the other commands are not imported, because some take seconds.
     """

@@ -1,4 +1,4 @@
-"""``rematplan plan`` and ``curve`` for a range of sizes, such as ``--dim batch=1..64``."""
+"""The commands ``rematplan plan`` and ``rematplan curve`` for a range of sizes, such as ``--dim batch=1..64``."""
 
 from __future__ import annotations
 
@@ -25,12 +25,14 @@ from rematplan.plans.size_ranges import ProblemRange, problems_over
 from rematplan.report.range_tables import range_table
 
 BUDGETS = ("80%", "60%", "40%")
-"""What `curve` draws if no budget is named: shares of the no-recompute peak at the largest size."""
+"""The budgets of ``rematplan curve`` for a range of sizes if none is stated; see `_bytes` for what a percentage refers
+to."""
 COLUMNS = ("budget_bytes", "size", "fits", "predicted_peak_bytes", "overhead_percent", "captured")
 
 
 def spanned(args: argparse.Namespace) -> tuple[str, range] | None:
-    """Return the dimension for which ``--dim`` states a range of sizes, and the range; None if there is none.
+    """Return the name of the dimension for which ``--dim`` states a range of sizes, and the range. None if no range is
+    stated.
 
     Raises:
         UsageError: several dimensions have a range.
@@ -42,11 +44,11 @@ def spanned(args: argparse.Namespace) -> tuple[str, range] | None:
 
 
 def plan_sizes(args: argparse.Namespace, out: Output) -> int:
-    """Run ``rematplan plan`` for a range of sizes: plan all sizes, show a table, and return the exit status 0.
+    """Run ``rematplan plan`` for a range of sizes: plan all sizes, show them in a table, and return the exit status 0.
 
     Raises:
         UsageError: an option that can only be used with one size, or a strategy other than ``auto``.
-        UnfitSizes: at some sizes no known plan fits. It is raised after the table was shown.
+        UnfitSizes: no known plan fits at some sizes. It is raised after the table was shown.
     """
     for option, file in (("--output", args.output), ("--problem-out", args.problem_out)):
         if file:
@@ -72,10 +74,11 @@ def plan_sizes(args: argparse.Namespace, out: Output) -> int:
 def draw_sizes(args: argparse.Namespace, out: Output) -> int:
     """Run ``rematplan curve`` for a range of sizes, and return the exit status 0.
 
-    Overhead by size, at several budgets, is shown as tables and, if asked for, written as a picture and a CSV file.
+    For several budgets, the overhead at each size is shown in tables and, if asked for, written as a picture and a CSV
+    file.
 
     Raises:
-        UsageError: ``--measure``, or a strategy other than ``auto``.
+        UsageError: ``--measure`` is set, or a strategy other than ``auto`` is named.
     """
     if args.measure:
         raise UsageError("--measure goes with one size, not with a range")
@@ -102,7 +105,7 @@ def draw_sizes(args: argparse.Namespace, out: Output) -> int:
 
 
 def _problems(args: argparse.Namespace, out: Output) -> tuple[ProblemRange, tuple[str, ...]]:
-    """Return the problems of all sizes of the stated range, and the loader's notes."""
+    """Return the planning problems of all sizes of the range that ``--dim`` states, and notes for the user."""
     found = spanned(args)
     assert found is not None
     name, sizes = found
@@ -123,17 +126,17 @@ def _title(problems: ProblemRange) -> str:
 
 
 def _bytes(budget: Budget, problems: ProblemRange, auto: Auto) -> int:
-    """Return the budget in bytes for all sizes.
+    """Return the budget in bytes. It is the same for all sizes.
 
-    A percentage refers to the peak without recomputation at the largest size; ``min`` and ``least`` are what that size
-    needs.
+    What depends on the size is computed for one captured problem, that with the largest peak without recomputation: a
+    percentage refers to its peak, and ``min`` and ``least`` to the smallest peak found for it.
     """
     largest = max(problems.captured.values(), key=lambda graph: no_recompute(graph).estimate.peak)
     return budget.of(largest, lambda: least_plan(auto, largest, kind="least").estimate.peak)
 
 
 def _document(problems: ProblemRange, plans: Sequence[RangePlan], notes: Sequence[str]) -> dict[str, Any]:
-    """Return the JSON output: the plan and its figures at every size, for each budget."""
+    """Return the JSON output for a range of sizes: for each budget, the plan for each size and its figures."""
     return {
         "problem": _title(problems),
         "notes": list(notes),
@@ -153,7 +156,8 @@ def _document(problems: ProblemRange, plans: Sequence[RangePlan], notes: Sequenc
 
 
 def _row(plan: RangePlan, row: RangeRow[int]) -> dict[str, Any]:
-    """Return the JSON output for one size. If no plan fits there, the peak is the smallest of all known plans."""
+    """Return the JSON output for one size: the figures of the cheapest plan that fits or, if none fits, of the plan
+    with the smallest peak."""
     return {
         "size": row.size,
         "fits": row.fits,
