@@ -51,7 +51,8 @@ class PlanningBackend:
 
     ``planner``: plans captured steps. ``compiler``: ``eager`` or ``inductor``. ``plans``: every plan for which a graph
     was compiled. ``compiled``: for each frame (a function that TorchDynamo compiles), by its number, the numbers of its
-    compilations; a frame is compiled again for other sizes or modes. ``reasons``: as keys, in order, why graphs with
+    compilations; a frame is compiled again for other sizes or modes. ``frames``: the numbers of the frames that have a
+    plan; a compilation without gradients makes none. ``reasons``: as keys, in order, why graphs with
     symbolic sizes were compiled for fixed sizes; empty if none was.
     """
 
@@ -59,6 +60,7 @@ class PlanningBackend:
         self.planner, self.compiler = planner, compiler
         self.plans: list[Plan] = []
         self.compiled: dict[int, set[int]] = {}
+        self.frames: set[int] = set()
         self.reasons: dict[str, None] = {}
 
     def __call__(self, module: fx.GraphModule, inputs: Sequence[Any], **_: Any) -> Callable[..., Any]:
@@ -128,10 +130,7 @@ class PlanningBackend:
         step = read_flat_joint_graph(joint, num_fwd_outputs, f"graph {len(self.plans)}")
         planner = replace(self.planner, scope=self.scope(step, parameters))
         with unset_fake_temporarily(), disable_current_modes():
-            try:
-                plan = planner.planned(step)
-            except InfeasibleBudget as error:
-                plan = planner.instead(step, error, first=self.is_first())
+            plan = self.plan(planner, step)
         graphs = plan_graphs(step, plan.schedule)
         self.plans.append(plan)
         results: Any = joint.graph.find_nodes(op="output")[0].args[0]
@@ -149,10 +148,27 @@ class PlanningBackend:
         present = CompileContext.current_compile_id()
         return repr((present and present.frame_id, parameters, [str(call.target) for call in step.calls]))
 
-    def is_first(self) -> bool:
-        """Return whether TorchDynamo compiles the present frame (a user's function) for the first time; true outside of
-        TorchDynamo."""
-        return len(self._frame()) <= 1
+    def plan(self, planner: StepPlanner, step: CapturedStep) -> Plan:
+        """Return the plan of a graph's step. If no plan fits the budget, ``on_infeasible`` decides.
+
+        The first plan of each of TorchDynamo's frames (a user's function) counts as a first plan.
+
+        Args:
+            planner: plans the step.
+            step: the captured step of the graph that is being compiled.
+
+        Raises:
+            InfeasibleBudget: no plan fits the budget, and ``on_infeasible`` is ``raise`` for this plan.
+        """
+        present = CompileContext.current_compile_id()
+        frame = None if present is None else present.frame_id
+        try:
+            plan = planner.planned(step)
+        except InfeasibleBudget as error:
+            plan = planner.instead(step, error, first=frame not in self.frames)
+        if frame is not None:
+            self.frames.add(frame)
+        return plan
 
     def _frame(self) -> set[int]:
         """Return the numbers of the compilations of the present frame, including this one; empty outside of

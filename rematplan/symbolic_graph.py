@@ -15,7 +15,7 @@ from typing import Any, Protocol, TypeAlias
 import torch
 from torch import fx
 
-from rematplan.ir import InfeasibleBudget, ModelError
+from rematplan.ir import ModelError
 from rematplan.planner.core.plan import Plan
 from rematplan.planner.core.schedule import Schedule
 from rematplan.plans.plan_at_sizes import plan_at_sizes
@@ -62,8 +62,9 @@ class Compiler(Protocol):
     def scope(self, step: CapturedStep, parameters: Shapes) -> str:
         """Return the key under which the number of bytes that a percentage stands for is remembered."""
 
-    def is_first(self) -> bool:
-        """Return whether TorchDynamo compiles the present function for the first time."""
+    def plan(self, planner: StepPlanner, step: CapturedStep) -> Plan:
+        """Return the plan of the step of the graph that is being compiled, or what ``on_infeasible`` says if none
+        fits."""
 
 
 @dataclass(frozen=True)
@@ -121,7 +122,7 @@ class SymbolicGraph:
             self.step = reading.opened()
             self.planner = replace(compiler.planner, scope=compiler.scope(reading.step, parameters))
             with unset_fake_temporarily(), disable_current_modes():
-                self.plan = self._first_plan(self._step_at(sizes))
+                self.plan = compiler.plan(self.planner, self._step_at(sizes))
             return reading.halves(self.plan.schedule)
 
         self.first = compiler.compile(module, inputs, split)
@@ -146,12 +147,6 @@ class SymbolicGraph:
             with self.lock:
                 version = self.of_sizes.get(sizes) or self._remember(sizes, self._version(sizes))
         return version.run(*given)
-
-    def _first_plan(self, step: CapturedStep) -> Plan:
-        try:
-            return self.planner.planned(step)
-        except InfeasibleBudget as error:
-            return self.planner.instead(step, error, first=self.compiler.is_first())
 
     def _step_at(self, sizes: Sizes) -> CapturedStep:
         assert self.step is not None

@@ -23,6 +23,7 @@ from rematplan.planner.core.schedule import runs_of
 from rematplan.planner.core.strategy import INTERRUPTS, Progress, SearchStrategy, silent
 from rematplan.planner.ilp.solver import Solver
 from rematplan.planner.ilp.stage_program import StageProgram, add_violated, runs_at
+from rematplan.planner.strategies.nested_dp import NestedDP
 
 
 @dataclass(frozen=True)
@@ -95,8 +96,10 @@ class ILP(SearchStrategy):
             if best.plan is None:
                 raise
         if best.plan is None:
-            effort = SearchBudget(CHEAP_SHARE * self.time_limit)
-            raise refusal(self.name, without_inverses(graph), budget, best.least, effort)
+            plain, effort = without_inverses(graph), SearchBudget(CHEAP_SHARE * self.time_limit)
+            blocks = NestedDP().around(plain, budget) if plain.has_phases else ()
+            least = min((best.least, *blocks), key=lambda plan: plan.peak)
+            raise refusal(self.name, plain, budget, least, effort)
         floor = min(best.bound, best.plan.estimate.overhead)
         closed = best.plan.estimate.overhead <= floor + CLOSED
         return replace(

@@ -2,21 +2,20 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterable
 
 from rematplan.ir import TrainingGraph
 from rematplan.planner.annealing.cheap_plan import refusal
 from rematplan.planner.annealing.search_budget import SearchBudget
-from rematplan.planner.auto.block_starts import leanest_plans
+from rematplan.planner.auto.smallest_peak_search import find_smallest_peak
 from rematplan.planner.bounds.cut_bounds import min_peak_bound
 from rematplan.planner.caches.warm_starts import transfer_plan
 from rematplan.planner.core.plan import Plan, by_peak
 from rematplan.planner.core.strategy import Strategy
 from rematplan.planner.strategies.store_all import no_recompute
 
-SECONDS = 2.0
-"""Seconds for finding block plans, if no plan is known."""
+SECONDS = 1.5
+"""Seconds for lowering the peak, if no plan is known. Training waits for it."""
 CHEAP_SECONDS = 0.5
 """Seconds for finding the cheap plan that a refusal without a search names."""
 
@@ -24,20 +23,20 @@ CHEAP_SECONDS = 0.5
 def leanest_plan(graph: TrainingGraph, known: Iterable[Plan] = ()) -> Plan:
     """Return the plan with the smallest peak, and of plans with equal peaks the cheapest.
 
-    It is chosen among ``known``, or block plans (lower-set plans found in about two seconds) if no known plan can be
-    used, and the plan without recomputation.
+    It is chosen among ``known`` and the plan without recomputation. If no known plan can be used, the search for the
+    smallest peak runs for `SECONDS`.
 
     Args:
         graph: the problem.
         known: plans of this problem, or of another problem of the same step.
     """
     found = [plan for one in known if (plan := transfer_plan(one, graph))]
-    found = found or [*leanest_plans(graph, time.monotonic() + SECONDS)]
+    found = found or [find_smallest_peak(graph, SearchBudget(SECONDS))]
     return min((*found, no_recompute(graph)), key=by_peak)
 
 
 def check_floor(strategy: Strategy, graph: TrainingGraph, budget: int) -> None:
-    """Check, without a search, that a budget can hold the inputs together with any single op.
+    """Check, without a search for plans that fit, that a budget can hold the inputs together with any single op.
 
     Args:
         strategy: its name is stated in the error.

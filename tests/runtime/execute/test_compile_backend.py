@@ -236,6 +236,20 @@ def test_a_larger_size_that_fits_no_plan_goes_on_with_the_leanest() -> None:
     assert backend.plans[0].peak <= first < backend.plans[1].peak
 
 
+@pytest.mark.parametrize("dynamic", [False, True])
+def test_the_first_plan_is_refused_also_after_a_validation_and_again(dynamic: bool) -> None:
+    _, model, backend, _ = compiled_and_plain(budget=1000)
+    torch._dynamo.reset()
+    compiled = torch.compile(model, backend=backend, dynamic=dynamic)
+    x = torch.randn(8, 64)
+    with torch.no_grad():
+        compiled(x)
+    for _ in range(2):
+        with pytest.raises(torch._dynamo.exc.BackendCompilerFailed, match="InfeasibleBudget"):
+            compiled(x)
+    assert backend.plans == []
+
+
 def test_what_others_hold_counts_for_compiled_graphs_too() -> None:
     alone, more = (several_sizes(range(8, 9), budget="100%", reserved=r) for r in ([], ["1MiB"]))
     assert more.plans[0].peak == alone.plans[0].peak + 2**20

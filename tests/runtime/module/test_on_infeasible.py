@@ -150,6 +150,16 @@ def test_accumulation_goes_on_too() -> None:
         assert torch.equal(ours.grad, eager.grad)
 
 
+@pytest.mark.parametrize("strategy", ["auto", "ilp"])
+def test_what_a_later_call_uses_is_as_lean_as_block_plans_and_named_in_the_warning(strategy: str) -> None:
+    block = planned_for(8192, budget="least").plan.peak
+    planned = planned_for(256, strategy=strategy, time_limit=1.0)
+    with pytest.warns(UserWarning, match=r"the smallest found is .* \((\d+) bytes\)") as said:
+        planned.prepare(rows(8192))
+    assert planned.plan.peak <= block
+    assert f"({planned.plan.peak} bytes); a plan that costs at most 5 %" in str(said[0].message)
+
+
 def test_block_plans_serve_where_a_search_leaves_no_plan() -> None:
     captured = capture(network(), (rows(512),), "network")
     planner = StepPlanner(PlanOptions(budget=1000, costs="roofline", on_infeasible="least"))
