@@ -75,21 +75,22 @@ class Flow(NamedTuple):
 
 
 class Problem(NamedTuple):
-    """The planning problem as arrays for the annealer. The numbers of ops are: first the ops, then the inverses (which
-    recover a tensor from tensors computed from it), last a virtual op that reads all outputs. Inputs are left out.
+    """The planning problem as arrays for the annealer. First the ops are numbered, then the inverses (which recover a
+    tensor from tensors computed from it), last a virtual op that reads all outputs. All are called ops below. Inputs
+    are left out.
 
     Op i reads the tensors ``reads[reads_at[i]:reads_at[i + 1]]`` and writes the tensors
-    ``writes[writes_at[i]:writes_at[i + 1]]``. ``flow``: the ops that read and write each tensor.
+    ``writes[writes_at[i]:writes_at[i + 1]]``. ``flow``: the ops that read and write each tensor. Sizes are in memory
+    units of one or more bytes.
 
-    By op: ``least``: how often every schedule must run the op at least: 1, or 0 if other ops can write its results.
+    By op: ``least``: how often every schedule must run the op at least: 1, or 0 if a schedule may do without it.
     ``once``: 1 if the op may run only once, else 0. ``cost``: in percent of the cost of running each op once.
-    ``workspace``: in units of bytes. ``written``: the total size of the tensors that the op writes. ``before``,
-    ``after``: if the first run of the op must keep its position relative to some other ops, the previous and the next
-    of these ops; else -1.
+    ``workspace``: its size. ``written``: the total size of the tensors that the op writes. ``before``, ``after``: if
+    the first runs of some ops must keep their order, the previous and the next of these ops; -1 if there is none and
+    for all other ops.
 
-    ``size``: of each tensor, in units of bytes. ``several``: whether any tensor can be written by several ops.
-    ``plain``: whether the problem has no backward half; then chains of recomputation are limited, because they would
-    grow without end.
+    ``size``: of each tensor. ``several``: whether any tensor can be written by several ops. ``plain``: whether the
+    problem has no backward half; then chains of recomputation are limited, because they would grow without end.
     """
 
     reads_at: Ints

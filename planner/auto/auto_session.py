@@ -39,6 +39,8 @@ from rematplan.planner.strategies.store_all import no_recompute
 class AutoSession:
     """The planning of one problem within one budget by the strategy ``auto``.
 
+    The attribute ``known`` has all known plans: those passed and those found here. `plan` returns the best of them.
+
     Args:
         options: the options of the strategy.
         graph: the problem.
@@ -46,9 +48,6 @@ class AutoSession:
         progress: called with the fraction done (0 to 1) and a short text.
         starts: plans of the problem that the caller of the strategy passed, to start from.
         known: further known plans of the problem.
-
-    Afterwards, the attribute ``known`` has all plans that are known, ``starts`` and those found here included. `plan`
-    returns the best of them.
     """
 
     def __init__(
@@ -209,8 +208,8 @@ class AutoSession:
         return plan.estimate.overhead <= floor + SHARES.near
 
     def solved_exhaustively(self) -> bool:
-        """Solve a problem of very few ops by trying all schedules, and return whether that was done. It is not done for
-        large problems, nor if ops have a required order."""
+        """Solve a problem of very few ops by trying all schedules. Return whether that was done: it is not for larger
+        problems, nor if ops have a required order."""
         ordered = self.graph.ordered or self.options.keep_order
         exact = None if ordered else exhaustive(self.graph, self.budget)
         if exact is None:

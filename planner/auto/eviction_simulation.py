@@ -204,8 +204,8 @@ class Simulation:
         return True
 
     def _begin(self, op: int) -> int:
-        """Count the tensors that an op reads as wanted until the op has run. Return how many recomputations may be
-        begun to make all of them resident at once."""
+        """Mark the tensors that ``op`` reads as wanted, which lowers their scores for eviction until the op has run.
+        Return the limit for how often the simulation may recompute one of these tensors before the op runs."""
         reads = self.tables.reads[op]
         for t in reads:
             self.wanted[t] = self.wanted.get(t, 0) + 1

@@ -2,8 +2,9 @@
 nodes.
 
 A node is a group of forward ops. Single ops could be nodes, but a captured step has many ops that offer no useful
-choice, and each multiplies the number of lower sets. Three kinds of groups are joined until no more can be. Each group
-is named by one of its ops, its anchor. Every edge leads from an anchor to a later one, so the graph stays acyclic.
+choice, and each multiplies the number of lower sets. Three kinds of groups are joined with another group, until none is
+left. Each group is named by one of its ops, its anchor. Every edge leads from an anchor to a later one, so the graph
+stays acyclic.
 
 - *Side source*: a group without predecessors, such as a constant or a weight's cast or transpose, joins its earliest
   consumer. No edge leads into the group, and its other consumers come after the earliest.
@@ -16,9 +17,9 @@ is named by one of its ops, its anchor. Every edge leads from an anchor to a lat
   the second. As a boundary, both together are never worse than the first alone: no more bytes stay resident, and less
   work is repeated.
 
-The main source has the most descendants, the main sink the most ancestors. Both stay separate groups. So do side
-sources of more than `SIDE` ops, and side sinks of more than `SIDE` ops that the backward half reads: these are second
-towers and heads of a network, in which the choice of blocks matters.
+The main source has the most descendants, the main sink the most ancestors; they are not joined as side source or side
+sink. Nor are sources of more than `SIDE` ops, and sinks of more than `SIDE` ops that the backward half reads: these are
+second towers and heads of a network, in which the choice of blocks matters.
 """
 
 from __future__ import annotations

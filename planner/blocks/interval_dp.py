@@ -15,8 +15,8 @@ number of blocks.
     m >= entering[j] + saving[i]  (closing[i] if j = i + 1 < n)  and  m >= stage[i] + left[i + 1 .. j - 1]
     C[i + 1, j, m - saved[i]]
 
-- *pass* to block s: run blocks i .. s - 1 and keep only what later blocks read. Then solve s .. j - 1, then i .. s -
-  1::
+- *pass* to block s: run blocks i .. s - 1 and keep only what later blocks read. Then solve the blocks from s on, then
+  those before s::
 
     m >= entering[j] + max over k in i .. s - 1 of kept[i, k] + passing[k]
     cost[i .. s - 2] + closing_cost[s - 1] + C[s, j, m - kept[i, s]] + C[i, s, m - left[s .. j - 1]]

@@ -98,8 +98,8 @@ class LowerSetDP:
     charge_last: bool
 
     def least_budget(self) -> int:
-        """Return the least budget (bytes) within which some chain of lower sets of the family is, by the peak formula
-        of Kusumoto et al. 2019. It is found by bisection."""
+        """Return the least budget (bytes) that any chain of lower sets of the family meets, by the peak formula of
+        Kusumoto et al. 2019. It is found by bisection."""
         low, high = 0, self.most_budget()
         while low < high:
             met, further = _asked(self.family, (low + high) // 2)
@@ -107,15 +107,15 @@ class LowerSetDP:
         return low
 
     def most_budget(self) -> int:
-        """Return a budget (bytes) within which every chain of lower sets of the family is, by the peak formula of
-        Kusumoto et al. 2019."""
+        """Return a budget (bytes) that every chain of lower sets of the family meets, by the peak formula of Kusumoto
+        et al. 2019."""
         return self.family.copies * int(self.family.bytes[-1]) + int(self.family.transient.max())
 
     def solve(self, budget: int) -> Table:
-        """Run the dynamic program for one budget. For each lower set L and time t, find the chains of lower sets that
-        end in L and recompute for t ticks, and the least bytes that such a chain keeps for the backward.
+        """Run the dynamic program for one budget, and return its table: for each lower set L and number t of ticks, the
+        least bytes that a chain of lower sets keeps for the backward if it ends in L and recomputes for t ticks.
 
-        ``budget``: bytes that the chains must not exceed by the peak formula of Kusumoto et al. 2019.
+        ``budget``: bytes that the chains must not exceed, by the peak formula of Kusumoto et al. 2019.
         """
         return Table(self, budget, _fill(self.family, self.unit, budget, self.width, self.charge_last))
 
