@@ -210,8 +210,8 @@ def _choices(kinds: Sequence[Any]) -> str:
 
 
 def strategy_options(args: argparse.Namespace) -> dict[str, object]:
-    """Return the options of planning strategies that the arguments state, by the name of the strategy's field, with
-    values as text or bool."""
+    """Return the options of planning strategies that the arguments state: a dict from the option's name (a field of a
+    strategy) to its value, a text or a bool."""
     names = (n.removeprefix("option_") for n in vars(args) if n.startswith("option_"))
     return {n: value for n in names if (value := getattr(args, f"option_{n}")) is not None}
 

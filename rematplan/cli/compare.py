@@ -1,5 +1,5 @@
-"""``rematplan compare``: compare strategies that keep, recompute or invert tensors by peak, extra time and gradient
-error."""
+"""``rematplan compare``: compare strategies that keep, recompute or invert tensors: their peaks, extra time and
+gradient errors."""
 
 from __future__ import annotations
 

@@ -54,8 +54,8 @@ that limit."""
 class TradeOff:
     """The trade-off between memory and overhead of one planning problem.
 
-    ``source``: the problem. ``base``: the plan without recomputation. ``curves``: the plans of each strategy, by its
-    name, by rising overhead and falling peak. ``budgets``: the budgets for which the table has rows. ``notes``:
+    ``source``: the problem. ``base``: the plan without recomputation. ``curves``: a dict from the strategy's name to
+    its plans, by rising overhead and falling peak. ``budgets``: the budgets for which the table has rows. ``notes``:
     sentences for the user. ``measured``: the plans that were run: the first without recomputation, the last plain
     autograd; empty without ``--measure``. ``floors``: pairs of a budget in bytes and the proven lower bound of the
     overhead within it; empty without ``--png``.

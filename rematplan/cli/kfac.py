@@ -70,8 +70,9 @@ def add(parser: argparse.ArgumentParser) -> None:
 
 
 def ranks(text: str) -> tuple[int, ...]:
-    """Read numbers of processes: ``8``, a list ``1,8,64``, or a range ``1..2048``, which is doubled from its first
-    number up to its last, both included.
+    """Read numbers of processes: ``8``, a list ``1,8,64``, or a range such as ``1..2048``, for 1, 2, 4, ..., 2048.
+
+    The first number of a range is doubled as long as it is below the last; the last is always included.
 
     Raises:
         ArgumentTypeError: ``text`` does not have one of these forms, or a number is above `MOST_RANKS`.

@@ -51,8 +51,8 @@ def check_overlap(args: argparse.Namespace) -> None:
 def lane_sharing(source: Source, plan: Plan, args: argparse.Namespace, out: Output) -> Sharing:
     """Return how fast each of two lanes (CUDA streams or threads) is while both run.
 
-    It is the speed that ``--lane-speed`` states. Without this option it is measured on ops of the plan, if the costs of
-    ops are measured on this machine, too. Otherwise it is a usual value.
+    The speed is the value of ``--lane-speed``, if that is stated. Otherwise it is measured on ops of the plan, if the
+    costs of ops are measured on this machine, too. Otherwise it is a typical value.
     """
     if args.lane_speed is not None:
         return replace(USUAL, speed=args.lane_speed)
@@ -65,7 +65,8 @@ def lane_sharing(source: Source, plan: Plan, args: argparse.Namespace, out: Outp
 def wanted_lanes(
     source: Source, plan: Plan, args: argparse.Namespace, out: Output
 ) -> tuple[Plan, tuple[str, ...]]:
-    """Return the plan on one or two lanes (CUDA streams or threads), as ``--overlap`` asks, and notes for the user.
+    """Return the plan, divided into two lanes (CUDA streams or threads) if ``--overlap`` asks for it and it is possible
+    within the budget. Return also notes for the user.
 
     If two lanes were asked for and the plan has one, a note says why.
     """

@@ -142,10 +142,10 @@ def run(args: argparse.Namespace, out: Output) -> int:
 
 def kept_inputs(plan: PlannedPipeline) -> tuple[str, ...]:
     """Return a note for each stage of a dataflow pipeline that keeps tensors between the forward and the backward of a
-    micro-batch.
+    micro-batch. For other schedules, return no notes.
 
-    In a dataflow pipeline, stages need not keep their input, because inverses (ops that compute an input from an
-    output) recover it. The notes say which stages do so anyway, and why. For other schedules the result is empty.
+    In a dataflow pipeline, most stages keep nothing, because inverses (ops that compute another op's input from its
+    output) recover the stage's input in the backward. A note says how many bytes a stage keeps nevertheless, and why.
     """
     if plan.schedule.name != DATAFLOW:
         return ()

@@ -1,4 +1,4 @@
-"""``rematplan plan``: make a plan within a budget, show it, and write it to a file if asked for."""
+"""``rematplan plan``: make a plan within a budget, show it, and write the requested files."""
 
 from __future__ import annotations
 
@@ -103,9 +103,8 @@ def run(args: argparse.Namespace, out: Output) -> int:
 
 
 def _error(source: Source, plan: Plan) -> float:
-    """Return the largest predicted relative error, under a plan, of a forward tensor that the backward reads. Only
-    tensors that inverses (ops that compute an input from an output) recover have errors; see `predicted_error` for the
-    smallest value of a captured step."""
+    """Return the largest predicted relative error, under a plan, of the forward tensors that the backward reads. The
+    errors are rounding errors of inverses: ops that recover another op's input from its output."""
     if source.loaded is None:
         return worst_error(source.graph, plan.schedule)
     from rematplan.api import predicted_error
@@ -117,8 +116,8 @@ def plan_for(source: Source, args: argparse.Namespace, out: Output) -> tuple[Sou
     """Return the plan that the strategy of ``--strategy`` finds within the budget of ``--budget``, and the problem to
     which the plan belongs.
 
-    With the strategy `auto` and inverses that round (ops that compute an input from an output), the problem without
-    these inverses is planned as well. The result is then the better of the two plans with its problem.
+    With the strategy `auto`, a problem with inexact inverses (ops that compute another op's input from its output, with
+    rounding errors) is also planned without them. The result is then the better of the two plans, with its problem.
 
     Raises:
         InfeasibleBudget: the strategy finds no plan that fits.

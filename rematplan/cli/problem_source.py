@@ -44,9 +44,9 @@ class Source:
     """A problem to plan, with its origin.
 
     ``graph``: the problem. ``loaded``: the captured training step from which it was made; None if it was read from a
-    problem file. ``notes``: sentences for the user. ``without``: the problem of the same step without inverses (ops
-    that compute an input from an output) that round. It is None unless the strategy `auto` is to plan both problems and
-    choose.
+    problem file. ``notes``: sentences for the user. ``without``: the problem of the same step without inexact inverses
+    (ops that compute another op's input from its output, with rounding errors). It is None unless the strategy `auto`
+    is to plan both problems and choose.
     """
 
     graph: TrainingGraph
@@ -189,7 +189,7 @@ def load_model(
         args: the command's arguments.
         out: shows the progress.
         weightless: capture without data and weights; the step can then be planned, but not run.
-        inverses: also find inverses (ops that compute an input from an output) that round.
+        inverses: find inexact inverses, too: ops that compute another op's input from its output, with rounding errors.
 
     Raises:
         UsageError: unknown costs, a broken profile file, an unknown device model, or sizes that the network cannot
@@ -258,11 +258,11 @@ def price(
         costs: ``profile`` (measure on this machine), ``roofline`` (model) or the path of a file that ``rematplan
             profile`` wrote.
         device_model: the name of the device for ``roofline``; None: the default one.
-        max_inversion_error: the largest predicted relative error of a tensor that inverses (ops that compute an input
-            from an output) recover; None: a limit that suits the tensor's type.
+        max_inversion_error: the largest predicted relative error of a tensor that inverses (ops that compute another
+            op's input from its output) recover; None: a limit that suits the tensor's type.
 
     Raises:
-        UsageError: the costs or the device model are unknown, or the file lacks an op of the step.
+        UsageError: the costs or the device model are unknown, or the file of costs lacks an op of the step.
     """
     from rematplan import api
     from rematplan.runtime.costs.device_models import DEFAULT_DEVICE_MODEL

@@ -126,17 +126,17 @@ def _title(problems: ProblemRange) -> str:
 
 
 def _bytes(budget: Budget, problems: ProblemRange, auto: Auto) -> int:
-    """Return the budget in bytes. It is the same for all sizes.
+    """Return the budget in bytes, which is the same for all sizes of the range.
 
-    What depends on the size is computed for one captured problem, that with the largest peak without recomputation: a
-    percentage refers to its peak, and ``min`` and ``least`` to the smallest peak found for it.
+    It is computed from one captured problem, the one with the largest peak without recomputation. A percentage refers
+    to this peak, and ``min`` and ``least`` to the smallest peak found for this problem.
     """
     largest = max(problems.captured.values(), key=lambda graph: no_recompute(graph).estimate.peak)
     return budget.of(largest, lambda: least_plan(auto, largest, kind="least").estimate.peak)
 
 
 def _document(problems: ProblemRange, plans: Sequence[RangePlan], notes: Sequence[str]) -> dict[str, Any]:
-    """Return the JSON output for a range of sizes: for each budget, the plan for each size and its figures."""
+    """Return the JSON output for a range of sizes: for each budget, the figures of the best plan at each size."""
     return {
         "problem": _title(problems),
         "notes": list(notes),
