@@ -154,8 +154,8 @@ class OpenShapes:
     captures with symbolic sizes in succession served none of the known shapes, although one of them had the same sizes
     of 0 and 1 as the batch. ``reason``: why no more captures with symbolic sizes are made; empty if they are.
 
-    ``fixed``: the number of shapes that were captured separately. ``served``: how often a call got its step from a
-    capture with symbolic sizes. ``exceptions``: reasons (as keys) why single shapes could not be served by one.
+    ``fixed``: the number of shapes that were captured separately. ``served``: how often a step was taken from a capture
+    with symbolic sizes. ``exceptions``: the reasons (as keys) why single shapes were captured separately.
     """
 
     forwards: list[OpenForward] = field(default_factory=list)

@@ -1,8 +1,9 @@
-"""Random initial values for weights that a file generates instead of containing them.
+"""Random initial values for weights of an ONNX file that has no data for them and fills them with a constant.
 
-Normal with variance 1 / fan-in for multiplied weights (LeCun, Bottou, Orr, Müller, «Efficient BackProp»,
-1998), ones for scales, zeros for shifts. He's 2 / fan-in is not used: in a deep network whose batch norms are
-in inference form the residual sums would grow, and a saturated softmax passes no gradient.
+Weights of products (convolutions, matrix products) get a normal distribution with variance 1 / fan-in (LeCun, Bottou,
+Orr, Müller, «Efficient BackProp», 1998). Scales get ones, shifts get zeros. He's variance 2 / fan-in is not used: in a
+deep network whose batch norms are in inference form, the residual sums would grow, and a saturated softmax passes no
+gradient.
 """
 
 from __future__ import annotations
@@ -32,7 +33,8 @@ def _constant(value: float) -> Fill:
 ZEROS, ONES = _constant(0.0), _constant(1.0)
 SMALL_NORMAL: Fill = lambda tensor, node, generator: tensor.normal_(0.0, 0.02, generator=generator)  # noqa: E731
 
-# The initial values of a weight, by its first reader and the position there. Others start as a small normal.
+# The function that fills a weight, by the op of the weight's first reader and the weight's position among that
+# node's inputs. All other weights get a normal distribution of small variance.
 FILLS: Mapping[tuple[str, int], Fill] = {
     ("Add", 0): ZEROS,
     ("Add", 1): ZEROS,
@@ -63,10 +65,11 @@ FILLS: Mapping[tuple[str, int], Fill] = {
 
 
 def first_readers(graph: Graph) -> dict[str, tuple[Node, int]]:
-    """Return, for each value, the first node that computes with it, and the value's position among this node's inputs.
+    """Return a dictionary from the name of each value to the first node that reads the value, and the value's position
+    among that node's inputs.
 
-    Nodes that only rearrange elements (reshapes, transposes and the like) do not count: the reader of their result
-    does. A value that nothing reads is absent.
+    Nodes that only rearrange elements (reshapes, transposes and the like) do not count as readers; instead, the first
+    reader of their result does. A value that nothing reads is absent.
     """
     found: dict[str, tuple[Node, int]] = {}
     source: dict[str, str] = {}

@@ -1,4 +1,5 @@
-"""An ONNX graph as a torch module: each node is a row of the op table, and the nodes run in order."""
+"""An ONNX graph as a torch module. Its forward executes the nodes of the graph in order; the op table has a function on
+torch tensors for each op."""
 
 from __future__ import annotations
 
@@ -47,17 +48,18 @@ def onnx_name(name: str) -> str:
 class OnnxModule(nn.Module):
     """The forward pass of a :class:`~rematplan.ir.onnx.graph.Graph` as a torch module.
 
-    Parameters and buffers are registered under the :func:`torch_name` of their ONNX names. Weights that the file
-    generates by random ops start with random values from ``seed``. A batch norm in training form updates its buffers
-    once per forward.
+    Parameters and buffers are registered under the :func:`torch_name` of their ONNX names. Weights for which the file
+    has no data, because it fills them with a constant, get random initial values. A batch norm in training form updates
+    its buffers once per forward.
 
     Args:
         graph: the graph.
-        seed: the seed of the random initial values; None keeps the values that the file generates.
+        seed: the seed of the random initial values; None keeps the constants with which the file fills the weights.
         device: the device of the weights; with ``"meta"`` no weights are read.
 
     Raises:
-        ModelError: an op is not in the op table (the message names the node and its opset), or a weight cannot be read.
+        ModelError: an op is not in the op table (the message names the node and its opset), a weight cannot be read, or
+            the weights exceed the machine's memory.
     """
 
     def __init__(self, graph: Graph, seed: int | None = 0, device: str = "cpu") -> None:
@@ -124,8 +126,14 @@ class OnnxModule(nn.Module):
     def _execute(
         self, program: Iterable[Instruction], values: dict[str, Value], updates: dict[str, Tensor]
     ) -> None:
-        """Run nodes in order. Their results are added to ``values``, and new contents of buffers also to
-        ``updates``."""
+        """Execute nodes in order, and change ``values`` and ``updates`` in place.
+
+        Args:
+            program: the nodes.
+            values: the values that exist, by name. Results are added; values that no later node reads are removed.
+            updates: receives the new contents of buffers (running statistics of batch norms), by the buffer's ONNX
+                name.
+        """
         for step in program:
             results = self.advance(step, values)
             for place, buffer in step.statistics:
@@ -138,18 +146,23 @@ class OnnxModule(nn.Module):
         return tensor
 
     def _tensor(self, name: str, value: Value) -> Tensor:
-        """Return a value as a tensor. A known value that is a weight is returned as the buffer of that weight."""
+        """Return a value as a tensor. A NumPy array (a value known before the graph runs) is converted; if it is a
+        weight, its buffer is returned."""
         if not isinstance(value, np.ndarray):
             tensor: Tensor = value
             return tensor
         return self._weight(name) if name in self.names else constant_tensor(value, f"the value {name!r}")
 
     def _run(self, step: Instruction, args: list[Value]) -> Sequence[Value]:
-        """Return the results of one node: NumPy arrays if all its inputs are known and the results are small, else
-        tensors.
+        """Execute one node and return its results. They are NumPy arrays if all inputs are known values (NumPy arrays)
+        and the results are small, else tensors.
+
+        Args:
+            step: the node, with its function from the op table.
+            args: the node's inputs in order; None for an absent one.
 
         Raises:
-            ModelError: the node cannot run on its inputs.
+            ModelError: the node cannot run on these inputs.
         """
         node, row = step.node, step.row
         try:
@@ -172,14 +185,19 @@ class OnnxModule(nn.Module):
         return results if isinstance(results, tuple) else (results,)
 
     def advance(self, step: Instruction, values: dict[str, Value]) -> Sequence[Value]:
-        """Run one node on ``values`` (by name), add its results to ``values``, and return the results.
+        """Execute one node, add its results to ``values``, and return the results.
+
+        Args:
+            step: the node, with its function from the op table.
+            values: the values that exist, by name. Tensors among the results are moved to the device of the first
+                tensor in ``values``.
 
         Raises:
             ModelError: the node cannot run on its inputs.
         """
         results = self._run(step, [values[n] if n else None for n in step.node.inputs])
         place = next((v.device for v in values.values() if isinstance(v, Tensor)), torch.device("cpu"))
-        # Results that are made from known values are on the CPU.
+        # Tensors made from known values (NumPy arrays) are on the CPU.
         results = [r.to(place) if isinstance(r, Tensor) and r.device != place else r for r in results]
         for name, result in zip(step.node.outputs, results, strict=False):
             if name:
@@ -187,8 +205,14 @@ class OnnxModule(nn.Module):
         return results
 
     def _differentiate(self, step: Instruction, args: Sequence[Value]) -> tuple[Tensor, ...]:
-        """Return the results of a Gradient node: the derivatives of ``y`` with respect to the first of the
-        node's inputs."""
+        """Return the results of an ONNX Gradient node: the derivatives of the value that its attribute ``y`` names,
+        with respect to the values that its attribute ``xs`` names.
+
+        Args:
+            step: the Gradient node, with the nodes that compute ``y`` from its inputs.
+            args: the values of the node's inputs: first those that ``xs`` names, then those that ``zs`` names. There
+                are no derivatives with respect to the latter.
+        """
         names = differentiated(step.node)
         again = torch.is_grad_enabled()
         with torch.enable_grad():
@@ -205,7 +229,11 @@ class OnnxModule(nn.Module):
             return torch.autograd.grad(y, by, torch.ones_like(y), create_graph=again, materialize_grads=True)
 
     def _operands(self, step: Instruction, args: list[Value]) -> list[Value]:
-        """Return a node's inputs in the form that its row expects."""
+        """Return a node's inputs in the form that its function in the op table expects: known values as NumPy arrays,
+        Python numbers or tensors, as the table's entry says.
+
+        ``args``: the inputs as they are stored, with known values as NumPy arrays; None for an absent one.
+        """
         rank = max((a.dim() for a in args if isinstance(a, Tensor)), default=-1)
         device = next((a.device for a in args if isinstance(a, Tensor)), None)
         return [

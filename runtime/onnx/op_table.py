@@ -1,4 +1,5 @@
-"""The op table: one row for each (domain, op, since_version), collected from the modules of `ops`."""
+"""The op table: for each ONNX domain, op and opset version, an entry (`Row`) with the function that executes the op on
+torch tensors. The modules in ``ops`` define the entries."""
 
 from __future__ import annotations
 
@@ -61,8 +62,8 @@ TABLE: Mapping[tuple[str, str], Mapping[int, Row]] = _table()
 
 
 def row_of(node: Node) -> Row:
-    """Return the op table's entry that defines a node: of its op, the newest version that is not newer than the node's
-    opset.
+    """Return the op table's entry that defines a node. Among the entries for the node's op, this is the newest one
+    whose opset version is not newer than the node's.
 
     Raises:
         ModelError: the table has no such entry, or the entry does not support the node's attributes.

@@ -1,1 +1,2 @@
-"""The ONNX op table: one row for each operator and version."""
+"""ONNX ops as functions on torch tensors. Each function is an entry of the op table for one op and some opset
+versions."""

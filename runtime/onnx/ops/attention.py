@@ -1,4 +1,5 @@
-"""The row for Attention: scaled dot product attention with masks, caches and grouped heads."""
+"""The ONNX op Attention as a function on torch tensors: scaled dot product attention with masks, caches and grouped
+heads."""
 
 from __future__ import annotations
 
@@ -82,10 +83,10 @@ def _scale(node: Node, q: Tensor) -> float:
 
 
 def _is_plain(node: Node, q: Tensor, mask: Tensor | None) -> bool:
-    """Return whether torch's attention computes the node: no softcap, no window, no mask that may forbid
-    every key.
+    """Return whether torch's fused attention gives the result that ONNX defines for the node.
 
-    In half precision the standard rounds after each step, torch's kernel only at the end.
+    It does not for a softcap, a window, or a stated precision of the softmax. Nor does it for a boolean mask, which may
+    forbid all keys of a query. In float16, ONNX rounds after each step, but torch only at the end.
     """
     windows = max(integer(node, f"{side}_window_size", -1) for side in ("left", "right"))
     special = windows >= 0 or bool(node.attributes.get("softcap")) or "softmax_precision" in node.attributes
@@ -95,9 +96,19 @@ def _is_plain(node: Node, q: Tensor, mask: Tensor | None) -> bool:
 def _bias(
     node: Node, q: Tensor, k: Tensor, mask: Tensor | None, past: int, lengths: Tensor | None
 ) -> Tensor | None:
-    """Return what is added to the scores: None, or the mask's numbers, with −∞ where a query may not attend.
+    """Return the tensor to add to the attention scores: the mask's numbers, and −∞ where a query may not attend to a
+    key. Return None if nothing is added.
 
-    A causal query i attends to keys up to i plus the number of keys before this block of queries.
+    With ``is_causal``, query i may attend to the keys up to i plus the number of keys that precede this block of
+    queries.
+
+    Args:
+        node: the node, for ``is_causal`` and the window sizes.
+        q: queries, (batch, heads, queries, size).
+        k: keys, (batch, heads, keys, size).
+        mask: numbers or booleans (true: allowed), or None.
+        past: the number of cached keys before those of this call.
+        lengths: for each batch entry, the number of keys that are not padding; or None.
     """
     bias = None if mask is None else _additive(mask, q, k.shape[2])
     rows = torch.arange(q.shape[2], device=q.device).unsqueeze(1)
@@ -120,7 +131,8 @@ def _bias(
 
 
 def _additive(mask: Tensor, q: Tensor, keys: int) -> Tensor:
-    """Return the mask as numbers to add, for all keys. Keys beyond the mask's end are forbidden."""
+    """Return an attention mask as numbers to add to the scores, extended to ``keys`` keys. Forbidden keys, and keys
+    beyond the mask's end, get −∞."""
     if mask.dtype == torch.bool:
         zero = torch.zeros((), dtype=q.dtype, device=q.device)
         mask = torch.where(mask, zero, torch.full_like(zero, -math.inf))
@@ -129,8 +141,14 @@ def _additive(mask: Tensor, q: Tensor, keys: int) -> Tensor:
 
 
 def _by_hand(node: Node, inputs: Inputs, bias: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Compute attention step by step. Return the result and the scores at the stage of
-    ``qk_matmul_output_mode``."""
+    """Compute attention op by op. Return the result, and the scores at the stage that ``qk_matmul_output_mode`` names
+    (0: products, 1: after the softcap, 2: after adding ``bias``, 3: after the softmax).
+
+    Args:
+        node: the node, for its attributes.
+        inputs: queries, keys and values, each (batch, heads, steps, size).
+        bias: the tensor to add to the scores, or None. A query all of whose keys have −∞ gets the result 0.
+    """
     q, k, v = inputs
     stage = integer(node, "qk_matmul_output_mode", 0)
     root = torch.full((), math.sqrt(_scale(node, q)), dtype=q.dtype, device=q.device)
@@ -144,7 +162,7 @@ def _by_hand(node: Node, inputs: Inputs, bias: Tensor | None) -> tuple[Tensor, T
         else q.dtype
     )
     finite = scores[2].to(wide)
-    if bias is not None:  # a query without allowed keys gets zeros, and no NaN in its gradient
+    if bias is not None:  # a query without allowed keys gets zeros, not NaN, also in its gradient
         blind = (bias == -math.inf).all(-1, keepdim=True)
         weights = softmax(finite.masked_fill(blind, 0.0), -1).masked_fill(blind, 0.0)
     else:

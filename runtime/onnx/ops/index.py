@@ -1,4 +1,4 @@
-"""Rows for indexing: gather, scatter, one-hot, top-k."""
+"""ONNX ops for indexing (gather, scatter, one-hot, top-k) as functions on torch tensors."""
 
 from __future__ import annotations
 
@@ -32,10 +32,11 @@ def _sliced(x: Tensor, at: Slice) -> Tensor:
 
 @ROWS.add("Gather", 1, 11, 13, literal=(1,))
 def gather(node: Node, x: Tensor, indices: Any) -> Tensor:
-    """Run ONNX Gather: select slices of ``x`` along ``axis`` by index. The result replaces that axis by the indices'
-    axes.
+    """Run ONNX Gather: select slices of ``x`` along ``axis`` by index. In the result's shape, the shape of ``indices``
+    replaces that axis.
 
-    Indices that are known and evenly spaced give a view; rows of a floating-point matrix use torch's embedding.
+    Indices whose values are known during capture and evenly spaced give a view. Selecting rows of a floating-point
+    matrix uses torch's embedding.
     """
     axis = integer(node, "axis", 0) % x.dim()
     if isinstance(indices, np.ndarray):
@@ -60,9 +61,10 @@ def gather_elements(node: Node, x: Tensor, indices: Tensor) -> Tensor:
 
 @ROWS.add("GatherND", 12, 13)
 def gather_nd(node: Node, x: Tensor, indices: Tensor) -> Tensor:
-    """Run ONNX GatherND: select slices of ``x`` by tuples of indices (the last axis of ``indices``).
+    """Run ONNX GatherND: select slices of ``x`` by tuples of indices, which are the last axis of ``indices``.
 
-    Tuples refer to the axes after the first ``batch_dims`` ones, which ``x`` and ``indices`` share.
+    The first ``batch_dims`` axes are batch axes of both ``x`` and ``indices``; the indices in a tuple are positions on
+    the axes of ``x`` after them.
     """
     batch = integer(node, "batch_dims", 0)
     if not batch and indices.shape[-1] == 1:
@@ -78,14 +80,15 @@ def gather_nd(node: Node, x: Tensor, indices: Tensor) -> Tensor:
 
 @ROWS.add("GatherND", 11)
 def gather_nd_without_batch(node: Node, x: Tensor, indices: Tensor) -> Tensor:
-    """Run ONNX GatherND of opset 11: select slices of ``x`` by tuples of indices (the last axis), without batch
-    axes."""
+    """Run ONNX GatherND of opset 11, without batch axes: select slices of ``x`` by tuples of indices, which are the
+    last axis of ``indices``."""
     return gather_nd(node, x, indices)
 
 
 @ROWS.add("ReverseSequence", 10, 28)
 def reverse_sequence(node: Node, x: Tensor, lengths: Tensor) -> Tensor:
-    """Run ONNX ReverseSequence: reverse the first ``lengths[i]`` steps of sample i; later steps keep their place."""
+    """Run ONNX ReverseSequence: in each batch entry i, reverse the first ``lengths[i]`` steps along ``time_axis``.
+    Later steps are not moved."""
     time, batch = integer(node, "time_axis", 0), integer(node, "batch_axis", 1)
     steps = torch.arange(x.shape[time], device=x.device).unsqueeze(1)
     ends = lengths.to(torch.int64).unsqueeze(0)
@@ -97,10 +100,11 @@ def reverse_sequence(node: Node, x: Tensor, lengths: Tensor) -> Tensor:
 
 @ROWS.add("TensorScatter", 24)
 def tensor_scatter(node: Node, cache: Tensor, update: Tensor, starts: Tensor | None = None) -> Tensor:
-    """Run ONNX TensorScatter: return a copy of ``cache`` with the steps of ``update`` written into each sample.
+    """Run ONNX TensorScatter: return a copy of ``cache`` in which ``update`` replaces a range of positions along
+    ``axis``.
 
-    They are written along ``axis`` from the position ``starts`` of the sample on (None: 0). In ``circular`` mode
-    positions wrap around.
+    ``starts``: for each batch entry, the position of the first step of ``update``; None for 0. If the attribute
+    ``mode`` is ``circular``, positions after the end continue at 0.
     """
     axis = integer(node, "axis", -2) % cache.dim()
     places = torch.arange(update.shape[axis], device=cache.device).unsqueeze(0)
@@ -118,10 +122,11 @@ SCATTER_REDUCTIONS = {"add": "sum", "mul": "prod", "max": "amax", "min": "amin"}
 
 @ROWS.add("ScatterElements", 11, 13, 16, 18, literal=(1,))
 def scatter_elements(node: Node, x: Tensor, indices: Any, updates: Tensor) -> Tensor:
-    """Run ONNX ScatterElements: return a copy of ``x`` with ``updates`` written, or reduced into it, at indices along
-    ``axis``.
+    """Run ONNX ScatterElements: return a copy of ``x`` in which elements at the positions ``indices`` along ``axis``
+    are replaced by ``updates``, or combined with them by the attribute ``reduction``.
 
-    Known indices that form a slice become a slice scatter.
+    Without a reduction, indices that are known during capture and select a slice are written with torch's
+    ``slice_scatter``.
 
     Raises:
         ModelError: the reduction is none of ``none``, ``add``, ``mul``, ``max`` and ``min``.
@@ -141,8 +146,14 @@ def scatter_elements(node: Node, x: Tensor, indices: Any, updates: Tensor) -> Te
 
 
 def _written_slice(indices: np.ndarray[Any, Any], axis: int, shape: torch.Size) -> Slice | None:
-    """Return the slice that indices along an axis select, if they are the same at all positions of the other
-    axes; else None."""
+    """Return the slice of a tensor that the indices of a ScatterElements node select. Return None if they select no
+    slice: they must cover all positions of the other axes, and be the same ones at each of these positions.
+
+    Args:
+        indices: the known indices.
+        axis: the axis that they index.
+        shape: the shape of the tensor.
+    """
     if (
         not indices.ndim
         or not indices.size
@@ -155,16 +166,17 @@ def _written_slice(indices: np.ndarray[Any, Any], axis: int, shape: torch.Size) 
 
 @ROWS.add("Scatter", 9, 11, literal=(1,))
 def scatter(node: Node, x: Tensor, indices: Any, updates: Tensor) -> Tensor:
-    """Run ONNX Scatter, the older name of ScatterElements, in the same way."""
+    """Run ONNX Scatter, the former name of ScatterElements: see `scatter_elements`."""
     return scatter_elements(node, x, indices, updates)
 
 
 @ROWS.add("ScatterND", 11, 13, 16, 18, literal=(1,))
 def scatter_nd(node: Node, x: Tensor, indices: Any, updates: Tensor) -> Tensor:
-    """Run ONNX ScatterND: return a copy of ``x`` with slices ``updates`` written, or reduced into it, at tuples of
-    indices.
+    """Run ONNX ScatterND: return a copy of ``x`` in which slices are replaced by ``updates``, or combined with them by
+    the attribute ``reduction``. The last axis of ``indices`` has a tuple of indices for each slice.
 
-    Known indices that form a slice become a slice scatter.
+    Without a reduction, indices that are known during capture and select a slice are written with torch's
+    ``slice_scatter``.
 
     Raises:
         ModelError: the reduction is none of ``none``, ``add``, ``mul``, ``max`` and ``min``.
@@ -229,10 +241,11 @@ def top_k_by_attribute(node: Node, x: Tensor) -> tuple[Tensor, Tensor]:
 
 @ROWS.add("Compress", 9, 11, 28)
 def compress(node: Node, x: Tensor, condition: Tensor) -> Tensor:
-    """Run ONNX Compress: select the slices along ``axis`` for which ``condition`` is true; without ``axis``, elements.
+    """Run ONNX Compress: select the slices along ``axis`` for which ``condition`` is true. Without ``axis``, flatten
+    the input and select elements.
 
-    Without ``axis`` the input is flattened. The result's shape depends on data, so a capture refuses the op unless all
-    its inputs are known constants.
+    The result's shape depends on the values of ``condition``, so a capture refuses the op unless all its inputs are
+    known constants.
     """
     axis = node.attributes.get("axis")
     x, at = (x.reshape(-1), 0) if axis is None else (x, integer(node, "axis", 0))

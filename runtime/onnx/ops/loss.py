@@ -1,4 +1,5 @@
-"""Rows for losses inside a graph, random tensors, and Gradient."""
+"""ONNX ops for losses in a graph and for random tensors, as functions on torch tensors; and the op table's entry for
+Gradient."""
 
 from __future__ import annotations
 
@@ -14,7 +15,7 @@ from rematplan.runtime.onnx.ops.values import ONNX_DTYPES
 
 ROWS = Rows()
 
-NEVER = -100  # torch's default of ignore_index, which is no label
+NEVER = -100  # torch's default of ignore_index, a number that is no class
 
 
 @ROWS.add("NegativeLogLikelihoodLoss", 12, 13, 22)

@@ -1,4 +1,4 @@
-"""Rows for elementwise ops: arithmetic, activations, comparisons."""
+"""Elementwise ONNX ops (arithmetic, activations, comparisons) as functions on torch tensors."""
 
 # ruff: noqa: ARG001  (every handler takes the node, whether it reads it or not)
 from __future__ import annotations
@@ -70,19 +70,19 @@ for (_op, _since), _function in UNARY.items():
 
 @ROWS.add("Elu", 1, 6, 22)
 def elu(node: Node, x: Tensor) -> Tensor:
-    """Run ONNX Elu: x from zero on, ``alpha (eˣ − 1)`` below."""
+    """Run ONNX Elu: x where x ≥ 0, else ``alpha (eˣ − 1)``."""
     return F.elu(x, number(node, "alpha", 1.0))
 
 
 @ROWS.add("Celu", 12, 28)
 def celu(node: Node, x: Tensor) -> Tensor:
-    """Run ONNX Celu: x from zero on, ``alpha (exp(x / alpha) − 1)`` below."""
+    """Run ONNX Celu: x where x ≥ 0, else ``alpha (exp(x / alpha) − 1)``."""
     return F.celu(x, number(node, "alpha", 1.0))
 
 
 @ROWS.add("Selu", 1, 6, 22)
 def selu(node: Node, x: Tensor) -> Tensor:
-    """Run ONNX Selu: ``gamma x`` above zero, ``gamma alpha (eˣ − 1)`` below; ``alpha`` and ``gamma`` are attributes."""
+    """Run ONNX Selu: ``gamma x`` where x > 0, else ``gamma alpha (eˣ − 1)``. ``alpha`` and ``gamma`` are attributes."""
     alpha, gamma = (
         number(node, "alpha", 1.67326319217681884765625),
         number(node, "gamma", 1.05070102214813232421875),
@@ -99,13 +99,13 @@ def gelu(node: Node, x: Tensor) -> Tensor:
 
 @ROWS.add("LeakyRelu", 1, 6, 16)
 def leaky_relu(node: Node, x: Tensor) -> Tensor:
-    """Run ONNX LeakyRelu: x from zero on, ``alpha x`` below."""
+    """Run ONNX LeakyRelu: x where x ≥ 0, else ``alpha x``."""
     return F.leaky_relu(x, number(node, "alpha", 0.01))
 
 
 @ROWS.add("ThresholdedRelu", 10, 22)
 def thresholded_relu(node: Node, x: Tensor) -> Tensor:
-    """Run ONNX ThresholdedRelu: x above ``alpha``, else zero."""
+    """Run ONNX ThresholdedRelu: x where x > ``alpha``, else 0."""
     return F.threshold(x, number(node, "alpha", 1.0), 0.0)
 
 
@@ -138,20 +138,21 @@ def swiglu(node: Node, a: Tensor, b: Tensor) -> Tensor:
 
 @ROWS.add("PRelu", 7, 9, 16)
 def prelu(node: Node, x: Tensor, slope: Tensor) -> Tensor:
-    """Run ONNX PRelu: x from zero on, ``slope · x`` below; ``slope`` is broadcast to the input."""
+    """Run ONNX PRelu: x where x ≥ 0, else ``slope · x``. ``slope`` is broadcast to the input's shape."""
     return torch.where(x < 0, x * slope, x)
 
 
 @ROWS.add("PRelu", 1, 6)
 def prelu_by_channel(node: Node, x: Tensor, slope: Tensor) -> Tensor:
-    """Run ONNX PRelu of opsets below 7: ``slope`` has one number per channel, or one for all."""
+    """Run ONNX PRelu of opsets below 7: x where x ≥ 0, else ``slope · x``. ``slope`` has one number per channel, or one
+    for all."""
     return F.prelu(x, slope)
 
 
 @ROWS.add("IsInf", 10, 20)
 def is_inf(node: Node, x: Tensor) -> Tensor:
-    """Run ONNX IsInf: true where an element is infinite, of the signs that ``detect_positive`` and ``detect_negative``
-    allow."""
+    """Run ONNX IsInf: true where an element is +∞ (if the attribute ``detect_positive`` is set) or −∞ (if
+    ``detect_negative`` is set). Both are set by default."""
     found = torch.zeros_like(x, dtype=torch.bool)
     if integer(node, "detect_positive", 1):
         found = found | (x == math.inf)
@@ -192,7 +193,8 @@ def _divide(a: Any, b: Any) -> Tensor:
 
 
 def _power(a: Any, b: Any) -> Tensor:
-    """Raise to a power. The result has the base's type, whatever the exponent's."""
+    """Return ``a`` to the power ``b``, each a tensor or a number. If ``a`` is a tensor, the result has its type,
+    whatever the type of ``b``."""
     if not isinstance(a, Tensor):
         return torch.pow(a, b)
     if isinstance(b, (int, float)) and not a.is_floating_point() and float(b).is_integer() and b >= 0:
@@ -235,7 +237,7 @@ LEGACY: dict[tuple[str, tuple[int, ...]], Binary] = {
     ("Sub", (1, 6)): _subtract,
     ("Xor", (1,)): torch.logical_xor,
 }
-# Functions that accept a number only on the right: what to call with the operands swapped.
+# Functions that accept a number only as second operand: by function, the one to call with exchanged operands.
 RIGHT_ONLY: dict[Binary, Binary] = {
     torch.eq: torch.eq,
     torch.gt: torch.lt,
@@ -252,7 +254,11 @@ TENSORS_ONLY: frozenset[Binary] = frozenset({torch.logical_and, torch.logical_or
 
 
 def _apply(function: Binary, a: Any, b: Any) -> Tensor:
-    """Apply a function to tensors or numbers, on whichever side the number is."""
+    """Apply a torch function of two operands, at least one of which is a tensor; the other may be a Python number.
+
+    If the function accepts a number only as second operand, the operands are exchanged, or the number becomes a tensor.
+    Unsigned types that torch does not compute with are dealt with by `_unsigned`.
+    """
     if isinstance(a, Tensor) and a.dtype in WIDER:
         return _unsigned(function, a, _as_tensor(b, a))
     if isinstance(b, Tensor) and b.dtype in WIDER:
@@ -271,7 +277,8 @@ COMPARISONS: frozenset[Any] = frozenset({torch.eq, torch.gt, torch.ge, torch.lt,
 
 
 def _unsigned(function: Any, *operands: Tensor) -> Tensor:
-    """Apply a function to unsigned tensors of 16 bits or more, computed with signed ones."""
+    """Apply a torch function to tensors of 16, 32 or 64-bit unsigned integers. Few torch ops support these types, so it
+    computes with signed integers. The result has the type of the first operand; for comparisons it is boolean."""
     dtype = operands[0].dtype
     if function in COMPARISONS:
         result: Tensor = function(*(signed(x) for x in operands))
@@ -292,7 +299,8 @@ def _unsigned(function: Any, *operands: Tensor) -> Tensor:
 
 
 def _unsigned_quotient(a: Tensor, b: Tensor) -> Tensor:
-    """Return a ÷ b for 64-bit patterns read as unsigned (Hacker's Delight, 9-3)."""
+    """Return the bits of the unsigned quotient a ÷ b. All three are int64 tensors that have the bits of unsigned 64-bit
+    integers (Hacker's Delight, section 9-3)."""
     low = torch.iinfo(torch.int64).min
     half = (a >> 1) & ~low
     quotient = torch.div(half, b, rounding_mode="trunc") << 1
@@ -306,8 +314,11 @@ def _binary(function: Binary) -> Callable[[Node, Any, Any], Tensor]:
 
 
 def _legacy(function: Binary) -> Callable[[Node, Any, Any], Tensor]:
-    """Return the handler for opsets before 7, where the second operand is aligned at ``axis`` if
-    ``broadcast`` is set."""
+    """Return a function that runs a binary op of opsets below 7. If the attribute ``broadcast`` is set, the first axis
+    of the second operand corresponds to the axis ``axis`` of the first operand.
+
+    ``function``: the torch function that computes the op.
+    """
 
     def run(node: Node, a: Any, b: Any) -> Tensor:
         axis = node.attributes.get("axis")

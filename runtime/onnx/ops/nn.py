@@ -1,4 +1,4 @@
-"""Rows for layers: convolution, normalisation, dropout."""
+"""ONNX ops for layers (convolution, normalisation, dropout) as functions on torch tensors."""
 
 from __future__ import annotations
 
@@ -27,7 +27,13 @@ CONV_TRANSPOSE: dict[int, Callable[..., Tensor]] = {
 
 
 def spread(node: Node, name: str, rank: int) -> tuple[int, ...]:
-    """Return an attribute with one number per spatial axis, such as ``strides`` or ``dilations``; ones if it is absent.
+    """Return an attribute that has one number per spatial axis, such as ``strides`` or ``dilations``; ones if it is
+    absent.
+
+    Args:
+        node: the node.
+        name: the attribute's name.
+        rank: the number of spatial axes.
 
     Raises:
         ModelError: the attribute does not have ``rank`` numbers.
@@ -73,8 +79,8 @@ def window_pads(
 
 
 def pad_spatial(x: Tensor, before: Sequence[int], after: Sequence[int], value: float = 0.0) -> Tensor:
-    """Pad the last axes of ``x`` with ``value``: ``before`` and ``after`` have one number per axis. Negative numbers
-    crop."""
+    """Pad the last axes of ``x`` with ``value``. ``before`` and ``after`` have a number of elements for each axis; a
+    negative number crops."""
     pairs = [p for b, a in zip(reversed(before), reversed(after), strict=True) for p in (b, a)]
     return F.pad(x, pairs, value=value) if any(pairs) else x
 
@@ -84,11 +90,12 @@ def pad_spatial(x: Tensor, before: Sequence[int], after: Sequence[int], value: f
 
 @ROWS.add("Conv", 1, 11, 22)
 def conv(node: Node, x: Tensor, w: Tensor, b: Tensor | None = None) -> Tensor:
-    """Run ONNX Conv on ``x`` (N, C, …) with 1 to 3 spatial axes. ``w``: the kernel (C', C ÷ group, …); ``b``: (C'), or
-    None.
+    """Run ONNX Conv on ``x`` (N, C, …) with 1 to 3 spatial axes.
+
+    ``w``: the kernel (C', C ÷ group, …). ``b``: the bias (C'), or None.
 
     Raises:
-        ModelError: another number of spatial axes, or an attribute that does not fit it.
+        ModelError: the number of spatial axes is not 1 to 3, or an attribute does not fit it.
     """
     rank = x.dim() - 2
     if rank not in CONV:
@@ -102,12 +109,15 @@ def conv(node: Node, x: Tensor, w: Tensor, b: Tensor | None = None) -> Tensor:
 
 @ROWS.add("ConvTranspose", 1, 11, 22)
 def conv_transpose(node: Node, x: Tensor, w: Tensor, b: Tensor | None = None) -> Tensor:
-    """Run ONNX ConvTranspose on ``x`` (N, C, …) with 1 to 3 spatial axes. ``w``: the kernel (C, C' ÷ group, …).
+    """Run ONNX ConvTranspose on ``x`` (N, C, …) with 1 to 3 spatial axes.
 
-    Padding that torch does not support (asymmetric or negative) is cropped from the full result. ``b``: (C'), or None.
+    For padding that torch does not support (asymmetric or negative), the result without padding is computed and then
+    cropped or extended.
+
+    ``w``: the kernel (C, C' ÷ group, …). ``b``: the bias (C'), or None.
 
     Raises:
-        ModelError: another number of spatial axes, or an attribute that does not fit it.
+        ModelError: the number of spatial axes is not 1 to 3, or an attribute does not fit it.
     """
     rank = x.dim() - 2
     if rank not in CONV_TRANSPOSE:
@@ -133,8 +143,17 @@ def _transpose_pads(
     dilations: Sequence[int],
     extra: Sequence[int],
 ) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Return how much to crop from each side of the full result (ONNX's formula for output_shape and
-    SAME)."""
+    """Return how much to crop from the unpadded result of a transposed convolution, before and after each spatial axis.
+    This is ONNX's formula, from ``output_shape``, ``auto_pad`` or ``pads``.
+
+    Args:
+        node: the ConvTranspose node.
+        sizes: the sizes of the input's spatial axes.
+        kernel: the sizes of the kernel.
+        strides: the stride of each axis.
+        dilations: the dilation of each axis.
+        extra: the attribute ``output_padding`` for each axis.
+    """
     mode, shape = text(node, "auto_pad", "NOTSET"), ints(node, "output_shape")
     if shape is None and mode in ("NOTSET", "VALID"):
         return window_pads(node, sizes, kernel, strides, dilations)
@@ -158,10 +177,11 @@ def _batch_norm(node: Node, x: Tensor, w: Tensor, b: Tensor, mean: Tensor, var: 
 def _trained_batch_norm(
     node: Node, x: Tensor, w: Tensor, b: Tensor, mean: Tensor, var: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Normalise by the batch. The new statistics are ``old · momentum + batch · (1 − momentum)``.
+    """Normalise ``x`` by the mean and variance of the batch. Return the result, the new running mean and the new
+    running variance. The running values are ``old · momentum + batch · (1 − momentum)``.
 
-    ONNX's running variance uses the batch variance s with divisor n, torch's uses n − 1. From torch's v' =
-    m·v + (1−m)·s·n/(n−1), ONNX's m·v + (1−m)·s is v'·(n−1)/n + m·v/n.
+    ONNX's running variance uses the batch variance s with divisor n, torch's uses n − 1. From torch's v' = m·v +
+    (1−m)·s·n/(n−1), ONNX's m·v + (1−m)·s is v'·(n−1)/n + m·v/n.
     """
     keep, eps = number(node, "momentum", 0.9), number(node, "epsilon", 1e-5)
     count = x.numel() // x.shape[1] if x.dim() > 1 else x.numel()
@@ -178,8 +198,9 @@ def _trained_batch_norm(
 def batch_norm(node: Node, *inputs: Tensor) -> Any:
     """Run ONNX BatchNormalization on the inputs X, scale, shift, running mean and running variance.
 
-    If ``training_mode`` is set, X is normalised by the batch, and the second and third outputs are the new running
-    statistics.
+    If ``training_mode`` is set, X is normalised by the mean and variance of the batch, and the results are a tuple: the
+    normalised X, the new running mean and the new running variance. Otherwise the result is one tensor, normalised by
+    the running mean and variance.
     """
     return (
         _trained_batch_norm(node, *inputs)
@@ -190,11 +211,11 @@ def batch_norm(node: Node, *inputs: Tensor) -> Any:
 
 @ROWS.add("BatchNormalization", 7, 9)
 def batch_norm_by_outputs(node: Node, *inputs: Tensor) -> Any:
-    """Run ONNX BatchNormalization of opsets 7 to 13, which normalises by the batch if the node has more than one
-    output.
+    """Run ONNX BatchNormalization of opsets 7 to 13 on the inputs X, scale, shift, running mean and running variance.
 
-    The inputs are X, scale, shift, running mean and running variance. The second and third outputs are the new running
-    statistics, the fourth and fifth the mean and variance of the batch.
+    If the node has more than one output, X is normalised by the mean and variance of the batch. The outputs are then
+    the normalised X, the new running mean and variance, and, if requested, the mean and variance of the batch. A node
+    with one output normalises by the running mean and variance.
     """
     if len(node.outputs) == 1:
         return _batch_norm(node, *inputs)
@@ -203,9 +224,11 @@ def batch_norm_by_outputs(node: Node, *inputs: Tensor) -> Any:
 
 @ROWS.add("BatchNormalization", 1, 6)
 def batch_norm_by_test_flag(node: Node, *inputs: Tensor) -> Any:
-    """Run ONNX BatchNormalization of opsets below 7, which normalises by the batch unless ``is_test`` is set.
+    """Run ONNX BatchNormalization of opsets below 7 on the inputs X, scale, shift, running mean and running variance.
 
-    Inputs and outputs are those of `batch_norm_by_outputs`.
+    If ``is_test`` is set, X is normalised by the running mean and variance. Otherwise it is normalised by the mean and
+    variance of the batch; the outputs are then the normalised X, the new running mean and variance, and, if requested,
+    the mean and variance of the batch.
     """
     return _batch_norm(node, *inputs) if integer(node, "is_test", 0) else _with_saved(node, *inputs)
 
@@ -227,7 +250,7 @@ def instance_norm(node: Node, x: Tensor, w: Tensor, b: Tensor) -> Tensor:
 
 @ROWS.add("LayerNormalization", 17)
 def layer_norm(node: Node, x: Tensor, w: Tensor, b: Tensor | None = None) -> Any:
-    """Run ONNX LayerNormalization over the axes from ``axis`` on. ``w``, ``b``: scale, and shift or None.
+    """Run ONNX LayerNormalization over the axes from ``axis`` to the last. ``w``, ``b``: scale, and shift or None.
 
     Return the result, the mean and the inverse standard deviation.
     """
@@ -258,8 +281,8 @@ def group_norm_by_group(node: Node, x: Tensor, w: Tensor, b: Tensor) -> Tensor:
 
 @ROWS.add("RMSNormalization", 23)
 def rms_norm(node: Node, x: Tensor, w: Tensor) -> Tensor:
-    """Run ONNX RMSNormalization: divide by the root mean square over the axes from ``axis`` on, then multiply by
-    ``w``."""
+    """Run ONNX RMSNormalization: divide by the root mean square over the axes from ``axis`` to the last, then multiply
+    by ``w``. For a 16-bit ``x``, the division is computed in float32, unless the attribute ``stash_type`` is not 1."""
     axis = integer(node, "axis", -1) % x.dim()
     wide = (
         x.float() if x.dtype in (torch.float16, torch.bfloat16) and integer(node, "stash_type", 1) == 1 else x
@@ -306,9 +329,10 @@ def lp_norm(node: Node, x: Tensor) -> Tensor:
 
 @ROWS.add("Dropout", 12, 13, 22, known=(1, 2), random=True)
 def dropout(node: Node, x: Tensor, ratio: Any = None, training: Any = None) -> Any:
-    """Run ONNX Dropout: dropout if ``training`` is true, otherwise return the input. ``ratio``: None for 0.5.
+    """Run ONNX Dropout: apply dropout if ``training`` is true and ``ratio`` is not 0, otherwise return the input.
+    ``ratio``: the probability of zero; None for 0.5.
 
-    The second output, if requested, is the mask of kept elements.
+    The second output, if requested, is the mask, which is true for the elements that are not dropped.
     """
     p = 0.5 if ratio is None else intended(ratio.reshape(()).item())
     if training is None or not bool(training.reshape(())) or p == 0.0:
@@ -318,14 +342,15 @@ def dropout(node: Node, x: Tensor, ratio: Any = None, training: Any = None) -> A
 
 @ROWS.add("Dropout", 7, 10)
 def dropout_at_inference(node: Node, x: Tensor) -> Any:
-    """Run ONNX Dropout of opsets 7 to 11, which have no training flag: return the input, and a mask of ones if
-    requested."""
+    """Run ONNX Dropout of opsets 7 to 11, which have no training flag: return the input and, if the node has a second
+    output, a mask of ones."""
     return (x, torch.ones_like(x, dtype=torch.bool)) if len(node.outputs) > 1 and node.outputs[1] else x
 
 
 @ROWS.add("Dropout", 1, 6, random=True)
 def dropout_by_test_flag(node: Node, x: Tensor) -> Any:
-    """Run ONNX Dropout of opsets below 7: return dropout and its mask, or the input if ``is_test`` is set."""
+    """Run ONNX Dropout of opsets below 7: if ``is_test`` is set, return the input, otherwise apply dropout and return
+    the result and its mask."""
     if integer(node, "is_test", 0):
         return dropout_at_inference(node, x)
     return torch.native_dropout(x, number(node, "ratio", 0.5), True)

@@ -1,4 +1,4 @@
-"""Rows for pooling, with ONNX's rules for padding, ceiling, dilation and indices."""
+"""ONNX ops for pooling as functions on torch tensors, with ONNX's rules for padding, ceiling, dilation and indices."""
 
 # ruff: noqa: ARG001  (every handler takes the node, whether it reads it or not)
 from __future__ import annotations
@@ -25,10 +25,11 @@ CONV: dict[int, Callable[..., Tensor]] = {1: F.conv1d, 2: F.conv2d, 3: F.conv3d}
 
 @dataclass(frozen=True, slots=True)
 class Window:
-    """The geometry of a pooling window; each field has a number for each spatial axis, except ``ceil``.
+    """The geometry of a pooling window. Each field except ``ceil`` has a number for each spatial axis.
 
-    ``kernel``, ``strides``, ``dilations``: as in torch. ``before``, ``after``: the padding that the node states.
-    ``reach``: the padding after the axis that the last window needs. ``ceil``: whether the output size is rounded up.
+    ``kernel``, ``strides``, ``dilations``: as in torch. ``before``, ``after``: the padding before and after the axis,
+    as ``pads`` or ``auto_pad`` states it. ``reach``: the number of elements from the end of the axis to the end of the
+    last window, which may differ from ``after``. ``ceil``: whether the output size is rounded up.
     """
 
     kernel: tuple[int, ...]
@@ -74,7 +75,7 @@ def window(node: Node, x: Tensor) -> Window:
 def max_pool(node: Node, x: Tensor) -> Any:
     """Run ONNX MaxPool: the maximum of each window of ``x`` (N, C, …), with 1 to 3 spatial axes.
 
-    If requested, the second output is the maximum's index in the flattened input.
+    If the node has a second output, it is the position of each maximum in the flattened ``x``.
 
     Raises:
         ModelError: the window does not fit the input.
@@ -99,8 +100,16 @@ def max_pool(node: Node, x: Tensor) -> Any:
 
 
 def _global_places(node: Node, x: Tensor, padded: Tensor, places: Tensor, before: tuple[int, ...]) -> Tensor:
-    """Convert torch's indices within a padded plane to ONNX's indices in the whole tensor (row-major or
-    column-major)."""
+    """Convert the positions that torch's max pooling returns, within a padded channel, to ONNX's positions in the
+    flattened input. ``storage_order`` decides whether a channel is flattened in row-major or column-major order.
+
+    Args:
+        node: the MaxPool node.
+        x: its input, (N, C, …).
+        padded: the tensor that torch pooled: ``x``, possibly with padding.
+        places: torch's positions, one for each element of the result.
+        before: the padding of ``padded`` before each spatial axis.
+    """
     sizes, coordinates, rest = padded.shape[2:], [], places
     for size, shift in zip(reversed(sizes), reversed(before), strict=True):
         coordinates.append(rest % size - shift)
@@ -119,7 +128,7 @@ def _global_places(node: Node, x: Tensor, padded: Tensor, places: Tensor, before
 def average_pool(node: Node, x: Tensor) -> Tensor:
     """Run ONNX AveragePool: the mean of each window of ``x`` (N, C, …), with 1 to 3 spatial axes.
 
-    Padding counts as zeros only if ``count_include_pad`` is set.
+    If ``count_include_pad`` is set, padding counts as zeros; otherwise it does not count.
 
     Raises:
         ModelError: the window does not fit the input.

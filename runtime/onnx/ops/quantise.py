@@ -1,7 +1,8 @@
-"""Rows for quantisation: integers that represent reals by a scale and a zero point.
+"""ONNX ops for quantisation as functions on torch tensors. A real number is represented by an integer, a scale and a
+zero point.
 
-Differentiable with respect to the scale. With respect to a quantised input the gradient is zero, because of
-the rounding.
+Dequantisation is differentiable with respect to the scale. No gradient passes through the integers, because they are
+rounded.
 """
 
 from __future__ import annotations
@@ -19,8 +20,18 @@ QUANTISED = frozenset({torch.int8, torch.uint8, torch.int16, torch.uint16})
 
 
 def _along(node: Node, values: Tensor, x: Tensor, axis: int) -> Tensor:
-    """Return a scale or zero point for each element: given for the tensor, for an axis, or for blocks along
-    an axis."""
+    """Return a scale or zero point in a shape that can be broadcast to ``x``.
+
+    Args:
+        node: the node, for its ``block_size``.
+        values: the scale or zero point: one number for the whole tensor, one for each index of ``axis``, or one for
+            each block of ``block_size`` indices of ``axis`` (then with as many axes as ``x``).
+        x: the tensor that is quantised or dequantised.
+        axis: the axis.
+
+    Raises:
+        ModelError: ``values`` has several axes, but the node has no ``block_size``.
+    """
     if values.numel() == 1:
         return values.reshape(())
     if values.dim() == 1:
@@ -43,14 +54,14 @@ def _quantisable(node: Node) -> None:
 
 @ROWS.add("QuantizeLinear", 10, 13, 19, 21, 23, 24, 25, 28, check=_quantisable)
 def quantize_linear(node: Node, x: Tensor, scale: Tensor, zero: Tensor | None = None) -> Tensor:
-    """Run ONNX QuantizeLinear: ``round(x / scale) + zero``, clamped to the range of the zero point's type.
+    """Run ONNX QuantizeLinear: ``round(x / scale) + zero``, clamped to the range of the result's type.
 
-    ``scale``, ``zero``: for the whole tensor, per index of ``axis``, or per block along it. Without ``zero`` the type
-    is ``output_dtype`` or uint8.
+    ``scale``, ``zero``: one number for the whole tensor, one per index of ``axis``, or one per block along it. The
+    result has the type of ``zero``; without ``zero``, the type ``output_dtype``, which is uint8 by default.
 
     Raises:
-        ModelError: a type other than (u)int8 and (u)int16, or a scale whose shape needs a ``block_size`` that is not
-            given.
+        ModelError: the result's type is not (u)int8 or (u)int16, or the shape of a scale needs a ``block_size`` that is
+            absent.
     """
     axis = integer(node, "axis", 1)
     stated = ONNX_DTYPES.get(integer(node, "output_dtype", 0), torch.uint8)
@@ -69,12 +80,14 @@ def quantize_linear(node: Node, x: Tensor, scale: Tensor, zero: Tensor | None = 
 
 @ROWS.add("DequantizeLinear", 10, 13, 19, 21, 23, 24, 25, 28)
 def dequantize_linear(node: Node, x: Tensor, scale: Tensor, zero: Tensor | None = None) -> Tensor:
-    """Run ONNX DequantizeLinear: ``(x − zero) · scale``, in the type ``output_dtype``, or the scale's if it is not
-    stated.
+    """Run ONNX DequantizeLinear: ``(x − zero) · scale``. The result has the type ``output_dtype``, or that of the scale
+    if ``output_dtype`` is absent.
+
+    ``scale``, ``zero``: one number for the whole tensor, one per index of ``axis``, or one per block along it.
 
     Raises:
-        ModelError: ``x`` is not of (u)int8, (u)int16 or int32, or a scale's shape needs a ``block_size`` that is not
-            given.
+        ModelError: ``x`` is not of (u)int8, (u)int16 or int32, or the shape of a scale needs a ``block_size`` that is
+            absent.
     """
     axis = integer(node, "axis", 1)
     if x.dtype not in QUANTISED and x.dtype != torch.int32:

@@ -1,7 +1,9 @@
-"""Rows for RNN, GRU and LSTM, unrolled step by step, so that their steps are planned like all other ops.
+"""The ONNX ops RNN, GRU and LSTM as functions on torch tensors. They are unrolled into the ops of each time step, so
+that these ops are planned like all others.
 
-Shapes: X (steps, batch, inputs), W (directions, gates·hidden, inputs), R (directions, gates·hidden, hidden),
-B (directions, 2·gates·hidden), states (directions, batch, hidden). With ``layout`` the batch comes first.
+Shapes: X (steps, batch, inputs), W (directions, gates·hidden, inputs), R (directions, gates·hidden, hidden), B
+(directions, 2·gates·hidden), states (directions, batch, hidden). If the attribute ``layout`` is set, the batch is the
+first axis of X and of the states.
 """
 
 from __future__ import annotations
@@ -22,7 +24,8 @@ ROWS = Rows()
 Activation = Callable[[Tensor], Tensor]
 State = tuple[Tensor, ...]
 
-# Activations by lower-case name: the defaults of alpha and beta (None: it takes none), and the function.
+# Activations by lower-case name: the defaults of alpha and of beta (None if it takes none), and the function of x,
+# alpha and beta.
 ACTIVATIONS: dict[str, tuple[float | None, float | None, Callable[[Tensor, float, float], Tensor]]] = {
     "affine": (1.0, 0.0, lambda x, a, b: x * a + b),
     "elu": (1.0, None, lambda x, a, b: F.elu(x, a)),
@@ -43,8 +46,10 @@ DIRECTIONS = {"forward": (False,), "reverse": (True,), "bidirectional": (False, 
 class Kind:
     """A kind of recurrent op: RNN, GRU or LSTM.
 
-    ``gates``, ``states``: their numbers. ``activations``: the names of the default activations. ``step(node,
-    activations, projected, state, weights)``: returns the next state; ``projected`` is X·Wᵀ plus its bias at that step.
+    ``gates``: the number of gates. ``states``: the number of state tensors (2 for LSTM: hidden state and cell).
+    ``activations``: the names of the default activations. ``step``: a function that computes one time step. It is
+    called as ``step(node, activations, projected, state, weights)`` and returns the next state. ``projected`` is X·Wᵀ
+    plus its bias at that time step, (batch, gates·hidden).
     """
 
     gates: int
@@ -57,8 +62,9 @@ class Kind:
 class Weights:
     """The recurrent weights of one direction.
 
-    ``r``: (gates·hidden, hidden). ``bias``: (gates·hidden), or None. ``peepholes``: weights (hidden) with which the
-    LSTM gates i, o and f read the cell; empty if there are none.
+    ``r``: the matrix R, (gates·hidden, hidden). ``bias``: the bias of the recurrent product, (gates·hidden), or None.
+    ``peepholes``: three weights, each (hidden), with which the LSTM gates i, o and f read the cell; empty if there are
+    none.
     """
 
     r: Tensor
@@ -88,8 +94,12 @@ def _names(node: Node, kind: Kind) -> tuple[str, ...]:
 
 
 def _activations(node: Node, kind: Kind) -> list[list[Activation]]:
-    """Return the activations of each direction, with clipping of their inputs. Alphas and betas are assigned
-    in order to the activations that use them."""
+    """Return a list of activation functions for each direction. If the node has the attribute ``clip``, each function
+    first clamps its argument to [−clip, clip].
+
+    The numbers in ``activation_alpha`` and ``activation_beta`` are assigned in order to the activations that use an
+    alpha or a beta.
+    """
     alphas, betas = (_stated(node, f"activation_{k}") for k in ("alpha", "beta"))
     limit: Any = node.attributes.get("clip")
     found = []
@@ -123,8 +133,16 @@ def _rnn_step(node: Node, act: Sequence[Activation], x: Tensor, state: State, w:
 
 
 def _gru_step(node: Node, act: Sequence[Activation], x: Tensor, state: State, w: Weights) -> State:
-    """Compute one step with gates z, r, h. ``linear_before_reset`` decides whether r scales the state or its
-    product."""
+    """Compute one time step of a GRU with the gates z, r, h, and return the next state. The attribute
+    ``linear_before_reset`` decides whether r multiplies the state's product with R, or the state before the product.
+
+    Args:
+        node: the node, for its attributes.
+        act: the activations of the gates z and r, and of h.
+        x: X·Wᵀ plus its bias at this time step, (batch, 3·hidden).
+        state: the hidden state, (batch, hidden), as a tuple of one.
+        w: the recurrent weights.
+    """
     (h,), n = state, w.r.shape[1]
     if integer(node, "linear_before_reset", 0):
         hidden = F.linear(h, w.r, w.bias)
@@ -138,7 +156,16 @@ def _gru_step(node: Node, act: Sequence[Activation], x: Tensor, state: State, w:
 
 
 def _lstm_step(node: Node, act: Sequence[Activation], x: Tensor, state: State, w: Weights) -> State:
-    """Compute one step with gates i, o, f, c. With peepholes the gates also read the cell."""
+    """Compute one time step of an LSTM with the gates i, o, f, c, and return the next hidden state and cell. With
+    peephole weights, the gates i, o and f also read the cell.
+
+    Args:
+        node: the node, for the attribute ``input_forget``, which makes f equal 1 − i.
+        act: the activations of the gates, of the new cell content and of the cell in the output.
+        x: X·Wᵀ plus its bias at this time step, (batch, 4·hidden).
+        state: the hidden state and the cell, (batch, hidden) each.
+        w: the recurrent weights.
+    """
     h, c = state
     i, o, f, g = (x + F.linear(h, w.r, w.bias)).chunk(4, 1)
     if w.peepholes:
@@ -197,8 +224,21 @@ def _unrolled(
     weights: Weights,
     lengths: Tensor | None,
 ) -> tuple[Tensor, State]:
-    """Return the outputs of all steps, zero beyond each sequence's length, and the state at each sequence's
-    end."""
+    """Compute all time steps of one direction.
+
+    Args:
+        node: the node, for its attributes.
+        kind: the kind of op.
+        act: the activations of this direction.
+        projected: X·Wᵀ plus its bias, (steps, batch, gates·hidden).
+        state: the initial state.
+        weights: the recurrent weights of this direction.
+        lengths: the number of steps of each sequence; None if all have all steps.
+
+    Returns:
+        The hidden states of all steps, (steps, batch, hidden), with zeros after the end of each sequence; and the state
+            at the end of each sequence.
+    """
     outputs = []
     for t, x in enumerate(projected.unbind(0)):
         new = kind.step(node, act, x, state, weights)
@@ -215,7 +255,8 @@ def _unrolled(
 
 
 def _reversed(x: Tensor, lengths: Tensor | None) -> Tensor:
-    """Reverse the steps, each sequence within its length."""
+    """Return ``x`` (steps, batch, …) with the steps of each sequence in reverse order. Steps after the end of a
+    sequence are not moved. ``lengths``: the number of steps of each sequence; None if all have all steps."""
     if lengths is None:
         return x.flip(0)
     steps = torch.arange(x.shape[0], device=x.device).unsqueeze(1)
@@ -226,9 +267,12 @@ def _reversed(x: Tensor, lengths: Tensor | None) -> Tensor:
 
 @ROWS.add("RNN", 1, 7, 14, 22, check=_check(RNN))
 def rnn(node: Node, *inputs: Tensor | None) -> tuple[Tensor, ...]:
-    """Run ONNX RNN, step by step: Hₜ = f(Xₜ·Wᵀ + Hₜ₋₁·Rᵀ + b).
+    """Run ONNX RNN, step by step: Hₜ = f(Xₜ·Wᵀ + Hₜ₋₁·Rᵀ + b), where f is the activation.
 
-    Inputs: X (steps, batch, inputs), W, R, B, lengths, initial H; None or missing if absent. Return all H and the last.
+    Inputs: X (steps, batch, inputs), W and R (the weights of input and state), B (biases), the lengths of the
+    sequences, the initial H. Absent ones are None or missing. Return the H of all steps, (steps, directions, batch,
+    hidden), and the last H, (directions, batch, hidden). The attribute ``layout`` makes the batch the first axis of X
+    and of all H.
     """
     return _run(node, RNN, inputs)
 
@@ -237,7 +281,10 @@ def rnn(node: Node, *inputs: Tensor | None) -> tuple[Tensor, ...]:
 def gru(node: Node, *inputs: Tensor | None) -> tuple[Tensor, ...]:
     """Run ONNX GRU, a gated recurrent unit, step by step.
 
-    Inputs: X (steps, batch, inputs), W, R, B, lengths, initial H; None or missing if absent. Return all H and the last.
+    Inputs: X (steps, batch, inputs), W and R (the weights of input and state), B (biases), the lengths of the
+    sequences, the initial H (hidden state). Absent ones are None or missing. Return the H of all steps, (steps,
+    directions, batch, hidden), and the last H, (directions, batch, hidden). The attribute ``layout`` makes the batch
+    the first axis of X and of all H.
     """
     return _run(node, GRU, inputs)
 
@@ -246,7 +293,9 @@ def gru(node: Node, *inputs: Tensor | None) -> tuple[Tensor, ...]:
 def lstm(node: Node, *inputs: Tensor | None) -> tuple[Tensor, ...]:
     """Run ONNX LSTM, a long short-term memory, step by step.
 
-    Inputs: X (steps, batch, inputs), W, R, B, lengths, initial H, initial C, peepholes; None or missing if absent.
-    Return all H, the last H and the last C.
+    Inputs: X (steps, batch, inputs), W and R (the weights of input and state), B (biases), the lengths of the
+    sequences, the initial H (hidden state), the initial C (cell), the peephole weights. Absent ones are None or
+    missing. Return the H of all steps, (steps, directions, batch, hidden), the last H and the last C, (directions,
+    batch, hidden). The attribute ``layout`` makes the batch the first axis of X and of all H and C.
     """
     return _run(node, LSTM, inputs)
