@@ -169,12 +169,13 @@ class SearchStrategy(Strategy):
         are skipped. Each budget gets an equal share of the time limit. A plan is left out if another plan beats or
         equals it in both peak and cost.
         """
-        share = self.share(max(1, len(budgets)))
+        falling = sorted(set(budgets), reverse=True)
+        share = self.share(max(1, len(falling)))
         plans: list[Plan] = []
-        for k, budget in enumerate(sorted(set(budgets), reverse=True)):
+        for k, budget in enumerate(falling):
 
             def report(fraction: float, text: str, k: int = k) -> None:
-                progress((k + fraction) / len(budgets), text)
+                progress((k + fraction) / len(falling), text)
 
             last = plans[max(0, len(plans) - self.carried) :]
             try:

@@ -33,9 +33,9 @@ QUANTISED_MAP = 256 * 4
 """Bytes of the lookup table for the codes of 8-bit state."""
 SCALARS = 64
 """Bytes of scalars that every step allocates: learning rates, bias corrections."""
-UNKNOWN_COPIES = 2.0
-"""Assumed temporary memory of an unknown optimizer's step, in copies of a group's parameters. Most optimizers in
-`KINDS` need at most this; Adadelta with weight decay needs 3 copies."""
+UNKNOWN_COPIES = 3.0
+"""Assumed temporary memory of an unknown optimizer's step, in copies of a group's parameters: as many as Adadelta with
+weight decay needs."""
 
 
 @dataclass(frozen=True)
