@@ -197,52 +197,24 @@ class _Reader:
         self.inputs.append(StepInput("constant", node.name, node.name))
 
     def _call(self, node: fx.Node) -> None:
-        if self.table and isinstance(node.meta.get("val"), SIZES):
+        if self._is_no_call(node):
             return
-        if getattr(node.target, "__name__", "") == "getitem":
-            source, at = node.args
-            assert isinstance(source, fx.Node)
-            assert isinstance(at, int)
-            self.alias[node.name] = self.item[source.name, at]
-            return
-        if node.target in SAME:
-            self.alias[node.name] = self._refs(node.args[0]).value
-            return
-        if node.target is COPY and self._renews(node):
-            return
-        if getattr(node.target, "namespace", "") in MARKERS:
-            return
-        if isinstance(node.target, HigherOrderOperator) or "val" not in node.meta:
-            raise ModelError(
-                f"{node.target} takes functions or only checks values, so it cannot be planned here"
-            )
-        schema = getattr(node.target, "_schema", None)
-        if schema is not None and schema.is_mutable:
-            raise ModelError(f"{node.target} changes its arguments in place, so it cannot be planned")
+        _check_plannable(node)
         args, kwargs = self._refs(node.args), self._refs(node.kwargs)
-        tags = getattr(node.target, "tags", ())
         read = {self.values[r.value].storage for r in refs((args, kwargs))}
-        val = node.meta["val"]
-        single = isinstance(val, torch.Tensor)
-        names: list[str | None] = []
-        for at, fake in enumerate((val,) if single else val):
-            name = node.name if single else f"{node.name}_{at}_"
-            names.append(name if isinstance(fake, torch.Tensor) else None)
-            if isinstance(fake, torch.Tensor):
-                self._value(name, fake, node.name)
-                self.item[node.name, at] = name
-        made = [self.values[n] for n in names if n]
+        names = self._results(node)
         call = Call(
             name=node.name,
             target=node.target,  # type: ignore[arg-type]
             args=args,
             kwargs=kwargs,
-            results=tuple(names),
-            single=single,
-            seeded=torch.Tag.nondeterministic_seeded in tags and _draws(node),
+            results=names,
+            single=isinstance(node.meta["val"], torch.Tensor),
+            seeded=torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ()) and _draws(node),
             module=_module_of(node),
             indexed=bool((node.meta.get("custom") or {}).get(INDEXED)),
         )
+        made = [self.values[n] for n in names if n]
         if call.waits:
             made = [self._same_storage(v, args) for v in made]
         is_view = bool(made) and all(v.storage in read for v in made)
@@ -253,6 +225,37 @@ class _Reader:
                 if v.storage in read:
                     self.values[v.name] = replace(v, storage=v.name)
         self.calls.append(replace(call, is_view=is_view))
+
+    def _is_no_call(self, node: fx.Node) -> bool:
+        """Return whether a node computes no tensor: it computes a size, returns an earlier value, writes a buffer's
+        new content, or marks a range of a profile."""
+        if self.table and isinstance(node.meta.get("val"), SIZES):
+            return True
+        if getattr(node.target, "__name__", "") == "getitem":
+            source, at = node.args
+            assert isinstance(source, fx.Node)
+            assert isinstance(at, int)
+            self.alias[node.name] = self.item[source.name, at]
+            return True
+        if node.target in SAME:
+            self.alias[node.name] = self._refs(node.args[0]).value
+            return True
+        if node.target is COPY and self._renews(node):
+            return True
+        return getattr(node.target, "namespace", "") in MARKERS
+
+    def _results(self, node: fx.Node) -> tuple[str | None, ...]:
+        """Add the values that a call returns, and return their names; None for each result that is no tensor."""
+        val = node.meta["val"]
+        single = isinstance(val, torch.Tensor)
+        names: list[str | None] = []
+        for at, fake in enumerate((val,) if single else val):
+            name = node.name if single else f"{node.name}_{at}_"
+            names.append(name if isinstance(fake, torch.Tensor) else None)
+            if isinstance(fake, torch.Tensor):
+                self._value(name, fake, node.name)
+                self.item[node.name, at] = name
+        return tuple(names)
 
     def _same_storage(self, value: Value, args: Any) -> Value:
         """Return a value as a view of its call's argument, where the trace does not know that it is one."""
@@ -293,6 +296,19 @@ class _Reader:
         if not any("gradient" in o.kind for o in outputs):
             raise ModelError("no output of the model depends on a trainable parameter")
         return (*outputs, *self.renewed)
+
+
+def _check_plannable(node: fx.Node) -> None:
+    """Check that a call takes no functions, returns something, and does not change its arguments.
+
+    Raises:
+        ModelError: otherwise.
+    """
+    if isinstance(node.target, HigherOrderOperator) or "val" not in node.meta:
+        raise ModelError(f"{node.target} takes functions or only checks values, so it cannot be planned here")
+    schema = getattr(node.target, "_schema", None)
+    if schema is not None and schema.is_mutable:
+        raise ModelError(f"{node.target} changes its arguments in place, so it cannot be planned")
 
 
 def _module_of(node: fx.Node) -> str:
