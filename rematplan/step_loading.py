@@ -35,11 +35,11 @@ class LoadedStep:
     """A model with its loss, a batch, and the captured forward and backward of the model and the loss.
 
     ``module``: the model with its loss. ``batch``: the inputs of ``module``: the model's inputs and the targets.
-    ``step``: the captured step. ``notes``: what the loader changed or noticed, as sentences for the user. ``inexact``:
-    whether gradients may differ from plain autograd's by rounding errors, because a plan may run inverses (ops that
-    compute an input from an output) that round.
+    ``step``: the captured step, possibly with inverses: ops that compute an input of an op from its output. ``notes``:
+    what the loader changed or noticed, as sentences for the user. ``inexact``: whether ``step`` has inverses that
+    round, so that gradients may differ from plain autograd's by rounding errors.
 
-    ``without``: the same step with only exact inverses, which move numbers and do not compute. ``bare``: the same step
+    ``without``: the same step with exact inverses only, which copy, move or negate numbers. ``bare``: the same step
     without any inverse. Both are None unless the step was loaded with ``inverses=True``.
     """
 
@@ -53,7 +53,8 @@ class LoadedStep:
 
     @property
     def blind(self) -> LoadedStep | None:
-        """The same step with only those inverses that need no values of weights, so with none that divides by a scale.
+        """The same step with only those inverses (ops that compute an input from an output) that can be found without
+        the values of weights. An inverse that divides by a learned scale is therefore not among them.
 
         None unless the step was loaded with ``inverses=True``.
         """
@@ -65,7 +66,8 @@ class LoadedStep:
 
 @dataclass(frozen=True)
 class Sizes:
-    """Sizes of a network of the zoo. None stands for the network's default; each network has only some of these sizes.
+    """The sizes of a network that rematplan provides (a network of the zoo). None selects the network's default; each
+    network has only some of these sizes.
 
     ``batch``: samples. ``image``: height and width of the image in pixels. ``width``: channels, or features of a token.
     ``tokens``: length of the sequence. ``depth``: number of layers. ``classes``: number of scores of a classifier.
@@ -146,7 +148,7 @@ def _device(name: str) -> torch.device:
     """Return the torch device called ``name``.
 
     Raises:
-        UsageError: this machine does not have it.
+        UsageError: the name is not that of a CPU or CUDA device of this machine.
     """
     try:
         device = torch.device(name)
@@ -159,7 +161,12 @@ def _device(name: str) -> torch.device:
 
 
 def _open(loaded: LoadedStep, inverses: bool) -> LoadedStep:
-    """Return the step with its inverses. Notes say why some tensors cannot be recovered by an inverse."""
+    """Find the inverses of a captured step (ops that compute an input from an output), and return the step with them.
+
+    If ``inverses`` is false, only exact inverses are found. Otherwise all are found, and notes for the user say why
+    some tensors have no inverse. The steps with exact inverses and without any are then attached as
+    `LoadedStep.without` and `LoadedStep.bare`.
+    """
     without = replace(loaded, step=with_exact_inverses(loaded.step))
     if not inverses:
         return without
@@ -232,8 +239,13 @@ def _empty_input(value: Value) -> torch.Tensor:
 
 
 def _random_input(value: Value, generator: torch.Generator) -> torch.Tensor:
-    """Return a random input: normal for floating-point types, 0 or 1 for integers (valid indices anywhere), true for
-    masks.
+    """Return a random tensor for an input of an ONNX graph.
+
+    Floating-point numbers are normally distributed, booleans are all true, and integers are 0 or 1, so that they are
+    valid indices into any dimension of two or more elements.
+
+    Raises:
+        ModelError: the tensor does not fit into memory.
     """
     dtype = torch_dtype(value.dtype, f"the graph input {value.name!r}")
     shape = value.shape or ()

@@ -1,4 +1,4 @@
-"""Run planned steps: peaks, times, and the comparison with plain autograd."""
+"""Run planned training steps, measure their peaks and times, and compare them with plain autograd."""
 
 from __future__ import annotations
 
@@ -27,13 +27,13 @@ from rematplan.step_loading import LoadedStep
 
 @dataclass(frozen=True, slots=True)
 class StepReport:
-    """The measurements of a planned step.
+    """The measurements of a planned training step that was run.
 
     ``plan``: the plan that was run. ``measured_peak``, ``eager_peak``: the measured peaks in bytes with the plan and
     with plain autograd, parameters, buffers and batch included. ``seconds``, ``eager_seconds``: seconds of one step
-    with the plan and with plain autograd. ``losses``: the loss of each timed step. ``verification``: the comparison
-    with plain autograd; None if ``check`` was false. ``one_lane_seconds``: for a plan on two lanes (CUDA streams or
-    threads), the seconds of the same plan on one lane; otherwise None.
+    with the plan and with plain autograd. ``losses``: the loss of each timed step. ``verification``: the comparison of
+    all results with plain autograd; None if it was not requested. ``one_lane_seconds``: for a plan on two lanes (CUDA
+    streams or threads), the seconds of the same plan on one lane; otherwise None.
     """
 
     plan: Plan
@@ -59,10 +59,8 @@ class MeasuredPlan:
     seconds: tuple[float, ...]
 
     def overheads(self, base: MeasuredPlan) -> tuple[float, float, float]:
-        """Return the minimum, median and maximum, over the rounds, of this plan's time ÷ ``base``'s time - 1.
-
-        ``base``: usually plain autograd, measured in the same rounds.
-        """
+        """Return the minimum, median and maximum, over the rounds, of this plan's step time ÷ ``base``'s step time in
+        the same round, − 1."""
         ratios = sorted(own / other - 1 for own, other in zip(self.seconds, base.seconds, strict=True))
         return ratios[0], statistics.median(ratios), ratios[-1]
 
@@ -70,9 +68,9 @@ class MeasuredPlan:
 def run_step(
     loaded: LoadedStep, plan: Plan, *, steps: int = 3, check: bool = False, progress: Progress = silent
 ) -> StepReport:
-    """Run a planned step; measure its peak, and its time alternately with the time of plain autograd.
+    """Run a planned step. Measure its peak and its time, and those of plain autograd; the two are timed alternately.
 
-    No optimizer runs, and the module's state is restored afterwards.
+    No optimizer runs. The module's state is restored at the end.
 
     Args:
         loaded: the captured step.
@@ -134,8 +132,8 @@ def measure_plans(
 ) -> tuple[MeasuredPlan, ...]:
     """Measure the peaks of plans and of plain autograd, then time all of them alternately in ``rounds`` rounds.
 
-    Plans on two lanes (CUDA streams or threads) run on one lane. Compare times within a round: if the machine is slow
-    for a while, it slows all plans of that round alike. The module's state is restored afterwards.
+    Plans on two lanes (CUDA streams or threads) run on one lane. Compare times within a round only: a slow period of
+    the machine slows all plans of that round alike. The module's state is restored at the end.
 
     Returns:
         One `MeasuredPlan` for each plan, in order, then one for plain autograd.
@@ -190,7 +188,8 @@ def predicted_error(loaded: LoadedStep, plan: Plan) -> float:
 
 
 def _held_bytes(loaded: LoadedStep) -> int:
-    """Return the bytes that are resident before the step: parameters, buffers, batch and constants."""
+    """Return the bytes that are resident before the step begins: parameters, buffers, batch and constants. Each storage
+    counts once."""
     module = loaded.module
     tensors = [*module.parameters(), *module.buffers(), *loaded.batch, *loaded.step.constants.values()]
     return sum({t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}.values())

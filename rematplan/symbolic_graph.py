@@ -1,8 +1,9 @@
-"""A graph of TorchDynamo with symbolic sizes, compiled once for each plan that its sizes need, not for each size.
+"""A graph from TorchDynamo with symbolic sizes, compiled once for each plan that is used, not once for each size.
 
-Sizes reach a compiled graph as integers. At sizes that it meets for the first time, bytes and costs of all ops are
-computed from the graph's expressions, and the cheapest known plan within the budget is used. A plan that was not used
-before compiles the graph again, with the same symbols.
+The sizes are integer arguments of the compiled graph. When a combination of sizes occurs for the first time, the bytes
+and costs of all ops are computed from the graph's size expressions, and a plan within the budget is chosen: the
+cheapest one for which the graph is compiled, unless another known plan is clearly cheaper. For another plan the graph
+is compiled again, with the same symbols.
 """
 
 from __future__ import annotations
@@ -43,7 +44,7 @@ Partition: TypeAlias = Callable[..., Halves]
 
 
 class Compiler(Protocol):
-    """The interface of the object that compiles a graph for `SymbolicGraph`; `PlanningBackend` implements it.
+    """The interface of the object that compiles and plans graphs for `SymbolicGraph`; `PlanningBackend` implements it.
 
     ``plans``: every plan for which a graph was compiled. ``planner``: plans captured steps.
     """
@@ -54,23 +55,37 @@ class Compiler(Protocol):
     def compile(
         self, module: fx.GraphModule, inputs: Sequence[Any], partition: Partition
     ) -> Callable[..., Any]:
-        """Compile a graph of forward ops for ``inputs``, and return the compiled function.
+        """Compile a graph of forward ops, and return the compiled function.
 
-        ``partition`` splits its joint graph (forward and backward) into a forward and a backward graph.
+        Args:
+            module: the graph of forward ops.
+            inputs: example inputs: tensors, and integers or symbolic sizes.
+            partition: splits the joint graph (forward and backward) that AOTAutograd makes of ``module`` into a forward
+                and a backward graph.
         """
 
     def scope(self, step: CapturedStep, parameters: Shapes) -> str:
-        """Return the key under which the number of bytes that a percentage stands for is remembered."""
+        """Return a key for ``step``. Steps with equal keys share a budget: a percentage is converted to bytes for the
+        first of them, and these bytes serve the others.
+
+        ``parameters``: the shapes of the graph's parameters.
+        """
 
     def plan(self, planner: StepPlanner, step: CapturedStep) -> Plan:
-        """Return the plan of the step of the graph that is being compiled, or what ``on_infeasible`` says if none
-        fits."""
+        """Return the plan of the captured step of a graph that is being compiled. If no plan fits the budget, the
+        user's option ``on_infeasible`` decides.
+
+        ``planner``: plans the step.
+        """
 
 
 @dataclass(frozen=True)
 class _Version:
-    """A graph compiled for one plan. ``schedule``: the plan's. ``run``: the compiled graph. ``holds``: returns whether
-    the compiled graph is valid for values of the symbols."""
+    """A graph that was compiled for one plan.
+
+    ``schedule``: the plan's schedule. ``run``: the compiled function. ``holds``: called with the values of the graph's
+    symbolic sizes; returns whether the compiled function is valid for them.
+    """
 
     schedule: Schedule
     run: Callable[..., Any]
@@ -78,16 +93,18 @@ class _Version:
 
 
 class SymbolicGraph:
-    """A compiled graph that serves all sizes with which TorchDynamo calls it, by several plans if sizes need it.
+    """A compiled function for a graph with symbolic sizes, which serves all sizes with which TorchDynamo calls it. The
+    graph is compiled once for each plan that these sizes need.
 
     Args:
-        compiler: compiles the graph for a plan.
-        module: the graph of forward ops, as TorchDynamo gives it.
+        compiler: compiles the graph and plans its step.
+        module: the graph of forward ops that TorchDynamo traced.
         inputs: the graph's inputs: tensors, and symbolic sizes.
 
     Raises:
         NotSymbolic: the graph's ops depend on the value of a size.
-        InfeasibleBudget: no plan fits the present sizes, and ``on_infeasible`` is ``raise`` for this plan.
+        InfeasibleBudget: no plan fits the budget at the present sizes, and the user's option ``on_infeasible`` asks for
+            an error in this case.
     """
 
     def __init__(self, compiler: Compiler, module: fx.GraphModule, inputs: Sequence[Any]) -> None:
@@ -130,11 +147,14 @@ class SymbolicGraph:
             self._remember(sizes, self._added(self.plan, self.first, lambda *_: True))
 
     def __call__(self, *given: Any) -> Any:
-        """Run the graph by the plan for the sizes of its inputs, and return its results. New sizes are planned first.
+        """Run the graph with the plan for the sizes of its inputs, and return its results. Sizes that occur for the
+        first time are planned first.
 
         Raises:
-            InfeasibleBudget: no plan fits new sizes, and ``on_infeasible`` is ``raise`` for this plan.
-            ModelError: the graph, compiled for another plan, is not valid for the present sizes.
+            InfeasibleBudget: no plan fits the budget at new sizes, and the user's option ``on_infeasible`` asks for an
+                error in this case.
+            ModelError: new sizes need another plan, and the graph that was compiled for it is not valid for these
+                sizes.
         """
         if self.step is None:  # without a backward there is no plan
             return self.first(*given)
@@ -155,7 +175,14 @@ class SymbolicGraph:
         return self.step.at_sizes(self.step.expressions(*values), nbytes)
 
     def _version(self, sizes: Sizes) -> _Version:
-        """Return the version for sizes that are met for the first time."""
+        """Plan the step for sizes that occur for the first time, and return the graph that is compiled for the plan.
+        Compile it if there is none yet.
+
+        Raises:
+            InfeasibleBudget: no plan fits the budget, and the user's option ``on_infeasible`` asks for an error in this
+                case.
+            ModelError: the graph that was compiled for the plan is not valid for these sizes.
+        """
         known = [version for version in self.versions if version.holds(*sizes[0])]
         plan = plan_at_sizes(self.planner, self._step_at(sizes), [version.schedule for version in known])
         for version in known:
@@ -170,10 +197,10 @@ class SymbolicGraph:
         return version
 
     def _compiled_again(self, plan: Plan) -> _Version:
-        """Compile the graph for another plan.
+        """Compile the graph for another plan, and return the result.
 
-        If this compilation assumes more about sizes than earlier ones, the assumptions become the version's condition,
-        since TorchDynamo's guards are already made.
+        TorchDynamo's guards were fixed after the first compilation. If this compilation assumes more about sizes than
+        those guards check, the additional assumptions become the condition `_Version.holds` of the result.
         """
         shapes = self.mode.shape_env
         assert shapes is not None
@@ -211,7 +238,8 @@ def parameter_shapes(inputs: Sequence[Any]) -> Shapes:
 
 
 def _copied(module: fx.GraphModule) -> fx.GraphModule:
-    """Return a copy of a graph with the same constants. A compiler may change the original."""
+    """Return a copy of a graph that shares the original's constants. It protects the original from a compiler that
+    changes its graph."""
     graph = fx.Graph()
     graph.output(graph.graph_copy(module.graph, {}))
     for node in graph.nodes:
@@ -220,7 +248,8 @@ def _copied(module: fx.GraphModule) -> fx.GraphModule:
 
 
 def _traced(node: fx.Node, given: Any) -> Any:
-    """Return an input as TorchDynamo traced it: a tensor without data, or a size."""
+    """Return the value of an input with which TorchDynamo traced the graph: for a tensor, the tensor without data that
+    is recorded on the placeholder ``node``; for a size, ``given`` itself."""
     return node.meta["example_value"] if isinstance(given, torch.Tensor) else given
 
 

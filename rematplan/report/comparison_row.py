@@ -1,4 +1,5 @@
-"""One row of a comparison: a plan of the step, with its predicted and measured figures."""
+"""One row of the output of ``rematplan compare``: a plan of a training step, with its predicted and measured
+figures."""
 
 from __future__ import annotations
 
@@ -13,11 +14,12 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Rival:
-    """One row of the comparison of strategies: a plan of a step, with its predicted and measured figures.
+    """One of several plans of a training step that a table compares, with its predicted and measured figures.
 
-    ``name``: how the plan was found, such as ``auto with inverses``. ``plan``: the plan. ``extra``: predicted time ÷
-    that of the step without recomputation, − 1. ``error``: the predicted relative error of tensors that inverses (ops
-    that compute an input from an output) recover. ``report``: the measurements; None if the plan was not run.
+    ``name``: how the plan was found, such as ``auto with inverses``. ``plan``: the plan. ``extra``: the predicted extra
+    time, as a share of the predicted time of the step without recomputation. ``error``: the largest predicted relative
+    error of a tensor that the plan recovers by inverses (ops that compute an input from an output); 0 if there is none.
+    ``report``: the measurements; None if the plan was not run.
     """
 
     name: str
@@ -27,9 +29,10 @@ class Rival:
     report: StepReport | None = None
 
     def fits(self, budget: int) -> str:
-        """Return ``yes`` if the plan's peak is within ``budget`` bytes, otherwise ``no``.
+        """Return whether the plan fits ``budget`` bytes, as a word for a table.
 
-        ``predicted`` if the predicted peak is within the budget and the measured peak is above it.
+        ``no``: the predicted peak is above the budget. ``predicted``: the predicted peak is within the budget, but the
+        measured peak is above it. ``yes``: otherwise.
         """
         if self.plan.peak > budget:
             return "no"
@@ -37,7 +40,10 @@ class Rival:
 
     @property
     def gradient_error(self) -> float | None:
-        """The largest measured relative difference of a gradient from plain autograd; 0 if all are bit-equal; None if
-        not verified."""
+        """The largest measured relative difference between the planned step and plain autograd in a loss, gradient or
+        buffer.
+
+        0 if all are bit-equal. None if the plan was not run, or if its results were not compared with plain autograd.
+        """
         checked = self.report.verification if self.report else None
         return checked.error if checked else None

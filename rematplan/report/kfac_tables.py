@@ -1,4 +1,4 @@
-"""SGD and K-FAC on many devices, as tables."""
+"""Tables that compare the time and memory of training with SGD and with K-FAC on several numbers of devices."""
 
 from __future__ import annotations
 
@@ -14,13 +14,15 @@ if TYPE_CHECKING:  # help is shown without waiting for torch
     from rematplan.optim.iteration_model import Iteration
 
 Pairs = Sequence[tuple["Iteration", "Iteration"]]
-"""SGD and K-FAC, for each number of devices."""
+"""For each number of devices, the modelled iteration of SGD and that of K-FAC."""
 
 
 def breakdown_table(title: str, pairs: Pairs) -> Table:
-    """Return a table of the milliseconds of a training iteration by part, with a row for SGD and one for K-FAC.
+    """Return a table of the milliseconds of a training iteration: the total, and the time of each part (forward,
+    backward, communication, ...).
 
-    ``pairs``: an iteration of SGD and one of K-FAC, for each number of devices.
+    It has one row for SGD and one for K-FAC for each number of devices. ``pairs``: for each number of devices, the
+    modelled iteration of SGD and that of K-FAC.
     """
     table = Table(title=f"{title}: milliseconds an iteration", box=box.SIMPLE, title_justify="left")
     table.add_column("devices", justify="right")
@@ -35,12 +37,13 @@ def breakdown_table(title: str, pairs: Pairs) -> Table:
 
 
 def memory_table(title: str, pairs: Pairs, peaks: tuple[int, int]) -> Table:
-    """Return a table of the memory of SGD and K-FAC on the device that holds most.
+    """Return a table of the memory that SGD and K-FAC need on one device: the device with the most optimizer state.
 
-    For each number of devices, it has the bytes of the optimizer's state, and the state plus the step's peak.
+    Each row is for one number of devices. It has the bytes of the optimizer's state, and the sum of the state and the
+    step's peak.
 
-    ``pairs``: an iteration of SGD and one of K-FAC, for each number of devices. ``peaks``: the step's peak in bytes
-    with SGD and with K-FAC.
+    ``pairs``: for each number of devices, the modelled iteration of SGD and that of K-FAC. ``peaks``: the step's peak
+    in bytes with SGD and with K-FAC.
     """
     table = Table(title=title, box=box.SIMPLE, title_justify="left")
     for column in ("devices", "SGD state", "K-FAC state", "SGD in all", "K-FAC in all"):

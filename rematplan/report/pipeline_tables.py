@@ -1,4 +1,4 @@
-"""A planned pipeline as tables that a person can read."""
+"""Tables that show the predicted and the measured memory and time of a planned pipeline."""
 
 from __future__ import annotations
 
@@ -31,15 +31,21 @@ COLUMNS = (
 
 
 def transient(stage: StagePlan) -> int:
-    """Return the most bytes that a forward or backward of a stage needs for its own micro-batch.
+    """Return the largest number of bytes that a stage needs for one micro-batch during a forward, an input's backward
+    or a weights' backward of this micro-batch.
 
-    What the rank holds for other micro-batches, and parameters and buffers, are not included.
+    Parameters, buffers and the bytes of other micro-batches are not included.
     """
     return max(stage.transient_forward, stage.transient_backward, stage.transient_weight)
 
 
 def ranks_table(plan: PlannedPipeline) -> Table:
-    """Return a table with one row per rank: its stages, its memory by kind, and the share of time for recomputation."""
+    """Return a table with one row per rank of a planned pipeline.
+
+    A row has the rank's stages, the number of micro-batches in flight, the rank's memory by kind (kept per micro-batch,
+    transient, states and gradients, buffers of torch), its predicted peak, and the time of recomputation as a share of
+    the other time.
+    """
     title = f"{plan.problem}: {plan.schedule.name} within {show_bytes(plan.budget)} a rank"
     table = Table(title=title, box=box.SIMPLE_HEAD, title_justify="left", title_style="bold")
     for i, column in enumerate(COLUMNS):
@@ -63,9 +69,11 @@ def ranks_table(plan: PlannedPipeline) -> Table:
 
 
 def pipeline_table(plan: PlannedPipeline) -> Table:
-    """Return a table of a pipeline's schedule, cuts, makespan, bubble and messages, and of its slowest stage.
+    """Return a table of a planned pipeline's schedule: the cuts between stages, the makespan, the bubble (idle share of
+    the time), the slowest stage, and the bytes of the messages.
 
-    The slowest stage's time is shown with a lower bound for the slowest stage under any cuts and plans.
+    The slowest stage's time is followed by a lower bound for the time of the slowest stage, which is proven for all
+    cuts and plans.
     """
     order, line, slowest = plan.schedule, plan.timeline, plan.slowest
     formula = FORMULAS[order.name]
@@ -87,9 +95,10 @@ def pipeline_table(plan: PlannedPipeline) -> Table:
 
 
 def measured_ranks_table(plan: PlannedPipeline, reports: Sequence[RankReport]) -> Table:
-    """Return a table with one row per rank: its predicted and measured peak, and its time of recomputation.
+    """Return a table with one row per rank of a pipeline that was run: its predicted peak, its measured peak, and the
+    time of recomputation per micro-batch.
 
-    ``reports``: by rank.
+    ``plan``: the pipeline, for the title. ``reports``: the measurements of rank 0, rank 1, and so on.
     """
     title = f"{plan.problem}: {plan.schedule.name} within {show_bytes(plan.budget)} a rank, measured"
     table = Table(title=title, box=box.SIMPLE_HEAD, title_justify="left", title_style="bold")

@@ -1,4 +1,4 @@
-"""The memory/overhead trade-off as a picture."""
+"""A diagram of the overhead of plans against their peak memory."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from rematplan.planner.core.plan import Plan, by_peak
 COLOURS = ("#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#999999", "#F0E442")
 MARKERS = ("s", "^", "D", "v", "P", "X", "<")
 TOP, TOP_COLOUR = "auto", "#0072B2"
-"""The strategy that is drawn over all others, and its colour."""
+"""The strategy that is drawn on top of all others, and its colour."""
 ROOM = 1.25
 """The height of the cut vertical axis ÷ the height of the points that it must show."""
 WORTH_CUTTING = 1.6
@@ -30,10 +30,11 @@ WORTH_CUTTING = 1.6
 
 @dataclass(frozen=True, slots=True)
 class MeasuredPoint:
-    """A plan that was run, as a point of the picture.
+    """The measured peak and overhead of a plan, as a point in the diagram of overhead against peak.
 
-    ``peak``: its measured peak in bytes. ``least``, ``overhead``, ``largest``: the minimum, median and maximum over the
-    rounds of: its step time ÷ the step time of the plan without recomputation in the same round, − 1.
+    In each round of timing, the overhead is the plan's step time ÷ the step time without recomputation in the same
+    round, − 1. ``peak``: the measured peak in bytes. ``least``, ``overhead``, ``largest``: the minimum, the median and
+    the maximum of the overhead over the rounds.
     """
 
     peak: int
@@ -44,10 +45,10 @@ class MeasuredPoint:
 
 @dataclass(frozen=True, slots=True)
 class Floors:
-    """Lower bounds that are proven for every schedule of a problem.
+    """Lower bounds that are proven for every schedule of a planning problem.
 
-    ``peak``: the least possible peak in bytes. ``overheads``: pairs of a budget in bytes and the least possible
-    overhead within this budget.
+    ``peak``: the least possible peak in bytes; 0 if none is known. ``overheads``: pairs of a budget in bytes and the
+    least possible overhead within this budget; infinite if no schedule fits the budget.
     """
 
     peak: int = 0
@@ -62,7 +63,15 @@ def save_trade_off(
     measured: Sequence[MeasuredPoint] = (),
     floors: Floors = Floors(),
 ) -> None:
-    """Write the picture of `trade_off_png` as a PNG file. A failure leaves no partial file.
+    """Write a diagram of the overhead of plans against their peak to a PNG file. A failure leaves no partial file.
+
+    Args:
+        path: the file.
+        title: the diagram's title.
+        curves: plans by strategy, in any order.
+        base: the plan without recomputation.
+        measured: the measurements of plans that were run.
+        floors: proven lower bounds for all schedules.
 
     Raises:
         ProblemError: the file cannot be written.
@@ -79,15 +88,15 @@ def trade_off_png(
 ) -> bytes:
     """Return a PNG image that shows the overhead of plans against their peak.
 
-    Each strategy is a staircase, because a plan serves every budget from its peak upwards. ``auto`` is drawn on top.
-    The region that no schedule can reach is shaded. If the overhead at one small budget would flatten all other plans,
-    the vertical axis is cut, and a small panel shows the whole range.
+    Each strategy is a staircase, because a plan serves every budget from its peak upwards. The strategy ``auto`` is
+    drawn on top. The region that no schedule can reach is shaded. If the overhead at one small budget would flatten all
+    other plans, the vertical axis is cut, and a small panel shows the whole range.
 
     Args:
-        title: the picture's title.
+        title: the diagram's title.
         curves: plans by strategy, in any order.
         base: the plan without recomputation.
-        measured: plans that were run.
+        measured: the measurements of plans that were run.
         floors: proven lower bounds for all schedules.
     """
     figure = Figure(figsize=(11, 5.6), layout="constrained")
@@ -119,7 +128,11 @@ def trade_off_png(
 
 
 class _Picture:
-    """What the picture of a trade-off shows. Memory is in units of ``unit``, overheads are in percent."""
+    """The contents of the diagram of overhead against peak: a curve for each strategy, measured points, and proven
+    bounds.
+
+    Peaks are divided by ``scale`` bytes (1 ``unit``, such as MiB); overheads are in percent.
+    """
 
     def __init__(
         self,
@@ -150,10 +163,11 @@ class _Picture:
 
     @property
     def cut(self) -> float:
-        """The height in percent at which the vertical axis is cut, if at all.
+        """The overhead in percent at which the vertical axis would be cut, so that the overheads at small budgets do
+        not flatten the rest.
 
-        It shows every measured point; of each curve the plans right of the middle between the smallest peak and the
-        peak without recomputation; and twice the best overhead at that middle.
+        All measured points are below it. So is each curve's least overhead at the budget halfway between the smallest
+        peak of all plans and the peak without recomputation, and twice the least of these overheads.
         """
         points = [point for curve in self.curves.values() for point in curve]
         if not points:
@@ -163,7 +177,10 @@ class _Picture:
         return ROOM * max(*shown, 2 * min(shown), *self._measured_tops(), 1.0)
 
     def draw(self, axes: Axes, size: float = 1.0) -> None:
-        """Draw curves, measured points and shaded regions into ``axes``. ``size`` scales lines and markers."""
+        """Draw the curves, the measured points, the plan without recomputation and the shaded regions into ``axes``.
+
+        ``size``: a factor for the sizes of lines and markers.
+        """
         others = [name for name in self.curves if name != TOP]
         for k, name in enumerate(others):
             self._staircase(axes, name, COLOURS[k % len(COLOURS)], MARKERS[k % len(MARKERS)], size)
@@ -204,7 +221,7 @@ class _Picture:
 
     def _staircase(self, axes: Axes, name: str, colour: str, marker: str, size: float) -> None:
         points = self.curves[name]
-        if points[-1][0] < self.right:  # with more memory than it needs, a plan stays as it is
+        if points[-1][0] < self.right:  # a plan also serves every budget above its peak
             points = [*points, (self.right, points[-1][1])]
         top = name == TOP
         axes.plot(
@@ -220,7 +237,8 @@ class _Picture:
         )
 
     def _shade(self, axes: Axes) -> None:
-        """Shade what is proven to be out of reach: below the floor of the overhead, left of the floor of the peak."""
+        """Shade the points that no schedule can reach: overheads below the proven lower bound, and peaks below the
+        proven least peak."""
         label = "proven to be out of reach"
         if self.left > 0:
             axes.axvspan(0, self.left, color="#CCCCCC", alpha=0.6, linewidth=0, zorder=1, label=label)
@@ -242,8 +260,8 @@ class _Picture:
             )
 
     def summary(self) -> str:
-        """Return the peak without recomputation, the smallest peak found and the proven least peak, as lines of
-        text."""
+        """Return lines of text for the diagram: the peak without recomputation, the smallest peak of all plans, and the
+        proven least peak."""
         base = self.base.estimate.peak
         lines = [f"no recompute: {show_bytes(base)}"]
         least = min(self.plans, key=by_peak, default=self.base)
@@ -260,9 +278,10 @@ class _Picture:
 
 
 def _proven(floors: Floors, plans: Sequence[Plan], scale: int) -> list[tuple[float, float]]:
-    """Return the proven lower bound as pairs (budget, percent), by rising budget.
+    """Return the highest known lower bound of the overhead at each budget, as pairs (budget ÷ ``scale``, percent).
 
-    A bound also holds for smaller budgets.
+    The pairs are in ascending order of budgets. They come from ``floors`` and from the plans' own lower bounds. A bound
+    for one budget also holds for every smaller budget. Infinite bounds are left out.
     """
     known = [(p.budget, p.lower_bound) for p in plans if p.budget is not None and p.lower_bound is not None]
     found: list[tuple[float, float]] = []
@@ -275,7 +294,10 @@ def _proven(floors: Floors, plans: Sequence[Plan], scale: int) -> list[tuple[flo
 
 
 def _add_share_axis(axes: Axes, one_percent: float) -> None:
-    """Add an axis at the top, in percent of the no-recompute peak."""
+    """Add a second horizontal axis at the top, in percent of the peak without recomputation.
+
+    ``one_percent``: 1 % of that peak, in the unit of the lower axis.
+    """
 
     def to_share(x: Any) -> Any:  # numbers or arrays
         return x / one_percent
@@ -287,7 +309,7 @@ def _add_share_axis(axes: Axes, one_percent: float) -> None:
 
 
 def unit_of(n: int) -> tuple[str, int]:
-    """Return the largest unit of GiB, MiB, KiB and B that is not above ``n`` bytes, and its size in bytes."""
+    """Return the name and the size in bytes of the largest unit (GiB, MiB, KiB or B) that is not above ``n`` bytes."""
     return next(
         (unit, size)
         for unit, size in (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10), ("B", 1))

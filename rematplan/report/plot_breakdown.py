@@ -1,4 +1,4 @@
-"""SGD and K-FAC on many devices, as a picture: stacked bars, side by side."""
+"""A bar diagram of the time of a training iteration with SGD and with K-FAC on several numbers of devices."""
 
 from __future__ import annotations
 
@@ -18,10 +18,11 @@ GREY = "#BBBBBB"
 
 
 def save_breakdown(path: Path, title: str, pairs: Sequence[tuple[Iteration, Iteration]]) -> None:
-    """Draw the time of a training iteration by part, as stacked bars in a PNG file. A failure leaves no partial file.
+    """Draw the time of a training iteration as stacked bars in a PNG file. A failure leaves no partial file.
 
-    For each number of devices there is a bar for SGD, left, and one for K-FAC, right. ``pairs``: an iteration of SGD
-    and one of K-FAC, for each number of devices.
+    Each part of the time (forward, backward, communication, ...) has a colour. For each number of devices, the left bar
+    is SGD and the right bar is K-FAC. ``pairs``: for each number of devices, the modelled iteration of SGD and that of
+    K-FAC.
 
     Raises:
         ProblemError: the file cannot be written.

@@ -1,4 +1,5 @@
-"""Keep, recompute or invert, as a picture: peak against extra time and against the error of the gradients."""
+"""A diagram that compares plans with and without inverses (ops that compute an input from an output): peak against
+extra time, and peak against error."""
 
 from __future__ import annotations
 
@@ -23,10 +24,17 @@ LEAST = 1e-18
 
 
 def save_comparison(path: Path, title: str, rivals: Sequence[Rival], budget: int) -> None:
-    """Draw the peak of each row against its extra time and its error, as a PNG file. A failure leaves no partial file.
+    """Draw the peak of each plan against its extra time, and against its error, as two panels of a PNG file. A failure
+    leaves no partial file.
 
-    Peaks and errors are measured if the row's plan was run, otherwise predicted; extra times are predicted. ``budget``:
-    bytes; a line marks it, and rows that do not fit have hollow markers.
+    If a plan was run, its peak and its error (of gradients) are measured. Otherwise its peak and its error (of tensors
+    that inverses recover) are predicted. Extra times are predicted.
+
+    Args:
+        path: the file.
+        title: the diagram's title.
+        rivals: the plans with their figures.
+        budget: in bytes. A line marks it; plans that do not fit have hollow markers.
 
     Raises:
         ProblemError: the file cannot be written.

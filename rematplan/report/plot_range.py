@@ -1,4 +1,4 @@
-"""Overhead and peak by size as a picture."""
+"""A diagram of the overhead and the peak of plans for a range of sizes of one dimension, such as the batch."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from rematplan.report.plot import COLOURS, MARKERS, unit_of
 
 
 def save_range(path: Path, title: str, plans: Sequence[RangePlan]) -> None:
-    """Draw overhead by size, and predicted peak by size, as two panels of a PNG file, with one line per item of
-    ``plans``.
+    """Draw overhead and predicted peak against the size of a dimension, such as the batch, as two panels of a PNG file.
+    A failure leaves no partial file.
 
-    Each item is the result of planning the range within another budget. Sizes at which no plan fits have no point. The
-    dashed line is the step without recomputation. A failure leaves no partial file.
+    ``plans``: plans for the same range of sizes, each item for another budget. Each item is one line. Sizes at which no
+    plan fits have no point. The dashed line is the peak of the step without recomputation.
 
     Raises:
         ProblemError: the file cannot be written.

@@ -1,4 +1,4 @@
-"""A pipeline's timeline as a picture: what each rank does when, and how much it holds at most."""
+"""A diagram of a planned pipeline: which forwards and backwards each rank runs at which time, and the rank's peak."""
 
 from __future__ import annotations
 
@@ -30,7 +30,8 @@ NUMBERED = 1 / 90
 
 
 def save_timeline(path: Path, plan: PlannedPipeline) -> None:
-    """Draw a pipeline's timeline, and the predicted peak of each rank, as a PNG file. A failure leaves no partial file.
+    """Draw the forwards and backwards of a planned pipeline over time, and the predicted peak of each rank, as a PNG
+    file. A failure leaves no partial file.
 
     Raises:
         ProblemError: the file cannot be written.
@@ -60,9 +61,10 @@ def save_timeline(path: Path, plan: PlannedPipeline) -> None:
 
 
 def draw_timeline(axes: Axes, line: Timeline) -> None:
-    """Draw the forwards and backwards of each rank over time into ``axes``, one row per rank.
+    """Draw the forwards and backwards of each rank of a pipeline over time into ``axes``, with one row per rank.
 
-    If a rank has several stages, the later ones are drawn in lighter shades. ``line``: the timeline to draw.
+    If a rank has several stages, the later ones are drawn in lighter shades. ``line``: the start and end of each
+    forward and backward on each rank.
     """
     scale, unit = next(((s, u) for s, u in ((1e6, "s"), (1e3, "ms")) if line.makespan >= s), (1.0, "µs"))
     present = {span.action.kind for row in line.rows for span in row}

@@ -1,4 +1,4 @@
-"""Plans of a range of sizes as a table and as a picture's lines."""
+"""A table of the plans for a range of sizes of one dimension, and the choice of the sizes that it shows."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ ROWS = 12
 
 
 def range_table(name: str, plan: RangePlan) -> Table:
-    """Return a table of the predicted peak and overhead by size. ``name``: the problem's name.
+    """Return a table of the predicted peak and overhead of a step at several sizes of one dimension, such as the batch.
 
-    It has about `ROWS` sizes, evenly spread, with the smallest and the largest; and each pair of neighbouring sizes of
-    which a plan fits at one and none fits at the other.
+    It shows about `ROWS` evenly spread sizes, the smallest and the largest included. If a plan fits one size and none
+    fits the next, it shows both sizes as well. ``name``: the problem's name. ``plan``: the plans for all sizes.
     """
     proof = plan.proof
     title = f"{name}: {plan.members} plans for {len(proof.rows)} sizes within {show_bytes(proof.budget)}"
@@ -51,9 +51,11 @@ def range_table(name: str, plan: RangePlan) -> Table:
 
 
 def shown_rows(rows: Sequence[RangeRow[int]]) -> list[int]:
-    """Return the positions of the rows that `range_table` shows, in ascending order.
+    """Return the positions of those ``rows`` (one per batch size, in order) that a short table shows, in ascending
+    order.
 
-    These are about `ROWS` evenly spread positions, and each pair of neighbours of which only one row fits the budget.
+    These are about `ROWS` evenly spread positions, and both rows of each neighbouring pair in which one row fits the
+    budget and the other does not.
     """
     edges = {k + d for k in range(len(rows) - 1) for d in (0, 1) if rows[k].fits is not rows[k + 1].fits}
     return sorted({*spread_places(len(rows), ROWS), *edges})

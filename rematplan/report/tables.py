@@ -1,4 +1,4 @@
-"""Results as tables for a reader."""
+"""Tables for the terminal that show plans, measurements and lists, and the formats of their numbers."""
 
 from __future__ import annotations
 
@@ -37,13 +37,14 @@ LABELS = {
     "gradients": "gradients",
     "workspace": "workspace",
 }
-"""For each kind of memory of `peak_split`, its name in tables."""
+"""For each kind of memory that `peak_split` returns, its name in tables."""
 
 ALWAYS = ("parameters", "buffers", "batch", "activations", "gradients", "workspace")
+"""The kinds of memory that are shown for every captured training step, even if they have 0 bytes."""
 
 
 def show_seconds(seconds: float) -> str:
-    """Format a time given in seconds: in seconds from 1 s up, otherwise in milliseconds."""
+    """Format a time given in seconds: as seconds from 1 s upwards, otherwise as milliseconds."""
     return f"{seconds:.3f} s" if seconds >= 1 else f"{1000 * seconds:.1f} ms"
 
 
@@ -72,9 +73,11 @@ def show_lanes(plan: Plan) -> str:
 
 
 def split_for_people(graph: TrainingGraph, plan: Plan) -> dict[str, int]:
-    """Return the bytes held at a plan's peak, by kind of tensor as people read it (the values of `LABELS`).
+    """Return the bytes that are resident at a plan's peak, by kind of memory. The keys are names for the user (the
+    values of `LABELS`), such as ``activations``.
 
-    Kinds without bytes are left out; of a captured training step, all of `ALWAYS` are present.
+    Kinds with 0 bytes are left out. The exception is a problem from a captured training step: all kinds in `ALWAYS` are
+    present.
     """
     found = {LABELS.get(kind, kind): n for kind, n in peak_split(graph, plan.schedule).items()}
     shown = dict.fromkeys(ALWAYS, 0) if graph.fixed_split else {}
@@ -82,7 +85,7 @@ def split_for_people(graph: TrainingGraph, plan: Plan) -> dict[str, int]:
 
 
 def pairs_table(title: str, rows: Mapping[str, str]) -> Table:
-    """Return a table with two columns: the names and the values of ``rows``."""
+    """Return a table with two columns: the keys of ``rows``, and their values."""
     table = Table(title=title, box=box.SIMPLE, show_header=False, title_justify="left", title_style="bold")
     table.add_column(overflow="fold")
     table.add_column(overflow="fold")
@@ -92,10 +95,8 @@ def pairs_table(title: str, rows: Mapping[str, str]) -> Table:
 
 
 def split_table(graph: TrainingGraph, base: Plan, plan: Plan) -> Table:
-    """Return a table of the bytes held at the peak by kind of tensor, without recomputation and as planned.
-
-    ``base``: the plan without recomputation.
-    """
+    """Return a table of the bytes that are resident at the peak, by kind of memory. One column is for the plan without
+    recomputation (``base``), one for ``plan``."""
     table = _table(f"{graph.name}: bytes held at the peak", "", "no recompute", "planned")
     without, planned = split_for_people(graph, base), split_for_people(graph, plan)
     for kind in dict.fromkeys((*without, *planned)):
@@ -106,13 +107,15 @@ def split_table(graph: TrainingGraph, base: Plan, plan: Plan) -> Table:
 
 
 def plan_table(graph: TrainingGraph, plan: Plan, base: Plan, error: float = 0.0) -> Table:
-    """Return a table of a plan's predicted peak, overhead, recomputed ops, errors, lanes and lower bound.
+    """Return a table of a plan: its strategy, budget, predicted peak, overhead, number of recomputed ops and status;
+    and, where there are any, its errors, its times on two lanes (CUDA streams or threads) and its proven lower bound.
 
     Args:
-        graph: the problem.
+        graph: the planning problem.
         plan: a plan of it.
         base: the plan without recomputation.
-        error: the predicted relative error of forward tensors that the backward reads; 0 if gradients are bit-equal.
+        error: the largest predicted relative error of a forward tensor that the backward reads; 0 if gradients are
+            bit-equal.
     """
     e = plan.estimate
     rows = {
@@ -142,9 +145,11 @@ def plan_table(graph: TrainingGraph, plan: Plan, base: Plan, error: float = 0.0)
 
 
 def trade_off_table(name: str, base: Plan, rows: Sequence[Row]) -> Table:
-    """Return a table with one section per budget and one row per strategy; the least overhead of each section is bold.
+    """Return a table of the plans of several strategies at several budgets.
 
-    ``name``: the problem's name. ``base``: the plan without recomputation. ``rows``: grouped by budget.
+    It has one section per budget and one row per strategy. The plan with the least overhead of each section is bold.
+    ``name``: the problem's name. ``base``: the plan without recomputation. ``rows``: one for each budget and strategy;
+    rows of the same budget are consecutive.
     """
     columns = ("predicted\npeak", "of no\nrecompute", "overhead", "ops\nrecomputed")
     table = _table(f"{name}: memory against time", "budget", "strategy", *columns, left=2)
@@ -178,10 +183,10 @@ def _cells(plan: Plan, base: Plan) -> tuple[str, ...]:
 
 
 def measured_table(name: str, measured: Sequence[MeasuredPlan]) -> Table:
-    """Return a table of the measured peak and step time of plans that were timed alternately.
+    """Return a table of the measured peaks and step times of plans that were timed alternately.
 
-    ``name``: the problem's name. ``measured``: first the plan without recomputation, to which overheads refer; last
-    plain autograd.
+    ``name``: the problem's name. ``measured``: the plan without recomputation, then other plans, and at the end plain
+    autograd. Overheads are relative to the first item.
     """
     table = _table(
         f"{name}: measured on this machine, median of {len(measured[0].seconds)} rounds",
@@ -211,9 +216,10 @@ def measured_table(name: str, measured: Sequence[MeasuredPlan]) -> Table:
 
 
 def step_table(name: str, report: StepReport) -> Table:
-    """Return a table of a step that was run: its peaks, times and losses, and those of plain autograd (eager mode).
+    """Return a table of a planned step that was run: its peaks, times and losses, next to the peak and time of plain
+    autograd.
 
-    ``name``: the step's name.
+    ``name``: the name of the step.
     """
     predicted, measured = report.plan.peak, report.measured_peak
     rows = {
@@ -236,9 +242,10 @@ def step_table(name: str, report: StepReport) -> Table:
 
 
 def comparison_table(name: str, budget: int, rivals: Sequence[Rival]) -> Table:
-    """Return a table of strategies with peak, extra time and error of each, and whether it fits ``budget`` bytes.
+    """Return a table of plans: whether each fits ``budget`` bytes, its peak, its extra time and its error.
 
-    ``name``: the problem's name. ``rivals``: the rows. If the first row was run, plain autograd is a further row.
+    ``name``: the problem's name. ``rivals``: the plans with their figures. If the first plan was run, the last row is
+    plain autograd.
     """
     columns = (
         "fits",
@@ -278,7 +285,7 @@ def _error(error: float) -> str:
 
 
 def models_table(entries: Sequence[tuple[ZooEntry, int]]) -> Table:
-    """Return a table of the zoo's networks: name, summary, default sizes and number of parameters.
+    """Return a table of the networks that rematplan provides: name, summary, default sizes and number of parameters.
 
     ``entries``: pairs of a network and its number of parameters.
     """
@@ -290,7 +297,7 @@ def models_table(entries: Sequence[tuple[ZooEntry, int]]) -> Table:
 
 
 def devices_table(rows: Sequence[Mapping[str, Any]]) -> Table:
-    """Return a table of device models: operations per second, memory bandwidth and launch time.
+    """Return a table of device models: floating-point operations per second, memory bandwidth and launch time.
 
     ``rows``: the items of ``devices`` in the JSON output of ``rematplan devices``.
     """
