@@ -1,4 +1,7 @@
-"""A backend of `torch.compile` that splits each joint graph into forward and backward according to a plan."""
+"""A backend of `torch.compile` that plans which forward ops are recomputed in the backward.
+
+It splits each joint graph (forward and backward) that AOTAutograd makes into two graphs, according to the plan.
+"""
 
 from __future__ import annotations
 
@@ -49,11 +52,15 @@ took 1.23 of its budget with it, and 1.02 without.
 class PlanningBackend:
     """A backend of `torch.compile` that plans the recomputation of each graph it compiles. Made by `backend`.
 
-    ``planner``: plans captured steps. ``compiler``: ``eager`` or ``inductor``. ``plans``: every plan for which a graph
-    was compiled. ``compiled``: for each frame (a function that TorchDynamo compiles), by its number, the numbers of its
-    compilations; a frame is compiled again for other sizes or modes. ``frames``: the numbers of the frames that have a
-    plan; a compilation without gradients makes none. ``reasons``: as keys, in order, why graphs with
-    symbolic sizes were compiled for fixed sizes; empty if none was.
+    ``planner``: makes a plan for a captured step. ``compiler``: ``eager`` or ``inductor``. ``plans``: every plan for
+    which a graph was compiled.
+
+    TorchDynamo numbers the functions that it compiles (frames). It also numbers the compilations of each frame: a frame
+    is compiled again for other sizes or modes. ``compiled``: for each frame's number, the numbers of its compilations.
+    ``frames``: the numbers of the frames that have a plan. A frame that was compiled without gradients has none.
+
+    ``reasons``: the reasons why graphs with symbolic sizes were compiled for fixed sizes, as the keys of a dictionary,
+    in the order in which they occurred. It is empty if no graph was.
     """
 
     def __init__(self, planner: StepPlanner, compiler: str) -> None:
@@ -70,7 +77,8 @@ class PlanningBackend:
         a size, the sizes are fixed to their present values, so that TorchDynamo compiles again for other sizes.
 
         Raises:
-            InfeasibleBudget: no plan fits the budget, and ``on_infeasible`` is ``raise`` for this plan.
+            InfeasibleBudget: no plan fits the budget, and the option ``on_infeasible`` says that this is an error. By
+                default it is an error for the first plan of a compiled function only.
         """
         self._say_limit()
         if any(isinstance(given, torch.SymInt) for given in inputs):
@@ -119,12 +127,13 @@ class PlanningBackend:
 
         Args:
             joint: the graph of forward and backward together.
-            inputs: ignored; an argument of `torch._functorch.partitioners.default_partition`.
+            inputs: not used; AOTAutograd passes it to every partitioner.
             num_fwd_outputs: how many of the joint graph's results the forward returns; the others are gradients.
             parameters: the shapes of the parameters among the graph's inputs.
 
         Raises:
-            InfeasibleBudget: no plan fits the budget, and ``on_infeasible`` is ``raise`` for this plan.
+            InfeasibleBudget: no plan fits the budget, and the option ``on_infeasible`` says that this is an error. By
+                default it is an error for the first plan of a compiled function only.
         """
         del inputs
         step = read_flat_joint_graph(joint, num_fwd_outputs, f"graph {len(self.plans)}")
@@ -139,26 +148,28 @@ class PlanningBackend:
         return graphs.forward, graphs.backward
 
     def scope(self, step: CapturedStep, parameters: Shapes) -> str:
-        """Return the key under which the number of bytes that a percentage stands for is remembered.
+        """Return a key for the budget of a graph. A percentage means the same number of bytes for all graphs with this
+        key.
 
-        Steps with equal keys share one number of bytes. The key consists of TorchDynamo's frame, the ops of ``step``
-        and the shapes ``parameters``, so graphs that differ only in the sizes of their batch share it, and graphs after
-        a graph break or of other models do not.
+        The key consists of TorchDynamo's number of the compiled function, the ops of ``step``, and ``parameters`` (the
+        shapes of the parameters). Graphs that differ only in the sizes of their batch get the same key. Graphs after a
+        graph break, and graphs of other models, get other keys.
         """
         present = CompileContext.current_compile_id()
         return repr((present and present.frame_id, parameters, [str(call.target) for call in step.calls]))
 
     def plan(self, planner: StepPlanner, step: CapturedStep) -> Plan:
-        """Return the plan of a graph's step. If no plan fits the budget, ``on_infeasible`` decides.
+        """Return the plan of a captured step. If no plan fits the budget, do what the option ``on_infeasible`` says.
 
-        The first plan of each of TorchDynamo's frames (a user's function) counts as a first plan.
+        By default, that is an error for the first plan of each function that TorchDynamo compiles. A later step gets
+        the plan of the smallest peak that was found, and a warning.
 
         Args:
             planner: plans the step.
             step: the captured step of the graph that is being compiled.
 
         Raises:
-            InfeasibleBudget: no plan fits the budget, and ``on_infeasible`` is ``raise`` for this plan.
+            InfeasibleBudget: no plan fits the budget, and ``on_infeasible`` says that this is an error.
         """
         present = CompileContext.current_compile_id()
         frame = None if present is None else present.frame_id
@@ -171,8 +182,9 @@ class PlanningBackend:
         return plan
 
     def _frame(self) -> set[int]:
-        """Return the numbers of the compilations of the present frame, including this one; empty outside of
-        TorchDynamo.
+        """Add the current compilation to ``compiled``, and return the numbers of all compilations of the same function.
+
+        Outside of a compilation by TorchDynamo the result is an empty set.
         """
         present = CompileContext.current_compile_id()
         if present is None or present.frame_id is None or present.frame_compile_id is None:
@@ -182,9 +194,10 @@ class PlanningBackend:
         return times
 
     def _say_limit(self) -> None:
-        """Warn when TorchDynamo compiles a frame for the last time.
+        """Warn when TorchDynamo compiles a function for the last time, because of its limit of compilations.
 
-        It runs further sizes and modes without compiling, hence without a plan, and does not tell the backend.
+        TorchDynamo runs the function at further sizes and modes without compiling it, hence without a plan, and does
+        not tell the backend.
         """
         before = sum(map(len, self.compiled.values()))
         times, limit = self._frame(), dynamo_config.recompile_limit
@@ -232,24 +245,29 @@ def backend(
 ) -> PlanningBackend:
     """Return a backend for `torch.compile` that recomputes in the backward as a plan within ``budget`` says.
 
-    The arguments are those of `plan_module`, except ``compiler``. By default, ``on_infeasible`` raises for the first
-    plan of each compiled function, and later plans use ``least``. The budget holds for each compiled graph, so it holds
-    for the whole model if there is no graph break. A percentage refers to the peak without recomputation of a graph at
-    the sizes for which it is first compiled; the resulting number of bytes holds at all other sizes.
+    The arguments are those of `plan_module`, except ``compiler``. By default, a budget that no plan fits is an error
+    for the first plan of each compiled function; later graphs then get the plan of the smallest peak that was found
+    (``on_infeasible="least"``).
+
+    The budget applies to each compiled graph, hence to the whole model only if there is no graph break. A percentage
+    refers to the peak without recomputation of a graph at the sizes for which it is first compiled. The resulting
+    number of bytes applies at all other sizes.
 
     ``compiler``: ``eager`` runs the planned graphs unchanged. ``inductor`` compiles them with Inductor, which fuses and
     reorders ops, so the plan's peak and overhead are estimates. (Inductor is kept from changing the layout of
-    convolutions, which would take memory beyond the plan.)
+    convolutions, which would take more memory than the plan.)
 
-    With ``torch.compile(dynamic=True)``, and from the second size on unless ``dynamic=False``, TorchDynamo hands over
-    graphs with symbolic sizes. Such a graph is compiled for all sizes, and the bytes of its plan are computed for each
-    new size. It is compiled again only for another plan: where no compiled plan fits, or where a known plan has less
-    overhead by more than 1 % of the step's time. `PlanningBackend.reasons` says why a graph was compiled for fixed
-    sizes, if one was. TorchDynamo compiles a function for at most ``torch._dynamo.config.recompile_limit`` (8) fixed
-    sizes and modes, and runs further ones without a plan; a warning says when the last one is compiled.
+    With ``torch.compile(dynamic=True)``, and from the second size on unless ``dynamic=False``, TorchDynamo passes
+    graphs with symbolic sizes to the backend. Such a graph is compiled for all sizes, and the bytes of its plan are
+    computed for each new size. It is compiled again only if a size needs another plan: if no compiled plan fits the
+    budget, or if a known plan has less overhead by more than 1 % of the step's time. `PlanningBackend.reasons` says why
+    a graph was compiled for fixed sizes, if one was.
+
+    TorchDynamo compiles a function for at most ``torch._dynamo.config.recompile_limit`` (8) fixed sizes and modes, and
+    runs further ones without a plan. A warning is given when the last one is compiled.
 
     While compiling, `InfeasibleBudget` and `ModelError` reach the caller as the cause of PyTorch's own error. At sizes
-    that need no compilation they are raised themselves.
+    that need no compilation they are raised directly.
 
     Raises:
         UsageError: the budget or the loss memory is malformed; a strategy, option, compiler or kind of costs is

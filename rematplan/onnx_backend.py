@@ -3,8 +3,8 @@
     import onnx.backend.test, rematplan.onnx_backend
     suite = onnx.backend.test.BackendTest(rematplan.onnx_backend, __name__)
 
-A model with an unsupported op is refused, by the op's name, before anything runs; the suite counts it as skipped, not
-as passed.
+A model with an unsupported op is refused before anything runs, with a message that names the op. The suite counts such
+a model as skipped, not as passed.
 """
 
 from __future__ import annotations
@@ -27,17 +27,20 @@ from rematplan.runtime.onnx.ops.values import to_array, to_tensor
 
 
 class Refused(ModelError, unittest.SkipTest):
-    """A model that the backend does not run. The message names the unsupported op or value."""
+    """Raised for a model that the ONNX backend does not run. ONNX's test suite counts the test as skipped.
+
+    The message names the op or the value that is the reason.
+    """
 
 
 class OnnxModelRep(BackendRep):
     """An ONNX model that is ready to run its forward with torch.
 
-    A model with symbolic dimensions is built again for the shapes of each run.
+    A model with symbolic dimensions is built again at each call of `run`, for the shapes of the call's inputs.
 
-    ``model``: the ONNX model. ``device``: where it runs. ``symbolic``: for each symbolic dimension, the input and axis
-    that give its size (``INPUT.AXIS``); empty if there is none. ``module``: the torch module, built with size 1 for
-    symbolic dimensions.
+    ``model``: the ONNX model. ``device``: the device on which it runs. ``symbolic``: for the name of each symbolic
+    dimension, the first input and axis that have it, as ``INPUT.AXIS``; empty if there is none. ``module``: the torch
+    module, built with size 1 for symbolic dimensions.
     """
 
     def __init__(self, model: onnx.ModelProto, device: torch.device) -> None:
@@ -81,8 +84,8 @@ class RematplanBackend(Backend):
         """Return the model, ready to run on ``device``: ``CPU`` or ``CUDA``.
 
         Raises:
-            Refused: an op is not supported, an op's result is random, or a value has a type that torch cannot compute
-                with.
+            Refused: an op is not supported; an op's result is random; a value has a type that torch cannot compute
+                with; or the model has an inverse two-sided DFT, for which ONNX's expected results are too inexact.
         """
         kind = "cuda" if Device(device).type == DeviceType.CUDA else "cpu"
         try:
@@ -112,8 +115,10 @@ class RematplanBackend(Backend):
 
 
 def _symbolic(model: onnx.ModelProto) -> dict[str, str]:
-    """Return the inputs' dimensions without a number: for the name that binds each, where it occurs first
-    (``INPUT.AXIS``).
+    """Return the names of the model's symbolic input dimensions, each with the first input and axis that have it.
+
+    The input and axis are written ``INPUT.AXIS``. They are also the name of a dimension that has no name. The inputs do
+    not include the weights.
     """
     weights = {t.name for t in model.graph.initializer}
     found: dict[str, str] = {}
@@ -125,13 +130,14 @@ def _symbolic(model: onnx.ModelProto) -> dict[str, str]:
 
 
 def _check_comparable(graph: Graph) -> None:
-    """Refuse models whose outputs cannot be compared with the suite's: random ones, since torch and numpy draw
-    differently.
+    """Refuse an ONNX model whose outputs cannot be compared with the expected outputs of ONNX's test suite.
 
-    A dropout is accepted only if the model itself says that it is off: otherwise the inputs decide.
+    These are models with random results, since torch and NumPy draw different numbers, and models with an inverse
+    two-sided DFT, whose expected results are too inexact. A dropout is accepted only if the model's attributes and
+    constants prove that it is inactive.
 
     Raises:
-        ModelError: names the node.
+        ModelError: the message names the node.
     """
     constants = {w.name: w for w in graph.weights if w.role == "constant"}
     for node in graph.nodes:
@@ -143,7 +149,10 @@ def _check_comparable(graph: Graph) -> None:
 
 
 def _is_off(node: Node, constants: Mapping[str, Weight]) -> bool:
-    """Return whether a dropout certainly passes its input on: it is not in training mode, or its ratio is 0."""
+    """Return whether the model proves that a dropout returns its input unchanged: it does not train, or its ratio is 0.
+
+    ``constants``: the model's constants by name. If an input of the model decides, the result is False.
+    """
     if node.version < 12:
         return bool(node.attributes.get("is_test", 0))
     ratio, training = (constants.get(n) if n else None for n in (*node.inputs, "", "")[1:3])

@@ -50,9 +50,10 @@ def add(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace, out: Output) -> int:
-    """Run ``rematplan step``: plan or load a plan, run the step and measure it.
+    """Run ``rematplan step``: plan the model's training step or load a plan, run the step, and print its measurements.
 
-    Return 1 if the verification found a difference that was not predicted, otherwise 0.
+    Return the exit status: 1 if ``--verify`` found a larger difference from plain autograd than the plan predicts,
+    otherwise 0. A plan predicts a difference only if it uses inverses with rounding errors.
 
     Raises:
         UsageError: ``--budget`` and ``--plan`` are both given, or neither.
@@ -84,7 +85,10 @@ def run(args: argparse.Namespace, out: Output) -> int:
 
 
 def _added_loss(loaded: LoadedStep, stated: str | None) -> tuple[str, ...]:
-    """Return a note that names the loss, if the user did not choose it."""
+    """Return a note that names the loss of ``loaded``, if the user chose none; otherwise an empty tuple.
+
+    ``stated``: the value of the option ``--loss``; None if the user did not use it.
+    """
     if stated is not None:
         return ()
     loss = loaded.module.loss
@@ -92,10 +96,11 @@ def _added_loss(loaded: LoadedStep, stated: str | None) -> tuple[str, ...]:
 
 
 def _saved(args: argparse.Namespace, source: Source, out: Output) -> tuple[Source, Plan]:
-    """Return the plan in the file of ``--plan``, and the problem to which it belongs.
+    """Load the plan in the file of ``--plan``, and return the problem to which it belongs, and the plan.
 
-    That is the problem with all inverses, with those that do not round, or with those that can be found without
-    weights.
+    The plan may have been made for a problem with other inverses (ops that compute another op's input from its output).
+    Three problems are tried: ``source``, the same step without inverses that round, and the same step with the inverses
+    that capturing without weights finds.
 
     Raises:
         ProblemError: the plan belongs to none of these problems.
@@ -114,7 +119,7 @@ def _saved(args: argparse.Namespace, source: Source, out: Output) -> tuple[Sourc
 
 
 def run_plan(loaded: LoadedStep, plan: Plan, out: Output, steps: int, check: bool) -> StepReport:
-    """Run a plan for ``steps`` timed steps, print a table of its measurements, and return them.
+    """Run a training step according to a plan ``steps`` times, print a table of its measurements, and return them.
 
     ``check``: whether to compare loss, gradients and buffers with plain autograd.
     """
@@ -127,10 +132,11 @@ def run_plan(loaded: LoadedStep, plan: Plan, out: Output, steps: int, check: boo
 
 
 def exit_status(report: StepReport) -> int:
-    """Return 1, and print why on standard error, if the verification found a difference that was not predicted;
-    otherwise 0.
+    """Return the exit status for a step that was run: 1 if the verification failed, otherwise 0, also without a
+    verification.
 
-    0 also if nothing was verified.
+    The verification fails if a difference from plain autograd is larger than the plan predicts. The differences are
+    then printed on standard error.
     """
     if report.verification is None or report.verification.passed:
         return 0

@@ -1,1 +1,1 @@
-"""The K-FAC optimizer, which reads Kronecker factors of a planned module and preconditions gradients with them."""
+"""The K-FAC optimizer. It preconditions gradients with the Kronecker factors that a planned module computes."""

@@ -1,4 +1,4 @@
-"""Assign factors to the processes that average and invert them."""
+"""Assign Kronecker factors to the processes (their owners) that average and invert them."""
 
 from __future__ import annotations
 
@@ -18,10 +18,12 @@ LEAST_GAIN = 0.1
 
 
 def owners(sides: Mapping[str, tuple[Factor, Factor]], ranks: int) -> dict[Part, int]:
-    """Assign the Kronecker factors of all layers to processes, so that the time of inversions is divided evenly.
+    """Assign the Kronecker factors of all layers to processes, their owners, so that the time of inversions is divided
+    evenly.
 
-    Both factors of a layer have one owner, unless the layer takes longer than an even share of the time: then its two
-    factors are assigned separately. The longest jobs are assigned first.
+    Both factors of a layer get one owner, except in a layer that takes longer than an even share of the time. Its two
+    factors are assigned separately, if the cheaper one takes at least a tenth of the layer's time. The longest jobs are
+    assigned first.
 
     Args:
         sides: the two factors of each layer (of the inputs, of the outputs' gradients), by weight name, in the same
@@ -29,7 +31,8 @@ def owners(sides: Mapping[str, tuple[Factor, Factor]], ranks: int) -> dict[Part,
         ranks: the number of processes.
 
     Returns:
-        The owner's rank, from 0, of each pair of a weight name and the factors of it that this owner has.
+        The owner's rank, from 0. The keys are pairs of a weight name and the tuple of those factors of the weight that
+        this process owns: (0,) for that of the inputs, (1,) for that of the outputs' gradients, (0, 1) for both.
     """
     even = sum(a.cost + g.cost for a, g in sides.values()) / ranks
     jobs: dict[Part, float] = {}
@@ -48,22 +51,24 @@ def owners(sides: Mapping[str, tuple[Factor, Factor]], ranks: int) -> dict[Part,
 
 
 def by_factor(parts: Mapping[Part, int]) -> dict[FactorKey, int]:
-    """Return the owner's rank for each single factor: (weight name, 0 for the inputs' or 1 for the outputs'
-    gradients')."""
+    """Return the owner's rank of each Kronecker factor, from a mapping ``parts`` whose keys may stand for two factors.
+
+    A key of ``parts`` is a weight name and a tuple: (0,) for the factor of the inputs, (1,) for that of the outputs'
+    gradients, (0, 1) for both. A key of the result is a weight name and 0 or 1.
+    """
     return {(name, at): owner for (name, these), owner in parts.items() for at in these}
 
 
 def homes(sides: Mapping[str, tuple[Factor, Factor]], parts: Mapping[Part, int]) -> dict[str, int]:
-    """Return, for each layer, the rank that multiplies the layer's gradient by both inverses: the owner of the larger
-    one.
+    """Return, by weight name, the rank of the process that multiplies the layer's gradient by both inverses.
 
-    If another process owns the smaller inverse, it sends this inverse, at most as many numbers as the gradient has,
-    whenever it is new. (Sending the product of the gradient and one inverse would take as many numbers as the gradient
-    has, in each step.)
+    It is the owner of the larger inverse. If the smaller inverse has another owner, that process sends it whenever it
+    is new. The smaller inverse has about as many numbers as the gradient or fewer. (The alternative, to send the
+    product of the gradient and one inverse, would send as many numbers as the gradient has in every step.)
 
     Args:
-        sides: the two factors of each layer, by weight name.
-        parts: the owners, as from `owners`.
+        sides: the two Kronecker factors of each layer, by weight name.
+        parts: the rank of the owner of each factor or pair of factors, as from `owners`.
     """
     owner = by_factor(parts)
     larger = {name: int(g.inverse_bytes() > a.inverse_bytes()) for name, (a, g) in sides.items()}

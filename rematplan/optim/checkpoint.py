@@ -1,4 +1,4 @@
-"""Merge the states of an optimizer that runs on several processes, to continue on another number of processes."""
+"""Merge the states of a K-FAC optimizer on several processes, to continue on another number of processes."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ SIDES = ("a", "g")
 
 
 def merged(states: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Merge the ``state_dict`` of each process into one that any number of processes can load.
+    """Merge the ``state_dict`` of all processes into one that any number of processes can load.
 
-    Each factor comes from the process that owns it. All other entries are equal in all processes, or taken from the
-    first.
+    The state of each Kronecker factor comes from the process that has the factor's average. All other entries come from
+    the first process, since they are equal in all processes.
 
-    ``states``: the states of all processes, by rank.
+    ``states``: the states of all processes, in the order of their ranks.
     """
     whole = dict(states[0])
     whole[LAYERS] = {name: _of_owner(name, states) for name in states[0][LAYERS]}
@@ -36,14 +36,16 @@ def _of_owner(name: str, states: Sequence[Mapping[str, Any]]) -> Any:
 
 
 def check_whole(state: Mapping[str, Any], owned: Collection[FactorKey]) -> None:
-    """Check that an optimizer's state has all factors that a process needs.
+    """Check that an optimizer's state contains the averages of the Kronecker factors that a process is to invert.
 
     Args:
         state: a ``state_dict`` of `KFAC`.
-        owned: the factors that this process averages and inverts.
+        owned: the factors that this process averages and inverts: pairs of a weight name and 0 (of the inputs) or 1 (of
+            the outputs' gradients).
 
     Raises:
-        UsageError: a layer of ``owned`` had statistics when the state was saved, but the state lacks its factors.
+        UsageError: the state lacks the average of such a factor, although its layer had statistics when the state was
+            saved.
     """
     layers = state[LAYERS]
     missing = [

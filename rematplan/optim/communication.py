@@ -1,4 +1,4 @@
-"""The communication between processes in a step of the optimizer, as an interface; and its form for one process."""
+"""The interface for the communication between processes in a step of K-FAC, and an implementation for one process."""
 
 from __future__ import annotations
 
@@ -12,80 +12,99 @@ from rematplan.optim.layer import BOTH, Layer
 
 
 class Exchange(Protocol):
-    """What processes send each other in a step of K-FAC. Every process calls the methods in this order, with equal
-    layers.
+    """What processes send each other in a step of K-FAC. All processes have equal layers, and all weights.
 
     Statistics are the sums of outer products that each process adds to the Kronecker factors. Each factor has one
     owner: the process that averages and inverts it. Each layer has workers: the processes that multiply its gradient by
-    both inverses; an owner of one of its factors is among them. All processes hold all weights.
+    both inverses. The owner of the layer's larger inverse is one of them.
+
+    `assign` is called first, once. In each step, every process calls the methods that communicate in the order of their
+    definition: `begin` (only if `early`), `sums`, `inverses`, `gradients`, `updates`, `others`.
     """
 
     def assign(self, layers: Mapping[str, Layer]) -> None:
-        """Choose the owners of the factors and the workers of each layer. ``layers``: by weight name."""
+        """Choose the owners of the Kronecker factors (which invert them) and the workers of the layers (which use both
+        inverses).
+
+        ``layers``: by weight name.
+        """
 
     def parts(self) -> Collection[Part]:
-        """Return all factors of all layers: pairs of a weight name and the factors of this weight that have the same
-        owner."""
+        """Return all Kronecker factors of all layers: pairs of a weight name and a tuple of factors that have the same
+        owner.
+
+        The tuple is (0,) for the factor of the inputs, (1,) for that of the outputs' gradients, (0, 1) for both.
+        """
 
     def owned(self) -> Collection[FactorKey]:
-        """Return the factors that this process averages and inverts."""
+        """Return the Kronecker factors that this process averages and inverts.
+
+        Each is a pair of a weight name and 0 (the factor of the inputs) or 1 (that of the outputs' gradients).
+        """
 
     def worked(self) -> Collection[str]:
         """Return the weight names of the layers whose gradients this process multiplies by inverses."""
 
     @property
     def early(self) -> bool:
-        """Whether statistics are sent by `begin`, while a backward runs. If so, `sums` returns what `begin` sent."""
+        """Whether `begin` sends the statistics (sums of outer products) while a backward runs, and not `sums` in the
+        step.
+
+        If it is true, `sums` ignores its argument and returns the totals of the statistics that `begin` sent.
+        """
 
     def begin(self, part: Part, sums: Tensor, step: int) -> None:
-        """Start to send one layer's statistics of one backward to their owner, while the backward still runs.
+        """Start to send statistics that a backward has just computed to the owner of their factors, while the backward
+        runs.
 
         Args:
-            part: an item of `parts`.
-            sums: this process's statistics, a vector that is overwritten.
+            part: the weight name and the factors to which the statistics belong, an item of `parts`.
+            sums: this process's statistics (sums of outer products), as a vector. It is overwritten.
             step: the number of the training step.
         """
 
     def sums(self, sums: Iterable[tuple[Part, Tensor]]) -> Iterable[tuple[Part, Tensor]]:
-        """Add the statistics of all processes, each at the owner of its factor.
+        """Add the statistics (sums of outer products) of all processes. The owner of a factor receives its total.
 
         Args:
-            sums: this process's statistics, as pairs of an item of `parts` and a vector.
+            sums: this process's statistics: pairs of an item of `parts` (a weight name and factors) and a vector.
 
         Returns:
-            Such pairs with the sums over all processes, for the factors that this process owns.
+            Pairs of an item of `parts` and the total over all processes, for the factors that this process owns.
         """
 
     def inverses(self, made: Mapping[str, tuple[int, ...]]) -> None:
-        """Send new inverses from each factor's owner to the layer's workers. Received inverses are put into the layers.
+        """Send new inverses from their owners to the processes that multiply the layers' gradients by them.
 
-        ``made``: the factors that this process has just inverted, by weight name (0: of the inputs, 1: of the outputs'
-        gradients).
+        The inverses that this process receives are stored in its layers.
+
+        ``made``: the factors that this process has just inverted, by weight name: 0 stands for the factor of the
+        inputs, 1 for that of the outputs' gradients.
         """
 
     def gradients(self, gradients: Mapping[str, Tensor], rows: float) -> Mapping[str, Tensor]:
-        """Average gradients over the processes, each at the workers of its layer.
+        """Average the gradients over the processes. The workers of a layer receive the mean of its gradient.
 
         Args:
             gradients: this process's gradients, by weight name.
             rows: the weight of this process in the mean, for example its number of samples.
 
         Returns:
-            The means, for the layers of which this process is a worker.
+            The mean gradients by weight name, for the layers that this process is to multiply by inverses.
         """
 
     def updates(
         self, names: Collection[str], updates: Mapping[str, Tensor], product: Tensor
     ) -> tuple[Mapping[str, Tensor], Tensor]:
-        """Collect the updates of all layers from their workers.
+        """Collect the updates of all layers from the processes that computed them.
 
         Args:
             names: the weight names of all layers to update.
             updates: the updates that this process has computed, by weight name.
-            product: a number (a scalar tensor), to be added over the processes that computed different layers.
+            product: a scalar tensor: the part of a sum over all layers that belongs to the layers in ``updates``.
 
         Returns:
-            The updates of all layers in ``names``, and the sum of ``product``.
+            The updates of all layers in ``names``, and the sum of ``product`` over all layers.
         """
 
     def others(self, gradients: Collection[Tensor], rows: float) -> None:
@@ -96,48 +115,50 @@ class Exchange(Protocol):
 
 
 class Alone:
-    """The implementation of `Exchange` for a single process: it sends nothing, and owns all factors."""
+    """The implementation of `Exchange` for a single process, which sends nothing and inverts all Kronecker factors
+    itself.
+    """
 
     def __init__(self) -> None:
         self._names: Collection[str] = ()
 
     def assign(self, layers: Mapping[str, Layer]) -> None:
-        """Remember the layers, by weight name. This process owns all their factors."""
+        """Remember the layers, by weight name. The only process averages and inverts all their Kronecker factors."""
         self._names = tuple(layers)
 
     def parts(self) -> Collection[Part]:
-        """Return each weight name with both factors of its layer."""
+        """Return a pair (weight name, (0, 1)) for each layer: both its Kronecker factors belong to this process."""
         return [(name, BOTH) for name in self._names]
 
     def owned(self) -> Collection[FactorKey]:
-        """Return all factors: each weight name with 0 (of the inputs) and with 1 (of the outputs' gradients)."""
+        """Return all Kronecker factors: each weight name with 0 (of the inputs) and 1 (of the outputs' gradients)."""
         return [(name, at) for name in self._names for at in BOTH]
 
     def worked(self) -> Collection[str]:
-        """Return the weight names of all layers."""
+        """Return the weight names of all layers, since the only process multiplies all gradients by inverses."""
         return self._names
 
     early = False
 
     def begin(self, part: Part, sums: Tensor, step: int) -> None:
-        """Do nothing. It is never called, since `early` is false."""
+        """Do nothing. It is not called: a single process sends no statistics during a backward (`early` is false)."""
 
     def sums(self, sums: Iterable[tuple[Part, Tensor]]) -> Iterable[tuple[Part, Tensor]]:
-        """Return the statistics unchanged: they are already the sums over all processes."""
+        """Return the statistics unchanged: with a single process they are already the sums over all processes."""
         return sums
 
     def inverses(self, made: Mapping[str, tuple[int, ...]]) -> None:
-        """Do nothing: the inverses are in this process already."""
+        """Do nothing: the only process already has all inverses."""
 
     def gradients(self, gradients: Mapping[str, Tensor], rows: float) -> Mapping[str, Tensor]:
-        """Return the gradients unchanged: they are already the means over all processes."""
+        """Return the gradients unchanged: with a single process they are already the means over all processes."""
         del rows
         return gradients
 
     def updates(
         self, names: Collection[str], updates: Mapping[str, Tensor], product: Tensor
     ) -> tuple[Mapping[str, Tensor], Tensor]:
-        """Return the updates and the product unchanged: this process has computed those of all layers."""
+        """Return ``updates`` and ``product`` unchanged: the only process has computed the updates of all layers."""
         del names
         return updates, product
 

@@ -1,4 +1,7 @@
-"""Inverses of damped factors, (F + λ I)⁻¹ with F symmetric and positive semi-definite: a table of methods."""
+"""Invert damped Kronecker factors: (F + λ I)⁻¹ with F symmetric and positive semi-definite.
+
+`INVERSES` is a table of the methods. Each method has a form for its result, such as `Dense` or `Spectral`.
+"""
 
 from __future__ import annotations
 
@@ -20,32 +23,37 @@ MORE_DAMPING = 10.0
 
 
 class Inverse(Protocol):
-    """The inverse (F + λ I)⁻¹ of a Kronecker factor F of n rows with damping λ, in some form.
+    """The inverse (F + λ I)⁻¹, or an approximation, of a Kronecker factor F of n rows with damping λ.
 
-    Its fields are tensors or tuples of tensors, so that it can be saved and sent. ``kind``: the name of the form.
+    Each implementation stores it in another form, for example as a matrix or by eigenvectors. The fields are tensors or
+    tuples of tensors, so that the inverse can be saved and sent. ``kind``: the name of the form.
     """
 
     kind: ClassVar[str]
 
     def apply(self, x: Tensor) -> Tensor:
-        """Return (F + λ I)⁻¹ ``x``, for ``x`` of shape (…, n, columns)."""
+        """Return the product (F + λ I)⁻¹ ``x`` for a Kronecker factor F of n rows and damping λ. ``x``: (…, n,
+        columns).
+        """
 
 
 @dataclass(frozen=True)
 class Dense:
-    """The inverse (F + λ I)⁻¹ as a matrix. ``matrix``: (…, n, n)."""
+    """The inverse (F + λ I)⁻¹ of a Kronecker factor F with damping λ, as a dense matrix. ``matrix``: (…, n, n)."""
 
     matrix: Tensor
     kind: ClassVar[str] = "dense"
 
     def apply(self, x: Tensor) -> Tensor:
-        """Return (F + λ I)⁻¹ ``x`` for ``x`` of shape (…, n, columns), by one matrix multiplication."""
+        """Return (F + λ I)⁻¹ ``x`` for a Kronecker factor F and damping λ, by one matrix product. ``x``: (…, n,
+        columns).
+        """
         return self.matrix @ x
 
 
 @dataclass(frozen=True)
 class Spectral:
-    """The inverse (F + λ I)⁻¹, or an approximation, by r eigenvectors of the factor F.
+    """The inverse (F + λ I)⁻¹ of a Kronecker factor F with damping λ, by r of the n eigenvectors of F; exact if r = n.
 
     ``basis``: the eigenvectors, (…, n, r). ``scales``: the eigenvalue of the inverse for each eigenvector, (…, r).
     ``rest``: the eigenvalue of the inverse for all vectors that are orthogonal to ``basis``, (…).
@@ -57,35 +65,46 @@ class Spectral:
     kind: ClassVar[str] = "spectral"
 
     def apply(self, x: Tensor) -> Tensor:
-        """Return (F + λ I)⁻¹ ``x`` for ``x`` of shape (…, n, columns), by two multiplications with the eigenvectors."""
+        """Return (F + λ I)⁻¹ ``x`` for a Kronecker factor F and damping λ, by two products with eigenvectors of F.
+
+        ``x``: (…, n, columns).
+        """
         rest = self.rest[..., None, None]
         return x * rest + self.basis @ ((self.scales[..., None] - rest) * (self.basis.mT @ x))
 
 
 @dataclass(frozen=True)
 class Diagonal:
-    """The inverse of the diagonal of F + λ I, for a factor F of n rows. ``scales``: the inverse's diagonal, (…, n)."""
+    """The inverse of the diagonal of F + λ I, for a Kronecker factor F of n rows and damping λ.
+
+    ``scales``: the diagonal of the inverse, (…, n).
+    """
 
     scales: Tensor
     kind: ClassVar[str] = "diagonal"
 
     def apply(self, x: Tensor) -> Tensor:
-        """Return the product of the inverse and ``x``, (…, n, columns): each row of ``x`` times its entry of
-        ``scales``."""
+        """Return the product of a diagonal inverse and ``x``, (…, n, columns): row i of ``x`` is multiplied by
+        ``scales``[…, i].
+        """
         return self.scales[..., None] * x
 
 
 @dataclass(frozen=True)
 class Hierarchical:
-    """The inverse (F + λ I)⁻¹ with off-diagonal blocks of low rank (HODLR). ``leaves``, ``levels``: as from
-    `hodlr.inverse`."""
+    """The inverse (F + λ I)⁻¹ of a Kronecker factor F with damping λ, with off-diagonal blocks of low rank (HODLR).
+
+    ``leaves``, ``levels``: the two results of `hodlr.inverse`.
+    """
 
     leaves: Tensor
     levels: tuple[Tensor, ...]
     kind: ClassVar[str] = "hierarchical"
 
     def apply(self, x: Tensor) -> Tensor:
-        """Return (F + λ I)⁻¹ ``x`` for one matrix ``x``, (n, columns); batches of matrices are not supported."""
+        """Return (F + λ I)⁻¹ ``x`` for a Kronecker factor F of n rows and damping λ. ``x``: one matrix, (n, columns),
+        no batch.
+        """
         return hodlr.apply(self.leaves, self.levels, x)
 
 
@@ -94,10 +113,15 @@ Make: TypeAlias = Callable[[Tensor, float, Inverse | None], Inverse]
 
 
 def cholesky(factor: Tensor, damping: float, _before: Inverse | None = None) -> Dense:
-    """Invert ``factor`` + λ I by Cholesky factorisation. ``factor``: (…, n, n); ``damping``: λ.
+    """Return (``factor`` + λ I)⁻¹ as a dense matrix, by Cholesky factorisation.
 
     If rounding errors make the damped factor indefinite, λ is increased tenfold or more until the factorisation
-    succeeds. The previous inverse is ignored.
+    succeeds.
+
+    Args:
+        factor: (…, n, n), symmetric.
+        damping: λ.
+        _before: the previous inverse, which is not used.
     """
     mean = float(factor.diagonal(dim1=-2, dim2=-1).mean())
     least = torch.finfo(factor.dtype).eps * factor.shape[-1] * max(mean, 0.0)
@@ -111,22 +135,30 @@ def cholesky(factor: Tensor, damping: float, _before: Inverse | None = None) -> 
 
 
 def eigen(factor: Tensor, damping: float, _before: Inverse | None = None) -> Spectral:
-    """Invert ``factor`` + λ I by all eigenvectors. ``factor``: (…, n, n); ``damping``: λ.
+    """Return (``factor`` + λ I)⁻¹ by all eigenvectors of ``factor``.
 
-    Negative eigenvalues, which are rounding errors, count as 0. It takes five times as long as Cholesky factorisation
-    (measured). The previous inverse is ignored.
+    Negative eigenvalues, which are rounding errors, count as 0. The computation takes five times as long as a Cholesky
+    factorisation (measured).
+
+    Args:
+        factor: (…, n, n), symmetric.
+        damping: λ.
+        _before: the previous inverse, which is not used.
     """
     values, vectors = torch.linalg.eigh(factor)
     return Spectral(vectors, 1 / (values.clamp_min(0) + damping), values.new_zeros(values.shape[:-1]))
 
 
 def low_rank(factor: Tensor, damping: float, before: Inverse | None = None) -> Spectral:
-    """Invert ``factor`` + λ I approximately by n ÷ 8 largest eigenvalues (Nyström). ``factor``: (…, n, n); ``damping``:
-    λ.
+    """Return (``factor`` + λ I)⁻¹ approximately, by the n ÷ 8 largest eigenvalues of ``factor`` (at least one).
 
-    The approximation starts with the eigenvectors of the previous inverse ``before``, if it has any. The orthogonal
-    complement is divided by λ + the mean of the other eigenvalues: dividing by λ alone makes the error up to 20 times
-    larger (measured).
+    They are approximated by Nyström's method. All other eigenvalues of ``factor`` are replaced by their mean. Replacing
+    them by 0 makes the error up to 20 times larger (measured).
+
+    Args:
+        factor: (…, n, n), symmetric.
+        damping: λ.
+        before: the previous inverse. If it is `Spectral`, the approximation starts with its eigenvectors.
     """
     rank = max(1, factor.shape[-1] // LOW_RANK_SHARE)
     values, basis = nystrom(factor, rank, before.basis if isinstance(before, Spectral) else None)
@@ -134,14 +166,14 @@ def low_rank(factor: Tensor, damping: float, before: Inverse | None = None) -> S
 
 
 def low_rank_inverse(factor: Tensor, values: Tensor, basis: Tensor, damping: float) -> Spectral:
-    """Return an approximate inverse of ``factor`` + λ I from the largest eigenvalues.
+    """Return (``factor`` + λ I)⁻¹ approximately, from the largest eigenvalues of ``factor``.
 
-    The orthogonal complement of ``basis`` is divided by λ + the mean of the eigenvalues that are left out.
+    All other eigenvalues of ``factor`` are replaced by their mean, which follows from the trace.
 
     Args:
         factor: (…, n, n).
-        values: the r largest eigenvalues, (…, r).
-        basis: their eigenvectors, (…, n, r).
+        values: the r largest eigenvalues of ``factor``, (…, r).
+        basis: the eigenvectors of ``values``, (…, n, r).
         damping: λ.
     """
     trace = factor.diagonal(dim1=-2, dim2=-1).sum(-1)
@@ -150,14 +182,26 @@ def low_rank_inverse(factor: Tensor, values: Tensor, basis: Tensor, damping: flo
 
 
 def diagonal(factor: Tensor, damping: float, _before: Inverse | None = None) -> Diagonal:
-    """Invert a diagonal factor + λ I. ``factor``: the diagonal, (…, n), negative entries count as 0; ``damping``: λ."""
+    """Return the inverse of a diagonal Kronecker factor + λ I.
+
+    Args:
+        factor: the factor's diagonal, (…, n). Negative entries count as 0.
+        damping: λ.
+        _before: the previous inverse, which is not used.
+    """
     return Diagonal(1 / (factor.clamp_min(0) + damping))
 
 
 def hierarchical(factor: Tensor, damping: float, _before: Inverse | None = None) -> Inverse:
-    """Invert ``factor`` + λ I with off-diagonal blocks of low rank (`hodlr`). ``factor``: (n, n); ``damping``: λ.
+    """Return (``factor`` + λ I)⁻¹ approximately, with off-diagonal blocks of low rank (`hodlr`).
 
-    Batches of factors (more dimensions), and factors of at most 64 rows, are inverted by Cholesky factorisation.
+    Batches of factors (more than two dimensions), and factors of at most 64 rows, are inverted by Cholesky
+    factorisation.
+
+    Args:
+        factor: (n, n) or (…, n, n), symmetric.
+        damping: λ.
+        _before: the previous inverse, which is not used.
 
     Raises:
         NotDefinite: the low-rank approximation is not positive definite.
@@ -182,12 +226,17 @@ _KINDS: Mapping[str, type[Any]] = {c.kind: c for c in (Dense, Spectral, Diagonal
 
 
 def saved(inverse: Inverse) -> dict[str, Any]:
-    """Return an inverse as a dictionary, for `restored`: its tensors by field name, and its form under ``kind``."""
+    """Return an inverse as a dictionary that can be saved or sent, and that `restored` reads.
+
+    The keys are the names of the inverse's fields, and ``kind`` for the name of its form.
+    """
     return {"kind": inverse.kind} | {f.name: getattr(inverse, f.name) for f in fields(inverse)}  # type: ignore[arg-type]
 
 
 def restored(state: Mapping[str, Any], device: torch.device) -> Inverse:
-    """Return the inverse that `saved` turned into the dictionary ``state``, with its tensors on ``device``."""
+    """Return the inverse that ``state`` describes, with its tensors on ``device``. ``state``: a dictionary from
+    `saved`.
+    """
     parts = {
         name: tuple(t.to(device) for t in part) if isinstance(part, (tuple, list)) else part.to(device)
         for name, part in state.items()
@@ -198,6 +247,6 @@ def restored(state: Mapping[str, Any], device: torch.device) -> Inverse:
 
 
 def inverse_bytes(inverse: Inverse) -> int:
-    """Return the bytes of an inverse's tensors."""
+    """Return the number of bytes of an inverse's tensors."""
     parts = (getattr(inverse, f.name) for f in fields(inverse))  # type: ignore[arg-type]
     return sum(t.nbytes for part in parts for t in (part if isinstance(part, tuple) else (part,)))

@@ -1,26 +1,28 @@
 """K-FAC on several processes: each inverts the factors of some layers (Osawa et al. 2019, 2020).
 
-Every process runs forward and backward on its part of the batch. Then
+Each Kronecker factor has one owner: the process that averages and inverts it. Each layer has workers: the processes
+that multiply its gradient by both inverses. Every process runs forward and backward on its part of the batch. Then
 
-1. a reduce-scatter adds the packed factors of all processes, each factor's at its owner, after the backward or,
-   layer by layer, while it runs (``early``);
-2. owners average, damp and invert them;
-3. a reduce-scatter averages the gradients, each layer's at its workers, which multiply it by the inverses;
-4. an all-gather distributes the updates to all processes.
+1. a reduce-scatter adds the packed statistics (sums of outer products) of all processes, after the backward. The owner
+   of a factor receives its total. With ``early`` there is one reduce for each layer, while the backward runs;
+2. owners average, damp and invert their factors;
+3. a reduce-scatter averages the gradients. The workers of a layer receive the mean and multiply it by the inverses;
+4. an all-gather (as broadcasts) distributes the updates to all processes.
 
-Steps 3 and 4 together move as many bytes as the all-reduce of gradients in plain data parallelism, so only step 1 is
-additional. If `torch.nn.parallel.DistributedDataParallel` or FSDP2 has already averaged the gradients, step 3 is left
-out.
+With one worker per layer, steps 3 and 4 together move as many bytes as the all-reduce of gradients in plain data
+parallelism, so only step 1 is additional. If `torch.nn.parallel.DistributedDataParallel` or FSDP2 has already averaged
+the gradients, step 3 communicates nothing.
 
-Both factors of a layer have one owner, unless their inversion takes longer than an even share of the time: then
-each has its owner (`assignment`). The owner of the larger inverse multiplies the gradient, and gets the smaller
-inverse from the other owner when that is new. These numbers are communicated in addition.
+Both factors of a layer have one owner, unless their inversion takes longer than an even share of the time: then they
+may have different owners (`assignment`). The owner of the larger inverse is a worker. It receives the smaller inverse
+whenever that inverse is new, which is additional communication.
 
-A layer may have several workers (``grad_workers``; Pauloski et al. 2021, KAISA). The processes then form a grid:
-each row is a block of consecutive ranks, there are ``grad_workers`` blocks, and a column contains the ranks with
-the same position in their blocks. The workers of a layer are the column of the owner of its larger inverse. New
-inverses are sent along columns; updates are sent within blocks, in every step. One worker per layer needs the least
-memory; if every process is a worker of every layer, step 4 is not needed.
+A layer may have several workers (``grad_workers``; Pauloski et al. 2021, KAISA). The processes then form a grid: each
+row is a block of consecutive ranks, there are ``grad_workers`` blocks, and a column contains the ranks with the same
+position in their blocks. The workers of a layer are the column of the owner of its larger inverse. New inverses are
+sent along columns. Gradients are averaged within blocks and then along columns. Updates are sent within blocks, in
+every step. One worker per layer needs the least memory. If every process is a worker of every layer, step 4 is not
+needed.
 """
 
 from __future__ import annotations
@@ -44,17 +46,17 @@ ROWS = "(rows)"
 
 
 class Ranks:
-    """The implementation of `Exchange` for the processes of a group: what K-FAC's processes send each other in a step.
+    """The implementation of `Exchange` for several processes: what K-FAC's processes send each other in a step.
 
     Args:
         group: the process group; None for all processes.
         grad_workers: for each layer, the number of processes that multiply its gradient by the inverses; a divisor of
             the number of processes.
-        reduce_gradients: whether gradients are those of each process alone. They are then averaged here, weighted by
-            the ``rows`` of `KFAC.step`. False if DistributedDataParallel or FSDP2 has averaged them.
-        early: whether the statistics of a planned module are sent while the backward still runs, layer by layer, and
-            not in `KFAC.step`. Each micro-batch then sends its own, and all processes need the same number of backwards
-            in a training step.
+        reduce_gradients: True if each process has gradients of its own batch only. They are then averaged here,
+            weighted by the ``rows`` of `KFAC.step`. False if DistributedDataParallel or FSDP2 has averaged them.
+        early: whether to send the statistics of a planned module layer by layer while the backward runs, and not in
+            `KFAC.step`. The statistics of each micro-batch are then sent separately, and all processes need the same
+            number of backwards in a training step.
 
     Raises:
         UsageError: there is no process group, or ``grad_workers`` is no divisor of the number of processes.
@@ -81,8 +83,13 @@ class Ranks:
         self._dtype = torch.float32
 
     def assign(self, layers: Mapping[str, Layer]) -> None:
-        """Assign the layers' factors to owners, so that the time of inversions is divided evenly. ``layers``: by weight
-        name."""
+        """Assign the Kronecker factors of ``layers`` to the processes that will average and invert them.
+
+        The time of inversions is divided evenly. Also choose which processes multiply each layer's gradient by the
+        inverses.
+
+        ``layers``: by weight name.
+        """
         self._layers = layers
         sides = {name: layer.sides for name, layer in layers.items()}
         self._parts = owners(sides, self._grid.size)
@@ -97,12 +104,18 @@ class Ranks:
             self._early_sums = EarlySums(nothing, mine, self._start)
 
     def parts(self) -> Collection[Part]:
-        """Return all factors of all layers: pairs of a weight name and the factors of this weight that have the same
-        owner."""
+        """Return all Kronecker factors of all layers: pairs of a weight name and a tuple of factors that have the same
+        owner.
+
+        The tuple is (0,) for the factor of the inputs, (1,) for that of the outputs' gradients, (0, 1) for both.
+        """
         return self._parts
 
     def owned(self) -> Collection[FactorKey]:
-        """Return the factors that this process averages and inverts, as `assign` has chosen them."""
+        """Return the Kronecker factors that this process averages and inverts, as `assign` has chosen them.
+
+        Each is a pair of a weight name and 0 (the factor of the inputs) or 1 (that of the outputs' gradients).
+        """
         return tuple(factor for factor, owner in by_factor(self._parts).items() if owner == self._grid.rank)
 
     def worked(self) -> Collection[str]:
@@ -110,11 +123,13 @@ class Ranks:
         return tuple(name for name in self._places if self._places[name] == self._grid.here)
 
     def begin(self, part: Part, sums: Tensor, step: int) -> None:
-        """Start to add one layer's statistics of one backward, of all processes, at their owner.
+        """Start to add statistics that a backward has just computed over all processes, while the backward still runs.
+
+        The process that inverts the factors receives the total. All processes must add the same factors equally often.
 
         Args:
-            part: an item of `parts`.
-            sums: this process's statistics, a vector that is overwritten.
+            part: the weight name and the factors to which the statistics belong, an item of `parts`.
+            sums: this process's statistics (sums of outer products), as a vector. It is overwritten.
             step: the number of the training step.
         """
         assert self._early_sums
@@ -131,8 +146,14 @@ class Ranks:
     def sums(self, sums: Iterable[tuple[Part, Tensor]]) -> Iterable[tuple[Part, Tensor]]:
         """Return the statistics added over all processes, for the factors that this process owns.
 
-        If `begin` has sent statistics, the result is what it sent, and ``sums`` is ignored. Otherwise ``sums``, pairs
-        of an item of `parts` and a vector, are added by a reduce-scatter.
+        If `begin` has sent statistics, they are the result, and ``sums`` is ignored. Otherwise a reduce-scatter adds
+        ``sums``.
+
+        Args:
+            sums: this process's statistics: pairs of an item of `parts` (a weight name and factors) and a vector.
+
+        Returns:
+            Pairs of an item of `parts` and the total over all processes.
         """
         if self._early_sums and (found := self._grid.call(self._early_sums.finish)):
             return found.items()
@@ -141,19 +162,21 @@ class Ranks:
         return self._reduce_scatter(parts, self._parts, range(grid.size), grid.rank, grid.group).items()
 
     def inverses(self, made: Mapping[str, tuple[int, ...]]) -> None:
-        """Send new inverses from each factor's owner to the layer's workers, and put received ones into the layers.
+        """Send new inverses from their owners to the processes that multiply the layers' gradients by them.
 
-        ``made``: the factors that this process has just inverted, by weight name (0: of the inputs, 1: of the outputs'
-        gradients).
+        The inverses that this process receives are stored in its layers.
+
+        ``made``: the factors that this process has just inverted, by weight name: 0 stands for the factor of the
+        inputs, 1 for that of the outputs' gradients.
         """
         assert self._routes
         self._routes.send(made)
 
     def gradients(self, gradients: Mapping[str, Tensor], rows: float) -> Mapping[str, Tensor]:
-        """Return the mean gradients of the layers whose gradients this process multiplies by inverses, by weight name.
+        """Return the mean gradients, by weight name, of the layers that this process multiplies by inverses.
 
-        They are averaged by a reduce-scatter and an all-reduce, with the weight ``rows`` for this process. If
-        ``reduce_gradients`` is False, gradients are not averaged.
+        The mean over the processes is computed by a reduce-scatter and an all-reduce, and ``rows`` is the weight of
+        this process in it. If ``reduce_gradients`` is False, the gradients are returned as they are.
         """
         places = {name: self._places[name] for name in gradients}
         here = self._grid.here
@@ -172,11 +195,15 @@ class Ranks:
     def updates(
         self, names: Collection[str], updates: Mapping[str, Tensor], product: Tensor
     ) -> tuple[Mapping[str, Tensor], Tensor]:
-        """Return the updates of all layers in ``names``, and the sum of ``product`` over processes with different
-        layers.
+        """Return the updates of all layers in ``names``, and the sum of ``product`` over all layers.
 
-        Each process broadcasts, within its block of consecutive ranks, the updates that it has computed and its
-        ``product``.
+        Each process broadcasts the updates that it has computed, and its ``product``, within its block of consecutive
+        ranks. If a block is one process, it has computed all updates, and nothing is sent.
+
+        Args:
+            names: the weight names of all layers to update.
+            updates: the updates that this process has computed, by weight name.
+            product: a scalar tensor: the part of a sum over all layers that belongs to the layers in ``updates``.
         """
         if self._grid.width == 1:
             return updates, product
@@ -203,10 +230,10 @@ class Ranks:
         return found, torch.stack([buffer[-1] for buffer in buffers]).sum()
 
     def others(self, gradients: Collection[Tensor], rows: float) -> None:
-        """Average gradients over the processes, in place, by one all-reduce. ``rows``: the weight of this process in
-        the mean.
+        """Average gradients over the processes, in place, by one all-reduce.
 
-        If ``reduce_gradients`` is False, the gradients stay unchanged.
+        ``rows``: the weight of this process in the mean. If ``reduce_gradients`` is False, the gradients stay
+        unchanged.
         """
         if not self._reduce or not gradients:
             return
@@ -225,13 +252,13 @@ class Ranks:
         here: int,
         group: ProcessGroup | None,
     ) -> dict[Key, Tensor]:
-        """Return the sums over the processes of a group of those tensors that this process is to receive.
+        """Add tensors over the processes of a group, and return the sums that are meant for this process, by key.
 
         Args:
-            parts: this process's tensors, by key.
-            places: for each key, the member of the group that receives the sum.
-            among: all members.
-            here: this process's number among the members.
+            parts: this process's tensors, by key. All processes have the same keys and shapes.
+            places: for each key, the index in the group of the process that receives the sum.
+            among: the indices of all processes of the group, from 0.
+            here: this process's index in the group.
             group: the process group; None for all processes.
         """
         mine = {name: part for name, part in parts.items() if places[name] == here}
@@ -243,14 +270,16 @@ class Ranks:
         return dict(zip(mine, _split(total, list(mine.values())), strict=True))
 
     def _all_reduce(self, tensors: Sequence[Tensor], group: ProcessGroup | None) -> None:
-        """Replace tensors by their sums over a group. One buffer contains all of them."""
+        """Replace each tensor by its sum over the processes of a group, in place. One buffer contains all tensors."""
         buffer = self._flat(tensors)
         self._grid.call(distributed.all_reduce, buffer, group=group)
         for tensor, total in zip(tensors, _split(buffer, tensors), strict=True):
             tensor.copy_(total)
 
     def _flat(self, tensors: Sequence[Tensor]) -> Tensor:
-        """Return tensors as one vector, in the type of the factors and on the device of the weights."""
+        """Concatenate tensors into one vector, in the data type of the Kronecker factors and on the device of the
+        weights.
+        """
         device = next(iter(self._layers.values())).weight.device
         return torch.cat(
             [torch.empty(0, dtype=self._dtype, device=device), *(_vector(t).to(self._dtype) for t in tensors)]

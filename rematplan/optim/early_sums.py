@@ -1,4 +1,4 @@
-"""Statistics that are sent to the owners of their factors while the backward still runs."""
+"""Add statistics (sums of outer products) of all processes while the backward still runs."""
 
 from __future__ import annotations
 
@@ -12,26 +12,29 @@ from rematplan.optim.assignment import Part
 
 
 class Pending(Protocol):
-    """A communication that has been started and may not be complete yet."""
+    """A communication that has been started and may not be complete yet, such as ``torch.distributed.Work``."""
 
     def wait(self) -> object:
         """Wait until the communication is complete."""
 
 
 class EarlySums:
-    """Adds the statistics (sums of outer products) of all processes at each factor's owner, as soon as a backward has
-    them.
+    """Adds statistics (sums of outer products) over all processes, as soon as a backward has computed them.
+
+    A part is one Kronecker factor of a layer, or both. The process that owns it receives the sum.
 
     Processes may compute the layers in different orders, because their plans differ, but must start the same
-    communications in the same order. So each backward is one round over all parts (the factors of a layer, or one of
-    them), the last part first: the statistics of a part are sent only after those of all parts before it in this order.
-    `finish` completes the rounds, with zeros for a part without statistics. All processes need the same number of
-    backwards with statistics between two calls of `finish`.
+    communications in the same order. So all processes send the parts of one backward in a fixed order: the reverse
+    order of the argument ``parts``. Statistics that are computed too early wait. `finish` sends what is missing, with
+    zeros for a part without statistics. All processes need the same number of backwards with statistics between two
+    calls of `finish`.
 
     Args:
-        parts: for each part, in the same order in all processes, a function that returns the vector of no statistics.
+        parts: for each part, in the same order in all processes, a function that returns a vector of zeros: no
+            statistics.
         owned: the parts whose sums this process receives.
-        start: takes a part and a vector, and starts the sum over all processes into the vector of the part's owner.
+        start: called with a part and a vector; starts to add the vectors of all processes into that of the part's
+            owner.
     """
 
     def __init__(
@@ -53,7 +56,11 @@ class EarlySums:
         self._sums: dict[Part, Tensor] = {}
 
     def add(self, part: Part, sums: Tensor, step: int) -> None:
-        """Send a part's statistics of one backward, or keep them until the parts before it have been sent.
+        """Send the statistics of one backward for a part (one or both factors of a layer), or store them until it is
+        their turn.
+
+        All processes send the parts in the same order, so a part waits until the ones before it in this order have been
+        sent.
 
         At the first call of a new training step, statistics of an earlier step that `finish` did not return are
         dropped: the backwards of that step led to no update.
@@ -72,7 +79,10 @@ class EarlySums:
             self._send(self._waiting[self._next].popleft())
 
     def finish(self) -> dict[Part, Tensor]:
-        """Complete all rounds, and return the sums over all processes by owned part; {} if there was no backward."""
+        """Send all statistics that wait, and return the sums over all processes, by the parts that this process owns.
+
+        Parts without statistics are sent as zeros. The result is empty if there was no backward since the last call.
+        """
         rounds = max(self._received.values(), default=0)
         while self._sent < rounds * len(self._order):
             waiting = self._waiting[self._next]
@@ -94,7 +104,11 @@ class EarlySums:
         self._sent += 1
 
     def _collect(self) -> None:
-        """Wait for the communications that have been started, and add the received sums of owned parts."""
+        """Wait for the communications that have been started, and add the received vectors to the sums of the owned
+        parts.
+
+        Each part is one or both Kronecker factors of a layer.
+        """
         for part, sums, pending in self._started:
             pending.wait()
             if part in self._owned:
