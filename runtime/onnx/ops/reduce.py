@@ -1,4 +1,4 @@
-"""Rows for reductions, softmax and matrix products."""
+"""Implementations of ONNX ops on torch tensors: reductions, softmax and matrix products."""
 
 # ruff: noqa: ARG001  (every handler takes the node, whether it reads it or not)
 from __future__ import annotations
@@ -29,8 +29,13 @@ def _product(x: Tensor, axes: tuple[int, ...], keep: bool) -> Tensor:
 
 
 def _extreme(function: Reduction, of_none: float) -> Reduction:
-    """Return a reduction by an extreme. For no elements, which torch refuses, ONNX defines it as the opposite
-    end of the type's range."""
+    """Return a reduction that computes maxima or minima, also of tensors without elements, which torch refuses.
+
+    Args:
+        function: `torch.amax` or `torch.amin`.
+        of_none: the extreme of no elements by ONNX's definition, for floating-point types: −∞ for a maximum, ∞ for a
+            minimum. Integers get the smallest or largest number of their type instead.
+    """
 
     def run(x: Tensor, axes: tuple[int, ...], keep: bool) -> Tensor:
         if x.numel():
@@ -72,7 +77,7 @@ def _norm(x: Tensor, axes: tuple[int, ...], keep: bool) -> Tensor:
 
 
 REDUCTIONS: dict[tuple[str, tuple[int, ...]], tuple[int, Reduction]] = {
-    # op and its since_versions: (the first opset with axes as an input, what it computes)
+    # (op, the opsets in which it changed): (the first opset in which axes are an input, the function)
     ("ReduceL1", (1, 11, 13, 18)): (18, lambda x, axes, keep: _sum(x.abs(), axes, keep)),
     ("ReduceL2", (1, 11, 13, 18)): (18, _norm),
     ("ReduceLogSum", (1, 11, 13, 18, 28)): (18, lambda x, axes, keep: _sum(x, axes, keep).log().to(x.dtype)),
@@ -128,20 +133,22 @@ def _arg_extreme(node: Node, x: Tensor, function: Callable[..., Tensor]) -> Tens
 
 @ROWS.add("ArgMax", 1, 11, 12, 13)
 def arg_max(node: Node, x: Tensor) -> Tensor:
-    """Run ONNX ArgMax: the index of the maximum along ``axis``; of equal maxima the first, or the last if so stated."""
+    """Run ONNX ArgMax: the index of the maximum along ``axis``. Of equal maxima it is the first, or the last if the
+    attribute ``select_last_index`` is set."""
     return _arg_extreme(node, x, torch.argmax)
 
 
 @ROWS.add("ArgMin", 1, 11, 12, 13)
 def arg_min(node: Node, x: Tensor) -> Tensor:
-    """Run ONNX ArgMin: the index of the minimum along ``axis``; of equal minima the first, or the last if so stated."""
+    """Run ONNX ArgMin: the index of the minimum along ``axis``. Of equal minima it is the first, or the last if the
+    attribute ``select_last_index`` is set."""
     return _arg_extreme(node, x, torch.argmin)
 
 
 @ROWS.add("CumSum", 11, 14, known=(1,))
 def cum_sum(node: Node, x: Tensor, axis: np.ndarray) -> Tensor:
-    """Run ONNX CumSum: the running sum along ``axis``; ``reverse``: from the end; ``exclusive``: without the element
-    itself."""
+    """Run ONNX CumSum: the running sum along ``axis``. With the attribute ``reverse`` it runs from the end. With
+    ``exclusive`` each sum leaves out the element at its position."""
     at = int(axis.reshape(()))
     if integer(node, "reverse", 0):
         x = x.flip(at)
@@ -151,11 +158,12 @@ def cum_sum(node: Node, x: Tensor, axis: np.ndarray) -> Tensor:
     return total.flip(at) if integer(node, "reverse", 0) else total
 
 
-# ------------------------------------------------------------------ softmax and losses
+# ------------------------------------------------------------------ softmax
 
 
 def softmax(x: Tensor, axis: int) -> Tensor:
-    """Compute softmax along ``axis`` by torch; for float16, round after each step as ONNX's definition does."""
+    """Return the softmax of ``x`` along ``axis``. It is torch's softmax, except for float16: there each step is rounded
+    to float16, as in ONNX's definition."""
     if x.dtype != torch.float16:
         return torch.softmax(x, axis)
     raised = torch.exp(x - x.detach().amax(axis, keepdim=True))
@@ -170,7 +178,8 @@ def _softmax(function: Callable[..., Tensor]) -> Callable[[Node, Tensor], Tensor
 
 
 def _flat_softmax(function: Callable[..., Tensor]) -> Callable[[Node, Tensor], Tensor]:
-    """Return the handler for opsets before 13, where all axes from ``axis`` on count as one."""
+    """Return the implementation of Softmax or LogSoftmax in opsets before 13. They normalise over all axes from the
+    attribute ``axis`` to the last one together. ``function``: softmax or log-softmax along one axis."""
 
     def run(node: Node, x: Tensor) -> Tensor:
         axis = integer(node, "axis", 1) % max(x.dim(), 1)
@@ -193,8 +202,8 @@ def hardmax(node: Node, x: Tensor) -> Tensor:
 
 @ROWS.add("Hardmax", 1, 11)
 def flat_hardmax(node: Node, x: Tensor) -> Tensor:
-    """Run ONNX Hardmax of opsets below 13: 1 at the first maximum over all axes from ``axis`` on together, 0
-    elsewhere."""
+    """Run ONNX Hardmax of opsets below 13: all axes from the attribute ``axis`` to the last one are flattened into one.
+    The result is 1 at the first maximum along that axis, and 0 elsewhere."""
     flat = x.flatten(integer(node, "axis", 1) % x.dim())
     return torch.zeros_like(flat).scatter(-1, flat.argmax(-1, keepdim=True), 1.0).reshape(x.shape)
 
@@ -210,9 +219,11 @@ def mat_mul(node: Node, a: Tensor, b: Tensor) -> Tensor:
 
 @ROWS.add("Gemm", 1, 6, 7, 9, 11, 13)
 def gemm(node: Node, a: Tensor, b: Tensor, c: Tensor | None = None) -> Tensor:
-    """Run ONNX Gemm: ``alpha A·B + beta C``, with ``a`` and ``b`` transposed if so stated. ``c``: None, or broadcast.
+    """Run ONNX Gemm: ``alpha · A·B + beta · C``. The attributes ``transA`` and ``transB`` say whether ``a`` and ``b``
+    are transposed. ``c`` is broadcast to the result; None: zero.
 
-    If it has the form of a linear layer (B transposed, alpha = beta = 1), torch's linear is used.
+    A Gemm that is a linear layer (floating-point, ``transB`` set, alpha = beta = 1, ``c`` a bias or None) runs as
+    torch's linear.
     """
     alpha, beta = number(node, "alpha", 1.0), number(node, "beta", 1.0)
     a = a.t() if integer(node, "transA", 0) else a

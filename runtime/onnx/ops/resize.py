@@ -1,8 +1,8 @@
-"""Rows for Resize and Upsample.
+"""Implementations of the ONNX ops Resize and Upsample.
 
-torch's kernels are used where they compute the same. Everything else is separable: for each axis a small
-interpolation matrix, made from ONNX's formulas for coordinates and coefficients, or a list of indices for
-nearest.
+Where a kernel of torch computes the same result as ONNX's formulas, it is used. All other cases are computed axis by
+axis: the mode ``nearest`` selects elements by a list of indices, and the other modes multiply by a small interpolation
+matrix. The indices and matrices follow ONNX's formulas for coordinates and coefficients.
 """
 
 from __future__ import annotations
@@ -27,10 +27,11 @@ LINEAR = {3: "linear", 4: "bilinear", 5: "trilinear"}
 
 @dataclass(frozen=True, slots=True)
 class Axis:
-    """How one axis is resized.
+    """How a Resize node resizes one axis of a tensor.
 
-    ``at``: the axis. ``n``, ``out``: its number of elements before and after. ``scale``: the stated factor. ``start``,
-    ``end``: the region of the input that is resized, in [0, 1] (only for ``tf_crop_and_resize``).
+    ``at``: the axis. ``n``, ``out``: its number of elements before and after resizing. ``scale``: the factor by which
+    ONNX's formulas scale coordinates; ``out`` is about ``n · scale``. ``start``, ``end``: the region of the input that
+    is resized, as fractions of the axis from 0 to 1. Only the coordinates ``tf_crop_and_resize`` use it.
     """
 
     at: int
@@ -42,18 +43,23 @@ class Axis:
 
     @property
     def length(self) -> float:
-        """The resized length ``n · scale`` before rounding down, which ONNX's formulas use."""
+        """The length of the resized axis before it is rounded to an integer, ``n · scale``. ONNX's formulas for
+        coordinates use it."""
         return self.n * self.scale
 
 
 @dataclass(frozen=True, slots=True)
 class Rule:
-    """How a Resize or Upsample node interpolates; each field is the attribute of that meaning.
+    """How a Resize or Upsample node interpolates, from its ONNX attributes (their names are in parentheses).
 
-    ``mode``: ``nearest``, ``linear`` or ``cubic``. ``coordinates``: how positions of the result map to the input.
-    ``rounding``: for ``nearest``. ``cubic``: the coefficient a. ``exclude_outside``: whether positions outside of the
-    input get weight 0. ``antialias``: whether the kernel is widened when shrinking. ``extrapolation``: the result
-    outside of a cropped region.
+    - ``mode``: ``nearest``, ``linear`` or ``cubic``.
+    - ``coordinates`` (``coordinate_transformation_mode``): the formula that maps positions in the result to positions
+      in the input, a key of `COORDINATES`.
+    - ``rounding`` (``nearest_mode``): how the mode ``nearest`` rounds positions, a key of `ROUNDINGS`.
+    - ``cubic`` (``cubic_coeff_a``): the coefficient a of the cubic kernel.
+    - ``exclude_outside``: whether positions outside of the input get weight 0.
+    - ``antialias``: whether the kernel is widened when an axis shrinks.
+    - ``extrapolation`` (``extrapolation_value``): the result outside of the input, for ``tf_crop_and_resize``.
     """
 
     mode: str
@@ -131,7 +137,8 @@ KERNELS: dict[str, tuple[int, Callable[[np.ndarray, Rule], np.ndarray]]] = {
 
 
 def _matrix(axis: Axis, rule: Rule) -> np.ndarray:
-    """Return the interpolation matrix, ``out`` × ``n``."""
+    """Return the matrix, ``axis.out`` × ``axis.n``, that interpolates linearly or cubically along an axis: the resized
+    axis is the matrix times the input axis."""
     reach, kernel = KERNELS[rule.mode]
     x = COORDINATES[rule.coordinates](np.arange(axis.out, dtype=np.float64), axis)
     shrink = min(axis.scale, 1.0) if rule.antialias else 1.0
@@ -149,13 +156,14 @@ def _matrix(axis: Axis, rule: Rule) -> np.ndarray:
 
 
 def _beyond(axis: Axis, rule: Rule) -> np.ndarray:
-    """Return which results are outside the input and get the extrapolation value (only for cropping)."""
+    """Return a mask, of length ``axis.out``: which elements of the resized axis are outside of the input, and so get
+    the extrapolation value. All are False unless the coordinates are ``tf_crop_and_resize``."""
     x = COORDINATES[rule.coordinates](np.arange(axis.out, dtype=np.float64), axis)
     cropping = rule.coordinates == "tf_crop_and_resize"
     return ((x < 0) | (x > axis.n - 1)) if cropping else np.zeros(axis.out, dtype=bool)
 
 
-# ------------------------------------------------------------------ applying them
+# ------------------------------------------------------------------ interpolation
 
 
 def _resized(node: Node, x: Tensor, axes: Sequence[Axis], rule: Rule) -> Tensor:
@@ -189,8 +197,9 @@ def _one_axis(x: Tensor, axis: Axis, rule: Rule) -> Tensor:
 
 
 def _native(x: Tensor, axes: Sequence[Axis], rule: Rule) -> Tensor | None:
-    """Return the result of torch's kernel if it computes the same (images and volumes, resized along spatial
-    axes); else None."""
+    """Return the result of `torch.nn.functional.interpolate` if it equals the result of ONNX's formulas; else None. It
+    can be equal only for floating-point tensors of three to five axes that are not resized along the first two. Such a
+    tensor is returned itself if no axis is resized."""
     spatial = {a.at: a for a in axes}
     if (
         x.dim() not in LINEAR
@@ -203,8 +212,8 @@ def _native(x: Tensor, axes: Sequence[Axis], rule: Rule) -> Tensor | None:
         return None if axes else x
     size = [spatial[a].out if a in spatial else x.shape[a] for a in range(2, x.dim())]
     scale = [spatial[a].scale if a in spatial else 1.0 for a in range(2, x.dim())]
-    # torch takes a size or a scale and derives the other. With a kept aspect ratio both are given, and rounded in
-    # another way.
+    # torch takes either sizes or scales, and computes the others from them. If ONNX keeps the aspect ratio, sizes and
+    # scales may fit neither computation.
     if all(a.scale == a.out / a.n for a in axes):
         how: dict[str, Any] = {"size": size}
     elif all(a.out == math.floor(a.n * a.scale) for a in axes):
@@ -224,18 +233,23 @@ def _native(x: Tensor, axes: Sequence[Axis], rule: Rule) -> Tensor | None:
     return None
 
 
-# ------------------------------------------------------------------ the rows
+# ------------------------------------------------------------------ the ops
 
 
 @ROWS.add("Resize", 11, 13, 18, 19, known=(1, 2, 3))
 def resize(node: Node, x: Tensor, roi: Known = None, scales: Known = None, sizes: Known = None) -> Tensor:
-    """Run ONNX Resize: interpolate to given ``scales`` or ``sizes``, one number per axis in the attribute ``axes`` (or
-    all).
+    """Run ONNX Resize: interpolate to new sizes, or by scale factors.
 
-    ``roi``: the region for ``tf_crop_and_resize``: starts, then ends, in [0, 1].
+    Args:
+        node: its attributes are used.
+        x: the tensor.
+        roi: the region of ``x`` for the coordinates ``tf_crop_and_resize``, as fractions from 0 to 1: the start of each
+            axis, then the end of each axis. None: all of ``x``.
+        scales: the factor of each axis in the attribute ``axes`` (without it: of every axis).
+        sizes: the new size of each of these axes. If ``sizes`` is not empty, ``scales`` is ignored.
 
     Raises:
-        ModelError: neither scales nor sizes are given, or the mode, coordinates or rounding is unknown.
+        ModelError: both ``scales`` and ``sizes`` are absent, or the mode, coordinates or rounding is unknown.
     """
     along = ints(node, "axes") or tuple(range(x.dim()))
     along = tuple(a % x.dim() for a in along)
@@ -261,8 +275,16 @@ def resize(node: Node, x: Tensor, roi: Known = None, scales: Known = None, sizes
 def _sizes(
     node: Node, x: Tensor, along: Sequence[int], sizes: Sequence[int]
 ) -> tuple[list[int], list[float]]:
-    """Return the sizes and scales. A policy other than ``stretch`` keeps the aspect ratio by one scale for
-    all axes."""
+    """Return the new sizes and the scale factors for a Resize node with ``sizes``: two lists, one entry for each axis
+    in ``along``. If the attribute ``keep_aspect_ratio_policy`` is not ``stretch``, all axes get the same factor, so the
+    new sizes may differ from the stated ones.
+
+    Args:
+        node: the Resize node.
+        x: the tensor to resize.
+        along: the axes that are resized.
+        sizes: the stated size for each of them.
+    """
     ratios = [s / x.shape[a] for a, s in zip(along, sizes, strict=True)]
     policy = text(node, "keep_aspect_ratio_policy", "stretch")
     if policy == "stretch":
@@ -282,7 +304,8 @@ def _upsampled(node: Node, x: Tensor, scales: Sequence[float]) -> Tensor:
 
 @ROWS.add("Resize", 10, known=(1,))
 def resize_by_scales(node: Node, x: Tensor, scales: np.ndarray) -> Tensor:
-    """Run ONNX Resize of opset 10: interpolate to ``scales`` with asymmetric coordinates; ``nearest`` rounds down.
+    """Run ONNX Resize of opset 10: multiply the size of each axis by its number in ``scales``, and round down. Position
+    i of the result maps to i ÷ scale in the input, which the mode ``nearest`` rounds down.
 
     Raises:
         ModelError: the mode is unknown.
@@ -292,7 +315,8 @@ def resize_by_scales(node: Node, x: Tensor, scales: np.ndarray) -> Tensor:
 
 @ROWS.add("Upsample", 9, 10, known=(1,))
 def upsample(node: Node, x: Tensor, scales: np.ndarray) -> Tensor:
-    """Run ONNX Upsample, the older name of Resize: interpolate to ``scales`` with asymmetric coordinates.
+    """Run ONNX Upsample, the older name of Resize: multiply the size of each axis by its number in ``scales``, and
+    round down. Position i of the result maps to i ÷ scale in the input, which the mode ``nearest`` rounds down.
 
     Raises:
         ModelError: the mode is unknown.
@@ -302,5 +326,9 @@ def upsample(node: Node, x: Tensor, scales: np.ndarray) -> Tensor:
 
 @ROWS.add("Upsample", 7)
 def upsample_by_attribute(node: Node, x: Tensor) -> Tensor:
-    """Run ONNX Upsample of opset 7: as `upsample`, with the scales as an attribute."""
+    """Run ONNX Upsample of opset 7. It is the same as `upsample`, but the scales are an attribute.
+
+    Raises:
+        ModelError: the mode is unknown.
+    """
     return _upsampled(node, x, tuple(node.attributes["scales"]))  # type: ignore[arg-type]

@@ -1,9 +1,9 @@
-"""Rows of the op table: the meaning of an ONNX op of one version, as a function on torch tensors.
+"""The entries (`Row`) of the table that implements ONNX ops, and helpers for their functions.
 
-A handler is called as ``handler(node, *inputs)`` with the node's inputs in order (None for an absent one),
-and returns a tensor or a tuple of tensors. It never changes an input. Inputs at a row's ``known`` positions
-(a shape, axes, pads) are numpy arrays. With ``scalars``, a known operand of one element is a Python number,
-so that it is not a tensor in the captured graph.
+An entry's function implements one version of an op on torch tensors. It is called as ``run(node, *inputs)``, with the
+node's inputs in order (None for an absent one), and returns a tensor or a tuple of tensors. It never changes an input.
+The entry's other fields say which inputs arrive as NumPy arrays or Python numbers instead of tensors: values that do
+not depend on data, such as shapes, axes and pads.
 """
 
 from __future__ import annotations
@@ -27,13 +27,19 @@ Known = np.ndarray | None
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """The implementation of one ONNX op from one opset on.
+    """An entry of the op table: how to run one ONNX op, from one opset version on.
 
-    ``domain``, ``op``, ``since``: the op's domain, name and the opset version from which the implementation is valid.
-    ``run``: the function, called with the node and its inputs. ``known``: positions of inputs whose values must be
-    known when the op runs (shapes, axes). ``scalars``: whether known one-element operands become Python numbers.
-    ``size``: a function of the known inputs that returns the number of elements of the result, if the inputs' sizes do
-    not bound it; else None. ``random``: whether the op draws random numbers.
+    A value in a graph is called known if it is small and depends on the shapes of the graph's inputs only, not on their
+    content. It is then a NumPy array.
+
+    - ``domain``, ``op``: the op's domain (empty for ONNX's own ops) and name.
+    - ``since``: the first opset version for which the entry is valid.
+    - ``run``: the function, called with the node and its inputs.
+    - ``known``: positions of inputs that must be known, such as shapes and axes. They are passed as NumPy arrays.
+    - ``scalars``: whether known inputs of one element are passed as Python numbers.
+    - ``size``: a function from the inputs, all known, to an upper bound of the number of elements of the result. None
+      if the sizes of the inputs bound it.
+    - ``random``: whether the op draws random numbers.
     """
 
     domain: str
@@ -45,16 +51,17 @@ class Row:
     size: SizeRule | None = None
     random: bool = False
     literal: frozenset[int] = frozenset()
-    """Positions of inputs that are passed as NumPy arrays if their values are known, otherwise as tensors."""
+    """Positions of inputs that are passed as NumPy arrays if they are known, otherwise as tensors."""
     check: Callable[[Node], None] | None = None
-    """Refuses, before anything runs, a node whose attributes the handler does not support."""
+    """A function that raises a ModelError for a node whose attributes ``run`` does not support; or None. It is called
+    when the node is looked up in the op table, before anything runs."""
     raw: bool = False
-    """Whether inputs are passed unchanged: tensors, numpy arrays of known values, lists of tensors."""
+    """Whether all inputs are passed as they are: tensors, NumPy arrays (known values), lists (sequences of tensors)."""
 
 
 @dataclass
 class Rows:
-    """The implementations of one module's ops (`Row`), collected by the decorator `add`."""
+    """The op table's entries (`Row`) for the ops of one module. The decorator `add` appends an entry."""
 
     rows: list[Row] = field(default_factory=list)
 
@@ -70,7 +77,8 @@ class Rows:
         check: Callable[[Node], None] | None = None,
         raw: bool = False,
     ) -> Callable[[H], H]:
-        """Return a decorator that registers a function as the implementation of ``op`` from each opset in ``since`` on.
+        """Return a decorator that registers a function as the implementation of ``op``: one table entry for each opset
+        version in ``since``, from which on the function is valid.
 
         The other arguments are fields of `Row`.
         """
@@ -98,21 +106,22 @@ class Rows:
 
 
 def refuse(node: Node, why: str) -> ModelError:
-    """Return (do not raise) the error for a node that cannot run, with the node's name, op and opset. ``why``: the
-    reason."""
+    """Return an error for a node that cannot run. The caller raises it. Its message names the node, its op and its
+    opset. ``why``: the reason, as the end of the message."""
     return ModelError(f"node {node.name!r} ({node.op}, opset {node.version}): {why}")
 
 
 def stated(node: Node, at: int, value: Any) -> np.ndarray:
-    """Return, as an array, the value of an input that determines a shape or an index.
+    """Return, as a NumPy array, an input of a node that determines a shape or an index.
 
     Args:
-        node: the node, for messages.
+        node: the node, for the error's message.
         at: the input's position.
-        value: the input.
+        value: the input: a NumPy array or a tensor.
 
     Raises:
-        ModelError: the value depends on data, so it is not known during planning.
+        ModelError: the input is a tensor without data (meta or fake) or a traced one, so it is not known during
+            planning.
     """
     if isinstance(value, np.ndarray):
         return value
@@ -139,21 +148,22 @@ def integer(node: Node, name: str, default: int) -> int:
 
 
 def number(node: Node, name: str, default: float) -> float:
-    """Return a node's floating-point attribute ``name``, rounded by `intended`; ``default`` if it is absent."""
+    """Return a node's floating-point attribute ``name``, rounded by `intended` to the decimal that was meant;
+    ``default`` if it is absent."""
     return intended(node.attributes.get(name, default))  # type: ignore[arg-type]
 
 
 def intended(value: float) -> float:
-    """Return the shortest decimal that has the same float32 value: 0.9 for 0.89999998, which files contain in its
-    place."""
+    """Return the shortest decimal number that rounds to the same float32. ONNX files store attributes as float32: 0.9
+    is read as 0.89999998, and this returns 0.9."""
     return float(str(np.float32(value)))
 
 
 def known_ints(array: Known) -> tuple[int, ...] | None:
-    """Return an input that is a known array as a flat tuple of integers; None if it is absent."""
+    """Return the elements of an array as a flat tuple of integers; None for None (an absent input)."""
     return None if array is None else tuple(int(v) for v in array.ravel())
 
 
 def present(tensors: tuple[Any, ...]) -> list[torch.Tensor]:
-    """Return the tensors that are not None: the inputs of an op with any number of inputs that are not absent."""
+    """Return the tensors that are not None, in order. None represents an absent optional input of a node."""
     return [t for t in tensors if t is not None]

@@ -1,7 +1,7 @@
-"""Rows for sequences of tensors. Sequences are Python lists while a graph runs, and do not appear in a
-capture.
+"""Implementations of the ONNX ops on sequences of tensors. A sequence is a Python list while a graph runs, so building
+it makes no calls in a captured graph.
 
-Operands are passed unchanged: tensors, or numpy arrays of known values.
+The functions get their inputs unchanged: tensors, or NumPy arrays for small values that do not depend on data.
 """
 
 # ruff: noqa: ARG001  (every handler takes the node, whether it reads it or not)
@@ -31,16 +31,17 @@ def sequence_empty(node: Node) -> list[Value]:
 
 @ROWS.add("SequenceConstruct", 11, raw=True)
 def sequence_construct(node: Node, *values: Value) -> list[Value]:
-    """Run ONNX SequenceConstruct: the inputs as a sequence."""
+    """Run ONNX SequenceConstruct: a sequence (Python list) of the inputs."""
     return list(values)
 
 
 @ROWS.add("SequenceInsert", 11, raw=True)
 def sequence_insert(node: Node, items: list[Value], value: Value, at: Value = None) -> list[Value]:
-    """Run ONNX SequenceInsert: a copy of the sequence with ``value`` before position ``at``; None: at the end.
+    """Run ONNX SequenceInsert: a copy of the sequence with ``value`` before position ``at``. If ``at`` is None,
+    ``value`` is appended.
 
     Raises:
-        ModelError: there is no such position, or it depends on data.
+        ModelError: ``at`` is not a position in the sequence, or its value depends on data.
     """
     place = len(items) if at is None else _place(node, at, len(items), end=True)
     return [*items[:place], value, *items[place:]]
@@ -48,10 +49,11 @@ def sequence_insert(node: Node, items: list[Value], value: Value, at: Value = No
 
 @ROWS.add("SequenceErase", 11, raw=True)
 def sequence_erase(node: Node, items: list[Value], at: Value = None) -> list[Value]:
-    """Run ONNX SequenceErase: a copy of the sequence without the element at position ``at``; None: without the last.
+    """Run ONNX SequenceErase: a copy of the sequence without the element at position ``at``. If ``at`` is None, the
+    last element is left out.
 
     Raises:
-        ModelError: there is no such position, or it depends on data.
+        ModelError: ``at`` is not a position in the sequence, or its value depends on data.
     """
     place = _place(node, np.asarray(-1) if at is None else at, len(items))
     return [*items[:place], *items[place + 1 :]]
@@ -62,7 +64,7 @@ def sequence_at(node: Node, items: list[Value], at: Value) -> Value:
     """Run ONNX SequenceAt: the element at position ``at``; negative positions count from the end.
 
     Raises:
-        ModelError: there is no such position, or it depends on data.
+        ModelError: ``at`` is not a position in the sequence, or its value depends on data.
     """
     return items[_place(node, at, len(items))]
 
@@ -75,8 +77,8 @@ def sequence_length(node: Node, items: list[Value]) -> np.ndarray:
 
 @ROWS.add("ConcatFromSequence", 11, raw=True)
 def concat_from_sequence(node: Node, items: list[Value]) -> Value:
-    """Run ONNX ConcatFromSequence: concatenate all elements along ``axis``, or stack them along a new one
-    (``new_axis``).
+    """Run ONNX ConcatFromSequence: concatenate all elements of a sequence along the attribute ``axis``. If ``new_axis``
+    is set, stack them along a new axis instead. The result is a NumPy array if all elements are, else a tensor.
 
     Raises:
         ModelError: the sequence is empty.
@@ -93,13 +95,13 @@ def concat_from_sequence(node: Node, items: list[Value]) -> Value:
 
 @ROWS.add("SplitToSequence", 11, 24, raw=True)
 def split_to_sequence(node: Node, value: Value, sizes: Value = None) -> list[Value]:
-    """Run ONNX SplitToSequence: split ``value`` along ``axis`` into a sequence.
+    """Run ONNX SplitToSequence: split ``value`` along the attribute ``axis`` into a sequence.
 
-    ``sizes``: one number: parts of that size, the last one smaller; a list: the size of each part; None: parts of size
-    1, without the axis if ``keepdims`` is 0.
+    ``sizes``: a list has the size of each part. A single number is the size of all parts, of which the last may be
+    smaller. With None, each part has size 1, and loses the axis if ``keepdims`` is 0.
 
     Raises:
-        ModelError: a size is below 1, or the sizes depend on data.
+        ModelError: a single size is below 1, or ``sizes`` depends on data.
     """
     axis = integer(node, "axis", 0)
     length = value.shape[axis]
@@ -124,8 +126,17 @@ def _cut(value: Value, sizes: Sequence[int], axis: int) -> list[Value]:
 
 
 def _place(node: Node, at: Value, count: int, end: bool = False) -> int:
-    """Return a position counted from the front. ``end``: whether the position after the last element is
-    valid, too."""
+    """Return a position in a sequence as an integer, counted from the front.
+
+    Args:
+        node: the sequence op, whose last input is the position.
+        at: the position, as an array or tensor; negative positions count from the end.
+        count: the number of elements of the sequence.
+        end: whether ``count`` itself, the position after the last element, is allowed.
+
+    Raises:
+        ModelError: there is no such position, or it depends on data.
+    """
     place = int(stated(node, len(node.inputs) - 1, at))
     if not -count <= place < count + end:
         raise refuse(node, f"there is no place {place} of {count}")

@@ -1,4 +1,5 @@
-"""Rows for shapes: sizes as values, views, blocks of space, and type casts."""
+"""Implementations of ONNX ops on shapes: a tensor's sizes as values, reshapes and other views, moves between channels
+and space, and type conversions."""
 
 # ruff: noqa: ARG001  (every handler takes the node, whether it reads it or not)
 from __future__ import annotations
@@ -29,20 +30,22 @@ ROWS = Rows()
 
 
 def stated_sizes(node: Node, x: Tensor) -> list[int]:
-    """Return the sizes of ``x`` from the attribute ``start`` to ``end`` (excluded), which a Shape node returns."""
+    """Return the sizes that ONNX's Shape op returns for ``x``: those of the axes from the node's attribute ``start`` up
+    to, but without, ``end``."""
     end = integer(node, "end", x.dim())
     return list(x.shape)[integer(node, "start", 0) : end]
 
 
 @ROWS.add("Shape", 1, 13, 15, 19, 21, 23, 24, 25)
 def shape(node: Node, x: Tensor) -> Tensor:
-    """Run ONNX Shape: the input's sizes from ``start`` to ``end`` (excluded). `OnnxModule` needs no data for it."""
+    """Run ONNX Shape: the sizes of ``x`` from the attribute ``start`` up to, but without, ``end``, as an int64
+    tensor."""
     return torch.tensor(stated_sizes(node, x), dtype=torch.int64)
 
 
 @ROWS.add("Size", 1, 13, 19, 21, 23, 24, 25)
 def size(node: Node, x: Tensor) -> Tensor:
-    """Run ONNX Size: the number of elements."""
+    """Run ONNX Size: the number of elements of ``x``, as an int64 tensor."""
     return torch.tensor(math.prod(x.shape), dtype=torch.int64)
 
 
@@ -61,7 +64,8 @@ def constant_of_shape(node: Node, shape: np.ndarray) -> Tensor:
 
 @ROWS.add("Constant", 1, 9, 11, 12, 13, 19, 21, 23, 24, 25)
 def constant(node: Node) -> Tensor:
-    """Run ONNX Constant: the attribute ``value``. (The loader turns most constants into weights instead.)"""
+    """Run ONNX Constant: the attribute ``value`` as a tensor. Most Constant nodes never run, because reading the file
+    turns them into weights."""
     return to_tensor(np.asarray(node.attributes["value"]), "Constant's value")
 
 
@@ -71,14 +75,16 @@ def _range_size(start: np.ndarray, limit: np.ndarray, delta: np.ndarray) -> int:
 
 @ROWS.add("Range", 11, 27, known=(0, 1, 2), size=_range_size)
 def arange(node: Node, start: np.ndarray, limit: np.ndarray, delta: np.ndarray) -> Tensor:
-    """Run ONNX Range: ``start``, ``start + delta``, … up to ``limit``, which is excluded."""
+    """Run ONNX Range: ``start``, ``start + delta``, … up to ``limit``, which is excluded. The result has the type of
+    ``start``."""
     dtype = to_tensor(start).dtype
     return torch.arange(start.item(), limit.item(), delta.item(), dtype=dtype)
 
 
 @ROWS.add("EyeLike", 9, 22)
 def eye_like(node: Node, x: Tensor) -> Tensor:
-    """Run ONNX EyeLike: a matrix of the shape of ``x`` with ones on the diagonal ``k`` and zeros elsewhere."""
+    """Run ONNX EyeLike: a matrix of the shape of ``x`` with ones on one diagonal and zeros elsewhere. The attribute
+    ``k`` is the diagonal's offset (0: the main diagonal), ``dtype`` the element type (without it, that of ``x``)."""
     dtype = ONNX_DTYPES[integer(node, "dtype", 0)] if "dtype" in node.attributes else x.dtype
     rows, columns = x.shape
     shifted = torch.arange(columns, device=x.device) - torch.arange(rows, device=x.device)[:, None]
@@ -87,7 +93,8 @@ def eye_like(node: Node, x: Tensor) -> Tensor:
 
 @ROWS.add("NonZero", 9, 13)
 def non_zero(node: Node, x: Tensor) -> Tensor:
-    """Run ONNX NonZero: the indices of nonzero elements, (axes, count). The count depends on data."""
+    """Run ONNX NonZero: the indices of the nonzero elements, of shape (axes of ``x``, number of such elements). The
+    shape depends on data."""
     return torch.nonzero(x).t().contiguous() if x.dim() else torch.nonzero(x).t()
 
 
@@ -102,7 +109,8 @@ def identity(node: Node, x: Tensor) -> Tensor:
 
 @ROWS.add("Reshape", 5, 13, 14, 19, 21, 23, 24, 25, known=(1,))
 def reshape(node: Node, x: Tensor, shape: np.ndarray) -> Tensor:
-    """Run ONNX Reshape. A size of 0 stands for the input's size there (unless ``allowzero`` is set); −1 is inferred."""
+    """Run ONNX Reshape. A 0 in ``shape`` means the size of the same axis of ``x``, unless the attribute ``allowzero``
+    is set. A −1 is inferred from the number of elements."""
     sizes = known_ints(shape) or ()
     if not integer(node, "allowzero", 0):
         sizes = tuple(x.shape[i] if s == 0 and i < x.dim() else s for i, s in enumerate(sizes))
@@ -172,8 +180,8 @@ def squeeze(node: Node, x: Tensor, axes: Known = None) -> Tensor:
 
 @ROWS.add("Squeeze", 1, 11)
 def squeeze_by_attribute(node: Node, x: Tensor) -> Tensor:
-    """Run ONNX Squeeze of opsets below 13: drop the axes of size 1 in the attribute ``axes``; without it, all of size
-    1.
+    """Run ONNX Squeeze of opsets below 13: drop the axes of size 1 that the attribute ``axes`` lists. Without the
+    attribute, drop all axes of size 1.
 
     Raises:
         ModelError: a listed axis is not of size 1.
@@ -188,13 +196,14 @@ def _expanded_size(x: np.ndarray, shape: np.ndarray) -> int:
 
 @ROWS.add("Expand", 8, 13, known=(1,), size=_expanded_size)
 def expand(node: Node, x: Tensor, shape: np.ndarray) -> Tensor:
-    """Run ONNX Expand: broadcast ``x`` and ``shape`` against each other; ``shape`` may have 1 where ``x`` is larger."""
+    """Run ONNX Expand: broadcast ``x`` to the shape to which ``x`` and ``shape`` broadcast. ``shape`` may have 1 where
+    ``x`` is larger."""
     return x.expand(np.broadcast_shapes(tuple(x.shape), known_ints(shape) or ()))
 
 
 @ROWS.add("Tile", 6, 13, known=(1,), size=_expanded_size)
 def tile(node: Node, x: Tensor, repeats: np.ndarray) -> Tensor:
-    """Run ONNX Tile: repeat ``x`` along each axis, ``repeats`` times."""
+    """Run ONNX Tile: repeat ``x`` along each axis; ``repeats`` has the number of repetitions of each axis."""
     return x.repeat(known_ints(repeats) or ())
 
 
@@ -203,7 +212,11 @@ def tile(node: Node, x: Tensor, repeats: np.ndarray) -> Tensor:
 
 @ROWS.add("DepthToSpace", 1, 11, 13, 28)
 def depth_to_space(node: Node, x: Tensor) -> Tensor:
-    """Run ONNX DepthToSpace: (N, C, H, W) to (N, C ÷ b², H b, W b), for the block size b."""
+    """Run ONNX DepthToSpace: move channels into blocks of b × b pixels, from (N, C, H, W) to (N, C ÷ b², H b, W b).
+
+    The attribute ``blocksize`` is b. In the ``mode`` CRD the b² channels of a block are next to each other (as in
+    torch's pixel shuffle); in DCR, the default, they are C ÷ b² apart.
+    """
     block, (n, c, h, w) = integer(node, "blocksize", 1), x.shape
     if text(node, "mode", "DCR") == "CRD":
         return F.pixel_shuffle(x, block)
@@ -213,7 +226,11 @@ def depth_to_space(node: Node, x: Tensor) -> Tensor:
 
 @ROWS.add("SpaceToDepth", 1, 13, 28)
 def space_to_depth(node: Node, x: Tensor) -> Tensor:
-    """Run ONNX SpaceToDepth: (N, C, H, W) to (N, C b², H ÷ b, W ÷ b), for the block size b."""
+    """Run ONNX SpaceToDepth: move blocks of b × b pixels into channels, from (N, C, H, W) to (N, C b², H ÷ b, W ÷ b).
+
+    The attribute ``blocksize`` is b. In the ``mode`` CRD the b² channels of a block are next to each other (as in
+    torch's pixel unshuffle); in DCR, the default, they are C apart.
+    """
     block, (n, c, h, w) = integer(node, "blocksize", 1), x.shape
     if text(node, "mode", "DCR") == "CRD":
         return F.pixel_unshuffle(x, block)
@@ -235,8 +252,8 @@ def _castable(node: Node) -> None:
 
 @ROWS.add("Cast", 6, 9, 13, 19, 21, 23, 24, 25, 28, check=_castable)
 def cast(node: Node, x: Tensor) -> Tensor:
-    """Run ONNX Cast: convert to the element type ``to``. Types without a torch type are refused before anything
-    runs."""
+    """Run ONNX Cast: convert ``x`` to the element type in the attribute ``to``. A type that `ONNX_DTYPES` lacks, such
+    as strings and float8, has already been refused when the graph's nodes were looked up in the op table."""
     return _cast(x, ONNX_DTYPES[integer(node, "to", 0)])
 
 

@@ -1,4 +1,5 @@
-"""Rows for Fourier transforms and window functions. Complex numbers are pairs in the last axis."""
+"""Implementations of ONNX's Fourier transform and window functions. Complex numbers are pairs (real, imaginary) in the
+last axis of a real tensor."""
 
 from __future__ import annotations
 
@@ -16,18 +17,26 @@ ROWS = Rows()
 
 
 def _complex(x: Tensor) -> Tensor:
-    """Return complex numbers in double precision, as the standard's reference code does. Half of torch's
-    types have no transform."""
+    """Return the numbers that the last axis of ``x`` represents, without that axis: real ones if it has size 1, complex
+    ones (real, imaginary) if it has size 2. They are in double precision, as in the reference code of the ONNX
+    standard, since torch has no Fourier transform for some types."""
     wide = x.double()
     return wide.squeeze(-1) if x.shape[-1] == 1 else torch.view_as_complex(wide.contiguous())
 
 
 @ROWS.add("DFT", 20, known=(1, 2))
 def dft(node: Node, x: Tensor, length: Known = None, axis: Known = None) -> Tensor:
-    """Run ONNX DFT along ``axis`` (None: −2), forward or inverse. The last axis has size 1 (real) or 2 (complex).
+    """Run ONNX DFT: the Fourier transform of ``x`` along an axis, or the inverse one if the attribute ``inverse`` is
+    set. The last axis has size 1 (real numbers) or 2 (real and imaginary parts).
 
-    ``length``: the size to which the axis is cropped or zero-padded first; None: unchanged. With ``onesided``, a
-    forward transform returns, and an inverse one takes, only the first half of the frequencies.
+    If the attribute ``onesided`` is set, a forward transform returns only the first half of the frequencies. An inverse
+    one then reads only this half, and returns real numbers.
+
+    Args:
+        node: its attributes are used.
+        x: the tensor.
+        length: the size to which the axis is cropped or zero-padded before the transform; None: its size.
+        axis: the axis; None: −2.
     """
     along = (-2 if axis is None else int(axis.reshape(()))) % x.dim()
     size = None if length is None else int(length.reshape(()))
@@ -45,7 +54,7 @@ def dft(node: Node, x: Tensor, length: Known = None, axis: Known = None) -> Tens
 
 @ROWS.add("DFT", 17, known=(1,))
 def dft_by_attribute(node: Node, x: Tensor, length: Known = None) -> Tensor:
-    """Run ONNX DFT of opset 17: as `dft`, with the axis as an attribute (by default 1)."""
+    """Run ONNX DFT of opset 17. It is the same as `dft`, but the axis is an attribute (by default 1)."""
     return dft(node, x, length, np.asarray(integer(node, "axis", 1)))
 
 

@@ -1,4 +1,5 @@
-"""Rows for sampling at positions, grids of affine maps, rotary embeddings, cumulative products and Col2Im."""
+"""Implementations of ONNX ops on positions: sampling at a grid, grids of affine maps, rotary embeddings, cumulative
+products and Col2Im."""
 
 from __future__ import annotations
 
@@ -36,9 +37,10 @@ def _samples(node: Node) -> None:
 
 @ROWS.add("GridSample", 16, 20, 22, check=_samples)
 def grid_sample(node: Node, x: Tensor, grid: Tensor) -> Tensor:
-    """Run ONNX GridSample: interpolate ``x`` (N, C, …) at the positions ``grid`` (N, …, axes), in [−1, 1].
+    """Run ONNX GridSample: interpolate ``x`` (N, C, …) at the positions in ``grid`` (N, …, number of spatial axes),
+    which are scaled to [−1, 1].
 
-    Unknown modes are refused before anything runs.
+    Unknown modes have already been refused when the graph's nodes were looked up in the op table.
     """
     mode = SAMPLE_MODES[text(node, "mode", "linear")]
     corners = bool(integer(node, "align_corners", 0))
@@ -47,7 +49,9 @@ def grid_sample(node: Node, x: Tensor, grid: Tensor) -> Tensor:
 
 @ROWS.add("AffineGrid", 20, known=(1,))
 def affine_grid(node: Node, theta: Tensor, size: np.ndarray) -> Tensor:
-    """Run ONNX AffineGrid: the positions to which the affine maps ``theta`` send a regular grid of the given size."""
+    """Run ONNX AffineGrid: the positions to which affine maps send the points of a regular grid. ``theta``: the matrix
+    of each map, (N, 2, 3) or (N, 3, 4). ``size``: (N, C, H, W) or (N, C, D, H, W). The result is (N, H, W, 2) or (N, D,
+    H, W, 3)."""
     return F.affine_grid(theta, list(known_ints(size) or ()), bool(integer(node, "align_corners", 0)))
 
 
@@ -57,13 +61,14 @@ def rotary_embedding(
 ) -> Tensor:
     """Run ONNX RotaryEmbedding: rotate pairs of features by angles that depend on the position.
 
-    Pairs are the halves of a head, or neighbours if ``interleaved`` is set.
+    A pair has one feature of each half of a head, or two neighbouring features if the attribute ``interleaved`` is set.
+    If ``rotary_embedding_dim`` is set, only this many features of each head are rotated.
 
     Args:
         node: its attributes are used.
-        x: (batch, heads, steps, size), or (batch, steps, heads·size) with the number of heads as an attribute.
+        x: (batch, heads, steps, size), or (batch, steps, heads·size) with the attribute ``num_heads``.
         cos: cosines of the angles, by position, (positions, pairs); without ``positions``, (batch, steps, pairs).
-        sin: sines, in the same form.
+        sin: sines, in the same shape.
         positions: the position of each step, (batch, steps); or None.
     """
     heads = x.transpose(1, 2) if x.dim() == 4 else x.reshape(*x.shape[:2], integer(node, "num_heads", 1), -1)
@@ -84,8 +89,8 @@ def rotary_embedding(
 
 @ROWS.add("CumProd", 26, known=(1,))
 def cumulative_product(node: Node, x: Tensor, axis: Known) -> Tensor:
-    """Run ONNX CumProd: the running product along ``axis``; ``reverse``: from the end; ``exclusive``: without the
-    element."""
+    """Run ONNX CumProd: the running product along ``axis``. With the attribute ``reverse`` it runs from the end. With
+    ``exclusive`` each product leaves out the element at its position."""
     at = (known_ints(axis) or (0,))[0]
     x = x.flip(at) if integer(node, "reverse", 0) else x
     if integer(node, "exclusive", 0):
@@ -96,13 +101,14 @@ def cumulative_product(node: Node, x: Tensor, axis: Known) -> Tensor:
 
 @ROWS.add("Col2Im", 18, known=(1, 2))
 def col2im(node: Node, x: Tensor, image: np.ndarray, block: np.ndarray) -> Tensor:
-    """Run ONNX Col2Im: put columns of blocks at their positions in an image, and add where blocks overlap.
+    """Run ONNX Col2Im: put blocks, which are the columns of ``x``, at their positions in an image. Where blocks
+    overlap, their elements are added.
 
     Args:
         node: its attributes are used: dilations, strides and pads.
-        x: (N, C · size of a block, blocks).
-        image: the sizes of the image's axes, any number.
-        block: the sizes of a block.
+        x: (N, C · number of elements of a block, number of blocks).
+        image: the size of each spatial axis of the image. There may be any number of axes.
+        block: the size of a block along each of these axes.
 
     Returns:
         The image, (N, C, *image).

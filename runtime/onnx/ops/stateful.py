@@ -1,4 +1,4 @@
-"""Rows for ops with a state along a sequence: linear attention, causal convolution."""
+"""Implementations of ONNX ops that carry a state along a sequence: linear attention and causal convolution."""
 
 from __future__ import annotations
 
@@ -13,7 +13,8 @@ from rematplan.runtime.onnx.ops.rows import Rows, integer, number, refuse, text
 
 ROWS = Rows()
 
-# For each update rule: whether the state decays; whether the value that it predicts is subtracted from the new one.
+# For each update rule: whether the state decays; whether the value that the state predicts is subtracted from the
+# new value.
 RULES: dict[str, tuple[bool, bool]] = {
     "linear": (False, False),
     "gated": (True, False),
@@ -39,19 +40,25 @@ def linear_attention(
     decay: Tensor | None = None,
     beta: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Run ONNX LinearAttention: at each step a state (keys × values) is updated, and read by the query.
+    """Run ONNX LinearAttention: each step updates a state, a matrix of key size × value size for each head, and
+    multiplies the query by it.
+
+    Several heads of queries may share a head of keys and values.
 
     Args:
-        node: its attributes are used: ``update_rule``, numbers of heads, ``scale``.
-        query: (batch, steps, heads·size).
-        key: (batch, steps, heads·size).
-        value: (batch, steps, heads·size).
-        past: the state before the first step, (batch, heads, key size, value size); None: zero.
-        decay: logarithms of the factors of the state, for the rules ``gated`` and ``gated_delta``; otherwise None.
-        beta: the rates of the update, for the rules ``delta`` and ``gated_delta``; otherwise None.
+        node: its attributes are used: ``update_rule``, ``q_num_heads``, ``kv_num_heads``, ``scale``.
+        query: (batch, steps, query heads · key size).
+        key: (batch, steps, key heads · key size).
+        value: (batch, steps, key heads · value size).
+        past: the state before the first step, (batch, key heads, key size, value size); None: zero.
+        decay: the logarithms of the factors by which the state is multiplied before each step, (batch, steps, key heads
+            · key size), or (batch, steps, key heads) for one factor a head. Only for the rules ``gated`` and
+            ``gated_delta``; otherwise None.
+        beta: the factors of each step's change of the state, (batch, steps, key heads or 1). Only for the rules
+            ``delta`` and ``gated_delta``; otherwise None.
 
     Returns:
-        The result, (batch, steps, heads·value size), and the last state.
+        The result, (batch, steps, query heads · value size), and the state after the last step.
 
     Raises:
         ModelError: the rule is unknown or does not fit the inputs, or the numbers of heads do not divide the features.
@@ -91,11 +98,17 @@ def _stepped(state: Tensor, k: Tensor, v: Tensor, kept: Tensor | None, rate: Ten
 def causal_conv(
     node: Node, x: Tensor, weight: Tensor, bias: Tensor | None = None, past: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Run ONNX CausalConvWithState: convolve each channel of ``x`` (N, C, steps) separately with the present and past
-    steps.
+    """Run ONNX CausalConvWithState: convolve each channel separately over the present and the earlier steps.
 
-    ``past``: the steps before ``x``, (N, C, kernel − 1); None: zeros. Return the result, and the last kernel − 1 steps
-    for the next call.
+    Args:
+        node: its attribute ``activation`` is used.
+        x: (N, C, steps).
+        weight: (C, 1, kernel).
+        bias: (C,); None: zero.
+        past: the steps before ``x``, (N, C, kernel − 1); None: zeros.
+
+    Returns:
+        The result, of the shape of ``x``, and the last kernel − 1 steps, which are ``past`` of the next call.
 
     Raises:
         ModelError: the activation is none of ``none``, ``silu`` and ``swish``.

@@ -1,4 +1,5 @@
-"""Conversions between numpy and torch: element types by ONNX number and numpy name, arrays and tensors."""
+"""Conversions between NumPy and torch: arrays to tensors and back, and torch's element types by ONNX number and NumPy
+name."""
 
 from __future__ import annotations
 
@@ -32,11 +33,11 @@ BY_NAME: dict[str, torch.dtype] = {str(d).removeprefix("torch."): d for d in ONN
 
 
 def torch_dtype(name: str, what: str) -> torch.dtype:
-    """Return the torch dtype with a NumPy dtype's name, such as ``float32``. ``what``: the beginning of the error's
-    message.
+    """Return the torch dtype that has the name of a NumPy dtype, such as ``float32``. ``what``: the value that has this
+    type, in words; the error's message begins with it.
 
     Raises:
-        ModelError: torch has no such type.
+        ModelError: the type is not among the values of `ONNX_DTYPES`.
     """
     if name not in BY_NAME:
         kind = "string" if name == "object" else name  # numpy's name for the type of arrays of strings
@@ -45,10 +46,11 @@ def torch_dtype(name: str, what: str) -> torch.dtype:
 
 
 def to_tensor(array: np.ndarray, what: str = "a value") -> torch.Tensor:
-    """Return a copy of a NumPy array as a tensor of the same type. ``what``: the beginning of the error's message.
+    """Return a copy of a NumPy array as a tensor of the same type. ``what``: the array's meaning in words; the error's
+    message begins with it.
 
     Raises:
-        ModelError: torch has no such type.
+        ModelError: the array's type is not among the values of `ONNX_DTYPES`.
     """
     dtype = torch_dtype(array.dtype.name, what)
     if dtype == torch.bfloat16:
@@ -57,7 +59,8 @@ def to_tensor(array: np.ndarray, what: str = "a value") -> torch.Tensor:
 
 
 def to_array(tensor: torch.Tensor) -> np.ndarray:
-    """Return a tensor's values as a NumPy array on the CPU. bfloat16 becomes the type of ``ml_dtypes``."""
+    """Return a tensor's values as a NumPy array on the CPU. The array shares the memory of a tensor on the CPU where
+    possible. For bfloat16, which NumPy lacks, the dtype is `ml_dtypes.bfloat16`."""
     tensor = tensor.detach().cpu()
     if tensor.dtype != torch.bfloat16:
         return tensor.numpy()
@@ -65,10 +68,11 @@ def to_array(tensor: torch.Tensor) -> np.ndarray:
 
 
 def constant_tensor(array: np.ndarray, what: str) -> torch.Tensor:
-    """Return an array as a tensor that tracing records as a constant. ``what``: the beginning of the error's message.
+    """Return a tensor with the content of a NumPy array, made by calls that tracing records as a constant. ``what``:
+    the array's meaning in words; the error's message begins with it.
 
     Raises:
-        ModelError: torch has no such type.
+        ModelError: the array's type is not among the values of `ONNX_DTYPES`.
     """
     dtype = torch_dtype(array.dtype.name, what)
     if math.prod(array.shape) == 1:
@@ -94,8 +98,8 @@ SAME_WIDTH: dict[torch.dtype, torch.dtype] = {
 
 
 def signed(x: torch.Tensor) -> torch.Tensor:
-    """Return a tensor in a type that torch can compare, whose order is the same: signed types for unsigned 16 to 64
-    bits."""
+    """Return ``x`` in a type whose elements torch can compare. Unsigned integers of 16 to 64 bits become signed
+    integers in the same order; other types stay."""
     if x.dtype == torch.uint64:
         return x.view(torch.int64) ^ torch.iinfo(torch.int64).min
     return x.to(WIDER.get(x.dtype, x.dtype))
