@@ -1,11 +1,13 @@
-"""Adapt constants that an export made for one batch size to the batch size that its inputs are bound to.
+"""Adapt a graph whose export stored its batch size in constants to another batch size.
 
-Traced with a batch of one, a graph often has ``Reshape(x, [1, 768])`` where the network had ``x.flatten(1)``.
-The graph is run twice without data: with the batch size of the export and with the wanted one. The axis in
-which a value's shape differs is its batch axis. If a node's constants still contain the old batch size, the
-batch belongs at the one position with as many elements before it as in the input, and is put there.
-Afterwards every value must have its old shape with only the batch axis scaled; a node for which it has not is
-refused by name.
+An export that was traced with a batch of one often has ``Reshape(x, [1, 768])`` where the network had ``x.flatten(1)``.
+To find the batch axis of each value, the graph is run twice without data: with the export's batch size and with the
+wanted one. The axis in which the value's two shapes differ is the batch axis.
+
+A rule for each op replaces constants that still contain the old batch size. In a Reshape, for example, the batch axis
+of the result is the first axis that has as many elements before it as the batch axis of the input. Afterwards each
+result must have its old shape, or that shape with one axis scaled by the wanted ÷ the old batch size. Otherwise the
+graph is refused if the file states its batch size, and left unchanged if it does not.
 """
 
 from __future__ import annotations
@@ -31,13 +33,14 @@ PICKING = frozenset({"Compress", "Gather", "GatherElements", "GatherND", "Slice"
 
 
 def rebatched(graph: Graph) -> Graph:
-    """Return the graph with its constants adapted to the batch size to which its inputs are bound.
+    """Return a graph whose constants fit the batch size that is bound to its inputs (``graph.batch``).
 
     An export often stores its own batch size in constants, such as the shape of a Reshape. The same graph is returned
-    if nothing must change.
+    if nothing must change, or if the adaptation fails for a file that does not state its batch size.
 
     Raises:
-        ModelError: the file fixes its batch size, and a node cannot be adapted to another one.
+        ModelError: the file states its batch size, and a node cannot be adapted to another one, or the graph does not
+            run.
     """
     batch = graph.batch
     if batch is None:
@@ -48,7 +51,7 @@ def rebatched(graph: Graph) -> Graph:
     except ModelError:
         if batch.fixed:
             raise
-        return graph  # it does not run at that batch size, so no constants were made for it
+        return graph  # the graph does not run at that batch size, so its constants were made for another one
     try:
         work.follow(before)
     except ModelError as error:
@@ -68,7 +71,13 @@ def _seen(value: Any) -> KnownValue | None:
 
 @dataclass
 class _Rebatching:
-    """The graph while its nodes are changed, in order."""
+    """The adaptation of one graph to another batch size, in progress: the nodes changed so far, in order, and the new
+    constants.
+
+    ``graph``: the graph. ``batch``: the old and the wanted batch size, and the batch axes of the inputs. ``module``:
+    the graph as a module, made for each run. ``nodes``: the nodes of the result. ``weights``: the constants that are
+    added. ``changed``: the number of nodes that were changed.
+    """
 
     graph: Graph
     batch: Batch
@@ -95,8 +104,8 @@ class _Rebatching:
         return module.start(batch), mode
 
     def values(self, size: int) -> Iterator[tuple[str, KnownValue | None]]:
-        """Run the graph without data at batch size ``size``, and yield the shape (and content, if known) of every value
-        by name."""
+        """Run the graph without data at batch size ``size``. Yield pairs (name, shape and known content) for the inputs
+        and outputs of each node. The second entry is None for a value that is not a tensor, such as a sequence."""
         values, mode = self._begin(size)
         with mode, torch.no_grad(), quiet():
             for step in self.module.program:
@@ -104,12 +113,14 @@ class _Rebatching:
                 yield from ((n, _seen(values[n])) for n in (*step.node.inputs, *step.node.outputs) if n)
 
     def follow(self, before: Mapping[str, KnownValue | None]) -> None:
-        """Run with the wanted batch size, and change each node whose constants contain the export's batch size.
+        """Run the graph without data at the wanted batch size. Before a node runs, replace its constants that contain
+        the export's batch size.
 
-        ``before``: every value at the export's batch size, from `values`.
+        ``before``: the shapes and known contents of all values at the export's batch size, by name.
 
         Raises:
-            ModelError: a node cannot be adapted.
+            ModelError: a node cannot be adapted: a constant has no axis for the batch, a result's shape differs in more
+                than the batch axis, or the node selects some samples of the batch.
         """
         values, mode = self._begin(self.batch.size)
         with mode, torch.no_grad(), quiet():
@@ -131,7 +142,17 @@ class _Rebatching:
     def _check_kept(
         self, node: Node, values: dict[str, Any], before: Mapping[str, KnownValue | None]
     ) -> None:
-        """Refuse a node that selects a part of the batch and drops the rest."""
+        """Refuse a node that selects some samples of the batch, such as a Gather: its data has a batch axis, but no
+        result has one.
+
+        Args:
+            node: the node, which has run at the wanted batch size.
+            values: the values at the wanted batch size, by name.
+            before: the shapes at the export's batch size, by name.
+
+        Raises:
+            ModelError: the node selects some samples.
+        """
 
         def has_batch(name: str) -> bool:
             old, new = before.get(name), _seen(values[name])
@@ -162,7 +183,15 @@ class _Rebatching:
         return replace(node, inputs=tuple(inputs))
 
     def _operand(self, node: Node, at: int, operand: Operand, values: dict[str, Any]) -> str:
-        """Return the name of a new constant, or of the result of a new node that applies it to an input."""
+        """Add a constant, and for Expand and Tile also a node that applies it to the node's old input. Return the name
+        of the value that replaces the input.
+
+        Args:
+            node: the node that is changed.
+            at: the position of the input that is replaced.
+            operand: the replacement.
+            values: all values at the wanted batch size, by name; the new ones are added.
+        """
         stated = np.asarray(operand.numbers, np.int64)
         name = f"{node.name}.{at}.batch"
         self.weights.append(Weight(name, "int64", stated.shape, "constant", lambda: stated))
@@ -176,7 +205,8 @@ class _Rebatching:
         return made
 
     def result(self) -> Graph:
-        """Return the changed graph, with a note for the user; the original graph if no node was changed."""
+        """Return the changed graph, with a note for the user that tells how many nodes were changed; the original graph
+        if none was. The changed graph states no shapes of its outputs."""
         if not self.changed:
             return self.graph
         note = f"{self.changed} nodes that the export made for a batch of {self.batch.traced} follow the batch now"

@@ -1,4 +1,4 @@
-"""What replaces the constants of a node that an export made for one batch size: a rule for each op."""
+"""Rules, one for each ONNX op, that replace constants of a node that an export made for one batch size."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ Shape = tuple[int, ...]
 
 @dataclass(frozen=True)
 class KnownValue:
-    """What is known of a value in a graph, at one batch size, without running it on data.
+    """The shape of a value in a graph at one batch size, and its content if that is known without running on data.
 
-    ``shape``: its shape. ``known``: its content; None if the content depends on data.
+    ``shape``: the shape. ``known``: the content; None if it depends on data.
     """
 
     shape: Shape
@@ -28,11 +28,11 @@ class KnownValue:
 
 @dataclass(frozen=True)
 class RebatchCase:
-    """A node that may contain the batch size of the export in its constants.
+    """A node that may contain the batch size of the export in its constants, with its inputs at two batch sizes.
 
-    ``node``: the node. ``batch``: the export's and the wanted batch size. ``old``, ``new``: what is known of the inputs
-    at the export's and at the wanted batch size; None for an absent input. ``result``: what is known of the first
-    result at the export's batch size.
+    ``node``: the node. ``batch``: the export's and the wanted batch size. ``old``, ``new``: shapes and known contents
+    of the inputs, at the export's and at the wanted batch size; None for an absent input. ``result``: shape and known
+    content of the first result at the export's batch size.
     """
 
     node: Node
@@ -42,7 +42,8 @@ class RebatchCase:
     result: KnownValue | None
 
     def constant(self, at: int) -> np.ndarray | None:
-        """Return the content of input ``at`` if it is known and equal at both batch sizes; otherwise None."""
+        """Return the content of the node's input at position ``at`` if it is known and equal at the two batch sizes;
+        otherwise None."""
         if at >= len(self.old):
             return None
         old, new = self.old[at], self.new[at]
@@ -51,16 +52,16 @@ class RebatchCase:
         return new.known if np.array_equal(old.known, new.known) else None
 
     def axis(self, at: int) -> int | None:
-        """Return the axis in which the shapes of input ``at`` differ between both batch sizes; None if there is not
-        exactly one."""
+        """Return the batch axis of the node's input at position ``at``: the only axis whose size differs between the
+        two batch sizes. None if there is no such axis or more than one."""
         if at >= len(self.old):
             return None
         old, new = self.old[at], self.new[at]
         return None if old is None or new is None else batch_axis(old.shape, new.shape)
 
     def scaled(self, shape: Shape, axis: int) -> Shape | None:
-        """Return ``shape`` with the size of ``axis`` multiplied by wanted ÷ export's batch size; None if it is not
-        divisible."""
+        """Return ``shape`` with the size of ``axis`` multiplied by the wanted batch size and divided by the export's.
+        None if the size is not a multiple of the export's batch size."""
         if shape[axis] % self.batch.traced:
             return None
         size = shape[axis] // self.batch.traced * self.batch.size
@@ -69,10 +70,11 @@ class RebatchCase:
 
 @dataclass(frozen=True)
 class Operand:
-    """What replaces an input of a node.
+    """The replacement of one input of a node: a constant, or the old input repeated along the batch.
 
-    ``numbers``: the new content, if ``op`` is empty. Otherwise the input is replaced by the result of a new node of
-    type ``op`` (Expand or Tile), which is applied to the input with ``numbers`` as its shape or repeats.
+    ``op``: empty if a constant replaces the input; otherwise Expand or Tile, the type of a new node that is applied to
+    the old input. ``numbers``: the constant's content, or the second input of the new node (the shape of Expand, the
+    repeats of Tile).
     """
 
     numbers: Shape | np.ndarray
@@ -83,7 +85,8 @@ Operands = dict[int, Operand]  # by the input's position
 
 
 def batch_axis(old: Shape, new: Shape) -> int | None:
-    """Return the only axis in which two shapes differ; None if there is not exactly one."""
+    """Return the only axis in which a value's shapes at two batch sizes differ. None if there is no such axis, or more
+    than one, or if the number of axes differs."""
     if len(old) != len(new):
         return None
     found = [at for at, (a, b) in enumerate(zip(old, new, strict=True)) if a != b]
@@ -106,7 +109,13 @@ def _reshape(case: RebatchCase) -> Operands:
 
 
 def _reshaped(node: Node, shape: Shape, target: np.ndarray) -> Shape | None:
-    """Return the shape that a Reshape's target yields for an input of that shape; None if it does not fit."""
+    """Return the shape of a Reshape's result. None if the input's elements do not fill it.
+
+    Args:
+        node: the Reshape node.
+        shape: the shape of its input.
+        target: its second input: the stated sizes, with 0 (the input's size) and −1 (inferred).
+    """
     sizes = [int(n) for n in target]
     if not node.attributes.get("allowzero"):
         sizes = [shape[i] if n == 0 and i < len(shape) else n for i, n in enumerate(sizes)]
@@ -135,7 +144,8 @@ def _expand(case: RebatchCase) -> Operands:
 
 
 def _concat(case: RebatchCase) -> Operands:
-    """Repeat operands without a batch (a class token) that are joined with operands that have one."""
+    """Return the replaced inputs of a Concat, by position. If some of its inputs have a batch axis, an input of size 1
+    in this axis that does not (such as a class token) is expanded. Only for exports with a batch of one."""
     axes = [case.axis(at) for at in range(len(case.old))]
     batched = {a for a in axes if a is not None}
     along: Any = case.node.attributes.get("axis", 1)
@@ -160,7 +170,8 @@ def _resize(case: RebatchCase) -> Operands:
 
 
 def _recurrent(case: RebatchCase) -> Operands:
-    """Repeat initial states that are constants for a batch of one."""
+    """Return the replaced inputs of a recurrent layer, by position: initial states that are for a batch of one are
+    expanded to the wanted batch size. Only for exports with a batch of one."""
     if case.axis(0) is None or case.batch.traced != 1:
         return {}
     at_batch = 0 if case.node.attributes.get("layout") else 1
@@ -173,8 +184,13 @@ def _recurrent(case: RebatchCase) -> Operands:
 
 
 def _gather(case: RebatchCase) -> Operands:
-    """Adapt constant indices along the batch axis (exporters write strided slices in this way): the same ones
-    in each sample."""
+    """Return the replaced indices of a Gather along the batch axis, at input position 1. The batch is flattened into
+    that axis, so the indices of one sample are repeated for each sample, at its offset. Exporters write strided slices
+    as such a Gather.
+
+    Raises:
+        ModelError: the export's batch size is not one, or the indices are not known or not for one sample.
+    """
     places, axis, data = case.constant(1), case.axis(0), case.old[0]
     along: Any = case.node.attributes.get("axis", 0)
     if axis is None or data is None or axis != along % len(data.shape):
@@ -187,7 +203,8 @@ def _gather(case: RebatchCase) -> Operands:
 
 
 def _gather_elements(case: RebatchCase) -> Operands:
-    """Repeat a table that has one row for the whole batch."""
+    """Return the replaced data of a GatherElements, at input position 0: if only the indices have a batch axis, data of
+    size 1 in this axis is expanded. Only for exports with a batch of one."""
     axis, table = case.axis(1), case.old[0]
     along: Any = case.node.attributes.get("axis", 0)
     if axis is None or table is None or case.axis(0) is not None or case.batch.traced != 1:
@@ -198,8 +215,9 @@ def _gather_elements(case: RebatchCase) -> Operands:
 
 
 def _elementwise(case: RebatchCase) -> Operands:
-    """Repeat an operand that is as long as an axis which combines the batch with something else (windows of
-    images)."""
+    """Return the replaced inputs of an elementwise op, by position. If an axis combines the batch with something else
+    (windows of images), inputs without a batch that are as long as this axis are repeated. Only for exports with a
+    batch of one."""
     from_end: dict[int, int] = {}  # axes that contain the batch, counted from the last → their old sizes
     for at, seen in enumerate(case.old):
         axis = case.axis(at)
