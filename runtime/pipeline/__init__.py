@@ -1,1 +1,2 @@
-"""Pipelines in PyTorch: the action lists of its schedules, and stages that run plans."""
+"""Pipeline parallelism in PyTorch: the action lists of PyTorch's pipeline schedules, and pipeline stages that run
+plans."""

@@ -1,9 +1,9 @@
 """The action lists of PyTorch's pipeline schedules, read from the schedule classes without a process group.
 
-A schedule class computes the lists of all ranks when it is constructed. It only asks its stages for their
-position, so stages without a module suffice. GPipe and 1F1B are not included: PyTorch's loops for one stage
-per rank do not follow the list that they show (that of 1F1B's last rank begins with micro-batch 1), so
-`rematplan.planner.pipeline.gpipe_and_1f1b` defines what they run.
+A schedule class computes the lists of all ranks when it is constructed. It only asks its stages for their position, so
+stages without a module suffice. GPipe and 1F1B are not included, because PyTorch does not run the lists that their
+classes show. For example, the list of 1F1B's last rank begins with micro-batch 1. The module
+`rematplan.planner.pipeline.gpipe_and_1f1b` defines the lists that PyTorch does run.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ Lists = tuple[tuple[tuple[str, int, int], ...], ...]
 class TorchSchedule:
     """A schedule class in `torch.distributed.pipelining`.
 
-    ``cls``: its name. ``each``: the number of stages per rank that it requires; None for any.
+    ``cls``: the class's name. ``each``: the number of stages that each rank must have; None for any number.
     """
 
     cls: str
@@ -41,7 +41,7 @@ SCHEDULES: Mapping[str, TorchSchedule] = {
 
 @dataclass
 class _Stage:
-    """The attributes of a stage that a schedule class reads."""
+    """A substitute for a `PipelineStage`, with only those attributes that the constructor of a schedule class reads."""
 
     stage_index: int
     num_stages: int
@@ -51,17 +51,18 @@ class _Stage:
 
 
 def action_lists(name: str, ranks: int, stages: int, microbatches: int) -> Lists:
-    """Return the actions of all ranks, in the order in which a PyTorch schedule runs them: kind (F forward, B
-    backward, I input gradients, W weight gradients), stage, micro-batch.
+    """Return the actions of a PyTorch pipeline schedule: for each rank a tuple of actions, in the order in which they
+    run. An action is (kind, stage, micro-batch). The kind is F (forward), B (backward), I (input gradients only) or W
+    (weight gradients only).
 
     Args:
         name: a key of `SCHEDULES`.
         ranks: the number of ranks.
-        stages: the number of stages of all ranks together; each rank has equally many.
+        stages: the number of stages of all ranks together. Each rank has the same number.
         microbatches: the number of micro-batches.
 
     Raises:
-        UsageError: the schedule does not allow these numbers.
+        UsageError: the schedule does not allow these numbers of ranks, stages and micro-batches.
     """
     kind = SCHEDULES[name]
     each = stages // ranks
@@ -81,8 +82,8 @@ def action_lists(name: str, ranks: int, stages: int, microbatches: int) -> Lists
 
 
 def _computing(one: Any) -> list[tuple[str, int, int]]:
-    """Return the computations of one entry of a list: none for a pause, several if forward and backward
-    overlap."""
+    """Return the computations in one entry of a PyTorch schedule's list, as triples (kind, stage, micro-batch). An idle
+    entry (None) or a communication has none. An entry in which a forward and a backward overlap has several."""
     if one is None:
         return []
     if one.sub_actions is not None:

@@ -1,9 +1,9 @@
-"""Messages between neighbouring ranks of a pipeline, with flow control by credits.
+"""Messages between neighbouring ranks of a pipeline, with flow control by credits: the number of messages that may be
+sent before the receiver has begun to use them.
 
-A sender has as many buffers as credits. It reuses a buffer only after the receiver has acknowledged that it
-began to use the message that was in it, so at most that many messages are in transit. The receiver posts as
-many receives ahead. It passes the received tensors on without copying them, and posts the next receive into
-new tensors.
+A sender has one buffer for each credit. It reuses a buffer only after the receiver has acknowledged that it began to
+use the buffer's last message. The receiver posts one receive for each credit ahead. It passes the received tensors on
+without copying them, and posts the next receive into new tensors.
 """
 
 from __future__ import annotations
@@ -27,10 +27,11 @@ ACKNOWLEDGEMENT = 1
 
 @dataclass(frozen=True)
 class Peer:
-    """A neighbouring rank, as one end of the messages of one direction. These messages arrive in order.
+    """A neighbouring rank of a pipeline, for messages in one direction: those of forwards, or those of backwards.
+    Messages with the same peer and tag arrive in order.
 
-    ``group``: the processes of the pipeline. ``rank``: the neighbour's rank in the group. ``tag``: distinguishes the
-    messages of this direction from all others.
+    ``group``: the processes of the pipeline. ``rank``: the neighbour's rank in the group. ``tag``: a number that
+    distinguishes the messages of this direction from all others.
     """
 
     group: ProcessGroup
@@ -70,8 +71,8 @@ class Peer:
         return self.tag * (MOST_TENSORS + 1) + number
 
     def reached(self) -> _Reached:
-        """Return a context manager that turns errors of the connection inside its block into a ProcessEnded with a
-        message of one line."""
+        """Return a context manager. If a RuntimeError (a failed connection) occurs inside its block, it raises a
+        ProcessEnded instead, with a message of one line that names the neighbour."""
         return _Reached(self.rank)
 
 
@@ -91,7 +92,8 @@ class _Reached:
 
 
 class Sender:
-    """The sending end of the messages of one direction between two ranks, for one training step.
+    """Sends all messages from this rank to a neighbouring rank, in one direction (forward or backward), during one
+    training step.
 
     Args:
         peer: the receiving neighbour.
@@ -107,10 +109,10 @@ class Sender:
         self.acknowledged: deque[tuple[Any, torch.Tensor]] = deque()
 
     def send(self, tensors: Sequence[torch.Tensor | None]) -> None:
-        """Copy a message into a free buffer and begin to send it. If ``credits`` messages are not acknowledged yet,
-        first wait for an acknowledgement.
+        """Copy a message into a free buffer and begin to send it. If ``credits`` messages have not been acknowledged
+        yet, first wait until the oldest of them is.
 
-        ``tensors``: the message; None is sent as zeros.
+        ``tensors``: the tensors of the message. None is sent as zeros.
 
         Raises:
             ProcessEnded: the neighbour has ended.
@@ -148,7 +150,7 @@ class Sender:
 
 
 class Receiver:
-    """The receiving end of the messages of one direction between two ranks, for one training step.
+    """Receives all messages from a neighbouring rank, in one direction (forward or backward), during one training step.
 
     Args:
         peer: the sending neighbour.
@@ -166,8 +168,10 @@ class Receiver:
             self._post()
 
     def take(self) -> list[torch.Tensor]:
-        """Wait for the next message, acknowledge it, post the receive of a later one, and return the message's
-        tensors. Their memory is not reused for later messages.
+        """Wait for the next message and return its tensors. Their memory is not reused for later messages.
+
+        Before it returns, this posts the receive of a later message, if one is left, and then acknowledges the message,
+        which allows the sender to send one more.
 
         Raises:
             ProcessEnded: the neighbour has ended.
@@ -183,7 +187,7 @@ class Receiver:
         return tensors
 
     def finish(self) -> None:
-        """Wait until the last acknowledgements are sent.
+        """Wait until the acknowledgements of all messages are sent.
 
         Raises:
             ProcessEnded: the neighbour has ended.

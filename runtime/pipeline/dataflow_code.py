@@ -1,9 +1,11 @@
-"""Code generation for a stage of a dataflow pipeline (a pipeline of invertible stages, in which the next stage returns
-what a stage sent it): its schedule as two functions without autograd, which call hooks to exchange messages with the
-neighbouring stages.
+"""Code generation for a stage of a dataflow pipeline: its schedule becomes two functions without autograd, a forward
+and a backward. They call hooks to exchange messages with the neighbouring stages.
 
-The forward function returns a list of the values that the backward function needs. If inverses recover the
-stage's whole input, the list is empty.
+In a dataflow pipeline, the message that a stage receives in the backward contains its outputs (recomputed by the next
+stage) and their gradients. Inverses recompute the stage's inputs from its outputs.
+
+The forward function returns a list of the values that the backward function needs. The list is empty if inverses
+recompute all of the stage's inputs.
 """
 
 from __future__ import annotations
@@ -23,30 +25,30 @@ from rematplan.runtime.problem.loss_boundary import LOSS
 
 
 class Hooks(Protocol):
-    """Callbacks by which the compiled forward and backward of a pipeline stage hand over their results, at the
-    positions that the plan chooses."""
+    """Callbacks by which the compiled forward and backward functions of a pipeline stage deliver their results. The
+    functions call them at the positions in the schedule that the plan chose."""
 
     def send(self, outputs: Sequence[torch.Tensor]) -> None:
-        """Take the stage's outputs, in order: to send them to the next stage, or, on the last stage, to compute the
-        loss."""
+        """Take the stage's outputs, in order: to send them to the next stage or, on the last stage, to compute the loss
+        from them."""
 
     def renew(self, buffers: Sequence[torch.Tensor]) -> None:
         """Take the new content of the stage's buffers, in the order of `StageCode.buffers`."""
 
     def send_back(self, recovered: Sequence[torch.Tensor], gradients: Sequence[torch.Tensor]) -> None:
-        """Take what goes to the previous stage.
+        """Take the message that the backward of a stage sends to the previous stage.
 
         Args:
-            recovered: the stage's inputs, as inverses have recomputed them, in order.
-            gradients: the gradients of the inputs in `StageCode.returned`, in that order.
+            recovered: the stage's inputs, which inverses have recomputed, in order.
+            gradients: the gradients of the inputs at the positions in `StageCode.returned`, in that order.
         """
 
     def add(self, parameter: str, gradient: torch.Tensor) -> None:
-        """Take a parameter's gradient.
+        """Take the gradient of a parameter, to add it to the gradients of earlier micro-batches.
 
         Args:
-            parameter: the parameter's name in the step.
-            gradient: the gradient of one micro-batch.
+            parameter: the parameter's name in the captured step.
+            gradient: its gradient from one micro-batch.
         """
 
     def seed(self, draw: int) -> None:
@@ -56,15 +58,19 @@ class Hooks(Protocol):
 
 @dataclass(frozen=True)
 class StageCode:
-    """The compiled forward and backward of one stage.
+    """The compiled forward and backward functions of one pipeline stage.
 
-    ``source``: the source of both functions. ``forward(handed, hooks, *inputs)`` returns the list of values that are
-    kept for the backward; ``backward(handed, hooks, held, *inputs)`` takes that list as ``held`` and empties it. In
-    both, ``handed`` is a dictionary of received tensors, out of which the function takes each at its use. The field
-    ``handed``: the names of the values that messages contain. ``inputs``: the inputs that exist during the whole
-    step. ``buffers``: the outputs that are new contents of buffers. ``returned``: positions of the inputs that get
-    gradients. ``crossing``: names of the values that are kept for the backward. ``draws``: the number of random
-    calls.
+    - ``source``: the source of the two functions.
+    - ``forward(handed, hooks, *inputs)``: returns a list of values that the backward needs.
+    - ``backward(handed, hooks, held, *inputs)``: takes this list as ``held``, and empties it. In the two functions,
+      ``handed`` is a dict of received tensors by name, from which the function removes each tensor where it uses it.
+    - ``handed``: the names of the received tensors that the functions remove from that dict.
+    - ``inputs``: the tensors that come in no message, which the functions take as ``*inputs``: parameters, buffers,
+      constants, and the batch on the first stage.
+    - ``buffers``: those outputs of the captured step that are new contents of buffers.
+    - ``returned``: the positions of the stage's inputs whose gradients the backward computes.
+    - ``crossing``: the names of the values in the list that the forward returns.
+    - ``draws``: the number of calls that draw random numbers.
     """
 
     source: str
@@ -79,11 +85,12 @@ class StageCode:
 
 
 def compile_stage(step: CapturedStep, schedule: Schedule, last: bool) -> StageCode:
-    """Compile a schedule of a pipeline stage into a forward and a backward function.
+    """Compile a schedule (the op executions and frees of a training step, in order) of a dataflow pipeline's stage into
+    a forward and a backward function.
 
     Args:
-        step: the stage's step, made by `dataflow_step`.
-        schedule: a schedule of its problem, made by `with_dataflow_boundary`.
+        step: the stage's captured step, made by `dataflow_step`.
+        schedule: a schedule of the stage's planning problem, made by `with_dataflow_boundary`.
         last: whether the stage is the last of the pipeline.
 
     Raises:
@@ -107,21 +114,22 @@ def compile_stage(step: CapturedStep, schedule: Schedule, last: bool) -> StageCo
 
 
 def check_crossing(code: StageCode) -> None:
-    """Refuse a compiled stage that keeps a value from the forward of a micro-batch for its backward: memory would
-    grow with the number of micro-batches in flight.
+    """Refuse a compiled stage whose forward keeps a value for the backward of the same micro-batch. Its memory would
+    grow with the number of micro-batches in flight (forward begun, backward not ended).
 
     Raises:
-        ProblemError: the stage keeps values. The message names up to three.
+        ProblemError: the stage keeps values. The message names up to three of them.
     """
     if code.crossing:
         raise ProblemError(f"{', '.join(code.crossing[:3])}: kept from a stage's forward for its backward")
 
 
 class _StageWriter(Writer):
-    """Writes a stage's schedule as two functions.
+    """Writes the schedule of a dataflow pipeline's stage as the source of a forward and a backward function.
 
-    ``fixed``: the inputs that are in no message. ``leaves``: for each gradient, the position of its last
-    free.
+    ``fixed``: the stage's inputs that come in no message (parameters, buffers, constants, the first stage's batch).
+    ``leaves``: for the storage of each parameter gradient, the position of its last free in the schedule, before which
+    the gradient is passed to the hook ``add``.
     """
 
     def __init__(self, step: CapturedStep, schedule: Schedule, last: bool) -> None:
@@ -145,11 +153,12 @@ class _StageWriter(Writer):
         self.taken_over: set[str] = set()
 
     def of_kind(self, kind: str) -> tuple[StepOutput, ...]:
-        """Return the step's outputs of one kind."""
+        """Return those outputs of the captured step that have the given kind, such as ``buffer`` or ``gradient``."""
         return tuple(o for o in self.step.outputs if o.kind == kind)
 
     def stage(self) -> str:
-        """Return the source of the functions ``forward`` and ``backward``."""
+        """Return the source of the stage's two functions, ``forward`` and ``backward``. The schedule is split at the op
+        that represents the loss."""
         boundary, values = self.schedule.index(Run(LOSS)), [i.value for i in self.fixed]
         names = self.take(values)
         self.steps(0, boundary)
@@ -171,7 +180,11 @@ class _StageWriter(Writer):
         return f"{forward}\n\n{self.function(f'backward(handed, hooks, held, {names})')}"
 
     def _outputs_leave(self, boundary: int) -> None:
-        """Pass the last stage's outputs to the loss. Those that no later op reads are not kept."""
+        """Write the call that passes the last stage's outputs to the loss. Outputs that no op reads from then on are
+        not kept for the backward.
+
+        ``boundary``: the position of the loss in the schedule.
+        """
         outputs = [o.value for o in self.of_kind("output")]
         self.lines.append(f"hooks.send({self.tuple_of(map(self.use, outputs))})")
         later = {
@@ -185,8 +198,8 @@ class _StageWriter(Writer):
             self.alive.pop(storage, None)
 
     def steps(self, start: int, end: int) -> None:
-        """Write the schedule's runs and frees at positions ``start`` to ``end`` (exclusive), and the calls of hooks
-        between them."""
+        """Write the op executions and frees at positions ``start`` to ``end`` (exclusive) of the schedule, and the
+        calls of hooks between them."""
         for at in range(start, end):
             one: Step = self.schedule[at]
             if isinstance(one, Free) and self.leaves.get(one.tensor) == at:

@@ -1,10 +1,9 @@
-"""The engine of a dataflow pipeline: it runs a rank's actions in order, with channels to the neighbouring
-ranks.
+"""The engine of a dataflow pipeline: it runs a rank's actions in order, with channels to the neighbouring ranks.
 
-Forwards and backwards of different micro-batches overlap. The next stage returns what a stage sent it,
-together with its gradient, and inverses recover the stage's input from that. Either the gradients of all
-micro-batches are summed (`sync`), or each stage updates its weights after every few backwards (`async`), so
-that a forward and its backward use different weights, as in Rivaud et al., «PETRA: parallel end-to-end
+Forwards and backwards of different micro-batches overlap. In the backward, the next stage sends a stage's outputs back
+together with their gradients, and inverses recompute the stage's inputs from its outputs. With `sync` updates, the
+gradients of all micro-batches are summed. With `async` updates, each stage updates its weights after every few
+backwards, so that a forward and its backward use different weights, as in Rivaud et al., «PETRA: parallel end-to-end
 training with reversible architectures», ICLR 2025.
 """
 
@@ -28,12 +27,13 @@ FORWARD_TAG, BACKWARD_TAG = 7001, 7002
 
 @dataclass(frozen=True)
 class Updates:
-    """When a stage updates its weights in a pipeline whose updates are `async`: after some backwards, not after the
+    """How a pipeline stage updates its weights asynchronously: after every few backwards, instead of once after the
     whole batch.
 
-    ``every``: the number of backwards between two updates; an update uses the mean of their gradients. ``optimizer``:
-    makes the updates. ``most_drift``: the largest accepted relative error of a recovered input, which differs from
-    the received one because weights were updated between forward and backward.
+    ``every``: the number of backwards between two updates. An update uses the mean of their gradients. ``optimizer``:
+    makes the updates. ``most_drift``: the largest accepted relative error of the stage's inputs as inverses recompute
+    them in the backward. Updates between a forward and its backward cause this error, since the inverses then use other
+    weights.
     """
 
     every: int
@@ -43,16 +43,22 @@ class Updates:
 
 @dataclass
 class DataflowSchedule:
-    """Runs the stage of one rank in a dataflow pipeline: the next stage returns what this stage sent it, together
-    with its gradient, and inverses recompute this stage's input from that.
+    """Runs the stage of one rank in a dataflow pipeline. There, in the backward, the next stage sends this stage's
+    outputs back together with their gradients, and inverses recompute this stage's inputs from its outputs.
 
-    ``stage``: the stage. ``actions``: kind (F forward or B backward) and micro-batch, in order. ``microbatches``:
-    their number in a batch. ``credits``: the largest number of messages of one direction that the receiver has not
-    begun to use. ``loss_fn``: a function of the last stage's output and a micro-batch of targets. ``scale_grads``:
-    whether the gradients of a step are divided by the number of micro-batches. ``updates``: when an `async` pipeline
-    updates its weights; None for `sync`, whose gradients are summed over the batch. ``seed``: the seed of random
-    calls. ``steps``: the number of steps run so far, which also enters the seeds. ``drift``: the largest relative
-    error of a recovered input so far, measured only with ``updates``.
+    - ``stage``: the stage.
+    - ``actions``: pairs (kind, micro-batch), in the order in which they run. The kind is F (forward) or B (backward).
+    - ``microbatches``: the number of micro-batches in a batch.
+    - ``credits``: the largest number of messages in one direction that the receiver has not begun to use.
+    - ``loss_fn``: a function from the last stage's output and a micro-batch of targets to the loss.
+    - ``scale_grads``: whether gradients are divided by the number of micro-batches after each step. Ignored with
+      ``updates``.
+    - ``updates``: when and how the stage updates its weights by itself (`async`). None for `sync`: gradients are summed
+      over the batch, and the caller updates the weights.
+    - ``seed``: a number from which the seeds of all random calls are derived.
+    - ``steps``: the number of steps run so far, from which these seeds are derived, too.
+    - ``drift``: the largest relative error so far of an input that inverses recomputed. It is measured only with
+      ``updates``.
     """
 
     stage: DataflowStage
@@ -76,12 +82,16 @@ class DataflowSchedule:
         return_outputs: bool = False,
         **kwargs: Any,
     ) -> Any:
-        """Run the forwards and backwards of all micro-batches of a batch. Gradients are added to ``.grad`` of the
-        parameters.
+        """Run the forwards and backwards of all micro-batches of a batch.
+
+        Gradients are added to ``.grad`` of the stage's parameters. With ``scale_grads``, ``.grad`` is then divided by
+        the number of micro-batches. With ``updates``, the optimizer updates the weights during the step instead, and
+        sets the gradients to zero. If the stage has random calls, the state of PyTorch's CPU generator is restored
+        after the step.
 
         Args:
-            args: the model's positional arguments for the whole batch, on the first rank; tensors are split along
-                their first dimension.
+            args: the model's positional arguments for the whole batch, on the first rank; tensors are split along their
+                first dimension.
             target: the targets of the whole batch, on the last rank.
             losses: a list to which the last rank appends the loss of each micro-batch.
             return_outputs: whether the last rank keeps and returns the outputs of the whole batch. By default it does
@@ -92,8 +102,8 @@ class DataflowSchedule:
             The outputs of the batch, a tensor or a tuple, on the last rank with ``return_outputs``; else None.
 
         Raises:
-            ModelError: a recovered input has a larger error than is accepted, because of updates; or an argument that
-                is not a tensor differs from the planned one.
+            ModelError: updates made the error of a recomputed input larger than `Updates.most_drift`; or an argument
+                that is not a tensor differs from the planned one.
             ProcessEnded: a neighbour has ended.
             UsageError: the batch or the targets do not fit the batch for which the pipeline was planned.
         """
@@ -118,8 +128,9 @@ class DataflowSchedule:
         return None
 
     def update(self) -> None:
-        """Count a finished backward. With ``updates``, after every ``updates.every`` backwards: divide the gradients
-        by that number, let the optimizer update the weights, and set the gradients to zero."""
+        """Count a finished backward. If the stage updates its weights by itself (``updates``), then after every
+        ``updates.every`` backwards divide the gradients by ``updates.every``, let the optimizer update the weights, and
+        set the gradients to zero."""
         self.backwards += 1
         if self.updates is None or self.backwards < self.updates.every:
             return
@@ -133,7 +144,13 @@ class DataflowSchedule:
         )  # the budget counts the gradients, so they stay allocated
 
     def _batch(self, args: Sequence[Any], kwargs: dict[str, Any]) -> list[tuple[torch.Tensor, ...]]:
-        """Return the batch's tensors for each micro-batch; an empty list on all ranks except the first."""
+        """Split the model's arguments for a batch. Return, for each micro-batch, a tuple of its tensors; an empty list
+        on all ranks except the first.
+
+        Raises:
+            ModelError: an argument that is not a tensor differs from the planned one.
+            UsageError: the number of arguments, or the shape of a tensor, is not the planned one.
+        """
         if not self.stage.is_first:
             return []
         planned = (*self.stage.stage.args, *self.stage.stage.kwargs.values())
@@ -156,8 +173,8 @@ class DataflowSchedule:
 
 
 class _Step:
-    """One step of a rank's stage in progress: its channels to the neighbouring stages, and the outputs and samples
-    that it keeps."""
+    """One training step of a rank's stage, in progress: its channels to the neighbouring stages, the outputs that it
+    keeps, and a few elements of each received input, to measure the error of the recomputed input."""
 
     def __init__(
         self,
@@ -200,20 +217,22 @@ class _Step:
         )
 
     def forward(self, m: int) -> None:
-        """Run the forward of a micro-batch."""
+        """Run the stage's forward of micro-batch number ``m``, with inputs from the previous stage or from the
+        batch."""
         inputs = self.received.take() if self.received else list(self.batch[m])
         if self.owner.updates and self.received:
             self.samples[m] = sample(inputs)
         self.stage.forward(m, self._hooks(m), inputs)
 
     def backward(self, m: int) -> None:
-        """Run the backward of a micro-batch, and the update that may follow."""
+        """Run the stage's backward of micro-batch number ``m``. In an `async` pipeline, update the weights if enough
+        backwards have run."""
         answer = self.answered.take() if self.answered else self._loss(m)
         self.stage.backward(m, self._hooks(m), self.batch[m] if self.batch else (), answer)
         self.owner.update()
 
     def finish(self) -> None:
-        """Wait until all messages are delivered."""
+        """Wait until all messages that this rank sent are received, and all acknowledgements are sent."""
         for channel in (self.sent, self.returned, self.received, self.answered):
             if channel is not None:
                 channel.finish()
@@ -231,7 +250,9 @@ class _Step:
         return StageHooks(self.stage, (self.owner.seed, self.owner.steps, m), sends, send_back)
 
     def _loss(self, m: int) -> list[torch.Tensor]:
-        """Return the gradients of the last stage's outputs."""
+        """Compute the loss of micro-batch number ``m`` on the last stage, and append it to the list of losses. Return
+        the gradients of the loss with respect to those outputs that require gradients, in order; zeros where the loss
+        does not depend on an output. The outputs are kept if `DataflowSchedule.step` is to return them."""
         made = self.made.pop(m)
         if self.outputs is not None:
             self.outputs.append(made)
@@ -247,7 +268,16 @@ class _Step:
         return [torch.zeros_like(t) if t.grad is None else t.grad for t in targets if t.requires_grad]
 
     def _check_drift(self, m: int, message: Sequence[torch.Tensor | None]) -> None:
-        """Compare a recovered input with the one that was received, in an `async` pipeline."""
+        """In an `async` pipeline, compare a few elements of the stage's inputs as received in the forward and as
+        recomputed in the backward. Record the largest relative error in `DataflowSchedule.drift`.
+
+        Args:
+            m: the number of the micro-batch.
+            message: the recomputed inputs, followed by gradients, which are ignored.
+
+        Raises:
+            ModelError: the error is larger than `Updates.most_drift`.
+        """
         updates = self.owner.updates
         if updates is None or m not in self.samples:
             return
@@ -263,10 +293,12 @@ class _Step:
 
 
 def gradient_error_of(stages: Sequence[tuple[float, float]]) -> float:
-    """Return the expected relative error of the gradients of a pipeline whose inverses round; 0 if they do not.
+    """Return an estimate, with a safety factor, of the relative error of the gradients of a dataflow pipeline. There,
+    in the backward, each stage recomputes its inputs from its outputs and sends them to the previous stage. Inverses
+    that round cause the error; without rounding it is 0.
 
-    ``stages``: for each stage, in order: the relative error of what it sends back if what it gets back is exact, and
-    the factor by which it multiplies an error of what it gets back.
+    ``stages``: two numbers for each stage, from first to last. The first is the relative error of the inputs that the
+    stage recomputes from exact outputs. The second is the factor by which it multiplies an error of these outputs.
     """
     error = worst = 0.0
     for own, gain in reversed(stages):

@@ -26,14 +26,18 @@ WRAPPER = "model."
 
 @dataclass(eq=False)
 class DataflowStage:
-    """One stage of a dataflow pipeline, on its rank. The next stage returns what this stage sent it, together with
-    its gradient, and inverses recompute this stage's input from that.
+    """One stage of a dataflow pipeline, on its rank. In the backward, the next stage sends this stage's outputs back
+    together with their gradients, and inverses recompute this stage's inputs from its outputs.
 
-    ``number``: the stage's index. ``stages``: the number of stages. ``stage``: its module and the shapes of its
-    messages. ``step``, ``code``: its step, captured and compiled. ``group``: the processes of the pipeline. ``kept``:
-    bytes per micro-batch that are kept from forward to backward. ``error``: the predicted relative error of what the
-    stage sends back, if what it gets back is exact. ``gain``: the factor by which it multiplies an error of what it
-    gets back. ``saved``: the values kept for the backward, by micro-batch.
+    - ``number``: the stage's index. ``stages``: the number of stages.
+    - ``stage``: the stage's module and the shapes of its messages.
+    - ``step``, ``code``: the captured training step of the module, and its compiled forward and backward.
+    - ``group``: the processes of the pipeline.
+    - ``kept``: the bytes for each micro-batch that are kept from its forward to its backward.
+    - ``error``: the predicted relative error of the recomputed inputs if the outputs that the next stage sends are
+      exact.
+    - ``gain``: the factor by which the stage multiplies an error of these outputs.
+    - ``saved``: the values kept for the backward, by number of the micro-batch.
     """
 
     number: int
@@ -74,23 +78,24 @@ class DataflowStage:
     @property
     def back(self) -> list[torch.Tensor]:
         """Meta tensors with the shapes and types of the message that this stage sends to the previous one in the
-        backward: the inputs that it had received, and the gradients of those inputs that require them."""
+        backward: all inputs of this stage, recomputed, and then the gradients of the inputs that require gradients."""
         return [*self.stage.inputs, *(t for t in self.stage.inputs if t.requires_grad)]
 
     @property
     def answers(self) -> list[torch.Tensor]:
-        """Meta tensors with the shapes and types of the message that this stage gets from the next one in the
-        backward: its own outputs, as the next stage has recovered them, and the gradients of those outputs that
-        require them."""
+        """Meta tensors with the shapes and types of the message that this stage receives from the next one in the
+        backward: all outputs of this stage, recomputed by the next stage, and then the gradients of the outputs that
+        require gradients."""
         return [*self.stage.outputs, *(t for t in self.stage.outputs if t.requires_grad)]
 
     def forward(self, microbatch: int, hooks: StageHooks, inputs: list[torch.Tensor]) -> None:
-        """Run the forward of a micro-batch, and keep in ``saved`` what its backward needs.
+        """Run the forward of a micro-batch, and keep the values that its backward needs in ``saved``.
 
         Args:
             microbatch: the number of the micro-batch.
-            hooks: get the results.
-            inputs: the received tensors, or on the first stage those of the batch. The list is emptied.
+            hooks: callbacks that take the results.
+            inputs: the tensors received from the previous stage; on the first stage, those of the batch. The list is
+                emptied.
         """
         batch = dict(enumerate(inputs)) if self.is_first else {}
         received = {} if self.is_first else self._handed("batch", inputs)
@@ -105,10 +110,10 @@ class DataflowStage:
 
         Args:
             microbatch: the number of the micro-batch.
-            hooks: get the results.
+            hooks: callbacks that take the results.
             batch: the micro-batch's tensors, on the first stage; else empty.
-            answer: the outputs as returned by the next stage (none on the last stage), followed by the gradients of
-                those that require them. The list is emptied.
+            answer: the message from the next stage: this stage's outputs, and then the gradients of the outputs that
+                require gradients. On the last stage, only the gradients. The list is emptied.
         """
         received = self._answered(answer)
         answer.clear()  # so that each tensor is freed after its last use in the backward
@@ -124,7 +129,15 @@ class DataflowStage:
         return self._handed("answer", outputs) | self._handed("tangent", every)
 
     def _handed(self, kind: str, tensors: Sequence[torch.Tensor | None]) -> dict[str, Any]:
-        """Return the tensors of a message by the names of the values that the compiled functions take."""
+        """Return a dict of received tensors, by the names under which the compiled functions take them. A tensor that
+        the functions do not read is left out. Each tensor gets the strides that the captured step expects; None becomes
+        zeros.
+
+        Args:
+            kind: the kind of the step's inputs that the tensors are: ``batch``, ``answer`` (outputs from the next
+                stage) or ``tangent`` (gradients of outputs).
+            tensors: the tensors, by the position of the input or output.
+        """
         wanted = [i for i in self.step.inputs if i.kind == kind and i.value in self.code.handed]
         return {i.value: _laid_out(tensors[int(i.target)], self.step.values[i.value].fake) for i in wanted}
 
@@ -139,7 +152,8 @@ class DataflowStage:
 
 
 def _laid_out(tensor: torch.Tensor | None, like: torch.Tensor) -> torch.Tensor:
-    """Return a tensor with the strides of ``like``, copied if necessary; zeros for None."""
+    """Return a tensor with the strides of ``like``: the given tensor if its strides fit, else a copy; zeros for
+    None."""
     if tensor is not None and tensor.stride() == like.stride():
         return tensor
     made = torch.empty_strided(like.shape, like.stride(), dtype=like.dtype)
@@ -148,11 +162,13 @@ def _laid_out(tensor: torch.Tensor | None, like: torch.Tensor) -> torch.Tensor:
 
 @dataclass(frozen=True)
 class StageHooks:
-    """Callbacks that take the results of one forward or backward of a stage; see `dataflow_code.Hooks`.
+    """Callbacks that take the results of one forward or backward of a pipeline stage. They implement
+    `dataflow_code.Hooks`.
 
-    ``stage``: the stage. ``key``: the pipeline's seed, the step and the micro-batch, from which random calls are
-    seeded. ``sends``: is called with the outputs. ``returns``: is called with the recovered inputs, followed by the
-    gradients of the inputs that require them (None where there is none).
+    ``stage``: the stage. ``key``: the pipeline's seed, the number of the step and the number of the micro-batch, from
+    which random calls are seeded. ``sends``: a function that is called with the stage's outputs. ``returns``: a
+    function that is called with the recomputed inputs, followed by one entry for each input that requires a gradient:
+    its gradient, or None if the backward does not compute one.
     """
 
     stage: DataflowStage
@@ -165,18 +181,18 @@ class StageHooks:
         self.sends(outputs)
 
     def renew(self, buffers: Sequence[torch.Tensor]) -> None:
-        """Write the buffers' new content into the buffers."""
+        """Write new contents into the stage's buffers, in the order of `StageCode.buffers`."""
         for o, new in zip(self.stage.code.buffers, buffers, strict=True):
             self.stage.named[o.target].copy_(new)
 
     def send_back(self, recovered: Sequence[torch.Tensor], gradients: Sequence[torch.Tensor]) -> None:
-        """Pass the recovered inputs and the gradients to ``returns``."""
+        """Pass the recomputed inputs and the inputs' gradients to ``returns``, with None for each missing gradient."""
         found = dict(zip(self.stage.code.returned, gradients, strict=True))
         wanted = (at for at, t in enumerate(self.stage.stage.inputs) if t.requires_grad)
         self.returns([*recovered, *(found.get(at) for at in wanted)])
 
     def add(self, parameter: str, gradient: torch.Tensor) -> None:
-        """Add a gradient to ``.grad`` of a parameter, given by its name in the step."""
+        """Add a gradient to ``.grad`` of a parameter. ``parameter``: the parameter's name in the captured step."""
         add_gradient(self.stage.named[parameter], gradient)
 
     def seed(self, draw: int) -> None:
@@ -186,14 +202,14 @@ class StageHooks:
 
 
 def sample(tensors: Sequence[torch.Tensor]) -> list[list[float]]:
-    """Return, for each floating-point tensor, at most `SAMPLED` of its elements, evenly spaced."""
+    """Return, for each floating-point tensor, a list of some of its elements: at most 32 (`SAMPLED`), evenly spaced."""
     flat = [t.detach().flatten() for t in tensors if t.is_floating_point()]
     return [t[:: max(1, math.ceil(t.numel() / SAMPLED))].tolist() for t in flat]
 
 
 def distance(found: Sequence[Sequence[float]], true: Sequence[Sequence[float]]) -> float:
-    """Return the relative error of a sample: the L2 norm of the difference of ``found`` and ``true``, divided by the
-    norm of ``true``; 0 if that norm is 0. Both are as `sample` returns them."""
+    """Return the relative error of sampled elements: the L2 norm of ``found`` − ``true``, divided by the norm of
+    ``true``; 0 if that norm is 0. ``found``, ``true``: lists of elements for each tensor, as `sample` returns them."""
     pairs = [(a, b) for one, other in zip(found, true, strict=True) for a, b in zip(one, other, strict=True)]
     norm = math.sqrt(math.fsum(b * b for _, b in pairs))
     return math.sqrt(math.fsum((a - b) ** 2 for a, b in pairs)) / norm if norm else 0.0

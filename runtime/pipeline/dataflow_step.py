@@ -1,10 +1,10 @@
-"""The step of a stage in a pipeline of invertible stages, whose input is an ordinary tensor that inverses
-recover.
+"""The training step of one stage in a dataflow pipeline, in which inverses recompute the stage's inputs in the
+backward.
 
-A captured step has its batch and the gradients of its outputs from beginning to end. Here a separate call
-takes each of them from a message, and it is freed after its last read. The next stage returns what was sent
-to it, together with its gradient, and inverses recover the stage's input from that: Gomez et al., «The
-reversible residual network», NeurIPS 2017, across processes.
+In an ordinary captured step, the batch and the gradients of the outputs exist from beginning to end. Here, a separate
+call takes each of these tensors from a message, and the tensor is freed after its last read. In the backward, the next
+stage sends this stage's outputs back together with their gradients. Inverses recompute this stage's inputs from the
+outputs, as in Gomez et al., «The reversible residual network», NeurIPS 2017, but across processes.
 """
 
 from __future__ import annotations
@@ -36,9 +36,10 @@ KEPT_BACK = (*LATE, "recovered input")
 
 @dataclass(frozen=True)
 class Handed:
-    """An op whose result is a tensor from a message. Its call costs nothing and allocates nothing.
+    """An op that takes a tensor from a message: its result is a view of the received tensor. It costs no time and
+    allocates nothing.
 
-    ``size``, ``stride``: of the result, a view of the received tensor.
+    ``size``, ``stride``: the shape and strides of the result.
     """
 
     size: tuple[int, ...]
@@ -62,14 +63,19 @@ class Handed:
 def dataflow_step(
     step: CapturedStep, named: Mapping[str, torch.Tensor], *, first: bool, last: bool
 ) -> CapturedStep:
-    """Return the step of a pipeline stage that takes its inputs, its outputs (as the next stage returns them) and
-    their gradients from messages, with inverses that recompute the inputs from the outputs.
+    """Return the captured step of a pipeline stage, changed so that it takes tensors from messages: in the forward its
+    inputs, in the backward the gradients of its outputs.
+
+    Inverses are added: ops that recompute tensors of the forward from tensors that were computed from them. On all
+    stages except the last, further inverses take the stage's outputs from the next stage's message. On all stages
+    except the first, the stage's inputs become further outputs of the step, since they are sent back in the backward.
 
     Args:
         step: the stage's captured step.
         named: the real parameters and buffers by name.
-        first: whether the stage is the first. Its batch is no message, and it sends nothing back.
-        last: whether the stage is the last. The loss is computed from its outputs, which no stage returns.
+        first: whether the stage is the first. Its inputs are the batch, which comes in no message, and it sends nothing
+            back.
+        last: whether the stage is the last. The loss is computed from its outputs, which no stage sends back.
     """
     values = dict(step.values)
     moved = {i.value: i for i in step.inputs if i.kind == "tangent" or (i.kind == "batch" and not first)}
@@ -110,8 +116,8 @@ def dataflow_step(
 
 
 def _answered(step: CapturedStep) -> CapturedStep:
-    """Return the step with an inverse for each output that fills a storage: take it from the next stage's
-    message."""
+    """Return the step with a further inverse for each output of the stage: one that takes the output from the next
+    stage's message. Outputs that are not contiguous, or do not fill their storage, get none."""
     values, inputs, inverses = dict(step.values), [], []
     for o in step.outputs:
         value = step.values[o.value]
@@ -129,24 +135,27 @@ def _answered(step: CapturedStep) -> CapturedStep:
 
 
 def _whole(fake: torch.Tensor) -> bool:
-    """Return whether a tensor is contiguous and covers its storage."""
+    """Return whether a tensor is contiguous and fills its storage."""
     return fake.is_contiguous() and fake.untyped_storage().nbytes() == fake.nbytes
 
 
 def with_dataflow_boundary(
     step: CapturedStep, graph: TrainingGraph, *, last: bool, loss_bytes: int
 ) -> TrainingGraph:
-    """Return the planning problem of a `dataflow_step`, in which outputs are freed before the next stage returns
-    them.
+    """Return the planning problem of a stage in a dataflow pipeline. Ops that represent messages are added, so that a
+    tensor can be freed when it has been sent.
 
-    New buffers, and outputs that are sent to the next stage, leave at the op `SEND` in the forward half; the last
-    stage's outputs leave when the loss has been computed from them; recovered inputs and their gradients leave at the
-    op `RETURN`, which represents sending them to the previous stage. Ops that read a buffer which gets new content
-    run once.
+    - The op `SEND`, in the forward half, sends the outputs to the next stage and writes new contents of buffers.
+    - The op `LOSS` separates the halves. On the last stage it computes the loss from the outputs, which `SEND` leaves
+      out.
+    - The op `RETURN`, at the end, sends recomputed inputs and the inputs' gradients to the previous stage.
+
+    An op that reads a buffer with a new content runs once, since that content overwrites the buffer at `SEND`. A call
+    that takes a tensor from a message runs once, too.
 
     Args:
-        step: the stage's step, made by `dataflow_step`.
-        graph: its planning problem without a boundary.
+        step: the stage's captured step, made by `dataflow_step`.
+        graph: its planning problem without these ops.
         last: whether the stage is the last.
         loss_bytes: the peak bytes of the loss, without the outputs.
     """

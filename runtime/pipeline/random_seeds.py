@@ -1,7 +1,7 @@
-"""Random numbers of a dataflow pipeline.
+"""Seeds of the random numbers in a dataflow pipeline (a pipeline of invertible stages).
 
-Each random call has a separate seed. So no generator state is kept from a forward to its backward, and a
-single process can draw the same numbers.
+Each random call gets a separate seed, so that the backward can repeat the call without a saved generator state. A
+single process can draw the same numbers as the whole pipeline, for comparison.
 """
 
 from __future__ import annotations
@@ -34,9 +34,9 @@ def seed_of(seed: int, step: int, microbatch: int, stage: int, draw: int) -> int
 
 
 class Seeded(TorchDispatchMode):
-    """A context manager that draws, inside the block and in a single process, the numbers that a stage of a dataflow
-    pipeline draws in one forward. It seeds PyTorch's default generator before each random call, and does not restore
-    the generator's state.
+    """A context manager under which a single process draws the random numbers that one stage of a dataflow pipeline (a
+    pipeline of invertible stages) draws in one forward. It seeds PyTorch's default generator before each random call,
+    and does not restore the generator's state.
 
     Args:
         seed: the pipeline's seed.

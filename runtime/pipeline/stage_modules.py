@@ -1,8 +1,7 @@
-"""A model as a chain of stage modules: its exported graph, cut where some of its modules begin.
+"""Cutting a model into a chain of stage modules for a pipeline: its exported graph is cut where given modules begin.
 
-A stage's module shares the model's parameters and buffers, under the model's names. A tensor that a later
-stage reads passes through all stages in between, because PyTorch's schedules send only from one stage to the
-next.
+A stage's module shares the model's parameters and buffers, under the model's names. A tensor that a later stage reads
+passes through all stages in between, because PyTorch's schedules send only from one stage to the next.
 """
 
 from __future__ import annotations
@@ -27,11 +26,11 @@ WITHOUT_GRADIENT = frozenset({torch.ops.aten.detach.default, torch.ops.aten.deta
 
 @dataclass(frozen=True)
 class StageModule:
-    """One stage of a pipeline.
+    """One stage of a pipeline: its module, and meta tensors that describe the tensors it takes and returns.
 
-    ``module``: its module, which shares the model's parameters and buffers. ``args``, ``kwargs``: the module's
-    arguments; tensors are meta tensors of the same shape, strides and type that say whether they require gradients.
-    Those of the first stage are the model's arguments. ``outputs``: the module's results, as such meta tensors.
+    ``module``: the module, which shares the model's parameters and buffers. ``args``, ``kwargs``: the module's
+    arguments; on the first stage, those of the model. ``outputs``: the module's results. In place of each tensor there
+    is a meta tensor with the same shape, strides, type and ``requires_grad``; other arguments are the real ones.
     """
 
     module: nn.Module
@@ -49,8 +48,8 @@ def exported(model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -
     """Return the model's forward for these arguments as a graph of ATen calls, by ``torch.export``.
 
     Raises:
-        ModelError: the model cannot be exported, or returns something else than a tensor or a tuple of tensors. The
-            message has the reason in one line.
+        ModelError: the model cannot be exported (the message has the reason in one line), or its result is neither a
+            tensor nor a tuple or list of tensors.
     """
     try:
         program = torch.export.export(model, tuple(args), dict(kwargs))
@@ -74,8 +73,9 @@ def exported(model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -
 
 
 def cut_names(graph: fx.Graph) -> tuple[str, ...]:
-    """Return the names of the modules before which the graph can be cut: those whose ops are contiguous in the graph
-    and do not begin with the graph's first op. They are sorted by their first ops, outer modules before inner ones."""
+    """Return the names of the modules before which the graph can be cut. The ops of such a module are contiguous in the
+    graph, and do not begin with the graph's first op. The names are sorted by the modules' first ops, outer modules
+    before inner ones."""
     first: dict[str, int] = {}
     last: dict[str, int] = {}
     count: dict[str, int] = {}
@@ -92,19 +92,20 @@ def cut_names(graph: fx.Graph) -> tuple[str, ...]:
 def stage_modules(
     model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any], cuts: Sequence[str]
 ) -> tuple[StageModule, ...]:
-    """Return a model as a chain of stages, one more than there are cuts. A tensor that a later stage reads passes
-    through all stages in between.
+    """Cut a model into a chain of pipeline stages, one more than there are ``cuts``. A tensor that a later stage reads
+    passes through all stages in between.
 
     Args:
         model: the model.
-        args: its positional arguments for one micro-batch. Arguments that are not tensors are fixed.
-        kwargs: its keyword arguments for one micro-batch, likewise.
-        cuts: names of the modules that begin the second and later stages, in running order.
+        args: its positional arguments for one micro-batch. Arguments that are not tensors are fixed: the stages refuse
+            other values.
+        kwargs: its keyword arguments for one micro-batch. Those that are not tensors are fixed, too.
+        cuts: names of the modules that begin the second and later stages, in the order in which they run.
 
     Raises:
-        ModelError: the model cannot be exported; or an argument has tensors inside; or two stages would share a
-            parameter, or a buffer that changes.
-        UsageError: a cut is not a module whose ops are contiguous, or the cuts are out of order.
+        ModelError: the model cannot be exported; or an argument contains tensors, for example in a list; or two stages
+            would share a parameter, or a buffer that the forward writes.
+        UsageError: the graph cannot be cut before a module in ``cuts`` (see `cut_names`), or the cuts are out of order.
     """
     for one in (*args, *kwargs.values()):
         if any(isinstance(leaf, torch.Tensor) and leaf is not one for leaf in pytree.tree_leaves(one)):
@@ -118,7 +119,7 @@ def stage_modules(
     _check_shared(owners, tensors, _changed(graph))
     values = dict(zip(_placeholders(graph), (*args, *kwargs.values()), strict=True))
     needs = _needing_gradients(graph, tensors, values)
-    results = list(graph.output_node().all_input_nodes)  # of a tuple each tensor once
+    results = list(graph.output_node().all_input_nodes)  # a tensor that is returned twice is here once
     carried = [list(values), *(_carried(graph, place, values) for place in places[1:]), results]
     stages = []
     for k in range(len(places)):
@@ -145,12 +146,13 @@ def _ops(graph: fx.Graph) -> list[fx.Node]:
 
 
 def _modules(node: fx.Node) -> tuple[str, ...]:
-    """Return the names of the modules that contain a node, without the model itself."""
+    """Return the names of the modules that contain a node, from outer to inner. The model itself is left out."""
     return tuple(name for name, _ in node.meta.get(MODULES, {}).values() if name)
 
 
 def cut_places(graph: fx.Graph) -> dict[str, int]:
-    """Return, by the name of each module in the graph, the position of the module's first op among all ops."""
+    """Return a dict from the name of each module in the graph to the position of its first op among all ops of the
+    graph."""
     first: dict[str, int] = {}
     for at, node in enumerate(_ops(graph)):
         for name in _modules(node):
@@ -159,7 +161,16 @@ def cut_places(graph: fx.Graph) -> dict[str, int]:
 
 
 def _places(graph: fx.Graph, cuts: Sequence[str], model: str) -> list[int]:
-    """Return the position of each stage's first op among all ops."""
+    """Return, for each stage, the position of its first op among all ops of the graph.
+
+    Args:
+        graph: the model's exported graph.
+        cuts: names of the modules that begin the second and later stages.
+        model: the model's name, for messages.
+
+    Raises:
+        UsageError: the graph cannot be cut before a module in ``cuts``, or the cuts are out of order.
+    """
     first, known = cut_places(graph), cut_names(graph)
     for cut in cuts:
         if cut not in known:
@@ -175,12 +186,13 @@ def _places(graph: fx.Graph, cuts: Sequence[str], model: str) -> list[int]:
 
 
 def _owners(graph: fx.Graph, places: Sequence[int]) -> dict[fx.Node, int]:
-    """Return the stage of each op."""
+    """Return a dict from each op to the index of its stage. ``places``: the position of each stage's first op."""
     return {node: bisect_right(places, at) - 1 for at, node in enumerate(_ops(graph))}
 
 
 def _changed(graph: fx.Graph) -> frozenset[str]:
-    """Return the names of the parameters and buffers that some op changes."""
+    """Return the names of the parameters and buffers that some op writes in place, including the running statistics of
+    batch norms."""
     found = set()
     for node in _ops(graph):
         arguments = node.target._schema.arguments if isinstance(node.target, OpOverload) else ()
@@ -195,7 +207,16 @@ def _changed(graph: fx.Graph) -> frozenset[str]:
 def _check_shared(
     owners: Mapping[fx.Node, int], tensors: Mapping[str, torch.Tensor], changed: Set[str]
 ) -> None:
-    """Refuse parameters, and buffers that change, if several stages use them."""
+    """Refuse a model of which several stages use the same parameter, or the same buffer that some op writes.
+
+    Args:
+        owners: the index of the stage of each op.
+        tensors: parameters and buffers by name.
+        changed: names of parameters and buffers that some op writes in place.
+
+    Raises:
+        ModelError: several stages use the same tensor. The message names the stages and the tensor.
+    """
     users: dict[int, dict[int, str]] = {}
     for node, stage in owners.items():
         for read in node.all_input_nodes:
@@ -216,7 +237,13 @@ def _check_shared(
 def _needing_gradients(
     graph: fx.Graph, tensors: Mapping[str, torch.Tensor], values: Mapping[fx.Node, Any]
 ) -> set[fx.Node]:
-    """Return the nodes whose tensors require gradients."""
+    """Return the nodes of the model's graph whose results require gradients.
+
+    Args:
+        graph: the model's exported graph.
+        tensors: parameters and buffers by name.
+        values: the model's arguments, by the graph's input nodes.
+    """
     found = {n for n, v in values.items() if isinstance(v, torch.Tensor) and v.requires_grad}
     found |= {n for n in graph.nodes if n.op == "get_attr" and tensors[str(n.target)].requires_grad}
     for node in _ops(graph):
@@ -231,7 +258,14 @@ def _is_differentiable(node: fx.Node) -> bool:
 
 
 def _carried(graph: fx.Graph, place: int, values: Mapping[fx.Node, Any]) -> list[fx.Node]:
-    """Return the tensors that exist before a place among the ops and are read after it."""
+    """Return the nodes whose tensors the stages before a cut send to those after it: arguments and results of earlier
+    ops that a later op or the model's output reads.
+
+    Args:
+        graph: the model's exported graph.
+        place: the position among the graph's ops at which the later stage begins.
+        values: the model's arguments, by the graph's input nodes.
+    """
     ops = _ops(graph)
     late = {*ops[place:], graph.output_node()}
     made = [n for n in values if isinstance(values[n], torch.Tensor)] + ops[:place]
@@ -244,8 +278,15 @@ def _part(
     outgoing: Sequence[fx.Node],
     values: Mapping[fx.Node, Any],
 ) -> fx.Graph:
-    """Return the graph of one stage. ``values``: arguments by incoming node; those that are not tensors are
-    fixed."""
+    """Return the graph of one stage. It makes outgoing tensors contiguous, and refuses arguments that are not tensors
+    and differ from those in ``values``.
+
+    Args:
+        ops: the stage's ops, as nodes of the model's graph.
+        incoming: the nodes of the model's graph whose values are the stage's inputs.
+        outgoing: the nodes whose tensors are the stage's results.
+        values: on the first stage the model's arguments, by input node; else empty.
+    """
     part = fx.Graph()
     copies: dict[fx.Node, fx.Node] = {n: part.placeholder(n.name) for n in incoming}
     for node, value in values.items():
@@ -270,11 +311,11 @@ def _part(
 
 
 def check_fixed(value: object, fixed: object, name: str) -> None:
-    """Refuse an argument that is not a tensor and differs from the value with which the stages were made.
+    """Refuse an argument that is not a tensor and differs from the value with which the model was cut into stages.
 
     Args:
         value: the argument.
-        fixed: the value with which the stages were made.
+        fixed: the value with which the model was cut.
         name: the argument's name, for the message.
 
     Raises:
@@ -285,8 +326,12 @@ def check_fixed(value: object, fixed: object, name: str) -> None:
 
 
 def _like(node: fx.Node, needs: Set[fx.Node], values: Mapping[fx.Node, Any]) -> Any:
-    """Return a meta tensor like a message or an argument, with the same strides; an argument that is not a
-    tensor is returned itself."""
+    """Return a meta tensor that describes the value of a node between stages. An argument of the model in ``values``
+    keeps its strides; if it is not a tensor, it is returned itself. All other tensors are messages, which are
+    contiguous.
+
+    ``needs``: the nodes whose tensors require gradients.
+    """
     fake = values.get(node, node.meta["val"])
     if not isinstance(fake, torch.Tensor):
         return fake

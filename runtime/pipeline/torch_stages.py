@@ -1,4 +1,4 @@
-"""Planned stages as stages of `torch.distributed.pipelining`."""
+"""Pipeline stages that run plans, in the form that `torch.distributed.pipelining` expects."""
 
 from __future__ import annotations
 
@@ -23,20 +23,19 @@ def torch_stage(
     group: ProcessGroup | None = None,
     split: bool = False,
 ) -> PipelineStage:
-    """Return a stage of `torch.distributed.pipelining` that runs a planned module, with known shapes of inputs and
-    outputs.
+    """Return a stage of `torch.distributed.pipelining` that runs a planned module.
 
-    PyTorch would otherwise infer the shapes by running modules on uninitialised memory, which would spoil the running
-    statistics of batch norms.
+    The shapes of its inputs and outputs are passed to PyTorch. Otherwise PyTorch would infer them by running modules on
+    uninitialised memory, which would spoil the running statistics of batch norms.
 
     Args:
-        stage: the stage's arguments and results.
+        stage: descriptions of the stage's arguments and results.
         module: the stage's planned module.
         number: the stage's index.
         stages: the number of stages.
         device: the device of the stage.
         group: the process group; None for the default one.
-        split: whether weight gradients are computed separately when a schedule asks for them.
+        split: whether the backward is split: weight gradients are computed later, when the schedule asks for them.
     """
     return PipelineStage(
         module,
@@ -51,9 +50,10 @@ def torch_stage(
 
 
 def deferred_weights(module: nn.Module) -> Callable[[], Callable[..., None]]:
-    """Return the ``dw_builder`` of a stage with a split backward (input gradients first, weight gradients later).
-    Called directly after a backward of the planned module, it returns a function without arguments that computes the
-    weight gradients which that backward has left for later; the function does nothing if there are none."""
+    """Return the ``dw_builder`` that a PyTorch pipeline stage needs for a split backward (input gradients first, weight
+    gradients later). PyTorch calls it directly after a backward of the planned module. It then returns a function
+    without arguments that computes the weight gradients which that backward postponed. The function does nothing if
+    there are none."""
 
     def builder() -> Callable[..., None]:
         calls = compiled_plan(module).deferred

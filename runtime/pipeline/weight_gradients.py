@@ -1,7 +1,7 @@
-"""A backward in two parts: first the input's gradient, later the gradients of the weights.
+"""Planning problems in which the backward is split: first the gradients of the inputs, later the gradients of the
+weights.
 
-The second part fills what would be idle time of a pipeline (Qi et al., «Zero bubble pipeline parallelism»,
-ICLR 2024).
+In a pipeline, the second part fills time that would be idle (Qi et al., «Zero bubble pipeline parallelism», ICLR 2024).
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ from rematplan.runtime.problem.loss_boundary import LOSS, WEIGHTS
 
 @dataclass(frozen=True)
 class Masked:
-    """An op that computes the gradients of its input and of its weights together, or only one of them on request.
+    """An ATen backward op with an output mask: an argument that says which gradients (of the input, of the weights) it
+    computes.
 
-    ``mask``: the position of the argument that says which results are wanted. ``input``: the position of the input's
-    gradient among the results.
+    ``mask``: the position of this argument. ``input``: the position of the input's gradient among the op's results.
     """
 
     mask: int
@@ -40,8 +40,9 @@ MASKED: Mapping[Any, Masked] = MappingProxyType(
 
 
 def with_separate_weights(step: CapturedStep) -> CapturedStep:
-    """Return the step with each call that computes the gradients of an input and of weights together (of an op in
-    `MASKED`) replaced by two calls, the second for the weights."""
+    """Return the step with each call split in two that computes gradients of an input and of weights together. The
+    first call keeps its name and computes the input's gradient; the second computes the gradients of the weights. Only
+    ops in `MASKED`, such as convolution and layer norm, are split."""
     calls: list[Call] = []
     made: dict[str, str] = {}
     for call in step.calls:
@@ -74,11 +75,12 @@ def _split_call(call: Call) -> tuple[Call, ...]:
 
 
 def with_weight_boundary(step: CapturedStep, graph: TrainingGraph) -> TrainingGraph:
-    """Return the planning problem of a backward in two parts: the gradients of the step's inputs, and, after a second
-    boundary, all other ops that need a tangent (the gradients of weights).
+    """Return the planning problem of a step whose backward is split: first the gradients of the step's inputs, later
+    those of the weights. The op `WEIGHTS` is added between the two parts.
 
-    An op before that boundary runs only once. The outputs and the inputs' gradients leave at the boundary, so an op
-    that reads an input's gradient is before it too, even if it computes a weight's gradient.
+    The first part has all backward ops that the inputs' gradients depend on, and those that read an input's gradient,
+    even if they compute a weight's gradient. Each of them runs only once. At `WEIGHTS`, the outputs and the inputs'
+    gradients are handed to the caller, and can be freed from then on.
 
     Args:
         step: the captured step.
