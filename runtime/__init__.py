@@ -1,2 +1,2 @@
-"""Running plans: the ONNX op table, capture of the joint graph, costs, code generation, measurement,
-verification."""
+"""Everything that runs plans with PyTorch: capture of training steps, the ops of ONNX files, costs of ops, code
+generation, measurement and verification."""

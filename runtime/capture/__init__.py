@@ -1,1 +1,1 @@
-"""Capture: tracing a model's forward and backward as one graph of ATen calls."""
+"""Capture: tracing the forward and the backward of a model as one graph of ATen calls."""

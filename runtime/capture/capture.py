@@ -1,4 +1,4 @@
-"""Capture a module and a batch as a step of ATen calls, forward and backward."""
+"""Capture a training step: trace a module on a batch, forward and backward, as a list of ATen calls."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ def capture(
     root: nn.Module | None = None,
     decisions: ValueGuardRecorder | None = None,
 ) -> CapturedStep:
-    """Trace ``module(*batch)`` with its backward. The module must return a tensor (the loss, for example) or a tuple
-    of tensors.
+    """Trace ``module(*batch)`` and its backward, and return both as one step of ATen calls. The module must return a
+    tensor (the loss, for example) or a tuple of tensors.
 
     No output may be a view of an input, of a parameter or of another output. The module's parameters, buffers,
     gradients, attributes and random state are left unchanged.
@@ -32,14 +32,15 @@ def capture(
         module: the module.
         batch: the inputs.
         name: the module's name, for the step and for messages.
-        root: the submodule relative to which the step names the modules of its calls; None for ``module``.
-        decisions: records the control-flow decisions that depend on values of the inputs ``batch`` or buffers. The
-            step is then valid as long as the guard of these decisions holds. None forbids such decisions.
+        root: a submodule; the step records for each call the submodule that made it, by its name within ``root``. None
+            for ``module``.
+        decisions: records the control-flow decisions that depend on values of ``batch`` or of buffers. The step is then
+            valid only while the recorded decisions have the same outcomes. None forbids such decisions.
 
     Raises:
-        ModelError: no parameter is trainable and no input requires a gradient; no output depends on a trained
-            parameter or on such an input; the module changes an input or a parameter in place, or draws random
-            numbers outside PyTorch; or PyTorch cannot trace it.
+        ModelError: no parameter is trainable and no input requires a gradient; no output depends on a trained parameter
+            or on such an input; the module changes an input or a parameter in place, or draws random numbers outside
+            PyTorch; or PyTorch cannot trace it.
     """
     root = module if root is None else root  # not `or`: an empty module list is false
     return finished(trace_joint_graph(TraceRequest(module, batch, name, root, decisions)).step)

@@ -60,8 +60,8 @@ def without_data(
 
 
 def empty(module: nn.Module, mode: FakeTensorMode, device: torch.device = CPU) -> None:
-    """Replace each parameter and buffer of a module, in place, by a fake tensor with the same shape, strides and
-    type. Tied tensors stay tied.
+    """Replace each parameter and buffer of a module by a fake tensor (without data) with the same shape, strides and
+    type. The module is changed in place. Tied tensors stay tied.
 
     Args:
         module: the module.

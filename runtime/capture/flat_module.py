@@ -1,4 +1,4 @@
-"""A model as a function from a flat tuple of tensors to a flat tuple of tensors, as tracers need it."""
+"""A model as a function from a flat tuple of tensors to a flat tuple of tensors, which is what tracers can capture."""
 
 from __future__ import annotations
 
@@ -20,9 +20,10 @@ from rematplan.runtime.guards.attributes import Reads
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """Stands for an output tensor of the compiled plan where results are put together.
+    """A placeholder for an output tensor of the planned step, in the nested structure that a planned model returns.
+    When a call ends, the tensor replaces it.
 
-    ``at``: its position among the outputs.
+    ``at``: the tensor's position among the step's outputs.
     """
 
     at: int
@@ -30,9 +31,10 @@ class Place:
 
 @dataclass(frozen=True, slots=True)
 class Given:
-    """Stands for an object that the caller has passed, where results are put together.
+    """A placeholder for an object that the caller passed as an argument, in the nested structure that a planned model
+    returns. When a call ends, the object replaces it.
 
-    ``at``: its position among the leaves of the arguments.
+    ``at``: the object's position among the leaves of the arguments.
     """
 
     at: int
@@ -40,7 +42,8 @@ class Given:
 
 @dataclass(frozen=True, slots=True)
 class Own:
-    """Stands for a parameter or buffer of the model, where results are put together.
+    """A placeholder for a parameter or buffer of the model, in the nested structure that a planned model returns. When
+    a call ends, the parameter or buffer replaces it.
 
     ``at``: its name in the model.
     """
@@ -55,13 +58,14 @@ def flattened(tree: Any) -> tuple[list[Any], pytree.TreeSpec]:
 
 
 _LEAVES = frozenset({torch.Tensor, nn.Parameter, bool, int, float, str, type(None)})
-"""Types of arguments that are leaves."""
+"""Types whose objects are leaves of a pytree."""
 
 
 def flattened_call(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[list[Any], pytree.TreeSpec]:
-    """Return the leaves and the pytree structure of the pair ``(args, kwargs)``, as `flattened` does.
+    """Return the leaves and the pytree structure of the pair ``(args, kwargs)``, as `flattened` does for any pytree.
 
-    Calls whose arguments are all leaves share one structure object, so that comparing it takes no time.
+    If all arguments are leaves, calls with the same number of positional arguments and the same keywords get the same
+    structure object, so that two structures are compared quickly.
     """
     leaves = [*args, *kwargs.values()]
     if _LEAVES.issuperset(map(type, leaves)):
@@ -75,20 +79,20 @@ def _flat_spec(positional: int, names: tuple[str, ...]) -> pytree.TreeSpec:
 
 
 def tensors_in(leaves: list[Any]) -> list[torch.Tensor]:
-    """Return the tensors among the leaves, each once, in the order of their first occurrence."""
+    """Return the tensors among ``leaves``, each once, in the order of their first occurrence."""
     return list({id(leaf): leaf for leaf in leaves if isinstance(leaf, torch.Tensor)}.values())
 
 
 def refill(arguments: Any, left: Any) -> Any:
-    """Change the lists and dictionaries among the caller's arguments in place, so that they have the content that the
-    forward left in them.
+    """Give the caller's lists and dictionaries the content that the forward gave to copies of them.
 
     Args:
-        arguments: the caller's arguments, nested.
-        left: the same arguments as the forward left them.
+        arguments: the caller's arguments: nested containers. Lists and dictionaries in them are changed in place.
+        left: the same arguments after the forward ran on copies of them.
 
     Returns:
-        ``arguments``; or ``left`` where that is not a container that can be updated.
+        ``arguments`` if it now has the content of ``left``; otherwise ``left`` (for example a leaf, a tuple with new
+            items, or an object of another type).
     """
     if type(arguments) is not type(left):
         return left
@@ -114,17 +118,21 @@ class FlatModel(nn.Module):
 
     Args:
         model: the model.
-        forward: its forward.
+        forward: the function to call, in general the model's forward.
         leaves: the leaves of the arguments.
         spec: the pytree structure of the arguments.
         reads: records which attributes the forward sets.
 
-    Each call sets the following attributes, from which the model's results are put together. ``outputs``: the
-    structure of three things: the results; the attributes that the forward sets (by the module's position, a
-    dictionary by name); and the arguments, if the forward changes lists or dictionaries among them, else None.
-    ``constants``: the leaves of that structure, with a `Place` for each of the ``count`` output tensors.
-    ``attributes``: positions, as text, of output tensors that occur only in attributes. ``counted``: numbers in
-    attributes that the forward has changed, by the module's position and the attribute's name.
+    Each call sets the attributes below. The model's results are restored from them and from the returned tensors.
+
+    ``outputs``: the pytree structure of a triple. Its first item are the results. Its second item are the attributes
+    that the forward set: for each module that has some, by the position of the module, a dictionary by attribute name.
+    Its third item are the arguments if the forward changed a list or dictionary among them, otherwise None.
+
+    ``constants``: the leaves of this structure, with a `Place` for each output tensor. ``count``: the number of output
+    tensors. ``attributes``: the positions, as text, of output tensors that occur only in the second item. ``counted``:
+    the new values of attributes that are numbers and that the forward changed, by the module's position, then by the
+    attribute's name.
     """
 
     def __init__(
@@ -153,12 +161,14 @@ class FlatModel(nn.Module):
         self.counted: dict[int, dict[str, Any]] = {}
 
     def forward(self, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        """Call the model on these tensors and return its output tensors, each once; no output is a view of another
-        tensor, an input or a parameter.
+        """Call the model with these tensors in its arguments, and return the tensors in its results, in the attributes
+        that it set and in the arguments that it changed.
+
+        Each tensor is returned once. If it is a view, an input, a parameter or a buffer, a copy is returned.
 
         Raises:
-            ModelError: the model returns no tensor but objects that hide some, or has called ``retain_grad`` on an
-                output.
+            ModelError: the model returns no tensor that PyTorch's pytrees find, only objects that contain some; or it
+                has called ``retain_grad`` on an output.
         """
         leaves = [leaf if at is None else tensors[at] for at, leaf in self._leaves]
         args, kwargs = pytree.tree_unflatten(leaves, self._spec)
@@ -173,7 +183,7 @@ class FlatModel(nn.Module):
             for at, (m, had) in enumerate(zip(modules, before, strict=True))
         }
         self.counted = {at: numbers for at, numbers in counted.items() if numbers}
-        # A recurrent layer rebuilds its list of weights. These are no results and must stay the model's parameters.
+        # A recurrent layer rebuilds its list of weights. The weights in it are no results, but the model's parameters.
         names = {
             id(t): Own(self._names[name]) for name, t in slots(self.model).items() if name in self._names
         }
@@ -198,8 +208,12 @@ class FlatModel(nn.Module):
         return tuple(o.clone() if o._is_view() or of in own else o for of, o in outputs.items())
 
     def _left(self, arguments: Any, leaves: list[Any]) -> Any:
-        """Return the arguments as the forward left them, with `Given` for each leaf that the caller passed;
-        None if they are unchanged."""
+        """Return the arguments after the forward, or None if the forward did not change them.
+
+        Args:
+            arguments: the pair (args, kwargs), possibly changed by the forward.
+            leaves: the leaves of this pair before the forward. In the result, a `Given` replaces each of them.
+        """
         left, spec = flattened(arguments)
         if spec == self._spec and all(map(is_, left, leaves)):
             return None
@@ -207,7 +221,11 @@ class FlatModel(nn.Module):
         return pytree.tree_unflatten([at.get(id(leaf), leaf) for leaf in left], spec)
 
     def _attributes_set(self, module: nn.Module, before: dict[str, Any]) -> dict[str, Any]:
-        """Return the attributes that the forward has set on a module, and restore the previous ones."""
+        """Return, by name, the attributes that the forward set on a module without reading them first. Restore their
+        values of before the forward.
+
+        ``before``: the module's attributes by name, before the forward.
+        """
         attributes = self._reads.attributes_set(module, before)
         for name in attributes:
             if name in before:
@@ -218,7 +236,8 @@ class FlatModel(nn.Module):
 
 
 def _changed_numbers(now: dict[str, Any], before: dict[str, Any]) -> dict[str, Any]:
-    """Return those attributes that were numbers before and are other numbers now."""
+    """Return, by name, the new values of those attributes that are an int or float in both dictionaries, but with
+    different values."""
     kinds = (int, float)
     return {
         name: value

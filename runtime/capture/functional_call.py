@@ -1,4 +1,4 @@
-"""Calling a module with other tensors in place of its parameters and buffers."""
+"""Call a module with other tensors instead of its parameters and buffers."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from torch.func import functional_call
 
 
 def slots(module: nn.Module) -> dict[str, torch.Tensor]:
-    """Return a module's parameters and buffers by slot: the qualified name of the module and attribute that contain
-    the tensor.
+    """Return a module's parameters and buffers by slot: the qualified name of the attribute that contains the tensor,
+    such as ``encoder.weight``.
 
-    A tied tensor has several slots. A submodule with several names has only one slot for each of its tensors: with
-    several, `functional_call` would swap a tensor twice and leave the second in place.
+    A tied tensor has several slots. A submodule with several names counts under its first name only: otherwise
+    `functional_call` would replace its tensors twice, and restore the originals only once.
     """
     return {
         f"{path}.{name}" if path else name: tensor
@@ -26,13 +26,13 @@ def slots(module: nn.Module) -> dict[str, torch.Tensor]:
 
 
 def call_with(module: nn.Module, tensors: dict[str, torch.Tensor], batch: Sequence[torch.Tensor]) -> Any:
-    """Call a module with other tensors in place of its parameters and buffers, and return its outputs. The module is
+    """Call a module with other tensors instead of its parameters and buffers, and return its outputs. The module is
     left unchanged.
 
     Args:
         module: the module.
-        tensors: the other tensors, by slot (`slots`). If the forward assigns a tensor to a slot, this dictionary
-            contains that tensor afterwards.
+        tensors: the other tensors, by slot (the qualified name of the attribute, as in `slots`). If the forward assigns
+            a tensor to such an attribute, this dictionary contains that tensor afterwards.
         batch: the positional arguments.
     """
     return functional_call(module, tensors, tuple(batch), tie_weights=False)

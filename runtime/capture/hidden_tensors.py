@@ -1,5 +1,5 @@
-"""Checks for what a plan cannot take or return: tensors without strides, tensors that PyTorch does not see,
-and hooks with side effects."""
+"""Checks for inputs, outputs and hooks that a planned step cannot have: sparse and nested tensors, tensors inside
+objects that PyTorch's pytrees do not search, and hooks with side effects."""
 
 from __future__ import annotations
 
@@ -16,7 +16,8 @@ from rematplan.runtime.graph.compat import pytree
 from rematplan.runtime.guards.module_state import HOOKS
 
 COMPUTING = ("torch.nn.utils.", "transformers.utils.output_capturing")
-"""Modules whose hooks only compute: reparametrisations, outputs of inner layers."""
+"""Beginnings of the names of modules whose hooks only compute: they reparametrise weights or collect outputs of inner
+layers."""
 
 
 def check_dense(tensors: Iterable[torch.Tensor], what: str) -> None:
@@ -42,10 +43,10 @@ def check_no_hidden_tensors(leaves: Sequence[Any], what: str, called_later: bool
     Args:
         leaves: the objects.
         what: the beginning of the error's message.
-        called_later: whether to look into closures and bound objects, as in `hides_tensors`.
+        called_later: whether to search the closure of an object that is a function, and the instance of a bound method.
 
     Raises:
-        ModelError: `hides_tensors` is true for one of the objects.
+        ModelError: an object contains a tensor, or is an iterator.
     """
     for one in leaves:
         if hides_tensors(one, called_later):
@@ -56,12 +57,14 @@ def check_no_hidden_tensors(leaves: Sequence[Any], what: str, called_later: bool
 
 
 def hides_tensors(one: Any, called_later: bool = False) -> bool:
-    """Return whether an object leads to a tensor through its attributes, containers and other objects, or is an
-    iterator, which computes on demand. Functions, classes and modules that the object refers to are not followed.
+    """Return whether a tensor is found among an object's attributes, in containers and objects inside them included.
+    Also true for an iterator, because it may compute tensors when it is read.
+
+    Functions, classes and modules inside the object are not searched.
 
     Args:
         one: the object.
-        called_later: if ``one`` is a function, also follow its closure; if it is a bound method, also its object.
+        called_later: whether to search the closure if ``one`` is a function, and the instance if it is a bound method.
     """
     if isinstance(one, Iterator):
         return True
@@ -80,7 +83,8 @@ def hides_tensors(one: Any, called_later: bool = False) -> bool:
 
 
 def _behind(one: Any) -> list[Any]:
-    """Return an object's attributes, the closure of a function, and the object of a bound method."""
+    """Return the objects from which a search for tensors in ``one`` starts: its ``__dict__``, the values in its closure
+    if it is a function, and the instance if it is a bound method."""
     values = [getattr(one, "__self__", None), getattr(one, "__dict__", None)]
     for cell in getattr(one, "__closure__", None) or ():
         with suppress(ValueError):  # an empty cell
@@ -89,13 +93,16 @@ def _behind(one: Any) -> list[Any]:
 
 
 class NotGiven(ModelError, AttributeError):
-    """An attempt to use an output that a planned step does not return, since the output hides tensors. Also an
-    AttributeError, so that ``hasattr`` is false for such an output."""
+    """Raised when a caller uses an output that a planned step cannot return, because the output is an object with
+    tensors that PyTorch's pytrees do not find.
+
+    It is also an AttributeError, so that ``hasattr`` is false for such an output.
+    """
 
 
 class Withheld:
-    """A placeholder for an output that a planned step does not return, since it hides tensors. Calling or iterating
-    over it, and reading an attribute, raise `NotGiven`.
+    """A placeholder for an output that a planned step cannot return, because the output is an object with tensors that
+    PyTorch's pytrees do not find. Calling it, iterating over it, and reading an attribute raise `NotGiven`.
 
     ``what``: the beginning of the error's message.
     """
@@ -118,8 +125,11 @@ class Withheld:
 
 
 def hooked(module: nn.Module) -> list[str]:
-    """Return the names of a module's submodules that have hooks, other than hooks which are known only to compute
-    (reparametrisations, outputs of inner layers). Hooks of the module itself do not count."""
+    """Return the names of a module's submodules that have hooks which may have side effects.
+
+    Not counted are hooks of the module itself, hooks of ``torch.nn.utils`` (weight normalisation, pruning) and hooks
+    with which ``transformers`` collects the outputs of inner layers: these only compute.
+    """
     return [
         name
         for name, m in module.named_modules()

@@ -1,5 +1,8 @@
-"""Refusal of random numbers that a fixed graph cannot draw: those from outside PyTorch, which a trace turns
-into constants, and those after a forward has seeded PyTorch's generator."""
+"""Refuse forwards whose random numbers a captured graph cannot reproduce.
+
+A trace turns random numbers from outside PyTorch (Python, NumPy) into constants. It also does not repeat a call that
+seeds PyTorch's generator.
+"""
 
 from __future__ import annotations
 
@@ -19,13 +22,13 @@ from rematplan.runtime.graph.compat import get_torch_obj_rule_map
 
 @contextmanager
 def no_host_draws(name: str, others: Iterable[Any] = ()) -> Iterator[None]:
-    """Check that the block does not draw from the random number generators of Python and NumPy. The states of those
-    from which it drew are restored.
+    """Check that the block does not draw from the random number generators of Python and NumPy. The state of a
+    generator from which it drew is restored.
 
     Args:
         name: the beginning of the error's message.
         others: further generators of Python and NumPy to check, in addition to the two global ones. A
-            ``random.SystemRandom`` among them is ignored, as it has no state.
+            ``random.SystemRandom`` among them is ignored, because it has no state.
 
     Raises:
         ModelError: the block drew from one of the generators.
@@ -66,10 +69,11 @@ def _set_state(generator: Any, state: Any) -> None:
 
 @contextmanager
 def no_seeding() -> Iterator[None]:
-    """Forbid this thread, inside the block, to seed PyTorch's default generator.
+    """Refuse, inside the block and in this thread, calls of ``manual_seed``, ``seed``, ``initial_seed`` and
+    ``set_rng_state`` of `torch` and `torch.random`.
 
     Raises:
-        ModelError: the block seeds the generator, sets its state, or asks for its seed.
+        ModelError: the block calls one of these functions.
     """
 
     thread = get_ident()  # all threads see the replaced functions

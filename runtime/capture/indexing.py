@@ -1,5 +1,8 @@
-"""Marking of slices in an index of several dimensions. Eager mode skips those that cover a whole dimension,
-which is unknown while sizes are open."""
+"""Mark the ops of an index of several dimensions, ``x[a, b]``, while a step is traced with symbolic sizes.
+
+In such an index, eager mode skips a slice that covers its whole dimension. Whether a slice does is unknown while its
+sizes are symbols, so the marks are needed later.
+"""
 
 from __future__ import annotations
 
@@ -16,9 +19,12 @@ GET_ITEM = torch.Tensor.__getitem__
 
 
 class MarkedIndexing(TorchFunctionMode):
-    """Marks, inside the block, the traced ops of an index of several dimensions, ``x[a, b, ...]``: their calls in the
-    captured step have `Call.indexed` set. The op of ``x[a]`` is not marked, since eager mode runs it even if it
-    covers all of ``x``, while it skips a slice among several that covers its whole dimension."""
+    """Marks, inside the block, all ops that are traced for an index of several dimensions, ``x[a, b, ...]``. Their
+    calls in the captured step then have `Call.indexed` set.
+
+    In such an index, eager mode skips a slice that covers its whole dimension. The slice of ``x[a]`` is not marked,
+    because eager mode always runs it.
+    """
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Sequence[type], args: tuple[Any, ...] = (), kwargs: Any = None

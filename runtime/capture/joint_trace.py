@@ -1,8 +1,7 @@
-"""The trace of a module and a batch as one joint graph of ATen calls, forward and backward, with fixed or with open
-sizes.
+"""Trace a module on a batch as one joint graph of ATen calls, forward and backward, with fixed or with symbolic sizes.
 
-PyTorch differentiates (`aot_export_joint_with_descriptors`), and `read_fx` reads the result. The module is
-not changed.
+PyTorch traces and differentiates (`aot_export_joint_with_descriptors`); `read_fx` converts the graph into a step. The
+module is not changed.
 """
 
 from __future__ import annotations
@@ -67,9 +66,9 @@ IN_OTHER_WORDS = {
 
 @dataclass(frozen=True)
 class Traced:
-    """A step as it was read from a trace, before `read_fx.finished`.
+    """A captured step directly after tracing. `read_fx.finished` must be applied before the step is planned.
 
-    ``step``: the step. ``table``: the expressions of its open sizes; None if all sizes are fixed.
+    ``step``: the step. ``table``: the expressions of those sizes that are symbolic; None if all sizes are fixed.
     """
 
     step: CapturedStep
@@ -78,12 +77,12 @@ class Traced:
 
 @dataclass(frozen=True)
 class TraceRequest:
-    """What is to be traced: ``module(*batch)`` with its backward.
+    """The arguments of a trace of ``module(*batch)`` with its backward.
 
-    ``name``: the module's name, for the step and for messages. ``root``: the submodule relative to which the step
-    names the modules of its calls. ``decisions``: records the control-flow decisions that depend on values of the
-    inputs or buffers; None forbids such decisions. ``symbols``: new symbols for the batch's sizes; None for fixed
-    sizes.
+    ``name``: the module's name, for the step and for messages. ``root``: a submodule; the step records for each call
+    the submodule that made it, by its name within ``root``. ``decisions``: records the control-flow decisions that
+    depend on values of inputs or buffers; None forbids such decisions. ``symbols``: creates symbols for the batch's
+    sizes; None traces with fixed sizes.
     """
 
     module: nn.Module
@@ -95,12 +94,12 @@ class TraceRequest:
 
 
 def trace_joint_graph(request: TraceRequest) -> Traced:
-    """Trace a module with its backward as one graph, and read it as a step.
+    """Trace a module with its backward as one graph, and read the graph as a captured step.
 
     Raises:
-        NotSymbolic: some size must be fixed.
-        ModelError: no parameter is trainable and no input requires a gradient, or PyTorch cannot trace the module.
-            The message has one line, whatever error the tracer raised.
+        NotSymbolic: sizes were to be symbols, but the module stores a size in an attribute or an op needs a fixed size.
+        ModelError: no parameter is trainable and no input requires a gradient; the forward draws random numbers outside
+            PyTorch; or PyTorch cannot trace the module. The message has one line, whatever error the tracer raised.
     """
     name, root = request.name, request.root
     if not any(t.requires_grad for t in (*request.module.parameters(), *request.batch)):
@@ -125,8 +124,8 @@ def trace_joint_graph(request: TraceRequest) -> Traced:
 
 
 def _callable_parts(module: nn.Module) -> Iterator[str]:
-    """Yield the names of a module's trained submodules that have a forward; for module lists and
-    dictionaries, those of their entries."""
+    """Yield the names of a module's direct submodules that have trainable parameters. A module list or dictionary has
+    no forward, so its entries count as direct submodules instead."""
     for name, part in module.named_children():
         if isinstance(part, (nn.ModuleList, nn.ModuleDict)):
             yield from (f"{name}.{inner}" for inner in _callable_parts(part))
@@ -186,10 +185,11 @@ def _traced(request: TraceRequest) -> Traced:
 
 @contextmanager
 def _annotated(module: nn.Module) -> Iterator[None]:
-    """Record for each traced op the innermost submodule whose forward calls it.
+    """Record for each op that is traced inside the block the name of the innermost submodule of ``module`` whose
+    forward calls it.
 
-    An error about a decision that depends on values gets the name of the submodule that raises it, as
-    attribute ``module``.
+    If the forward reads values of tensors, the tracer's error gets the name of the submodule as its attribute
+    ``module``.
     """
     names = {id(m): name for name, m in module.named_modules()}
     open_: list[tuple[str, Any]] = []  # the names of the modules whose forwards run, and their annotations

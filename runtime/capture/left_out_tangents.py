@@ -1,8 +1,8 @@
-"""Remove tangents that a training loop does not compute: those of outputs from which a loss among the outputs
-is computed.
+"""Remove tangents (gradients of outputs) that a training loop never supplies: those of outputs from which another
+output, the loss, is computed.
 
-A Hugging Face model returns ``(loss, logits)``, and nobody calls backward on the logits. Their gradient would
-be charged and computed for nothing.
+A Hugging Face model returns ``(loss, logits)``, and a training loop calls backward on the loss only. With a tangent for
+the logits, the step would need more memory and run more ops than the loop's backward does.
 """
 
 from __future__ import annotations
@@ -31,17 +31,16 @@ ZEROS = torch.ops.aten.zeros.default
 
 
 def with_expected_tangents(step: CapturedStep, arrived: Set[str] = frozenset()) -> CapturedStep:
-    """Return the step without the tangents (gradients of outputs) that a training loop does not compute: those of
-    outputs from which a scalar output, the loss, is computed. Scalar outputs and all other outputs keep their
-    tangents.
+    """Return the step without the tangents (gradients of outputs) that a training loop does not supply: those of
+    outputs of several elements from which a scalar output is computed. The scalar is assumed to be the loss.
 
-    The new step computes the same bits as the given one does if these tangents are missing. A tangent stays where
-    that is not possible: where a parameter would lose its gradient, or a value would have other strides.
+    The new step computes the same bits as the old one does if these tangents are missing. A tangent remains if a
+    parameter would lose its gradient without it, a value would have other strides, or a random op would be removed.
 
     Args:
         step: the captured step.
-        arrived: positions (as text) of outputs for which a gradient has arrived in an earlier backward, so that their
-            tangents stay.
+        arrived: positions (as text) of outputs for which an earlier backward has received a gradient. Their tangents
+            remain.
     """
     made_of = in_own_losses(step)
     shape = {o.target: step.values[o.value].fake.numel() for o in step.outputs if o.kind == "output"}
@@ -59,7 +58,11 @@ def with_expected_tangents(step: CapturedStep, arrived: Set[str] = frozenset()) 
 
 
 def _without(step: CapturedStep, left_out: frozenset[str]) -> CapturedStep | None:
-    """Return the step without the tangents of these outputs (by position); None if that is not possible."""
+    """Return the step without the tangents (gradients of outputs) of the outputs ``left_out``; None if it cannot
+    compute the same bits without them.
+
+    ``left_out``: positions of outputs, as text.
+    """
     if not left_out:
         return step
     missing = {i.value for i in step.inputs if i.kind == "tangent" and i.target in left_out}
@@ -67,8 +70,13 @@ def _without(step: CapturedStep, left_out: frozenset[str]) -> CapturedStep | Non
 
 
 class _Reduced:
-    """A step without some tangents. Calls that return zeros are removed, sums with a zero become their other
-    summand, and zeros that other calls read are made where they are read."""
+    """Computes a step without some of its tangents (gradients of outputs), which then count as zero.
+
+    Calls that return only zeros are removed. A sum with a zero is replaced by its other summand. For every other call
+    that reads a zero value, a call that creates the zeros is inserted before it.
+
+    ``step``: the new step; None if it cannot compute the same bits.
+    """
 
     def __init__(self, step: CapturedStep, missing: Set[str], left_out: frozenset[str]) -> None:
         self.whole = step
@@ -94,7 +102,8 @@ class _Reduced:
             yield replace(call, args=args, kwargs=kwargs)
 
     def _now(self, value: str, reader: Call) -> str:
-        """Return the name of the value that the call ``reader`` reads in the reduced step in place of ``value``."""
+        """Return the name of the value that the call ``reader`` reads in the new step where it read ``value`` in the
+        old one: the zeros created for it, or the summand that replaces a sum, or ``value`` itself."""
         if value in self.zeros.values:
             return f"{value}_zeros_for_{reader.name}"
         return self.renamed.get(value, value)

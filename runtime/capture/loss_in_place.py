@@ -1,8 +1,7 @@
-"""The gradient of a cross entropy, computed in a single tensor of the scores' size.
+"""Compute the gradient of a cross entropy in a single tensor of the size of the scores.
 
-The backward of ``nll_loss`` and that of ``log_softmax`` each return such a tensor, and the second only reads
-the first's result. A language model's scores are often the largest tensors of its step, so one fewer of them
-matters.
+The backward of ``nll_loss`` returns a tensor of this size. Only the backward of ``log_softmax`` reads it, and returns a
+second one. A language model's scores are often the largest tensors of its step, so one of them less is worth it.
 """
 
 from __future__ import annotations
@@ -25,11 +24,13 @@ COMPARED = frozenset({"cpu"})
 
 @dataclass(frozen=True)
 class CrossEntropyBackward:
-    """The backward of ``nll_loss`` followed by that of ``log_softmax``, as one op. The second overwrites the result
-    of the first; it reads each row before it writes the row, so the bits are the same as with two tensors.
+    """The backward of ``nll_loss`` followed by the backward of ``log_softmax``, as one op that needs a single tensor.
 
-    Its arguments are those of the first op, followed by those of the second except the gradient. ``loss``: the first
-    op.
+    The second overwrites the result of the first. It reads each row before it writes the row, so the bits are the same
+    as with two tensors.
+
+    Its arguments are those of the first op, followed by those of the second op without the gradient. ``loss``: the
+    first op.
     """
 
     loss: Callable[..., Any]
@@ -39,7 +40,11 @@ class CrossEntropyBackward:
         return f"{self.loss}.in_place"
 
     def __call__(self, *args: Any) -> torch.Tensor:
-        """Return the gradient with respect to the scores (the input of ``log_softmax``)."""
+        """Return the gradient with respect to the scores (the input of ``log_softmax``).
+
+        ``args``: the arguments of ``nll_loss_backward``, followed by the result of ``log_softmax``, its dimension and
+        its input's type.
+        """
         *own, output, dim, dtype = args
         gradient: torch.Tensor = kernel_of(self.loss)(*own)
         kernel_of(SCORES.out)(gradient, output, dim, dtype, out=gradient)
@@ -47,9 +52,12 @@ class CrossEntropyBackward:
 
 
 def with_losses_in_place(step: CapturedStep) -> CapturedStep:
-    """Return the step with the backward calls of ``nll_loss`` and ``log_softmax`` of each cross entropy replaced by
-    one `CrossEntropyBackward`, under the name of the first call, where nothing else reads the first call's result and
-    both compute the same bits in place."""
+    """Return the step with one `CrossEntropyBackward` in place of each backward of ``nll_loss`` that is followed by a
+    backward of ``log_softmax``. It has the name of the first call.
+
+    A pair is replaced only if it runs on a CPU, both gradients are contiguous and of the same type, and nothing but the
+    second call reads the first call's result.
+    """
     readers: dict[str, list[Call]] = {}
     for call in step.calls:
         for ref in dict.fromkeys(refs((call.args, call.kwargs))):
@@ -70,8 +78,14 @@ def with_losses_in_place(step: CapturedStep) -> CapturedStep:
 
 
 def _second(step: CapturedStep, call: Call, readers: dict[str, list[Call]]) -> Call | None:
-    """Return the only reader of the gradient that a loss's backward returns, if it may overwrite that
-    gradient; else None."""
+    """Return the backward of ``log_softmax`` that reads the gradient which ``call`` returns, if it may overwrite this
+    gradient; otherwise None.
+
+    It may if ``call`` is a backward of ``nll_loss`` on a CPU, nothing else reads the gradient, and both gradients are
+    contiguous and of the same type.
+
+    ``readers``: the calls that read a value, by the value's name.
+    """
     if call.target not in LOSSES or call.kwargs:
         return None
     name = str(call.results[0])

@@ -1,4 +1,4 @@
-"""Separate storages for the outputs of a captured step: remove needless copies and add missing ones."""
+"""Give each output of a captured step a separate storage: remove needless copies and add missing ones."""
 
 from __future__ import annotations
 
@@ -17,12 +17,14 @@ PERMUTE = torch.ops.aten.permute.default
 
 
 def without_copies(step: CapturedStep) -> CapturedStep:
-    """Return the step with outputs that are copies (``clone``) replaced by the copied values, where such a value is a
-    view that covers a whole storage with no other output or input in it, and has the copy's strides. The copying
-    calls become dead.
+    """Return the step with outputs that are needless copies (``clone``) replaced by the copied values. Nothing reads
+    these copies then, so their calls can be removed.
 
-    `FlatModel` copies views because autograd gives only copies separate tangents. A captured step already has its
-    tangents.
+    A copy is needless if no call reads it, the copied value has the same strides, covers a whole storage, and this
+    storage contains no other output and no input.
+
+    The copies come from `FlatModel`: autograd gives an output a separate tangent only if the output is not a view. A
+    captured step has its tangents already.
     """
     values, outputs = step.values, []
     used = {values[i.value].storage for i in step.inputs} | {values[o.value].storage for o in step.outputs}
@@ -42,16 +44,20 @@ def without_copies(step: CapturedStep) -> CapturedStep:
 
 
 def is_whole(value: Value) -> bool:
-    """Return whether a value covers its storage entirely: the storage has as many bytes as the value's elements."""
+    """Return whether a value's storage has exactly as many bytes as the value's elements, so that it contains no
+    others."""
     return value.fake.untyped_storage().nbytes() == value.fake.numel() * value.fake.element_size()
 
 
 def with_own_outputs(step: CapturedStep) -> CapturedStep:
-    """Return the step in which every output has its own dense storage. Outputs that are inputs, expanded tensors or
-    share a storage with another output, and gradients whose strides differ from their parameter's, are copied.
+    """Return the step in which every output has a separate dense storage. Copies are added for all outputs that have
+    not.
 
-    The ``.grad`` of two parameters must not share memory, and an expanded gradient cannot be accumulated into.
-    Autograd itself would copy a gradient with other strides than its parameter, and use more memory than planned.
+    Copied are outputs that are inputs, that share a storage with another output or do not fill it (expanded tensors),
+    and gradients whose strides differ from those of their parameter.
+
+    The ``.grad`` of two parameters must not share memory, and an expanded gradient cannot be accumulated into. Autograd
+    itself would copy a gradient whose strides differ from its parameter's, and so use more memory than planned.
     """
     used = {step.values[i.value].storage for i in step.inputs}
     parameters = {i.target: step.values[i.value].fake for i in step.inputs if i.kind == "parameter"}
@@ -81,14 +87,15 @@ def with_own_outputs(step: CapturedStep) -> CapturedStep:
 
 
 def _has_layout_of(gradient: torch.Tensor, parameter: torch.Tensor) -> bool:
-    """Return whether autograd stores a gradient without copying it (the layout contract of
-    ``AccumulateGrad``)."""
+    """Return whether autograd stores ``gradient`` as ``.grad`` of ``parameter`` without copying it (the layout contract
+    of ``AccumulateGrad``): its strides are those of a dense parameter, otherwise those of a contiguous tensor."""
     strides = zip(gradient.shape, gradient.stride(), _dense_strides(parameter), strict=True)
     return all(size == 1 or own == other for size, own, other in strides)
 
 
 def _dense_strides(parameter: torch.Tensor) -> tuple[int, ...]:
-    """Return the parameter's strides if it is dense, else those of a contiguous tensor."""
+    """Return the parameter's strides if it is dense (its elements fill a block of memory without gaps), otherwise the
+    strides of a contiguous tensor."""
     own, expected = parameter.stride(), 1
     for stride, size in sorted(zip(own, parameter.shape, strict=True)):
         if size != 1 and stride != expected:
@@ -102,8 +109,15 @@ def _dense_strides(parameter: torch.Tensor) -> tuple[int, ...]:
 def _copy(
     value: Value, name: str, like: torch.Tensor | None, backward: bool
 ) -> tuple[list[Call], list[Value]]:
-    """Return the calls that copy a value, and the values that they make. The copy is contiguous, or has the
-    dense strides of ``like``."""
+    """Return the calls that copy a value, and the values that these calls return; the last value is the copy.
+
+    Args:
+        value: the value to copy.
+        name: the name of the copy.
+        like: the copy gets the strides of this tensor if it is dense. None, or a tensor that is not dense: the copy is
+            contiguous.
+        backward: whether the calls belong to the backward half.
+    """
     dims = list(range(value.fake.dim()))
     strides = [0 for _ in dims] if like is None else _dense_strides(like)
     order = sorted(dims, key=lambda d: -strides[d])

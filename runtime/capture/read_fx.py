@@ -1,5 +1,5 @@
-"""Read a joint fx graph, forward and backward, into a `CapturedStep`: which call makes which storage, which
-calls are views, and the inputs and outputs."""
+"""Read a joint fx graph, forward and backward, into a `CapturedStep`: its calls, its inputs and outputs, which call
+creates which storage, and which calls return views."""
 
 from __future__ import annotations
 
@@ -37,9 +37,9 @@ MARKERS = frozenset({"profiler"})
 """Namespaces of ops that only mark the ranges of a profile."""
 
 SIZES = (int, float, torch.SymInt, torch.SymFloat, torch.SymBool)
-"""Types of nodes that compute with sizes."""
+"""Types of the results of nodes that compute with sizes."""
 
-# Calls that return their argument, once autograd has finished.
+# Ops that return their argument unchanged once autograd has finished. They become aliases of the argument.
 SAME = frozenset({torch.ops.aten.detach.default, torch.ops.aten.alias.default})
 
 
@@ -50,26 +50,29 @@ def read_joint_graph(
     name: str,
     table: ExpressionTable | None = None,
 ) -> CapturedStep:
-    """Read a module's joint fx graph, forward and backward, as a `CapturedStep`. `finished` must be applied to the
+    """Read the joint fx graph (forward and backward) of a module as a `CapturedStep`. `finished` must be applied to the
     step before it is planned.
 
     Args:
         module: the graph.
-        names: the module's names of parameters and buffers, by the names that the tracer uses.
-        outputs: the number of the module's outputs. Further outputs of the graph are assertions about values.
+        names: the module's name of each parameter and buffer, by the name that the tracer uses.
+        outputs: the number of the module's outputs. Further outputs of the graph belong to assertions about values.
         name: the step's name.
-        table: receives the open sizes among the arguments of calls; None if all sizes are fixed.
+        table: collects the symbolic sizes among the arguments of calls; None if all sizes are fixed.
 
     Raises:
-        ModelError: no output depends on a trained parameter; the model changes an input or a parameter in place; an
-            op cannot be planned; or the graph uses several accelerators.
+        ModelError: no output depends on a trained parameter; the model changes an input or a parameter in place; an op
+            cannot be planned; or the graph uses several accelerators.
     """
     return _on_one_device(_Reader(module, ModuleRoles(names, outputs), table).read(name))
 
 
 def finished(step: CapturedStep) -> CapturedStep:
-    """Complete a step that was read from a graph: return it with a separate storage for each output, cross entropies
-    computed in place, the phase (forward or backward) of each call, and without dead calls."""
+    """Complete a step that was read from a graph, and return it.
+
+    Each output gets a separate storage, cross entropies are computed in place, each call gets a phase (forward or
+    backward), and calls whose results nobody reads are removed.
+    """
     step = with_losses_in_place(with_own_outputs(without_copies(step)))
     return without_dead_calls(with_phases(step))
 
@@ -77,16 +80,17 @@ def finished(step: CapturedStep) -> CapturedStep:
 def read_flat_joint_graph(
     module: fx.GraphModule, early: int, name: str, table: ExpressionTable | None = None
 ) -> CapturedStep:
-    """Read a joint fx graph without modules, as a partitioner of ``torch.compile`` gets it, as a `CapturedStep`.
+    """Read a joint fx graph (forward and backward) that a partitioner of ``torch.compile`` gets as a `CapturedStep`.
+    This graph knows no modules and no parameter names.
 
-    All inputs count as tensors of the batch, except tangents (gradients of outputs), and inputs that get new content,
-    which count as buffers. Outputs and gradients are named by position.
+    Inputs that are gradients of outputs become tangents. Inputs that the graph writes new content into become buffers.
+    All other inputs count as tensors of the batch. Outputs and gradients are named by position.
 
     Args:
         module: the graph.
-        early: the number of the graph's results that are outputs; the results after them are gradients.
+        early: the number of the graph's results that are outputs of the forward. The results after them are gradients.
         name: the step's name.
-        table: receives the open sizes among the arguments of calls; None if all sizes are fixed.
+        table: collects the symbolic sizes among the arguments of calls; None if all sizes are fixed.
 
     Raises:
         ModelError: a shape depends on values of tensors, an op changes its arguments, or the graph uses several
@@ -97,10 +101,10 @@ def read_flat_joint_graph(
 
 
 def _on_one_device(step: CapturedStep) -> CapturedStep:
-    """Return the step itself.
+    """Return ``step`` unchanged, after a check that it uses at most one accelerator.
 
     Raises:
-        ModelError: it uses several accelerators.
+        ModelError: the step uses several accelerators.
     """
     accelerators = [str(d) for d in step.devices if d.type != "cpu"]
     if len(accelerators) > 1:
@@ -111,7 +115,7 @@ def _on_one_device(step: CapturedStep) -> CapturedStep:
 
 
 def fixed_size(size: torch.SymInt) -> int:
-    """Return the present integer value of a size that a compiler may keep symbolic.
+    """Return the present value of a symbolic size as an integer.
 
     Raises:
         ModelError: the size depends on values of tensors.
@@ -123,7 +127,7 @@ def fixed_size(size: torch.SymInt) -> int:
 
 
 class _Reader:
-    """Reads one joint fx graph into a `CapturedStep`."""
+    """Reads one joint fx graph (forward and backward) into a `CapturedStep`."""
 
     def __init__(
         self, module: fx.GraphModule, roles: ModuleRoles | PositionRoles, table: ExpressionTable | None = None
@@ -219,8 +223,8 @@ class _Reader:
             made = [self._same_storage(v, args) for v in made]
         is_view = bool(made) and all(v.storage in read for v in made)
         if not is_view:
-            # If only some results share an argument's storage, they are counted as new storages:
-            # never less than what is allocated.
+            # If only some results share an argument's storage, they are counted as new storages, so that the counted
+            # bytes are never fewer than the allocated ones.
             for v in made:
                 if v.storage in read:
                     self.values[v.name] = replace(v, storage=v.name)
@@ -258,7 +262,11 @@ class _Reader:
         return tuple(names)
 
     def _same_storage(self, value: Value, args: Any) -> Value:
-        """Return a value as a view of its call's argument, where the trace does not know that it is one."""
+        """Record that the result of a call that waits for a collective is in the storage of the call's argument, which
+        the trace does not know. Return the result with this storage.
+
+        ``value``: the result. ``args``: the call's arguments.
+        """
         (of,) = refs(args)
         storage = self.values[of.value].storage
         self.storages[value.fake.untyped_storage()._cdata] = storage  # also for its views
@@ -266,7 +274,8 @@ class _Reader:
         return value
 
     def _renews(self, node: fx.Node) -> bool:
-        """Return whether a copy writes into a buffer. The copied value then becomes an output of the step."""
+        """Return whether ``node``, an in-place copy, writes into a buffer. If so, record the copied value as an output
+        of the step: the buffer's new content."""
         targets = {i.value: i.target for i in self.inputs if i.kind == "buffer"}
         place, value = (self._refs(a).value for a in node.args[:2])
         if place in targets:
@@ -312,7 +321,8 @@ def _check_plannable(node: fx.Node) -> None:
 
 
 def _module_of(node: fx.Node) -> str:
-    """Return the name of a node's module, from our annotation or from TorchDynamo's."""
+    """Return the name of the submodule whose forward calls the op of ``node``: as capture recorded it, otherwise as
+    TorchDynamo did. Empty if neither did."""
     own = (node.meta.get("custom") or {}).get(MODULE)
     if own is not None:
         return str(own)
@@ -321,8 +331,8 @@ def _module_of(node: fx.Node) -> str:
 
 
 def _draws(node: fx.Node) -> bool:
-    """Return whether a call that is tagged as random really draws. Attention without dropout is tagged
-    too."""
+    """Return whether a call whose op is tagged as random really draws random numbers. An attention op with dropout rate
+    0 is tagged, but does not."""
     schema = getattr(node.target, "_schema", None)
     names = [a.name for a in schema.arguments] if schema else []
     given = dict(zip(names, node.args, strict=False)) | node.kwargs

@@ -1,5 +1,5 @@
-"""Context managers that restore a module and the random numbers: attributes (a trace leaves fake tensors
-there), buffers, gradients, and the states of all generators."""
+"""Context managers that restore what a trace may change: a module's attributes (where a trace leaves fake tensors),
+buffers and gradients, and the states of random number generators."""
 
 from __future__ import annotations
 
@@ -25,11 +25,12 @@ CONTAINERS = (list, dict, set, OrderedDict, defaultdict, Counter, deque)
 
 @contextmanager
 def same_attributes(module: nn.Module, name: str) -> Iterator[None]:
-    """Restore the attributes of the module, of its submodules and of records (objects that exist for their
-    attributes) in them after the block, and the content of lists, dictionaries and sets among them, hooks included.
+    """Restore the attributes of a module and of its submodules after the block, and the content of the lists,
+    dictionaries and sets in these attributes, hooks included. Attributes of objects such as configurations
+    (`is_record`) in them are restored, too.
 
-    Warn about tensors and plain values that the block left in public attributes, because a planned forward will not
-    set them. ``name``: the module's name, for the warning.
+    Warn about tensors and plain values that the block left in public attributes, because a planned forward will not set
+    them. ``name``: the module's name, for the warning.
     """
     before = [
         (path, m, dict(m.__dict__), {k: _tensors(v) for k, v in m.__dict__.items()}, _contents(m))
@@ -53,11 +54,11 @@ def same_attributes(module: nn.Module, name: str) -> Iterator[None]:
 
 
 def check_no_sizes_kept(module: nn.Module) -> None:
-    """Refuse a module in which a trace has left a symbolic size in an attribute.
+    """Refuse a module if a trace has left a symbolic size in one of its attributes.
 
     Raises:
-        NotSymbolic: an attribute of the module, a submodule or a record in them has a symbolic size. The message
-            names the attribute.
+        NotSymbolic: an attribute of the module, of a submodule, or of an object such as a configuration in one of their
+            attributes, has a symbolic size. The message names the attribute.
     """
     for path, holder in _holders(module):
         for key, value in holder.__dict__.items():
@@ -79,8 +80,10 @@ def same_buffers(module: nn.Module) -> Iterator[None]:
 
 @contextmanager
 def same_gradients(module: nn.Module, copied: bool = False) -> Iterator[None]:
-    """Restore ``.grad`` of all parameters after the block. At its start ``.grad`` is None; or, with ``copied``, a
-    copy of the gradient."""
+    """Restore ``.grad`` of all parameters after the block to the same tensors.
+
+    Inside the block, ``.grad`` is None at first. With ``copied`` it is a copy of the gradient.
+    """
     before = [(parameter, parameter.grad) for parameter in module.parameters()]
     for parameter, gradient in before:
         parameter.grad = gradient.clone() if copied and gradient is not None else None
@@ -93,8 +96,8 @@ def same_gradients(module: nn.Module, copied: bool = False) -> Iterator[None]:
 
 @contextmanager
 def same_draws() -> Iterator[None]:
-    """Restore the states of PyTorch's (CPU and CUDA), Python's and NumPy's global random number generators after the
-    block."""
+    """Restore, after the block, the states of the global random number generators of PyTorch (CPU and CUDA), Python and
+    NumPy."""
     python, numpy = random.getstate(), np.random.get_state()
     try:
         with torch.random.fork_rng(devices=range(torch.cuda.device_count())):
@@ -105,8 +108,8 @@ def same_draws() -> Iterator[None]:
 
 
 def _holders(module: nn.Module) -> list[tuple[str, Any]]:
-    """Return a module, its submodules, and the records in their attributes, each once, with the path to
-    it."""
+    """Return pairs of a path and an object: the module, its submodules, and the objects such as configurations
+    (`is_record`) in their attributes. Each object occurs once."""
     parts = list(module.named_modules())
     records = {
         id(value): (f"{path}.{key}", value)
@@ -118,7 +121,8 @@ def _holders(module: nn.Module) -> list[tuple[str, Any]]:
 
 
 def _contents(holder: Any) -> list[tuple[Any, Any]]:
-    """Return the containers in an object's attributes, nested ones included, each with a copy."""
+    """Return pairs of a container and a shallow copy of it, for each list, dictionary, set or deque in an object's
+    attributes, nested ones included."""
     found: dict[int, tuple[Any, Any]] = {}
     todo = list(holder.__dict__.values())
     while todo:

@@ -1,4 +1,4 @@
-"""Capture a module with symbolic sizes of its batch, so that one capture serves all shapes that its guard accepts."""
+"""Capture a module with symbols for the sizes of its batch, so that one capture serves many shapes."""
 
 from __future__ import annotations
 
@@ -20,20 +20,20 @@ def capture_with_open_sizes(
     decisions: ValueGuardRecorder,
     symbols: BatchSymbols,
 ) -> Traced:
-    """Trace ``module(*batch)`` with its backward as `capture.capture` does, but with sizes of the batch that stay
-    symbols. Return the step as it was read, from which `OpenStep.of` makes an open step.
+    """Trace ``module(*batch)`` with its backward as `capture.capture` does, but with symbols for the sizes of the
+    batch. Return the step as it was read from the trace; `OpenStep.of` completes it.
 
     Args:
         module: the module.
         batch: the inputs.
         name: the module's name, for the step and for messages.
-        root: the submodule relative to which the step names the modules of its calls.
-        decisions: records the control-flow decisions that depend on values of the inputs or buffers.
-        symbols: new symbols for the batch's sizes.
+        root: a submodule; the step records for each call the submodule that made it, by its name within ``root``.
+        decisions: records the control-flow decisions that depend on values of inputs or buffers.
+        symbols: creates the symbols for the batch's sizes.
 
     Raises:
-        NotSymbolic: some size must be fixed.
-        ModelError: as `capture.capture`.
+        NotSymbolic: some size cannot be a symbol.
+        ModelError: for the reasons that `capture.capture` lists.
     """
     decisions.now = symbols.now
     return trace_joint_graph(TraceRequest(module, batch, name, root, decisions, symbols))

@@ -1,4 +1,4 @@
-"""A module as a function of its distinct parameters and buffers, for a tracer."""
+"""A module in which each parameter and buffer has a single name, even if it is tied, so that a tracer sees it once."""
 
 from __future__ import annotations
 
@@ -20,10 +20,11 @@ from rematplan.runtime.guards.decisions_by_values import ValueGuardRecorder
 
 
 class UntiedModule(nn.Module):
-    """A module as a function of its distinct parameters and buffers.
+    """A module that calls another one and has each of its parameters and buffers under a single name, even if they are
+    tied.
 
-    The tracer would treat a tied weight as two, with a gradient each. Autograd has one gradient, and its
-    order of additions must be kept.
+    The tracer would treat a tied weight as two weights with a gradient each. Autograd has one gradient, and the order
+    of its additions must be kept.
     """
 
     def __init__(self, module: nn.Module, open_: bool = False) -> None:
@@ -45,8 +46,12 @@ class UntiedModule(nn.Module):
         self.short_of = {slot: short[id(tensor)] for slot, tensor in slots(module).items()}
 
     def forward(self, *batch: torch.Tensor) -> Any:
-        """Run the module on a batch. Return its results as a tuple, followed by the tensors of its assertions about
-        values."""
+        """Call the inner module on a batch. Return a tuple of its results, followed by the empty tensors that its
+        assertion ops return.
+
+        Raises:
+            ModelError: the forward seeds random numbers, or assigns a tensor of another shape or type to a buffer.
+        """
         state = {slot: getattr(self, short) for slot, short in self.short_of.items()}
         if self.decisions:
             buffers = {self.names[short]: getattr(self, short) for short in self._buffers}
@@ -69,7 +74,14 @@ class UntiedModule(nn.Module):
 
 
 def _renew(slot: str, buffer: torch.Tensor, assigned: torch.Tensor) -> None:
-    """Copy a tensor that a forward assigned to a buffer into the buffer that the forward was given."""
+    """Copy ``assigned``, which a forward has assigned to a buffer attribute, into the original tensor ``buffer``. Do
+    nothing if both are the same tensor.
+
+    ``slot``: the attribute's qualified name, for the message.
+
+    Raises:
+        ModelError: both tensors differ in shape or type.
+    """
     if assigned is buffer:
         return
     if (assigned.shape, assigned.dtype) != (buffer.shape, buffer.dtype):

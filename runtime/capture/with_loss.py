@@ -1,4 +1,4 @@
-"""A model with a loss on top: the function that a training step differentiates."""
+"""A model and a loss of one of its outputs as one module: the function that a training step differentiates."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ from rematplan.runtime.graph.quiet_logs import quiet
 
 @dataclass(frozen=True, slots=True)
 class Loss:
-    """A loss that `with_loss` can put on a model.
+    """A loss that `with_loss` can apply to a model's output.
 
-    ``name``: its name. ``summary``: what it computes, in a few words. ``apply``: a function of the model's output and
-    the sequence of targets that returns a scalar. ``target``: a function of a fake output and a generator that
-    returns a random target for that output; None if the loss needs no target. ``fits``: a function that returns
-    whether an output can have this loss.
+    ``name``: its name. ``summary``: what it computes, in a few words. ``apply``: a function of the output and the
+    sequence of targets that returns a scalar. ``target``: a function of a fake output and a generator that returns a
+    random target for that output; None if the loss needs no target. ``fits``: a function that returns whether the loss
+    can be computed of a given output.
     """
 
     name: str
@@ -80,14 +80,14 @@ LOSSES: Mapping[str, Loss] = {loss.name: loss for loss in _LOSSES}
 
 
 class WithLoss(nn.Module):
-    """A model with a loss on one of its outputs: ``forward(*inputs, *targets)`` returns a scalar.
+    """A model and a loss of one of its outputs: ``forward(*inputs, *targets)`` returns a scalar.
 
     Args:
         model: the model.
         loss: the loss.
         inputs: the number of the model's inputs.
-        place: the position of the output with the loss, among the floating-point tensors in the model's outputs (a
-            tensor, or nested sequences and mappings of tensors).
+        place: which output has the loss: its position among the floating-point tensors in the model's outputs. The
+            outputs may be nested sequences and mappings.
     """
 
     def __init__(self, model: nn.Module, loss: Loss, inputs: int, place: int) -> None:
@@ -105,11 +105,12 @@ class WithLoss(nn.Module):
 
 
 def _place_of_loss(reals: Sequence[torch.Tensor]) -> int:
-    """Return the position of the first output that depends on a trained parameter; 0 if there is none, which
-    capture refuses.
+    """Return the position of the first tensor in ``reals`` that depends on a trained parameter; 0 if none does.
+
+    ``reals``: the floating-point tensors in a model's outputs.
 
     Raises:
-        ModelError: there are no floating-point outputs.
+        ModelError: ``reals`` is empty.
     """
     if not reals:
         raise ModelError("the model has no floating-point output, so no loss to differentiate")
@@ -131,17 +132,17 @@ def _reals(outputs: Any) -> Iterator[torch.Tensor]:
 def with_loss(
     model: nn.Module, inputs: Sequence[torch.Tensor], loss: str | None = None, seed: int = 0
 ) -> tuple[WithLoss, tuple[torch.Tensor, ...]]:
-    """Return the model with a loss, and a batch for it: the inputs, followed by random targets if the loss needs
-    targets.
+    """Return a module that computes a model and a loss of its output, and a batch for this module: the inputs, followed
+    by random targets if the loss needs targets.
 
-    The loss applies to the first floating-point output that depends on a trained parameter (the first output if none
-    does).
+    The loss applies to the first floating-point output that depends on a trained parameter (the first floating-point
+    output if none does).
 
     Args:
         model: the model.
         inputs: its inputs.
         loss: a name of `LOSSES`. None selects ``output`` for a scalar output, ``cross_entropy`` for scores of two or
-            more classes, and else ``mse``.
+            more classes, and otherwise ``mse``.
         seed: the seed of the random targets.
 
     Raises:
@@ -170,8 +171,8 @@ def with_loss(
 
 
 def _fake_outputs(model: nn.Module, inputs: Sequence[torch.Tensor]) -> Any:
-    """Return the model's outputs as fakes, with their autograd graph. Nothing is allocated, and buffers are
-    not changed.
+    """Return the model's outputs as fake tensors (without data) that have an autograd graph. No memory is allocated,
+    and buffers are not changed.
 
     Raises:
         ModelError: the model does not run on inputs of these shapes.

@@ -1,1 +1,1 @@
-"""Time and memory of single ops: measured, or modelled for another device."""
+"""The time and memory of single ops: measured on this machine, or modelled for another device."""

@@ -12,7 +12,7 @@ from rematplan.ir import UsageError
 
 @dataclass(frozen=True, slots=True)
 class DeviceModel:
-    """A device as the roofline model sees it, from its vendor's data sheet.
+    """A device for the roofline model. Figures of GPUs are from their vendors' data sheets.
 
     ``name``, ``summary``: its name, and one line for lists. ``flops``: peak rate for dense operands by dtype, in 10¹²
     operations per second (float32 without tensor cores). ``bandwidth``: of the memory, in 10⁹ bytes per second.
@@ -57,7 +57,7 @@ DEFAULT_DEVICE_MODEL = "a100"
 
 
 def device_model(name: str) -> DeviceModel:
-    """Return the device model of that name.
+    """Return the device model called ``name``.
 
     Raises:
         UsageError: there is no such model. The message lists the known ones.

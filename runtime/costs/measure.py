@@ -1,5 +1,5 @@
-"""Measurement of the memory and time of calls: allocator events on the CPU, the caching allocator's peak on
-CUDA."""
+"""Measure the memory and the time of functions: memory with allocator events on a CPU, and with the caching allocator's
+peak on CUDA."""
 
 from __future__ import annotations
 
@@ -44,9 +44,9 @@ def release_libraries(device: torch.device) -> None:
 
 def kept_by_libraries(call: Callable[[], object], device: torch.device) -> int:
     """Run ``call`` and return the bytes that libraries keep allocated after its results are freed, such as cuBLAS's
-    workspaces. Workspaces kept before are freed first. On a CPU, return 0 without running ``call``.
+    workspaces. Workspaces that exist already are freed first. On a CPU, return 0 without running ``call``.
 
-    cuBLAS keeps a workspace for each thread (that is, handle) and stream; on Hopper it has 32 MiB.
+    cuBLAS keeps a workspace for each pair of a thread (each has a cuBLAS handle) and a stream. On Hopper it has 32 MiB.
     """
     if device.type != "cuda":
         return 0
@@ -58,11 +58,11 @@ def kept_by_libraries(call: Callable[[], object], device: torch.device) -> int:
 
 
 def peak_above_entry(call: Callable[[], T], device: torch.device) -> tuple[int, T]:
-    """Run ``call``. Return the peak of allocated bytes, less the bytes that were allocated at its start; and its
-    result.
+    """Run ``call``. Return the peak of the allocated bytes while it runs, minus the bytes that were allocated at its
+    start; and the result of ``call``.
 
-    On a CPU this is the running sum of the tensor allocator's events, which includes the workspace of every operator,
-    but not memory that a library takes from the system directly. On CUDA it is the caching allocator's peak.
+    On a CPU the peak is the largest running sum of the tensor allocator's events. It includes the workspaces of
+    operators, but not memory that a library takes from the system directly. On CUDA it is the caching allocator's peak.
     """
     if device.type == "cuda":
         torch.cuda.synchronize(device)
@@ -77,8 +77,11 @@ def peak_above_entry(call: Callable[[], T], device: torch.device) -> tuple[int, 
 
 
 def unprofiled(call: Callable[[], T]) -> T:
-    """Return the result of ``call``. If this thread is being profiled, run it in another thread, since
-    measuring a peak needs a profiler and a thread can have only one."""
+    """Run ``call`` in a thread without a running profiler, and return its result.
+
+    Measuring a peak needs a profiler, and a thread can have only one. If this thread is being profiled, ``call`` runs
+    in another thread.
+    """
     if not profiler_enabled():
         return call()
     with ThreadPoolExecutor(1) as other:
@@ -86,7 +89,11 @@ def unprofiled(call: Callable[[], T]) -> T:
 
 
 class _Record:
-    """Allocator events of the watched threads, each with its time since the first thread's start."""
+    """Collects the CPU allocator events of several threads during one measurement.
+
+    ``events``: pairs of a time and a number of bytes (negative: freed). Times are in microseconds since the first
+    recorded event of the thread that finished first.
+    """
 
     def __init__(self) -> None:
         self.first: Any = None
@@ -94,8 +101,10 @@ class _Record:
 
     @contextmanager
     def thread(self) -> Iterator[None]:
-        """Record the allocations of the present thread inside the block. PyTorch's newer profiler sees the
-        memory of one thread only."""
+        """Record the allocator events of the present thread inside the block.
+
+        It uses PyTorch's legacy profiler: the newer one sees the memory of one thread only.
+        """
         settings = (False, True, False, False, False, ExperimentalConfig())
         enable_profiler_legacy(ProfilerConfig(ProfilerState.CPU, *settings))
         try:
@@ -111,16 +120,19 @@ _watching: list[_Record] = []
 
 
 def watched() -> AbstractContextManager[None]:
-    """Return a context manager for a block in a further thread that does part of measured work: if a measurement by
-    `peak_above_entry` is in progress, the block's allocations count in it. Otherwise the context manager does
-    nothing."""
+    """Return a context manager for code in a further thread that does part of the work that `peak_above_entry`
+    measures. The allocations inside the block are added to the measurement in progress. If there is none, the context
+    manager does nothing."""
     return _watching[-1].thread() if _watching else nullcontext()
 
 
 @contextmanager
 def _allocations() -> Iterator[list[int]]:
-    """Record the CPU allocator events of the block, in order, in bytes (negative: freed). The list is filled
-    when the block ends."""
+    """Record the CPU allocator events inside the block.
+
+    The list is filled when the block ends: the bytes of each event, in order of time; negative if memory was freed.
+    Events in other threads are included if their code runs inside `watched`.
+    """
     sizes: list[int] = []
     record = _Record()
     _watching.append(record)
@@ -133,13 +145,14 @@ def _allocations() -> Iterator[list[int]]:
 
 
 IN_A_ROW = 5
+"""The number of calls that are timed together on CUDA."""
 
 
 def seconds_of(call: Callable[[], object], device: torch.device) -> float:
-    """Return the seconds that ``call`` takes once.
+    """Return the seconds that one call of ``call`` takes.
 
-    On a CPU by the clock. On CUDA by events on the stream, as the mean of `IN_A_ROW` calls in a row, so that
-    launching and waiting count no more than in a step.
+    On a CPU, one call is timed by the clock. On CUDA, `IN_A_ROW` calls in a row are timed by events on the stream, and
+    the mean is returned, so that launching and waiting count no more than in a step.
     """
     if device.type != "cuda":
         start = time.perf_counter()
@@ -156,7 +169,8 @@ def seconds_of(call: Callable[[], object], device: torch.device) -> float:
 
 
 def wall_seconds(call: Callable[[], object], device: torch.device) -> float:
-    """Return the seconds from the start of ``call`` until the device has finished its work."""
+    """Return the seconds from the start of ``call`` until the device has finished its work. Earlier work of the device
+    is finished first and does not count."""
     synchronize(device)
     start = time.perf_counter()
     call()
@@ -167,14 +181,14 @@ def wall_seconds(call: Callable[[], object], device: torch.device) -> float:
 def interleaved_seconds(
     calls: Mapping[str, Callable[[], object]], device: torch.device, rounds: int = 5, settling: int = 0
 ) -> dict[str, float]:
-    """Time several calls alternately, as `interleaved_rounds` does, and return the least seconds of each, by name.
-    Noise only adds time, so the minimum is the best estimate.
+    """Time several functions alternately in ``rounds`` rounds, and return the least seconds of each, by name. Noise
+    only adds time, so the minimum is the best estimate.
 
     Args:
         calls: functions by name.
         device: the device that they use.
-        rounds: the number of timed runs of each call.
-        settling: untimed runs before each timed one.
+        rounds: the number of timed calls of each function.
+        settling: the number of untimed calls of a function before each timed one.
     """
     return {name: min(times) for name, times in interleaved_rounds(calls, device, rounds, settling).items()}
 
@@ -182,19 +196,19 @@ def interleaved_seconds(
 def interleaved_rounds(
     calls: Mapping[str, Callable[[], object]], device: torch.device, rounds: int = 5, settling: int = 0
 ) -> dict[str, tuple[float, ...]]:
-    """Time several calls alternately, after one untimed run of each.
+    """Time several functions alternately in ``rounds`` rounds, after one untimed call of each.
 
-    Alternation makes a slow period of the machine affect all calls alike.
+    Because they alternate, a slow period of the machine affects all functions alike.
 
     Args:
         calls: functions by name.
         device: the device that they use.
-        rounds: the number of timed runs of each call.
-        settling: untimed runs before each timed one, so that the allocator is in the state that this call
-            leaves, not in that of the previous call.
+        rounds: the number of timed calls of each function.
+        settling: the number of untimed calls of a function before each timed one. They put the allocator into the state
+            that this function leaves, not the one before it.
 
     Returns:
-        The seconds of each call in each round, by name.
+        The seconds of each function in each round, by name.
     """
     times: dict[str, list[float]] = {name: [] for name in calls}
     for call in calls.values():
@@ -208,11 +222,11 @@ def interleaved_rounds(
 
 
 def check_fits(needed: int, what: str) -> None:
-    """Refuse an allocation larger than this machine's memory.
+    """Refuse an allocation that is larger than this machine's memory.
 
     Args:
-        needed: bytes.
-        what: the beginning of the message.
+        needed: the bytes to allocate.
+        what: the beginning of the message: what would take the bytes.
 
     Raises:
         ModelError: ``needed`` exceeds the machine's memory. The message has both figures.

@@ -1,4 +1,5 @@
-"""Assertion ops that return an empty tensor. A tracer removes ops without a result."""
+"""Assertion ops that return an empty tensor, in place of PyTorch's assertion ops, which return nothing. A tracer would
+remove ops without a result."""
 
 from __future__ import annotations
 
@@ -58,11 +59,15 @@ would print values."""
 
 
 class Checks(TorchDispatchMode):
-    """Replaces assertion ops of a forward inside the block by variants that return an empty tensor, which a tracer
-    does not remove.
+    """Replaces, inside the block, assertion ops by variants that return an empty tensor. A tracer would remove the
+    originals, because they return nothing.
 
-    ``results``: these tensors, which the graph must return. ``assertions``: the outcomes to assume for conditions on
-    values that are unknown before the step runs.
+    If the forward asks for the value of a boolean tensor, which is unknown during the trace, the outcome that
+    ``assertions`` supplies is assumed, and an op is added that asserts it when the step runs. If none is supplied, the
+    tracer's error is raised.
+
+    ``results``: the tensors that the assertion ops return. They must be outputs of the graph, or the ops are removed.
+    ``assertions``: the outcomes to assume.
     """
 
     supports_higher_order_operators = True  # they are not changed

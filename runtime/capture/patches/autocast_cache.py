@@ -1,8 +1,7 @@
-"""Casting a weight only once for all its uses under autocast, as in eager mode, so that its gradients are
-summed in the lower precision.
+"""Make a trace cast each weight only once under autocast, even if several ops use it, as eager mode does. The gradients
+of these uses are then summed in the lower precision.
 
-Autocast's cache works only for leaf tensors, which a tracer's tensors are not, and is off while a tracer
-runs.
+Autocast's cache works only for leaf tensors, and it is off while a tracer runs. A tracer's tensors are not leaves.
 """
 
 from __future__ import annotations
@@ -24,12 +23,13 @@ AUTOCAST = {"cpu": DispatchKey.AutocastCPU, "cuda": DispatchKey.AutocastCUDA}
 
 @contextmanager
 def casting_once(leaves: Sequence[torch.Tensor], enabled: bool) -> Iterator[None]:
-    """Make autocast cast each of these tensors only once inside the block, if its cache is enabled, as eager mode
-    does.
+    """Make autocast cast each float32 tensor in ``leaves`` that requires a gradient only once inside the block, as
+    eager mode does if autocast's cache is enabled.
 
     Args:
         leaves: the parameters and inputs.
-        enabled: whether autocast's cache is enabled in eager mode; inside the block it is set to this.
+        enabled: whether autocast's cache is enabled in eager mode. Inside the block it is enabled or disabled
+            accordingly.
     """
     known = {id(t) for t in leaves if t.requires_grad and t.dtype == torch.float32}
     cast: dict[int, torch.Tensor] = {}

@@ -1,5 +1,5 @@
-"""Disabling a model's activation checkpointing during capture: the plan decides what is kept and what is
-recomputed."""
+"""Disable a model's activation checkpointing (`torch.utils.checkpoint`) during capture, because a plan decides which
+ops are recomputed."""
 
 from __future__ import annotations
 
@@ -25,8 +25,9 @@ def _nothing_around(*_args: Any, **_kwargs: Any) -> Iterator[None]:
 
 @contextmanager
 def without_checkpoints() -> Iterator[None]:
-    """Make `torch.utils.checkpoint.checkpoint` only call its function inside the block, in this thread. Other
-    threads may be training a model that needs its checkpoints."""
+    """Make `torch.utils.checkpoint.checkpoint` call its function without saving or recomputing anything, inside the
+    block and in this thread. Other threads are not affected, because they may be training a model that needs its
+    checkpoints."""
     thread = get_ident()  # all threads see the replaced functions
     with_reentry, without = checkpoints.CheckpointFunction.apply, getattr(checkpoints, CHECKPOINT_GENERATOR)
 

@@ -1,8 +1,8 @@
-"""Ops for which eager mode chooses between formulas by looking at values. A tracer has no values and takes
-another formula.
+"""Replacements for ops in which eager mode looks at values to choose between two formulas. A tracer has no values, so
+it records a formula that eager mode may not run.
 
-Their gradients (in one case the result too) would have other last bits. Here the choice is inside one op,
-which makes it at each run as eager mode does.
+The gradients, and for one op the result, would then differ in their last bits. In a replacement, the choice is made
+inside a single traced op, each time that it runs.
 """
 
 from __future__ import annotations
@@ -17,15 +17,19 @@ from rematplan.runtime.graph.compat import AutoDispatchBelowAutograd, DispatchKe
 ATEN = torch.ops.aten
 COMPOSITE = DispatchKey.CompositeImplicitAutograd
 NONE, MEAN = 0, 1
-"""ATen's codes for reductions."""
+"""ATen's codes for two reductions of a loss."""
 
 
 @torch.library.custom_op("rematplan::prod_backward", mutates_args=())
 def _prod_backward(
     gradient: torch.Tensor, x: torch.Tensor, product: torch.Tensor, dim: int | None
 ) -> torch.Tensor:
-    """Return the gradient of a product over all elements (``dim`` None) or along a dimension, which is
-    kept."""
+    """Return the gradient of a product of elements with respect to ``x``, with the formula that eager mode uses for the
+    number of zeros in ``x``.
+
+    ``dim``: the dimension along which the product was taken, which ``product`` and ``gradient`` keep with size 1; None
+    if it was taken over all elements.
+    """
     zeros, result = int((x == 0).sum()), torch.empty_like(x)
     if not zeros:
         return result.copy_(gradient * (product / x).conj())
@@ -40,7 +44,8 @@ _prod_backward.register_fake(lambda gradient, x, product, dim: torch.empty_like(
 
 
 def _but_one(x: torch.Tensor, dim: int) -> torch.Tensor:
-    """Return for each position the conjugate product of all other elements along a dimension."""
+    """Return a tensor of the shape of ``x``: for each element, the conjugate of the product of all other elements along
+    the dimension ``dim``."""
     one, n = torch.ones_like(x.narrow(dim, 0, 1)), x.shape[dim]
     before = torch.cat([one, x.narrow(dim, 0, n - 1)], dim).cumprod(dim)
     after = torch.cat([one, x.narrow(dim, 1, n - 1).flip(dim)], dim).cumprod(dim).flip(dim)
@@ -72,7 +77,8 @@ def _prod(
 
 @torch.library.custom_op("rematplan::masked_sum", mutates_args=())
 def _masked_sum(x: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
-    """Return the sum of the elements that a mask selects, in order."""
+    """Return the sum, a scalar, of the elements of ``x`` at which ``mask`` is true. They are selected first and then
+    added, as in eager mode, so that the bits are the same."""
     return x.masked_select(mask).sum()
 
 
@@ -100,7 +106,7 @@ class _MaskedFill(torch.autograd.Function):
 
 @torch.library.custom_op("rematplan::weight_of_targets", mutates_args=())
 def _weight_of_targets(weight: torch.Tensor, target: torch.Tensor, ignored: int) -> torch.Tensor:
-    """Return the sum of the class weights over all targets except the ignored ones."""
+    """Return the sum, over all targets that are not equal to ``ignored``, of the weight of the target's class."""
     return weight.gather(0, target.masked_select(target != ignored)).sum()
 
 
@@ -135,4 +141,4 @@ BY_VALUES: Mapping[tuple[OpOverload, DispatchKey], Callable[..., Any]] = {
     (ATEN.masked_fill.Tensor, DispatchKey.Autograd): _MaskedFill.apply,
     (ATEN.cross_entropy_loss.default, COMPOSITE): _cross_entropy_of(ATEN.cross_entropy_loss.default),
 }
-"""The kernels of these ops while a step is traced."""
+"""By op and dispatch key, the kernels that replace PyTorch's while a step is traced."""

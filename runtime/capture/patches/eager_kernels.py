@@ -1,11 +1,10 @@
-"""Keep ATen calls whole while a step is traced.
+"""Make a trace record the ops that eager mode runs.
 
 For some ops PyTorch registers a Python decomposition that replaces the C++ kernel only under tracing. An
-``upsample_bilinear2d`` becomes forty index calls, which are slower, round differently, and keep several times
-the memory. Eager mode runs the kernel, so the planned step must, too. A ``dropout`` becomes the fused one,
-which eager mode does not run on a CPU, and whose scale differs in the last bit at some rates (0.15, for
-example). A recurrent layer becomes a loop over its steps. cuDNN's batch norm becomes PyTorch's, which has
-other bits.
+``upsample_bilinear2d`` becomes forty index calls, which are slower, round differently, and keep several times the
+memory. A ``dropout`` becomes the fused one, which eager mode does not run on a CPU, and whose scale differs in the last
+bit at some rates (0.15, for example). A recurrent layer becomes a loop over its steps. cuDNN's batch norm becomes
+PyTorch's, which has other bits.
 """
 
 from __future__ import annotations
@@ -56,8 +55,11 @@ def _overloads() -> Iterator[OpOverload]:
 
 @cache
 def _fused_scales_alike(rate: float, dtype: torch.dtype) -> bool:
-    """Return whether the fused dropout, which multiplies by a number, has the same bits as a product with
-    scaled noise."""
+    """Return whether PyTorch's fused dropout op has the same bits as eager mode on a CPU, which multiplies by noise: 0
+    or 1 / (1 − ``rate``) in the input's type.
+
+    ``rate``: the probability that an element becomes 0. ``dtype``: the input's type.
+    """
     if rate == 1:
         return False  # the fused kernel draws, eager mode does not
     with disable_current_modes():
@@ -66,7 +68,11 @@ def _fused_scales_alike(rate: float, dtype: torch.dtype) -> bool:
 
 
 def _dropout_of(fused: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a kernel for dropout: ``fused``, or what eager mode does on a CPU if the bits differ."""
+    """Return a function that computes dropout with the bits of eager mode: with ``fused``, or, where ``fused`` has
+    other bits on a CPU, by multiplying with noise.
+
+    ``fused``: the decomposition that PyTorch registers for traces; it calls the fused dropout op.
+    """
 
     def dropout(x: torch.Tensor, rate: float, train: bool | None) -> Any:
         if not train or x.device.type != "cpu" or _fused_scales_alike(rate, x.dtype):
@@ -86,8 +92,11 @@ def _batch_norm(
     momentum: float,
     eps: float,
 ) -> Any:
-    """Run cuDNN's batch norm. It changes the running statistics, which its schema does not say, so in
-    training it is replaced by an op whose schema does, and which runs the same kernel."""
+    """Run cuDNN's batch norm under tracing, with the bits of eager mode.
+
+    In training, the op ``cudnn_batch_norm`` changes the running statistics, but its schema does not say so. Then
+    ``_batch_norm_with_update`` is called, which runs the same kernel and has a correct schema.
+    """
     if training and mean is not None:
         return ATEN._batch_norm_with_update.default(x, weight, bias, mean, variance, momentum, eps)
     cudnn = ATEN.cudnn_batch_norm.default
@@ -96,11 +105,11 @@ def _batch_norm(
 
 
 def _recurrent_of(op: OpOverload) -> Callable[..., Any]:
-    """Return a kernel that runs a recurrent layer as eager mode does, but with PyTorch's cells instead of
-    cuDNN's.
+    """Return a function that runs the recurrent layer ``op`` as eager mode does, but always with PyTorch's cells
+    instead of cuDNN's kernel.
 
-    cuDNN's layers read the addresses of their weights, which a trace does not have. If the number of
-    sequences at each step is an input, it is made a real tensor.
+    cuDNN's kernel reads the addresses of the weights, and a trace has no addresses. For a packed sequence, the tensor
+    of batch sizes is replaced by a real tensor, because the op reads its values.
     """
     packed = op._overloadname == "data"
 
@@ -127,8 +136,8 @@ def _real(batch_sizes: torch.Tensor) -> torch.Tensor:
 def _pad_packed_sequence(
     packed: torch.Tensor, batch_sizes: torch.Tensor, batch_first: bool, padding: float, total_length: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Pad a packed sequence as the kernel does. The kernel writes the lengths through a tensor's address,
-    which a trace does not have."""
+    """Pad a packed sequence, with the results of the kernel of ``_pad_packed_sequence``. The kernel itself cannot be
+    traced, because it writes the lengths to a tensor's address."""
     sizes = batch_sizes.tolist()
     longest = total_length if total_length > 0 else len(sizes)
     padded = packed.new_full((longest, sizes[0], *packed.shape[1:]), padding)
@@ -151,8 +160,8 @@ def _ctc_loss(
     reduction: int = MEAN,
     zero_infinity: bool = False,
 ) -> torch.Tensor:
-    """Compute the CTC loss as the kernel does. The kernel makes a tensor of the lengths where a tracer does
-    not see it."""
+    """Compute the CTC loss with the bits of the kernel of ``ctc_loss``. The kernel itself cannot be traced with the
+    mean as reduction, because it creates a tensor of the target lengths that a tracer does not see."""
     arguments = log_probs, targets, input_lengths, target_lengths, blank
     wanted = NONE if reduction == MEAN else reduction
     losses: torch.Tensor = ATEN.ctc_loss.IntList._op_dk(COMPOSITE, *arguments, wanted, zero_infinity)
@@ -163,10 +172,11 @@ def _ctc_loss(
 
 
 def _resizing_of(op: OpOverload) -> Callable[..., Any]:
-    """Return what eager mode does for ``op``, the overload of an interpolation that takes sizes or factors. Its C++
-    kernel refuses sizes that are open.
+    """Return a function for an interpolation op that can be traced with symbolic sizes, which the op's C++ code
+    refuses. It calls the same kernel.
 
-    A factor must be a whole number, since the size times any other factor rounds.
+    ``op``: the overload that takes either an output size or scale factors. With symbolic sizes, factors must be whole
+    numbers, because the size times any other factor would have to be rounded; others raise NotSymbolic.
     """
     kernel = getattr(ATEN, op._opname).default
 
@@ -187,11 +197,11 @@ def _resizing_of(op: OpOverload) -> Callable[..., Any]:
 
 @contextmanager
 def native_kernels(open_sizes: bool = False) -> Iterator[None]:
-    """Make a trace in the block record the ops that eager mode runs, where PyTorch would decompose or replace them
+    """Make a trace inside the block record the ops that eager mode runs, where PyTorch would decompose or replace them
     only under tracing.
 
-    ``open_sizes``: whether the sizes of the traced batch are symbols. Interpolations are then traced by Python code,
-    since their kernels refuse symbolic sizes.
+    ``open_sizes``: whether the sizes of the traced batch are symbols. Interpolations are then traced through Python
+    code, because their C++ code refuses symbolic sizes.
     """
     dropout, cudnn = ATEN.dropout.default, ATEN.cudnn_batch_norm.default
     pad = ATEN._pad_packed_sequence.default
@@ -223,9 +233,9 @@ def native_kernels(open_sizes: bool = False) -> Iterator[None]:
 
 @contextmanager
 def with_kernels(kernels: _Kernels) -> Iterator[None]:
-    """Replace Python kernels of ops inside the block, and restore the previous ones afterwards.
+    """Replace Python kernels of ops inside the block, and restore the previous ones at its end.
 
-    ``kernels``: the new kernel by op and dispatch key; None removes the present one.
+    ``kernels``: for each pair of an op and a dispatch key, the new kernel; None removes the present one.
     """
     before: _Kernels = {(op, key): op.py_kernels.get(key) for op, key in kernels}
     _put(kernels)

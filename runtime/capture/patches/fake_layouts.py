@@ -1,8 +1,8 @@
-"""Fake tensors with the strides and types that real ones would have.
+"""Fake tensors (without data) that have the strides and types of the kernels' real results.
 
-For some ops PyTorch's fakes keep an argument's strides where the kernel does not, or the other way round, if
-tensors are permuted or channels-last. The tracer uses the strides to choose between a view and a copy, so a
-step could fail when it runs, or sum in another order than eager mode.
+For some ops PyTorch's fakes have other strides than the kernel's results if arguments are permuted or channels-last.
+The tracer uses strides to choose between a view and a copy. With wrong strides a step could fail when it runs, or sum
+in another order than eager mode.
 """
 
 from __future__ import annotations
@@ -98,15 +98,15 @@ DIVIDING = frozenset({ATEN.floor_divide.default, ATEN.div.Tensor_mode})
 
 
 class TrueLayouts(FakeTensorMode):
-    """A fake mode in which results have the strides and types of real ones.
+    """A fake mode whose results have the strides and types that the kernels' real results have.
 
-    Some ops are therefore run once on real tensors with arbitrary numbers: those whose fakes have wrong strides for
-    non-contiguous arguments (`UNSURE`) or wrong types for arguments of several types (`NORMS`), and those that fail
-    on fakes (`REFUSED`).
+    For some ops it gets them by running the op once on real tensors, filled with a constant. These are the ops whose
+    fakes have wrong strides for non-contiguous arguments (`UNSURE`), the ops whose fakes have wrong types for arguments
+    of several types (`NORMS`), and the ops that fail on fakes (`REFUSED`).
 
-    ``symbols``: the symbols of the batch's sizes; None if all sizes are fixed. With symbols, such an op runs for the
-    sizes of the traced batch, and only the order of its results' strides counts; `check_layouts` checks the strides
-    for other sizes.
+    ``symbols``: the symbols of the batch's sizes; None if all sizes are fixed. With symbols, an op runs with the sizes
+    of the traced batch, and its results only determine the order of the dimensions in memory; `check_layouts` checks
+    the strides for other sizes.
     """
 
     def __init__(self, symbols: BatchSymbols | None = None) -> None:
@@ -143,8 +143,11 @@ def _as_given(value: Any) -> Any:
 
 
 def _run(func: Any, args: Any, kwargs: Any, now: Callable[[Any], Any] = _as_given) -> Any:
-    """Run an op on arbitrary numbers and return its result. ``now``: replaces open sizes in nested arguments
-    by integers."""
+    """Run an op on real tensors of the shapes, strides and types of its arguments, filled with a constant, and return
+    its result.
+
+    ``now``: replaces symbolic sizes, in nested shapes and strides, by integers.
+    """
     with disable_current_modes():
         number = 1 if func in DIVIDING else 0  # avoids integer division by 0
         args, kwargs = pytree.tree_map_only(
@@ -168,7 +171,17 @@ def _real(fake: torch.Tensor, now: Callable[[Any], Any] = _as_given) -> torch.Te
 
 
 def _like_real(fake: Any, real: Any, now: Callable[[Any], Any]) -> Any:
-    """Return the fake if it has the strides and the type of the real tensor, else a new one that does."""
+    """Return ``fake`` if it has the strides and the type of ``real``, otherwise a new tensor that has them.
+
+    Args:
+        fake: the result of an op under the fake mode; None if the op failed there.
+        real: the op's result on real tensors. If it is not a tensor, ``fake`` is returned.
+        now: replaces symbolic sizes by integers. If sizes are symbolic, the new tensor has the shape of ``fake``, and
+            its dimensions have the order in memory that those of ``real`` have.
+
+    Raises:
+        NotSymbolic: sizes are symbolic and ``real`` is not dense.
+    """
     if not isinstance(real, torch.Tensor):
         return fake
     if fake is not None and fake.dtype == real.dtype and now(fake.stride()) == real.stride():
@@ -182,8 +195,8 @@ def _like_real(fake: Any, real: Any, now: Callable[[Any], Any]) -> Any:
 
 
 def _dense_as(real: torch.Tensor, shape: Sequence[Any]) -> tuple[Any, ...]:
-    """Return the strides of a dense tensor of another shape, with the dimensions in the memory order of
-    ``real``."""
+    """Return the strides of a dense tensor of shape ``shape`` whose dimensions have the same order in memory as those
+    of ``real``."""
     strides, expected = [1] * real.ndim, 1
     for _, _, dim in sorted(zip(real.stride(), real.shape, range(real.ndim), strict=True)):
         strides[dim], expected = expected, expected * shape[dim]
@@ -191,11 +204,13 @@ def _dense_as(real: torch.Tensor, shape: Sequence[Any]) -> tuple[Any, ...]:
 
 
 def check_layouts(step: CapturedStep) -> None:
-    """Check a step that was captured for other sizes: run those of its ops on real tensors whose fakes may have wrong
-    strides (`UNSURE`, with non-contiguous arguments), and compare the strides of their results with the step's.
+    """Check the strides in a step whose shapes were computed from a capture at other sizes.
+
+    Ops whose fakes may have wrong strides (`UNSURE`, with non-contiguous arguments) are run on real tensors, and the
+    strides of the results are compared with those in the step.
 
     Raises:
-        NotSymbolic: an op's results have other strides or another shape than in the step.
+        NotSymbolic: a result has other strides or another shape than in the step.
     """
     for call in step.calls:
         fakes = [step.values[r.value].fake for r in refs((call.args, call.kwargs))]
@@ -214,13 +229,13 @@ def _same_places(fake: torch.Tensor, real: torch.Tensor) -> bool:
 
 
 RUN, GRAIN = 64, 2**15
-"""A CPU kernel processes numbers in vectors of at most ``RUN``, and the rest of a contiguous row one by one,
-by other code. Fewer than ``GRAIN`` numbers in all are processed by one thread."""
+"""A CPU kernel processes a contiguous row in vectors of at most ``RUN`` numbers, and the rest of the row one by one, by
+other code. One thread processes a tensor of fewer than ``GRAIN`` numbers."""
 
 
 @torch.library.custom_op("rematplan::laid", mutates_args=())
 def _laid(x: torch.Tensor, stride: Sequence[int]) -> torch.Tensor:
-    """Return a copy of ``x`` with these strides."""
+    """Return a copy of ``x`` whose strides are ``stride``."""
     return x.new_empty_strided(x.shape, stride).copy_(x)
 
 
@@ -236,15 +251,18 @@ DRAWS = frozenset(
 )
 """Ops that overwrite a tensor with random numbers."""
 UNNAMEABLE = getattr(ATEN.random_, "from")
-"""An op whose overload is a Python keyword, so that a tracer cannot write its call as source."""
+"""An op whose overload name is a Python keyword, so that a tracer cannot write a call of it as Python source."""
 
 
 @torch.library.custom_op("rematplan::drawn", mutates_args=(), tags=(torch.Tag.nondeterministic_seeded,))
 def _drawn(
     like: torch.Tensor, op: str, numbers: Sequence[Number], tensors: Sequence[torch.Tensor]
 ) -> torch.Tensor:
-    """Return what an in-place ATen op, given by name and overload, draws into a tensor with the strides of
-    ``like``."""
+    """Return a new tensor with the shape, strides and type of ``like``, filled with random numbers by an in-place ATen
+    op.
+
+    ``op``: the op's name and overload, such as ``normal_.default``. ``tensors``, ``numbers``: the op's other arguments.
+    """
     drawn: torch.Tensor = _op(op)(_real(like), *tensors, *numbers)
     return drawn
 
@@ -253,13 +271,15 @@ _drawn.register_fake(lambda like, op, numbers, tensors: _real(like))
 
 
 class InPlaceLayouts(TorchDispatchMode):
-    """Keeps, inside the block, the strides of tensors that are changed in place or filled with random numbers, as
-    eager mode does. It raises a ModelError if a forward writes into windows of a tensor (``unfold``) or into a
-    constant.
+    """Makes a trace keep, inside the block, the strides of tensors that are changed in place or filled with random
+    numbers, as eager mode does.
 
-    A tracer replaces a changed tensor by a new, dense one. A non-contiguous part of a larger tensor (the gates of a
-    recurrent cell) would be dense from then on, and its sigmoid would have other last bits. Random numbers are drawn
-    in memory order, so they differ if a tensor is not dense.
+    A tracer replaces a changed tensor by a new, dense one. A non-contiguous part of a larger tensor (a gate of a
+    recurrent cell) would then be dense, and its sigmoid would have other last bits. Random numbers are drawn in memory
+    order, so they too depend on the strides.
+
+    It raises a ModelError if the forward writes into a constant, or into windows of a tensor (``unfold``) that overlap
+    or leave elements out.
     """
 
     supports_higher_order_operators = True  # they are not changed
@@ -296,7 +316,7 @@ class InPlaceLayouts(TorchDispatchMode):
 
 
 def _is_constant(tensor: Any) -> bool:
-    """Return whether a tracer treats a tensor as a constant, such as a tensor in a plain attribute of a
+    """Return whether a tracer records a tensor as a constant, as it does with a tensor in a plain attribute of a
     module."""
     if not isinstance(tensor, torch.Tensor) or isinstance(tensor, FunctionalTensor):
         return False
@@ -304,13 +324,16 @@ def _is_constant(tensor: Any) -> bool:
 
 
 def _writable(made: torch.Tensor) -> torch.Tensor:
-    """Return a tensor that was computed only from constants as one that may be written to. The tracer would
-    treat it as a constant, too."""
+    """Return ``made``, the result of an op, in a form that the forward may write to.
+
+    A tracer would record it as a constant if it was computed from constants only, and writes into constants are
+    refused.
+    """
     return FunctionalTensor.to_functional(made) if _is_constant(made) else made
 
 
 def _makes_new_memory(func: Any) -> bool:
-    """Return whether no result of an op shares an argument's memory."""
+    """Return whether an op's schema says that no result shares memory with an argument."""
     return isinstance(func, OpOverload) and not any(r.alias_info for r in func._schema.returns)
 
 
@@ -320,8 +343,10 @@ def _is_view(func: Any) -> bool:
 
 
 def _leaves_out(func: Any, args: Sequence[Any]) -> bool:
-    """Return whether a view consists of windows (unfold) that do not cover a tensor exactly once. A tracer
-    would take what is written into them for the whole content of the tensor."""
+    """Return whether a call is an ``unfold`` whose windows overlap or leave elements of the tensor out.
+
+    A tracer would misread a write into such windows: it takes the written numbers for the content of the whole tensor.
+    """
     if func is not ATEN.unfold.default:
         return False
     x, dim, size, step = args
@@ -329,7 +354,10 @@ def _leaves_out(func: Any, args: Sequence[Any]) -> bool:
 
 
 def _draw(func: OpOverload, written: FunctionalTensor, args: Sequence[Any]) -> FunctionalTensor:
-    """Replace a tensor by what is drawn into it, and return it."""
+    """Overwrite a tensor of a trace with random numbers, in its present strides, and return it.
+
+    ``func``: the in-place op that draws. ``written``: the tensor. ``args``: the op's other arguments.
+    """
     tensors = [a for a in args if isinstance(a, torch.Tensor)]
     numbers = [a for a in args if not isinstance(a, torch.Tensor)]
     name = f"{func._opname}.{func._overloadname}"
@@ -341,8 +369,11 @@ def _draw(func: OpOverload, written: FunctionalTensor, args: Sequence[Any]) -> F
 
 
 def _restore_strides(written: FunctionalTensor) -> None:
-    """Give the tensor that now represents ``written`` the strides of ``written``, where these can change a
-    result."""
+    """Give a changed tensor the strides that eager mode would give it.
+
+    The tracer has replaced the content of ``written`` by a new tensor. If the new one has other strides, and the last
+    bits of results may depend on them, it is replaced by a copy with the strides of ``written``.
+    """
     functionalize_sync(written.elem)
     now = from_functional_tensor(written.elem)
     if now.stride() != written.stride() and not _in_whole_runs(written):
@@ -355,7 +386,10 @@ def _writes_first(func: Any) -> bool:
 
 
 def _in_whole_runs(tensor: torch.Tensor) -> bool:
-    """Return whether results do not depend on whether a tensor is dense, because its rows consist of whole
-    vectors."""
+    """Return whether elementwise kernels have the same results for a tensor and for a dense copy of it.
+
+    They have if each row is contiguous and a multiple of `RUN` elements long (kernels process the rest of a row by
+    other code), and the tensor has fewer than `GRAIN` elements, so that one thread processes it.
+    """
     run = tensor.shape[-1] if tensor.ndim and tensor.stride(-1) == 1 else 1
     return run % RUN == 0 and tensor.numel() < GRAIN

@@ -1,7 +1,7 @@
-"""All changes that capture makes in PyTorch, for the whole process or its thread: one row each.
+"""A table of all changes that capture makes in PyTorch, for the whole process or for one thread.
 
-A new patch gets a row here. tests/runtime/capture/test_patches.py captures a model and compares everything
-that the rows name before and after.
+Every new patch gets a row here. tests/runtime/capture/test_patches.py captures a model and checks that everything that
+the rows name is the same before and after.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ RECURRENT = ("gru", "lstm", "rnn_relu", "rnn_tanh")
 
 @dataclass(frozen=True)
 class Patch:
-    """A change in PyTorch while capture runs.
+    """A change that capture makes in PyTorch while it runs.
 
-    ``what``: the changed names in PyTorch; ``*`` stands for any text. ``why``: what would go wrong without the
-    change. ``where``: the module of this package that makes the change. ``versions``: the versions of PyTorch that
-    need it. ``threads``: which threads it affects. ``undone``: when it ends.
+    ``what``: the names in PyTorch that are changed; ``*`` matches any text. ``why``: what would go wrong without the
+    change. ``where``: the module that makes the change. ``versions``: the versions of PyTorch that need it.
+    ``threads``: which threads it affects. ``undone``: when it ends.
     """
 
     what: tuple[str, ...]
@@ -181,5 +181,5 @@ PATCHES = (
         threads=f"{_ALL}: other messages of this logger are dropped",
     ),
 )
-"""The rows, from kernels to settings. One change is made at import and never undone, as its row says. (The
-ops in torch.ops.rematplan are also defined at import, but change nothing that existed.)"""
+"""The rows, from kernels to settings. One change is made at import and never undone; its row says so. (The ops in
+torch.ops.rematplan are also defined at import, but they change nothing of PyTorch.)"""

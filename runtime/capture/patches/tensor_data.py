@@ -1,4 +1,4 @@
-"""Assignments of ``.data`` in a forward, which a tracer does not see."""
+"""Make assignments to ``.data`` in a forward visible to a tracer."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ DATA: Any = torch.Tensor.data
 
 @contextmanager
 def written_data(tensors: Sequence[torch.Tensor]) -> Iterator[None]:
-    """Turn assignments to ``.data`` of a parameter, buffer or input into in-place writes inside the block, in this
+    """Turn assignments to ``.data`` of the tensors in ``tensors`` into in-place writes, inside the block and in this
     thread, so that a tracer sees them.
 
-    ``tensors``: the parameters, buffers and inputs.
+    ``tensors``: the parameters, buffers and inputs of a forward.
 
     Raises:
-        ModelError: the assigned data has another shape or type, or shares the memory of a parameter, buffer or input;
-            or a tensor that the forward computes gets the data.
+        ModelError: the assigned data has another shape or type, or shares the memory of one of ``tensors``; or the
+            forward assigns to ``.data`` of a tensor that it has computed.
     """
     thread = get_ident()  # all threads see the replaced attribute
     places, memories = {id(t) for t in tensors}, {_location(t)[0] for t in tensors}
