@@ -73,11 +73,11 @@ class Ranks:
     ) -> None:
         self._grid = Grid(group, grad_workers)
         self.early, self._reduce = early, reduce_gradients
-        # A group of their own: DistributedDataParallel communicates at the same time, in an order that may differ.
+        # A separate group, since DistributedDataParallel communicates at the same time, in an order that may differ.
         self._early_group = self._grid.subgroup([range(self._grid.size)]) if early else None
         self._early_sums: EarlySums | None = None
         self._layers: Mapping[str, Layer] = {}
-        self._parts: Mapping[Part, int] = {}  # with their owners
+        self._parts: Mapping[Part, int] = {}  # the rank of the owner
         self._places: Mapping[str, int] = {}  # the positions of layers' workers in each block
         self._routes: InverseRoutes | None = None
         self._dtype = torch.float32

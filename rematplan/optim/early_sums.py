@@ -56,11 +56,9 @@ class EarlySums:
         self._sums: dict[Part, Tensor] = {}
 
     def add(self, part: Part, sums: Tensor, step: int) -> None:
-        """Send the statistics of one backward for a part (one or both factors of a layer), or store them until it is
-        their turn.
+        """Send the statistics of one backward for a part, or store them until the parts before it have been sent.
 
-        All processes send the parts in the same order, so a part waits until the ones before it in this order have been
-        sent.
+        A part is one Kronecker factor of a layer, or both. All processes send the parts in the same order.
 
         At the first call of a new training step, statistics of an earlier step that `finish` did not return are
         dropped: the backwards of that step led to no update.
@@ -99,7 +97,7 @@ class EarlySums:
     def _send(self, sums: Tensor) -> None:
         part = self._next
         if part == self._order[0]:
-            self._collect()  # so that no more than one round's vectors are allocated
+            self._collect()  # so that at most the vectors of one backward are allocated
         self._started.append((part, sums, self._start(part, sums)))
         self._sent += 1
 

@@ -25,7 +25,7 @@ from rematplan.runtime.statistics.packing import pack, packed_size, packed_trace
 
 AUTO = "auto"
 DIAGONAL_ABOVE = 16_384
-"""With ``auto``, only the diagonal of a factor with more rows is kept: the matrix and its inverse would take 1.5
+"""With ``auto``, only the diagonal of a factor with more rows is stored: the matrix and its inverse would take 1.5
 GiB."""
 LOW_RANK_FROM = 2_048
 """With ``auto``, a factor with fewer rows never gets a low-rank inverse: Cholesky factorisation takes no longer."""
@@ -35,22 +35,27 @@ MEASURE_EVERY = 10
 """With ``auto``, the number of eigenvalues above the damping is counted again at every tenth inversion if it was too
 high for a low-rank inverse."""
 _COUNTS = ("count", "made", "changed", "rank", "trace")
-"""The fields of a factor's state that are numbers."""
+"""The keys of a factor's state whose values are numbers."""
 
 
 @dataclass
 class Factor:
-    """One Kronecker factor of ``size`` rows: its moving average and its inverse.
+    """One of the two Kronecker factors of a layer, with ``size`` rows: its moving average and its inverse.
 
-    ``blocks``: () for one matrix, (groups,) for a grouped layer, which has one matrix for each group. ``how``: the
-    method of inversion, a name of `INVERSES` or ``auto``. ``dtype``: the type of average and inverse. ``vector``:
-    whether the statistics contain only the factor's diagonal. ``total``: the decayed sum of outer products, packed, or
-    its diagonal; None before the first statistics, or if another process has it. ``count``: the decayed number of rows
-    in ``total``, so that ``total`` ÷ ``count`` is a moving average without a correction at the start.
+    ``blocks``: () for one matrix; (groups,) for a grouped layer, which has one matrix for each group. ``how``: the
+    method of inversion, a name of `INVERSES` or ``auto``. ``dtype``: the data type of the average and the inverse.
+    ``vector``: whether the statistics contain only the factor's diagonal.
 
-    ``inverse``: None before the first inversion. ``made``: how often the factor has been inverted. ``changed``: whether
-    the average has changed since the last inversion. ``rank``: the number of eigenvalues above the damping when they
-    were last counted; None before. ``trace``: the trace of ``total`` if another process has ``total``; otherwise None.
+    ``total``: the sum of outer products, in which each step multiplies the earlier sum by a decay. It is stored as a
+    packed triangle or as its diagonal. It is None before the first statistics, and if another process stores it.
+    ``count``: the number of rows in ``total``, with the same decay, so that ``total`` ÷ ``count`` is a moving average
+    without a correction at the start. ``trace``: the trace of ``total``, averaged over the groups, if another process
+    stores ``total``; otherwise None.
+
+    ``inverse``: the latest inverse; None before the first inversion, and if this process does not need it. ``made``:
+    how often the factor has been inverted. ``changed``: whether ``total`` has changed since the last inversion.
+    ``rank``: the number of eigenvalues above the damping, as last counted by the method ``auto``; None if it was never
+    counted.
     """
 
     size: int
@@ -68,13 +73,16 @@ class Factor:
 
     @property
     def diagonal(self) -> bool:
-        """Whether only the diagonal of the factor is kept."""
+        """Whether only the diagonal of the factor is stored and inverted."""
         large = self.how == AUTO and self.size > DIAGONAL_ABOVE
         return self.vector or large or self.how == "diagonal"
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """The shape of ``total``: (…, size) for a diagonal, otherwise (…, size (size + 1) ÷ 2)."""
+        """The shape of ``total``: (…, size) for a diagonal, otherwise (…, size (size + 1) ÷ 2), a packed triangle.
+
+        A grouped layer has its number of groups as the first dimension.
+        """
         return (*self.blocks, self.size if self.diagonal else packed_size(self.size))
 
     @property
@@ -84,9 +92,10 @@ class Factor:
         return float(torch.Size(self.blocks).numel() * self.size ** (1 if self.diagonal else 3))
 
     def kept(self, factor: Tensor) -> Tensor:
-        """Return what ``total`` keeps of new statistics: the packed triangle of a symmetric matrix, or the diagonal.
+        """Return the part of new statistics that is added to ``total``: the packed triangle of a symmetric matrix, or
+        its diagonal.
 
-        ``factor``: (…, size, size), or (…, size) if statistics contain only the diagonal.
+        ``factor``: the sum of outer products, (…, size, size), or (…, size) if statistics contain only the diagonal.
         """
         if not self.diagonal:
             return pack(factor.to(self.dtype))
@@ -96,7 +105,7 @@ class Factor:
         """Add new statistics to the moving average.
 
         Args:
-            kept: the sum of outer products over ``count`` rows, in the form of `kept`.
+            kept: the sum of outer products over ``count`` rows, with the shape of ``total``, as from the method `kept`.
             count: the number of rows.
             decay: the factor by which the earlier sum and its count are multiplied first.
         """
@@ -107,7 +116,7 @@ class Factor:
         self.changed = True
 
     def fold_trace(self, trace: float, count: float, decay: float) -> None:
-        """Add the trace of new statistics, if another process has the average itself.
+        """Add the trace of new statistics to ``trace``, in a process that does not store the moving average itself.
 
         Args:
             trace: the trace of the sum of outer products over ``count`` rows.
@@ -118,13 +127,16 @@ class Factor:
         self.count = decay * self.count + count
 
     def mean(self) -> Tensor:
-        """Return the moving average: (…, size, size), or its diagonal (…, size). There must be statistics."""
+        """Return the moving average: (…, size, size), or its diagonal (…, size). This process must have statistics."""
         assert self.total is not None
         mean = self.total / self.count
         return mean if self.diagonal else unpack(mean, self.size)
 
     def trace_of(self, kept: Tensor) -> Tensor:
-        """Return the trace of statistics in the form of `kept`, averaged over the groups of a grouped layer."""
+        """Return the trace of a sum of outer products, averaged over the groups of a grouped layer.
+
+        ``kept``: the sum as a packed triangle or a diagonal, as from the method `kept`.
+        """
         return (kept.sum(-1) if self.diagonal else packed_trace(kept, self.size)).mean()
 
     def mean_eigenvalue(self) -> Tensor | float:
@@ -134,7 +146,11 @@ class Factor:
         return trace / (self.count * self.size)
 
     def invert(self, damping: float) -> None:
-        """Compute ``inverse``: that of the moving average + ``damping`` I."""
+        """Invert the moving average + ``damping`` I, and store the result in ``inverse``.
+
+        Some methods give an approximation. If a low-rank form is not positive definite, Cholesky factorisation is used
+        instead.
+        """
         self.inverse = self._inverse(self.mean(), damping)
         self.made, self.changed = self.made + 1, False
 
@@ -149,9 +165,13 @@ class Factor:
             return cholesky(mean, damping)
 
     def _measured(self, mean: Tensor, damping: float) -> Inverse | None:
-        """Return a low-rank inverse if few eigenvalues are above the damping.
+        """Return a low-rank inverse of ``mean`` + ``damping`` I, for the method ``auto``; None if a dense inverse is
+        better.
 
-        Otherwise, and if a recent measurement found too many, return None.
+        A dense inverse is better for factors of fewer than 2,048 rows, and if more than rows ÷ 16 eigenvalues are above
+        the damping. If there were too many, they are counted again only at every tenth inversion.
+
+        ``mean``: the moving average, (…, size, size).
         """
         few = self.size // LOW_RANK_BELOW
         lately = self.rank is not None and self.rank > few and self.made % MEASURE_EVERY
@@ -163,26 +183,29 @@ class Factor:
         return low_rank_inverse(mean, values, basis, damping) if self.rank <= few else None
 
     def effective_rank(self, damping: float) -> int:
-        """Return how many eigenvalues of the moving average are above ``damping``; of several groups, the largest
-        number.
+        """Return how many eigenvalues of the moving average are above ``damping``.
 
-        It takes O(size³) operations, or O(size) for a diagonal.
+        For a grouped layer it is the largest number of any group. It takes O(size³) operations, or O(size) for a
+        diagonal.
         """
         mean = self.mean()
         values = mean if self.diagonal else torch.linalg.eigvalsh(mean)
         return int((values > damping).sum(-1).max())
 
     def state(self) -> dict[str, Any]:
-        """Return the average, the inverse and the counts as a dictionary, for `load`."""
+        """Return the moving average, the inverse and the counters as a dictionary, which `load` reads."""
         inverse = None if self.inverse is None else saved(self.inverse)
         parts = ("total", *_COUNTS)
         return {"inverse": inverse} | {part: getattr(self, part) for part in parts}
 
     def load(self, state: Mapping[str, Any], device: torch.device, average: bool, inverse: bool) -> None:
-        """Restore what `state` returned, with tensors on ``device``.
+        """Restore the moving average, the inverse and the counters from a dictionary that `state` returned.
 
-        ``average``, ``inverse``: whether this process needs them. Of an average that it does not need, the trace is
-        kept.
+        Args:
+            state: the dictionary.
+            device: the device of the restored tensors.
+            average: whether this process needs the moving average. Otherwise only its trace is stored.
+            inverse: whether this process needs the inverse.
         """
         for part in _COUNTS:
             setattr(self, part, state[part])
@@ -200,7 +223,8 @@ class Factor:
     def inverse_bytes(self) -> int:
         """Return an upper bound of the bytes of the inverse, whether the inverse exists already or not.
 
-        For the methods ``auto`` and ``hierarchical`` it is the size of a dense inverse, which they use in some cases.
+        For the methods ``auto`` and ``hierarchical`` it is the size of a dense inverse, since they may fall back to
+        one.
         """
         if self.inverse is not None and self.how not in (AUTO, "hierarchical"):
             return inverse_bytes(self.inverse)

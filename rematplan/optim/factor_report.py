@@ -1,4 +1,4 @@
-"""A report on each Kronecker factor: its size, the kind of its inverse, its effective rank."""
+"""A report on each Kronecker factor: its size, the form of its inverse, its effective rank."""
 
 from __future__ import annotations
 
@@ -24,9 +24,10 @@ class SideReport:
 
 
 def rows_of(layer: Layer, damping: float) -> tuple[SideReport, ...]:
-    """Return a row for each factor of a layer whose average this process has; empty if it has none.
+    """Return a report of each Kronecker factor of a layer whose moving average is stored in this process.
 
-    ``damping``: λ of the layer.
+    ``damping``: λ of the layer, from which the damping of each factor follows. A report counts the eigenvalues above
+    the factor's damping.
     """
     if layer.a.total is None and layer.g.total is None:
         return ()

@@ -1,4 +1,4 @@
-"""The processes of a group as a grid: blocks of consecutive ranks, and columns across them."""
+"""The processes of a group as a grid: each row is a block of consecutive ranks, and columns cross the blocks."""
 
 from __future__ import annotations
 
@@ -14,12 +14,14 @@ Result = TypeVar("Result")
 
 
 class Grid:
-    """The position of this process in a grid: rows are blocks of consecutive ranks, columns have equal positions in
-    blocks.
+    """The processes of a group as a grid, and the position of this process in it.
 
-    ``group``: the process group; None for all processes. ``rank``: this process's rank in it. ``size``: its number of
-    processes. ``width``: the number of processes in a block. ``here``: the position of this process in its block, from
-    0. ``block``, ``column``: the process groups of this process's block and column.
+    Each row of the grid is a block of consecutive ranks. A column contains the processes with the same position in
+    their blocks.
+
+    ``group``: the process group; None for all processes. ``rank``: this process's rank in the group. ``size``: the
+    number of processes in the group. ``width``: the number of processes in a block. ``here``: the position of this
+    process in its block, from 0. ``block``, ``column``: the process groups of this process's block and column.
 
     Args:
         group: the process group; None for all processes.
@@ -45,10 +47,9 @@ class Grid:
         self.column = self.subgroup([range(c, self.size, self.width) for c in range(self.width)])
 
     def subgroup(self, parts: Sequence[range]) -> ProcessGroup | None:
-        """Create a process group for each of ``parts`` (ranks), and return the one with this process; None if it is in
-        none.
+        """Create a process group for each range of ranks in ``parts``, and return the group that contains this process.
 
-        All processes must call it with equal ``parts``.
+        Return None if no range contains it. All processes must call this method, with equal ``parts``.
         """
         found: ProcessGroup | None = None
         for part in parts:
@@ -57,11 +58,12 @@ class Grid:
         return found
 
     def everywhere(self, rank: int) -> int:
-        """Return the rank in the default process group of the process that has ``rank`` in this grid's group."""
+        """Return the rank in the default process group of the process whose rank in this grid's group is ``rank``."""
         return rank if self.group is None else distributed.get_global_rank(self.group, rank)
 
     def in_block(self, place: int) -> int:
-        """Return the rank of the process at position ``place`` (from 0) in this process's block."""
+        """Return the rank in this grid's group of the process at position ``place`` (from 0) in this process's block.
+        """
         return self.rank - self.here + place
 
     def call(self, function: Callable[..., Result], *args: Any, **kwargs: Any) -> Result:

@@ -1,9 +1,10 @@
 """Hierarchical inverses (HODLR): off-diagonal blocks as low-rank products, level by level.
 
-Ambikasaran and Darve (2013): A = diag(A₁, A₂) (I + W P Zᵀ). The off-diagonal blocks are U Vᵀ and V Uᵀ, Z = diag(U,
-V), W = diag(A₁⁻¹ U, A₂⁻¹ V), and P swaps the two halves. So A⁻¹ = (I − W (P + Zᵀ W)⁻¹ Zᵀ) diag(A₁⁻¹, A₂⁻¹). All nodes
-of a level are computed as one batch. The inverse has O(n r log n) numbers, and its product with a vector takes as
-many operations.
+The method is that of Ambikasaran and Darve (2013). A symmetric matrix A has two diagonal blocks A₁ and A₂. Its
+off-diagonal blocks are approximated by U Vᵀ and V Uᵀ. With Z = diag(U, V), W = diag(A₁⁻¹ U, A₂⁻¹ V), and P, which swaps
+the two halves of a vector, A = diag(A₁, A₂) (I + W P Zᵀ). So A⁻¹ = (I − W (P + Zᵀ W)⁻¹ Zᵀ) diag(A₁⁻¹, A₂⁻¹). A₁ and A₂
+are inverted in the same way. All blocks of a level are computed as one batch. With rank r and n rows, the inverse has
+O(n r log n) numbers, and its product with a vector takes as many operations.
 
 Factors of trained networks do not gain from this form: see docs/second-order.md.
 """
@@ -16,20 +17,23 @@ from torch import Tensor
 from rematplan.ir import ProblemError
 
 LEAF = 64
-"""The largest number of rows of a block on the diagonal."""
+"""The largest number of rows of a diagonal block that is inverted as a dense matrix."""
 RANK = 32
 """The rank of an off-diagonal block."""
 
 
 class NotDefinite(ProblemError):
-    """The low-rank approximation of a factor is not positive definite."""
+    """The inverse of a Kronecker factor in hierarchical low-rank form is not positive definite."""
 
 
 def inverse(
     matrix: Tensor, damping: float, rank: int = RANK, leaf: int = LEAF
 ) -> tuple[Tensor, tuple[Tensor, ...]]:
-    """Return the inverse of ``matrix`` + ``damping`` I in hierarchical form, as the arguments ``leaves, levels`` of
+    """Return the inverse of ``matrix`` + ``damping`` I in hierarchical form (HODLR): a pair ``leaves, levels`` for
     `apply`.
+
+    ``leaves``: the inverses of the diagonal blocks, one batch. ``levels``: for each level, from the smallest blocks up,
+    the tensors W, Z and (P + Zᵀ W)⁻¹ of the module's description.
 
     Args:
         matrix: (n, n), symmetric and positive semi-definite.
@@ -60,7 +64,7 @@ def inverse(
 
 
 def apply(leaves: Tensor, levels: tuple[Tensor, ...], x: Tensor) -> Tensor:
-    """Return the product of a hierarchical inverse of n rows and ``x``, (n, columns).
+    """Return the product of a hierarchical inverse (HODLR) of n rows and ``x``, (n, columns).
 
     ``leaves``, ``levels``: the two results of `inverse`.
     """
@@ -79,9 +83,18 @@ def apply(leaves: Tensor, levels: tuple[Tensor, ...], x: Tensor) -> Tensor:
 def _level(
     padded: Tensor, leaves: Tensor, below: tuple[Tensor, ...], half: int, rank: int
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the tensors of one level: W and Z, (nodes, 2, half, rank), and (P + Zᵀ W)⁻¹, (nodes, 2 rank, 2 rank).
+    """Return the tensors W, Z and (P + Zᵀ W)⁻¹ of one level of a hierarchical inverse.
 
-    The nodes of the level have 2 × ``half`` rows. ``below``: the tensors of the lower levels.
+    The level consists of ``nodes`` diagonal blocks of two halves each. Z contains the factors U and V of a block's
+    off-diagonal blocks U Vᵀ and V Uᵀ. W is Z multiplied by the inverses of the two halves. P swaps the halves. W and Z
+    have the shape (nodes, 2, half, rank), the third result (nodes, 2 rank, 2 rank).
+
+    Args:
+        padded: the damped matrix, with n rows, a multiple of 2 × ``half``.
+        leaves: the inverses of the smallest diagonal blocks.
+        below: the results of the lower levels, one after another.
+        half: the number of rows of half a block.
+        rank: the rank of the off-diagonal blocks.
     """
     count = padded.shape[0] // (2 * half)
     off = padded.view(count, 2, half, count, 2, half)[:, 0, :, :, 1].diagonal(dim1=0, dim2=2).movedim(-1, 0)
@@ -95,8 +108,11 @@ def _level(
 
 
 def _low_rank(blocks: Tensor, rank: int) -> tuple[Tensor, Tensor]:
-    """Approximate blocks by U Vᵀ: a random range finder with one power iteration (Halko, Martinsson and Tropp
-    2011).
+    """Approximate each matrix of a batch by U Vᵀ with orthonormal U, and return U and V.
+
+    The method is a random range finder with one power iteration (Halko, Martinsson and Tropp 2011).
+
+    ``blocks``: (…, rows, columns). U: (…, rows, rank). V: (…, columns, rank).
     """
     generator = torch.Generator().manual_seed(rank)
     start = torch.randn(blocks.shape[-1], rank, generator=generator, dtype=torch.float64).to(blocks)

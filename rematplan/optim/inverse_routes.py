@@ -1,4 +1,4 @@
-"""Send new inverses from the owners of factors to the workers of layers."""
+"""Send new inverses of Kronecker factors from the processes that computed them to those that use them."""
 
 from __future__ import annotations
 
@@ -16,21 +16,22 @@ from rematplan.optim.layer import Layer
 
 SavedInverses: TypeAlias = dict[FactorKey, dict[str, Any]]
 Pass: TypeAlias = Callable[..., Any]
-"""A function that sends its argument to other processes, or fills it with what it receives."""
+"""A function that sends its argument to other processes, or overwrites it with what another process sends."""
 
 
 class InverseRoutes:
-    """Sends new inverses: from a factor's owner to the layer's worker in the owner's block, then along the worker's
-    column.
+    """Sends new inverses of Kronecker factors from their owners, which computed them, to the workers, which use them.
 
-    Processes form a grid (`Grid`): rows are blocks of consecutive ranks. A worker multiplies the layer's gradient by
-    both inverses; there is one in each block.
+    Processes form a grid (`Grid`): rows are blocks of consecutive ranks. A layer has one worker in each block, which
+    multiplies the layer's gradient by both inverses. All its workers form a column of the grid. An inverse is first
+    sent to the worker in the owner's block, and then along the column.
 
     Args:
         grid: the processes.
-        layers: by weight name.
-        parts: the rank of the owner of each layer's factors.
-        places: the position, in each block, of each layer's worker.
+        layers: the layers by weight name.
+        parts: the owner's rank, by weight name and factors: (0,) for that of the inputs, (1,) for that of the outputs'
+            gradients, (0, 1) for both.
+        places: the position of the layer's worker in each block, by weight name.
     """
 
     def __init__(
@@ -39,15 +40,16 @@ class InverseRoutes:
         self._grid, self._layers, self._places = grid, layers, places
         routes = {(owner, places[name]) for (name, _), owner in parts.items()}
         alone = grid.width == grid.size  # a column is one process
-        # In the same order in all processes, so that none waits for another forever.
+        # All processes use the routes in the same order, so that no process waits for another forever.
         self._routes = sorted(route for route in routes if not alone or route[0] != route[1])
 
     def send(self, made: Mapping[str, tuple[int, ...]]) -> None:
-        """Send the inverses of the factors in ``made``, and put the inverses that this process receives into its
-        layers.
+        """Send the new inverses in ``made``, and store the inverses that this process receives in its layers.
 
-        All processes must call it. ``made``: the factors that this process has just inverted, by weight name (0: of the
-        inputs, 1: of the outputs' gradients).
+        All processes must call this method.
+
+        ``made``: the factors that this process has just inverted, by weight name: 0 stands for the factor of the
+        inputs, 1 for that of the outputs' gradients.
         """
         grid = self._grid
         for source, place in self._routes:
@@ -63,17 +65,29 @@ class InverseRoutes:
                     layer.sides[at].inverse = restored(state, layer.weight.device)
 
     def _saved(self, made: Mapping[str, tuple[int, ...]], place: int) -> SavedInverses:
-        """Return the inverses in ``made`` that the workers at a position in the blocks need."""
+        """Return those of this process's new inverses that are needed at position ``place`` in the blocks, as
+        dictionaries.
+
+        Processes form a grid, whose rows are blocks of consecutive ranks. The result is keyed by weight name and factor
+        (0 or 1).
+
+        ``made``: the factors that this process has just inverted (0, 1 or both), by weight name.
+        """
         keys = ((name, at) for name, these in made.items() for at in these if self._places[name] == place)
         found = {(name, at): self._layers[name].sides[at].inverse for name, at in keys}
         states = {key: saved(inverse) for key, inverse in found.items() if inverse is not None}
         return {key: _map(Tensor.contiguous, state) for key, state in states.items()}
 
     def _passed(self, states: SavedInverses, here: bool, whole: Pass, part: Pass) -> SavedInverses:
-        """Send saved inverses if they are in this process (``here``), otherwise receive them; return them.
+        """Send ``states`` to other processes, or receive inverses from another process; return the inverses in both
+        cases.
 
-        ``whole`` first passes the kinds and shapes of all inverses, in a list of one object; then ``part`` passes each
-        tensor.
+        Args:
+            states: the inverses as dictionaries, by weight name and factor, if this process sends; otherwise empty.
+            here: whether this process sends.
+            whole: sends, or receives into its argument, a list of one object: the names, kinds and shapes of all
+                inverses.
+            part: sends, or receives into its argument, one tensor.
         """
         said: list[Any] = [{key: _map(torch.Tensor.to, state, "meta") for key, state in states.items()}]
         self._grid.call(whole, said)
@@ -87,9 +101,10 @@ class InverseRoutes:
         return states
 
     def _between(self, source: int, target: int) -> tuple[Pass, Pass]:
-        """Return two functions that pass an object and a tensor from process ``source`` to process ``target``.
+        """Return two functions that transfer data from process ``source`` to process ``target``.
 
-        They send if this process is ``source``, and receive if it is ``target``.
+        The first transfers a list of objects, the second a tensor. They send their argument if this process is
+        ``source``. Otherwise they receive into it.
         """
         grid = self._grid
         end: dict[str, Any] = {"group": grid.group}
@@ -104,7 +119,11 @@ class InverseRoutes:
         )
 
     def _along_column(self, source: int) -> tuple[Pass, Pass]:
-        """Return two functions that broadcast an object and a tensor from process ``source`` to its column."""
+        """Return two functions that broadcast data from process ``source`` to all processes of this process's column.
+
+        The first broadcasts a list of objects, the second a tensor. They send their argument if this process is
+        ``source``. Otherwise they receive into it.
+        """
         end: dict[str, Any] = {"src": self._grid.everywhere(source), "group": self._grid.column}
         return functools.partial(distributed.broadcast_object_list, **end), functools.partial(
             distributed.broadcast, **end
@@ -112,7 +131,11 @@ class InverseRoutes:
 
 
 def _map(function: Callable[..., Any], state: Mapping[str, Any], *args: Any, **kwargs: Any) -> dict[str, Any]:
-    """Return a saved inverse with a function applied to each of its tensors."""
+    """Apply ``function`` to each tensor of an inverse in the form of a dictionary, and return the dictionary of the
+    results.
+
+    The function gets ``args`` and ``kwargs`` as further arguments. Strings in the dictionary are copied.
+    """
     return {
         name: part
         if isinstance(part, str)

@@ -1,4 +1,4 @@
-"""Decide in which step each factor is inverted again, so that no single step takes long."""
+"""Decide in which step each Kronecker factor is inverted again, so that no single step takes long."""
 
 from __future__ import annotations
 
@@ -11,11 +11,14 @@ from rematplan.optim.options import Options
 
 
 class Refresh:
-    """Inverts the factors that this process owns, some of them in each step, so that no step takes long.
+    """Inverts the Kronecker factors that this process owns, some of them in each step, so that no step takes long.
 
     The factors of all layers are divided among ``inverse_every`` slots of about equal cost (`longest_first`). A factor
-    is inverted again in steps whose number mod ``inverse_every`` is its slot, if its average has changed. During the
-    first ``early_steps`` steps, and while a factor has no inverse, it is inverted as soon as its average changes.
+    is inverted in each step whose number modulo ``inverse_every`` is the factor's slot, if its moving average has
+    changed since its last inversion.
+
+    During the first ``early_steps`` steps, and while it has no inverse, a factor is inverted in every step in which its
+    average has changed.
     """
 
     def __init__(self, layers: Mapping[str, Layer], owned: Collection[FactorKey], options: Options) -> None:
@@ -27,7 +30,7 @@ class Refresh:
         self._slots = {key: slot for key, slot in slots.items() if key in owned}
 
     def __call__(self, clock: int, damping: Callable[[Layer], float]) -> Mapping[str, tuple[int, ...]]:
-        """Invert the factors that are due in step number ``clock``.
+        """Invert the Kronecker factors whose inversion is due in step number ``clock``.
 
         Args:
             clock: the number of steps so far.

@@ -41,7 +41,7 @@ PARTS = (
 NORMALISATION = re.compile("(batch|layer|group|instance|rms)_?norm")
 """Matches the names of normalisation ops."""
 MOVED_BY_UPDATE = 5
-"""How many numbers SGD with momentum reads and writes per weight: weight, gradient, momentum; weight, momentum."""
+"""SGD with momentum reads three numbers per weight (weight, gradient, momentum) and writes two (weight, momentum)."""
 
 
 @dataclass(frozen=True)
@@ -64,8 +64,8 @@ class Link:
 class Iteration:
     """The modelled time and memory of one training iteration on ``ranks`` processes.
 
-    ``times``: microseconds by the names of `PARTS`. ``state``: bytes of the optimizer's state, in the process with
-    most.
+    ``times``: microseconds of each part of the iteration; the keys are the names in `PARTS`. ``state``: bytes of the
+    optimizer's state, in the process that has most.
     """
 
     ranks: int
@@ -80,12 +80,14 @@ class Iteration:
 
 @dataclass(frozen=True)
 class IterationModel:
-    """The model of training iterations of one network on one kind of device and link.
+    """A model of the time of training iterations of one network on one kind of device and link.
 
-    ``plain``, ``counted``: the captured step of one process without statistics and with them. ``forms``: the Kronecker
-    factors by weight name, on the device ``meta``. ``device``: the roofline of one device. ``link``: the network
-    between processes. ``every``: statistics are taken in every so many iterations. ``inverse_every``: each factor is
-    inverted in every so many iterations. All times are means over iterations.
+    All times are means over iterations: work that is done in every n-th iteration counts as 1/n of its time.
+
+    ``plain``: the captured step of one process without statistics for Kronecker factors. ``counted``: the captured step
+    with them. ``forms``: the Kronecker factors by weight name, on the device ``meta``. ``device``: the roofline of one
+    device. ``link``: the network between processes. ``every``: statistics are taken in every so many iterations.
+    ``inverse_every``: each factor is inverted in every so many iterations.
     """
 
     plain: CapturedStep
@@ -97,8 +99,10 @@ class IterationModel:
     inverse_every: int
 
     def sgd(self, ranks: int) -> Iteration:
-        """Return the times of an iteration of SGD with momentum on ``ranks`` processes. Gradients are averaged by an
-        all-reduce."""
+        """Return the time and memory of an iteration of SGD with momentum on ``ranks`` processes.
+
+        Gradients are averaged by an all-reduce.
+        """
         times = self._step | {
             "gradient communication": 2 * self.link.half(self._gradient_bytes, ranks),
             "update": self._plain_update,
@@ -106,10 +110,12 @@ class IterationModel:
         return Iteration(ranks, _ordered(times), self._gradient_bytes)
 
     def kfac(self, ranks: int) -> Iteration:
-        """Return the times of an iteration of K-FAC on ``ranks`` processes.
+        """Return the time and memory of an iteration of K-FAC on ``ranks`` processes.
 
-        Factors and gradients go to the processes that own the layers by a reduce-scatter; an all-gather distributes the
-        updates. If the two factors of a layer have different owners, one sends its inverse to the other.
+        Each Kronecker factor has an owner, which inverts it. Each layer has one worker, which multiplies its gradient
+        by both inverses. A reduce-scatter sends statistics to the owners, another one sends gradients to the workers.
+        An all-gather distributes the updates. If the worker does not own both factors of a layer, it receives the other
+        inverse.
         """
         parts = owners(self._sides, ranks)
         owner, home = by_factor(parts), homes(self._sides, parts)
@@ -131,7 +137,10 @@ class IterationModel:
         return Iteration(ranks, _ordered(times), self._gradient_bytes + max(held.values()))
 
     def _message(self, name: str, at: int) -> float:
-        """Return the microseconds to send one inverse to another process."""
+        """Return the microseconds to send the inverse of one Kronecker factor to another process.
+
+        ``name``: the weight name. ``at``: 0 for the factor of the inputs, 1 for that of the outputs' gradients.
+        """
         return self.link.latency + self._sides[name][at].inverse_bytes() / (self.link.bandwidth * 1e3)
 
     @cached_property
@@ -140,7 +149,9 @@ class IterationModel:
 
     @cached_property
     def _step(self) -> dict[str, float]:
-        """The times of forward, backward and normalisation."""
+        """The microseconds of ``forward``, ``backward`` and ``normalisation`` (the normalisation ops of both) on one
+        device.
+        """
         times = dict.fromkeys(PARTS[:3], 0.0)
         for call in self.plain.calls:
             if not call.is_view:
@@ -176,7 +187,11 @@ class IterationModel:
 
     @cached_property
     def _inverse_times(self) -> Mapping[FactorKey, float]:
-        """The time to invert each factor: n³ operations; the factor is read and the inverse written."""
+        """The microseconds to invert each Kronecker factor: n³ operations, or n if only the diagonal is inverted.
+
+        The factor is read, and the inverse is written. The keys are pairs of a weight name and 0 (the factor of the
+        inputs) or 1 (that of the outputs' gradients).
+        """
         return {
             (name, at): self.device.time(
                 side.cost, 2 * math.prod(side.blocks) * side.size**2 * side.dtype.itemsize, side.dtype
@@ -187,7 +202,7 @@ class IterationModel:
 
     @cached_property
     def _product_times(self) -> Mapping[str, float]:
-        """The time to multiply each gradient (outputs, inputs) by both inverses."""
+        """The microseconds to multiply each layer's gradient, (outputs, inputs), by both inverses, by weight name."""
         times = {}
         for name, (a, g) in self._sides.items():
             entries = math.prod(a.blocks) * a.size * g.size
@@ -202,7 +217,7 @@ def _side(form: Factors, factor: torch.Tensor) -> Factor:
 
 
 def _most(owners: Mapping[Key, int], amounts: Mapping[Key, float]) -> float:
-    """Return the largest sum of ``amounts`` over those of one owner."""
+    """Return the largest sum of ``amounts`` that belongs to one owner. ``owners``: the owner's rank for each key."""
     loads: dict[int, float] = {}
     for key, amount in amounts.items():
         loads[owners[key]] = loads.get(owners[key], 0.0) + amount

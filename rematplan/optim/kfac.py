@@ -1,4 +1,4 @@
-"""K-FAC, natural gradient descent with Kronecker factors, as a `torch.optim.Optimizer`."""
+"""The optimizer `KFAC`: natural gradient descent with Kronecker factors, as a `torch.optim.Optimizer`."""
 
 from __future__ import annotations
 
@@ -27,12 +27,12 @@ from rematplan.runtime.statistics.factors import Factors, Statistics
 
 
 class KFAC(Optimizer):
-    """Natural gradient descent with Kronecker-factored curvature.
+    """The K-FAC optimizer: natural gradient descent with a Kronecker-factored approximation of the curvature.
 
     Sources: Martens and Grosse (2015); for convolutions Grosse and Martens (2016). For a layer s = W a the optimizer
-    keeps moving averages of A = E[a aᵀ] and G = E[g gᵀ], where g is the gradient with respect to s. It moves the
-    weight along (G + √λ/π I)⁻¹ ∇W (A + π√λ I)⁻¹, where π² is the mean eigenvalue of A ÷ that of G. Call ``step``
-    after a forward and a backward in training mode.
+    keeps moving averages of the Kronecker factors A = E[a aᵀ] and G = E[g gᵀ], where g is the gradient with respect to
+    s. It subtracts lr · (G + √λ/π I)⁻¹ ∇W (A + π√λ I)⁻¹ from W, with momentum and a bound (``kl_clip``). π² is the mean
+    eigenvalue of A ÷ that of G. Call ``step`` after a forward and a backward in training mode.
 
     Args:
         model: a module planned with statistics (``plan_module(..., statistics=...)``), a model that contains such
@@ -42,30 +42,30 @@ class KFAC(Optimizer):
         damping: λ, above 0.
         momentum: as in `torch.optim.SGD`.
         weight_decay: weights are multiplied by 1 − lr · weight_decay in each step, independently of the gradient.
-        others: makes the optimizer of the parameters without factors from a list of param groups, for example
+        others: makes the optimizer of the parameters without Kronecker factors from a list of param groups, for example
             ``torch.optim.AdamW``. Its groups appear in ``param_groups``, with their own learning rate.
-        loss_scale: the factor by which the loss was multiplied before ``backward``, in addition to its mean or sum;
-            needed for statistics of the loss's own backward (``fisher="empirical"``). A number, or a function that
-            returns it, such as ``scaler.get_scale``.
-        params: param groups; by default all parameters of the model. A group may have a key ``others``: a dictionary
-            of options for its parameters without factors.
+        loss_scale: the factor by which the loss was multiplied before ``backward``, apart from a mean over samples: a
+            number, or a function that returns it, such as ``scaler.get_scale``. State it only for statistics of the
+            backward of the loss itself (``fisher="empirical"``), since statistics are always divided by its square.
+        params: param groups; by default all parameters of the model. A group may have a key ``others``: a dictionary of
+            options for its parameters without Kronecker factors.
         source: provides the statistics instead of the planned module; see `rematplan.optim.statistics_source.Source`.
         exchange: the communication with other processes; see `rematplan.optim.distributed`. By default there is none.
-        kl_clip: bounds the divergence of a step in the quadratic model (Osawa et al. 2019): updates V are multiplied
-            by min(1, √(kl_clip ÷ lr² Σ ⟨V, gradient⟩)). None: no bound.
-        decay: the factor of the earlier sums when new statistics are added to the averages, from 0 to below 1.
+        kl_clip: bounds the divergence of a step in the quadratic model (Osawa et al. 2019): updates V are multiplied by
+            min(1, √(kl_clip ÷ lr² Σ ⟨V, gradient⟩)). None: no bound.
+        decay: the factor by which the earlier sums are multiplied when new statistics are added, from 0 to below 1.
         inverse: how factors are inverted: ``cholesky``, ``eigen``, ``low-rank``, ``diagonal``, ``hierarchical``, or
-            ``auto``. With ``auto`` only the diagonal of factors above 16,384 rows is used; factors from 2,048 rows
-            get a low-rank inverse while few eigenvalues exceed the damping; all others use Cholesky.
+            ``auto``. With ``auto`` only the diagonal of factors above 16,384 rows is used; factors from 2,048 rows get
+            a low-rank inverse while few eigenvalues exceed the damping; all others use Cholesky factorisation.
         factors_every: statistics are read in every so many steps.
-        inverse_every: each factor is inverted again in every so many steps. The inversions are spread over these
-            steps, so that no step takes long.
-        early_steps: during the first so many steps, every factor with new statistics is inverted again, since
-            inverses become outdated quickly early in training.
+        inverse_every: each factor is inverted again in every so many steps. The inversions are spread over these steps,
+            so that no step takes long.
+        early_steps: during the first so many steps, every factor with new statistics is inverted again, since inverses
+            become outdated quickly early in training.
 
     Raises:
-        UsageError: an option out of its range; parameters without factors and no ``others``; a model without
-            statistics.
+        UsageError: an option is out of its range; there are parameters without Kronecker factors and no ``others``; or
+            the model has no statistics.
     """
 
     def __init__(
@@ -109,14 +109,23 @@ class KFAC(Optimizer):
 
     @torch.no_grad()
     def _arrived(self, factors: Mapping[str, Factors], step: int) -> None:
-        """Send statistics that a backward has just computed. Without early communication, `_read` sends them
-        instead."""
+        """Start to send statistics that a backward has just computed to the processes that need them.
+
+        It is called only if ``exchange`` sends statistics during the backward. Otherwise `step` sends them.
+
+        ``factors``: the statistics by weight name. ``step``: the number of the training step.
+        """
         if self._clock % self._options.factors_every == 0:
             for part, sums in self._sums(factors):
                 self._exchange.begin(part, sums, step)
 
     def _sums(self, factors: Mapping[str, Factors]) -> Iterator[tuple[Part, Tensor]]:
-        """Yield new statistics by part, as vectors."""
+        """Yield statistics as vectors, each with the Kronecker factors to which it belongs: a weight name and (0,),
+        (1,) or (0, 1).
+
+        0 stands for the factor of the inputs, 1 for that of the outputs' gradients. ``factors``: the statistics by
+        weight name.
+        """
         scale = self._loss_scale()
         for name, which in self._exchange.parts():
             if name in self._layers and name in factors:
@@ -124,7 +133,7 @@ class KFAC(Optimizer):
 
     @property
     def layers(self) -> Mapping[str, Layer]:
-        """The layers with Kronecker factors, by the name of their weight."""
+        """The layers that have Kronecker factors and that this optimizer updates, by the name of their weight."""
         return self._layers
 
     def follow(self, model: nn.Module) -> None:
@@ -151,9 +160,9 @@ class KFAC(Optimizer):
     def step(self, closure: Callable[[], Any] | None = None, *, rows: float = 1.0) -> Any:
         """Update all parameters, and return what ``closure`` returns; None without a closure.
 
-        A step is skipped if a gradient or an update is not finite, as happens if a factor was never inverted: no weight
-        changes, and the first skipped step is reported by a warning. Statistics that are not finite are left out of the
-        averages.
+        A step is skipped if a gradient or an update is not finite, for example while a factor has never been inverted.
+        No weight changes then, and the first skipped step is reported by a warning. Statistics that are not finite are
+        not added to the moving averages.
 
         Args:
             closure: computes the loss and the gradients first, as for any optimizer.
@@ -194,7 +203,15 @@ class KFAC(Optimizer):
         return loss
 
     def _read(self) -> None:
-        """Add new statistics to the moving averages of the layers that this process owns."""
+        """Add the statistics of the current training step, over all processes, to the moving averages that this process
+        stores.
+
+        Do so only in every ``factors_every``-th step. Layers for which no statistics come are given to the optimizer
+        ``others``.
+
+        Raises:
+            UsageError: there were never any statistics; or ``others`` is needed and not given.
+        """
         if self._clock % self._options.factors_every:
             return
         found = self._source.statistics()
@@ -212,10 +229,12 @@ class KFAC(Optimizer):
                 self._layers[name].fold(total, self._options.decay, which)
 
     def _hand_over(self, found: Statistics) -> None:
-        """Give parameters that have a gradient, but never had factors, to the other optimizer.
+        """Give the parameters of layers for which no statistics come to the optimizer ``others``, with a warning.
+
+        These are the layers that have a gradient, but neither statistics in ``found`` nor in an earlier step.
 
         Raises:
-            UsageError: there is no other optimizer.
+            UsageError: there are such layers, and ``others`` is not given.
         """
         late = [
             layer
@@ -260,7 +279,7 @@ class KFAC(Optimizer):
         super().add_param_group(param_group)
 
     def __getstate__(self) -> dict[str, Any]:
-        """Refuse to copy or pickle the optimizer, which belongs to the modules that give it statistics.
+        """Refuse to copy or pickle the optimizer, since a copy would get no statistics from the planned modules.
 
         Raises:
             UsageError: always.
@@ -271,11 +290,11 @@ class KFAC(Optimizer):
         )
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state of this process: param groups, momentum, factors, inverses and the state of the other
-        optimizer.
+        """Return the state of this process: param groups, momentum, Kronecker factors, inverses, and the state of
+        ``others``.
 
-        With several processes it contains only factors that this process owns and inverses that it uses; merge the
-        states of all processes with `rematplan.optim.checkpoint.merged`.
+        With several processes it contains only the factors that this process averages and the inverses that it uses.
+        Merge the states of all processes with `rematplan.optim.checkpoint.merged`.
         """
         return super().state_dict() | {
             LAYERS: {name: layer.state() for name, layer in self._layers.items()},
@@ -288,8 +307,10 @@ class KFAC(Optimizer):
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Restore a state of this process, or one merged from several processes. Training continues bit for bit.
 
+        Layers that the state does not contain, because they had no statistics, are given to the optimizer ``others``.
+
         Raises:
-            UsageError: the state lacks factors that this process owns.
+            UsageError: the state lacks Kronecker factors that this process averages.
         """
         check_whole(state_dict, self._exchange.owned())
         self._give_away([name for name in self._layers if name not in state_dict[LAYERS]])
@@ -306,8 +327,9 @@ class KFAC(Optimizer):
             self._source.load(state_dict["source"])
 
     def _link(self) -> None:
-        """Append the param groups of the other optimizer to this one's, so that schedulers and gradient scalers see
-        them.
+        """Append the param groups of the optimizer ``others`` to ``param_groups``, for schedulers and gradient scalers.
+
+        Groups that an earlier call appended are replaced.
         """
         del self.param_groups[self._ours :]
         if self._others is not None:
@@ -316,9 +338,9 @@ class KFAC(Optimizer):
     def reserved_bytes(self) -> int:
         """Return the bytes of this process's state between steps, whether the state exists already or not.
 
-        The state consists of factors, inverses, momentum and the state of the optimizer ``others``; and, if
-        ``exchange`` sends statistics during a backward, of these. Because of this method the optimizer can be given to
-        ``plan_module(..., reserved=[optimizer])``.
+        The state consists of the moving averages of the Kronecker factors, their inverses, momentum, and the state of
+        the optimizer ``others``. If ``exchange`` sends statistics during a backward, their vectors count, too. Because
+        of this method the optimizer can be given to ``plan_module(..., reserved=[optimizer])``.
         """
         worked, owned = self._exchange.worked(), self._exchange.owned()
         factors = sum(
@@ -340,9 +362,11 @@ class KFAC(Optimizer):
         return factors + momentum + (state_bytes(theirs, self._others) if self._others is not None else 0)
 
     def report(self) -> tuple[SideReport, ...]:
-        """Return, for each factor that this process owns, its size, its effective rank now and the form of its inverse.
+        """Report, for each Kronecker factor that this process averages, its size, its effective rank and the form of
+        its inverse.
 
-        It computes the eigenvalues of each factor, which takes O(rows³) operations.
+        Factors without statistics are left out. The effective rank is the number of eigenvalues above the damping. They
+        are computed anew, with O(rows³) operations.
         """
         ours = self.param_groups[: self._ours]
         damping_of = {id(p): group["damping"] for group in ours for p in group["params"]}

@@ -15,7 +15,7 @@ from rematplan.optim.factor import Factor
 from rematplan.runtime.statistics.factors import Factors
 
 BOTH = (0, 1)
-"""Both factors of a layer: of the inputs, of the outputs' gradients."""
+"""Stands for both Kronecker factors of a layer: 0 for that of the inputs, 1 for that of the outputs' gradients."""
 
 
 @dataclass(frozen=True)
@@ -23,8 +23,8 @@ class Layer:
     """A weight and its bias, with their two Kronecker factors.
 
     ``name``: the weight's name. ``weight``, ``bias``: the parameters; ``bias`` is None if there is none. ``form``: the
-    factors on the device ``meta``, which define how weight and bias become one matrix. ``a``: the factor of the layer's
-    inputs. ``g``: the factor of the gradients of its outputs.
+    statistics of the layer as tensors of the device ``meta``; they define how weight and bias become one matrix. ``a``:
+    the factor of the layer's inputs. ``g``: the factor of the gradients of its outputs.
     """
 
     name: str
@@ -50,10 +50,11 @@ class Layer:
         return self.a.inverse is not None and self.g.inverse is not None
 
     def gradient(self) -> Tensor | None:
-        """Return the gradient of weight and bias as one matrix of `shape`, in the factors' type; None if the weight has
-        none.
+        """Return the gradient of weight and bias as one matrix, in the Kronecker factors' data type; None if the weight
+        has none.
 
-        The gradient of a bias without gradient is 0.
+        The shape is (outputs, inputs), or (groups, outputs, inputs) for a grouped layer. The bias is the last column.
+        If only the bias has no gradient, its column is 0.
         """
         if self.weight.grad is None:
             return None
@@ -66,7 +67,11 @@ class Layer:
         return self.form.matrix(weight, bias)
 
     def empty(self) -> Tensor:
-        """Return an uninitialised matrix of `shape`, in the factors' type and on the weight's device."""
+        """Return an uninitialised matrix in the shape of weight and bias as one matrix, which is the layer's property
+        `shape`.
+
+        It has the data type of the Kronecker factors, and is on the weight's device.
+        """
         return torch.empty(self.shape, dtype=self.a.dtype, device=self.weight.device)
 
     @property
@@ -79,10 +84,11 @@ class Layer:
     def sums(self, factors: Factors, loss_scale: float, which: tuple[int, ...] = BOTH) -> Tensor:
         """Return the statistics of a step as one vector, to be added over processes.
 
-        It contains the kept parts of the factors A (of the inputs) and G (of the outputs' gradients, divided by
-        ``loss_scale``²), the number of rows, and the number of samples. With ``which`` = (0,) or (1,) it contains only
-        that factor, and the traces of both at the end, since the damping of one factor depends on the trace of the
-        other.
+        It contains the sums of outer products A (of the inputs) and G (of the outputs' gradients), each as a packed
+        triangle or a diagonal, then the numbers of rows and of samples. G is divided by ``loss_scale``².
+
+        If ``which`` is (0,) or (1,), the vector contains only A or only G, and then the traces of both at its end. The
+        process with one factor needs them, since the damping of a factor depends on both traces.
 
         Args:
             factors: the statistics.
@@ -95,20 +101,22 @@ class Layer:
         return torch.cat((*(kept[at].flatten() for at in which), counts, *(traces if which != BOTH else ())))
 
     def no_sums(self, device: torch.device | str | None = None, which: tuple[int, ...] = BOTH) -> Tensor:
-        """Return a vector of zeros of the form of `sums`: no statistics. ``device``: None for the weight's device.
+        """Return a vector of zeros in the format of `sums`, as if there were no statistics.
 
-        ``which``: the factors that the vector includes: 0 of the inputs, 1 of the outputs' gradients.
+        ``device``: None for the weight's device. ``which``: the factors that the vector includes: 0 for that of the
+        inputs, 1 for that of the outputs' gradients.
         """
         size = sum(torch.Size(self.sides[at].shape).numel() for at in which) + (2 if which == BOTH else 4)
         return torch.zeros(size, dtype=self.a.dtype, device=device or self.weight.device)
 
     def fold(self, sums: Tensor, decay: float, which: tuple[int, ...] = BOTH) -> None:
-        """Add a vector from `sums` to the moving averages of the factors. Statistics of an empty batch change nothing.
+        """Add statistics to the moving averages of the Kronecker factors. Statistics of an empty batch change nothing.
 
         Args:
-            sums: the vector.
+            sums: the statistics as a vector in the format of the method `sums`, added over the processes.
             decay: the factor by which the earlier averages are multiplied first.
-            which: the factors that the vector includes; of the other factor only the trace is added.
+            which: the factors that the vector includes: 0 for that of the inputs, 1 for that of the outputs' gradients.
+                Of a factor that is not included only the trace is added.
         """
         numbers = 2 if which == BOTH else 4
         rows, samples, *traces = sums[-numbers:].tolist()
@@ -121,9 +129,12 @@ class Layer:
             self.sides[at].fold_trace(traces[at], (rows, samples)[at], decay)
 
     def dampings(self, damping: float) -> tuple[float, float]:
-        """Return the damping of each factor: π √λ for A (of the inputs) and √λ ÷ π for G (of the outputs' gradients).
+        """Return the damping of each Kronecker factor: π √λ for A (of the inputs), √λ ÷ π for G (of the outputs'
+        gradients).
 
-        π² is the mean eigenvalue of A ÷ that of G (Martens and Grosse 2015, section 6.3); π is 1 if a factor is zero.
+        π² is the mean eigenvalue of A ÷ that of G (Martens and Grosse 2015, section 6.3). π is 1 if a factor is zero,
+        or if π² is not finite.
+
         ``damping``: λ.
         """
         like: dict[str, Any] = {"dtype": self.a.dtype, "device": self.weight.device}
@@ -133,20 +144,24 @@ class Layer:
         return pi * math.sqrt(damping), math.sqrt(damping) / pi
 
     def precondition(self, gradient: Tensor) -> Tensor:
-        """Return (G + √λ/π I)⁻¹ ``gradient`` (A + π√λ I)⁻¹, by the latest inverses. Both factors must have been
-        inverted.
+        """Multiply a gradient by the latest damped inverses: (G + √λ/π I)⁻¹ ``gradient`` (A + π√λ I)⁻¹.
 
-        ``gradient``: a matrix of `shape`. A, G: the factors of inputs and of outputs' gradients. λ: the damping. π: as
-        in `dampings`.
+        A and G are the Kronecker factors of the inputs and of the outputs' gradients, λ is the damping, and π is as in
+        `dampings`. Both factors must have been inverted.
+
+        ``gradient``: the gradient of weight and bias as one matrix, (…, outputs, inputs).
         """
         assert self.a.inverse is not None
         assert self.g.inverse is not None
         return self.a.inverse.apply(self.g.inverse.apply(gradient).mT).mT
 
     def updates(self, matrix: Tensor) -> tuple[tuple[Parameter, Tensor], ...]:
-        """Split a matrix of `shape` into pairs of a parameter and its update, in the parameter's type and shape.
+        """Split an update of weight and bias as one matrix into pairs of a parameter and its update.
 
-        A bias without a gradient is left out. For a sharded parameter the update is this process's shard.
+        An update has its parameter's data type and shape. A bias without a gradient is left out. For a sharded
+        parameter the update is this process's shard.
+
+        ``matrix``: (…, outputs, inputs), with the bias as the last column.
         """
         weight, bias = self.form.tensors(matrix, self.weight.shape)
         parts = [(self.weight, weight)]
@@ -155,14 +170,17 @@ class Layer:
         return tuple((p, part_of(p, t.to(p.dtype))) for p, t in parts)
 
     def state(self) -> dict[str, Any]:
-        """Return the state of both factors as a dictionary, for `load`."""
+        """Return the state of both Kronecker factors as a dictionary, which `load` reads."""
         return {"a": self.a.state(), "g": self.g.state()}
 
     def load(self, state: Mapping[str, Any], averages: tuple[int, ...] = BOTH, inverses: bool = True) -> None:
-        """Restore what `state` returned.
+        """Restore the state of both Kronecker factors from a dictionary that `state` returned.
 
-        ``averages``: the factors (0: of the inputs, 1: of the outputs' gradients) whose averages this process needs; it
-        then needs their inverses, too. ``inverses``: whether it needs both inverses.
+        Args:
+            state: the dictionary.
+            averages: the factors (0: of the inputs, 1: of the outputs' gradients) whose moving averages this process
+                needs. It then gets their inverses, too.
+            inverses: whether this process needs the inverses of both factors.
         """
         for at, (side, key) in enumerate(zip(self.sides, "ag", strict=True)):
             side.load(state[key], self.weight.device, at in averages, inverses or at in averages)
@@ -202,8 +220,9 @@ def layer(name: str, form: Factors, weight: Parameter, bias: Parameter | None, h
 
 
 def whole(tensor: Tensor) -> Tensor:
-    """Return a tensor unchanged; if it is sharded over processes (a DTensor of FSDP2), gather it and return the
-    whole."""
+    """Return a tensor unchanged; if it is sharded over processes (a DTensor of FSDP2), gather and return the whole
+    tensor.
+    """
     gather = getattr(tensor, "full_tensor", None)
     return tensor if gather is None else gather()
 

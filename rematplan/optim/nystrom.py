@@ -1,4 +1,5 @@
-"""The largest eigenvalues and eigenvectors of a positive semi-definite matrix, approximated from one matrix product.
+"""Approximate the largest eigenvalues and eigenvectors of a positive semi-definite matrix by one or two matrix
+products.
 
 The method is the stabilised Nyström approximation of Tropp, Yurtsever, Udell and Cevher (2017), algorithm 3. It takes
 O(n² r) operations for n rows and rank r.
@@ -16,8 +17,9 @@ def nystrom(matrix: Tensor, rank: int, start: Tensor | None = None) -> tuple[Ten
     Args:
         matrix: (…, n, n), symmetric and positive semi-definite up to rounding errors.
         rank: the number of eigenvalues, from 1 to n.
-        start: (…, n, any number), vectors that span about the same space as the eigenvectors, such as those of an
-            earlier state of the matrix. Missing columns are random with a fixed seed. None: all columns are random.
+        start: (…, n, columns), vectors that span about the same space as the eigenvectors, such as the eigenvectors of
+            an earlier state of the matrix. If there are fewer than ``rank``, random vectors with a fixed seed are
+            added. None: all vectors are random, and one power iteration improves them.
 
     Returns:
         The eigenvalues, (…, rank), and the eigenvectors, (…, n, rank).

@@ -9,10 +9,10 @@ from torch.optim import Optimizer
 
 
 def state_bytes(groups: list[dict[str, Any]], optimizer: Optimizer) -> int:
-    """Return the bytes of state that ``optimizer`` holds for the parameters of ``groups`` after its first step.
+    """Return the bytes of the state that ``optimizer`` has for the parameters of ``groups`` after its first step.
 
-    A new optimizer of the same class makes one step on parameters of the device ``meta``, which take no memory. So the
-    result is right for any class. State on another device, such as step counters on the CPU, does not count.
+    To measure them, a new optimizer of the same class makes one step on parameters of the device ``meta``, which take
+    no memory. Tensors of its state on another device, such as step counters on the CPU, do not count.
     """
     twins = [
         {k: v for k, v in group.items() if k != "params"}

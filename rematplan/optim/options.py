@@ -40,7 +40,7 @@ def check_others(model: nn.Module, theirs: list[Group], others: MakeOthers | Non
 
 
 class OptionNames(TypedDict, total=False):
-    """The names and types of the fields of `Options`, as optional keyword arguments of `KFAC`."""
+    """The options of `KFAC` that are passed on to `Options`, as a type for optional keyword arguments."""
 
     kl_clip: float | None
     decay: float
@@ -52,10 +52,10 @@ class OptionNames(TypedDict, total=False):
 
 @dataclass(frozen=True, kw_only=True)
 class Options:
-    """The options of `KFAC` that do not belong to a param group, with the same names; `KFAC` says what they mean.
+    """The options of `KFAC` that are the same for all param groups. The docstring of `KFAC` says what they mean.
 
     Raises:
-        UsageError: an option is out of its range; the message names it with its value.
+        UsageError: an option is out of its range; the message names the option and its value.
     """
 
     kl_clip: float | None = 1e-3
@@ -78,10 +78,10 @@ class Options:
 
 
 def check_settings(settings: Mapping[str, float]) -> None:
-    """Check the settings of a param group, which must be 0 or more: learning rate, momentum, weight decay and damping.
+    """Check the settings of a param group: learning rate, momentum and weight decay (0 or more), and damping (above 0).
 
     Raises:
-        UsageError: a setting is negative, or the damping is 0; the message names it with its value.
+        UsageError: a setting is out of its range; the message names the setting and its value.
     """
     for name, number in settings.items():
         if not number >= 0:

@@ -1,4 +1,4 @@
-"""The statistics of planned modules as a `Source`."""
+"""Get the statistics of planned modules for the optimizer `KFAC`: a `Source`."""
 
 from __future__ import annotations
 
@@ -15,9 +15,10 @@ from rematplan.runtime.statistics.recorder import Listener
 
 
 class PlannedSource:
-    """Provides the Kronecker factors of one planned module, or of several inside of a model, to `KFAC`.
+    """Provides the Kronecker factors of one planned module, or of several planned modules inside of a model, to `KFAC`.
 
-    ``parts``: the planned modules, by the prefix that their parameters' names have in the whole model.
+    ``parts``: the planned modules. The key is the prefix of their parameters' names in the whole model, such as
+    ``encoder.``; empty for the model itself.
     """
 
     def __init__(self, parts: Mapping[str, Planning]) -> None:
@@ -25,59 +26,68 @@ class PlannedSource:
         self._relays: tuple[_Relay, ...] = ()
 
     def layers(self) -> Mapping[str, Factors]:
-        """Return the factors that statistics will have, by weight name in the whole model, as tensors of the device
-        ``meta``."""
+        """Return, by weight name in the whole model, the Kronecker factors as tensors of the device ``meta``.
+
+        They have the shapes and data types of the factors that `statistics` will return, but no values.
+        """
         return _Joined({prefix: part.statistics_layers() for prefix, part in self._parts.items()})
 
     def statistics(self) -> Statistics | None:
-        """Return the Kronecker factors of the current training step, of all planned modules; None if no module has
-        taken any yet."""
+        """Return the Kronecker factors of the current training step, of all planned modules.
+
+        Return None if no module has computed any yet.
+        """
         found = {prefix: part.statistics() for prefix, part in self._parts.items()}
         factors = _Joined({prefix: one.factors for prefix, one in found.items() if one.factors})
         skipped = {prefix + name: why for prefix, one in found.items() for name, why in one.skipped.items()}
         return Statistics(factors, skipped, self.step()) if len(factors) else None
 
     def listen(self, listener: Listener) -> None:
-        """Call ``listener`` with the factors of each layer as soon as a backward has computed them.
+        """Call ``listener`` with Kronecker factors as soon as a backward has computed them.
 
-        Its second argument is the number of the training step. A later call of this method replaces the listener.
+        Its arguments are the factors by weight name in the whole model, and the number of the training step. Another
+        call of this method replaces the listener.
         """
         self._relays = tuple(_Relay(self, prefix, listener) for prefix in self._parts)
         for relay, part in zip(self._relays, self._parts.values(), strict=True):
             part.listen_to_statistics(relay.report)
 
     def step(self) -> int:
-        """Return the number of the current training step, summed over the planned modules."""
+        """Return a number of the current training step: the sum of the step numbers of all planned modules."""
         return sum(part.statistics_state[0] for part in self._parts.values())
 
     def state(self) -> Sequence[tuple[int, int]]:
-        """Return, for each planned module, the number of the next training step and how often labels were drawn so
-        far."""
+        """Return, for each planned module, the number of its next training step and how often it has drawn labels."""
         states = (part.statistics_state for part in self._parts.values())
         return [(step + 1, draws) for step, draws in states]
 
     def load(self, state: Sequence[tuple[int, int]]) -> None:
-        """Continue with the training steps' numbers and the counts of drawn labels that `state` returned."""
+        """Restore what `state` returned: for each planned module, its step number and how often it has drawn labels.
+
+        The labels that the modules draw from then on are the same as after the call of `state`.
+        """
         for part, (step, draws) in zip(self._parts.values(), state, strict=True):
             part.statistics_state = step, draws
 
 
 class _Relay:
-    """Passes the factors of one module on, under their names in the whole model."""
+    """Passes the Kronecker factors of one planned module to a listener, under their names in the whole model."""
 
     def __init__(self, source: PlannedSource, prefix: str, listener: Listener) -> None:
         self._source, self._prefix, self._listener = source, prefix, listener
 
     def report(self, factors: Mapping[str, Factors], _step: int) -> None:
-        """Call the listener with the factors under their names in the whole model. The module's own step number is
-        ignored."""
+        """Call the listener with Kronecker factors of one module, by weight name in the whole model.
+
+        The listener's second argument is the step number of the whole model, not ``_step``, that of the module.
+        """
         self._listener(_Joined({self._prefix: factors}), self._source.step())
 
 
 class _Joined(Mapping[str, Factors]):
-    """The factors of several modules, by weight name in the whole model.
+    """A mapping with the Kronecker factors of several modules, by weight name in the whole model.
 
-    A factor is unpacked only when it is read.
+    Factors are stored as packed triangles. One becomes a dense matrix only when it is read.
     """
 
     def __init__(self, parts: Mapping[str, Mapping[str, Factors]]) -> None:
@@ -96,12 +106,12 @@ class _Joined(Mapping[str, Factors]):
     def __len__(self) -> int:
         return len(self._places)
 
-    def __contains__(self, name: object) -> bool:  # that of Mapping would unpack the factor
+    def __contains__(self, name: object) -> bool:  # the inherited method would unpack the factor
         return name in self._places
 
 
 def source_of(model: nn.Module) -> Source:
-    """Return the source of the statistics of a planned module, or of all planned modules inside of ``model``.
+    """Return the source of the Kronecker factors of a planned module, or of all planned modules inside of ``model``.
 
     Raises:
         UsageError: no module is planned with statistics.

@@ -13,18 +13,24 @@ class Source(Protocol):
     """An object that provides Kronecker factors to `KFAC`: sums of outer products of inputs and of output gradients."""
 
     def layers(self) -> Mapping[str, Factors]:
-        """Return the factors that statistics will have, by weight name, as tensors of the device ``meta``."""
+        """Return, by weight name, the Kronecker factors as tensors of the device ``meta``.
+
+        They have the shapes and data types of the factors that `statistics` will return, but no values.
+        """
 
     def statistics(self) -> Statistics | None:
         """Return the Kronecker factors (sums of outer products) over the micro-batches since the last update of the
         weights.
 
-        Nothing is new if the result is None, or has a ``step`` that the optimizer has read before.
+        The optimizer adds them to its averages only once: it ignores a result whose ``step`` it has read before. None:
+        there are no statistics.
         """
 
     def state(self) -> Any:
-        """Return what a checkpoint must contain for `load`, so that later statistics are the same. Called after an
-        update."""
+        """Return what a checkpoint must contain so that later statistics are the same after `load`.
+
+        The optimizer calls this method after an update of the weights.
+        """
 
     def load(self, state: Any) -> None:
-        """Restore what `state` returned."""
+        """Continue as after the call of `state` that returned ``state``."""
