@@ -57,10 +57,10 @@ class PlanningBackend:
 
     TorchDynamo numbers the functions that it compiles (frames). It also numbers the compilations of each frame: a frame
     is compiled again for other sizes or modes. ``compiled``: for each frame's number, the numbers of its compilations.
-    ``frames``: the numbers of the frames that have a plan. A frame that was compiled without gradients has none.
+    ``frames``: the numbers of the frames that have a plan. A frame that was only compiled without gradients has none.
 
     ``reasons``: the reasons why graphs with symbolic sizes were compiled for fixed sizes, as the keys of a dictionary,
-    in the order in which they occurred. It is empty if no graph was.
+    in the order in which they occurred.
     """
 
     def __init__(self, planner: StepPlanner, compiler: str) -> None:
@@ -148,8 +148,8 @@ class PlanningBackend:
         return graphs.forward, graphs.backward
 
     def scope(self, step: CapturedStep, parameters: Shapes) -> str:
-        """Return a key for the budget of a graph. A percentage means the same number of bytes for all graphs with this
-        key.
+        """Return a key for the budget of a graph. A budget in percent is the same number of bytes for all graphs with
+        this key.
 
         The key consists of TorchDynamo's number of the compiled function, the ops of ``step``, and ``parameters`` (the
         shapes of the parameters). Graphs that differ only in the sizes of their batch get the same key. Graphs after a

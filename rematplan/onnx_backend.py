@@ -132,12 +132,12 @@ def _symbolic(model: onnx.ModelProto) -> dict[str, str]:
 def _check_comparable(graph: Graph) -> None:
     """Refuse an ONNX model whose outputs cannot be compared with the expected outputs of ONNX's test suite.
 
-    These are models with random results, since torch and NumPy draw different numbers, and models with an inverse
-    two-sided DFT, whose expected results are too inexact. A dropout is accepted only if the model's attributes and
-    constants prove that it is inactive.
+    Two kinds of models are refused: those with random results, since torch and NumPy draw different numbers, and those
+    with an inverse two-sided DFT, whose expected results are too inexact. A dropout is accepted only if the model's
+    attributes and constants prove that it is inactive.
 
     Raises:
-        ModelError: the message names the node.
+        ModelError: the model is refused; the message names the node.
     """
     constants = {w.name: w for w in graph.weights if w.role == "constant"}
     for node in graph.nodes:
@@ -149,9 +149,9 @@ def _check_comparable(graph: Graph) -> None:
 
 
 def _is_off(node: Node, constants: Mapping[str, Weight]) -> bool:
-    """Return whether the model proves that a dropout returns its input unchanged: it does not train, or its ratio is 0.
+    """Return whether the model proves that a dropout returns its input: it is not in training mode, or its ratio is 0.
 
-    ``constants``: the model's constants by name. If an input of the model decides, the result is False.
+    ``constants``: the model's constants by name. If the mode or the ratio is an input of the model, nothing is proved.
     """
     if node.version < 12:
         return bool(node.attributes.get("is_test", 0))

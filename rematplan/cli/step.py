@@ -132,8 +132,7 @@ def run_plan(loaded: LoadedStep, plan: Plan, out: Output, steps: int, check: boo
 
 
 def exit_status(report: StepReport) -> int:
-    """Return the exit status for a step that was run: 1 if the verification failed, otherwise 0, also without a
-    verification.
+    """Return the exit status of a step that was run: 1 if the verification failed; 0 if it passed or was not asked for.
 
     The verification fails if a difference from plain autograd is larger than the plan predicts. The differences are
     then printed on standard error.

@@ -62,9 +62,9 @@ def by_factor(parts: Mapping[Part, int]) -> dict[FactorKey, int]:
 def homes(sides: Mapping[str, tuple[Factor, Factor]], parts: Mapping[Part, int]) -> dict[str, int]:
     """Return, by weight name, the rank of the process that multiplies the layer's gradient by both inverses.
 
-    It is the owner of the larger inverse. If the smaller inverse has another owner, that process sends it whenever it
-    is new. The smaller inverse has about as many numbers as the gradient or fewer. (The alternative, to send the
-    product of the gradient and one inverse, would send as many numbers as the gradient has in every step.)
+    This process is the owner of the larger inverse. If the smaller inverse has another owner, that owner sends it
+    whenever it is new. The smaller inverse has at most about as many numbers as the gradient. (The alternative, to send
+    the product of the gradient and one inverse, would send as many numbers as the gradient has in every step.)
 
     Args:
         sides: the two Kronecker factors of each layer, by weight name.

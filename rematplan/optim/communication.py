@@ -43,14 +43,15 @@ class Exchange(Protocol):
         """
 
     def worked(self) -> Collection[str]:
-        """Return the weight names of the layers whose gradients this process multiplies by inverses."""
+        """Return the weight names of the layers whose gradients this process multiplies by the inverses of Kronecker
+        factors.
+        """
 
     @property
     def early(self) -> bool:
-        """Whether `begin` sends the statistics (sums of outer products) while a backward runs, and not `sums` in the
-        step.
+        """Whether statistics (sums of outer products) are sent by `begin`, while a backward runs, instead of by `sums`.
 
-        If it is true, `sums` ignores its argument and returns the totals of the statistics that `begin` sent.
+        If they are, `sums` ignores its argument and returns the totals of the statistics that `begin` sent.
         """
 
     def begin(self, part: Part, sums: Tensor, step: int) -> None:
@@ -101,10 +102,10 @@ class Exchange(Protocol):
         Args:
             names: the weight names of all layers to update.
             updates: the updates that this process has computed, by weight name.
-            product: a scalar tensor: the part of a sum over all layers that belongs to the layers in ``updates``.
+            product: Σ lr² ⟨update, gradient⟩ over the layers in ``updates``, a scalar tensor.
 
         Returns:
-            The updates of all layers in ``names``, and the sum of ``product`` over all layers.
+            The updates of all layers in ``names``, and the sum of ``product`` over all these layers.
         """
 
     def others(self, gradients: Collection[Tensor], rows: float) -> None:

@@ -119,13 +119,16 @@ class Ranks:
         return tuple(factor for factor, owner in by_factor(self._parts).items() if owner == self._grid.rank)
 
     def worked(self) -> Collection[str]:
-        """Return the weight names of the layers whose gradients this process multiplies by inverses."""
+        """Return the weight names of the layers whose gradients this process multiplies by the inverses of Kronecker
+        factors.
+        """
         return tuple(name for name in self._places if self._places[name] == self._grid.here)
 
     def begin(self, part: Part, sums: Tensor, step: int) -> None:
         """Start to add statistics that a backward has just computed over all processes, while the backward still runs.
 
-        The process that inverts the factors receives the total. All processes must add the same factors equally often.
+        The process that inverts the factors receives the total. All processes must call this method equally often for
+        each item of `parts`.
 
         Args:
             part: the weight name and the factors to which the statistics belong, an item of `parts`.
@@ -195,7 +198,7 @@ class Ranks:
     def updates(
         self, names: Collection[str], updates: Mapping[str, Tensor], product: Tensor
     ) -> tuple[Mapping[str, Tensor], Tensor]:
-        """Return the updates of all layers in ``names``, and the sum of ``product`` over all layers.
+        """Return the updates of all layers in ``names``, and the sum of ``product`` over all these layers.
 
         Each process broadcasts the updates that it has computed, and its ``product``, within its block of consecutive
         ranks. If a block is one process, it has computed all updates, and nothing is sent.
@@ -203,7 +206,7 @@ class Ranks:
         Args:
             names: the weight names of all layers to update.
             updates: the updates that this process has computed, by weight name.
-            product: a scalar tensor: the part of a sum over all layers that belongs to the layers in ``updates``.
+            product: Σ lr² ⟨update, gradient⟩ over the layers in ``updates``, a scalar tensor.
         """
         if self._grid.width == 1:
             return updates, product

@@ -25,9 +25,9 @@ class EarlySums:
 
     Processes may compute the layers in different orders, because their plans differ, but must start the same
     communications in the same order. So all processes send the parts of one backward in a fixed order: the reverse
-    order of the argument ``parts``. Statistics that are computed too early wait. `finish` sends what is missing, with
-    zeros for a part without statistics. All processes need the same number of backwards with statistics between two
-    calls of `finish`.
+    order of the argument ``parts``. Statistics that are computed earlier are stored until then. `finish` sends what is
+    missing, with zeros for a part without statistics. All processes need the same number of backwards with statistics
+    between two calls of `finish`.
 
     Args:
         parts: for each part, in the same order in all processes, a function that returns a vector of zeros: no
@@ -77,9 +77,11 @@ class EarlySums:
             self._send(self._waiting[self._next].popleft())
 
     def finish(self) -> dict[Part, Tensor]:
-        """Send all statistics that wait, and return the sums over all processes, by the parts that this process owns.
+        """Send all statistics that are not sent yet, and return the sums over all processes, by the parts of this
+        process.
 
-        Parts without statistics are sent as zeros. The result is empty if there was no backward since the last call.
+        A part is one Kronecker factor of a layer, or both. Parts without statistics are sent as zeros. The result is
+        empty if there was no backward since the last call.
         """
         rounds = max(self._received.values(), default=0)
         while self._sent < rounds * len(self._order):
@@ -102,10 +104,8 @@ class EarlySums:
         self._sent += 1
 
     def _collect(self) -> None:
-        """Wait for the communications that have been started, and add the received vectors to the sums of the owned
-        parts.
-
-        Each part is one or both Kronecker factors of a layer.
+        """Wait for the communications that have been started, and add the received vectors to the sums of this
+        process's parts.
         """
         for part, sums, pending in self._started:
             pending.wait()

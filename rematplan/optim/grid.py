@@ -62,7 +62,8 @@ class Grid:
         return rank if self.group is None else distributed.get_global_rank(self.group, rank)
 
     def in_block(self, place: int) -> int:
-        """Return the rank in this grid's group of the process at position ``place`` (from 0) in this process's block.
+        """Return the rank, in this grid's group, of the process at position ``place`` (from 0) in this process's block
+        of consecutive ranks.
         """
         return self.rank - self.here + place
 

@@ -85,7 +85,7 @@ def _level(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return the tensors W, Z and (P + Zᵀ W)⁻¹ of one level of a hierarchical inverse.
 
-    The level consists of ``nodes`` diagonal blocks of two halves each. Z contains the factors U and V of a block's
+    A level consists of several diagonal blocks (nodes) of two halves each. Z contains the factors U and V of a node's
     off-diagonal blocks U Vᵀ and V Uᵀ. W is Z multiplied by the inverses of the two halves. P swaps the halves. W and Z
     have the shape (nodes, 2, half, rank), the third result (nodes, 2 rank, 2 rank).
 
@@ -93,8 +93,8 @@ def _level(
         padded: the damped matrix, with n rows, a multiple of 2 × ``half``.
         leaves: the inverses of the smallest diagonal blocks.
         below: the results of the lower levels, one after another.
-        half: the number of rows of half a block.
-        rank: the rank of the off-diagonal blocks.
+        half: the number of rows of half a node.
+        rank: the rank of the off-diagonal blocks; if it is above ``half``, it is reduced to ``half``.
     """
     count = padded.shape[0] // (2 * half)
     off = padded.view(count, 2, half, count, 2, half)[:, 0, :, :, 1].diagonal(dim1=0, dim2=2).movedim(-1, 0)

@@ -65,11 +65,10 @@ class InverseRoutes:
                     layer.sides[at].inverse = restored(state, layer.weight.device)
 
     def _saved(self, made: Mapping[str, tuple[int, ...]], place: int) -> SavedInverses:
-        """Return those of this process's new inverses that are needed at position ``place`` in the blocks, as
-        dictionaries.
+        """Return those of this process's new inverses that the processes at position ``place`` of their blocks need.
 
-        Processes form a grid, whose rows are blocks of consecutive ranks. The result is keyed by weight name and factor
-        (0 or 1).
+        A block is a row of the grid of processes, with consecutive ranks. The inverses are dictionaries, by weight name
+        and factor (0 or 1).
 
         ``made``: the factors that this process has just inverted (0, 1 or both), by weight name.
         """

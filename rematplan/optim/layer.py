@@ -87,8 +87,8 @@ class Layer:
         It contains the sums of outer products A (of the inputs) and G (of the outputs' gradients), each as a packed
         triangle or a diagonal, then the numbers of rows and of samples. G is divided by ``loss_scale``².
 
-        If ``which`` is (0,) or (1,), the vector contains only A or only G, and then the traces of both at its end. The
-        process with one factor needs them, since the damping of a factor depends on both traces.
+        If ``which`` is (0,) or (1,), the vector contains only A or only G, and then the traces of both at its end. A
+        process that inverts only one of the two factors needs both traces for its damping.
 
         Args:
             factors: the statistics.

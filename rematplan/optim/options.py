@@ -1,4 +1,4 @@
-"""The optimizer's options, and their checks."""
+"""The options of the optimizer `KFAC`, and their checks."""
 
 from __future__ import annotations
 

@@ -53,7 +53,9 @@ class PlannedSource:
             part.listen_to_statistics(relay.report)
 
     def step(self) -> int:
-        """Return a number of the current training step: the sum of the step numbers of all planned modules."""
+        """Return a number that identifies the current training step: the sum of the step numbers of all planned
+        modules.
+        """
         return sum(part.statistics_state[0] for part in self._parts.values())
 
     def state(self) -> Sequence[tuple[int, int]]:
@@ -87,7 +89,7 @@ class _Relay:
 class _Joined(Mapping[str, Factors]):
     """A mapping with the Kronecker factors of several modules, by weight name in the whole model.
 
-    Factors are stored as packed triangles. One becomes a dense matrix only when it is read.
+    Factors are stored as packed triangles. A factor becomes a dense matrix only when it is read.
     """
 
     def __init__(self, parts: Mapping[str, Mapping[str, Factors]]) -> None:

@@ -1,4 +1,4 @@
-"""The interface through which the optimizer gets Kronecker factors: sums of outer products by weight name."""
+"""The interface through which the optimizer `KFAC` gets Kronecker factors: sums of outer products by weight name."""
 
 from __future__ import annotations
 
