@@ -1,4 +1,4 @@
-"""Load a network of the zoo or an ONNX file, and capture its training step."""
+"""Load one of the networks that rematplan provides (the zoo), or an ONNX file, and capture its training step."""
 
 from __future__ import annotations
 
@@ -96,7 +96,8 @@ def load_step(
     inverses: bool = False,
     device: str = "cpu",
 ) -> LoadedStep:
-    """Load a network of the zoo or an ONNX file, and capture its training step for a random batch.
+    """Load a network that rematplan provides (a network of the zoo) or an ONNX file, and capture its training step for
+    a random batch.
 
     An ONNX file's weights are used. Weights that the file does not contain, weights of the zoo's networks, inputs and
     targets are random, drawn from ``seed``.
@@ -114,7 +115,8 @@ def load_step(
         weightless: capture without data. A network of any size then takes no memory, and external weights are not read.
             The step can be planned, but not run.
         inverses: find all inverses (ops that compute an input from an output), including inverses that round, so that
-            gradients may differ by rounding errors. Otherwise find only exact inverses, which move numbers.
+            gradients may differ by rounding errors. Otherwise find only exact inverses, which copy, move or negate
+            numbers.
         device: where the step is captured, measured and run: ``cpu``, ``cuda`` or, for example, ``cuda:1``.
 
     Raises:

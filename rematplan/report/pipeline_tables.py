@@ -31,8 +31,8 @@ COLUMNS = (
 
 
 def transient(stage: StagePlan) -> int:
-    """Return the largest number of bytes that a stage needs for one micro-batch during a forward, an input's backward
-    or a weights' backward of this micro-batch.
+    """Return the largest number of bytes that a stage needs for one micro-batch while it runs this micro-batch's
+    forward or backward. (A backward may be split into that of the stage's input and that of its weights.)
 
     Parameters, buffers and the bytes of other micro-batches are not included.
     """
@@ -42,9 +42,10 @@ def transient(stage: StagePlan) -> int:
 def ranks_table(plan: PlannedPipeline) -> Table:
     """Return a table with one row per rank of a planned pipeline.
 
-    A row has the rank's stages, the number of micro-batches in flight, the rank's memory by kind (kept per micro-batch,
-    transient, states and gradients, buffers of torch), its predicted peak, and the time of recomputation as a share of
-    the other time.
+    A row has the rank's stages, the number of micro-batches in flight, the bytes that each of these keeps between its
+    forward and its backward, the largest number of bytes that one needs while its forward or backward runs, the bytes
+    of states and gradients, the bytes in which torch receives messages, the predicted peak, and the time of
+    recomputation as a share of the other time.
     """
     title = f"{plan.problem}: {plan.schedule.name} within {show_bytes(plan.budget)} a rank"
     table = Table(title=title, box=box.SIMPLE_HEAD, title_justify="left", title_style="bold")

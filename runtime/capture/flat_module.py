@@ -92,7 +92,7 @@ def refill(arguments: Any, left: Any) -> Any:
 
     Returns:
         ``arguments`` if it now has the content of ``left``; otherwise ``left`` (for example a leaf, a tuple with new
-            items, or an object of another type).
+        items, or an object of another type).
     """
     if type(arguments) is not type(left):
         return left
@@ -123,13 +123,13 @@ class FlatModel(nn.Module):
         spec: the pytree structure of the arguments.
         reads: records which attributes the forward sets.
 
-    Each call sets the attributes below. The model's results are restored from them and from the returned tensors.
+    Each call sets the attributes below. From these and the returned tensors, the model's nested results can be rebuilt.
 
-    ``outputs``: the pytree structure of a triple. Its first item are the results. Its second item are the attributes
-    that the forward set: for each module that has some, by the position of the module, a dictionary by attribute name.
-    Its third item are the arguments if the forward changed a list or dictionary among them, otherwise None.
+    ``outputs``: the pytree structure of a triple. The first item is the results. The second item is a dictionary of the
+    attributes that the forward set, by the position of the module, then by the attribute's name. The third item is the
+    arguments if the forward changed a list or dictionary among them, otherwise None.
 
-    ``constants``: the leaves of this structure, with a `Place` for each output tensor. ``count``: the number of output
+    ``constants``: the leaves of this triple, with a `Place` for each output tensor. ``count``: the number of output
     tensors. ``attributes``: the positions, as text, of output tensors that occur only in the second item. ``counted``:
     the new values of attributes that are numbers and that the forward changed, by the module's position, then by the
     attribute's name.
@@ -221,8 +221,8 @@ class FlatModel(nn.Module):
         return pytree.tree_unflatten([at.get(id(leaf), leaf) for leaf in left], spec)
 
     def _attributes_set(self, module: nn.Module, before: dict[str, Any]) -> dict[str, Any]:
-        """Return, by name, the attributes that the forward set on a module without reading them first. Restore their
-        values of before the forward.
+        """Return, by name, the attributes that the forward set on a module without reading them first. Undo these
+        assignments.
 
         ``before``: the module's attributes by name, before the forward.
         """

@@ -1,7 +1,7 @@
 """Mark the ops of an index of several dimensions, ``x[a, b]``, while a step is traced with symbolic sizes.
 
-In such an index, eager mode skips a slice that covers its whole dimension. Whether a slice does is unknown while its
-sizes are symbols, so the marks are needed later.
+In such an index, eager mode skips a slice that covers its whole dimension. With symbolic sizes it is unknown which
+slices do, so they are marked and removed later, once the sizes are known.
 """
 
 from __future__ import annotations

@@ -188,8 +188,8 @@ def _annotated(module: nn.Module) -> Iterator[None]:
     """Record for each op that is traced inside the block the name of the innermost submodule of ``module`` whose
     forward calls it.
 
-    If the forward reads values of tensors, the tracer's error gets the name of the submodule as its attribute
-    ``module``.
+    If the forward needs the values of tensors, which a trace does not have, the tracer raises an error. This error gets
+    the name of the submodule as its attribute ``module``.
     """
     names = {id(m): name for name, m in module.named_modules()}
     open_: list[tuple[str, Any]] = []  # the names of the modules whose forwards run, and their annotations

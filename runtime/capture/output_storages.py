@@ -50,11 +50,10 @@ def is_whole(value: Value) -> bool:
 
 
 def with_own_outputs(step: CapturedStep) -> CapturedStep:
-    """Return the step in which every output has a separate dense storage. Copies are added for all outputs that have
-    not.
+    """Return the step in which every output has a separate dense storage. Copies are added where an output has none.
 
-    Copied are outputs that are inputs, that share a storage with another output or do not fill it (expanded tensors),
-    and gradients whose strides differ from those of their parameter.
+    These are outputs that are inputs, share a storage with another output, or do not fill their storage (expanded
+    tensors), and gradients whose strides differ from those of their parameter.
 
     The ``.grad`` of two parameters must not share memory, and an expanded gradient cannot be accumulated into. Autograd
     itself would copy a gradient whose strides differ from its parameter's, and so use more memory than planned.
@@ -87,8 +86,11 @@ def with_own_outputs(step: CapturedStep) -> CapturedStep:
 
 
 def _has_layout_of(gradient: torch.Tensor, parameter: torch.Tensor) -> bool:
-    """Return whether autograd stores ``gradient`` as ``.grad`` of ``parameter`` without copying it (the layout contract
-    of ``AccumulateGrad``): its strides are those of a dense parameter, otherwise those of a contiguous tensor."""
+    """Return whether autograd stores ``gradient`` as the ``.grad`` of ``parameter`` without copying it.
+
+    By the layout contract of ``AccumulateGrad``, the gradient must have the strides of the parameter if this is dense,
+    otherwise those of a contiguous tensor. Strides of dimensions of size 1 do not count.
+    """
     strides = zip(gradient.shape, gradient.stride(), _dense_strides(parameter), strict=True)
     return all(size == 1 or own == other for size, own, other in strides)
 

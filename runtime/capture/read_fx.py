@@ -80,8 +80,8 @@ def finished(step: CapturedStep) -> CapturedStep:
 def read_flat_joint_graph(
     module: fx.GraphModule, early: int, name: str, table: ExpressionTable | None = None
 ) -> CapturedStep:
-    """Read a joint fx graph (forward and backward) that a partitioner of ``torch.compile`` gets as a `CapturedStep`.
-    This graph knows no modules and no parameter names.
+    """Read, as a `CapturedStep`, the joint fx graph (forward and backward) that ``torch.compile`` passes to a
+    partitioner. This graph knows no modules and no parameter names.
 
     Inputs that are gradients of outputs become tangents. Inputs that the graph writes new content into become buffers.
     All other inputs count as tensors of the batch. Outputs and gradients are named by position.
@@ -231,8 +231,12 @@ class _Reader:
         self.calls.append(replace(call, is_view=is_view))
 
     def _is_no_call(self, node: fx.Node) -> bool:
-        """Return whether a node computes no tensor: it computes a size, returns an earlier value, writes a buffer's
-        new content, or marks a range of a profile."""
+        """Return whether a node creates no tensor, so that the step needs no call for it: it computes a size, returns
+        an earlier value, writes a buffer's new content, or marks a range of a profile.
+
+        If the node returns an earlier value, its name becomes an alias of that value. A buffer's new content becomes an
+        output of the step.
+        """
         if self.table and isinstance(node.meta.get("val"), SIZES):
             return True
         if getattr(node.target, "__name__", "") == "getitem":
@@ -249,7 +253,8 @@ class _Reader:
         return getattr(node.target, "namespace", "") in MARKERS
 
     def _results(self, node: fx.Node) -> tuple[str | None, ...]:
-        """Add the values that a call returns, and return their names; None for each result that is no tensor."""
+        """Add the tensors that a call returns to the step's values, and return their names; None for each result that
+        is no tensor."""
         val = node.meta["val"]
         single = isinstance(val, torch.Tensor)
         names: list[str | None] = []
@@ -308,10 +313,10 @@ class _Reader:
 
 
 def _check_plannable(node: fx.Node) -> None:
-    """Check that a call takes no functions, returns something, and does not change its arguments.
+    """Refuse a call that cannot be planned.
 
     Raises:
-        ModelError: otherwise.
+        ModelError: the call takes functions, returns nothing, or changes its arguments in place.
     """
     if isinstance(node.target, HigherOrderOperator) or "val" not in node.meta:
         raise ModelError(f"{node.target} takes functions or only checks values, so it cannot be planned here")

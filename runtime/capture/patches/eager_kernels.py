@@ -173,10 +173,10 @@ def _ctc_loss(
 
 def _resizing_of(op: OpOverload) -> Callable[..., Any]:
     """Return a function for an interpolation op that can be traced with symbolic sizes, which the op's C++ code
-    refuses. It calls the same kernel.
+    refuses. The function calls the kernel that the op would call.
 
-    ``op``: the overload that takes either an output size or scale factors. With symbolic sizes, factors must be whole
-    numbers, because the size times any other factor would have to be rounded; others raise NotSymbolic.
+    ``op``: the overload that takes either an output size or scale factors. Factors must be whole numbers, because the
+    size times any other factor would have to be rounded; others raise NotSymbolic.
     """
     kernel = getattr(ATEN, op._opname).default
 

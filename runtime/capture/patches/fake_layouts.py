@@ -369,10 +369,11 @@ def _draw(func: OpOverload, written: FunctionalTensor, args: Sequence[Any]) -> F
 
 
 def _restore_strides(written: FunctionalTensor) -> None:
-    """Give a changed tensor the strides that eager mode would give it.
+    """Give a tensor that is about to be changed in place the strides that it has in eager mode.
 
-    The tracer has replaced the content of ``written`` by a new tensor. If the new one has other strides, and the last
-    bits of results may depend on them, it is replaced by a copy with the strides of ``written``.
+    The tracer may have replaced the content of ``written`` by a new tensor. If the new one has other strides than
+    ``written``, and the last bits of results may depend on them, it is replaced by a copy with the strides of
+    ``written``.
     """
     functionalize_sync(written.elem)
     now = from_functional_tensor(written.elem)
