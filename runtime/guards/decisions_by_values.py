@@ -1,4 +1,4 @@
-"""Guards on values: whether a forward would still decide as it did when it was traced.
+"""Recording the decisions of a forward that depend on values, so that a guard can check them at later calls.
 
 A forward may decide by the values of its inputs, for example by whether a mask is all ones, or how many of its elements
 are set. A trace is valid only for the outcomes of these decisions. Therefore the calls that compute the decisive values
@@ -9,8 +9,8 @@ runs, so no decision may depend on them.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -24,140 +24,17 @@ from rematplan.runtime.graph.compat import (
 )
 from rematplan.runtime.guards.static_shapes import STATIC
 from rematplan.runtime.guards.tensor_reads import asked, plainly
-
-Source = tuple[str, str | int]
-"""Where a real tensor comes from: ``("batch", position)`` or ``("buffer", name)``."""
-_Pools = dict[str, Any]
-
-
-@dataclass(frozen=True, slots=True)
-class _At:
-    """A reference to a tensor in the arguments of a recorded call. ``place``: the number that `OpTape` assigned to the
-    tensor."""
-
-    place: int
-
-
-@dataclass(frozen=True, slots=True)
-class _Entry:
-    """A recorded call of a traced forward, to be executed again with real tensors. Tensors are denoted by the numbers
-    that `OpTape` assigns to them.
-
-    ``call``, ``args``, ``kwargs``: the function and its arguments, with an `_At` in place of each tensor. ``results``:
-    the numbers of the resulting tensors; None for a result that is not a tensor. ``reads``: the storages that the call
-    reads, each denoted by the number of the first tensor in it. ``touches``: the storages that it allocates, views or
-    writes, denoted in the same way. ``expected``: the result, if the forward decided by it; else `_UNDECIDED`.
-    """
-
-    call: Callable[..., Any]
-    args: tuple[Any, ...]
-    kwargs: dict[str, Any]
-    results: tuple[int | None, ...]
-    reads: frozenset[int]
-    touches: frozenset[int]
-    expected: Any
-
-    @property
-    def decides(self) -> bool:
-        return self.expected is not _UNDECIDED
-
-
-_UNDECIDED = object()
-
-
-@dataclass(frozen=True)
-class ValueGuard:
-    """A check that a forward would decide in the same way as when it was traced. It executes again the calls that
-    compute the decisive values from the module's inputs and buffers, and compares the outcomes.
-
-    ``entries``: the recorded calls in order, with the outcomes of the decisions.
-    """
-
-    entries: tuple[_Entry, ...] = ()
-    sources: tuple[tuple[int, Source | torch.Tensor], ...] = ()
-    """The tensors that exist before the first call, as pairs: the tensor's number in the recorded calls; and its
-    `Source`, or the tensor itself if it is neither an input nor a buffer."""
-    written: frozenset[int] = frozenset()
-    """The numbers of those tensors in ``sources`` that a recorded call writes to, so that they must be copied."""
-
-    def holds(self, buffers: Mapping[str, torch.Tensor], batch: Sequence[torch.Tensor]) -> bool:
-        """Return whether the forward would decide in the same way for these tensors. The recorded calls are executed
-        again, and their outcomes compared with the recorded ones. The tensors are not changed.
-
-        Args:
-            buffers: the real parameters and buffers by name.
-            batch: the real tensors among the arguments.
-        """
-        if not self.entries:
-            return True
-        pools: _Pools = {"batch": batch, "buffer": buffers}
-        with plainly():
-            known = {place: _tensor_of(of, pools, place in self.written) for place, of in self.sources}
-            decided = ((e.expected, value) for e, value in _made(self.entries, known) if e.decides)
-            return all(_same(expected, value) for expected, value in decided)
-
-    @property
-    def outcomes(self) -> tuple[str, ...]:
-        """The values by which the forward decided, as text, in the order of the decisions."""
-        return tuple(repr(e.expected) for e in self.entries if e.decides)
-
-    def mapped(self, change: Callable[[Any], Any]) -> ValueGuard:
-        """Return a copy of this guard with changed arguments of the recorded calls, to replace sizes by symbols or
-        symbols by sizes.
-
-        Args:
-            change: a function from the nested arguments of a call to the new ones.
-        """
-        entries = (replace(e, args=change(e.args), kwargs=change(e.kwargs)) for e in self.entries)
-        return replace(self, entries=tuple(entries))
-
-
-def _as_given(value: Any) -> Any:
-    return value
-
-
-def _made(
-    entries: Iterable[_Entry], known: dict[int, torch.Tensor], now: Callable[[Any], Any] = _as_given
-) -> Iterator[tuple[_Entry, Any]]:
-    """Execute recorded calls again and yield each with its result.
-
-    Args:
-        entries: the recorded calls, in order.
-        known: real tensors by the numbers that `OpTape` assigned to them; the calls' results are added to it.
-        now: a function that replaces symbolic sizes in nested arguments by integers.
-    """
-    for e in entries:
-        args = [_filled(arg, known) for arg in now(e.args)]
-        kwargs = {name: _filled(arg, known) for name, arg in now(e.kwargs).items()}
-        result = e.call(*args, **kwargs)
-        leaves = pytree.tree_leaves(result) if isinstance(result, (list, tuple, dict)) else (result,)
-        for place, made in zip(e.results, leaves, strict=False):
-            if place is not None:
-                known[place] = made
-        yield e, result
-
-
-def _filled(arg: Any, known: dict[int, torch.Tensor]) -> Any:
-    """Return an argument of a recorded call with the real tensor, from ``known``, in place of each reference
-    (`_At`)."""
-    if type(arg) is _At:
-        return known[arg.place]
-    if not isinstance(arg, (list, tuple, dict)):
-        return arg
-    return pytree.tree_map_only(_At, lambda at: known[at.place], arg)
-
-
-def _tensor_of(of: Source | torch.Tensor, pools: _Pools, copied: bool) -> torch.Tensor:
-    tensor = (of if isinstance(of, torch.Tensor) else pools[of[0]][of[1]]).detach()
-    return tensor.clone() if copied else tensor
-
-
-def _is_functional(tensor: torch.Tensor) -> bool:
-    return bool(is_functional_tensor(tensor))
-
-
-def _same(a: Any, b: Any) -> bool:
-    return repr(a) == repr(b)  # repr treats nan as equal to itself, and distinguishes −0 from 0
+from rematplan.runtime.guards.value_guard import (
+    UNDECIDED,
+    Pools,
+    RecordedCall,
+    Source,
+    TensorNumber,
+    ValueGuard,
+    executed,
+    tensor_of,
+    unchanged,
+)
 
 
 class ValueGuardRecorder(TorchDispatchMode):
@@ -175,7 +52,7 @@ class ValueGuardRecorder(TorchDispatchMode):
     def __init__(self, buffers: Mapping[str, torch.Tensor], batch: Sequence[torch.Tensor]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.buffers, self.batch = buffers, batch
-        self.now: Callable[[Any], Any] = _as_given
+        self.now: Callable[[Any], Any] = unchanged
         self._tape = OpTape(self)
         self._asking = asked(lambda read, tensor: self._tape.read(read, tensor))
 
@@ -223,7 +100,7 @@ class OpTape:
 
     def __init__(self, decisions: ValueGuardRecorder) -> None:
         self.decisions = decisions
-        self.entries: list[_Entry] = []
+        self.entries: list[RecordedCall] = []
         self.sources: dict[int, Source | torch.Tensor] = {}
         self.places: dict[int, int] = {}  # id of a traced tensor → its number
         self.alive: list[torch.Tensor] = []  # by number; ids are unique while these live
@@ -304,11 +181,11 @@ class OpTape:
 
     def _decided(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         asked = self._entry(func, args, kwargs, (), frozenset(), None)
-        pools: _Pools = {"batch": self.decisions.batch, "buffer": self.decisions.buffers}
+        pools: Pools = {"batch": self.decisions.batch, "buffer": self.decisions.buffers}
         with plainly():
             for place in self.sources.keys() - self.real.keys():
-                self.real[place] = _tensor_of(self.sources[place], pools, True)
-            *_, (_, value) = _made((*self.entries[self.made :], asked), self.real, self.decisions.now)
+                self.real[place] = tensor_of(self.sources[place], pools, True)
+            *_, (_, value) = executed((*self.entries[self.made :], asked), self.real, self.decisions.now)
         self.entries.append(replace(asked, expected=value))
         self.made = len(self.entries)
         return value
@@ -322,7 +199,7 @@ class OpTape:
         touched = [*(p for p in places if p is not None), *(self.places[id(t)] for t in written)]
         memories = frozenset(self.memory[p] for p in touched)
         self.written.update(self.memory[self.places[id(t)]] for t in written)
-        self.entries.append(self._entry(func, args, kwargs, places, memories, _UNDECIDED))
+        self.entries.append(self._entry(func, args, kwargs, places, memories, UNDECIDED))
 
     def _entry(
         self,
@@ -332,16 +209,16 @@ class OpTape:
         results: tuple[int | None, ...],
         touches: frozenset[int],
         expected: Any,
-    ) -> _Entry:
+    ) -> RecordedCall:
         places: list[int] = []
 
-        def at(tensor: torch.Tensor) -> _At:
+        def at(tensor: torch.Tensor) -> TensorNumber:
             places.append(self.places[id(tensor)])
-            return _At(places[-1])
+            return TensorNumber(places[-1])
 
         args, kwargs = pytree.tree_map_only(torch.Tensor, at, (args, kwargs))
         reads = frozenset(self.memory[p] for p in places)
-        return _Entry(func, tuple(args), kwargs, results, reads, touches, expected)
+        return RecordedCall(func, tuple(args), kwargs, results, reads, touches, expected)
 
     def _place(self, tensor: torch.Tensor, viewed: torch.Tensor | None) -> int:
         """Return the number of a traced tensor; a new tensor gets the next number.
@@ -393,3 +270,7 @@ def _argument_of(
     named = [a.name for a in func._schema.arguments if a.alias_info is not None and which(a.alias_info)]
     leaves = pytree.tree_leaves([by_name.get(name) for name in named])
     return [t for t in leaves if isinstance(t, torch.Tensor)]
+
+
+def _is_functional(tensor: torch.Tensor) -> bool:
+    return bool(is_functional_tensor(tensor))

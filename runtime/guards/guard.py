@@ -13,7 +13,6 @@ from typing import Any
 import torch
 
 from rematplan.runtime.guards.bulk_comparison import Table, picked
-from rematplan.runtime.guards.decisions_by_values import ValueGuard
 from rematplan.runtime.guards.module_state import ModuleState
 from rematplan.runtime.guards.places import (
     Attribute,
@@ -25,6 +24,7 @@ from rematplan.runtime.guards.places import (
     SharedRecord,
     record_of,
 )
+from rematplan.runtime.guards.value_guard import ValueGuard
 
 _GONE = (LookupError, AttributeError, RuntimeError, ValueError)
 """Exceptions raised by the lookup of a value that no longer exists."""

@@ -1,0 +1,149 @@
+"""The guard of a forward's decisions by values: recorded calls that are executed again, and the outcomes that they must
+have."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+
+from rematplan.runtime.graph.compat import pytree
+from rematplan.runtime.guards.tensor_reads import plainly
+
+Source = tuple[str, str | int]
+"""Where a real tensor comes from: ``("batch", position)`` or ``("buffer", name)``."""
+Pools = dict[str, Any]
+"""The real tensors: under ``batch`` by position, under ``buffer`` by name."""
+
+
+@dataclass(frozen=True, slots=True)
+class TensorNumber:
+    """A reference to a tensor in the arguments of a recorded call. ``place``: the number that `OpTape` assigned to the
+    tensor."""
+
+    place: int
+
+
+@dataclass(frozen=True, slots=True)
+class RecordedCall:
+    """A recorded call of a traced forward, to be executed again with real tensors. Tensors are denoted by the numbers
+    that `OpTape` assigns to them.
+
+    ``call``, ``args``, ``kwargs``: the function and its arguments, with a `TensorNumber` in place of each tensor.
+    ``results``: the numbers of the resulting tensors; None for a result that is not a tensor. ``reads``: the storages
+    that the call reads, each denoted by the number of the first tensor in it. ``touches``: the storages that it
+    allocates, views or writes, denoted in the same way. ``expected``: the result, if the forward decided by it; else
+    `UNDECIDED`.
+    """
+
+    call: Callable[..., Any]
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    results: tuple[int | None, ...]
+    reads: frozenset[int]
+    touches: frozenset[int]
+    expected: Any
+
+    @property
+    def decides(self) -> bool:
+        """Whether the forward decided by the result."""
+        return self.expected is not UNDECIDED
+
+
+UNDECIDED = object()
+"""The expected result of a call by which the forward did not decide."""
+
+
+@dataclass(frozen=True)
+class ValueGuard:
+    """A check that a forward would decide in the same way as when it was traced. It executes again the calls that
+    compute the decisive values from the module's inputs and buffers, and compares the outcomes.
+
+    ``entries``: the recorded calls in order, with the outcomes of the decisions.
+    """
+
+    entries: tuple[RecordedCall, ...] = ()
+    sources: tuple[tuple[int, Source | torch.Tensor], ...] = ()
+    """The tensors that exist before the first call, as pairs: the tensor's number in the recorded calls; and its
+    `Source`, or the tensor itself if it is neither an input nor a buffer."""
+    written: frozenset[int] = frozenset()
+    """The numbers of those tensors in ``sources`` that a recorded call writes to, so that they must be copied."""
+
+    def holds(self, buffers: Mapping[str, torch.Tensor], batch: Sequence[torch.Tensor]) -> bool:
+        """Return whether the forward would decide in the same way for these tensors. The recorded calls are executed
+        again, and their outcomes compared with the recorded ones. The tensors are not changed.
+
+        Args:
+            buffers: the real parameters and buffers by name.
+            batch: the real tensors among the arguments.
+        """
+        if not self.entries:
+            return True
+        pools: Pools = {"batch": batch, "buffer": buffers}
+        with plainly():
+            known = {place: tensor_of(of, pools, place in self.written) for place, of in self.sources}
+            decided = ((e.expected, value) for e, value in executed(self.entries, known) if e.decides)
+            return all(_same(expected, value) for expected, value in decided)
+
+    @property
+    def outcomes(self) -> tuple[str, ...]:
+        """The values by which the forward decided, as text, in the order of the decisions."""
+        return tuple(repr(e.expected) for e in self.entries if e.decides)
+
+    def mapped(self, change: Callable[[Any], Any]) -> ValueGuard:
+        """Return a copy of this guard with changed arguments of the recorded calls, to replace sizes by symbols or
+        symbols by sizes.
+
+        Args:
+            change: a function from the nested arguments of a call to the new ones.
+        """
+        entries = (replace(e, args=change(e.args), kwargs=change(e.kwargs)) for e in self.entries)
+        return replace(self, entries=tuple(entries))
+
+
+def unchanged(value: Any) -> Any:
+    """Return the value itself."""
+    return value
+
+
+def executed(
+    entries: Iterable[RecordedCall], known: dict[int, torch.Tensor], now: Callable[[Any], Any] = unchanged
+) -> Iterator[tuple[RecordedCall, Any]]:
+    """Execute recorded calls again and yield each with its result.
+
+    Args:
+        entries: the recorded calls, in order.
+        known: real tensors by the numbers that `OpTape` assigned to them; the calls' results are added to it.
+        now: a function that replaces symbolic sizes in nested arguments by integers.
+    """
+    for e in entries:
+        args = [_filled(arg, known) for arg in now(e.args)]
+        kwargs = {name: _filled(arg, known) for name, arg in now(e.kwargs).items()}
+        result = e.call(*args, **kwargs)
+        leaves = pytree.tree_leaves(result) if isinstance(result, (list, tuple, dict)) else (result,)
+        for place, made in zip(e.results, leaves, strict=False):
+            if place is not None:
+                known[place] = made
+        yield e, result
+
+
+def _filled(arg: Any, known: dict[int, torch.Tensor]) -> Any:
+    """Return an argument of a recorded call with the real tensor, from ``known``, in place of each reference
+    (`TensorNumber`)."""
+    if type(arg) is TensorNumber:
+        return known[arg.place]
+    if not isinstance(arg, (list, tuple, dict)):
+        return arg
+    return pytree.tree_map_only(TensorNumber, lambda at: known[at.place], arg)
+
+
+def tensor_of(of: Source | torch.Tensor, pools: Pools, copied: bool) -> torch.Tensor:
+    """Return the real tensor of a source, or ``of`` itself if it is a tensor; a copy if ``copied``."""
+    tensor = (of if isinstance(of, torch.Tensor) else pools[of[0]][of[1]]).detach()
+    return tensor.clone() if copied else tensor
+
+
+def _same(a: Any, b: Any) -> bool:
+    return repr(a) == repr(b)  # repr treats nan as equal to itself, and distinguishes −0 from 0
