@@ -40,9 +40,8 @@ class Anneal(SearchStrategy):
     carried: ClassVar[int] = 2
 
     def share(self, count: int) -> Self:
-        """Return this strategy with its time limit and its number of moves divided by ``count``, moves rounded down.
-        With 0 moves, the time limit applies."""
-        return replace(super().share(count), moves=self.moves // count)
+        """Return this strategy with its time limit and its number of moves divided by ``count``, moves rounded up."""
+        return replace(super().share(count), moves=-(-self.moves // count))
 
     def plan(
         self, graph: TrainingGraph, budget: int, progress: Progress = silent, starts: Sequence[Plan] = ()

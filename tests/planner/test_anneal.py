@@ -89,6 +89,12 @@ def test_plans_pass_the_independent_checker(layers, checker):
         assert 0 <= plan.lower_bound <= plan.estimate.overhead
 
 
+def test_a_share_of_few_moves_is_still_counted_in_moves():
+    """With no moves left the time limit would apply, and plans would depend on the machine."""
+    assert Anneal(moves=3).share(8).moves == 1
+    assert Anneal().share(8).moves == 0  # the time limit applies
+
+
 def test_equal_seeds_and_moves_give_equal_plans():
     graph = network(20)
     budget = int(0.6 * peak_of_base(graph))
