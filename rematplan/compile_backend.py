@@ -13,6 +13,7 @@ from typing import Any, cast
 import torch
 from torch import fx
 
+from rematplan.compile_for_sizes import Shapes, SymbolicGraph, parameter_shapes
 from rematplan.ir import InfeasibleBudget, UsageError
 from rematplan.planner.core.plan import Plan
 from rematplan.plans.held_by_others import Reserved
@@ -36,7 +37,6 @@ from rematplan.runtime.graph.compat import (
 from rematplan.runtime.graph.warn import warn
 from rematplan.runtime.problem.constraints import Name
 from rematplan.runtime.symbols.expressions import NotSymbolic
-from rematplan.symbolic_graph import Shapes, SymbolicGraph, parameter_shapes
 from rematplan.symbolic_halves import fill, give_sizes
 
 COMPILERS = ("eager", "inductor")

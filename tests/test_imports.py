@@ -75,7 +75,7 @@ LAYERS = {
         "plans",
         "step_loading",
         "step_measurement",
-        "api plan_any_module symbolic_halves symbolic_graph compile_backend onnx_backend",
+        "api plan_any_module symbolic_halves compile_for_sizes compile_backend onnx_backend",
         "pipeline",
         "report",
         "cli",

@@ -1,4 +1,4 @@
-"""The moves of the annealer and its inner loop.
+"""The random moves of the annealer. `anneal_loop` decides which are kept.
 
 Source: FastSA (NeurIPS 2023) anneals the sequence of ops with single additions, removals and rotations. Here an
 addition inserts a whole chain of recomputations and deletes the runs that it leaves without readers, so that
@@ -7,12 +7,10 @@ recomputation can turn into a later first run.
 
 from __future__ import annotations
 
-import math
-
 import numpy as np
 
 from rematplan.planner.annealing.dead_runs import random_spare, take_out
-from rematplan.planner.annealing.edits import commit, do_shift, undo
+from rematplan.planner.annealing.edits import do_shift
 from rematplan.planner.annealing.plain_dag_moves import drop_with_siblings, remove_run
 from rematplan.planner.annealing.recompute_chains import (
     a_maker,
@@ -26,22 +24,15 @@ from rematplan.planner.annealing.recompute_chains import (
 )
 from rematplan.planner.annealing.splitmix64 import below, uniform
 from rematplan.planner.annealing.state import (
-    BEST,
-    BEST_COST,
-    CEILING,
     COST,
-    FREE,
-    GROWTH,
     HALF,
     PENALTY,
     PRICE,
-    RUNS,
     Problem,
     State,
     copy_before,
     copy_stop,
     first_over,
-    free_kernel,
     last_read,
     node_after,
     price,
@@ -55,8 +46,6 @@ EARLY = 0.4
 Skip connections can make that pay. Shifts cannot lead there from a run just before the next read, because each step
 on the way would hold both what the op reads and what it writes.
 """
-ADAPT = 500  # most moves between two changes of the penalty's price
-STEEP = 1.15  # most by which it rises then, where hardly anything fits
 DROP_OVER, DROP_ANY, REMOVE, SHIFT = 0.35, 0.45, 0.70, 0.90
 PLAIN_OVER, PLAIN_ANY, PLAIN_REMOVE, PLAIN_SHIFT = 0.32, 0.40, 0.62, 0.82  # the same without phases
 
@@ -261,54 +250,3 @@ def propose_plain(P: Problem, S: State, allowed: float, kind: float) -> bool:
         return False
     gain = before - S.value[COST] - S.value[PRICE] * S.value[PENALTY]
     return drop_with_siblings(P, S, choose_slot(S, True), allowed + gain) or gain >= -allowed
-
-
-@inner
-def keep_best(S: State) -> None:
-    """Record the current sequence of runs and its cost as the best within the budget."""
-    length = 0
-    for s in range(S.at.size):
-        if S.at[s] >= 0:
-            S.best[length] = S.op[S.at[s]]
-            length += 1
-    S.number[BEST] = length
-    S.value[BEST_COST] = S.value[COST]
-
-
-@free_kernel
-def anneal(P: Problem, S: State, moves: int, hot: float, cold: float, mode: int) -> int:
-    """Make up to ``moves`` random moves while the temperature falls geometrically from ``hot`` to ``cold`` (percent
-    of the cost of running each op once). Return the number of moves made.
-
-    The number is smaller if slots or node numbers run short; the caller must then spread the runs anew. ``mode``: 0
-    for all kinds of moves; 1 for shifts only; 2 for all kinds until a sequence is within the budget.
-    """
-    feasible, temperature = 0, hot
-    adapt = min(ADAPT, max(40, P.cost.size))
-    rise = min(STEEP, S.value[GROWTH] ** adapt)
-    ratio = (cold / hot) ** (1.0 / moves)
-    S.value[PRICE] = min(S.value[PRICE], S.value[CEILING])
-    for k in range(moves):
-        temperature *= ratio
-        allowed = -temperature * math.log(1.0 - uniform(S.random))
-        was = S.value[COST] + S.value[PRICE] * S.value[PENALTY]
-        done = propose(P, S, allowed, mode == 1)
-        if done and S.value[COST] + S.value[PRICE] * S.value[PENALTY] - was <= allowed:
-            commit(S)
-        else:
-            undo(P, S)
-        if S.value[PENALTY] < HALF:
-            feasible += 1
-            if S.value[COST] < S.value[BEST_COST] - 1e-10:
-                keep_best(S)
-            if mode == 2:
-                return k + 1
-        if k % adapt == adapt - 1:
-            if feasible < adapt // 10:
-                S.value[PRICE] = min(S.value[PRICE] * rise, S.value[CEILING])
-            elif feasible > adapt // 2:
-                S.value[PRICE] /= 1.08
-            feasible = 0
-            if S.number[FREE] < S.op.size // 8 or S.number[RUNS] > S.at.size * 3 // 4:
-                return k + 1
-    return moves

@@ -18,12 +18,12 @@ from rematplan.planner.annealing.restarts import Search
 from rematplan.planner.annealing.search_budget import SearchBudget
 from rematplan.planner.arrays.phases import infer_phases
 from rematplan.planner.arrays.precedence import without_inverses
-from rematplan.planner.auto.auto_options import SHARES, SessionOptions
 from rematplan.planner.auto.block_starts import VAST, nested_plans, starting_plans
 from rematplan.planner.auto.bound_thread import Proof
 from rematplan.planner.auto.eviction import lower_by_eviction
 from rematplan.planner.auto.refusal_plans import RefusalSearch
 from rematplan.planner.auto.second_annealer import SecondSearch
+from rematplan.planner.auto.time_shares import SHARES, SessionOptions
 from rematplan.planner.auto.without_inverses_first import search_without_inverses_first
 from rematplan.planner.bounds.bound_search import BoundSearch
 from rematplan.planner.bounds.cut_bounds import CLOSED, Bound, min_peak_bound

@@ -9,11 +9,11 @@ from dataclasses import dataclass, replace
 from rematplan.ir import InfeasibleBudget, TrainingGraph
 from rematplan.planner.annealing.search_budget import SearchBudget
 from rematplan.planner.arrays.phases import infer_phases
-from rematplan.planner.auto.auto_options import SHARES
 from rematplan.planner.auto.auto_strategy import Auto
 from rematplan.planner.auto.compile_kernels import compile_kernels
 from rematplan.planner.auto.eviction import plan_by_eviction
 from rematplan.planner.auto.smallest_peak_search import find_smallest_peak
+from rematplan.planner.auto.time_shares import SHARES
 from rematplan.planner.core.plan import Plan
 from rematplan.planner.core.strategy import INTERRUPTS, Progress, Strategy, silent
 from rematplan.planner.strategies.anneal import Anneal

@@ -12,8 +12,8 @@ from functools import partial
 from rematplan.ir import TrainingGraph
 from rematplan.planner.annealing.cheap_plan import CHEAP_SHARE, cheap_plan
 from rematplan.planner.annealing.search_budget import SearchBudget
-from rematplan.planner.auto.auto_options import SHARES, SessionOptions
 from rematplan.planner.auto.smallest_peak_search import find_smallest_peak
+from rematplan.planner.auto.time_shares import SHARES, SessionOptions
 from rematplan.planner.core.plan import Plan
 from rematplan.planner.core.strategy import Progress
 

@@ -20,7 +20,7 @@ from rematplan.planner.core.strategy import Progress, SearchStrategy, silent
 @dataclass(frozen=True)
 class Anneal(SearchStrategy):
     """Simulated annealing of the order in which ops are executed: executions of ops are moved, added and removed at
-    random (see `planner.annealing.moves`).
+    random (see `planner.annealing.anneal_loop`).
 
     On Ctrl-C the best plan so far is returned. Annealing proves nothing about a plan; the strategy `auto` also computes
     a lower bound.

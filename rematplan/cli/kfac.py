@@ -134,9 +134,9 @@ def modelled(args: argparse.Namespace, out: Output) -> tuple[IterationModel, tup
     from rematplan import api
     from rematplan.optim.iteration_model import IterationModel, Link
     from rematplan.runtime.costs.device_models import device_model
+    from rematplan.runtime.statistics.fisher_output_gradients import Draws
     from rematplan.runtime.statistics.insert import with_statistics
     from rematplan.runtime.statistics.options import Kronecker
-    from rematplan.runtime.statistics.output_gradients import Draws
     from rematplan.runtime.statistics.recorder import shapes
 
     options = Kronecker(fisher="empirical", approx=args.approx)

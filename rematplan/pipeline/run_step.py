@@ -17,7 +17,7 @@ from torch import distributed
 from rematplan.ir import InfeasibleBudget, ProblemError, ProcessEnded, UsageError, show_bytes
 from rematplan.models import ZOO, build, example_inputs
 from rematplan.pipeline.captured_stages import CapturedStage
-from rematplan.pipeline.file_plans import file_plans
+from rematplan.pipeline.match_file_plans import file_plans
 from rematplan.pipeline.plan_pipeline import captured_pipeline
 from rematplan.pipeline.rank_plans import measured_rank_plan, rank_plan
 from rematplan.pipeline.runnable_pipeline import Pipeline

@@ -10,7 +10,7 @@ from rematplan.planner.core.schedule import Run, Schedule
 from rematplan.planner.core.simulator import resident_bytes
 from rematplan.planner.pipeline.actions import StagePlan
 from rematplan.planner.pipeline.stage_problem import StageProblem
-from rematplan.runtime.execute.codegen import renewed_buffers
+from rematplan.runtime.execute.buffers_once import renewed_buffers
 from rematplan.runtime.graph.captured_step import CapturedStep
 from rematplan.runtime.problem.accumulation import adding_problem, earlier_gradients, waiting_bytes
 from rematplan.runtime.problem.loss_boundary import LOSS, WEIGHTS

@@ -11,6 +11,7 @@ import torch
 
 from rematplan.ir import ProblemError
 from rematplan.planner.core.schedule import Free, Run, Schedule
+from rematplan.runtime.execute.buffers_once import renewed_buffers
 from rematplan.runtime.execute.emitter import Emitter
 from rematplan.runtime.execute.in_place import overwriting_calls
 from rematplan.runtime.execute.missing_tangents import Unused
@@ -336,12 +337,6 @@ class Writer(Emitter):
             self.taken.add(name)
             self.variable[value] = name
         return self.variable[value]
-
-
-def renewed_buffers(step: CapturedStep) -> set[str]:
-    """Return the names of the storages of those buffers for which a step computes new content."""
-    renewed = {o.target for o in step.outputs if o.kind == "buffer"}
-    return {step.values[i.value].storage for i in step.inputs if i.kind == "buffer" and i.target in renewed}
 
 
 def read_from(step: CapturedStep, schedule: Schedule, start: int) -> set[str]:

@@ -14,7 +14,8 @@ from torch import nn
 from rematplan.ir import ProblemError
 from rematplan.planner.core.lane_schedule import Lanes
 from rematplan.planner.core.schedule import Schedule, runs_of
-from rematplan.runtime.execute.codegen import Writer, read_from, renewed_buffers
+from rematplan.runtime.execute.buffers_once import renewed_buffers
+from rematplan.runtime.execute.codegen import Writer, read_from
 from rematplan.runtime.execute.missing_tangents import unused_by
 from rematplan.runtime.execute.two_lane_codegen import LaneWriter
 from rematplan.runtime.graph.captured_step import CapturedStep, StepOutput

@@ -22,7 +22,7 @@ from rematplan.runtime.graph.compat import (
     is_functional_tensor,
     pytree,
 )
-from rematplan.runtime.guards.static_shapes import STATIC
+from rematplan.runtime.guards.data_dependent_shapes import STATIC
 from rematplan.runtime.guards.tensor_reads import asked, plainly
 from rematplan.runtime.guards.value_guard import (
     UNDECIDED,
@@ -140,7 +140,7 @@ class OpTape:
 
         If the op returns a number to Python and its arguments' values are known, the number is computed from the real
         tensors and recorded as a decision. If the shape of the op's result depends on values, a call with a fixed shape
-        is executed instead (`static_shapes.STATIC`).
+        is executed instead (`data_dependent_shapes.STATIC`).
         """
         if torch.Tag.data_dependent_output in func.tags and self.knows((args, kwargs)):
             return self._decided(func, args, kwargs)

@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from rematplan.ir import Op, Tensor, TrainingGraph
-from rematplan.runtime.execute.codegen import renewed_buffers
+from rematplan.runtime.execute.buffers_once import renewed_buffers
 from rematplan.runtime.graph.captured_step import (
     CapturedStep,
     Ref,

@@ -11,8 +11,8 @@ import torch
 
 from rematplan.ir import ModelError
 from rematplan.runtime.graph.captured_step import CapturedStep, Ref, Value
+from rematplan.runtime.statistics.fisher_output_gradients import Draws, OutputGradient
 from rematplan.runtime.statistics.options import Kronecker
-from rematplan.runtime.statistics.output_gradients import Draws, OutputGradient
 from rematplan.runtime.statistics.second_backward import SecondBackward, call_of
 
 MOST_COLUMNS = 64

@@ -15,10 +15,10 @@ from typing import Literal, TypeAlias
 
 from rematplan.ir import ModelError
 from rematplan.runtime.graph.captured_step import Call, CapturedStep, Ref, StepOutput, Value, refs
+from rematplan.runtime.statistics.fisher_output_gradients import Draws
 from rematplan.runtime.statistics.further_backwards import further_backwards, samples_of, terms_of
 from rematplan.runtime.statistics.gram import Gram, sum_type
 from rematplan.runtime.statistics.options import Kronecker
-from rematplan.runtime.statistics.output_gradients import Draws
 from rematplan.runtime.statistics.reading import Patches
 from rematplan.runtime.statistics.second_backward import (
     SecondBackward,

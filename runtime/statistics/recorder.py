@@ -21,9 +21,9 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 from rematplan.runtime.execute.autograd_function import Sink
 from rematplan.runtime.graph.allocator_rounding import allocated
 from rematplan.runtime.statistics.factors import Factors, Statistics
+from rematplan.runtime.statistics.fisher_output_gradients import Draws
 from rematplan.runtime.statistics.insert import Layer, StatisticsStep, Sums
 from rematplan.runtime.statistics.options import Kronecker
-from rematplan.runtime.statistics.output_gradients import Draws
 from rematplan.runtime.statistics.packing import unpack
 
 Listener = Callable[[Mapping[str, Factors], int], None]

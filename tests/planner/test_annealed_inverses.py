@@ -13,8 +13,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rematplan.ir import Op, Tensor, TrainingGraph, problem_to_json
+from rematplan.planner.annealing.anneal_loop import anneal
 from rematplan.planner.annealing.annealer import Annealer
-from rematplan.planner.annealing.moves import anneal
 from rematplan.planner.annealing.state import COST, HALF, PENALTY
 from rematplan.planner.auto.auto_strategy import Auto
 from rematplan.planner.auto.min_budget_plan import cheapest_near_smallest_peak

@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 
 from rematplan.ir import Op, Tensor, TrainingGraph
+from rematplan.planner.annealing.anneal_loop import anneal
 from rematplan.planner.annealing.annealer import Annealer
-from rematplan.planner.annealing.moves import anneal
 from rematplan.planner.annealing.state import COST, HALF, PENALTY
 from rematplan.planner.arrays.precedence import needed_ops
 from rematplan.planner.core.plan import plan_from_runs

@@ -15,8 +15,8 @@ from torch._inductor import config
 from torch.nn import functional
 
 import rematplan
+from rematplan.compile_for_sizes import SymbolicGraph
 from rematplan.runtime.costs.measure import peak_above_entry
-from rematplan.symbolic_graph import SymbolicGraph
 
 CPU = torch.device("cpu")
 QUICK = {"strategy": "approx_dp", "loss_memory": "4x", "costs": "roofline"}

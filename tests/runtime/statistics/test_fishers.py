@@ -14,7 +14,7 @@ from torch.nn import functional
 import rematplan
 from rematplan.ir import InfeasibleBudget, ModelError
 from rematplan.runtime.statistics.factors import Statistics
-from rematplan.runtime.statistics.output_gradients import Draws
+from rematplan.runtime.statistics.fisher_output_gradients import Draws
 
 SETTINGS: dict[str, Any] = {"strategy": "approx_dp", "costs": "roofline"}
 

@@ -23,9 +23,9 @@ from rematplan.runtime.graph.captured_step import CapturedStep
 from rematplan.runtime.problem.constraints import ops_that_run_once
 from rematplan.runtime.problem.loss_boundary import LOSS, with_loss_boundary
 from rematplan.runtime.problem.planning_problem import training_graph
+from rematplan.runtime.statistics.fisher_output_gradients import Draws
 from rematplan.runtime.statistics.insert import with_statistics
 from rematplan.runtime.statistics.options import Kronecker
-from rematplan.runtime.statistics.output_gradients import Draws
 from rematplan.runtime.statistics.recorder import Recorder
 
 PROFILE = settings(max_examples=12, deadline=None, derandomize=True)

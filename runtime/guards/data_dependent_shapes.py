@@ -9,7 +9,7 @@ from typing import Any, Protocol
 
 import torch
 
-from rematplan.runtime.guards.sized_ops import CTC_LOSS, WITH_SIZES, sizes_of
+from rematplan.runtime.guards.data_dependent_ops import CTC_LOSS, WITH_SIZES, sizes_of
 from rematplan.runtime.guards.tensor_reads import TO_LIST, plainly
 
 ATEN = torch.ops.aten

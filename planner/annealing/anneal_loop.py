@@ -1,0 +1,86 @@
+"""The inner loop of the annealer: make random moves, keep or undo each, and adapt the penalty's price.
+
+A move that raises the energy (cost + price · bytes over the budget) is kept with the probability of Metropolis et al.
+(1953), exp(−increase ÷ temperature). The random number is drawn before the move, so that a move can be abandoned as
+soon as its increase is too large.
+"""
+
+from __future__ import annotations
+
+import math
+
+from rematplan.planner.annealing.edits import commit, undo
+from rematplan.planner.annealing.moves import propose
+from rematplan.planner.annealing.splitmix64 import uniform
+from rematplan.planner.annealing.state import (
+    BEST,
+    BEST_COST,
+    CEILING,
+    COST,
+    FREE,
+    GROWTH,
+    HALF,
+    PENALTY,
+    PRICE,
+    RUNS,
+    Problem,
+    State,
+    free_kernel,
+)
+from rematplan.planner.caches.numba_kernels import inner
+
+ADAPT = 500
+"""The largest number of moves between two changes of the penalty's price."""
+STEEP = 1.15
+"""The largest factor by which the price rises in one change, if hardly any sequence is within the budget."""
+
+
+@inner
+def keep_best(S: State) -> None:
+    """Record the current sequence of runs and its cost as the best within the budget."""
+    length = 0
+    for s in range(S.at.size):
+        if S.at[s] >= 0:
+            S.best[length] = S.op[S.at[s]]
+            length += 1
+    S.number[BEST] = length
+    S.value[BEST_COST] = S.value[COST]
+
+
+@free_kernel
+def anneal(P: Problem, S: State, moves: int, hot: float, cold: float, mode: int) -> int:
+    """Make up to ``moves`` random moves while the temperature falls geometrically from ``hot`` to ``cold`` (percent
+    of the cost of running each op once). Return the number of moves made.
+
+    The number is smaller if slots or node numbers run short; the caller must then spread the runs anew. ``mode``: 0
+    for all kinds of moves; 1 for shifts only; 2 for all kinds until a sequence is within the budget.
+    """
+    feasible, temperature = 0, hot
+    adapt = min(ADAPT, max(40, P.cost.size))
+    rise = min(STEEP, S.value[GROWTH] ** adapt)
+    ratio = (cold / hot) ** (1.0 / moves)
+    S.value[PRICE] = min(S.value[PRICE], S.value[CEILING])
+    for k in range(moves):
+        temperature *= ratio
+        allowed = -temperature * math.log(1.0 - uniform(S.random))
+        was = S.value[COST] + S.value[PRICE] * S.value[PENALTY]
+        done = propose(P, S, allowed, mode == 1)
+        if done and S.value[COST] + S.value[PRICE] * S.value[PENALTY] - was <= allowed:
+            commit(S)
+        else:
+            undo(P, S)
+        if S.value[PENALTY] < HALF:
+            feasible += 1
+            if S.value[COST] < S.value[BEST_COST] - 1e-10:
+                keep_best(S)
+            if mode == 2:
+                return k + 1
+        if k % adapt == adapt - 1:
+            if feasible < adapt // 10:
+                S.value[PRICE] = min(S.value[PRICE] * rise, S.value[CEILING])
+            elif feasible > adapt // 2:
+                S.value[PRICE] /= 1.08
+            feasible = 0
+            if S.number[FREE] < S.op.size // 8 or S.number[RUNS] > S.at.size * 3 // 4:
+                return k + 1
+    return moves
