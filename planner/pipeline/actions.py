@@ -67,7 +67,8 @@ class PipelineSchedule:
             raise ProblemError(
                 f"schedule {self.name!r} needs a list of actions for each of its {self.ranks} ranks"
             )
-        if sorted(s for stages in self.stage_of_rank for s in stages) != list(range(self.stages)):
+        numbers = sorted(s for stages in self.stage_of_rank for s in stages)
+        if len(numbers) != self.stages or numbers != list(range(self.stages)):
             raise ProblemError(
                 f"schedule {self.name!r}: each of its {self.stages} stages must have exactly one rank"
             )
@@ -78,12 +79,18 @@ class PipelineSchedule:
         kinds: dict[tuple[int, int], str] = {}
         for a in actions:
             kinds[a.stage, a.microbatch] = kinds.get((a.stage, a.microbatch), "") + a.kind
-        wanted = {(s, m) for s in stages for m in range(self.microbatches)}
-        for key in sorted(wanted ^ kinds.keys()):
-            raise ProblemError(
-                f"schedule {self.name!r}, rank {rank}: stage {key[0]}, micro-batch {key[1]} is "
-                f"{'missing' if key in wanted else 'not one of this rank'}"
-            )
+        every = (
+            (s, m) for s in stages for m in range(self.microbatches)
+        )  # read up to the first that is missing
+        missing = next((key for key in every if key not in kinds), None)
+        other = min(
+            (k for k in kinds if not (k[0] in stages and 0 <= k[1] < self.microbatches)), default=None
+        )
+        for key, problem in ((missing, "missing"), (other, "not one of this rank")):
+            if key is not None:
+                raise ProblemError(
+                    f"schedule {self.name!r}, rank {rank}: stage {key[0]}, micro-batch {key[1]} is {problem}"
+                )
         for (stage, m), order in sorted(kinds.items()):
             if order not in ("F", "FB", "FIW"):
                 raise ProblemError(

@@ -5,10 +5,10 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, fields
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from rematplan.ir import ProblemError, show_bytes
 from rematplan.ir.problem_json import read_json, write_whole
@@ -19,6 +19,7 @@ from rematplan.planner.pipeline.rank_memory import in_flight, rank_peak
 from rematplan.planner.pipeline.timeline import Link, StageTimes, Timeline, replay
 
 PIPELINE_FORMAT = "rematplan.pipeline/1"
+Record = TypeVar("Record", StagePlan, StageTimes)
 
 
 @dataclass(frozen=True)
@@ -145,16 +146,22 @@ def pipeline_from_json(data: object) -> PlannedPipeline:
         schedule = schedule_of_rows(
             str(data["schedule"]), int(data["stages"]), int(data["microbatches"]), rows
         )
-        bandwidth = data["link"]["bandwidth"]
+        if schedule.name not in FORMULAS:
+            raise ProblemError(f"unknown schedule {schedule.name!r}; known: {', '.join(FORMULAS)}")
+        latency, bandwidth = float(data["link"]["latency"]), data["link"]["bandwidth"]
+        speed = math.inf if bandwidth is None else float(bandwidth)
+        overhead = float(data["overhead"])
+        if latency < 0 or speed <= 0 or overhead < 0:
+            raise ValueError("a link or an overhead below 0")
         plan = PlannedPipeline(
             problem=str(data["problem"]),
             schedule=schedule,
             budget=int(data["budget"]),
             cuts=tuple(map(int, data["cuts"])),
-            stages=tuple(StagePlan(**row) for row in data["plans"]),
-            times=tuple(StageTimes(**row) for row in data["times"]),
-            link=Link(float(data["link"]["latency"]), math.inf if bandwidth is None else float(bandwidth)),
-            overhead=float(data["overhead"]),
+            stages=tuple(_record(StagePlan, row) for row in data["plans"]),
+            times=tuple(_record(StageTimes, row) for row in data["times"]),
+            link=Link(latency, speed),
+            overhead=overhead,
             floors=tuple(map(float, data["floors"])),
             floor=math.inf if data["floor"] is None else float(data["floor"]),
             names=tuple(map(str, data["names"])),
@@ -171,6 +178,30 @@ def pipeline_from_json(data: object) -> PlannedPipeline:
                 f"rank {rank} has a peak of {show_bytes(peak)}, above its budget, {show_bytes(plan.budget)}"
             )
     return plan
+
+
+def _record(kind: type[Record], row: Mapping[str, Any]) -> Record:
+    """Return a record of numbers from JSON data.
+
+    Raises:
+        TypeError: a field is missing or unknown, a number of bytes is not whole, or a plan is no mapping.
+        ValueError: a number is negative.
+    """
+    made = kind(**row)
+    for one in fields(made):
+        value = getattr(made, one.name)
+        if value is None and "None" in str(one.type):
+            continue
+        if one.name == "plan":
+            if not isinstance(value, Mapping):
+                raise TypeError(f"plan is {value!r}")
+        elif isinstance(value, bool) or not isinstance(
+            value, int if "int" in str(one.type) else (int, float)
+        ):
+            raise TypeError(f"{one.name} is {value!r}")
+        elif value < 0:
+            raise ValueError(f"{one.name} is {value}, below 0")
+    return made
 
 
 def save_pipeline(plan: PlannedPipeline, path: str | Path) -> None:

@@ -81,12 +81,25 @@ def test_a_file_is_read_as_it_was_written(file, tmp_path) -> None:
         ("names", None, "a field is missing or of another type"),
         ("cuts", [], "2 stages need as many plans"),
         ("actions", [[["F", 0, 0], ["B", 0, 0]], [["F", 1, 0]]], "is missing"),
+        ("microbatches", 10**9, "micro-batch 4 is missing"),
+        ("stages", 10**9, "each of its 1000000000 stages must have exactly one rank"),
+        ("schedule", "best", "unknown schedule 'best'; known: gpipe"),
+        ("link", {"latency": 0, "bandwidth": 0}, "a link or an overhead below 0"),
     ],
 )
 def test_changed_files_are_refused(file, tmp_path, field, value, text) -> None:
     data = json.loads(file.read_text()) | {field: value}
     (tmp_path / "bad.json").write_text(json.dumps(data))
     with pytest.raises(ProblemError, match=rf"bad.json: .*{text}"):
+        load_pipeline(tmp_path / "bad.json")
+
+
+@pytest.mark.parametrize(("field", "value"), [("kept_bytes", -1), ("kept_bytes", 1.5), ("plan", 7)])
+def test_figures_of_a_stage_that_cannot_be_are_refused(file, tmp_path, field, value) -> None:
+    data = json.loads(file.read_text())
+    data["plans"][0][field] = value
+    (tmp_path / "bad.json").write_text(json.dumps(data))
+    with pytest.raises(ProblemError, match=rf"bad.json: a field is missing or of another type: .*{field} is"):
         load_pipeline(tmp_path / "bad.json")
 
 
