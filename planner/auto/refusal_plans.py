@@ -12,6 +12,7 @@ from functools import partial
 from rematplan.ir import TrainingGraph
 from rematplan.planner.annealing.cheap_plan import CHEAP_SHARE, cheap_plan
 from rematplan.planner.annealing.search_budget import SearchBudget
+from rematplan.planner.auto.block_starts import leanest_plans
 from rematplan.planner.auto.smallest_peak_search import find_smallest_peak
 from rematplan.planner.auto.time_shares import SHARES, SessionOptions
 from rematplan.planner.core.plan import Plan
@@ -39,8 +40,8 @@ class RefusalSearch:
         known ones.
 
         The search takes the time that is left. If it is proven that no plan fits, it may instead take half of the time
-        limit, from now. It then has rounds: the first takes a few seconds, each further one twice as long. They end
-        when a round gains little.
+        limit, from now. It then begins with block plans, and lowers their peak in rounds: the first takes a few
+        seconds, each further one twice as long. They end when a round gains little.
 
         Args:
             left: the seconds that are left.
@@ -50,7 +51,8 @@ class RefusalSearch:
             self._lower_for(left)
             return
         until = time.monotonic() + SHARES.smallest_peak * self.options.time_limit
-        seconds, before = SHARES.round_seconds, math.inf
+        self.take(leanest_plans(self.problem, min(until, time.monotonic() + SHARES.refused_blocks)))
+        seconds, before = SHARES.round_seconds, min((p.peak for p in self.known), default=math.inf)
         while (left := until - time.monotonic()) > 0:
             interrupted = self._lower_for(min(seconds, left))
             smallest = min(plan.peak for plan in self.known)

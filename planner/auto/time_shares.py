@@ -29,6 +29,8 @@ class TimeShares:
     smallest_peak: float = 0.5
     """The share for lowering the peak, if the budget is ``min`` or ``least``, or if no plan fits a budget that is
     proven to be too small. For ``min`` and ``least``, the rest lowers the overhead."""
+    refused_blocks: float = 4.0
+    """Seconds for block plans, once a budget is proven to be too small. For DenseNet-121 they take about two."""
     round_seconds: float = 2.0
     """If a budget is proven to be too small, the peak is lowered in rounds. This is the length of the first round in
     seconds; each further round takes twice as long as the one before."""

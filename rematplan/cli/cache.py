@@ -28,8 +28,9 @@ def run(args: argparse.Namespace, out: Output) -> int:
 
     folder, deleting = cache_folder(), args.action == "clear"
     found = {what: _files(folder, pattern, deleting) for what, pattern in KEPT.items()}
-    rows = {what: f"{number} files, {show_bytes(size)}" for what, (number, size) in found.items()}
-    out.show(pairs_table(f"{'Deleted from' if deleting else 'Kept in'} {folder}", rows))
+    rows = {"folder": str(folder)}
+    rows |= {what: f"{number} files, {show_bytes(size)}" for what, (number, size) in found.items()}
+    out.show(pairs_table("Deleted files" if deleting else "Saved files", rows))
     out.data(
         {
             "folder": str(folder),

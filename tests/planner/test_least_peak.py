@@ -13,6 +13,7 @@ from rematplan.ir import InfeasibleBudget, Op, Tensor, TrainingGraph
 from rematplan.planner.annealing.search_budget import SearchBudget
 from rematplan.planner.auto import min_budget_plan
 from rematplan.planner.auto.auto_strategy import Auto
+from rematplan.planner.auto.block_starts import leanest_plans
 from rematplan.planner.auto.eviction import lower_by_eviction, plan_by_eviction
 from rematplan.planner.auto.eviction_simulation import Simulation, random_policy, tables_of
 from rematplan.planner.auto.min_budget_plan import MIN_BUDGET, cheapest_near_smallest_peak
@@ -126,6 +127,12 @@ def test_the_least_peak_is_never_above_a_known_plan(problems):
     graph = problems.residual((2, 2))
     known = NestedDP().curve(graph, ())[-1]
     assert find_smallest_peak(graph, SearchBudget(1.0, 1), [known]).estimate.peak <= known.estimate.peak
+
+
+def test_block_plans_are_made_even_without_time(problems):
+    graph = problems.residual((3, 4, 6, 3))
+    lean = leanest_plans(graph, 0.0)
+    assert min(plan.peak for plan in lean) < 0.9 * no_recompute(graph).peak
 
 
 def test_a_refusal_names_what_min_finds():
