@@ -1,4 +1,4 @@
-"""Implementations of ONNX ops on torch tensors: reductions, softmax and matrix products."""
+"""Implementations of ONNX ops on torch tensors: reductions, cumulative sums, softmax and matrix products."""
 
 # ruff: noqa: ARG001  (every handler takes the node, whether it reads it or not)
 from __future__ import annotations
@@ -6,7 +6,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 
-import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -146,16 +145,31 @@ def arg_min(node: Node, x: Tensor) -> Tensor:
 
 
 @ROWS.add("CumSum", 11, 14, known=(1,))
-def cum_sum(node: Node, x: Tensor, axis: np.ndarray) -> Tensor:
-    """Run ONNX CumSum: the running sum along ``axis``. With the attribute ``reverse`` it runs from the end. With
-    ``exclusive`` each sum leaves out the element at its position."""
-    at = int(axis.reshape(()))
-    if integer(node, "reverse", 0):
-        x = x.flip(at)
-    total = torch.cumsum(x, at, dtype=x.dtype)
+def cumulative_sum(node: Node, x: Tensor, axis: Known) -> Tensor:
+    """Run ONNX CumSum: the running sum along ``axis`` (see `_cumulative`)."""
+    return _cumulative(node, x, axis, torch.cumsum, 0)
+
+
+@ROWS.add("CumProd", 26, known=(1,))
+def cumulative_product(node: Node, x: Tensor, axis: Known) -> Tensor:
+    """Run ONNX CumProd: the running product along ``axis`` (see `_cumulative`)."""
+    return _cumulative(node, x, axis, torch.cumprod, 1)
+
+
+def _cumulative(
+    node: Node, x: Tensor, axis: Known, function: Callable[..., Tensor], neutral: float
+) -> Tensor:
+    """Return ``function`` (`torch.cumsum` or `torch.cumprod`) of ``x`` along ``axis``. With the node's attribute
+    ``reverse`` it runs from the end. With ``exclusive`` each result leaves out the element at its position: the
+    elements are moved by one, and the first becomes ``neutral``. Subtracting the element instead would lose digits.
+    """
+    at = (known_ints(axis) or (0,))[0]
+    x = x.flip(at) if integer(node, "reverse", 0) else x
     if integer(node, "exclusive", 0):
-        total = total - x
-    return total.flip(at) if integer(node, "reverse", 0) else total
+        sizes = [1 if k == at % x.dim() else n for k, n in enumerate(x.shape)]
+        x = torch.cat([x.new_full(sizes, neutral), x], at).narrow(at, 0, x.shape[at])
+    y = function(x, at, dtype=x.dtype)
+    return y.flip(at) if integer(node, "reverse", 0) else y
 
 
 # ------------------------------------------------------------------ softmax

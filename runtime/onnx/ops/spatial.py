@@ -1,5 +1,4 @@
-"""Implementations of ONNX ops on positions: sampling at a grid, grids of affine maps, rotary embeddings, cumulative
-products and Col2Im."""
+"""Implementations of ONNX ops on positions: sampling at a grid, grids of affine maps, rotary embeddings and Col2Im."""
 
 from __future__ import annotations
 
@@ -11,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from rematplan.ir.onnx.graph import Node
-from rematplan.runtime.onnx.ops.rows import Known, Rows, integer, ints, known_ints, refuse, text
+from rematplan.runtime.onnx.ops.rows import Rows, integer, ints, known_ints, refuse, text
 
 ROWS = Rows()
 
@@ -85,18 +84,6 @@ def rotary_embedding(
         y = torch.cat([a * cos - b * sin, a * sin + b * cos], -1)
     y = torch.cat([y, rest], -1) if rest.shape[3] else y
     return y.transpose(1, 2) if x.dim() == 4 else y.reshape(x.shape)
-
-
-@ROWS.add("CumProd", 26, known=(1,))
-def cumulative_product(node: Node, x: Tensor, axis: Known) -> Tensor:
-    """Run ONNX CumProd: the running product along ``axis``. With the attribute ``reverse`` it runs from the end. With
-    ``exclusive`` each product leaves out the element at its position."""
-    at = (known_ints(axis) or (0,))[0]
-    x = x.flip(at) if integer(node, "reverse", 0) else x
-    if integer(node, "exclusive", 0):
-        x = torch.cat([torch.ones_like(x.narrow(at, 0, 1)), x.narrow(at, 0, x.shape[at] - 1)], at)
-    y = torch.cumprod(x, at, dtype=x.dtype)
-    return y.flip(at) if integer(node, "reverse", 0) else y
 
 
 @ROWS.add("Col2Im", 18, known=(1, 2))

@@ -207,6 +207,21 @@ def test_a_kept_aspect_ratio_samples_by_its_scale_and_not_by_the_rounded_sizes(m
     np.testing.assert_allclose(run(model, x), wanted, rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.parametrize(("reverse", "wanted"), [(0, [0.0, 1.0, 1e9]), (1, [1e9, 3.0, 0.0])])
+def test_an_exclusive_sum_keeps_the_digits_of_small_elements(reverse, wanted):
+    """A sum of all elements, minus the large one, would have lost them."""
+    x = np.array([1.0, 1e9, 3.0], np.float32)
+
+    def summed(x, axis):
+        model = one_node("CumSum", [x, np.array(axis)], 14, exclusive=1, reverse=reverse)
+        name = model.graph.input.pop().name
+        model.graph.initializer.append(onnx.numpy_helper.from_array(np.array(axis), name))
+        return run(model, x)
+
+    assert summed(x, 0).tolist() == wanted
+    assert summed(np.zeros((2, 0), np.float32), 1).shape == (2, 0)
+
+
 def test_average_over_dilated_windows():
     shared = {"kernel_shape": [2, 2], "dilations": [2, 2], "pads": [1, 0, 1, 1]}
     against_reference("AveragePool", noise(1, 2, 8, 8), count_include_pad=1, **shared)
