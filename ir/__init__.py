@@ -1,4 +1,4 @@
-"""The graphs that are read and planned, their JSON formats, and the errors."""
+"""The planning problem with its JSON format, the forward graphs read from ONNX files, and the error classes."""
 
 from rematplan.ir.errors import (
     CHEAP,

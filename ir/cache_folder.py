@@ -1,5 +1,7 @@
-"""Where rematplan keeps files between processes: plans and measured costs. A file that cannot be read or written costs
-time, nothing else."""
+"""The user's cache folder, in which rematplan stores plans and measured costs for later processes.
+
+A cache file that cannot be read or written is not an error: its content is computed again.
+"""
 
 from __future__ import annotations
 
@@ -24,8 +26,10 @@ def cache_folder() -> Path:
 
 
 def read_cached(file: Path) -> object:
-    """Return the JSON data of a file in the cache folder; None if there is no such file, or it is damaged, which is
-    logged."""
+    """Return the JSON data of a file in the cache folder, or None if there is no such file or it is damaged.
+
+    A damaged file is logged once per process.
+    """
     if not file.exists():
         return None
     try:
@@ -36,8 +40,10 @@ def read_cached(file: Path) -> object:
 
 
 def write_cached(file: Path, content: str) -> bool:
-    """Write a file in the cache folder completely or not at all, and return whether that succeeded. A failure is
-    logged."""
+    """Write a file in the cache folder completely or not at all. Return True if it was written.
+
+    A failure raises nothing: it is logged, and False is returned. Missing folders are created.
+    """
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
         write_whole(file, content)
@@ -49,12 +55,14 @@ def write_cached(file: Path, content: str) -> bool:
 
 
 def report_damage(file: Path, reason: str) -> None:
-    """Log, once per process, that a file in the cache folder is damaged and counts as empty. ``reason``: what is
-    wrong with it."""
+    """Log that a file in the cache folder is damaged, so that its content is ignored.
+
+    The same message is logged only once per process. ``reason``: what is wrong with the file.
+    """
     log_once(f"{file} is damaged and counts as empty: {reason}")
 
 
 @cache
 def log_once(text: str) -> None:
-    """Log a line, unless this process has logged the same line before."""
+    """Log ``text`` at level INFO, unless this process has logged the same text before."""
     LOG.info(text)

@@ -1,4 +1,4 @@
-"""The errors that a user can act on, each with the command line's exit status for it."""
+"""The errors that a user can act on. Each error class has the exit status with which the command line then ends."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from typing import Any, Literal
 class RematplanError(Exception):
     """Base class of every error that a user's input or budget causes, as opposed to a bug in rematplan.
 
-    The message is one line: what is wrong, where, the figures, what to try. ``exit_status``: that of the command
-    line.
+    The message is one line: what is wrong, where, the figures, what to try. ``exit_status``: the status with which
+    the command line ends when the error reaches it.
     """
 
     exit_status = 2
@@ -49,7 +49,10 @@ class LatticeTooLarge(RematplanError):
 
 
 class UnfitSizes(RematplanError):
-    """No plan is known that fits the budget at some sizes of a range."""
+    """Plans were requested for a range of dimension sizes, such as batch sizes, and none known fits some of the sizes.
+
+    A plan fits a size if its peak memory at that size is within the budget.
+    """
 
     exit_status = 3
 
@@ -57,9 +60,9 @@ class UnfitSizes(RematplanError):
 Known = Literal["least", "searched", "proven", "room"]
 """What is known about a budget that is refused as too small.
 
-``least``: the strategy has no plan with a smaller peak than the smallest found. ``searched``: a longer search may
-find such a plan. ``proven``: no schedule at all fits the budget. ``room``: no schedule fits together with the room
-that is set aside for a loss outside of the model, which may need less.
+``least``: the strategy has no plan with a smaller peak than the smallest peak found. ``searched``: a longer search may
+find a plan with a smaller peak. ``proven``: no schedule at all fits the budget. ``room``: no schedule fits if memory
+is reserved for a loss that is computed outside of the model. The loss may need less memory than is reserved.
 """
 
 _REFUSED: dict[Known, str] = {
@@ -71,21 +74,24 @@ _REFUSED: dict[Known, str] = {
 
 
 CHEAP = 0.05
-"""The overhead up to which a plan counts as cheap: a refusal also names a budget for which there is a cheap plan."""
+"""The overhead (extra time ÷ time without recomputation) up to which a plan counts as cheap. The message of a refused
+budget also names a budget for which there is a cheap plan."""
 
 
 class InfeasibleBudget(RematplanError):
-    """No schedule that the strategy knows fits the budget.
+    """The memory budget is refused: no schedule that the strategy found has a peak within it.
 
     Attributes:
-        strategy: the strategy's name.
+        strategy: the name of the strategy, the algorithm that searched for a plan.
         budget: the budget that was asked for, in bytes.
-        smallest: the smallest peak of the plans that are known, in bytes.
-        known: why the budget is refused; see `Known`.
-        floor: the proven least: a lower bound of any plan's peak, with the reason, as text; empty if unknown.
+        smallest: the smallest peak of all plans that the searches found, in bytes.
+        known: why the budget is refused: ``"least"``, the strategy has no smaller plan; ``"searched"``, a longer search
+            may find one; ``"proven"``, no schedule fits; ``"room"``, none fits with the memory reserved for a loss.
+        floor: a proven lower bound of every plan's peak, with the reason, as text; empty if unknown.
         hint: what the user may have meant instead, as text; empty if there is no suggestion.
         plan: the plan whose peak is ``smallest``, if there is one; else None.
-        cheap: the fewest bytes found for which there is a plan with an overhead of at most `CHEAP`; 0 if unknown.
+        cheap: the smallest peak in bytes of the plans found that need at most 5 % (`CHEAP`) more time than a step
+            without recomputation; 0 if unknown.
     """
 
     exit_status = 3

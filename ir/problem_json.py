@@ -1,4 +1,4 @@
-"""Read and write the planning problem as JSON: ``rematplan.problem/1``."""
+"""Read and write planning problems (training steps as ops over storages) in the JSON format ``rematplan.problem/1``."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ PROBLEM_FORMAT = "rematplan.problem/1"
 
 
 def problem_to_json(graph: TrainingGraph) -> dict[str, Any]:
-    """Convert a problem to plain JSON data in the format ``rematplan.problem/1``."""
+    """Convert a planning problem to plain JSON data in the format ``rematplan.problem/1``."""
     data: dict[str, Any] = {
         "format": PROBLEM_FORMAT,
         "name": graph.name,
@@ -37,7 +37,7 @@ def problem_to_json(graph: TrainingGraph) -> dict[str, Any]:
 
 
 def problem_from_json(data: object) -> TrainingGraph:
-    """Build a problem from plain JSON data in the format ``rematplan.problem/1``.
+    """Build a planning problem from plain JSON data in the format ``rematplan.problem/1``.
 
     Raises:
         ProblemError: the data violates the format, or its parts contradict each other.
@@ -69,7 +69,7 @@ def problem_from_json(data: object) -> TrainingGraph:
 
 
 def save_problem(graph: TrainingGraph, path: str | Path) -> None:
-    """Write a problem as a JSON file, completely or not at all.
+    """Write a planning problem as a JSON file, completely or not at all.
 
     Raises:
         ProblemError: the folder or the file cannot be written.
@@ -78,7 +78,7 @@ def save_problem(graph: TrainingGraph, path: str | Path) -> None:
 
 
 def load_problem(path: str | Path) -> TrainingGraph:
-    """Read a problem from a JSON file.
+    """Read a planning problem from a JSON file.
 
     Raises:
         ProblemError: the file cannot be read, is not JSON, or does not describe a valid problem; the message names

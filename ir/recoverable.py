@@ -1,19 +1,19 @@
-"""Find the forward tensors that inverses can recover from what is still live when the forward frees them.
+"""Find the forward tensors that can be freed in the forward half and recovered by inverses in the backward half.
 
-Let S be a forward tensor. After the last forward op that reads S, certain tensors are live, and everything later is
-computed from them. S is *recoverable* if an inverse computes it from these live tensors, the inputs, and tensors of
-negligible size. Anything else that the inverse reads must come from other inverses, or from ops that do not depend
-on S and that S does not depend on.
+An inverse is an additional op that computes a tensor from tensors that were computed from it. Let S be a forward
+tensor, and let L be the tensors that are live after the last forward op that reads S. S is *recoverable* if an inverse
+computes S from tensors of L, inputs of the step, and tensors of negligible size. If the inverse reads any other tensor,
+that tensor must be the result of another inverse, or of an op that does not read S and that S does not depend on.
 
 Example: an additive coupling computes y₂ = x₂ + G(y₁). Afterwards y₁ and y₂ are live, so x₂ = y₂ − G(y₁) is
 recoverable. The input of an ordinary residual block y = x + F(x) is not recoverable: only y is live, and F(x) needs
 x.
 
 A tensor is recovered only if the backward half needs it, directly or to recover another tensor, and only if
-recovering it frees more bytes than it keeps live.
+the recovery frees more bytes than it keeps live.
 
-Inverses that serve no recovery are of no use to any plan. Whether a plan may run an inverse at a given place is
-decided by the simulator: the tensors that it reads must be resident there.
+A plan has no use for an inverse that is in none of the recoveries found here. The simulator decides whether a schedule
+may run an inverse at a position: all tensors that the inverse reads must be resident at that moment.
 """
 
 from __future__ import annotations
@@ -25,45 +25,47 @@ from functools import cached_property
 from rematplan.ir.training_graph import Op, TrainingGraph
 
 NEGLIGIBLE_RATIO = 16
-"""A tensor this many times smaller than the recovered one is treated as always live."""
+"""A forward tensor at least this many times smaller than the tensor to be recovered is treated as always live."""
 MOST_TENSORS_SEARCHED = 4000
 """The largest number of tensors that the search for one recovery visits."""
 
 
 @dataclass(frozen=True)
 class Recovery:
-    """How one tensor is recovered by an inverse.
+    """How one forward tensor is recovered by an inverse, an op that computes it from tensors computed from it.
 
-    ``tensor``: its name. ``inverse``: the op that writes it. ``steps``: all ops and inverses to run, in a valid
-    order, from tensors that are still live after the last forward op that reads ``tensor``; the last step is
-    ``inverse``.
+    ``tensor``: the tensor's name. ``inverse``: the inverse that writes the tensor. ``steps``: the ops and inverses to
+    run, in a valid order, ending with ``inverse``. They start from tensors that are still live after the last forward
+    op that reads the tensor.
     """
 
     tensor: str
     inverse: Op
     steps: tuple[Op, ...]
     others: tuple[Op, ...] = ()
-    """Other inverses that could write the tensor."""
+    """Further inverses that can write the tensor, as alternatives to ``inverse``."""
 
     @cached_property
     def needed(self) -> tuple[str, ...]:
-        """The names of the tensors that must be resident before the recovery: its steps read them, and no step
-        writes them."""
+        """The names of the tensors that must be resident before the recovery starts.
+
+        These are the tensors that its steps read and that none of its steps writes.
+        """
         made = {t for step in self.steps for t in step.writes}
         return tuple(t for t in dict.fromkeys(t for s in self.steps for t in s.reads) if t not in made)
 
     @property
     def used(self) -> tuple[Op, ...]:
-        """All ops and inverses that the recovery may run: its steps, and the other inverses that write the tensor."""
+        """All ops and inverses that may recover the tensor: ``steps``, and the alternative inverses ``others``."""
         return (*self.steps, *self.others)
 
 
 def recoveries(graph: TrainingGraph) -> dict[str, Recovery]:
-    """Return, for each tensor that is worth recovering by inverses, how to recover it, by tensor name.
+    """Find the forward tensors that are worth recovering by inverses. Return how to recover each, by tensor name.
 
-    A tensor can be recovered if inverses compute it from what is still live after the last forward op that reads it.
-    That is worth it if the backward half needs the tensor, directly or to recover another tensor, and if the
-    recovery frees more bytes than it keeps live.
+    A tensor can be recovered if inverses compute it from tensors that are still live after the last forward op that
+    reads it. Recovering it is worth it if the recovery serves the backward half and frees more bytes than it keeps
+    live. It serves the backward half if it computes a tensor that backward ops or another recovery read.
     """
     look = _Look(graph)
     targets = dict.fromkeys(t for inverse in graph.inverses for t in inverse.writes)
@@ -71,7 +73,7 @@ def recoveries(graph: TrainingGraph) -> dict[str, Recovery]:
     wanted = {t for op in graph.ops if op.phase == "backward" for t in op.reads}
     serving = _serving(found, wanted)
     while True:
-        # Also recover tensors whose steps read recovered tensors and write something the backward half needs.
+        # Also keep a recovery whose intermediate steps read recovered tensors and write tensors that backward ops read.
         more = {
             t
             for t, r in found.items()
@@ -86,7 +88,11 @@ def recoveries(graph: TrainingGraph) -> dict[str, Recovery]:
 
 
 def _serving(found: dict[str, Recovery], wanted: Iterable[str]) -> set[str]:
-    """Return the recoverable tensors among ``wanted``, and all recoverable tensors that these recoveries read."""
+    """Return the names of the recoverable tensors among ``wanted``, and of all that must be recovered for them.
+
+    A recovery may read other recoverable tensors, which are then included, and so on. ``found``: the recovery of each
+    recoverable tensor, by name. ``wanted``: names of tensors.
+    """
     pending, serving = list(wanted), set()
     while pending:
         tensor = pending.pop()
@@ -97,16 +103,26 @@ def _serving(found: dict[str, Recovery], wanted: Iterable[str]) -> set[str]:
 
 
 def last_forward_read(graph: TrainingGraph) -> dict[str, int]:
-    """Return, for each tensor that the forward half reads, the position in ``graph.ops`` of its last reader there."""
+    """Return the position in ``graph.ops`` of the last forward op that reads each tensor, by tensor name.
+
+    Tensors that no forward op reads are absent.
+    """
     forward = ((i, op) for i, op in enumerate(graph.ops) if op.phase != "backward")
     return {t: i for i, op in forward for t in op.reads}
 
 
 def _gainful(look: _Look, found: dict[str, Recovery], wanted: set[str]) -> dict[str, Recovery]:
-    """Return the recoveries that free more bytes than they keep live.
+    """Return those of the recoveries ``found`` that free more bytes than they keep live, by tensor name.
 
-    Keeping a norm's output instead of its input, for example, gains nothing, because both have the same size.
-    Tensors that are recovered from each other are judged as one group.
+    If a recovery reads another recovered tensor, both recoveries are in one group, and a group is accepted or rejected
+    as a whole. A group frees the tensors of ``wanted`` that its steps write. It keeps live what its steps need and
+    what would otherwise have been freed. For example, keeping a norm's output to recover the norm's input gains
+    nothing, because both have the same size.
+
+    Args:
+        look: the problem.
+        found: how to recover each tensor, by name.
+        wanted: names of the tensors that the backward half reads.
     """
     size, inputs = look.graph.size, look.inputs
     group = {t: t for t in found}
@@ -148,7 +164,7 @@ class _Look:
 
     @cached_property
     def ancestors(self) -> list[int]:
-        """For each op, the ops that it depends on and itself, as a bit mask."""
+        """For each position in ``graph.ops``, a bit mask of positions: the op's and those of all ops that it needs."""
         found: list[int] = []
         producer = self.graph.producer
         for i, op in enumerate(self.graph.ops):
@@ -161,7 +177,7 @@ class _Look:
 
     @cached_property
     def never(self) -> frozenset[str]:
-        """The tensors that only backward ops write."""
+        """The names of the tensors that backward ops write."""
         return frozenset(t for o in self.graph.ops if o.phase == "backward" for t in o.writes)
 
     def recover(self, target: str) -> Recovery | None:
@@ -171,10 +187,10 @@ class _Look:
 
 
 class _RecoverySearch:
-    """The search for the recovery of one tensor.
+    """Search for ops and inverses that recover one forward tensor (``target``) after the forward half has freed it.
 
-    First the usable ops are collected backwards from the tensor's inverses. Then everything that they can compute
-    is computed forwards.
+    First the search collects candidates: it starts at the inverses that write the tensor and goes backwards to what
+    writes their reads. Then it goes forwards from the live tensors, and finds which of the candidates can run.
     """
 
     def __init__(self, look: _Look, target: str) -> None:
@@ -197,8 +213,12 @@ class _RecoverySearch:
         return made <= self.moment and (last > self.moment or tensor in look.outputs)
 
     def _recipes(self, tensor: str) -> Iterable[Op]:
-        """Yield the ops that could write a tensor that is not live: its own op, if it has run already and the
-        target does not depend on it; and its inverses."""
+        """Yield the ops and inverses that may compute ``tensor`` again after it has been freed.
+
+        These are all inverses that write it. They also include the op that writes it, if that op comes no later than
+        the last forward read of the tensor to be recovered (the target), the target does not depend on it, and it may
+        run more than once.
+        """
         producer = self.look.graph.producer[tensor]
         op = self.look.graph.ops[producer]
         if producer <= self.moment and not self.before >> producer & 1 and op.name not in self.look.once:
@@ -206,7 +226,11 @@ class _RecoverySearch:
         yield from self.look.makers.get(tensor, ())
 
     def _wanted(self) -> dict[str, Op]:
-        """Return all ops that may be useful, by name."""
+        """Return the ops and inverses that may take part in recovering the target, by name.
+
+        These are the target's inverses, whatever may write their reads, and so on back to live tensors. The search
+        stops after `MOST_TENSORS_SEARCHED` tensors.
+        """
         recipes = {r.name: r for r in self.look.makers[self.target]}
         pending = [t for r in recipes.values() for t in r.reads]
         seen = {self.target}
@@ -248,7 +272,10 @@ class _RecoverySearch:
         return Recovery(self.target, ends[0], self._steps(ends[0], by), tuple(ends[1:]))
 
     def _steps(self, end: Op, by: dict[str, Op]) -> tuple[Op, ...]:
-        """Return the ops that ``end`` needs and ``end``, each once, in an order in which they can run."""
+        """Return the ops to run so that the inverse ``end`` can run, then ``end``: each once, in a valid order.
+
+        ``by``: for each tensor that can be computed from live tensors, the op or inverse that writes it.
+        """
         order: dict[str, Op] = {}
         stack = [(end, False)]
         while stack:

@@ -1,5 +1,7 @@
-"""The planning problem: a training step as ops over storages, with sizes and costs. It is pure data and knows no
-torch."""
+"""The planning problem: a training step as ops over storages, with sizes and costs.
+
+The types are plain data and do not depend on torch.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +18,7 @@ from rematplan.ir.errors import ProblemError
 Phase = Literal["forward", "backward"]
 
 MAX_BYTES = 2**63 - 1  # sizes are summed in 64-bit integers
-MAX_COST = 1e300  # costs are summed in 64-bit floats, many runs of an op included
+MAX_COST = 1e300  # a schedule may run an op many times, and the sum of costs must be finite in 64-bit floats
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,9 +35,11 @@ class Op:
 
     ``name``: unique among ops and inverses. ``reads``, ``writes``: names of tensors. ``cost``: microseconds if
     profiled or modelled, any unit otherwise. ``workspace``: bytes that are resident only while the op runs.
-    ``phase``: the half of the step that it belongs to; None for an inverse, or in a graph without halves. ``gain``,
-    ``noise``: the relative error of what it writes, if its reads have the relative error e, is gain · e + noise for
-    an inverse; for a repeated op it is the larger of gain · e and √(gain · e · noise).
+    ``phase``: ``"forward"`` or ``"backward"``; None for an inverse, and for ops of a step without two halves.
+
+    ``gain``, ``noise``: a model of relative errors, which arise because inverses are not exact. Let e be the largest
+    relative error of the tensors that the op reads. An inverse writes tensors with the error gain · e + noise. An op
+    that runs again writes tensors with the error max(gain · e, √(gain · e · noise)).
     """
 
     name: str
@@ -54,10 +58,10 @@ class TrainingGraph:
 
     ``name``: for messages. ``tensors``: all tensors with their sizes. ``inputs``: names of tensors that are resident
     from start to end (parameters, buffers, batch). ``outputs``: names of tensors that must be resident at the end
-    (loss, gradients, new buffers). ``ops``: in a valid order, the *base order*. ``inverses``: additional ops, each
-    of which recovers a tensor from tensors that were computed from it. ``ordered``: names of ops that draw random
-    numbers; their *first* runs must keep this order. ``never_rerun``: names of ops that may run only once, because
-    they have side effects or the user asked for it.
+    (loss, gradients, new buffers). ``ops``: in a valid order, that of a step without recomputation. ``inverses``:
+    additional ops, each of which recovers a tensor from tensors that were computed from it. ``ordered``: names of ops
+    that draw random numbers; in every schedule their *first* executions must have this order. ``never_rerun``: names of
+    ops that may run only once, because they have side effects or the user asked for it.
 
     Raises:
         ProblemError: the parts contradict each other; see `check`.
@@ -72,7 +76,10 @@ class TrainingGraph:
     ordered: tuple[str, ...] = ()
     never_rerun: tuple[str, ...] = ()
     fixed_split: Mapping[str, int] = field(default_factory=dict)
-    """The bytes of ``inputs`` by kind (``parameters``, ``buffers``, ``batch``, ...), for reports. May be empty."""
+    """How many bytes of ``inputs`` are of each kind (``parameters``, ``buffers``, ``batch``, ...).
+
+    For reports only; may be empty.
+    """
 
     def __post_init__(self) -> None:
         check(self)
@@ -89,7 +96,7 @@ class TrainingGraph:
 
     @cached_property
     def producer(self) -> dict[str, int]:
-        """For each tensor that is not an input, the position in ``ops`` of the op that writes it."""
+        """For each tensor that an op writes, the position of that op in ``ops``. Keyed by tensor name."""
         return {t: i for i, o in enumerate(self.ops) for t in o.writes}
 
     @cached_property
@@ -104,20 +111,23 @@ class TrainingGraph:
 
     @cached_property
     def fingerprint(self) -> str:
-        """A hash of names, reads, writes, phases and constraints, but not of sizes and costs. Problems with equal
-        fingerprints have the same valid schedules."""
+        """A hash of all that decides which schedules are valid: equal fingerprints mean the same valid schedules.
+
+        It covers the names, reads, writes and phases of ops and inverses, the inputs and outputs, and which ops are
+        ordered or may not run again. It does not cover sizes, workspaces, costs and error models.
+        """
         rows = [[o.name, o.reads, o.writes, o.phase] for o in (*self.ops, *self.inverses)]
         parts = [rows, self.inputs, self.outputs, self.ordered, self.never_rerun]
         return hashlib.sha256(json.dumps(parts).encode()).hexdigest()
 
     @cached_property
     def structure(self) -> str:
-        """A hash that is equal for problems which differ only in names, inputs, sizes, costs and in which ops may
-        run only once.
+        """A hash of the dependencies between ops, inverses and outputs, by positions instead of names.
 
-        Such problems have the same ops in order, which read and write the same tensors, numbered in the order in
-        which ops write them. A schedule of one, with positions instead of names, is a schedule of the other, except
-        for ops that may run only once there.
+        Tensors are numbered in the order in which ops write them, and ops by their position. The hash ignores names,
+        inputs, sizes, workspaces, costs, error models and ``never_rerun``. If two problems have the same hash, a
+        schedule of one, written with these numbers, is also valid for the other, unless it repeats an op that may run
+        only once in the other.
         """
         number = {t: i for i, t in enumerate(self.producer)}
         op_number = {o.name: i for i, o in enumerate(self.ops)}
@@ -136,7 +146,7 @@ class TrainingGraph:
 
 
 def check(graph: TrainingGraph) -> None:
-    """Check that the parts of a problem are consistent.
+    """Check that the parts of a planning problem are consistent.
 
     Raises:
         ProblemError: the first fault found: duplicate names, unknown tensors or ops, double writes, missing
@@ -229,7 +239,7 @@ def _unique(names: Iterable[str], kind: str) -> set[str]:
 
 
 LIBRARIES = "library_workspaces"
-"""The name of the input that stands for the memory which libraries such as cuBLAS keep allocated."""
+"""The name of the problem's input that represents the memory which libraries such as cuBLAS keep allocated."""
 THREADS = 2
-"""The number of threads for which such a library allocates memory: the caller's thread runs the forward half, a
-thread of autograd the backward half."""
+"""The number of threads for which a library such as cuBLAS allocates memory: the caller's thread runs the forward half,
+and a thread of autograd runs the backward half."""
