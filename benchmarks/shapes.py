@@ -1,19 +1,28 @@
 """Training on random lengths: how long a new shape waits before its step, whether peaks stay within the budget, and
-the time of the whole loop against eager mode.
+the time of the whole loop, against eager mode and PyTorch's own methods of saving memory.
 
 Each network is planned for its largest size, at a share of that size's peak, and then trained on random sizes. Outputs
 and gradients of each step are compared with eager mode's bit by bit, in the same loop. The waiting time of a step is
-that of `prepare` for its batch. Times are CPU seconds of this process (one thread), so that a busy machine does not
-count; the process that refines plans is not in them. ``grown`` is what the process's resident memory gained from the
-middle of the loop to its end.
+that of `prepare` for its batch: ``known member`` where the plan's source was compiled before, ``new member`` where it
+was compiled for this step, ``planned`` where a plan had to be searched or a step to be made. Times are CPU seconds,
+so that a busy machine does not count: of the calling thread for the waiting, of this process for the loops. The process
+that refines plans is not in them.
 
-usage: python benchmarks/shapes.py [NAME ...] [--steps 100] [--budget 70%] [--seed 0]
+Rivals, on the same batches: `torch.utils.checkpoint` for each block; ``torch.compile(dynamic=True)`` with
+``activation_memory_budget``, the min-cut partitioner and no compiler of kernels, whose compilation is in its loop.
+
+With ``--lengths``, no rivals: a small model is trained on that many random lengths, and every tenth of them the
+resident memory and the numbers of what is kept are printed.
+
+usage: python benchmarks/shapes.py [NAME ...] [--steps 100] [--budget 70%] [--seed 0] [--activation-budget 0.3]
+       python benchmarks/shapes.py --lengths 1000
 """
 
 from __future__ import annotations
 
 import argparse
 import copy
+import gc
 import random
 import resource
 import statistics
@@ -21,10 +30,16 @@ import time
 import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 
 import torch
 from torch import Tensor, nn
+from torch._dynamo.backends.common import aot_autograd
+from torch._dynamo.backends.debugging import boxed_nop
+from torch._functorch import config as functorch_config
+from torch._functorch.partitioners import min_cut_rematerialization_partition
+from torch.utils.checkpoint import checkpoint
 
 import rematplan
 from rematplan.ir import show_bytes
@@ -33,20 +48,24 @@ from rematplan.runtime.costs.measure import peak_above_entry
 
 CPU = torch.device("cpu")
 VOCABULARY = 1000
+KINDS = ("captured", "planned", "new member", "known member", "known shape")
+"""Kinds of waits before a step."""
+EAGER, PLANNED = "eager", "planned"
+CHECKPOINTED, COMPILED = "checkpoint for each block", "torch.compile, activation budget"
+"""Names of methods."""
 
 
 @dataclass(frozen=True)
 class Case:
-    """A network that is trained on batches of varying size (length, or side of an image).
-
-    ``make``: builds it for sizes up to ``largest``. ``batch``: returns a batch of a size. ``least``, ``step``: sizes
-    are ``least``, ``least + step`` and so on, up to ``largest``.
-    """
+    """A network, and batches of it. ``make``: builds the network for sizes up to ``largest``. ``batch``: of a size.
+    ``least``, ``step``: sizes are ``least``, ``least + step`` and so on. ``block``: the name of the class of the
+    modules that are checkpointed."""
 
     make: Callable[[], nn.Module]
     batch: Callable[[int], tuple[Tensor, ...]]
     least: int
     largest: int
+    block: str
     step: int = 1
 
 
@@ -99,31 +118,33 @@ def _gpt() -> nn.Module:
 
 
 CASES: Mapping[str, Case] = {
-    "bert": Case(_bert, _masked, 32, 256),
-    "gpt": Case(_gpt, _tokens, 32, 256),
-    "llama": Case(_llama, _tokens, 32, 256),
-    "unet": Case(lambda: build("unet", width=8), _images, 32, 160, 16),
+    "bert": Case(_bert, _masked, 32, 256, "BertLayer"),
+    "gpt": Case(_gpt, _tokens, 32, 256, "Block"),
+    "llama": Case(_llama, _tokens, 32, 256, "LlamaDecoderLayer"),
+    "unet": Case(lambda: build("unet", width=8), _images, 32, 160, "Sequential", 16),
 }
 
 
 @dataclass
-class Result:
-    """The measurements of one training loop. Times are CPU seconds.
+class Loop:
+    """What one model's loop has shown. ``seconds``: of all steps, compilation included. ``peaks``: bytes, with
+    parameters, buffers and batch. ``different``: the number of steps that differ from eager mode's in some bit."""
 
-    ``first``: of making the first plan. ``waits``: of preparing each new size. ``again``: of preparing each known size.
-    ``peaks``: the peak of each step ÷ the budget. ``planned``, ``eager``: of the whole loop. ``different``: the number
-    of steps whose gradients differ from eager mode's. ``growth``: bytes of resident memory gained in the second half of
-    the loop.
-    """
-
-    first: float = 0.0
-    waits: list[float] = field(default_factory=list)
-    again: list[float] = field(default_factory=list)
-    peaks: list[float] = field(default_factory=list)
-    planned: float = 0.0
-    eager: float = 0.0
+    model: nn.Module
+    seconds: float = 0.0
+    peaks: list[int] = field(default_factory=list)
     different: int = 0
-    growth: int = 0
+
+
+@dataclass
+class Result:
+    """What a benchmark has shown. ``loops``: by the name of the method; the first is eager mode. ``waits``: seconds
+    before a step, by kind."""
+
+    loops: dict[str, Loop]
+    first: float = 0.0
+    budget: int = 0
+    waits: dict[str, list[float]] = field(default_factory=lambda: {kind: [] for kind in KINDS})
 
 
 def _step(model: nn.Module, batch: tuple[Tensor, ...]) -> None:
@@ -133,10 +154,10 @@ def _step(model: nn.Module, batch: tuple[Tensor, ...]) -> None:
     model(*batch).square().mean().backward()
 
 
-def _seconds(call: Callable[[], object]) -> float:
-    began = time.process_time()
+def _seconds(call: Callable[[], object], clock: Callable[[], float] = time.process_time) -> float:
+    began = clock()
     call()
-    return time.process_time() - began
+    return clock() - began
 
 
 def _resident() -> int:
@@ -144,69 +165,141 @@ def _resident() -> int:
     return pages * resource.getpagesize()
 
 
-def train(case: Case, steps: int, budget: str, seed: int) -> tuple[Result, rematplan.PlanningStats, int]:
+def _checkpointed(model: nn.Module, block: str) -> nn.Module:
+    """Put every block under `torch.utils.checkpoint`."""
+    for one in [m for m in model.modules() if type(m).__name__ == block]:
+        one.forward = partial(checkpoint, one.forward, use_reentrant=False)  # type: ignore[method-assign]
+    return model
+
+
+def _compiled(model: nn.Module) -> nn.Module:
+    """Return the model under ``torch.compile(dynamic=True)``, without a compiler of kernels."""
+    backend = aot_autograd(
+        fw_compiler=boxed_nop,
+        bw_compiler=boxed_nop,
+        partition_fn=partial(min_cut_rematerialization_partition, compiler="inductor"),
+    )
+    return torch.compile(model, backend=backend, dynamic=True)  # type: ignore[return-value]
+
+
+def train(case: Case, steps: int, budget: str, seed: int) -> tuple[Result, rematplan.PlanningStats]:
     """Train one network on ``steps`` batches of random size, next to a copy in eager mode.
 
     Return the measurements, the planning statistics, and the budget in bytes.
     """
     torch.manual_seed(seed)
-    model, result, sizes = case.make().train(), Result(), random.Random(seed)
-    eager = copy.deepcopy(model)
+    model, sizes = case.make().train(), random.Random(seed)
+    copies = [copy.deepcopy(model) for _ in range(3)]
     began = time.process_time()
     planned = rematplan.plan_module(model, case.batch(case.largest), budget=budget)
-    result.first = time.process_time() - began
-    bytes_ = planned.plan.budget or planned.plan.peak
-    resident = sum(t.nbytes for t in (*model.parameters(), *model.buffers()))
-    met, half = {case.largest}, 0
+    first = time.process_time() - began
+    others = {CHECKPOINTED: _checkpointed(copies[1], case.block), COMPILED: _compiled(copies[2])}
+    loops = {name: Loop(one) for name, one in {EAGER: copies[0], PLANNED: planned, **others}.items()}
+    result = Result(loops, first, planned.plan.budget or planned.plan.peak)
     for at in range(steps):
         size = sizes.randrange(case.least, case.largest + 1, case.step)
         batch = case.batch(size)
-        wait = _seconds(lambda batch=batch: planned.prepare(*batch))  # type: ignore[misc]
-        (result.again if size in met else result.waits).append(wait)
-        met.add(size)
-        torch.manual_seed(at)
-        result.eager += _seconds(lambda batch=batch: _step(eager, batch))  # type: ignore[misc]
-        torch.manual_seed(at)
-        result.planned += wait + _seconds(lambda batch=batch: _step(planned, batch))  # type: ignore[misc]
-        pairs = zip(model.named_parameters(), eager.parameters(), strict=True)
-        result.different += any(_differ(a.grad, b.grad) for (_, a), b in pairs)
-        for parameter in model.parameters():
-            parameter.grad = None
-        peak = peak_above_entry(lambda batch=batch: _step(planned, batch), CPU)[0]  # type: ignore[misc]
-        result.peaks.append((resident + peak + sum(t.nbytes for t in batch)) / bytes_)
-        half = _resident() if at == steps // 2 else half
-    result.growth = _resident() - half
-    return result, rematplan.planning(planned).stats(), bytes_
+        before = rematplan.planning(planned).stats()
+        wait = _seconds(lambda batch=batch: planned.prepare(*batch), time.thread_time)  # type: ignore[misc]
+        result.waits[_kind(before, rematplan.planning(planned).stats())].append(wait)
+        loops[PLANNED].seconds += wait
+        for loop in loops.values():
+            torch.manual_seed(at)
+            loop.seconds += _seconds(lambda loop=loop, batch=batch: _step(loop.model, batch))  # type: ignore[misc]
+            pairs = zip(loops[EAGER].model.parameters(), loop.model.parameters(), strict=True)
+            loop.different += any(_differ(a.grad, b.grad) for a, b in pairs)
+        for loop in loops.values():
+            loop.peaks.append(_peak(loop.model, batch))
+    return result, rematplan.planning(planned).stats()
+
+
+def _kind(before: rematplan.PlanningStats, after: rematplan.PlanningStats) -> str:
+    """Return the kind of a wait, an entry of `KINDS`."""
+    if after.captures > before.captures or after.open_captures > before.open_captures:
+        return "captured"
+    if after.instances - before.instances > after.carried - before.carried:
+        return "planned"
+    new = after.sources > before.sources
+    return ("new member" if new else "known member") if after.carried > before.carried else "known shape"
+
+
+def _peak(model: nn.Module, batch: tuple[Tensor, ...]) -> int:
+    """Return the peak of a step, with parameters, buffers and batch; gradients begin and end as None."""
+    for parameter in model.parameters():
+        parameter.grad = None
+    peak = peak_above_entry(lambda: _step(model, batch), CPU)[0]
+    for parameter in model.parameters():
+        parameter.grad = None
+    return peak + sum(t.nbytes for t in (*model.parameters(), *model.buffers(), *batch))
 
 
 def _differ(a: Tensor | None, b: Tensor | None) -> bool:
     return (a is None) != (b is None) or (a is not None and b is not None and not torch.equal(a, b))
 
 
+def show(name: str, result: Result, stats: rematplan.PlanningStats) -> None:
+    """Print what a benchmark has shown."""
+    waits = ", ".join(
+        f"{len(ms)} {kind} {statistics.median(ms):.1f} (to {max(ms):.1f})"
+        for kind, every in result.waits.items()
+        if (ms := [1e3 * wait for wait in every])
+    )
+    print(
+        f"{name}: budget {show_bytes(result.budget)}; first plan {result.first:.1f} s; ms before a step, median "
+        f"(largest): {waits}; captures {stats.captures}, with open sizes {stats.open_captures}, instances "
+        f"{stats.instances}, carried {stats.carried}, sources {stats.sources}, exchanged {stats.swaps}"
+        + "".join(f"; {reason}" for reason in stats.reasons)
+    )
+    eager = result.loops[EAGER]
+    for method, loop in result.loops.items():
+        print(
+            f"  {method:34} loop {loop.seconds / eager.seconds:5.2f} of eager's {eager.seconds:.1f} s, peak "
+            f"{max(loop.peaks) / result.budget:.3f} of the budget, {loop.different} steps differ",
+            flush=True,
+        )
+
+
+def many(lengths: int, budget: str, seed: int) -> None:
+    """Train a small GPT on many random lengths, and print every tenth of them what it keeps."""
+    torch.manual_seed(seed)
+    model, sizes = build("gpt12", depth=2, width=32, vocabulary=100, tokens=2048).train(), random.Random(seed)
+    planned = rematplan.plan_module(model, (torch.randint(0, 100, (2, 1100)),), budget=budget, max_plans=16)
+    print(f"{'lengths':>8} {'resident':>12} {'ms':>6}  plans families sources searching")
+    waits: list[float] = []
+    for at in range(1, lengths + 1):
+        batch = (torch.randint(0, 100, (2, sizes.randrange(32, 1100))),)
+        waits.append(_seconds(lambda batch=batch: planned.prepare(*batch), time.thread_time))  # type: ignore[misc]
+        _step(planned, batch)
+        if at % max(1, lengths // 10) == 0:
+            gc.collect()
+            stats, runner = rematplan.planning(planned).stats(), planned._rematplan  # type: ignore[attr-defined]
+            shown = f"{1e3 * statistics.median(waits):6.1f}"
+            kept = f"{stats.plans} {len(runner.planner.store._families)} {stats.sources} {stats.searching}"
+            print(
+                f"{at:8} {show_bytes(_resident()):>12} {shown}  {kept}; carried {stats.carried}", flush=True
+            )
+            waits.clear()
+
+
 def main() -> None:
-    """Train each named network, and print a row for each."""
+    """Print what the benchmark shows of each network."""
     parser = argparse.ArgumentParser()
     parser.add_argument("names", nargs="*", default=list(CASES))
     parser.add_argument("--steps", type=int, default=100)
     parser.add_argument("--budget", default="70%")
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--activation-budget", type=float, default=0.3, help="of torch.compile: 0 to 1")
+    parser.add_argument("--lengths", type=int, default=0, help="only train a small model on so many lengths")
     asked = parser.parse_args()
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")
-    for name in asked.names:
-        result, stats, budget = train(CASES[name], asked.steps, asked.budget, asked.seed)
-        waits, again = sorted(result.waits), result.again or [0.0]
-        print(
-            f"{name}: budget {show_bytes(budget)}; first plan {result.first:.1f} s; {len(waits)} new shapes wait "
-            f"{1e3 * statistics.median(waits):.0f} ms in the median ({1e3 * waits[0]:.0f} to {1e3 * waits[-1]:.0f}), "
-            f"known ones {1e3 * statistics.median(again):.1f} ms; peak at most {max(result.peaks):.3f} of the budget; "
-            f"loop {result.planned / result.eager:.2f} of eager's {result.eager:.1f} s, "
-            f"{(result.planned - sum(result.waits)) / result.eager:.2f} without waiting; {result.different} of "
-            f"{asked.steps} steps differ; {show_bytes(result.growth)} grown; captures {stats.captures}, with open "
-            f"sizes {stats.open_captures}, instances {stats.instances}; plans exchanged {stats.swaps}"
-            + "".join(f"; {reason}" for reason in stats.reasons),
-            flush=True,
-        )
+    if asked.lengths:
+        many(asked.lengths, asked.budget, asked.seed)
+        return
+    torch._dynamo.config.recompile_limit = 64
+    with functorch_config.patch(activation_memory_budget=asked.activation_budget):
+        for name in asked.names:
+            show(name, *train(CASES[name], asked.steps, asked.budget, asked.seed))
 
 
 if __name__ == "__main__":

@@ -110,6 +110,11 @@ class BackgroundSearch:
             process.wait()
 
     @property
+    def waiting(self) -> int:
+        """The number of searches in progress, those included that wait for their turn."""
+        return len(self._waiting)
+
+    @property
     def pid(self) -> int | None:
         """The process id of the process that searches; None if none was started."""
         return None if self._process is None else self._process.pid

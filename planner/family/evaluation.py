@@ -5,15 +5,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TypeAlias
 
 import numpy as np
-from numpy.typing import NDArray
 
-from rematplan.planner.family.amounts_by_position import Amounts, Floats, Ints
+from rematplan.planner.family.amounts_by_position import Amounts, Bools, Floats, Ints
 from rematplan.planner.family.schedule_by_position import Member
-
-Bools: TypeAlias = NDArray[np.bool_]
 
 
 @dataclass(frozen=True, eq=False)

@@ -18,34 +18,19 @@ from functools import cached_property
 import numpy as np
 
 from rematplan.ir import Op, ProblemError, TrainingGraph
-from rematplan.planner.family.amounts_by_position import Amounts, Ints, amounts_of
+from rematplan.planner.family.amounts_by_position import Amounts, amounts_of
 from rematplan.planner.family.interpolated_workspaces import (
     Workspaces,
     traffic_of,
     workspaces_between,
     workspaces_of,
 )
+from rematplan.planner.family.places import Places, places_of
 
 DEGREE = 2
 CHECKS = 2
 """The least number of captured sizes at which the polynomials are checked, in addition to the three that determine
 them."""
-
-
-@dataclass(frozen=True, eq=False)
-class _Places:
-    """Positions of tensors in ``graph.tensors``.
-
-    ``written``: of the tensors that ops write. ``inputs``: of the inputs. ``moved``: of the tensors that each op and
-    inverse reads and writes, one op after the other. ``counts``: for each op and inverse, how many entries of
-    ``moved`` it has. ``ends``: for each op and inverse, the index in ``moved`` after its last entry.
-    """
-
-    written: Ints
-    inputs: Ints
-    moved: Ints
-    counts: Ints
-    ends: Ints
 
 
 @dataclass(frozen=True, eq=False)
@@ -166,18 +151,8 @@ class Between:
         return {size: (amounts_of(graph), workspaces_of(graph)) for size, graph in self.captured.items()}
 
     @cached_property
-    def _places(self) -> _Places:
-        graph = self.captured[self.sizes[0]]
-        number = {t.name: i for i, t in enumerate(graph.tensors)}
-        moved = [[number[t] for t in (*op.reads, *op.writes)] for op in _recipes(graph)]
-        counts = np.array([len(row) for row in moved], dtype=np.int64)
-        return _Places(
-            written=np.array([number[t] for t in graph.producer], dtype=np.int64),
-            inputs=np.array([number[t] for t in graph.inputs], dtype=np.int64),
-            moved=np.array([t for row in moved for t in row], dtype=np.int64),
-            counts=counts,
-            ends=np.cumsum(counts),
-        )
+    def _places(self) -> Places:
+        return places_of(self.captured[self.sizes[0]])
 
 
 def between(captured: Mapping[int, TrainingGraph]) -> Between | None:

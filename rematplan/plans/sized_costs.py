@@ -136,7 +136,8 @@ def _without_sizes(given: Any) -> Any:
         return [_without_sizes(one) for one in given]
     if isinstance(given, dict):
         return {name: _without_sizes(one) for name, one in given.items()}
-    return "size" if type(given) is int and abs(given) > NUMBERS else given
+    whole = isinstance(given, int) and not isinstance(given, bool)
+    return "size" if whole and abs(given) > NUMBERS else given
 
 
 def _kept(known: list[list[_Measured]]) -> list[list[_Measured]]:

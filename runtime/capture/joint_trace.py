@@ -24,6 +24,7 @@ from rematplan.runtime.capture.host_random import no_host_draws
 from rematplan.runtime.capture.patches.checkpoint import without_checkpoints
 from rematplan.runtime.capture.patches.eager_kernels import native_kernels
 from rematplan.runtime.capture.patches.fake_layouts import InPlaceLayouts, TrueLayouts
+from rematplan.runtime.capture.patches.size_text import no_size_as_text
 from rematplan.runtime.capture.read_fx import MODULE, read_joint_graph
 from rematplan.runtime.capture.restore_state import check_no_sizes_kept, same_attributes
 from rematplan.runtime.capture.untied_module import UntiedModule
@@ -144,6 +145,7 @@ def _traced(request: TraceRequest) -> Traced:
         ExitStack() as stack,
         warnings.catch_warnings(),
         native_kernels(symbols is not None),
+        no_size_as_text() if symbols else nullcontext(),
         without_checkpoints(),
         quiet(),
         torch.enable_grad(),

@@ -8,6 +8,7 @@ node's gradients into the parameters before it runs the next node.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
@@ -29,6 +30,7 @@ from rematplan.runtime.graph.compat import (
     keeps_graph,
 )
 from rematplan.runtime.graph.tangent_layouts import Notes
+from rematplan.runtime.graph.tracked_sizes import Sizes
 
 Sink: TypeAlias = Callable[[Mapping[str, torch.Tensor | None], bool], None]
 """A callback that is called after a segment (part) of the backward. It receives the segment's statistics by their
@@ -47,16 +49,28 @@ class CompiledPlan:
             for one lane.
         spare: the unused bytes of the budget at each position of the schedule. Gradients that wait for the end of
             their segment (a part of the backward) may occupy them; empty for no limit.
+        for_any_sizes: whether the source takes the values of the step's expressions of sizes as an argument. Such a
+            plan runs only as what `at` returns, and has no lanes.
 
     Raises:
         ProblemError: the schedule or the lanes do not fit the step (see `compile_halves`).
     """
 
     def __init__(
-        self, step: CapturedStep, schedule: Schedule, lanes: Lanes | None = None, spare: Sequence[int] = ()
+        self,
+        step: CapturedStep,
+        schedule: Schedule,
+        lanes: Lanes | None = None,
+        spare: Sequence[int] = (),
+        for_any_sizes: bool = False,
     ) -> None:
-        self.step, self.schedule, self.lanes, self.spare = step, schedule, lanes, spare
-        self.halves = halves = compile_halves(step, schedule, lanes=lanes, spare=spare)
+        self.schedule, self.lanes, self.spare = schedule, lanes, spare
+        self.like = step
+        """A step of the same calls and values, perhaps of other sizes."""
+        self._step: Callable[[], CapturedStep] = lambda: step
+        self.halves = halves = compile_halves(
+            step, schedule, lanes=lanes, spare=spare, for_any_sizes=for_any_sizes
+        )
         self.variants = BackwardVariants(step, schedule, halves.backward, lanes, spare)
         self.inputs = [i for i in step.inputs if i.kind != "tangent"]
         self.sources = [self._source(i) for i in self.inputs]
@@ -73,6 +87,24 @@ class CompiledPlan:
         """Forwards whose backward has run only its first part, in the order of these backwards. `finish_backward` runs
         the second part, which computes gradients of weights."""
         self.calls: WeakSet[_Call] = WeakSet()
+
+    @property
+    def step(self) -> CapturedStep:
+        """The captured step. For a plan that `at` returned, it is made now."""
+        return self._step()
+
+    def at(self, sizes: Sizes, step: Callable[[], CapturedStep]) -> CompiledPlan:
+        """Return a plan that is compiled for any sizes as one for certain sizes. Nothing is compiled.
+
+        Args:
+            sizes: the values of the step's expressions of sizes.
+            step: returns the step for these sizes.
+        """
+        other = copy.copy(self)
+        other._step, other.halves = step, self.halves.at(sizes)
+        other.variants = self.variants.at(sizes, step, other.halves.backward)
+        other.deferred, other.calls = [], WeakSet()
+        return other
 
     @property
     def pending(self) -> bool:
@@ -104,11 +136,11 @@ class CompiledPlan:
         Raises:
             Exception: an op failed.
         """
-        pools = (named, batch, self.step.constants)
+        pools = (named, batch, self.like.constants)
         inputs = [pools[pool][key] for pool, key in self.sources]  # type: ignore[index]
         call = _Call(self, named, inputs, with_tangents, statistics)
         self.calls.add(call)
-        link = torch.empty(0, device=self.step.device)
+        link = torch.empty(0, device=self.like.device)
         for k in range(len(self.wanting) - 1, 0, -1):
             link = _BackwardSegment.apply(call, k, link, *(inputs[at] for at in self.wanting[k]))
         first = (inputs[at] for at in self.wanting[0])
@@ -200,8 +232,8 @@ class _Call:
         """Run the forward half, copy the buffers' new content into the buffers, and return the module's outputs. Of
         all other values, only those that the backward needs stay allocated."""
         plan, named = self.plan, self.named
-        if plan.step.left_out:
-            self.rerun = Rerun.before_forward(plan.step, self.inputs)
+        if plan.like.left_out:
+            self.rerun = Rerun.before_forward(plan.like, self.inputs)
             self.inputs = self.rerun.inputs
         early = self._forward_half()
         for name, at in plan.buffers:
@@ -217,7 +249,7 @@ class _Call:
         plan, inputs = self.plan, self.inputs
         self.inputs = [inputs[at] for at in plan.halves.read_late]
         self.versions = [t._version for t in self.inputs]
-        with _without_autocast(plan.step.device):
+        with _without_autocast(plan.like.device):
             early, held = plan.halves.forward(*[t.detach() for t in inputs])
         # Detach: an autograd node that refers to its own output would be a reference cycle.
         given = {id(early[at]) for at in plan.halves.outputs_late}
@@ -240,7 +272,7 @@ class _Call:
         Raises:
             RuntimeError: as `_check`; or an input was changed in place since the forward, which has to run again.
         """
-        arrived = frozenset(at for at in self.plan.step.left_out if gradients[int(at)] is not None)
+        arrived = frozenset(at for at in self.plan.like.left_out if gradients[int(at)] is not None)
         tangents = [gradients[at] for at, _ in self.plan.tangents]
         if not arrived and all(given is None for given in tangents):
             return None
@@ -267,7 +299,7 @@ class _Call:
             RuntimeError: an earlier backward has freed the saved tensors; an output that the backward reads was
                 changed in place; or a gradient in ``tangents`` is batched by ``torch.func`` or ``is_grads_batched``.
         """
-        name = self.plan.step.name
+        name = self.plan.like.name
         if self.start is None:
             raise RuntimeError(
                 f"{name}: backward a second time through a planned step, whose tensors the first backward freed; pass "
@@ -293,7 +325,7 @@ class _Call:
         """
         assert self.rerun is not None
         assert self.with_tangents is not None
-        self.rerun.check(self.plan.step.name)
+        self.rerun.check(self.plan.like.name)
         plan = self.with_tangents(arrived)
         again = _Call(plan, {}, self.rerun.inputs, statistics=self.statistics)
         with self.rerun.as_before():
@@ -325,9 +357,9 @@ class _Call:
         still_read = self.plan.halves.backward[k].still_read
         if any(self.inputs[at]._version != self.versions[at] for at in still_read):
             raise RuntimeError(
-                f"{self.plan.step.name}: a parameter, buffer or input was changed in place between forward and backward"
+                f"{self.plan.like.name}: a parameter, buffer or input was changed in place between forward and backward"
             )
-        with _without_autocast(self.plan.step.device):
+        with _without_autocast(self.plan.like.device):
             gradients, self.held = self.segments[k].function(held, *tangents)
         last = k == len(self.plan.wanting) - 1
         if sums := self.segments[k].statistics:
@@ -361,7 +393,7 @@ def _once_differentiable(backward: Any) -> Any:
         # Otherwise autograd would return zero as the derivative by such a tensor.
         depend_on = [*ctx.saved_tensors, *(g for g in gradients if g is not None)]
         error = DelayedError(
-            f"{ctx.call.plan.step.name}: a planned step has no second derivatives; compute them with the "
+            f"{ctx.call.plan.like.name}: a planned step has no second derivatives; compute them with the "
             f"original model",
             len(given) + len(depend_on),
         )

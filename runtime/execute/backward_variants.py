@@ -3,7 +3,8 @@ arrive, with which strides, and whether autograd retains the graph."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import copy
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -13,6 +14,7 @@ from rematplan.planner.core.schedule import Schedule
 from rematplan.runtime.execute.compile import Backward, compile_halves
 from rematplan.runtime.graph.captured_step import CapturedStep
 from rematplan.runtime.graph.tangent_layouts import Notes, for_any_layout
+from rematplan.runtime.graph.tracked_sizes import Sizes, at_sizes, stride_of
 from rematplan.runtime.graph.zero_tangents import changes_strides
 
 
@@ -63,10 +65,32 @@ class BackwardVariants:
         lanes: Lanes | None,
         spare: Sequence[int],
     ) -> None:
-        self.step, self.schedule, self.lanes, self.spare = step, schedule, lanes, spare
+        self.schedule, self.lanes, self.spare = schedule, lanes, spare
+        self.like = step
+        """A step of the same calls and values, perhaps of other sizes."""
+        self._step: Callable[[], CapturedStep] = lambda: step
+        self.sizes: Sizes | None = None
+        """The values of the step's expressions of sizes; None if the segments are for the step's sizes only."""
         self.compiled: dict[BackwardVariant, tuple[Backward, ...]] = {AS_CAPTURED: backward}
+        self.for_any_sizes: dict[BackwardVariant, tuple[Backward, ...]] = {}
+        """Variants whose functions take the values of the expressions of sizes."""
         self.tangents = [i.value for i in step.inputs if i.kind == "tangent"]
-        self.strides = tuple(step.values[value].fake.stride() for value in self.tangents)
+        self.strides = tuple(stride_of(step.values[value].fake) for value in self.tangents)
+
+    def at(
+        self, sizes: Sizes, step: Callable[[], CapturedStep], backward: tuple[Backward, ...]
+    ) -> BackwardVariants:
+        """Return the variants of a plan that is compiled for any sizes as those for certain sizes.
+
+        Args:
+            sizes: the values of the step's expressions of sizes.
+            step: returns the step for these sizes.
+            backward: the segments of the variant `AS_CAPTURED` for these sizes.
+        """
+        other = copy.copy(self)
+        other.sizes, other._step, other.compiled = sizes, step, {AS_CAPTURED: backward}
+        other.strides = at_sizes(self.strides, sizes)
+        return other
 
     def select(self, tangents: Sequence[torch.Tensor | None], kept: bool) -> BackwardVariant:
         """Return the conditions under which a backward runs. The backward half is compiled separately for each
@@ -97,8 +121,11 @@ class BackwardVariants:
         """
         if variant in self.compiled:
             return self.compiled[variant]
-        as_captured = variant.strides is None and not changes_strides(self.step, variant.missing)
-        step = self.step if as_captured else for_any_layout(self.step)
+        as_captured = variant.strides is None and not changes_strides(self.like, variant.missing)
+        if as_captured and self.sizes is not None:
+            self.compiled[variant] = self._at_any_sizes(variant, self.sizes)
+            return self.compiled[variant]
+        step = self._step() if as_captured else for_any_layout(self._step())
         note = notes.note if variant.noted else None
         overwrite = as_captured and not variant.kept
         halves = compile_halves(
@@ -107,6 +134,20 @@ class BackwardVariants:
         if not variant.noted:
             self.compiled[variant] = halves.backward
         return halves.backward
+
+    def _at_any_sizes(self, variant: BackwardVariant, sizes: Sizes) -> tuple[Backward, ...]:
+        """Return a variant that is compiled once for all sizes, for these sizes."""
+        if variant not in self.for_any_sizes:
+            halves = compile_halves(
+                self.like,
+                self.schedule,
+                variant.missing,
+                spare=self.spare,
+                overwrite=not variant.kept,
+                for_any_sizes=True,
+            )
+            self.for_any_sizes[variant] = halves.backward
+        return tuple(one.at(sizes) for one in self.for_any_sizes[variant])
 
     def learn(self, variant: BackwardVariant, notes: Notes) -> None:
         """Compile and cache the backward half for gradients of outputs with other strides than at capture. The strides
@@ -121,6 +162,6 @@ class BackwardVariants:
             notes: the strides that it recorded.
         """
         if variant.noted and variant not in self.compiled:
-            step = notes.with_layouts(for_any_layout(self.step))
+            step = notes.with_layouts(for_any_layout(self._step()))
             halves = compile_halves(step, self.schedule, lanes=self.lanes, spare=self.spare)
             self.compiled[variant] = halves.backward

@@ -18,6 +18,7 @@ from rematplan.runtime.execute.missing_tangents import Unused
 from rematplan.runtime.execute.random_replay import first_draw, later_draw, replay_functions
 from rematplan.runtime.graph.captured_step import Call, CapturedStep, Ref
 from rematplan.runtime.graph.kernel_of import kernel_of
+from rematplan.runtime.graph.tracked_sizes import TrackedSize, shape_of, stride_of, without_values
 from rematplan.runtime.problem.backward_segments import Segment
 
 
@@ -30,10 +31,13 @@ class Writer(Emitter):
     Args:
         step: the captured step.
         schedule: a schedule of its planning problem.
+        for_any_sizes: whether the first argument ``s`` of each written function is the values of the step's expressions
+            of sizes.
     """
 
-    def __init__(self, step: CapturedStep, schedule: Schedule) -> None:
+    def __init__(self, step: CapturedStep, schedule: Schedule, for_any_sizes: bool = False) -> None:
         super().__init__(step, schedule)
+        self.for_any_sizes = for_any_sizes
         self.lines: list[str] = []
         self.scope: dict[str, Any] = {"torch": torch, "inf": math.inf, "nan": math.nan}
         self.targets: dict[Any, str] = {}
@@ -204,7 +208,7 @@ class Writer(Emitter):
         ``head``: name and parameters of the function, as source."""
         body = "".join(f"    {line}\n" for line in self.lines)
         self.lines = []
-        return f"def {head}:\n{body}"
+        return f"def {head.replace('(', '(s, ', 1) if self.for_any_sizes else head}:\n{body}"
 
     @staticmethod
     def tuple_of(names: Iterable[str]) -> str:
@@ -296,17 +300,20 @@ class Writer(Emitter):
         return self.name(value)
 
     def _zeros(self, like: torch.Tensor) -> str:
-        layout = f"{tuple(like.shape)}, {tuple(like.stride())}, dtype={like.dtype}"
+        layout = f"{self._literal(shape_of(like))}, {self._literal(stride_of(like))}, dtype={like.dtype}"
         return f"torch.empty_strided({layout}, device={str(like.device)!r}).zero_()"
 
     def _expression(self, call: Call) -> str:
         arguments = [self._literal(a) for a in call.args]
         arguments += [f"{k}={self._literal(a)}" for k, a in call.kwargs.items()]
-        return f"{self._target(call.target)}({', '.join(arguments)})"
+        sized = ".at_sizes(s)" if self.for_any_sizes and hasattr(call.target, "at_sizes") else ""
+        return f"{self._target(call.target)}{sized}({', '.join(arguments)})"
 
     def _literal(self, value: Any) -> str:
         if isinstance(value, Ref):
             return self.use(value.value)
+        if isinstance(value, TrackedSize):
+            return f"s[{value.at}]" if self.for_any_sizes else repr(int(value))
         if value is None or isinstance(value, (bool, int, float, str)):
             return repr(value)
         if isinstance(value, (list, tuple)):
@@ -319,13 +326,15 @@ class Writer(Emitter):
         return name
 
     def _target(self, target: Any) -> str:
-        if target not in self.targets:
+        # Two targets that are equal only at the step's sizes are two.
+        key = without_values(target) if hasattr(target, "at_sizes") else target
+        if key not in self.targets:
             text = getattr(target, "source_name", str(target))
             name = "_".join(re.sub(r"\W", "_", part) for part in text.split(".") if part != "default")
             name = f"{name}_{len(self.targets)}" if name in self.scope else name
-            self.targets[target] = name
+            self.targets[key] = name
             self.scope[name] = kernel_of(target)
-        return self.targets[target]
+        return self.targets[key]
 
     def name(self, value: str) -> str:
         """Return the name of a value's variable, the same at each call."""

@@ -4,7 +4,8 @@ and read."""
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from functools import partial
 from types import MappingProxyType
 from typing import Any
 
@@ -19,6 +20,7 @@ from rematplan.runtime.execute.codegen import Writer, read_from
 from rematplan.runtime.execute.missing_tangents import unused_by
 from rematplan.runtime.execute.two_lane_codegen import LaneWriter
 from rematplan.runtime.graph.captured_step import CapturedStep, StepOutput
+from rematplan.runtime.graph.tracked_sizes import Sizes
 from rematplan.runtime.problem.backward_segments import gradient_segments
 from rematplan.runtime.problem.loss_boundary import split_at_loss
 
@@ -62,6 +64,10 @@ class Backward:
     function: Callable[..., tuple[tuple[torch.Tensor, ...], list[Any]]] = field(repr=False)
     statistics: tuple[StepOutput, ...] = ()
 
+    def at(self, sizes: Sizes) -> Backward:
+        """Return the same segment for certain sizes; see `Halves.at`."""
+        return replace(self, function=partial(self.function, sizes))
+
 
 @dataclass(frozen=True)
 class Halves:
@@ -86,6 +92,12 @@ class Halves:
     read_late: tuple[int, ...]
     outputs_late: tuple[int, ...]
     early: int
+
+    def at(self, sizes: Sizes) -> Halves:
+        """Return the same functions for certain sizes, if they are compiled for any: the values of the step's
+        expressions."""
+        backward = tuple(one.at(sizes) for one in self.backward)
+        return replace(self, forward=partial(self.forward, sizes), backward=backward)
 
 
 def compile_step(step: CapturedStep, schedule: Schedule, lanes: Lanes | None = None) -> Executable:
@@ -116,6 +128,7 @@ def compile_halves(
     spare: Sequence[int] = (),
     overwrite: bool = True,
     note: Callable[[str, torch.Tensor], None] | None = None,
+    for_any_sizes: bool = False,
 ) -> Halves:
     """Compile a schedule into a forward and a backward half.
 
@@ -134,6 +147,8 @@ def compile_halves(
             their segment (a part of the backward) may occupy them; empty for no limit.
         overwrite: whether calls may write their result into an operand that nothing reads again.
         note: is called with the name and the tensor of each value when it is computed; None to call nothing.
+        for_any_sizes: whether the functions take the values of the step's expressions of sizes as an argument
+            (`Halves.at`). Ignored with lanes.
 
     Raises:
         ProblemError: as `compile_step`; or an output does not exist at the loss boundary.
@@ -143,7 +158,7 @@ def compile_halves(
     schedule, lanes = own.schedule, own.lanes
     left = [spare[at] for at in own.positions if spare]
     segments = gradient_segments(step, schedule, own.boundary, left, late=own.late)
-    writer = Writer(step, schedule)
+    writer = Writer(step, schedule, for_any_sizes)
     if lanes and not missing:
         writer = LaneWriter(step, schedule, lanes, segments[0].start)
     if not overwrite:

@@ -71,7 +71,7 @@ def overwriting_calls(step: CapturedStep, schedule: Schedule) -> dict[int, Call]
     found = {}
     for at, run, dying in _last_uses(schedule):
         call = step.call.get(run)
-        if call is None or call.seeded or not (call.single and call.results[0] and _pointwise(call)):
+        if call is None or not _may_overwrite(call):
             continue
         for value in _overwritable(step, call):
             storage = value.storage
@@ -79,6 +79,20 @@ def overwriting_calls(step: CapturedStep, schedule: Schedule) -> dict[int, Call]
                 found[at] = _overwriting(call, value.name)
                 break
     return found
+
+
+def operands_to_overwrite(step: CapturedStep) -> tuple[tuple[str, ...], ...]:
+    """Return, for each call that some schedule may replace by an in-place one, the names of the call and of the
+    operands that have the same sizes and strides as the result."""
+    return tuple(
+        (call.name, *(value.name for value in _overwritable(step, call)))
+        for call in step.calls
+        if _may_overwrite(call)
+    )
+
+
+def _may_overwrite(call: Call) -> bool:
+    return not call.seeded and call.single and bool(call.results[0]) and _pointwise(call)
 
 
 def _last_uses(schedule: Schedule) -> Iterator[tuple[int, str, frozenset[str]]]:

@@ -20,6 +20,7 @@ from rematplan.runtime.graph.call_cost import CallCost
 from rematplan.runtime.graph.captured_step import Call, CapturedStep, Ref, single_call
 from rematplan.runtime.graph.constant_values import KnownValues
 from rematplan.runtime.graph.storage_slices import Band, band, bands_tile
+from rematplan.runtime.graph.tracked_sizes import shape_of, stride_of
 from rematplan.runtime.inversion.inverse_ops import Fill, Inverse
 from rematplan.runtime.inversion.inverse_table import ROUNDING, undo
 from rematplan.runtime.inversion.row_types import Facts, Refused, Undone
@@ -218,8 +219,8 @@ def _inverse(step: CapturedStep, base: str, rules: tuple[Undone, ...], index: in
             w.kernel,
             w.constants,
             len(w.reads),
-            tuple(v.shape),
-            tuple(v.stride()),
+            shape_of(v),
+            stride_of(v),
             int(v.storage_offset()),
             w.scale,
         )
@@ -227,8 +228,8 @@ def _inverse(step: CapturedStep, base: str, rules: tuple[Undone, ...], index: in
     )
     exact = all(w.exact for w in rules)
     inverse = Inverse(
-        tuple(fake.shape),
-        tuple(fake.stride()),
+        shape_of(fake),
+        stride_of(fake),
         fake.dtype,
         fills,
         gain=max(w.gain for w in rules),

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, TypeAlias
 
 import torch
@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from rematplan.ir import ModelError
+from rematplan.runtime.graph.tracked_sizes import Sizes, at_sizes
 from rematplan.runtime.inversion.error_tracking import passed_on
 
 LEAST_SCALE = 1e-3
@@ -64,6 +65,16 @@ class Inverse:
     def exact(self) -> bool:
         """Whether the inverse recomputes the original bits, provided that its arguments have their original bits."""
         return self.noise == 0.0
+
+    def at_sizes(self, sizes: Sizes) -> Inverse:
+        """Return the same inverse for other sizes: the values of the step's expressions."""
+        fills = tuple(
+            replace(fill, size=at_sizes(fill.size, sizes), stride=at_sizes(fill.stride, sizes))
+            for fill in self.fills
+        )
+        return replace(
+            self, size=at_sizes(self.size, sizes), stride=at_sizes(self.stride, sizes), fills=fills
+        )
 
     def __call__(self, *tensors: Tensor) -> Tensor:
         """Allocate the storage, recompute it, and return the tensor in it.

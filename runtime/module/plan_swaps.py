@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from rematplan.planner.core.plan import Plan
@@ -23,12 +24,16 @@ class Running:
     swaps: int = 0
 
     @classmethod
-    def of(cls, found: StepPlan) -> Running:
+    def of(cls, found: StepPlan, compile_: Callable[[StepPlan], CompiledPlan] | None = None) -> Running:
         """Compile a plan and return it as the present plan. If ``found`` has a search for a better plan, begin the
-        search."""
-        running = cls(found.plan, compiled(found), found.refinement)
+        search.
+
+        ``compile_``: compiles plans of the step; `compiled` by default.
+        """
+        compile_ = compile_ or compiled
+        running = cls(found.plan, compile_(found), found.refinement)
         if found.refinement is not None:
-            found.refinement.begin(compiled)
+            found.refinement.begin(compile_)
         return running
 
     @property

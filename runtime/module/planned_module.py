@@ -146,8 +146,10 @@ class PlanningStats:
 
     ``captures``: the number of shapes that were captured separately. ``open_captures``: the number of captures with
     symbolic sizes, each of which serves several shapes. ``instances``: how often a shape got its step from a capture
-    with symbolic sizes. ``dropped``: the number of plans that were dropped because there were more than ``max_plans``.
-    ``reasons``: why shapes were captured separately; empty if there is no reason.
+    with symbolic sizes. ``carried``: how many of these steps needed no search, because a plan made at other sizes was
+    used. ``sources``: the number of compiled sources that serve all sizes. ``dropped``: the number of plans that were
+    dropped because there were more than ``max_plans``. ``reasons``: why shapes were captured separately; empty if there
+    is no reason.
     """
 
     plans: int
@@ -158,6 +160,8 @@ class PlanningStats:
     captures: int = 0
     open_captures: int = 0
     instances: int = 0
+    carried: int = 0
+    sources: int = 0
     dropped: int = 0
     reasons: tuple[str, ...] = ()
 
@@ -231,6 +235,8 @@ class Planning:
             captures=sum(one.fixed for one in shapes),
             open_captures=sum(len(one.forwards) for one in shapes),
             instances=sum(one.served for one in shapes),
+            carried=sum(one.carried for one in shapes),
+            sources=sum(one.sources for one in shapes),
             dropped=self._planned._rematplan.recent.dropped,
             reasons=tuple(dict.fromkeys(reason for one in shapes for reason in one.reasons)),
         )

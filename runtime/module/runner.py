@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import copy
 import threading
-from collections.abc import Sequence, Set
+from collections.abc import Callable, Sequence, Set
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any, Protocol, cast
@@ -40,11 +41,14 @@ from rematplan.runtime.module.forward_capture import Planned, Tracing
 from rematplan.runtime.module.least_recently_used import Recent
 from rematplan.runtime.module.plan_swaps import Running
 from rematplan.runtime.module.shape_options import ShapeOptions
-from rematplan.runtime.module.symbolic_shapes import Found, OpenShapes
+from rematplan.runtime.module.sized_plans import SizedPlans
+from rematplan.runtime.module.steps import Steps
+from rematplan.runtime.module.symbolic_shapes import Found, Instance, OpenForward, OpenShapes
 from rematplan.runtime.problem.accumulation import StepPlan
 from rematplan.runtime.statistics.insert import StatisticsStep, with_statistics
 from rematplan.runtime.statistics.options import Kronecker
 from rematplan.runtime.statistics.recorder import Recorder
+from rematplan.runtime.symbols.expressions import NotSymbolic
 
 MANY = 8
 """The number of captures of one module at which a warning is issued."""
@@ -102,11 +106,10 @@ class CacheEntry:
     plan, `Given` for a leaf of the arguments, `Own` for a parameter or buffer of the model."""
     guard: guards.Guard
     """The check that everything that the forward read while it was traced, except its arguments, is unchanged."""
-    captured: CapturedStep
-    """The step that was planned: without the tangents (gradients of outputs) that the training loop is not expected to
-    compute, and before the planner changed it."""
-    whole: CapturedStep
-    """The captured step with the tangents (gradients) of all outputs, and without statistics."""
+    steps: Steps
+    """The captured step, without statistics and before the planner changed it."""
+    carried: bool = False
+    """Whether the plan was made at other sizes, so that the step of these sizes was not made."""
     statistics: StatisticsStep | None = None
     """The step with Kronecker-factored statistics; None if this entry's step computes none."""
     measured: list[CacheEntry] = field(default_factory=list, compare=False)
@@ -126,12 +129,22 @@ class CacheEntry:
         """The compiled form of `plan`."""
         return self.running.compiled
 
+    @property
+    def captured(self) -> CapturedStep:
+        """The step before planning, with the expected tangents."""
+        return self.steps.captured
+
+    @property
+    def whole(self) -> CapturedStep:
+        """The same step with the tangents of all outputs."""
+        return self.steps.whole
+
     @cached_property
     def targets(self) -> dict[str, str]:
         """The parameters that get gradients: a dictionary from the parameter's name in the model to its name in the
         step. Code that must decide quickly whether gradients of earlier steps exist looks only at the first of these
         parameters."""
-        found = (o.target for o in self.captured.outputs if o.kind == "gradient")
+        found = (o.target for o in self.compiled.like.outputs if o.kind == "gradient")
         return {target.removeprefix("model."): target for target in found}
 
     def counting(self, gradients: int, names: frozenset[str]) -> CacheEntry:
@@ -317,7 +330,8 @@ class Runner:
                     draws = recorder.draws.count
                     made = self.planner(captured, first=first)
                     recorder.draws.count = draws  # the measurement of costs draws labels, too
-                    measured = replace(entry, running=Running.of(made), captured=captured)
+                    steps = Steps.of(entry.whole, captured)
+                    measured = replace(entry, running=Running.of(made), steps=steps)
                     measured = replace(measured, statistics=found, with_gradients={}, measured=[])
                     names = next((names for names, _ in entry.with_gradients), frozenset[str]())
                     entry.measured.append(measured.counting(made.gradients, names))
@@ -368,7 +382,7 @@ class Runner:
             with LOCK.alone():  # another thread may have made it meanwhile
                 found = self._known(key, state, tensors) or self._new(key, planned, leaves, spec, state)
         self.recent.use(key)
-        if found.captured.left_out & self.arrived:
+        if found.compiled.like.left_out & self.arrived:
             found = self._with_tangents(found)
         self.last = found
         return found
@@ -412,6 +426,8 @@ class Runner:
         return found
 
     def _planned_with_gradients(self, entry: CacheEntry, held: int, names: frozenset[str]) -> CacheEntry:
+        if entry.carried and entry.plan.budget is not None and entry.plan.peak + held <= entry.plan.budget:
+            return entry
         targets = {target for name, target in entry.targets.items() if name in names}
         found = self.planner.with_gradients(entry.captured, entry.plan, held, targets)
         return entry if found is None else replace(entry, running=Running.of(found), with_gradients={})
@@ -429,17 +445,17 @@ class Runner:
         with LOCK.alone():
             self._warn_of_arrived(arrived - self.arrived)
             self.arrived |= arrived
-            alike = (w for entries in self.cache.values() for w in entries if w.whole is entry.whole)
+            alike = (w for entries in self.cache.values() for w in entries if w.guard is entry.guard)
             for known in alike:
-                if not known.captured.left_out & self.arrived:
+                if not known.compiled.like.left_out & self.arrived:
                     return known
             captured = with_expected_tangents(entry.whole, self.arrived)
             made = self.planner(captured)
-            found = replace(entry, running=Running.of(made), captured=captured)
+            found = replace(entry, running=Running.of(made), steps=Steps.of(entry.whole, captured))
             found = replace(found, with_gradients={}, measured=[])
             found.counting(made.gradients, next((names for names, _ in entry.with_gradients), frozenset()))
             for entries in self.cache.values():
-                entries[:] = [found if w.whole is entry.whole else w for w in entries]
+                entries[:] = [found if w.guard is entry.guard else w for w in entries]
         return found
 
     def _warn_of_arrived(self, arrived: frozenset[str]) -> None:
@@ -480,31 +496,85 @@ class Runner:
     def _compile(
         self, planned: Planned, leaves: list[Any], spec: pytree.TreeSpec, state: guards.ModuleState
     ) -> CacheEntry:
-        return self._planned(self._found(planned, leaves, spec, state), state)
+        tracing, shapes = (
+            Tracing(self.name, planned, leaves, spec, state),
+            self._open_shapes(leaves, spec, state),
+        )
+        entry = self._carried(shapes, tracing.batch, state)
+        if entry is None:
+            tracing.check()
+            found = shapes.find(state, tracing.batch, tracing.opened, tracing.fixed)
+            entry = self._planned(found, shapes, state)
+        return entry
 
     def _found(
         self, planned: Planned, leaves: list[Any], spec: pytree.TreeSpec, state: guards.ModuleState
     ) -> Found:
         tracing = Tracing(self.name, planned, leaves, spec, state)
         tracing.check()
+        shapes = self._open_shapes(leaves, spec, state)
+        return shapes.find(state, tracing.batch, tracing.opened, tracing.fixed)
+
+    def _open_shapes(self, leaves: list[Any], spec: pytree.TreeSpec, state: guards.ModuleState) -> OpenShapes:
+        """Return the captures with open sizes for these arguments and any others that differ only in sizes."""
         key = guards.open_key(leaves, spec), state.key
         shapes = self.shapes.pop(key, None) or OpenShapes()
         self.shapes[key] = shapes  # the latest of them
         while len(self.shapes) > self.asked.max_plans:
             del self.shapes[next(iter(self.shapes))]
-        return shapes.find(state, tracing.batch, tracing.opened, tracing.fixed)
+        return shapes
 
-    def _planned(self, forward: Found, state: guards.ModuleState) -> CacheEntry:
-        whole, captured = forward.step, with_expected_tangents(forward.step, self.arrived)
+    def _carried(
+        self, shapes: OpenShapes, batch: Sequence[torch.Tensor], state: guards.ModuleState
+    ) -> CacheEntry | None:
+        """Return an entry with a plan of other sizes, without making the step; None if no such plan is known to fit."""
+        for instance, guard in shapes.accepted(state, batch):
+            forward, sizes = instance.forward, instance.sizes
+            with suppress(NotSymbolic):
+                found = self._plans(forward).carried(sizes, batch)
+                if found is not None:
+                    shapes.carry()
+                    steps = Steps(instance.step, self.arrived)
+                    running = Running.of(found, self._compiler(instance, steps))
+                    constants = forward.constants_at(sizes)
+                    return CacheEntry(running, forward.outputs, constants, guard, steps, carried=True)
+        return None
+
+    def _plans(self, forward: OpenForward) -> SizedPlans:
+        return forward.plans(self.arrived, self.asked.max_plans)
+
+    def _planned(self, forward: Found, shapes: OpenShapes, state: guards.ModuleState) -> CacheEntry:
+        captured = with_expected_tangents(forward.step, self.arrived)
         found = self.planner(captured)
         outputs = [o for o in found.step.outputs if o.kind == "output"]
         if [int(o.target) for o in outputs] != list(range(forward.count)):
-            raise ModelError(f"{whole.name}: an output could not be captured")
-        entry = CacheEntry(
-            Running.of(found), forward.outputs, forward.constants, forward.guard, captured, whole
-        )
+            raise ModelError(f"{forward.step.name}: an output could not be captured")
+        steps, compile_, instance = Steps.of(forward.step, captured), None, forward.instance
+        if instance is not None:
+            steps = Steps(instance.step, self.arrived)
+            if found.carrier is not None:
+                self._learn(instance, found, shapes)
+                compile_ = self._compiler(instance, steps)
+        running = Running.of(found, compile_)
+        entry = CacheEntry(running, forward.outputs, forward.constants, forward.guard, steps)
         wanting = frozenset(name for name, t in state.named.items() if t.requires_grad)
         return entry.counting(found.gradients, wanting)
+
+    def _learn(self, instance: Instance, found: StepPlan, shapes: OpenShapes) -> None:
+        """Remember the problem of an instance, and, if it is the first one, those of shapes that were captured
+        separately."""
+        plans, carrier = self._plans(instance.forward), found.carrier
+        assert carrier is not None
+        assert found.problem is not None
+        if not plans.learned:
+            for known in shapes.known_instances(instance.forward):
+                other = carrier.problem_at(with_expected_tangents(known.step(), self.arrived))
+                plans.learn(known.sizes, known.batch, *other, carrier)
+        plans.learn(instance.sizes, instance.batch, found.step, found.problem, carrier)
+
+    def _compiler(self, instance: Instance, steps: Steps) -> Callable[[StepPlan], CompiledPlan] | None:
+        """Return a function that compiles plans of an instance once for all sizes; None if that is not possible."""
+        return self._plans(instance.forward).compiler(instance.sizes, lambda: steps.captured)
 
 
 def _gradient(tensor: torch.Tensor | None) -> torch.UntypedStorage | None:

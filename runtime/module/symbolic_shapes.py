@@ -3,8 +3,10 @@ for which the graph is the same; other shapes are captured separately."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -17,6 +19,8 @@ from rematplan.runtime.capture.patches.fake_layouts import check_layouts
 from rematplan.runtime.capture.read_fx import finished
 from rematplan.runtime.graph.captured_step import CapturedStep
 from rematplan.runtime.graph.compat import pytree
+from rematplan.runtime.graph.tracked_sizes import Sizes
+from rematplan.runtime.module.sized_plans import SizedPlans
 from rematplan.runtime.module.step_comparison import names_of
 from rematplan.runtime.symbols.expressions import ExpressionTable, NotSymbolic, opened, resolved
 from rematplan.runtime.symbols.full_slices import without_full_slices
@@ -50,6 +54,25 @@ class Found:
     guard: guards.Guard
     count: int
     """The number of tensors that the step returns as outputs."""
+    instance: Instance | None = None
+    """Where the step comes from, if it is an instance of a forward with symbolic sizes."""
+
+
+@dataclass(frozen=True)
+class Instance:
+    """A forward with symbolic sizes at certain sizes.
+
+    ``sizes``: the values of all expressions. ``batch``: tensors on the device ``meta`` with storages as large as those
+    of the given ones.
+    """
+
+    forward: OpenForward
+    sizes: Sizes
+    batch: Sequence[torch.Tensor]
+
+    def step(self) -> CapturedStep:
+        """Return the step, made anew, before planning."""
+        return self.forward.step_at(self.batch, self.sizes)
 
 
 @dataclass(frozen=True)
@@ -91,16 +114,57 @@ class OpenForward:
         Raises:
             NotSymbolic: the guard holds, but the trace cannot be made with the sizes of the batch.
         """
+        accepted = self.accepted(state, batch)
+        if accepted is None:
+            return None
+        instance, guard = accepted
+        step = self.step_at(batch, instance.sizes)
+        return Found(step, self.outputs, self.constants_at(instance.sizes), guard, self.count, instance)
+
+    def accepted(
+        self, state: guards.ModuleState | None, batch: Sequence[torch.Tensor]
+    ) -> tuple[Instance, guards.Guard] | None:
+        """Return the instance for a batch and its guard, without making its step; None if the forward does not hold for
+        that batch. Arguments and errors: as for `found`."""
         if not self.step.guard.holds(batch):
             return None
         sizes = self.step.sizes(batch)
         guard = self.guard.mapped(lambda given: resolved(given, sizes))
         if state is not None and not guard.holds(state, batch):
             return None
+        return Instance(self, sizes, [_outline(tensor) for tensor in batch]), guard
+
+    def step_at(self, batch: Sequence[torch.Tensor], sizes: Sizes) -> CapturedStep:
+        """Return the step for a batch, before planning. ``sizes``: the values of all expressions.
+
+        Raises:
+            NotSymbolic: the sizes of the batch cannot be used.
+        """
         step = finished(without_full_slices(self.step.at(batch, sizes)))
         check_layouts(step)
-        constants = tuple(_closed(c, sizes) for c in self.constants)
-        return Found(replace(step, attributes=self.attributes), self.outputs, constants, guard, self.count)
+        return replace(step, attributes=self.attributes)
+
+    def constants_at(self, sizes: Sizes) -> tuple[Any, ...]:
+        """Return the leaves of the outputs, as in `FlatModel`. ``sizes``: the values of all expressions."""
+        return tuple(_closed(c, sizes) for c in self.constants)
+
+    def plans(self, arrived: frozenset[str], most: int) -> SizedPlans:
+        """Return the plans that are carried over to other sizes, for steps with certain tangents.
+
+        ``arrived``: see `with_expected_tangents`. ``most``: see `SizedPlans`.
+        """
+        return self._plans.setdefault(arrived, SizedPlans(self.step, most))
+
+    @cached_property
+    def _plans(self) -> dict[frozenset[str], SizedPlans]:
+        return {}
+
+
+def _outline(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a tensor on the device ``meta`` with the same storage size, sizes, strides and offset."""
+    storage = torch.UntypedStorage(tensor.untyped_storage().nbytes(), device="meta")
+    empty = torch.empty(0, dtype=tensor.dtype, device="meta")
+    return empty.set_(storage, tensor.storage_offset(), tensor.shape, tensor.stride())
 
 
 def open_constants(constants: Sequence[Any], table: ExpressionTable) -> list[Any]:
@@ -155,7 +219,8 @@ class OpenShapes:
     of 0 and 1 as the batch. ``reason``: why no more captures with symbolic sizes are made; empty if they are.
 
     ``fixed``: the number of shapes that were captured separately. ``served``: how often a step was taken from a capture
-    with symbolic sizes. ``exceptions``: the reasons (as keys) why single shapes were captured separately.
+    with symbolic sizes. ``carried``: how often no search was needed for that. ``exceptions``: the reasons (as keys) why
+    single shapes were captured separately.
     """
 
     forwards: list[OpenForward] = field(default_factory=list)
@@ -165,6 +230,7 @@ class OpenShapes:
     reason: str = ""
     fixed: int = 0
     served: int = 0
+    carried: int = 0
     exceptions: dict[str, None] = field(default_factory=dict)
 
     def copy(self) -> OpenShapes:
@@ -177,6 +243,11 @@ class OpenShapes:
             met=dict(self.met),
             exceptions=dict(self.exceptions),
         )
+
+    @property
+    def sources(self) -> int:
+        """The number of compiled sources that serve all sizes."""
+        return sum(plans.sources for forward in self.forwards for plans in forward._plans.values())
 
     @property
     def reasons(self) -> tuple[str, ...]:
@@ -221,6 +292,31 @@ class OpenShapes:
             del self.met[next(iter(self.met))]
         return found
 
+    def accepted(
+        self, state: guards.ModuleState, batch: Sequence[torch.Tensor]
+    ) -> Iterator[tuple[Instance, guards.Guard]]:
+        """Yield the instances of forwards with open sizes that hold for a batch, with their guards."""
+        for forward in self.forwards:
+            with suppress(NotSymbolic):
+                found = forward.accepted(state, batch)
+                if found is not None:
+                    yield found
+
+    def carry(self) -> None:
+        """Count a shape that got a known plan without its step."""
+        self.misses = 0
+        self.served += 1
+        self.carried += 1
+
+    def known_instances(self, forward: OpenForward) -> Iterator[Instance]:
+        """Yield the instances of a forward with open sizes for shapes that were captured separately."""
+        for batch, known in self.known:
+            with suppress(NotSymbolic):
+                outcomes = known.guard.decided.outcomes == forward.guard.decided.outcomes
+                found = forward.accepted(None, batch) if outcomes else None
+                if found is not None:
+                    yield found[0]
+
     def _instance(self, state: guards.ModuleState, batch: Sequence[torch.Tensor]) -> Found | None:
         for forward in self.forwards:
             found = forward.found(state, batch)
@@ -247,8 +343,8 @@ class OpenShapes:
 
         The new capture is compared with the known shapes that it serves; if there are none, with a separate capture for
         this batch, which is then returned. If they differ, the new capture is dropped and no further ones are made. So
-        a model that treats a symbolic size differently from an integer (its text, its type) is always captured
-        separately.
+        a model that treats a symbolic size differently from an integer (its type) is always captured separately. A new
+        capture that cannot be compared is dropped, too.
 
         Args:
             state: the module's state.
@@ -264,15 +360,17 @@ class OpenShapes:
         try:
             forward = opened()
             served, forward = self._compared(forward, state)
+            checked = served
             if not served:
                 own = self._fixed(fixed)
-                _, forward = self._compared(forward, state)
+                checked, forward = self._compared(forward, state)
         except ModelError as error:
             self.reason = str(error)
             return own
         found = own or forward.found(state, batch)
         self.served += own is None and found is not None
-        self.forwards.insert(0, forward)
+        if checked:
+            self.forwards.insert(0, forward)
         alike = [known for known, _ in self.known if _smallest(known) == _smallest(batch)]
         self.misses = 0 if served else self.misses + (len(alike) > 1)
         if self.misses >= MISSES:

@@ -13,7 +13,9 @@ from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import Any, Protocol
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from rematplan.ir import Op, Tensor, TrainingGraph
 from rematplan.planner.core.plan import Plan
@@ -65,6 +67,43 @@ class Refinement(Protocol):
         time without recomputation) of any plan; None if it has proved none."""
 
 
+class Resizing(Protocol):
+    """Known problems and plans of one structure, carried over to sizes between them."""
+
+    def add(self, sizes: Sequence[int], nominal: NDArray[np.int64], problem: TrainingGraph) -> bool:
+        """Add the problem at certain sizes. Return whether it has the same structure and names.
+
+        ``sizes``: the values of all expressions. ``nominal``: bytes of the step's storages.
+        """
+
+    def key(self, schedule: Schedule) -> bytes:
+        """Return a key of a schedule."""
+
+    def plan(self, sizes: Sequence[int], nominal: NDArray[np.int64]) -> StepPlan | None:
+        """Return the cheapest known plan that fits at certain sizes; its step has other sizes. None if there is none,
+        or if the problem at these sizes is not known well enough.
+        """
+
+
+class Carrier(Protocol):
+    """What carries plans of steps over to other sizes of the same steps."""
+
+    def opened(self, step: CapturedStep) -> CapturedStep:
+        """Return a step with its inverses."""
+
+    def problem_at(self, step: CapturedStep) -> tuple[CapturedStep, TrainingGraph]:
+        """Return a step with its inverses, and its problem."""
+
+    def resizing(self, step: CapturedStep, problem: TrainingGraph, storages: tuple[str, ...]) -> Resizing:
+        """Return the `Resizing` of a step with its inverses.
+
+        Args:
+            step: the step.
+            problem: its problem.
+            storages: the names of storages, in the order of ``nominal`` in `Resizing`.
+        """
+
+
 @dataclass(frozen=True)
 class StepPlan:
     """A plan and the captured step (the ATen calls of forward and backward) that it plans. The step may have inverses
@@ -73,7 +112,8 @@ class StepPlan:
     ``step``: the step. ``plan``: its plan. ``spare``: for each position of the plan's schedule, the bytes of the budget
     that are unused there (see `spare_bytes`). It is empty for a plan that does not free new gradients before the step
     ends. ``gradients``: the bytes of gradients of earlier steps that may be allocated while the plan runs within its
-    budget. ``refinement``: a search for a better plan, not begun yet; None if there is none.
+    budget. ``refinement``: a search for a better plan, not begun yet; None if there is none. ``problem``: the plan's
+    problem. ``carrier``: makes plans for other sizes from this one; None if that is not possible.
     """
 
     step: CapturedStep
@@ -81,6 +121,8 @@ class StepPlan:
     spare: tuple[int, ...] = ()
     gradients: int = 0
     refinement: Refinement | None = None
+    problem: TrainingGraph | None = None
+    carrier: Carrier | None = None
 
 
 def earlier_gradients(

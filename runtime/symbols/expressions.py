@@ -15,6 +15,7 @@ from torch.fx.experimental.symbolic_shapes import SYMPY_INTERP
 
 from rematplan.ir import ModelError
 from rematplan.runtime.graph.compat import PythonPrinter, pytree
+from rematplan.runtime.graph.tracked_sizes import TrackedSize
 
 WHOLE = frozenset(
     {
@@ -136,12 +137,21 @@ def resolved(given: Any, sizes: Sequence[int]) -> Any:
         given: the nested arguments.
         sizes: the values of all expressions of the `ExpressionTable`, in the order of their positions.
     """
+    return _closed(given, lambda open_: sizes[open_.at])
+
+
+def tracked(given: Any, sizes: Sequence[int]) -> Any:
+    """Return nested arguments, as `resolved` does, with a `TrackedSize` in place of each `OpenSize`."""
+    return _closed(given, lambda open_: TrackedSize(sizes[open_.at], open_.at))
+
+
+def _closed(given: Any, value_of: Callable[[OpenSize], int]) -> Any:
     if isinstance(given, OpenSize):
-        return sizes[given.at]
+        return value_of(given)
     if isinstance(given, (tuple, list)):
-        return type(given)(resolved(g, sizes) for g in given)
+        return type(given)(_closed(g, value_of) for g in given)
     if isinstance(given, Mapping):
-        return {key: resolved(g, sizes) for key, g in given.items()}
+        return {key: _closed(g, value_of) for key, g in given.items()}
     return given
 
 

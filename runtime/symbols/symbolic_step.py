@@ -16,10 +16,12 @@ from rematplan.runtime.graph.captured_step import (
     StepInput,
     StepOutput,
     Value,
+    refs,
     substitute,
 )
 from rematplan.runtime.graph.compat import FakeTensor, FakeTensorMode
-from rematplan.runtime.symbols.expressions import ExpressionTable, NotSymbolic, OpenSize, has_open, resolved
+from rematplan.runtime.graph.tracked_sizes import TrackedSize, track
+from rematplan.runtime.symbols.expressions import ExpressionTable, NotSymbolic, OpenSize, has_open, tracked
 from rematplan.runtime.symbols.symbolic_batch import BatchSymbols, SizeGuard
 
 Size = int | OpenSize
@@ -135,8 +137,8 @@ class OpenStep:
     def at(self, batch: Sequence[torch.Tensor], sizes: Sequence[int]) -> CapturedStep:
         """Return the captured step with integer sizes for a batch, as if it had been read from a trace of that batch.
 
-        The storages of its inputs have the sizes and offsets of the batch's storages, which may be larger than the
-        tensors.
+        Sizes that come from expressions are tracked (`TrackedSize`). The storages of its inputs have the sizes and
+        offsets of the batch's storages, which may be larger than the tensors.
 
         Args:
             batch: the tensors.
@@ -146,7 +148,7 @@ class OpenStep:
             NotSymbolic: two tensors of the batch share memory; or one has an offset in its storage, and a call refers
                 to positions in storages.
         """
-        base = self._bases(batch)
+        base = self.bases(batch)
         nbytes = {memory: tensor.untyped_storage().nbytes() for memory, tensor in base.items()}
         offsets = {memory: int(tensor.storage_offset()) for memory, tensor in base.items()}
         return self._plain(sizes, nbytes, offsets)
@@ -162,6 +164,18 @@ class OpenStep:
         held = {self.values[i.value].memory: nbytes[i.target] for i in self.inputs if i.target in nbytes}
         return self._plain(sizes, held, {})
 
+    def excerpt(self, sizes: Sequence[int], calls: Sequence[Call]) -> CapturedStep:
+        """Return a step of only these of the calls, with fixed sizes, without inputs and outputs.
+
+        Args:
+            sizes: the values of all expressions, in the order of their positions.
+            calls: some of ``calls``.
+        """
+        names = {r.value for c in calls for r in refs((c.args, dict(c.kwargs)))}
+        names |= {result for call in calls for result in call.results if result is not None}
+        some = {name: value for name, value in self.values.items() if name in names}
+        return replace(self, inputs=(), outputs=(), calls=tuple(calls), values=some)._plain(sizes, {}, {})
+
     def _plain(
         self, sizes: Sequence[int], held: Mapping[int, int], offsets: Mapping[int, int]
     ) -> CapturedStep:
@@ -174,14 +188,14 @@ class OpenStep:
             for name, value in self.values.items()
         }
         calls = tuple(
-            replace(call, args=resolved(call.args, sizes), kwargs=resolved(call.kwargs, sizes))
+            replace(call, args=tracked(call.args, sizes), kwargs=tracked(call.kwargs, sizes))
             if call.name in self._open
             else call
             for call in self.calls
         )
         return CapturedStep(self.name, self.inputs, self.outputs, calls, values, self.constants)
 
-    def _bases(self, batch: Sequence[torch.Tensor]) -> dict[int, torch.Tensor]:
+    def bases(self, batch: Sequence[torch.Tensor]) -> dict[int, torch.Tensor]:
         """Return the tensors of a batch, each by the number of the memory that its input has in this step (see
         `OpenValue.memory`).
 
@@ -288,9 +302,11 @@ class _Fakes:
             self.made[value.memory] = storage
 
         def plain(size: Size) -> int:
-            return sizes[size.at] if isinstance(size, OpenSize) else size
+            return TrackedSize(sizes[size.at], size.at) if isinstance(size, OpenSize) else size
 
         offset = plain(value.offset) + self.offsets.get(value.memory, 0)
         shape, stride = [plain(s) for s in value.shape], [plain(s) for s in value.stride]
         real = torch.empty(0, dtype=value.dtype, device="meta").set_(storage, offset, shape, stride)
-        return FakeTensor(self.mode, real, value.device)
+        fake = FakeTensor(self.mode, real, value.device)
+        track(fake, shape, stride)
+        return fake

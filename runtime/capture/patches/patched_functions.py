@@ -91,6 +91,11 @@ PATCHES = (
         f"{_ROOM}.capture.patches.autocast_cache",
     ),
     Patch(
+        tuple(f"torch.{name}.__repr__" for name in ("SymInt", "SymFloat", "SymBool")),
+        "a symbolic size has another text than the size, so a model that reads the text would be traced wrongly",
+        f"{_ROOM}.capture.patches.size_text",
+    ),
+    Patch(
         ("torch.ops.aten._to_copy.py_kernels",),
         "a weight that autocast casts for several uses would be cast for each, and its gradients added up in float32",
         f"{_ROOM}.capture.patches.autocast_cache",

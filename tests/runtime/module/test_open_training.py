@@ -115,14 +115,17 @@ class Of(nn.Module):
 SILENT: dict[str, Callable[[Any, Tensor], Tensor]] = {
     "a root": lambda m, x: x * m.w / math.sqrt(x.shape[1]),
     "a number": lambda m, x: x * m.w * float(int(x.shape[1])),
+    "a float": lambda m, x: x * m.w / float(x.shape[1]),
     "a tensor": lambda m, x: x * m.w + torch.tensor([x.shape[1]]),
     "a loop": lambda m, x: torch.stack([x[:, t] * m.w * t for t in range(x.shape[1])]),
     "a list": lambda m, x: x * m.w * torch.tensor(list(range(x.shape[1])))[:, None],
     "a table": lambda m, x: x * m.w * {9: 2.0}.get(x.shape[1], 3.0),
+    "a quotient": lambda m, x: x * m.w * (1.5 if x.shape[1] / 3 > 3.1 else 0.5),
     "rounding": lambda m, x: (x * m.w)[:, : round(x.shape[1] * 0.3)],
 }
 UNSEEN: dict[str, Callable[[Any, Tensor], Tensor]] = {
     "text": lambda m, x: x * m.w * len(str(x.shape[1])),
+    "text of a shape": lambda m, x: x * m.w * len(f"{tuple(x.shape)}"),
     "a type": lambda m, x: (x * m.w).tanh() if type(x.shape[1]) is int else x * m.w,
 }
 """Here a trace takes something else than the size."""
@@ -145,7 +148,8 @@ def test_a_size_that_a_trace_takes_in_silence_refuses_other_sizes(name: str) -> 
 
 
 @pytest.mark.parametrize(
-    ("name", "first"), [*((n, 8) for n in SILENT | UNSEEN), *((n, 1) for n in ("a root", *UNSEEN))]
+    ("name", "first"),
+    [*((n, 8) for n in SILENT | UNSEEN), *((n, 1) for n in ("a root", *UNSEEN)), *((n, 100) for n in UNSEEN)],
 )
 def test_a_model_that_takes_a_size_in_silence_follows_eager_mode(name: str, first: int) -> None:
     """Also if the capture with open sizes serves no shape that was captured before."""

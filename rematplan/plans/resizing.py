@@ -1,0 +1,262 @@
+"""Known plans carried over to sizes between those for which the planning problem was made.
+
+Bytes of storages are expressions of the sizes, hence exact. Costs are linear in the bytes that an op reads and writes,
+between two sizes for which they are known. So are workspaces, with a margin (`workspaces_between`). Ops that choose
+among several kernels by their sizes are not carried over if they have a workspace: it may make steps.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import combinations
+
+import numpy as np
+
+from rematplan.ir import ProblemError, Tensor, TrainingGraph
+from rematplan.planner.core.plan import Plan
+from rematplan.planner.core.schedule import Run, Schedule
+from rematplan.planner.family.amounts_by_position import Amounts, Bools, Floats, Ints, amounts_of
+from rematplan.planner.family.interpolated_workspaces import Workspaces, workspaces_between, workspaces_of
+from rematplan.planner.family.places import Places, places_of
+from rematplan.planner.family.plan_family import PlanFamily
+from rematplan.plans.rechoosing import Rechoosing
+from rematplan.plans.sized_costs import KERNELS
+from rematplan.runtime.graph.captured_step import CapturedStep
+from rematplan.runtime.problem.accumulation import Refinement, StepPlan
+
+CORNERS = 8
+"""The number of sizes whose problems are kept: the smallest, the largest and the latest."""
+ONE_KERNEL = re.compile("flash_attention_for_cpu")
+"""Ops of `KERNELS` whose workspace is linear in the bytes that they read and write."""
+
+
+@dataclass(frozen=True, eq=False)
+class Corner:
+    """Sizes for which the problem is known.
+
+    ``sizes``: the values of all expressions. ``nominal``: bytes of the step's storages. ``bytes``: of the problem's
+    tensors, which may be more.
+    """
+
+    sizes: Ints
+    nominal: Ints
+    bytes: Ints
+    amounts: Amounts
+    workspaces: Workspaces
+
+
+@dataclass(eq=False)
+class Resizing:
+    """Problems of one structure and names, at any sizes between known ones.
+
+    ``problem``: one of them. ``step``: its step. ``storages``: the names of the step's storages, in the order of
+    ``nominal`` in `Corner`. ``budget``: bytes of every plan. ``family``: the plans of the structure. ``search``:
+    returns a search for a better plan of a problem, or None; None if nothing is searched.
+    """
+
+    problem: TrainingGraph
+    step: CapturedStep
+    storages: tuple[str, ...]
+    budget: int
+    family: PlanFamily
+    search: Callable[[TrainingGraph, Plan], Refinement | None] | None = None
+    corners: list[Corner] = field(default_factory=list)
+    searches: list[Refinement] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        number = {name: at for at, name in enumerate(self.storages)}
+        tensors = self.problem.tensors
+        self._places: Places = places_of(self.problem)
+        self._storage: Ints = np.array([number.get(t.name, -1) for t in tensors], dtype=np.int64)
+        recipes = (*self.problem.ops, *self.problem.inverses)
+        self._stepped: Bools = np.array([_has_kernels(self.step, op.name) for op in recipes], dtype=np.bool_)
+        at = {t.name: k for k, t in enumerate(tensors)}
+        self._made_from = {
+            at[t]: [at[r] for r in op.reads if r in at]
+            for op in self.problem.ops
+            for t in op.writes
+            if self._storage[at[t]] < 0
+        }
+        self._step = {Run(op.name): r for r, op in enumerate(recipes)}
+        self._freed = {name: -1 - t for t, name in enumerate(self.problem.producer)}
+
+    def add(self, sizes: Sequence[int], nominal: Ints, problem: TrainingGraph) -> bool:
+        """Add the problem at certain sizes. Return whether it has the same structure and names."""
+        mine = self.problem
+        if problem is not mine and (
+            problem.structure != mine.structure
+            or [t.name for t in problem.tensors] != [t.name for t in mine.tensors]
+            or problem.inputs != mine.inputs
+            or list(problem.op) != list(mine.op)
+        ):
+            return False
+        corner = Corner(
+            np.array(sizes, dtype=np.int64),
+            nominal,
+            np.array([t.bytes for t in problem.tensors], dtype=np.int64),
+            amounts_of(problem),
+            workspaces_of(problem),
+        )
+        others = [c for c in self.corners if not np.array_equal(c.sizes, corner.sizes)]
+        self.corners = _kept([*others, corner])
+        return True
+
+    def key(self, schedule: Schedule) -> bytes:
+        """Return a key of a schedule that does not depend on names."""
+        steps = [self._step[s] if isinstance(s, Run) else self._freed[s.tensor] for s in schedule]
+        return np.array(steps, dtype=np.int64).tobytes()
+
+    def plan(self, sizes: Sequence[int], nominal: Ints) -> StepPlan | None:
+        """Return the cheapest known plan that fits the budget at certain sizes. None if there is none, or if the
+        problem there is not known well enough.
+
+        Args:
+            sizes: the values of all expressions.
+            nominal: bytes of the step's storages.
+        """
+        amounts = self.amounts(np.array(sizes, dtype=np.int64), nominal)
+        plan = None if amounts is None else self._best(amounts)
+        if amounts is None or plan is None:
+            return None
+        if not plan.estimate.reruns:  # nothing is cheaper
+            return StepPlan(self.step, plan)
+        search = self.search
+        better = Rechoosing(
+            plan,
+            lambda: self._best(amounts),
+            lambda found: StepPlan(self.step, found),
+            self.family,
+            (lambda: search(self._problem(amounts), plan)) if search else None,
+            self.searches,
+        )
+        return StepPlan(self.step, plan, refinement=better)
+
+    def _best(self, amounts: Amounts) -> Plan | None:
+        member = self.family.best(amounts, self.budget)
+        if member is None:
+            return None
+        found = self.family.plan(self.problem, member, amounts)
+        return replace(found, budget=self.budget, fingerprint=self.problem.fingerprint)
+
+    def _problem(self, amounts: Amounts) -> TrainingGraph:
+        """Return a problem of these amounts. The bytes of its inputs are only right in sum."""
+        mine = self.problem
+        sizes = dict.fromkeys(mine.inputs, 0) | dict.fromkeys(mine.inputs[:1], amounts.fixed)
+        sizes |= dict(zip(mine.producer, amounts.sizes.tolist(), strict=True))
+        recipes = [
+            replace(op, cost=cost, workspace=workspace)
+            for op, cost, workspace in zip(
+                (*mine.ops, *mine.inverses), amounts.costs.tolist(), amounts.workspaces.tolist(), strict=True
+            )
+        ]
+        return replace(
+            mine,
+            tensors=tuple(Tensor(t.name, sizes[t.name]) for t in mine.tensors),
+            ops=tuple(recipes[: len(mine.ops)]),
+            inverses=tuple(recipes[len(mine.ops) :]),
+            fixed_split={},
+        )
+
+    def amounts(self, sizes: Ints, nominal: Ints) -> Amounts | None:
+        """Return the amounts of the problem at certain sizes; None if they are not known well enough.
+
+        Args:
+            sizes: the values of all expressions.
+            nominal: bytes of the step's storages.
+        """
+        for corner in self.corners:
+            if np.array_equal(corner.sizes, sizes) and np.array_equal(corner.nominal, nominal):
+                return corner.amounts
+        pair = self._around(sizes)
+        if pair is None:
+            return None
+        low, high = pair
+        stepped = self._stepped & ((low.workspaces.bytes > 0) | (high.workspaces.bytes > 0))
+        if stepped.any():
+            return None
+        here = self._bytes(low, high, nominal)
+        moved = np.concatenate(([0], np.cumsum(here[self._places.moved])))
+        traffic = moved[self._places.ends] - moved[self._places.ends - self._places.counts]
+        try:
+            workspaces = workspaces_between(low.workspaces, high.workspaces, traffic)
+        except ProblemError:
+            return None
+        costs = _line(
+            low.workspaces.traffic, low.amounts.costs, high.workspaces.traffic, high.amounts.costs, traffic
+        )
+        return Amounts(
+            sizes=here[self._places.written],
+            workspaces=workspaces,
+            costs=costs,
+            fixed=int(here[self._places.inputs].sum()),
+            base_cost=math.fsum(costs[: len(self.problem.ops)].tolist()),
+            once=low.amounts.once,
+        )
+
+    def _around(self, sizes: Ints) -> tuple[Corner, Corner] | None:
+        """Return the two nearest corners between which all expressions are, and in which the same ops may run only
+        once; None if there are none."""
+        best, pair = math.inf, None
+        for one, other in combinations(self.corners, 2):
+            if not np.array_equal(one.amounts.once, other.amounts.once):
+                continue
+            least, most = np.minimum(one.sizes, other.sizes), np.maximum(one.sizes, other.sizes)
+            if np.all((least <= sizes) & (sizes <= most)) and (span := float((most - least).sum())) < best:
+                best, pair = span, (one, other)
+        return pair
+
+    def _bytes(self, low: Corner, high: Corner, nominal: Ints) -> Ints:
+        """Return the bytes of each tensor of the problem.
+
+        What a tensor has in addition to its storage's bytes is linear in these; other tensors are linear in the
+        bytes from which they are computed.
+        """
+        known = self._storage >= 0
+        of_low, of_high, here = (
+            np.where(known, n[self._storage], 0) for n in (low.nominal, high.nominal, nominal)
+        )
+        more = _line(
+            of_low, (low.bytes - of_low).astype(float), of_high, (high.bytes - of_high).astype(float), here
+        )
+        found: Ints = here + np.ceil(more - ROUNDING).astype(np.int64)
+        for at in np.flatnonzero(~known).tolist():
+            one, other = int(low.bytes[at]), int(high.bytes[at])
+            if one == other:
+                found[at] = one
+                continue
+            reads = self._made_from.get(at, [])
+            a, b, x = (int(n[reads].sum()) for n in (of_low, of_high, here))
+            found[at] = (
+                math.ceil(one + (x - a) / (b - a) * (other - one) - ROUNDING) if a != b else max(one, other)
+            )
+        return found
+
+
+ROUNDING = 1e-6
+"""Bytes by which a line may exceed a whole number because of rounding errors."""
+
+
+def _line(low: Ints, at_low: Floats, high: Ints, at_high: Floats, here: Ints) -> Floats:
+    """Return the values on the lines through two points each; the larger one where both are at the same place."""
+    span = high - low
+    share = np.divide(here - low, span, out=np.ones(span.shape), where=span != 0)
+    return np.where(span == 0, np.maximum(at_low, at_high), at_low + share * (at_high - at_low))
+
+
+def _has_kernels(step: CapturedStep, op: str) -> bool:
+    """Return whether an op's workspace may make steps."""
+    target = str(step.call[op].target) if op in step.call else ""
+    return bool(KERNELS.search(target)) and not ONE_KERNEL.search(target)
+
+
+def _kept(corners: list[Corner]) -> list[Corner]:
+    """Return the corners to keep: the smallest, the largest and the latest."""
+    if len(corners) <= CORNERS:
+        return corners
+    totals = [int(c.sizes.sum()) for c in corners]
+    ends = {totals.index(min(totals)), totals.index(max(totals))}
+    rest = [at for at in range(len(corners)) if at not in ends][-(CORNERS - len(ends)) :]
+    return [corners[at] for at in sorted({*ends, *rest})]
