@@ -26,7 +26,7 @@ from rematplan.runtime.graph.captured_step import (
     Value,
     refs,
 )
-from rematplan.runtime.graph.compat import FakeTensor, HigherOrderOperator
+from rematplan.runtime.graph.compat import FakeTensor, FunctionalTensor, HigherOrderOperator
 from rematplan.runtime.graph.passes import with_phases, without_dead_calls
 from rematplan.runtime.symbols.expressions import ExpressionTable
 
@@ -194,6 +194,8 @@ class _Reader:
             )
         self.constants[node.name] = tensor
         fake = node.meta.get("val", tensor)
+        if isinstance(fake, FunctionalTensor):  # of a constant that no op reads, only the outputs
+            fake = tensor
         if isinstance(fake, FakeTensor):
             # Each use has another fake. Views of the constant refer to the tracer's fake.
             fake = fake.fake_mode.from_tensor(tensor, static_shapes=True)

@@ -288,3 +288,30 @@ def test_a_class_that_wants_to_know_is_not_told_of_a_planned_one() -> None:
     )
     assert torch.equal(ours(torch.ones(2, 4)), model(torch.ones(2, 4)))
     assert Announced.known == ["empty"]
+
+
+TABLE = torch.arange(4.0)
+
+
+class GivesConstants(nn.Module):
+    """Gives tensors that it does not compute: a global one, and one that is an attribute."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.kept = nn.Linear(4, 4), torch.ones(3, 2).t()
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        return self.linear(x).tanh(), TABLE, self.kept
+
+
+def test_constants_are_outputs_too() -> None:
+    model = GivesConstants()
+    planned = rematplan.plan_module(
+        copy.deepcopy(model), (torch.ones(2, 4),), budget="100%", strategy="approx_dp", costs="roofline"
+    )
+    for one in (planned, model):
+        outputs = one(torch.ones(2, 4))
+        outputs[0].square().sum().backward()
+        assert torch.equal(outputs[1], TABLE)
+        assert torch.equal(outputs[2], model.kept)
+    assert torch.equal(planned.linear.weight.grad, model.linear.weight.grad)
