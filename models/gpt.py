@@ -1,7 +1,7 @@
 """GPT-2: Radford et al. 2019, «Language models are unsupervised multitask learners».
 
-Pre-norm blocks with causal fused attention and learned positions. The embedding's weight is used again for the
-scores. The paper's dropout is left out, as is usual today.
+It has pre-norm blocks with fused causal attention, and learned position embeddings. The output layer uses the weight
+of the token embedding (tied weights). The paper's dropout is left out, as is usual today.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ class GPT(nn.Module):
     """GPT-2: a network from token numbers (N, T) to scores of the next token (N, T, ``vocabulary``), with T ≤
     ``tokens``.
 
-    ``depth``: the number of transformer blocks. ``width``: the features of a token. ``vocabulary``: the number of
-    distinct tokens. ``tokens``: the largest length of a sequence.
+    ``depth``: the number of transformer blocks. ``width``: the number of features per token. ``vocabulary``: the
+    number of distinct tokens. ``tokens``: the largest length of a sequence.
     """
 
     def __init__(

@@ -1,7 +1,9 @@
-"""An unrolled LSTM language model: Zaremba, Sutskever, Vinyals 2014, arXiv:1409.2329 (its medium network).
+"""An unrolled LSTM language model: Zaremba, Sutskever, Vinyals 2014, arXiv:1409.2329. The default sizes are those of
+the paper's medium network.
 
-Every step of every layer is a separate cell in the graph, so that each can be planned. Dropout is applied between
-layers, not between steps, as in the paper.
+For every layer and every position of the sequence, `torch.nn.LSTMCell` is called separately. So rematerialisation can
+be decided for each call. As in the paper, dropout is applied to the input of every layer and of the output layer, but
+not to the state that a cell gives to the next position.
 """
 
 from __future__ import annotations
@@ -17,8 +19,9 @@ DROPOUT = 0.5
 class UnrolledLSTM(nn.Module):
     """An unrolled LSTM: a network from token numbers (N, T) to scores of the next token (N, T, ``vocabulary``).
 
-    Each step of each layer is a separate cell. The initial state is zero. ``depth``: the number of layers. ``width``:
-    the features of a token and of the state. ``vocabulary``: the number of distinct tokens.
+    For every layer and every position of the sequence, `torch.nn.LSTMCell` is called separately. The initial states
+    are zero. ``depth``: the number of layers. ``width``: the number of features per token and of a cell's state.
+    ``vocabulary``: the number of distinct tokens.
     """
 
     def __init__(self, depth: int = 2, width: int = 650, vocabulary: int = 10000) -> None:

@@ -38,15 +38,16 @@ def conv_norm(
     groups: int = 1,
     act: Callable[[], nn.Module] | None = None,
 ) -> nn.Sequential:
-    """Return a convolution without bias and batch norm, followed by an activation if ``act`` is given.
+    """Return three layers: a convolution without bias, batch norm, and the activation that ``act`` makes. There is no
+    activation if ``act`` is None.
 
     Args:
         in_channels: the number of input channels.
         out_channels: the number of output channels.
         size: the side of the kernel, odd.
-        stride: the factor by which height and width shrink.
+        stride: the stride of the convolution. With 1 the layers keep the height and width of the image.
         groups: the number of groups of channels that are convolved separately.
-        act: makes the activation.
+        act: a function that returns the activation layer.
     """
     layers: list[nn.Module] = [
         nn.Conv2d(in_channels, out_channels, size, stride, size // 2, groups=groups, bias=False),
@@ -61,11 +62,12 @@ def relu6() -> nn.Module:
 
 
 class InvertedResidual(nn.Module):
-    """An inverted residual block: widen, convolve each channel, narrow. The input is added if the shapes agree.
+    """An inverted residual block: a 1×1 convolution to more channels, a depthwise 3×3 convolution, and a 1×1
+    convolution to ``out_channels``. If the result has the shape of the block's input, the input is added to it.
 
-    ``in_channels``, ``out_channels``: the numbers of input and output channels. ``expansion``: hidden channels ÷
-    ``in_channels``.
-    ``stride``: the factor by which height and width shrink.
+    ``in_channels``, ``out_channels``: the numbers of input and output channels. ``expansion``: channels of the
+    depthwise convolution ÷ ``in_channels``; with 1 the first convolution is left out. ``stride``: the stride of the
+    depthwise convolution.
     """
 
     def __init__(self, in_channels: int, out_channels: int, expansion: int, stride: int) -> None:
@@ -80,7 +82,8 @@ class InvertedResidual(nn.Module):
         self.added = stride == 1 and in_channels == out_channels
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return features (N, ``out_channels``, H ÷ ``stride``, W ÷ ``stride``) of ``x`` (N, ``in_channels``, H, W)."""
+        """Return features (N, ``out_channels``, H ÷ ``stride``, W ÷ ``stride``), rounded up, for features ``x`` (N,
+        ``in_channels``, H, W)."""
         return cast(Tensor, x + self.body(x) if self.added else self.body(x))
 
 

@@ -1,7 +1,8 @@
 """PSPNet on a dilated ResNet-101: Zhao, Shi, Qi, Wang, Jia, CVPR 2017, arXiv:1612.01105.
 
-It has the authors' stem of three convolutions; stages three and four are dilated instead of strided; scores are
-enlarged to the size of the image. The auxiliary classifier, which has a separate loss, is left out.
+The ResNet begins with three 3×3 convolutions, as in the authors' code. Its stages three and four have dilated
+convolutions instead of strided ones. The scores are resized to the size of the image. The paper's auxiliary
+classifier, which has a separate loss, is left out.
 """
 
 from __future__ import annotations
@@ -19,9 +20,11 @@ BINS = (1, 2, 3, 6)
 
 
 def conv_norm_relu(in_channels: int, out_channels: int, size: int, stride: int = 1) -> nn.Sequential:
-    """Return a convolution without bias, batch norm and ReLU. With stride 1 it keeps the image size.
+    """Return three layers: a convolution without bias, batch norm, and ReLU. With stride 1 they keep the height and
+    width of the image.
 
-    ``in_channels``, ``out_channels``: the numbers of input and output channels. ``size``: the side of the kernel, odd.
+    ``in_channels``, ``out_channels``: the numbers of input and output channels. ``size``: the side of the kernel,
+    odd. ``stride``: the stride of the convolution.
     """
     return nn.Sequential(
         conv(in_channels, out_channels, size, stride), nn.BatchNorm2d(out_channels), nn.ReLU(inplace=True)
@@ -29,14 +32,15 @@ def conv_norm_relu(in_channels: int, out_channels: int, size: int, stride: int =
 
 
 def enlarge(x: Tensor, like: Tensor) -> Tensor:
-    """Resize ``x`` (N, C, h, w) bilinearly to the height and width of ``like``: (N, C, H, W)."""
+    """Resize ``x`` (N, C, h, w) bilinearly to (N, C, H, W), where H and W are the height and width of ``like``."""
     return functional.interpolate(x, like.shape[-2:], mode="bilinear", align_corners=True)
 
 
 class Pyramid(nn.Module):
-    """The pyramid pooling module: concatenates features with their means over grids of 1, 2, 3 and 6 cells per side.
+    """The pyramid pooling module: concatenates features with their means over grids of 1×1, 2×2, 3×3 and 6×6 cells.
 
-    ``features``: the number of input channels; each grid's means are projected to a quarter of it.
+    The means are projected to a quarter of the channels for each grid, and resized to the height and width of the
+    features. ``features``: the number of input channels. The output has twice as many.
     """
 
     def __init__(self, features: int) -> None:
@@ -54,7 +58,8 @@ class Pyramid(nn.Module):
 class PSPNet(nn.Module):
     """PSPNet: a network from images (N, 3, H, W) to class scores of every pixel (N, ``classes``, H, W).
 
-    ``width``: channels of the stem of the ResNet; all other channels scale with it (64 in the paper).
+    ``width``: channels of the first convolution (64 in the paper). The numbers of channels of all other layers are
+    proportional to it.
     """
 
     def __init__(self, width: int = 64, classes: int = 19) -> None:

@@ -1,6 +1,6 @@
 """ResNet-18/34/50/101/152: He, Zhang, Ren, Sun, CVPR 2016, arXiv:1512.03385.
 
-The stride of a bottleneck is on its 3×3 convolution («v1.5»), as is usual today.
+The strided convolution of a bottleneck block is the 3×3 one («v1.5»), as is usual today, not the first 1×1 one.
 """
 
 from __future__ import annotations
@@ -27,18 +27,20 @@ EXPANSION = 4
 
 
 def conv(in_channels: int, out_channels: int, size: int, stride: int = 1, dilation: int = 1) -> nn.Conv2d:
-    """Return a convolution without bias, padded so that with stride 1 it keeps the image size.
+    """Return a convolution without bias, padded so that with stride 1 it keeps the height and width of the image.
 
-    ``in_channels``, ``out_channels``: the numbers of input and output channels. ``size``: the side of the kernel, odd.
+    ``in_channels``, ``out_channels``: the numbers of input and output channels. ``size``: the side of the kernel,
+    odd.
     """
     return nn.Conv2d(in_channels, out_channels, size, stride, size // 2 * dilation, dilation, bias=False)
 
 
 def plain_body(in_channels: int, width: int, stride: int, dilation: int = 1) -> nn.Sequential:
-    """Return the branch of a plain residual block: two 3×3 convolutions with batch norm, and ReLU between them.
+    """Return the layers of a plain residual block: two 3×3 convolutions, each followed by batch norm, with ReLU after
+    the first. The shortcut and the last ReLU are not included.
 
-    ``in_channels``: the number of input channels. ``width``: of output channels. ``stride``, ``dilation``: of the first
-    convolution.
+    ``in_channels``: the number of input channels. ``width``: the number of output channels. ``stride``, ``dilation``:
+    those of the first convolution.
     """
     return nn.Sequential(
         conv(in_channels, width, 3, stride, dilation),
@@ -50,10 +52,11 @@ def plain_body(in_channels: int, width: int, stride: int, dilation: int = 1) -> 
 
 
 def bottleneck_body(in_channels: int, width: int, stride: int, dilation: int = 1) -> nn.Sequential:
-    """Return the branch of a bottleneck block: convolutions 1×1 to ``width`` channels, 3×3, and 1×1 to 4 · ``width``.
+    """Return the layers of a bottleneck block: convolutions 1×1 to ``width`` channels, 3×3, and 1×1 to 4 · ``width``
+    channels. The shortcut and the last ReLU are not included.
 
-    Each has batch norm, with ReLU between them. ``in_channels``: the number of input channels. ``stride``,
-    ``dilation``: of the 3×3 convolution.
+    Each convolution is followed by batch norm, and the first two also by ReLU. ``in_channels``: the number of input
+    channels. ``stride``, ``dilation``: those of the 3×3 convolution.
     """
     return nn.Sequential(
         conv(in_channels, width, 1),
@@ -68,10 +71,11 @@ def bottleneck_body(in_channels: int, width: int, stride: int, dilation: int = 1
 
 
 class Residual(nn.Module):
-    """A residual block: relu(body(x) + shortcut(x)). The shortcut is a strided 1×1 convolution if the shapes differ.
+    """A residual block: relu(body(x) + shortcut(x)). The shortcut is the identity, or a strided 1×1 convolution with
+    batch norm if ``body`` changes the shape.
 
-    ``in_channels``, ``out_channels``: the numbers of input and output channels of ``body``. ``stride``: the factor by
-    which ``body`` shrinks height and width.
+    ``body``: the layers of the branch. ``in_channels``, ``out_channels``: the numbers of its input and output
+    channels. ``stride``: the factor by which ``body`` reduces height and width.
     """
 
     def __init__(self, body: nn.Sequential, in_channels: int, out_channels: int, stride: int) -> None:
@@ -85,15 +89,16 @@ class Residual(nn.Module):
             )
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return features (N, ``out_channels``, H ÷ ``stride``, W ÷ ``stride``) of ``x`` (N, ``in_channels``, H, W)."""
+        """Return features (N, ``out_channels``, H ÷ ``stride``, W ÷ ``stride``), rounded up, for features ``x`` (N,
+        ``in_channels``, H, W)."""
         return cast(Tensor, self.relu(self.body(x) + self.shortcut(x)))
 
 
 class ResNet(nn.Module):
     """ResNet: a network from images (N, 3, H, W) of any size to class scores (N, ``classes``).
 
-    ``depth``: the number of layers, a key of `DEPTHS`. ``width``: channels of the stem; the blocks of stage i have
-    width·2^i inner channels.
+    ``depth``: the number of layers: 18, 34, 50, 101 or 152. ``width``: channels of the first convolution. In stage i,
+    from 0, the 3×3 convolutions have ``width`` · 2^i channels.
     """
 
     def __init__(self, depth: int = 50, width: int = 64, classes: int = 1000) -> None:
@@ -123,12 +128,12 @@ def make_stages(
     """Return the residual stages of a ResNet, and the number of channels after the last stage.
 
     Args:
-        bottleneck: whether blocks are bottlenecks (1×1, 3×3, 1×1), not two 3×3 convolutions.
+        bottleneck: whether blocks are bottlenecks (convolutions 1×1, 3×3, 1×1) instead of two 3×3 convolutions.
         blocks: the number of blocks of each stage.
-        width: the inner channels of the first stage; they double from stage to stage.
-        stem: the number of input channels; None: ``width``.
-        dilated: whether the 3×3 convolutions of the last two stages are dilated by 2 and 4, instead of halving the
-            image.
+        width: the channels of the 3×3 convolutions in the first stage. They double from stage to stage.
+        stem: the number of input channels of the first stage. None means ``width``.
+        dilated: whether the 3×3 convolutions of the third and fourth stage are dilated by 2 and 4, instead of halving
+            height and width.
     """
     body, expansion = (bottleneck_body, EXPANSION) if bottleneck else (plain_body, 1)
     stages, in_channels = [], stem or width

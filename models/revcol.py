@@ -1,8 +1,9 @@
 """RevCol, tiny: Cai et al., «Reversible column networks», ICLR 2023, arXiv:2212.11696.
 
-It has columns of four levels. Level l of a column is F(level l − 1 of this column, level l + 1 of the previous
-column) + γ · (level l of the previous column). This is a coupling of several tensors, invertible level by level,
-since F reads nothing that is recovered later.
+The network is a sequence of columns, each of four levels with fewer and fewer pixels. Level l of a column is F(level
+l − 1 of the same column, level l + 1 of the previous column) + γ · (level l of the previous column). So the levels of
+the previous column can be recovered from those of the next one, from the last level to the first: F reads only levels
+that are known by then.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ STRIDE = 32
 
 
 class ChannelNorm(nn.LayerNorm):
-    """Layer norm over the channels of features (N, C, H, W); the shape stays the same."""
+    """Layer norm over the channels of features (N, C, H, W). The result has the same shape."""
 
     def forward(self, x: Tensor) -> Tensor:
         """Return normalised features of the same shape, (N, C, H, W)."""
@@ -28,10 +29,10 @@ class ChannelNorm(nn.LayerNorm):
 
 
 class ConvNeXt(nn.Module):
-    """A ConvNeXt block: x + f(x), where f is a depthwise 3×3 convolution, norm, and two 1×1 convolutions with GELU
-    between.
+    """A ConvNeXt block: x + f(x), where f is a depthwise 3×3 convolution, layer norm over the channels, and two 1×1
+    convolutions with GELU between them.
 
-    ``width``: the number of channels; there are 4 · ``width`` between the 1×1 convolutions.
+    ``width``: the number of input and output channels. Between the 1×1 convolutions there are 4 · ``width`` channels.
     """
 
     def __init__(self, width: int) -> None:
@@ -50,11 +51,12 @@ class ConvNeXt(nn.Module):
 
 
 class Level(nn.Module):
-    """One level of a RevCol column, which reads the level below in its column and the level above in the previous
-    column.
+    """The function F of one level of a RevCol column. It reads the previous level of the same column and the next
+    level of the previous column.
 
-    ``width``: its channels. ``below``: the channels of the level below. ``above``: the channels of the level above; 0
-    if there is none. ``blocks``: the number of ConvNeXt blocks.
+    ``width``: the number of output channels. ``below``: the channels of the previous level. If it equals ``width``,
+    height and width are kept, else halved. ``above``: the channels of the next level of the previous column, or 0 if
+    there is none. ``blocks``: the number of ConvNeXt blocks.
     """
 
     def __init__(self, width: int, below: int, above: int, blocks: int) -> None:
@@ -68,10 +70,12 @@ class Level(nn.Module):
         self.blocks = nn.Sequential(*(ConvNeXt(width) for _ in range(blocks)))
 
     def forward(self, below: Tensor, above: Tensor | None) -> Tensor:
-        """Return features (N, ``width``, H, W): the projected sum of both neighbours, after the level's blocks.
+        """Return features (N, ``width``, H, W). Both arguments are projected to this shape and added; then the
+        level's ConvNeXt blocks are applied.
 
-        ``below``: features of the level below, with twice this height and width (for level 0, the stem's, of equal
-        size). ``above``: features of the level above, with half of them; None if there is none.
+        ``below``: features of the previous level of the same column, (N, C, 2H, 2W); for the first level, the output
+        of the network's first convolution, (N, ``width``, H, W). ``above``: features of the next level of the
+        previous column, (N, C, H ÷ 2, W ÷ 2); None if there are none.
         """
         x = below if self.down is None else self.down(below)
         if self.up is not None and above is not None:
@@ -80,9 +84,9 @@ class Level(nn.Module):
 
 
 class RevCol(nn.Module):
-    """RevCol: a network from images (N, 3, H, W) to class scores (N, ``classes``); H and W must be multiples of 32.
+    """RevCol: a network from images (N, 3, H, W) to class scores (N, ``classes``). H and W must be multiples of 32.
 
-    ``width``: channels of level 0; they double from level to level.
+    ``width``: channels of the first of the four levels of each column. They double from level to level.
     """
 
     def __init__(self, width: int = 64, classes: int = 1000) -> None:

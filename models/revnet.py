@@ -1,9 +1,11 @@
 """RevNet for CIFAR: Gomez, Ren, Urtasun, Grosse, NeurIPS 2017, arXiv:1707.04585; and a hybrid of RevNet and ResNet.
 
-It has three stages of additive couplings between the two halves of the channels; each function has two pre-activated
-convolutions. Between stages the image is pooled and projected to more channels, which cannot be inverted. (The paper
-appends zeros to the channels instead. But batch norm and ReLU have a kink at zero, and a zero that is recovered as
-1e-9 is on the other side of it.)
+RevNet has three stages of additive couplings between the two halves of the channels. Each function of a coupling has
+two convolutions, with batch norm and ReLU before each. Between stages the image is pooled and projected to more
+channels by a 1×1 convolution, which cannot be inverted.
+
+The paper appends channels of zeros instead of projecting. That is not done here because the gradient of ReLU jumps at
+zero: a zero that is recovered as 1e-9 would get a different gradient.
 """
 
 from __future__ import annotations
@@ -27,7 +29,8 @@ STRIDE = 4
 
 
 def residual(channels: int) -> nn.Sequential:
-    """Return batch norm, ReLU and a 3×3 convolution without bias, twice; ``channels`` and image size stay the same."""
+    """Return a sequence of batch norm, ReLU and a 3×3 convolution without bias, twice. It keeps the shape (N,
+    ``channels``, H, W)."""
     layers: list[nn.Module] = []
     for _ in range(2):
         conv = nn.Conv2d(channels, channels, 3, padding=1, bias=False)
@@ -36,7 +39,11 @@ def residual(channels: int) -> nn.Sequential:
 
 
 class HalvesBlock(nn.Module):
-    """An additive coupling of the two halves of the channels of an image; it can be inverted. ``channels``: even."""
+    """An additive coupling of the two halves a, b of the channels of features (N, ``channels``, H, W): a += F(b),
+    then b += G(a). It can be inverted.
+
+    ``channels``: the number of channels, even. F and G each have two 3×3 convolutions.
+    """
 
     def __init__(self, channels: int) -> None:
         super().__init__()
@@ -49,9 +56,11 @@ class HalvesBlock(nn.Module):
 
 
 class OrdinaryBlock(nn.Module):
-    """Two ordinary residual blocks with as many convolutions as a `HalvesBlock`; they cannot be inverted.
+    """Two ordinary residual blocks, x + f(x), of features (N, ``channels``, H, W). Each f has two 3×3 convolutions.
+    The blocks cannot be inverted.
 
-    ``channels``: of the input and of the output.
+    The number of convolutions is that of a `HalvesBlock`, the invertible block that this one replaces in hybrid
+    networks.
     """
 
     def __init__(self, channels: int) -> None:
@@ -68,9 +77,9 @@ class OrdinaryBlock(nn.Module):
 class RevNet(nn.Module):
     """RevNet for CIFAR: a network from images (N, 3, H, W) to class scores (N, ``classes``).
 
-    ``depth``: the number of layers, a key of `BLOCKS`. ``width``: channels of the first stage, even. ``reversible``:
-    how many of the three stages, from the first, consist of invertible couplings; the others have ordinary residual
-    blocks.
+    ``depth``: the number of layers, 38 or 110. ``width``: channels of the first stage, even. ``reversible``: the
+    number of stages, counted from the first of three, that consist of invertible couplings. The others have ordinary
+    residual blocks.
     """
 
     def __init__(self, depth: int = 38, width: int = 32, classes: int = 10, reversible: int = 3) -> None:

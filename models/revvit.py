@@ -1,8 +1,8 @@
 """Reversible transformers: Mangalam et al., «Reversible vision transformers», CVPR 2022, arXiv:2302.04869.
 
-Two tensors, equal at the start, are coupled: attention of the second is added to the first, and a feed-forward layer
-of the result to the second, with layer norm before each. Here they form a ViT, an encoder like RoBERTa, and a Swin
-Transformer, in which the two tensors are averaged and merged after each stage.
+A reversible block is an additive coupling of two tensors a, b: a += attention(norm(b)), then b += mlp(norm(a)). At
+the start of the network a and b are equal. Three networks have such blocks here: a ViT, an encoder like RoBERTa, and
+a Swin Transformer. In the Swin Transformer, the mean of a and b is the input of the next stage.
 """
 
 from __future__ import annotations
@@ -31,11 +31,12 @@ DROPOUT = 0.1
 def reversible_block(
     width: int, attention: nn.Module, after: Callable[[], nn.Module] = nn.Identity
 ) -> Coupling:
-    """Return a pre-norm transformer block as an additive coupling of two sequences (N, T, ``width``).
+    """Return a pre-norm transformer block as an additive coupling of two tensors a, b of one shape (..., ``width``):
+    a += after(attention(norm(b))), then b += after(mlp(norm(a))).
 
-    Layer norm and ``attention`` of the second sequence are added to the first; then layer norm and a feed-forward layer
-    of the first are added to the second. ``after``: makes a layer, such as dropout, that is applied to each of both
-    before it is added.
+    ``width``: the number of features per token. ``attention``: the attention layer; its result has the shape of its
+    input. ``after``: a function that returns a layer, such as dropout; it is called once for each of the two
+    additions.
     """
     return Coupling(
         nn.Sequential(nn.LayerNorm(width), attention, after()),
@@ -46,8 +47,8 @@ def reversible_block(
 class RevViT(nn.Module):
     """A reversible ViT: a network from images (N, 3, ``image``, ``image``) to class scores (N, ``classes``).
 
-    ``image``: the side of the image, a multiple of 16. ``depth``: the number of blocks. ``width``: the features of a
-    token.
+    ``image``: the side of the image, a multiple of 16. ``depth``: the number of blocks. ``width``: the number of
+    features per token.
     """
 
     def __init__(self, image: int = 224, depth: int = 12, width: int = 384, classes: int = 1000) -> None:
@@ -67,10 +68,11 @@ class RevViT(nn.Module):
 
 
 class RevBERT(nn.Module):
-    """A reversible BERT: from token numbers (N, T) to scores of each token (N, T, ``vocabulary``), with T ≤
-    ``positions``.
+    """A reversible BERT: a network from token numbers (N, T) to scores of every token of the vocabulary at each
+    position (N, T, ``vocabulary``), with T ≤ ``positions``.
 
-    ``depth``: the number of blocks. ``width``: the features of a token. ``vocabulary``: the number of distinct tokens.
+    ``depth``: the number of blocks. ``width``: the number of features per token. ``vocabulary``: the number of
+    distinct tokens. ``positions``: the largest length of a sequence.
     """
 
     def __init__(
@@ -91,14 +93,16 @@ class RevBERT(nn.Module):
         small_normal_weights(self)
 
     def forward(self, tokens: Tensor) -> Tensor:
-        """Return scores (N, T, ``vocabulary``) for token numbers (N, T)."""
+        """Return scores of every token of the vocabulary at each position, (N, T, ``vocabulary``), for token numbers
+        (N, T)."""
         x = self.start(self.embedding(tokens) + self.positions.weight[: tokens.shape[1]])
         x = self.head(self.fuse(torch.cat(self.blocks(x, x), -1)))
         return functional.linear(x, self.embedding.weight, self.bias)
 
 
 class RevSwin(nn.Module):
-    """A reversible Swin Transformer: from images (N, 3, ``image``, ``image``) to class scores (N, ``classes``).
+    """A reversible Swin Transformer: a network from images (N, 3, ``image``, ``image``) to class scores (N,
+    ``classes``).
 
     ``image``: the side of the image, a multiple of 32. ``width``: features of the first stage; they double from stage
     to stage.

@@ -1,7 +1,7 @@
 """Swin Transformer, tiny: Liu et al., ICCV 2021, arXiv:2103.14030.
 
-It has attention within windows, which are shifted by half a window in every second block; a learned bias for each
-relative position; and stochastic depth.
+Attention is computed within square windows, which are shifted by half a window in every second block. It has a
+learned bias for each relative position of two tokens. Blocks are dropped at random in training (stochastic depth).
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ DROP_PATH = 0.2
 
 
 def window_side(image: int) -> int:
-    """Return the side of the attention windows for an image: the largest up to 7 that divides the last stage's
-    features.
+    """Return the side of the attention windows of a Swin Transformer, in tokens: the largest number up to 7 that
+    divides the side of the features in the last stage.
 
-    It then divides the features of all stages. ``image``: the side of the image; 224 gives 7, as in the paper; 64 gives
-    2.
+    That side is ``image`` ÷ 32. It divides the sides of all earlier stages, so the windows fit those, too. ``image``:
+    the side of the image; 224 gives 7, as in the paper; 64 gives 2.
 
     Raises:
-        ZooError: ``image`` is not a multiple of 32.
+        ZooError: ``image`` is not a positive multiple of 32.
     """
     side, rest = divmod(image, STRIDE)
     if rest or not side:
@@ -75,10 +75,10 @@ class WindowAttention(nn.Module):
 
 
 def relative_positions(window: int) -> Tensor:
-    """Return, for each pair of places in a window, the row of the table of biases for their relative position: (w²,
-    w²).
+    """Return, for each pair of positions in an attention window, the index of their relative position in the table of
+    biases: (w², w²).
 
-    ``window``: the side w of a window; the table has (2w − 1)² rows.
+    ``window``: the side w of the window. The table has (2w − 1)² rows, one for each difference of two positions.
     """
     places = torch.cartesian_prod(torch.arange(window), torch.arange(window)).reshape(-1, 2)
     difference = places[:, None] - places[None] + window - 1
@@ -86,10 +86,13 @@ def relative_positions(window: int) -> Tensor:
 
 
 def apart(side: int, window: int, shift: int) -> Tensor:
-    """Return the attention mask for shifted windows, (windows, 1, w², w²), which is added to the scores.
+    """Return the mask that is added to the attention scores in shifted windows: (windows, 1, w², w²).
 
-    It is −100 for pairs of places that are in one window only because the shift wraps around, and 0 for all others.
-    ``side``: the side of the features. ``window``: the side w of a window. ``shift``: the number of places.
+    Shifting rolls the features, so a window at the border contains positions from opposite sides of the image. The
+    mask is −100 for pairs of such positions, so that they do not attend to each other, and 0 for all other pairs.
+
+    ``side``: the side of the features. ``window``: the side w of a window, a divisor of ``side``. ``shift``: the
+    number of positions by which the features are rolled; with 0 the mask is zero.
     """
     region = torch.zeros(side, dtype=torch.long)
     if shift:
@@ -101,7 +104,8 @@ def apart(side: int, window: int, shift: int) -> Tensor:
 
 
 class Merge(nn.Module):
-    """Merges 2 × 2 neighbours: features (N, H, W, ``width``) to (N, H ÷ 2, W ÷ 2, 2 · ``width``)."""
+    """Patch merging: concatenates the features of each 2 × 2 neighbouring positions, then applies layer norm and a
+    linear layer. (N, H, W, ``width``) becomes (N, H ÷ 2, W ÷ 2, 2 · ``width``)."""
 
     def __init__(self, width: int) -> None:
         super().__init__()
@@ -109,7 +113,7 @@ class Merge(nn.Module):
         self.reduce = nn.Linear(4 * width, 2 * width, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return the merged features, (N, H ÷ 2, W ÷ 2, 2 · ``width``)."""
+        """Return the merged features, (N, H ÷ 2, W ÷ 2, 2 · ``width``), for features (N, H, W, ``width``)."""
         corners = (x[:, 0::2, 0::2], x[:, 1::2, 0::2], x[:, 0::2, 1::2], x[:, 1::2, 1::2])
         return cast(Tensor, self.reduce(self.norm(torch.cat(corners, dim=-1))))
 

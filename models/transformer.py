@@ -35,11 +35,10 @@ def joined(x: Tensor) -> Tensor:
 
 
 class SelfAttention(nn.Module):
-    """Self-attention of a sequence (..., tokens, ``width``), with queries, keys and values from one packed matrix
-    product.
+    """Self-attention within sequences (..., tokens, ``width``). One linear layer computes queries, keys and values.
 
-    ``width``: the features of a token, divisible by ``heads``. ``causal``: whether a token attends only to earlier
-    ones.
+    ``width``: the number of features per token, divisible by ``heads``. ``causal``: whether a token attends only to
+    itself and earlier tokens.
     """
 
     def __init__(self, width: int, heads: int, *, causal: bool = False) -> None:
@@ -51,20 +50,28 @@ class SelfAttention(nn.Module):
     def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
         """Return the sequence after attention, of the shape of ``x``, (..., tokens, ``width``).
 
-        ``mask``: numbers that are added to the scores (..., heads, tokens, tokens); None for none.
+        ``mask``: numbers that are added to the attention scores, of a shape that broadcasts to (..., heads, tokens,
+        tokens); or None.
         """
         q, k, v = (split(part, self.heads) for part in self.packed(x).chunk(3, dim=-1))
         return cast(Tensor, self.out(joined(self.mix(q, k, v, mask))))
 
     def mix(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
-        """Return softmax(q kᵀ / √features + mask) v for each head: all of shape (..., heads, tokens, features)."""
+        """Return softmax(q kᵀ / √features + mask) v for each head.
+
+        ``q``, ``k``, ``v`` and the result have the shape (..., heads, tokens, features). ``mask``: of a shape that
+        broadcasts to (..., heads, tokens, tokens); or None. If the layer is causal, tokens do not attend to later
+        ones.
+        """
         return functional.scaled_dot_product_attention(q, k, v, mask, is_causal=self.causal)
 
 
 class DroppedAttention(SelfAttention):
-    """Self-attention of a sequence (..., tokens, ``width``), with dropout of the attention weights at rate ``dropout``.
+    """Self-attention within sequences (..., tokens, ``width``), with dropout of the attention weights at the rate
+    ``dropout``.
 
-    It is written out, because exporters leave out the dropout of PyTorch's fused attention.
+    It is composed of matrix products and softmax, because exporters leave out the dropout of PyTorch's fused
+    attention.
     """
 
     def __init__(self, width: int, heads: int, dropout: float) -> None:
@@ -72,17 +79,22 @@ class DroppedAttention(SelfAttention):
         self.scale, self.dropout = (width // heads) ** -0.5, nn.Dropout(dropout)
 
     def mix(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
-        """Return dropout(softmax(q kᵀ / √features + mask)) v for each head: all of shape (..., heads, tokens,
-        features)."""
+        """Return dropout(softmax(q kᵀ / √features + mask)) v for each head.
+
+        ``q``, ``k``, ``v`` and the result have the shape (..., heads, tokens, features). ``mask``: of a shape that
+        broadcasts to (..., heads, tokens, tokens); or None.
+        """
         scores = q @ k.transpose(-1, -2) * self.scale
         weights = (scores if mask is None else scores + mask).softmax(-1)
         return cast(Tensor, self.dropout(weights) @ v)
 
 
 class CrossAttention(nn.Module):
-    """Attention with queries from one sequence (N, T, ``width``), and keys and values from another (N, S, ``context``).
+    """Attention with queries from one sequence (N, T, ``width``), and keys and values from another (N, S,
+    ``context``).
 
-    ``width`` must be divisible by ``heads``. The projections of queries, keys and values have no biases.
+    ``width``, ``context``: the numbers of features per token of the two sequences. ``heads``: a divisor of ``width``.
+    The projections to queries, keys and values have no biases.
     """
 
     def __init__(self, width: int, context: int, heads: int) -> None:
@@ -94,16 +106,17 @@ class CrossAttention(nn.Module):
         self.out = nn.Linear(width, width)
 
     def forward(self, x: Tensor, context: Tensor) -> Tensor:
-        """Return ``x`` after attention to ``context``: (N, T, ``width``). ``context``: (N, S, features)."""
+        """Return the result of attention, (N, T, ``width``), with queries from ``x`` (N, T, ``width``), and keys and
+        values from ``context`` (N, S, features)."""
         parts = (self.query(x), self.key(context), self.value(context))
         q, k, v = (split(part, self.heads) for part in parts)
         return cast(Tensor, self.out(joined(functional.scaled_dot_product_attention(q, k, v))))
 
 
 def feed_forward(width: int, gelu: str = "none") -> nn.Sequential:
-    """Return two linear layers from ``width`` to ``width`` features, with GELU and 4 · ``width`` features between them.
+    """Return two linear layers, from ``width`` to 4 · ``width`` to ``width`` features, with GELU between them.
 
-    ``gelu``: ``none`` (exact) or ``tanh`` (approximate).
+    ``gelu``: ``none`` for exact GELU, or ``tanh`` for its approximation.
     """
     return nn.Sequential(nn.Linear(width, 4 * width), nn.GELU(gelu), nn.Linear(4 * width, width))
 
@@ -113,10 +126,11 @@ class Block(nn.Module):
     mlp(norm(x)).
 
     Args:
-        width: the features of a token.
-        attention: the attention layer; its result has the shape of its input.
-        gelu: ``none`` (exact) or ``tanh`` (approximate), for the feed-forward layer.
-        after: makes a layer, such as dropout, that is applied to each of both results before it is added.
+        width: the number of features per token.
+        attention: the attention layer. Its result has the shape of its input.
+        gelu: ``none`` for exact GELU in the feed-forward layer, or ``tanh`` for its approximation.
+        after: a function that returns a layer, such as dropout. It is called twice: one layer is applied to the
+            result of attention before that is added, the other to the result of the feed-forward layer.
     """
 
     def __init__(
@@ -133,24 +147,26 @@ class Block(nn.Module):
         self.after = nn.ModuleList(after() for _ in range(2))
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return the sequence after the block, of the shape of ``x``."""
+        """Return the sequence after the block, of the shape of ``x``, (..., tokens, ``width``)."""
         x = x + self.after[0](self.attention(self.norms[0](x)))
         return cast(Tensor, x + self.after[1](self.mlp(self.norms[1](x))))
 
 
 class PostNormBlock(Block):
-    """A `Block` with layer norm after each addition, as in BERT: norm(x + attention(x)), then norm(x + mlp(x))."""
+    """A transformer block with layer norm after each addition, as in BERT: norm(x + attention(x)), then norm(x +
+    mlp(x)). It has the arguments of `Block`."""
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return the sequence after the block, of the shape of ``x``."""
+        """Return the sequence after the block, of the shape of ``x``, (..., tokens, ``width``)."""
         x = self.norms[0](x + self.after[0](self.attention(x)))
         return cast(Tensor, self.norms[1](x + self.after[1](self.mlp(x))))
 
 
 class DropPath(nn.Module):
-    """Stochastic depth (Huang et al., ECCV 2016): sets a residual branch to zero for random samples, in training mode.
+    """Stochastic depth (Huang et al., ECCV 2016): in training mode, sets a residual branch to zero for random samples
+    of the batch, and divides it by 1 − ``rate`` for the others.
 
-    The branch of the other samples is divided by 1 − ``rate``. ``rate``: the probability of zero.
+    ``rate``: the probability that a sample's branch is set to zero.
     """
 
     def __init__(self, rate: float) -> None:
@@ -158,7 +174,8 @@ class DropPath(nn.Module):
         self.dropout = nn.Dropout(rate)
 
     def forward(self, branch: Tensor) -> Tensor:
-        """Return ``branch`` (N, ...): zero for the dropped samples, and divided by 1 − rate for the others."""
+        """Return ``branch`` (N, ...). In training mode it is zero for random samples, and divided by 1 − ``rate`` for
+        the others."""
         ones = torch.ones((branch.shape[0],) + (1,) * (branch.dim() - 1), device=branch.device)
         return cast(Tensor, branch * self.dropout(ones.to(branch.dtype)))
 

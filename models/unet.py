@@ -1,7 +1,8 @@
 """U-Net: Ronneberger, Fischer, Brox, MICCAI 2015, arXiv:1505.04597.
 
-It has the paper's four levels, doubled channels, transposed 2×2 convolutions and concatenated skips. Convolutions are
-padded and have batch norm, as is usual today, so the output has the size of the input.
+As in the paper, there are four poolings, channels double after each, and the upward half has transposed 2×2
+convolutions and concatenated skips. Unlike in the paper, convolutions are padded and have batch norm, as is usual
+today. So the output has the size of the input.
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ def double_conv(in_channels: int, out_channels: int) -> nn.Sequential:
 class UNet(nn.Module):
     """U-Net: a network from images (N, 3, H, W) to class scores of every pixel (N, ``classes``, H, W).
 
-    ``base``: channels of the first level; level i has base·2^i.
+    ``base``: channels at full resolution. They double with each of the four poolings.
 
     Raises:
         ZooError: in `forward`, if H or W is not divisible by 16.

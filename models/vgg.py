@@ -17,10 +17,11 @@ GRID = 7
 
 
 def grid_side(image: int) -> int:
-    """Return the side of the grid to which VGG's last features are averaged, for an image of side ``image``.
+    """Return the side of the grid to which the last features of VGG are averaged, for an image of side ``image``.
 
-    It is the largest divisor, up to 7, of the features' side: 224 gives 7, as in the paper; 256 gives 4; 32 gives 1. A
-    divisor is needed because ONNX has an average pooling, but no adaptive one.
+    It is the largest divisor up to 7 of the side of those features, which is ``image`` ÷ 32, rounded down: 224 gives
+    7, as in the paper; 256 gives 4; 32 gives 1. It must be a divisor because ONNX has an average pooling, but no
+    adaptive one.
 
     Raises:
         ZooError: ``image`` is below 32.
@@ -34,8 +35,8 @@ def grid_side(image: int) -> int:
 class VGG(nn.Module):
     """VGG-19: a network from images (N, 3, ``image``, ``image``) to class scores (N, ``classes``).
 
-    ``width``: channels of the first stage; the classifier's hidden layers have 64·width features (4096 in the paper).
-    ``image``: the side of the image, which determines the size of the classifier (see `grid_side`).
+    ``image``: the side of the image, which determines the size of the classifier (see `grid_side`). ``width``:
+    channels of the first stage (64 in the paper). The classifier's hidden layers have 64 · ``width`` features.
     """
 
     def __init__(self, image: int = 224, width: int = 64, classes: int = 1000) -> None:

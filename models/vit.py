@@ -1,4 +1,5 @@
-"""Vision Transformer: Dosovitskiy et al., ICLR 2021, arXiv:2010.11929. The small form is DeiT-S, arXiv:2012.12877."""
+"""Vision Transformer: Dosovitskiy et al., ICLR 2021, arXiv:2010.11929. The small one, ``vit_s``, has the sizes of
+DeiT-S, arXiv:2012.12877."""
 
 from __future__ import annotations
 
@@ -16,8 +17,8 @@ PATCH = 16
 class ViT(nn.Module):
     """Vision Transformer: a network from images (N, 3, ``image``, ``image``) to class scores (N, ``classes``).
 
-    ``image``: the side of the image, a multiple of 16. ``depth``: the number of blocks. ``width``: the features of a
-    token.
+    ``image``: the side of the image, a multiple of 16. ``depth``: the number of blocks. ``width``: the number of
+    features per token.
     """
 
     def __init__(self, image: int = 224, depth: int = 12, width: int = 768, classes: int = 1000) -> None:

@@ -1,4 +1,4 @@
-"""The table of the zoo's networks, and functions that build a network and a batch for it."""
+"""The networks that come with rematplan (the zoo), by name, and functions that build a network and a batch for it."""
 
 from __future__ import annotations
 
@@ -111,7 +111,8 @@ def _bert(name: str, summary: str, vocabulary: int, spare: int, kinds: int) -> Z
 
 
 def _context(width: int) -> int:
-    """Return the features of a text token for a diffusion network of that width: 768 for a width of 320."""
+    """Return the number of features per token of the text that a diffusion network reads. It is proportional to the
+    network's ``width``: 768 for 320."""
     return CONTEXT * width // 320
 
 
@@ -220,10 +221,11 @@ ZOO: Mapping[str, ZooEntry] = MappingProxyType({e.name: e for e in _ENTRIES})
 
 
 def entry(name: str) -> ZooEntry:
-    """Return the entry of the zoo for a network: its sizes, and how the network and a batch are made.
+    """Return what the zoo knows of a network: its sizes with their defaults, and functions that make the network and
+    a batch.
 
     Raises:
-        ZooError: the zoo has no network of that name. The message lists the names.
+        ZooError: the zoo has no network with this name. The message lists the names.
     """
     if name not in ZOO:
         raise ZooError(f"unknown network {name!r}; known: {', '.join(ZOO)}")
@@ -233,10 +235,11 @@ def entry(name: str) -> ZooEntry:
 def build(name: str, **sizes: int | None) -> nn.Module:
     """Return a network of the zoo in training mode, with weights drawn from torch's global generator.
 
-    ``sizes``: by names of `SIZES`. None, and sizes that are not given, stand for the network's defaults.
+    ``sizes``: values for some of the names in `SIZES`, such as ``depth``. Missing sizes, and those that are None, get
+    the network's defaults.
 
     Raises:
-        ZooError: an unknown name, or sizes that the network cannot have.
+        ZooError: the zoo has no network with this name, or the network cannot have these sizes.
     """
     row = entry(name)
     return row.make(row.complete(sizes))
@@ -245,13 +248,15 @@ def build(name: str, **sizes: int | None) -> nn.Module:
 def example_inputs(
     name: str, batch: int | None = None, image: int | None = None, *, seed: int = 0, **sizes: int | None
 ) -> tuple[Tensor, ...]:
-    """Return a random batch of inputs for a network of the zoo, in the order of its forward's arguments.
+    """Return a random batch for a network of the zoo: a tuple of tensors, in the order of the arguments of the
+    network's forward.
 
-    The batch is drawn from a new generator with ``seed``, so torch's global generator does not change. ``batch``,
-    ``image``, ``sizes``: by names of `SIZES`. None, and sizes that are not given, stand for the network's defaults.
+    ``batch``, ``image``, ``sizes``: values for some of the names in `SIZES`, such as ``tokens``. Missing sizes, and
+    those that are None, get the network's defaults. ``seed``: of a new generator, so torch's global generator does
+    not change.
 
     Raises:
-        ZooError: an unknown name, or sizes that the network cannot have.
+        ZooError: the zoo has no network with this name, or the network cannot have these sizes.
     """
     row = entry(name)
     stated = {"batch": batch, "image": image, **sizes}

@@ -1,4 +1,5 @@
-"""The zoo's rows of reversible networks. Nothing in the networks declares that they are reversible."""
+"""The reversible networks of the zoo. Their modules do not declare that they can be inverted: rematplan finds the
+inverses in the captured ops."""
 
 from __future__ import annotations
 

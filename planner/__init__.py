@@ -1,1 +1,2 @@
-"""How to choose: lower sets, strategies, the one lowering and the one simulator. Knows no torch."""
+"""Planning: the strategies that choose what to recompute, the construction of schedules, and the simulator of their
+peak and cost. No module here imports torch."""

@@ -1,1 +1,1 @@
-"""Simulated annealing of the sequence of runs."""
+"""Simulated annealing of schedules: local search over the sequence of op executions, recomputations included."""
