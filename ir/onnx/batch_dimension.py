@@ -1,4 +1,4 @@
-"""Find the batch dimension of a file's inputs, and the batch size for which the file's constants were made."""
+"""Find the batch dimension of an ONNX file's inputs, and the batch size for which its constants were computed."""
 
 from __future__ import annotations
 
@@ -14,15 +14,19 @@ NAME = "batch"  # the dimension's name, if the file has none
 def with_batch(
     inputs: Sequence[Declared], dims: Mapping[str, int]
 ) -> tuple[tuple[Declared, ...], dict[str, int], Batch | None]:
-    """Return a file's inputs with a symbolic batch dimension, the sizes of all symbolic dimensions, and the batch if
-    its size changes, else None.
+    """Find the batch dimension of an ONNX file's inputs, and make it symbolic if the user gives it another size.
 
-    A file whose inputs all have fixed shapes has a batch too: the first dimension of its first input, and of every
-    input with the same first dimension. ``dims={"batch": 8}`` gives it another size.
+    The batch dimension is the first dimension of the first input that is not a scalar. If it is symbolic, every
+    dimension with the same symbol is the batch too. If all inputs have fixed shapes and ``dims`` has a size for
+    ``"batch"``, so is the first dimension of every input where it has the same size; these dimensions become symbolic.
 
     Args:
         inputs: the inputs as the file declares them.
-        dims: sizes of symbolic dimensions, by name.
+        dims: the sizes that the user states for symbolic dimensions, by name.
+
+    Returns:
+        the inputs, a copy of ``dims``, and the batch. The batch is None unless its size in ``dims`` differs from the
+        size for which the file was exported: the fixed size, or 1 if the dimension is symbolic.
     """
     first = next((d for d in inputs if d.shape), None)
     if first is None or not first.shape:

@@ -1,4 +1,4 @@
-"""Bind the symbolic dimensions of a file's inputs to the sizes that the user states."""
+"""Replace the symbolic dimensions of an ONNX file's inputs by the sizes that the user states."""
 
 from __future__ import annotations
 
@@ -9,13 +9,22 @@ from rematplan.ir.errors import ModelError, UsageError
 from rematplan.ir.onnx.draft import Declared
 from rematplan.ir.onnx.graph import Value
 
-MOST_ELEMENTS = 1 << 48  # of one tensor: a thousand times more than any machine has memory for
+MOST_ELEMENTS = 1 << 48  # the most elements of a tensor: 1000 times what any memory can store
 
 
 def bound_inputs(
     inputs: Sequence[Declared], dims: Mapping[str, int]
 ) -> tuple[tuple[Value, ...], dict[str, int]]:
-    """Return the inputs with all dimensions as numbers, and the number of each symbol."""
+    """Replace the symbolic dimensions of the inputs by sizes. Return the inputs, and the size of each symbol by name.
+
+    Args:
+        inputs: the inputs as the file declares them.
+        dims: the sizes of symbolic or unknown dimensions: by symbol, or by ``INPUT.AXIS``.
+
+    Raises:
+        ModelError: a dimension has no size, an input declares no shape, or an input would be too large.
+        UsageError: a size is not a positive integer, or no dimension has that name.
+    """
     for name, size in dims.items():
         if isinstance(size, bool) or not isinstance(size, int) or size < 1:
             raise UsageError(f"--dim {name}={size}: a dimension is a positive whole number")
@@ -66,7 +75,10 @@ def _bound_shape(declared: Declared, dims: Mapping[str, int]) -> tuple[int, ...]
 
 
 def known_shape(declared: Declared, bound: Mapping[str, int]) -> tuple[int, ...] | None:
-    """Return an output's shape if every dimension is fixed or a symbol of an input."""
+    """Return the shape of a graph output with its symbols replaced by sizes; None if a size is unknown.
+
+    ``bound``: the size of each symbol that occurs in the inputs, by name.
+    """
     if declared.shape is None:
         return None
     sizes = [bound.get(d) if isinstance(d, str) else d for d in declared.shape]

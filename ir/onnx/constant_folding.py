@@ -1,8 +1,7 @@
-"""Constant folding: compute, when a file is loaded, the nodes whose inputs are known, as long as the results are
-small.
+"""Constant folding: when an ONNX file is loaded, compute nodes whose inputs are all known, if the results are small.
 
-A node that is not folded (an op without a rule, a large result) stays in the graph and is computed in each step. So
-folding need not be complete; it must be right and cheap.
+A node that is not folded (an op without a size rule, a large result) remains in the graph and is computed in each step.
+So folding need not be complete, but it must be right and cheap.
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ from onnx.reference import ReferenceEvaluator
 
 from rematplan.ir.onnx.graph import Attribute, Node
 
-MAX_ELEMENTS = 1 << 16  # of any one operand or result
+MAX_ELEMENTS = 1 << 16  # the most elements of an operand or result
 
 Arrays = Sequence[np.ndarray | None]
 SizeRule = Callable[[Arrays], int]
@@ -36,7 +35,10 @@ def _broadcast(arrays: Arrays) -> int:
 
 
 def _shape_operand(at: int) -> SizeRule:
-    """The rule that the operand at this place is the result's shape (broadcast with the first operand, for Expand)."""
+    """Return the size rule of an op whose result has the shape that its operand number ``at`` contains.
+
+    A size rule computes an upper bound of the number of elements of an op's result from the op's operands.
+    """
 
     def size(arrays: Arrays) -> int:
         shape = arrays[at]
@@ -59,7 +61,7 @@ def _gathered(arrays: Arrays) -> int:
     return MAX_ELEMENTS + 1 if data is None or indices is None else data.size * max(1, indices.size)
 
 
-# How many elements an op's largest result can have, from its operands. An op that is not here is not folded.
+# By op: the rule that computes from the operands how many elements a result can have. Only these ops are folded.
 SIZE_RULES: dict[str, SizeRule] = {
     **dict.fromkeys(
         [
@@ -147,8 +149,10 @@ def constant_value(node: Node) -> np.ndarray | None:
 
 
 def fold(node: Node, known: Mapping[str, np.ndarray]) -> tuple[np.ndarray, ...] | None:
-    """Return the values of a node's outputs, if they can be computed when the file is loaded; None if an input is
-    unknown, a result may be large, or there is no rule for the op.
+    """Compute the outputs of an ONNX node from constants. Return their values, or None if the node cannot be folded.
+
+    A node is not folded if an input is not in ``known``, if a result may have more than ``MAX_ELEMENTS`` elements, if
+    the op has no size rule, or if its evaluation fails.
 
     ``known``: constant values by name, each of at most ``MAX_ELEMENTS`` elements.
     """
@@ -165,7 +169,7 @@ def fold(node: Node, known: Mapping[str, np.ndarray]) -> tuple[np.ndarray, ...] 
 
 
 def _evaluate(node: Node, arrays: Arrays) -> tuple[np.ndarray, ...]:
-    """Evaluate one node with ONNX's reference evaluator."""
+    """Compute a node's outputs with ONNX's reference evaluator. ``arrays``: its inputs, None if one is absent."""
     inputs = [f"i{k}" if a is not None else "" for k, a in enumerate(arrays)]
     outputs = [f"o{k}" for k in range(len(node.outputs))]
     attributes: dict[str, Any] = {

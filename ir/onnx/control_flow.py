@@ -1,8 +1,9 @@
-"""Replace control flow that does not depend on data: an If with a known condition, a Loop or Scan of known length.
+"""Replace the control flow of an ONNX graph that does not depend on data.
 
-Conditions and trip counts must be known when the file is loaded: they are computed from constants, shapes of graph
-inputs, shapes stated in the file, and arithmetic on these. A Loop's body is repeated with the same weights in each
-iteration, and outputs of all iterations are stacked. A subgraph that depends on data is refused, by name.
+An If with a known condition becomes its branch, and a Loop or Scan of known length is unrolled. Conditions and lengths
+must be known when the file is loaded. They are computed from constants, known shapes, and arithmetic on constants and
+shapes. The body of a Loop or Scan is repeated with the same weights in each iteration, and the outputs of all
+iterations are stacked. If a condition or length depends on data, an error names the node.
 """
 
 from __future__ import annotations
@@ -20,15 +21,19 @@ from rematplan.ir.onnx.constant_folding import MAX_ELEMENTS, constant_value, fol
 from rematplan.ir.onnx.draft import Array, Body, Draft
 from rematplan.ir.onnx.graph import Node, Value
 
-MAX_ITERATIONS = 10_000  # of one loop
-MAX_NODES = 200_000  # of the graph, loops unrolled
+MAX_ITERATIONS = 10_000  # the most iterations of one loop
+MAX_NODES = 200_000  # the most nodes of the graph after unrolling
 PLAIN = 13  # the opset of the nodes inserted for stacking and indexing
 
 
 def captured(name: str, bodies: Mapping[str, Mapping[str, Body]]) -> tuple[str, ...]:
-    """Return the names of the values of surrounding graphs that a node's subgraphs read, nested subgraphs included.
+    """Return the names of the values that a node's subgraphs read from the graphs around them.
 
-    ``name``: the node's name. ``bodies``: the subgraphs by node name and attribute.
+    Subgraphs nested in the node's subgraphs are included.
+
+    Args:
+        name: the node's name.
+        bodies: all subgraphs of the file: by the name of the node, then by the attribute that contains the subgraph.
     """
     found: dict[str, None] = {}
     for body in bodies.get(name, {}).values():
@@ -41,16 +46,19 @@ def captured(name: str, bodies: Mapping[str, Mapping[str, Body]]) -> tuple[str, 
 def without_subgraphs(
     draft: Draft, inputs: Sequence[Value], bound: Mapping[str, int]
 ) -> tuple[Draft, tuple[str, ...]]:
-    """Return a file's content with every If replaced by its branch and every Loop and Scan unrolled, and a note that
-    says how many; no note if there are none.
+    """Replace every If of an ONNX graph by its branch, and unroll every Loop and Scan.
 
     Args:
-        draft: the content; its nodes must be in topological order.
+        draft: the file's content; its nodes must be in topological order.
         inputs: the graph's inputs, with known shapes.
         bound: sizes of symbolic dimensions, by name.
 
+    Returns:
+        the new content, and notes for the user: one that says how many nodes with subgraphs were replaced, or none.
+
     Raises:
-        ModelError: a condition or length depends on data, or the result would be too large.
+        ModelError: a condition or length depends on data, another op has a subgraph, a subgraph is not valid, or the
+            result would be too large.
     """
     if not draft.bodies:
         return draft, ()
@@ -75,7 +83,12 @@ def without_subgraphs(
 
 @dataclass
 class _Unrolling:
-    """The nodes so far, and what is known about their values. Names are those of the result."""
+    """The graph that is built while control flow is replaced.
+
+    ``draft``: the original content. ``nodes``: the new graph's nodes so far. ``initialisers``, ``shapes``, ``known``:
+    the stored tensors, known shapes and constant values of the new graph, by value name. ``count``: how many nodes with
+    subgraphs were replaced. ``fresh``: how many times a subgraph was inserted; it makes new names unique.
+    """
 
     draft: Draft
     initialisers: dict[str, Array]
@@ -86,13 +99,22 @@ class _Unrolling:
     fresh: int = 0
 
     def learn(self, array: Array) -> None:
-        """Record the value of a small integer constant, or of a single real number (counters are compared with
-        those)."""
+        """Record the value of a stored tensor in ``known``, if the tensor is small.
+
+        Tensors of integers or truth values may have ``MAX_ELEMENTS`` elements. Floating-point tensors may have a single
+        one: loop conditions compare counters with such numbers.
+        """
         if math.prod(array.shape) <= (1 if array.dtype in roles.FLOATS else MAX_ELEMENTS):
             self.known[array.name] = array.load()
 
     def walk(self, nodes: Iterable[Node], names: Mapping[str, str]) -> None:
-        """Append nodes, with their values renamed."""
+        """Append nodes to the new graph; nodes with subgraphs are replaced first.
+
+        ``names``: the new graph's name for each value whose name changes.
+
+        Raises:
+            ModelError: a node with a subgraph is not an If, Loop or Scan, or cannot be replaced.
+        """
         for node in nodes:
             inputs = tuple(names.get(i, i) for i in node.inputs)
             outputs = tuple(names.get(o, o) for o in node.outputs)
@@ -106,7 +128,11 @@ class _Unrolling:
             EXPANSIONS[node.op](self, replace(node, inputs=inputs, outputs=outputs), bodies, names)
 
     def append(self, node: Node) -> None:
-        """Append one node, and record its result if that is constant."""
+        """Append a node without subgraphs, and record its outputs in ``known`` if they are small constants.
+
+        Raises:
+            ModelError: the new graph has too many nodes.
+        """
         if len(self.nodes) >= MAX_NODES:
             raise ModelError(
                 f"node {node.name!r}: its unrolled loops have more than {MAX_NODES} nodes, the most allowed"
@@ -140,10 +166,16 @@ class _Unrolling:
     def inline(
         self, node: Node, body: Body, arguments: Mapping[str, str], names: Mapping[str, str]
     ) -> list[str]:
-        """Append the nodes of a subgraph once, with ``arguments`` for its inputs, and return the names of its
-        outputs.
+        """Append the nodes of a subgraph once, and return the new graph's names of its outputs.
 
-        Its initialisers have the same names in all iterations, so that a weight remains a single weight.
+        Each call gives new names to the values that the nodes write. The subgraph's initialisers get the same names in
+        all calls, so that all iterations of a loop read the same weights.
+
+        Args:
+            node: the node that has the subgraph.
+            body: the subgraph.
+            arguments: for each input of the subgraph, the value of the new graph to use, by name.
+            names: the new graph's name for each renamed value around the subgraph.
         """
         self.fresh += 1
         inner = {**names, **arguments}
@@ -176,7 +208,13 @@ class _Unrolling:
         return self.known[name]
 
     def scalar(self, node: Node, name: str, what: str) -> int:
-        """Return a known value that must be a single integer or truth value."""
+        """Return the value named ``name`` as an integer; a truth value gives 0 or 1.
+
+        ``node``, ``what``: the node that needs the value, and the value's purpose, for messages.
+
+        Raises:
+            ModelError: the value depends on data, or is not a single integer or truth value.
+        """
         value = self.value(node, name, what)
         if value.size != 1 or value.dtype.kind not in "biu":
             raise ModelError(
@@ -185,13 +223,20 @@ class _Unrolling:
         return int(value.ravel()[0])
 
     def stacked(self, node: Node, parts: Sequence[str], axis: int, output: str) -> None:
-        """Stack the values of all iterations along a new axis."""
+        """Append nodes that stack the values named ``parts``, one per iteration, along the new axis ``axis``.
+
+        ``node``: the loop, for names. ``output``: the name of the stacked value.
+        """
         axes = self.constant(f"{output}.axes", np.asarray([axis], np.int64))
         rows = [self.emit(node, "Unsqueeze", (p, axes), f"{output}.{k}") for k, p in enumerate(parts)]
         self.emit(node, "Concat", rows, output, axis=axis)
 
     def check(self) -> None:
-        """Check that every value that is read is written."""
+        """Check that every value that a node of the new graph reads is an input, stored, or written by a node.
+
+        Raises:
+            ModelError: nothing writes a value that a node reads.
+        """
         written = {o for n in self.nodes for o in n.outputs} | self.initialisers.keys()
         written |= {v.name for v in self.draft.inputs} | {""}
         for node in self.nodes:
@@ -212,7 +257,14 @@ def _if(work: _Unrolling, node: Node, bodies: Mapping[str, Body], names: Mapping
 
 
 def _body(node: Node, bodies: Mapping[str, Body], name: str, inputs: int, outputs: int) -> Body:
-    """Return a node's subgraph, after a check of the number of its inputs and outputs."""
+    """Return the subgraph in the attribute ``name`` of a node.
+
+    ``bodies``: the node's subgraphs by attribute.
+
+    Raises:
+        ModelError: the node has no such attribute, or the subgraph does not have exactly ``inputs`` inputs and at least
+            ``outputs`` outputs.
+    """
     body = bodies.get(name)
     if body is None:
         raise ModelError(f"node {node.name!r} ({node.op}) has no {name}")

@@ -1,4 +1,4 @@
-"""The content of a file as plain data, before any analysis: the types that the loader's steps exchange."""
+"""The content of an ONNX file as plain data, before any analysis: the types that the loader's steps exchange."""
 
 from __future__ import annotations
 
@@ -15,8 +15,11 @@ Dim = int | str | None
 
 @dataclass(frozen=True, slots=True)
 class Declared:
-    """A graph input or output as the file declares it. ``dtype``: numpy's name of the type. ``shape``: each
-    dimension is a number, a symbol, or None if unknown; None if the number of dimensions is unknown."""
+    """A graph input or output as the ONNX file declares it.
+
+    ``dtype``: numpy's name of the element type, "" for an output without type. ``shape``: None if the number of
+    dimensions is unknown; else each dimension is a number, a symbol's name, or None if unknown.
+    """
 
     name: str
     dtype: str
@@ -25,8 +28,10 @@ class Declared:
 
 @dataclass(frozen=True, slots=True)
 class Array:
-    """A tensor of a file. ``dtype``: numpy's name of the type. ``shape``: its sizes. ``load``: reads its data when
-    called."""
+    """A tensor stored in an ONNX file, whose data are read only when ``load`` is called.
+
+    ``dtype``: numpy's name of the element type. ``shape``: its sizes. ``load``: returns the data.
+    """
 
     name: str
     dtype: str
@@ -41,7 +46,7 @@ class Array:
 
 @dataclass(frozen=True, slots=True)
 class Origin:
-    """What the exporter recorded about an initialiser.
+    """What torch's exporter recorded about an initialiser, a tensor that is stored in the ONNX file.
 
     ``kind``: torch.export's kind of input, such as ``PARAMETER``; empty if not recorded. ``folded_from``: the names
     of the tensors from which the exporter computed it.
@@ -53,8 +58,11 @@ class Origin:
 
 @dataclass(frozen=True, slots=True)
 class Scope:
-    """What the exporter recorded about a node. ``module``: the path of the module that ran it. ``operator``: the
-    torch operator that it was made of."""
+    """What torch's exporter recorded about an ONNX node.
+
+    ``module``: the path of the ``nn.Module`` that ran the operator (``layer.0``). ``operator``: the torch operator
+    from which the node was made (``aten.linear.default``).
+    """
 
     module: str = ""
     operator: str = ""
@@ -62,11 +70,10 @@ class Scope:
 
 @dataclass(frozen=True)
 class Body:
-    """A subgraph of a node: a branch of an If, or the body of a Loop or Scan. It can also read values of the
-    surrounding graph.
+    """A subgraph of a node: a branch of an If, or the body of a Loop or Scan.
 
-    ``inputs``, ``outputs``: names of values. ``initialisers``: its constant tensors by name. ``nodes``: in the
-    file's order.
+    Its nodes can also read values of the surrounding graph. ``inputs``, ``outputs``: names of values.
+    ``initialisers``: the subgraph's constant tensors by name. ``nodes``: in the file's order.
     """
 
     inputs: tuple[str, ...]
@@ -77,12 +84,13 @@ class Body:
 
 @dataclass(frozen=True)
 class Draft:
-    """The content of a file's main graph as plain data, with functions inlined, before any analysis.
+    """The content of an ONNX file's main graph as plain data, with local functions inlined.
 
-    ``inputs``, ``outputs``: as the file declares them. ``initialisers``: stored tensors by name. ``nodes``: in the
-    file's order, at first. ``producer``: the exporter's name. ``origins``, ``scopes``: what the exporter recorded in
-    the file's metadata, by initialiser and by node. ``bodies``: subgraphs by node and attribute; node names are
-    unique across all of them. ``stated``: shapes of inner values, where the file states them.
+    ``inputs``, ``outputs``: as the file declares them. ``initialisers``: stored tensors by name. ``nodes``: first in
+    the file's order; the loader sorts them. ``producer``: the exporter's name. ``origins``: what the exporter recorded
+    about each initialiser, by its name. ``scopes``: what it recorded about each node, by the node's name. ``bodies``:
+    subgraphs, by node name and then by attribute; node names are unique across all graphs. ``stated``: shapes of values
+    that nodes write, stated in the file or inferred; filled only if the file has subgraphs.
     """
 
     name: str
@@ -99,10 +107,11 @@ class Draft:
 
 @dataclass
 class Edit:
-    """The content of a file while it is changed in place.
+    """The content of an ONNX file's main graph while the loader changes it in place.
 
-    ``initialisers``: stored tensors by name. ``origins``, ``scopes``: what the exporter recorded, by initialiser and
-    by node. ``nodes``: in order. ``used``: all names in use.
+    ``initialisers``: stored tensors by name. ``origins``: what the exporter recorded about each initialiser, by its
+    name. ``nodes``: in topological order. ``scopes``: what the exporter recorded about each node, by the node's name.
+    ``used``: all names of values in use.
     """
 
     initialisers: dict[str, Array]
@@ -116,7 +125,7 @@ class Edit:
         self.used.update(i for n in self.nodes for i in n.inputs)
 
     def fresh(self, name: str) -> str:
-        """Return ``name``, or ``name`` with a number appended if it is in use. The result then counts as in use."""
+        """Return a name that no value has yet, and reserve it: ``name``, with a number appended if it is in use."""
         k, free = 2, name
         while free in self.used:
             free, k = f"{name}_{k}", k + 1
@@ -124,6 +133,6 @@ class Edit:
         return free
 
     def float_weight(self, name: str) -> Array | None:
-        """Return the initialiser named ``name`` if it has a floating-point type; None if there is none."""
+        """Return the initialiser named ``name``; None if there is none, or if it has no floating-point type."""
         array = self.initialisers.get(name)
         return array if array is not None and array.dtype in roles.FLOATS else None

@@ -1,11 +1,13 @@
-"""Restore weights that an exporter folded with constants into a larger tensor that repeats their elements.
+"""Restore weights from which an exporter computed a larger constant tensor that repeats their elements.
 
 Examples: a class token repeated over the batch, an embedding looked up at constant positions, a table of relative
-positions with a mask added. Constant folding leaves one large tensor in which each of the weight's elements occurs
-many times. If it were trained as it is, the copies would diverge. Here the copies become one weight again, followed
-by nodes that repeat it; their result is bit-equal to the file's tensor. Equal values count as copies of one
-element. If all values of a tensor are equal (a table that starts at zero), copies cannot be told apart, and only an
-expand is undone.
+positions with a mask added. Constant folding by the exporter leaves one large tensor in which each element of the
+weight occurs many times. If this tensor were trained, the copies of an element would diverge.
+
+So the large tensor is replaced by the weight and by nodes that repeat it, whose result is bit-equal to the tensor in
+the file. Equal values are treated as copies of one element. If all values of a tensor are equal (a table that starts
+at zero), copies cannot be recognised: only a repetition along the first axis is undone, and only if the tensor's name
+says that an expand made it.
 """
 
 from __future__ import annotations
@@ -22,17 +24,17 @@ from rematplan.ir.onnx.graph import Attribute, Node
 from rematplan.ir.onnx.weight_origins import BUFFER, GENERATED, LARGE, Evidence
 
 MAX_ELEMENTS = 1 << 22  # larger tensors are not analysed
-FORBIDDING = -50.0  # a mask adds at most this to forbidden scores
+FORBIDDING = -50.0  # an attention mask adds this or less to the scores of forbidden positions
 EXPANDED = re.compile(r"expand(_\d+)?$")  # dynamo's name for the result of an expand
 
 
 @dataclass(frozen=True)
 class Spread:
-    """How a tensor, in which elements repeat, is computed from a smaller weight.
+    """How a tensor of the shape ``shape``, in which elements repeat, is computed from a smaller weight.
 
-    ``weight``: the weight. ``shape``: the tensor's. ``rows``: for each position of the tensor without its axis
-    ``axis``, the row of ``weight`` that is there along that axis; None: ``weight`` is broadcast to ``shape``.
-    ``mask``: what is added afterwards, or None.
+    If ``rows`` is None, the weight is broadcast to ``shape``. Otherwise the weight is a table (rows, columns), and the
+    tensor consists of rows of the table, laid along its axis ``axis``. ``rows`` contains the row numbers; its shape is
+    ``shape`` without the axis. ``mask``: a constant that is added afterwards, or None.
     """
 
     weight: np.ndarray
@@ -43,10 +45,14 @@ class Spread:
 
 
 def gather_spread(edit: Edit, evidence: Evidence) -> int:
-    """Replace each initialiser that repeats the elements of a weight by that weight and nodes that repeat it. Return
-    the number of initialisers replaced.
+    """Replace each initialiser that repeats the elements of a weight by that weight and nodes that repeat it.
 
-    ``edit``: changed in place. ``evidence``: decides which initialisers come from weights.
+    Args:
+        edit: the file's content, changed in place.
+        evidence: decides which initialisers the exporter computed from trained weights.
+
+    Returns:
+        the number of initialisers replaced.
     """
     made: dict[str, list[Node]] = {}
     for name in tuple(edit.initialisers):
@@ -75,8 +81,11 @@ def gather_spread(edit: Edit, evidence: Evidence) -> int:
 
 
 def _looks_spread(array: Array, evidence: Evidence) -> bool:
-    """Return whether the exporter computed the tensor from weights, and it is not just a layer's weight in another
-    layout."""
+    """Return whether an initialiser may repeat the elements of a smaller weight, judged without its values.
+
+    It must have two or more dimensions and be made by the exporter from weights. It is excluded if a layer reads it in
+    an input for weights: then it is the layer's weight, perhaps transposed.
+    """
     if len(array.shape) < 2 or not 1 < math.prod(array.shape) <= MAX_ELEMENTS:
         return False
     made = evidence.origins.get(array.name, Origin()).folded_from or GENERATED.match(array.name)
@@ -84,8 +93,11 @@ def _looks_spread(array: Array, evidence: Evidence) -> bool:
 
 
 def _repeated(edit: Edit, array: Array) -> str:
-    """Return the name of the weight of which the tensor consists of copies only, or ''. (A linear layer of a zero
-    state leaves its bias.)"""
+    """Return the name of the weight that equals the tensor ``array`` if broadcast to its shape; '' if there is none.
+
+    Only parameters from which the exporter computed the tensor are tried. For example, an exporter folds a linear layer
+    of an all-zero state to copies of the layer's bias.
+    """
     for name in edit.origins.get(array.name, Origin()).folded_from:
         weight = edit.float_weight(name)
         if weight is None or edit.origins.get(name, Origin()).kind != "PARAMETER":
@@ -102,10 +114,12 @@ def _repeated(edit: Edit, array: Array) -> str:
 
 
 def spread_of(values: np.ndarray, expanded: bool = False) -> Spread | None:
-    """Return how a tensor is computed from a smaller weight that it repeats; None if its values do not show that.
+    """Find out from a tensor's values how it repeats a smaller weight; None if no repetition is found.
 
-    ``values``: the tensor. ``expanded``: whether its first axis is known to repeat the weight; it decides if all
-    values are equal.
+    Args:
+        values: the tensor.
+        expanded: whether the tensor is known to repeat a weight along its first axis. This is used only if all values
+            are equal, because then the values do not show what repeats.
     """
     wide = values.astype(np.float64)
     base, mask = _without_mask(values, wide)
@@ -124,7 +138,13 @@ def spread_of(values: np.ndarray, expanded: bool = False) -> Spread | None:
 
 
 def _without_mask(values: np.ndarray, wide: np.ndarray) -> tuple[np.ndarray, np.ndarray | None]:
-    """Return the tensor before a mask was added, and the mask, if they can be told apart."""
+    """Split a tensor into a sum of repeated values and a mask. Return both; the mask is None if none is recognised.
+
+    A mask has values of size ``LARGE`` or more at some positions, or 0 and values below ``FORBIDDING`` if the tensor
+    is otherwise constant along the first axis. The first part then has size 1 along this axis.
+
+    ``values``: the tensor. ``wide``: the tensor in float64.
+    """
     large = np.abs(wide) >= LARGE
     zero = np.zeros_like(values)
     if large.any():
@@ -140,14 +160,19 @@ def _without_mask(values: np.ndarray, wide: np.ndarray) -> tuple[np.ndarray, np.
 
 
 def _rows(values: np.ndarray) -> tuple[np.ndarray, np.ndarray, int] | None:
-    """Return the tensor as rows of a table, along the axis that makes the table smallest: table, positions, axis."""
+    """Write a tensor as a table of its distinct rows along one axis, the one for which the table is smallest.
+
+    Returns:
+        the table (rows, length of the axis); the row number at each position, in the tensor's shape without the axis;
+        and the axis. None if no row along any axis occurs twice.
+    """
     best = None
     for axis, length in enumerate(values.shape):
         flat = np.moveaxis(values, axis, -1).reshape(-1, length)
         table, first, places = np.unique(flat, axis=0, return_index=True, return_inverse=True)
         smaller = best is None or (table.size, len(table)) < (best[0].size, len(best[0]))
         if len(table) < len(flat) and smaller:
-            order = np.argsort(first)  # in the order of their first positions
+            order = np.argsort(first)  # number the rows in the order in which they first occur
             rank = np.empty_like(order)
             rank[order] = np.arange(len(order))
             shape = values.shape[:axis] + values.shape[axis + 1 :]
@@ -159,7 +184,17 @@ def _rows(values: np.ndarray) -> tuple[np.ndarray, np.ndarray, int] | None:
 
 
 def _nodes(edit: Edit, array: Array, spread: Spread, version: int) -> list[Node]:
-    """Return the nodes that compute the tensor. The weight gets its original name if it has the module's shape."""
+    """Replace the initialiser ``array`` by a smaller weight, and return the nodes that compute the tensor from it.
+
+    The weight gets its original name if an expand of a single weight made the tensor; else the tensor's name with
+    ``.weight`` appended.
+
+    Args:
+        edit: the file's content, changed in place; the nodes are not yet inserted.
+        array: the tensor that repeats the weight.
+        spread: how the tensor is computed from the weight.
+        version: the opset of the nodes.
+    """
     del edit.initialisers[array.name]
     folded_from = edit.origins.get(array.name, Origin()).folded_from
     sources = [s for s in folded_from if "." in s and not BUFFER.match(s.rpartition(".")[2])]
@@ -188,14 +223,21 @@ def _store(edit: Edit, name: str, values: np.ndarray) -> str:
 
 
 class _Chain:
-    """Nodes in a row, each of which reads the result of the previous one."""
+    """A sequence of new ONNX nodes, each of which reads the result of the node before.
+
+    ``edit``: the file's content, to which the nodes' constants are added. ``name``: a prefix of new names. ``version``:
+    the nodes' opset. ``start``: the value that the first node reads.
+    """
 
     def __init__(self, edit: Edit, name: str, version: int, start: str) -> None:
         self.edit, self.name, self.version, self.last = edit, name, version, start
         self.nodes: list[Node] = []
 
     def add(self, op: str, operand: np.ndarray | None = None, **attributes: Attribute) -> None:
-        """Append a node that reads the last result and, if ``operand`` is given, this constant."""
+        """Append a node of the op ``op`` that reads the result of the node before.
+
+        ``operand``: a constant that the node reads as second input, or None. ``attributes``: the node's attributes.
+        """
         out = self.edit.fresh(f"{self.name}.{op}")
         inputs: tuple[str, ...] = (self.last,)
         if operand is not None:
@@ -206,7 +248,7 @@ class _Chain:
         self.last = out
 
     def named(self, name: str) -> list[Node]:
-        """Return the nodes; the result of the last one is named ``name``."""
+        """Return the nodes, after renaming the result of the last node to ``name``."""
         end = self.nodes[-1]
         self.nodes[-1] = Node(end.name, end.op, "", end.version, end.inputs, (name,), end.attributes)
         return self.nodes

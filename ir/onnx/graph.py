@@ -18,7 +18,8 @@ Role = Literal["parameter", "buffer", "constant"]
 class Value:
     """An input or output of a graph.
 
-    ``dtype``: numpy's name of the type. ``shape``: sizes; always known for an input, None if unknown for an output.
+    ``dtype``: numpy's name of the element type. ``shape``: the sizes. They are known for every input; for an output
+    whose sizes are not known, ``shape`` is None.
     """
 
     name: str
@@ -28,12 +29,12 @@ class Value:
 
 @dataclass(frozen=True, slots=True)
 class Weight:
-    """An initialiser of a file, or a constant that was computed when the file was loaded.
+    """An initialiser of an ONNX file, or a constant that was computed when the file was loaded.
 
-    ``dtype``: numpy's name of the type. ``shape``: its sizes. ``role``: ``parameter`` (trained), ``buffer`` (batch
-    norm statistics, which the step updates) or ``constant``. ``load``: reads its array when called; external data
-    stay on disk until then. ``generated``: whether the file has no data for it (``ConstantOfShape``), so that
-    training starts from random values.
+    ``dtype``: numpy's name of the element type. ``shape``: its sizes. ``role``: ``parameter`` (trained), ``buffer``
+    (batch norm's statistics and step counter) or ``constant``. ``load``: returns the data; external data are read from
+    disk only then. ``generated``: whether the file has no data for it, because a node (``ConstantOfShape``)
+    fills it with one value. Its training then starts from random values.
     """
 
     name: str
@@ -63,12 +64,12 @@ class Node:
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """The size to which a graph's batch dimension is bound, if the file's constants may have been made for another
-    size.
+    """The batch size that the user chose for an ONNX file, where the file may have been exported with another.
 
-    ``places``: the batch dimensions as pairs (input, axis). ``size``: the size that is bound. ``traced``: the size
-    that the file was made with: the fixed size in the file, or 1, which exporters use most. ``fixed``: whether the
-    file states that size.
+    Constants in the file, such as shapes, may then have been computed for the other size. ``places``: the batch
+    dimensions of the inputs, as pairs (input name, axis). ``size``: the size that the user chose. ``traced``: the size
+    that the file was exported with. If the file has a fixed size, it is this one; else 1 is assumed, which most exports
+    use. ``fixed``: whether the file has the fixed size ``traced``.
     """
 
     places: tuple[tuple[str, int], ...]
@@ -81,9 +82,9 @@ class Batch:
 class Graph:
     """The forward graph of an ONNX file.
 
-    ``name``: of the graph in the file. ``inputs``, ``outputs``: what the forward takes and returns. ``weights``: the
-    values that nodes read and that are neither inputs nor written by a node. ``nodes``: in topological order; every
-    value is written once.
+    ``name``: the graph's name in the file. ``inputs``, ``outputs``: what the forward takes and returns.
+    ``weights``: all values that nodes read and that are neither inputs nor written by a node. ``nodes``: in topological
+    order; every value is written once.
     """
 
     name: str
@@ -94,4 +95,4 @@ class Graph:
     notes: tuple[str, ...] = ()
     """What the loader changed or noticed that a user should know («looks like a folded inference export»)."""
     batch: Batch | None = None
-    """The batch, if it is bound to another size than the file's constants may have been made for; else None."""
+    """The batch dimension and its size, if the user chose another size than that of the export; else None."""

@@ -1,4 +1,4 @@
-"""Checks on the protobuf message of an ONNX file, before anything is allocated from its contents."""
+"""Checks of an ONNX file's protobuf message, made before memory is allocated for anything that it describes."""
 
 from __future__ import annotations
 
@@ -15,8 +15,9 @@ MAX_FUNCTION_NODES = 1_000_000  # after inlining; nested calls can otherwise gro
 
 
 def check_tensors(proto: onnx.ModelProto) -> None:
-    """Check that the data of each tensor in a file match the tensor's shape, before anything allocates memory for
-    that shape.
+    """Check that the data of each tensor in an ONNX file match its shape, before memory is allocated for the shape.
+
+    Tensors in subgraphs and local functions are included. The data of external tensors are not checked.
 
     Raises:
         ModelError: the data of a tensor do not match, a shape or data type is invalid, or a tensor is sparse.
@@ -83,10 +84,13 @@ def check_types(graph: onnx.GraphProto) -> None:
 
 
 def check_names(graph: onnx.GraphProto) -> None:
-    """Check that every value is written once, and that every value that is read is written.
+    """Check that in a graph every value is written once, and that every value that is read is written.
+
+    Inputs and initialisers count as written, graph outputs as read. Subgraphs are not checked.
 
     Raises:
-        ModelError: a value is written twice, or read but not written; or a node has no printable op type.
+        ModelError: a value is written twice, or read but not written; two inputs or two initialisers have the same
+            name; or a node has no printable op type.
     """
     _once((i.name for i in graph.input), "graph inputs")
     _once((t.name for t in graph.initializer), "initialisers")

@@ -1,9 +1,10 @@
 """Load an ONNX file as a :class:`rematplan.ir.onnx.graph.Graph`.
 
-The steps, in order: read (`protobuf`), bind symbolic dimensions (`bound_dimensions`, `batch_dimension`), sort, unroll
-control flow (`control_flow`), restore weights (`tied_weights`, `folded_weights`), set batch norm and dropout
-(`training_form`), remove aliases, fold constants (`constant_folding`), assign roles (`weight_roles`,
-`weight_origins`), remove what nothing reads, collect notes.
+The steps, in order, with the modules that do them: read the file (`protobuf`), replace symbolic dimensions by sizes
+(`batch_dimension`, `bound_dimensions`), sort the nodes, unroll control flow (`control_flow`), restore the weights that
+the exporter changed (`tied_weights`, `folded_weights`), set batch norm and dropout (`training_form`), remove Identity
+nodes and nodes that no output needs, fold constants (`constant_folding`), decide which tensors are trained
+(`weight_roles`, `weight_origins`), and collect notes for the user.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ from rematplan.ir.onnx.training_form import Forms, in_form
 from rematplan.ir.onnx.weight_origins import Evidence
 
 AS_IS = Forms()
-COUNTERS = "num_batches_tracked"  # torch's name for batch norm's step counter
+COUNTERS = "num_batches_tracked"  # part of the name of a step counter of torch's batch norm
 
 
 def load_onnx(path: Path | str, dims: Mapping[str, int] | None = None, forms: Forms = AS_IS) -> Graph:
@@ -62,8 +63,8 @@ def graph_from_proto(proto: Any, dims: Mapping[str, int] | None = None) -> Graph
     """Load the forward graph of an ONNX model in memory.
 
     Args:
-        proto: an ``onnx.ModelProto``.
-        dims: sizes of symbolic input dimensions, as for `load_onnx`.
+        proto: an ``onnx.ModelProto``. External data are searched in the current folder.
+        dims: sizes of symbolic input dimensions by name, as for `load_onnx`.
 
     Raises:
         ModelError: the model is not valid, or an input dimension has no size.
@@ -104,7 +105,13 @@ def _graph(draft: Draft, dims: Mapping[str, int], forms: Forms) -> Graph:
 
 
 def _sorted(draft: Draft) -> tuple[Node, ...]:
-    """Return the nodes in topological order, as close to the file's as possible (Kahn, smallest index first)."""
+    """Return the nodes of a file in topological order: of the nodes that can run next, the first in the file.
+
+    What the subgraphs of a node read counts as read by the node.
+
+    Raises:
+        ModelError: the graph has a cycle.
+    """
     writer = {name: i for i, node in enumerate(draft.nodes) for name in node.outputs if name}
     reads = [(*roles.reads(n), *captured(n.name, draft.bodies)) for n in draft.nodes]
     waits = [len({writer[n] for n in names if n in writer}) for names in reads]
@@ -129,7 +136,14 @@ def _sorted(draft: Draft) -> tuple[Node, ...]:
 
 
 def _without_aliases(nodes: Sequence[Node], draft: Draft) -> tuple[tuple[Node, ...], tuple[str, ...]]:
-    """Remove Identity nodes, so that weights tied through them are one weight. Outputs keep their names."""
+    """Remove Identity nodes, so that weights that were tied by an Identity are one weight.
+
+    An Identity that writes a graph output remains, so that the output's name does not change, but other nodes read its
+    input instead of its output.
+
+    Returns:
+        the remaining nodes, and the names of the graph outputs.
+    """
     outputs = tuple(d.name for d in draft.outputs)
     alias: dict[str, str] = {}
     kept = []
@@ -144,7 +158,7 @@ def _without_aliases(nodes: Sequence[Node], draft: Draft) -> tuple[tuple[Node, .
 
 
 def _live(nodes: Sequence[Node], outputs: Iterable[str]) -> tuple[Node, ...]:
-    """Return the nodes that some output depends on."""
+    """Return the nodes that some value of ``outputs`` depends on. ``nodes``: in topological order."""
     needed = set(outputs)
     kept = []
     for node in reversed(nodes):
@@ -155,7 +169,10 @@ def _live(nodes: Sequence[Node], outputs: Iterable[str]) -> tuple[Node, ...]:
 
 
 def _silenced(nodes: Sequence[Node], outputs: Iterable[str]) -> tuple[Node, ...]:
-    """Rename outputs that nothing reads to ``""``, so that they are not computed."""
+    """Rename values that nodes write and that nothing reads to ``""``, which means absent in ONNX.
+
+    ``outputs``: the names of the graph outputs, which count as read.
+    """
     read = {name for node in nodes for name in roles.reads(node)} | set(outputs)
     return tuple(replace(n, outputs=tuple(o if o in read else "" for o in n.outputs)) for n in nodes)
 
@@ -165,7 +182,12 @@ def _silenced(nodes: Sequence[Node], outputs: Iterable[str]) -> tuple[Node, ...]
 
 @dataclass
 class _Work:
-    """Constants as they become known, and tensors that the file generates instead of containing them."""
+    """The tensors of a graph whose values are known when the file is loaded, while its constants are folded.
+
+    ``initialisers``: the tensors stored in the file. ``used``: the readers of each value. ``constants``: the results of
+    folded nodes so far. ``generated``: weights that the file does not store, but fills with one value by a node. All
+    are keyed by tensor name.
+    """
 
     initialisers: Mapping[str, Array]
     used: roles.Uses
@@ -173,7 +195,13 @@ class _Work:
     generated: dict[str, Array] = field(default_factory=dict)
 
     def fold(self, nodes: Sequence[Node]) -> tuple[Node, ...]:
-        """Fold what can be folded, and return the remaining nodes. Float initialisers are never folded."""
+        """Compute the nodes whose inputs are known constants, and return the remaining nodes.
+
+        The results are recorded in ``constants``. Nodes that read floating-point initialisers are not computed, because
+        these may be trained. Nodes that fill weights with one value are removed too, and recorded in ``generated``.
+
+        ``nodes``: in topological order.
+        """
         known = {
             name: array.load()
             for name, array in self.initialisers.items()
@@ -194,7 +222,13 @@ class _Work:
         return tuple(left)
 
     def _take_generated(self, node: Node, known: Mapping[str, np.ndarray]) -> bool:
-        """Whether the node fills a tensor that stands for a weight; if so, the tensor becomes a weight."""
+        """Record the result of a ``ConstantOfShape`` node as a weight if it is used like one. Return True if it is.
+
+        Some exports do not store a weight, but fill it with one value by such a node. ``known``: constants by name.
+
+        Raises:
+            ModelError: the shape of the filled tensor is not valid or too large.
+        """
         if node.op != "ConstantOfShape" or node.domain or node.inputs[0] not in known:
             return False
         fill = np.asarray(node.attributes.get("value", np.zeros(1, np.float32))).ravel()
@@ -219,8 +253,10 @@ class _Work:
         return True
 
     def source(self, name: str) -> Array | None:
-        """Return the tensor named ``name`` from the file, computed at loading, or filled by the file; None if there
-        is none."""
+        """Return the tensor named ``name``; None if its value is not known when the file is loaded.
+
+        It is stored in the file, the result of a folded node, or a weight that a node fills with one value.
+        """
         return self.initialisers.get(name) or self.constants.get(name) or self.generated.get(name)
 
 
@@ -248,7 +284,17 @@ def _in_memory(name: str, array: np.ndarray) -> Array:
 
 
 def _weights(work: _Work, draft: Draft, nodes: Sequence[Node], outputs: Sequence[str]) -> tuple[Weight, ...]:
-    """Return every tensor that is still read, with its role: first the file's initialisers, then the others."""
+    """Return the weights of the graph: every known tensor that is still read, with its role.
+
+    First come the tensors stored in the file, then weights that nodes fill with one value, then results of folding. If
+    no tensor is a parameter by the rules of `weight_roles`, folded tensors that layers read as weights are parameters.
+
+    Args:
+        work: the known tensors, after folding.
+        draft: the file's content.
+        nodes: the nodes that remain after folding.
+        outputs: the names of the graph outputs.
+    """
     used = roles.uses(nodes)
     trained = roles.differentiable_values(nodes, outputs)
     read = used.readers.keys() | set(outputs)
@@ -277,8 +323,10 @@ def _weights(work: _Work, draft: Draft, nodes: Sequence[Node], outputs: Sequence
 
 
 def _promoted(weight: Weight, used: roles.Uses) -> Weight:
-    """Return the weight as a parameter if a layer reads it in an input for weights; for files that keep weights in
-    Constant nodes."""
+    """Return a constant with the role ``parameter`` if a layer reads it in an input for weights; else unchanged.
+
+    Some files store their weights in Constant nodes instead of initialisers. ``used``: the readers of each value.
+    """
     layer = weight.role == "constant" and weight.dtype in roles.FLOATS and weight.shape
     return replace(weight, role="parameter") if layer and roles.in_weight_input(weight.name, used) else weight
 

@@ -1,8 +1,7 @@
-"""Read an ONNX file into plain data. No protobuf object leaves this module.
+"""Read an ONNX file into plain data (`Draft`), which contains no protobuf objects.
 
-Everything that can be wrong with a file regardless of its meaning is refused here, in one line: not readable, not
-ONNX, truncated, tensors whose data do not match their shape, external data outside of the model's folder, missing
-opsets.
+A file that violates the format is refused here with an error of one line: a file that is not readable, not ONNX or
+truncated, tensors whose data do not match their shape, external data outside of the model's folder, missing opsets.
 """
 
 from __future__ import annotations
@@ -28,10 +27,10 @@ from rematplan.ir.onnx.graph import Attribute, Node
 from rematplan.ir.onnx.limits import check_expansion, check_names, check_tensors, check_types
 from rematplan.ir.onnx.subgraph_shapes import inferred_shapes
 
-MAX_METADATA = 1 << 16  # characters of one entry
-MAX_DEPTH = 50  # of subgraphs in subgraphs
+MAX_METADATA = 1 << 16  # longer metadata entries are ignored (characters)
+MAX_DEPTH = 50  # the most levels of subgraphs in subgraphs
 
-logging.getLogger("onnx_ir").setLevel(logging.ERROR)  # we refuse what it warns of, with messages of our own
+logging.getLogger("onnx_ir").setLevel(logging.ERROR)  # what it warns of is refused below, more clearly
 
 
 def read_onnx(path: Path) -> Draft:
@@ -72,7 +71,11 @@ def read_proto(proto: onnx.ModelProto, path: Path) -> Draft:
 
 
 def _parse(path: Path) -> onnx.ModelProto:
-    """Return the file as a protobuf message that at least resembles a model."""
+    """Parse an ONNX file. Return its protobuf message, which has a graph with nodes or outputs.
+
+    Raises:
+        ModelError: the file cannot be read, is empty, truncated or not ONNX, or has no graph.
+    """
     try:
         data = Path(path).read_bytes()
     except OSError as error:
@@ -90,7 +93,7 @@ def _parse(path: Path) -> onnx.ModelProto:
 
 
 def _innermost(error: BaseException) -> str:
-    """Return the first cause's message as one short line."""
+    """Return the message of the exception that first caused ``error`` (``__cause__``), as one short line."""
     while error.__cause__ is not None:
         error = error.__cause__
     text = " ".join(str(error).split()) or type(error).__name__
@@ -101,9 +104,10 @@ def _innermost(error: BaseException) -> str:
 
 
 def _pin_function_opsets(model: Any) -> None:
-    """Write each function's opsets onto its nodes, so that inlining preserves them.
+    """Write the opset versions of each local function of a model onto the function's nodes.
 
-    The functions then state none, because the inliner refuses functions whose opsets differ from the model's.
+    So each node keeps its version when the function is inlined. The functions' lists of opsets are emptied, because the
+    inliner refuses functions whose opsets differ from the model's. ``model``: an onnx-ir model, changed in place.
     """
     for function in model.functions.values():
         for node in function.graph.all_nodes():
@@ -145,7 +149,11 @@ SCOPES, OPERATORS = "pkg.torch.onnx.name_scopes", "pkg.torch.onnx.class_hierarch
 
 
 def _origins(proto: onnx.ModelProto) -> dict[str, Origin]:
-    """Return what the metadata says about each initialiser, in its own entry or in that of its type."""
+    """Return what the metadata of an ONNX file say about its initialisers, by initialiser name.
+
+    Exporters write the metadata into the initialiser's entry or into its ``value_info`` entry. Initialisers without
+    such metadata are absent.
+    """
     said: dict[str, dict[str, str]] = {t.name: {} for t in proto.graph.initializer}
     for entry in (*proto.graph.value_info, *proto.graph.initializer):
         if entry.name in said and entry.metadata_props:
@@ -164,7 +172,7 @@ def _scope(node: Any) -> Scope | None:
 
 
 def _listed(text: str) -> tuple[str, ...]:
-    """Parse a Python list of strings as the exporter writes it; anything else gives an empty tuple."""
+    """Parse a list of strings, written as Python source text by torch's exporter. Other text gives an empty tuple."""
     if not text.startswith("[") or len(text) > MAX_METADATA:
         return ()
     try:
@@ -195,7 +203,11 @@ def _dtype(kind: Any, what: str) -> str:
 
 @dataclass
 class _Reading:
-    """Nodes being read, with their subgraphs collected separately."""
+    """Converts the nodes of an onnx-ir graph to plain data, and collects their subgraphs.
+
+    ``opsets``: the model's opset versions by domain. ``path``: the model's file, for external data. ``used``: node
+    names in use. ``bodies``: the subgraphs read so far, by node name and then by attribute.
+    """
 
     opsets: Mapping[str, int]
     path: Path
@@ -239,9 +251,12 @@ class _Reading:
 
 
 def _check_signature(node: Any, name: str, domain: str, version: int) -> None:
-    """Refuse a node that violates its op's schema: too few inputs, attributes of another kind.
+    """Check that a node has the inputs and the kinds of attributes that ONNX's schema of its op demands.
 
-    An op without a schema is not one of ONNX's; whoever runs the graph knows it or refuses it.
+    Ops that ONNX has no schema for are not checked here: they are refused later if they cannot be run.
+
+    Raises:
+        ModelError: too few or too many inputs, a missing input, or an attribute of another kind.
     """
     try:
         schema = onnx.defs.get_schema(node.op_type, version, domain)
@@ -293,7 +308,7 @@ def _attributes(node: Any, name: str, path: Path) -> dict[str, Attribute]:
 
 
 def _native(array: np.ndarray) -> np.ndarray:
-    """Return the array in the machine's byte order."""
+    """Return the array, converted to the machine's byte order if it has the other one."""
     return array if array.dtype.isnative else array.astype(array.dtype.newbyteorder("="))
 
 
@@ -313,9 +328,18 @@ def _array(name: str, tensor: Any, path: Path) -> Array:
 
 
 def _external(name: str, tensor: Any, path: Path) -> Any:
-    """Return the external tensor, after a check that it is in the model's folder and large enough.
+    """Check a tensor whose data are in another file, and return it with the absolute path of that file.
 
-    A model that is a link into a cache of files has two folders: that of the link and that of its target.
+    The data must be in the folder of the model. If the model's file is a symbolic link (as in the cache of a download
+    tool), the folder of the link's target is allowed too.
+
+    Args:
+        name: names the tensor in messages.
+        tensor: an ``onnx_ir.ExternalTensor``.
+        path: the model's file.
+
+    Raises:
+        ModelError: the data are outside of these folders, cannot be read, or do not have the tensor's size.
     """
     what = f"initialiser {name!r}: external data {str(tensor.location)!r}"
     location = Path(str(tensor.location))

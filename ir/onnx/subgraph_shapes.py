@@ -1,7 +1,7 @@
-"""Infer shapes in a graph with subgraphs, because conditions and lengths are often computed from shapes.
+"""Infer the shapes of values in an ONNX graph with subgraphs (If, Loop, Scan).
 
-ONNX's own inference is used after folding: exporters compute even a constant padding node by node, which stops the
-inference.
+Their conditions and lengths are often computed from shapes. ONNX's shape inference is used, but constants are folded
+first. Exporters compute even a constant padding by many nodes, and the inference cannot infer shapes beyond these.
 """
 
 from __future__ import annotations
@@ -19,17 +19,17 @@ MAX_BYTES = 1 << 28  # no inference for larger files, because it copies the weig
 
 
 def inferred_shapes(proto: onnx.ModelProto, draft: Draft) -> dict[str, tuple[Dim, ...]]:
-    """Return the shapes of the values of a file's main graph, by name; a dimension is a number, a symbol or None if
-    unknown.
+    """Infer the shapes of values in the main graph of an ONNX file, by value name.
 
-    Shapes are inferred only if the graph has subgraphs and the file is not too large. The result contains at least
-    the shapes that the file states.
+    A dimension is a number, a symbol, or None if unknown. Shapes are inferred only if the graph has subgraphs and the
+    file has at most ``MAX_BYTES``; otherwise, and if the inference fails, ``draft.stated`` is returned. A shape in
+    ``draft.stated`` replaces the inferred one.
     """
     if not draft.bodies or proto.ByteSize() > MAX_BYTES:
         return dict(draft.stated)
     try:
         values = onnx.shape_inference.infer_shapes(_folded(proto, draft), data_prop=True).graph.value_info
-    except Exception:  # it is stricter than running; shapes are optional
+    except Exception:  # the inference refuses some graphs that can run; shapes are optional
         return dict(draft.stated)
     shapes: dict[str, tuple[Dim, ...]] = {
         v.name: tuple(d.dim_value if d.HasField("dim_value") else d.dim_param or None for d in kind.shape.dim)
@@ -40,7 +40,10 @@ def inferred_shapes(proto: onnx.ModelProto, draft: Draft) -> dict[str, tuple[Dim
 
 
 def _folded(proto: onnx.ModelProto, draft: Draft) -> onnx.ModelProto:
-    """Return a copy of the model in which nodes that compute constants are replaced by their values."""
+    """Return a copy of the model in which nodes that compute small integer constants are replaced by the values.
+
+    ``draft``: the content of the same model as plain data.
+    """
     known = {
         name: array.load()
         for name, array in draft.initialisers.items()

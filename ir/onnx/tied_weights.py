@@ -1,15 +1,16 @@
-"""Undo what exporters do to weights: merge equal ones, and transpose tied ones, which unties them.
+"""Undo what ONNX exporters do to weights: they merge equal weights, and they transpose weights, which unties tied ones.
 
-*Merged.* Torch's exporters keep one of several weights with equal values (TorchScript for inference: an Identity
-named like the other weight; dynamo: one initialiser that several modules read). Trained as one, they would receive
-each other's gradients. Two weights are really tied if they play different roles (an embedding and a head). They are
-separated if all their values are the same number (initial scales and shifts), or if their names differ only in
-layer numbers (layers made by copying). TorchScript exports in training form merge only tied weights.
+*Merged weights.* If several weights have equal values, torch's exporters store only one of them. TorchScript (in
+inference form) writes an Identity with the other weight's name; dynamo lets several modules read one initialiser. If
+the merged weights were trained as one, each would receive the gradients of all. So they are separated, unless the
+module really tied them. They count as merged by coincidence if all their values are the same number (initial scales and
+shifts), or if their names differ only in layer numbers (layers made by copying). Other equal weights, such as those of
+an embedding and a head, count as tied. TorchScript exports in training form merge only tied weights.
 
-*Transposed.* A linear layer's weight is stored transposed, as MatMul needs it; a group norm's scale is stored
-reshaped, as Mul needs it. Where dynamo records the original weight, or where a TorchScript head is the transposed
-table of an embedding, the weight gets its original name and shape, and the layer reads a view of it, so that a tie
-with an embedding is kept.
+*Transposed weights.* Exporters store a linear layer's weight transposed, as MatMul needs it, and a group norm's scale
+reshaped, as Mul needs it. The original weight is known if dynamo recorded its name, or if a TorchScript head is the
+transposed table of an embedding. Then the weight gets its original name and shape, and the layer reads a transpose or
+reshape of it. So a weight that an embedding and a head share remains one weight.
 """
 
 from __future__ import annotations
@@ -33,13 +34,15 @@ SAMPLE = 64  # rows and columns compared to recognise a transpose
 
 
 def untangled(draft: Draft) -> tuple[Draft, tuple[str, ...]]:
-    """Return a file's content with the weights that the exported module had, and notes for the user about what was
-    changed.
+    """Restore in an ONNX file's content the weights that the exported module had.
 
-    Weights that the exporter stored transposed or reshaped have their original shape again, weights that it merged
-    because their values are equal are separate again, and tensors that repeat a weight are computed from the weight.
+    Weights that the exporter stored transposed or reshaped get their original shape. Weights that it merged because
+    their values are equal are separated. Tensors that repeat a weight's elements are computed from the weight.
 
-    ``draft.nodes`` must be in topological order.
+    ``draft``: the file's content; its nodes must be in topological order.
+
+    Returns:
+        the new content, and notes for the user about what was changed.
     """
     edit = Edit(dict(draft.initialisers), dict(draft.origins), list(draft.nodes), dict(draft.scopes))
     restored = _restore_folded(edit, draft)
@@ -62,7 +65,12 @@ def untangled(draft: Draft) -> tuple[Draft, tuple[str, ...]]:
 
 
 def _restore_folded(edit: Edit, draft: Draft) -> int:
-    """Replace copies of a weight that layers read by views of the weight. Return the number of copies replaced."""
+    """Restore weights that the exporter stored transposed or reshaped. Return how many stored tensors were replaced.
+
+    The layers that read such a tensor read a Transpose or Reshape of the original weight instead.
+
+    ``edit``: the file's content, changed in place. ``draft``: the content before.
+    """
     tables = _tables(edit)
     found: dict[str, tuple[str, _View]] = {}
     for node in draft.nodes:
@@ -81,8 +89,12 @@ def _restore_folded(edit: Edit, draft: Draft) -> int:
 
 @dataclass(frozen=True)
 class _View:
-    """How a layer's copy of a weight differs from the weight. ``shape``: computes the weight's shape from the
-    copy's."""
+    """A form in which exporters store a weight for a layer: transposed or reshaped.
+
+    ``op``: the ONNX op that computes the stored form from the weight. ``reader``: whether an input may be in this form,
+    by the reading node's op, the input's position and the torch operator. ``shape``: the weight's shape from the stored
+    one; None if the shape excludes this form. ``array``: the weight's values from the stored ones.
+    """
 
     op: str
     reader: Callable[[str, int, str], bool]
@@ -110,7 +122,7 @@ VIEWS = (TRANSPOSED, BROADCAST)
 
 
 def _tables(edit: Edit) -> Mapping[tuple[int, ...], list[str]]:
-    """Return the names of embedding tables, by shape."""
+    """Return the names of embedding tables (matrices from which a Gather reads rows), by the table's shape."""
     found: dict[tuple[int, ...], list[str]] = defaultdict(list)
     for node in edit.nodes:
         if node.op == "Gather" and (array := edit.float_weight(node.inputs[0])) and len(array.shape) == 2:
@@ -121,7 +133,17 @@ def _tables(edit: Edit) -> Mapping[tuple[int, ...], list[str]]:
 def _source(
     edit: Edit, view: _View, copy: Array, scope: Scope, tables: Mapping[tuple[int, ...], list[str]]
 ) -> str:
-    """Return the name of the weight that an operand is a transposed or reshaped copy of, or ''."""
+    """Return the original name of a weight that is stored transposed or reshaped, or '' if it is not recognised.
+
+    The name is the one that the exporter recorded, or that of an embedding table with the same values.
+
+    Args:
+        edit: the file's content.
+        view: the form in which the weight may be stored.
+        copy: the stored tensor.
+        scope: the module and torch operator of the node that reads it.
+        tables: names of embedding tables, by shape.
+    """
     shape = view.shape(copy.shape)
     if shape is None:
         return ""
@@ -137,7 +159,11 @@ def _source(
 
 
 def _is_transposed(stated: Array, copy: Array) -> bool:
-    """Return whether a sample of one tensor equals the other's transpose (random values are never equal by chance)."""
+    """Return whether the matrix ``copy`` seems to be the transpose of the matrix ``stated``.
+
+    Only a sample of rows and columns is compared, because random values are never equal by chance. If all values of the
+    sample are one number, the answer is False.
+    """
     if stated.shape != copy.shape[::-1] or stated.dtype != copy.dtype or 0 in stated.shape:
         return False
     a, b = stated.load(), copy.load()
@@ -153,7 +179,7 @@ def _view_back(edit: Edit, copy: str, name: str, view: _View) -> None:
         shape = view.shape(stored.shape) or stored.shape
         edit.initialisers[name] = Array(name, stored.dtype, shape, lambda: view.array(stored.load()))
         edit.origins[name] = Origin("PARAMETER")
-    readers: dict[str, list[int]] = defaultdict(list)  # by module, because each gets its own view
+    readers: dict[str, list[int]] = defaultdict(list)  # by module: each module gets a separate view
     for at, node in enumerate(edit.nodes):
         if copy in node.inputs:
             readers[edit.scopes.get(node.name, Scope()).module].append(at)
@@ -185,7 +211,14 @@ def _renamed(node: Node, names: Mapping[str, str]) -> Node:
 
 
 def _part_aliases(edit: Edit) -> int:
-    """Give each Identity of a merged weight a separate weight. Return the number of new weights."""
+    """Replace each Identity of a weight by a new weight with equal values, if the exporter merged different weights.
+
+    TorchScript writes such an Identity for a weight that equals another one. Files with a batch norm in training form
+    are not changed: in this form TorchScript merges only tied weights.
+
+    Returns:
+        the number of new weights.
+    """
     if any(_trains(node) for node in edit.nodes):
         return 0
     kept, separated = [], 0
@@ -201,18 +234,23 @@ def _part_aliases(edit: Edit) -> int:
 
 
 def _trains(node: Node) -> bool:
-    """Return whether the node is a batch norm in training form."""
+    """Return whether the node is a batch norm that normalises by the batch and updates its running statistics."""
     return node.op == "BatchNormalization" and roles.trains_statistics(node)
 
 
 def _merged(array: Array, other: str) -> bool:
-    """Return whether two weights with equal values, ``array`` and one named ``other``, are equal only by
-    coincidence, so that they must be separated."""
+    """Return whether an exporter merged two weights only because their initial values are equal.
+
+    So it is if all values are one number, or if the names differ only in layer numbers. Otherwise the two weights count
+    as tied by the module.
+
+    ``array``: the stored weight. ``other``: the name of the weight that was merged with it.
+    """
     return _is_uniform(array) or (array.name != other and _layer(array.name) == _layer(other))
 
 
 def _layer(name: str) -> str:
-    """Return a name with its layer numbers replaced."""
+    """Return a weight's name with each number replaced by ``#``, to compare names of different layers."""
     return re.sub(r"\d+", "#", name)
 
 
@@ -224,8 +262,14 @@ def _is_uniform(array: Array) -> bool:
 
 
 def _part_shared(edit: Edit) -> int:
-    """Give each module that reads another module's merged weight a separate weight. Return the number of new
-    weights."""
+    """Give modules separate weights if the exporter merged their weights into one initialiser.
+
+    The initialiser's name says to which module it belongs. Each other module that reads it gets a new weight with equal
+    values, if the weights are equal only by coincidence.
+
+    Returns:
+        the number of new weights.
+    """
     modules: dict[str, dict[str, list[int]]] = defaultdict(lambda: defaultdict(list))
     for at, node in enumerate(edit.nodes):
         for name in dict.fromkeys(node.inputs):

@@ -1,12 +1,13 @@
-"""Put batch norm and dropout into training or inference form, or leave them as the file has them.
+"""Put the batch norms and dropouts of an ONNX graph into training or inference form, or leave them unchanged.
 
-``bn``: ``as-is``; ``train``: every batch norm normalises by the batch and updates its running statistics once per
-step; ``frozen``: every batch norm uses the statistics it has. Scale and shift are trained in all forms.
-``dropout``: ``as-is``, ``on`` or ``off``.
+Forms of batch norm: ``as-is``: unchanged; ``train``: every batch norm normalises by the batch and updates its running
+statistics once per step; ``frozen``: every batch norm uses its running statistics. Scale and shift are trained in all
+forms. Forms of dropout: ``as-is``, ``on`` or ``off``.
 
-A batch norm that an exporter folded into the preceding convolution cannot be recovered, because its scale is part
-of the kernel. With ``train``, a new one is inserted behind that convolution: scale one, the folded bias as shift,
-statistics zero and one. In inference form it would change nothing.
+A batch norm that an exporter folded into the preceding convolution cannot be recovered, because its scale is part of
+the convolution's kernel. With ``train``, a new batch norm is inserted after the convolution, with scale 1, the folded
+bias as shift, mean 0 and variance 1. In inference form both together would compute the same as the convolution in the
+file.
 """
 
 from __future__ import annotations
@@ -51,8 +52,14 @@ class Forms:
 
 
 def in_form(draft: Draft, forms: Forms) -> tuple[Draft, tuple[str, ...]]:
-    """Return a file's content with batch norms and dropouts in the forms ``forms``, and notes for the user about
-    what was changed."""
+    """Put the batch norms and dropouts of an ONNX file's content into the forms ``forms``.
+
+    Returns:
+        the new content, and notes for the user about what was changed or not found.
+
+    Raises:
+        ModelError: a batch norm cannot be frozen, because other nodes read the statistics of the batch.
+    """
     said: list[str] = []
     for changed, text in (
         _each(draft, "BatchNormalization", BATCH_NORM.get(forms.bn)),
@@ -74,7 +81,11 @@ def in_form(draft: Draft, forms: Forms) -> tuple[Draft, tuple[str, ...]]:
 
 @dataclass
 class _Additions:
-    """Initialisers and nodes that changed nodes need."""
+    """The content that is built while nodes of one op are changed.
+
+    ``draft``: the content before. ``initialisers``: stored tensors by name, with those that changed nodes need.
+    ``nodes``: the new nodes so far. ``read``: the names of the values that nodes read or that are graph outputs.
+    """
 
     draft: Draft
     initialisers: dict[str, Array]
@@ -90,7 +101,11 @@ Change = Callable[[Node, _Additions], Node | None]
 
 
 def _each(draft: Draft, op: str, change: Change | None) -> tuple[Draft | None, str]:
-    """Return the draft with every node of the op changed, and a note; None if nothing had to be changed."""
+    """Change all nodes of one op. Return the new content and a note for the user; None and "" if nothing changed.
+
+    ``change``: returns the changed node, or None if the node can remain as it is. If ``change`` is None, the op's form
+    is ``as-is``.
+    """
     if change is None:
         return None, ""
     read = {i for n in draft.nodes for i in n.inputs} | {o.name for o in draft.outputs}
@@ -125,7 +140,10 @@ def _trained(node: Node, more: _Additions) -> Node | None:
 
 
 def _own_statistics(node: Node, more: _Additions) -> Node:
-    """Give each node its own copy of statistics that several nodes read, because each will update them differently."""
+    """Return a batch norm node with a separate copy of each running statistic that other nodes read too.
+
+    In training form each batch norm updates its statistics differently. ``more``: gets the copies as initialisers.
+    """
     inputs = list(node.inputs)
     shared = Counter(i for n in more.draft.nodes for i in n.inputs)
     for at in sorted(roles.STATISTICS):
@@ -154,8 +172,13 @@ BATCH_NORM: Mapping[str, Change] = {"train": _trained, "frozen": _frozen}
 
 
 def _put_back(draft: Draft) -> tuple[Draft | None, str]:
-    """Insert a new batch norm behind every convolution into which the exporter folded one; None if there is no such
-    convolution."""
+    """Insert a new batch norm after every convolution into which the exporter folded a batch norm.
+
+    It has scale 1, the convolution's bias as shift, mean 0 and variance 1; the convolution loses its bias.
+
+    Returns:
+        the new content and a note for the user; None and "" if there is no such convolution.
+    """
     initialisers, origins, nodes = dict(draft.initialisers), dict(draft.origins), []
     readers = Counter(i for n in draft.nodes for i in n.inputs)
     count = 0
@@ -200,7 +223,11 @@ def _put_back(draft: Draft) -> tuple[Draft | None, str]:
 
 
 def _was_folded(node: Node, scope: Scope, draft: Draft) -> bool:
-    """Return whether the exporter folded a batch norm into the node, judged by its metadata or its names."""
+    """Return whether the exporter folded a batch norm into the node, a convolution with a stored bias.
+
+    Either the node's metadata (``scope``) name a batch norm, or kernel and bias have names that TorchScript gives to
+    tensors that it changed.
+    """
     if node.op not in ("Conv", "ConvTranspose") or node.domain or len(node.inputs) < 3:
         return False
     if node.inputs[2] not in draft.initialisers:

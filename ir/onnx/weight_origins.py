@@ -1,8 +1,9 @@
-"""Decide which float initialisers are weights, and which are numbers that the graph only computes with.
+"""Decide which floating-point initialisers of an ONNX file are weights, and which are constants of the computation.
 
-Torch's dynamo exporter records in the file's metadata each input's kind (parameter, buffer, constant) and what
-folded tensors were computed from. Without metadata, names decide: a tensor whose name the exporter generated
-(``val_71``, ``onnx::Mul_12``) is a weight only if its values allow it.
+Torch's dynamo exporter records in the file's metadata the kind of each initialiser (parameter, buffer, constant), and
+from which tensors it computed others. Without metadata, names decide. A tensor whose name the exporter generated
+(``val_71``, ``onnx::Mul_12``) is a weight if a layer reads it in an input for weights, or if it has several elements
+and does not look like a mask.
 """
 
 from __future__ import annotations
@@ -16,26 +17,26 @@ from rematplan.ir.onnx import weight_roles as roles
 from rematplan.ir.onnx.draft import Array, Draft, Origin
 
 MAX_MASK = 1 << 24  # larger tensors are not checked for being a mask
-LARGE = 1e4  # no weight is this large; masks add it to forbidden scores
+LARGE = 1e4  # no weight has values this large; attention masks have, at forbidden positions
 # Names that torch's exporters give to what they make themselves.
 GENERATED = re.compile(
     r"(val|onnx::\w+|_val|ortshared\w*|const\w*|.*_cast|scalar_tensor\w*)(_\d+)*$", re.ASCII
 )
-# Calls that make a tensor of nothing: what was folded from one of them and from no weight is a constant.
+# Calls that make a tensor without reading one. A tensor computed from their results and from no weight is a constant.
 FACTORY = re.compile(r"(arange|empty|eye|full|linspace|ones|scalar_tensor|tril|triu|zeros)(_like)?(_\d+)?$")
-# The last part of a buffer's name, where buffers were folded into something.
+# The last part of a buffer's name. It is used for the tensors from which the exporter computed others.
 BUFFER = re.compile(
     r"(inv_freq|freqs\w*|cos\w*|sin\w*|\w*mask|\w*_ids|running_\w+|\w*relative_position_index)$"
 )
 
-# Of these, names that no weight has: they count also where a file says nothing of kinds.
+# Those buffer names that no weight has. They are used also in files that record no kinds.
 SURELY_BUFFER = re.compile(r"(inv_freq|(cos|sin)(_cached)?|running_\w+|\w*relative_position_index)$")
 
 
 class Evidence:
-    """What a file says about its float initialisers, to decide which of them are trained weights.
+    """What an ONNX file says about its floating-point initialisers, to decide which of them are trained weights.
 
-    ``draft``: the file's content. ``used``: the readers of its values.
+    ``draft``: the file's content. ``used``: the readers of each value.
     """
 
     def __init__(self, draft: Draft, used: roles.Uses) -> None:
@@ -49,7 +50,7 @@ class Evidence:
         origin = self.origins.get(array.name, Origin())
         if origin.kind:
             return origin.kind == "PARAMETER"
-        if self.tells and FACTORY.match(array.name):  # in such files weights have a kind
+        if self.tells and FACTORY.match(array.name):  # in a file that records kinds, weights have one
             return False
         if origin.folded_from:
             return self._folded_from_weight(origin)
@@ -63,11 +64,14 @@ class Evidence:
         return math.prod(array.shape) > 1 and not _is_mask(array)
 
     def _folded_from_weight(self, origin: Origin) -> bool:
-        """Return whether a weight is among the tensors from which the exporter computed this one.
+        """Return whether a weight is among the tensors from which the exporter computed a tensor (its sources).
 
-        Qualified names (``layer.0.weight``) are weights unless they look like a buffer's. Without qualified names, a
-        source recorded as a parameter decides; a source of another recorded kind, or one made by a call such as
-        ``arange``, means no weight; otherwise any source that no node writes counts as a weight.
+        If sources have qualified names (``layer.0.weight``), the answer is True if one of them does not look like a
+        buffer's name. Otherwise the following rules are applied in order. It is True if a source is recorded as a
+        parameter. It is False if a source is recorded with another kind, or made by a call such as ``arange``. Else it
+        is True if there is a source that no node writes. Sources with names that the exporter generated are ignored.
+
+        ``origin``: what the exporter recorded about the tensor.
         """
         sources = [s for s in origin.folded_from if not GENERATED.match(s)]
         qualified = [s for s in sources if "." in s]
@@ -89,7 +93,10 @@ def _is_mask(array: Array) -> bool:
 
 
 def _is_sinusoidal(array: Array) -> bool:
-    """Return whether the tensor is a table of sinusoidal positions, sines and cosines interleaved or in halves."""
+    """Return whether a tensor looks like a table of sinusoidal positions: rows of pairs (a, b) with a² + b² ≈ 1.
+
+    The sines and cosines are interleaved, or in two halves of the row.
+    """
     width = array.shape[-1] if array.shape else 0
     rows = math.prod(array.shape[:-1])
     if width < 4 or width % 2 or rows < 2 or rows * width > MAX_MASK:

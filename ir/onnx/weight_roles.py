@@ -1,7 +1,7 @@
-"""Decide the role of each initialiser: a trained parameter, a batch norm statistic, or a constant.
+"""How the nodes of an ONNX graph read its tensors, to decide which tensors are parameters, buffers or constants.
 
-A float initialiser is a parameter if a gradient reaches it: a path leads from it to an output through inputs in
-which the ops are differentiable. Batch norm's mean and variance are buffers. Everything else is constant.
+A floating-point initialiser can be a parameter only if a gradient reaches it: there is a path from it to an output on
+which each op is differentiable in the input that it reads. Batch norm's mean and variance are buffers.
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ from rematplan.ir.onnx.graph import Node
 
 FLOATS = frozenset({"float16", "bfloat16", "float32", "float64"})
 
-# Nodes that only re-arrange one tensor: a weight seen through them is still that weight.
+# Ops that only rearrange one tensor: an op that reads the result of one of them on a weight reads that weight.
 VIEW_OPS = frozenset({"Flatten", "Identity", "Reshape", "Squeeze", "Transpose", "Unsqueeze"})
 
-# The inputs an op is differentiable in, where that is not all of them.
+# By op: the positions of the inputs in which it is differentiable. Ops that are absent: all inputs.
 DIFFERENTIABLE_INPUTS: dict[str, frozenset[int]] = {
     **dict.fromkeys(
         [
@@ -104,7 +104,7 @@ DIFFERENTIABLE_INPUTS: dict[str, frozenset[int]] = {
     ),
 }
 
-# The inputs where layers keep their weights: a generated tensor that arrives here was a weight once.
+# By op: the positions of the inputs that weights usually have. A generated tensor that is read there is a weight.
 WEIGHT_INPUTS: dict[str, frozenset[int]] = {
     "BatchNormalization": frozenset({1, 2}),
     "CausalConvWithState": frozenset({1, 2}),
@@ -128,7 +128,10 @@ STATISTICS = frozenset({3, 4})  # batch norm's mean and variance
 
 @dataclass(frozen=True)
 class Uses:
-    """The readers of each value of a graph: by its name, pairs (node, input position)."""
+    """The readers of each value of an ONNX graph.
+
+    ``readers``: for each value, by name, the nodes that read it, as pairs (node, input position).
+    """
 
     readers: Mapping[str, tuple[tuple[Node, int], ...]]
 
@@ -145,7 +148,7 @@ class Uses:
 
 
 def uses(nodes: Iterable[Node]) -> Uses:
-    """Return the readers of every value that the nodes read."""
+    """Return, for every value that the nodes read, which nodes read it in which input."""
     readers: dict[str, list[tuple[Node, int]]] = defaultdict(list)
     for node in nodes:
         for at, name in enumerate(node.inputs):
@@ -166,12 +169,14 @@ def in_weight_input(name: str, used: Uses) -> bool:
 
 
 def is_generated_weight(name: str, fill: float, used: Uses) -> bool:
-    """Return whether a tensor that the file does not contain, but fills with the value ``fill``, stands for a
-    trained weight.
+    """Return whether a tensor that a node of the ONNX file fills with the number ``fill`` is a weight.
 
-    It does if a layer reads it in an input for weights. It also does as an operand of plain arithmetic, unless
-    ``fill`` is a value that programs compute with (0, ±1, not finite, 10⁴ or more): then it is a mask or an initial
-    state.
+    Some files do not store their weights, but fill them in this way. The tensor is a weight if a layer reads it in an
+    input for weights, or a batch norm reads it as mean or variance. If an addition, subtraction, multiplication or
+    division reads it, it is a weight unless ``fill`` is 0, ±1, not finite, or 10⁴ or more in size: with these numbers
+    it is rather a mask or an initial state.
+
+    ``name``: the tensor's name. ``used``: the readers of each value.
     """
     if in_weight_input(name, used) or is_statistic(name, used):
         return True
@@ -181,8 +186,12 @@ def is_generated_weight(name: str, fill: float, used: Uses) -> bool:
 
 
 def differentiable_values(nodes: Iterable[Node], outputs: Iterable[str]) -> frozenset[str]:
-    """Return the names of the values from which a differentiable path leads to an output. ``nodes`` must be in
-    topological order."""
+    """Return the names of the values that gradients of the outputs reach.
+
+    From such a value there is a path to an output on which each op is differentiable in the input that it reads.
+
+    ``nodes``: in topological order. ``outputs``: the names of the graph outputs.
+    """
     reached = set(outputs)
     for node in reversed(tuple(nodes)):
         if not any(o in reached for o in node.outputs if o):
@@ -194,8 +203,10 @@ def differentiable_values(nodes: Iterable[Node], outputs: Iterable[str]) -> froz
 
 @dataclass(frozen=True, slots=True)
 class Differentiated:
-    """What an ONNX Gradient node differentiates: the value ``y``, as a function of ``xs`` and ``zs``, with respect
-    to ``xs``."""
+    """What an ONNX Gradient node computes: the gradients of the value ``y`` with respect to the values ``xs``.
+
+    ``zs``: further values that ``y`` depends on, without gradients. All are names.
+    """
 
     xs: tuple[str, ...]
     zs: tuple[str, ...]
@@ -203,10 +214,10 @@ class Differentiated:
 
 
 def differentiated(node: Node) -> Differentiated:
-    """Return the names of the values that an ONNX Gradient node differentiates.
+    """Return the names in the attributes ``xs``, ``zs`` and ``y`` of an ONNX Gradient node.
 
     Raises:
-        ModelError: it names another number of values than it has inputs.
+        ModelError: ``xs`` is empty, or the number of names in ``xs`` and ``zs`` is not the node's number of inputs.
     """
     stated: Any = node.attributes
     found = Differentiated(tuple(stated.get("xs", ())), tuple(stated.get("zs", ())), str(stated.get("y", "")))
@@ -219,8 +230,7 @@ def differentiated(node: Node) -> Differentiated:
 
 
 def reads(node: Node) -> tuple[str, ...]:
-    """Return the names of the values that a node needs: its inputs and, for a Gradient node, the value that it
-    differentiates."""
+    """Return the names of the values that a node needs: its inputs, and for a Gradient node the differentiated value."""
     named = (differentiated(node).y,) if node.op == "Gradient" and node.domain else ()
     return (*filter(None, node.inputs), *named)
 
