@@ -230,7 +230,7 @@ def differentiated(node: Node) -> Differentiated:
 
 
 def reads(node: Node) -> tuple[str, ...]:
-    """Return the names of the values that a node needs: its inputs, and for a Gradient node the differentiated value."""
+    """Return the names of the values that a node needs: its inputs, and what a Gradient node differentiates."""
     named = (differentiated(node).y,) if node.op == "Gradient" and node.domain else ()
     return (*filter(None, node.inputs), *named)
 
