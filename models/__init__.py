@@ -1,4 +1,7 @@
-"""The zoo: networks as ``nn.Module``s with batch, image size and width as arguments, and their export to ONNX."""
+"""The zoo: a collection of known networks as ``nn.Module``s of any size, for examples and benchmarks.
+
+Batch, image size, width and other sizes are arguments. The networks can be exported to ONNX.
+"""
 
 from rematplan.models.bert import BERT
 from rematplan.models.chain import Chain

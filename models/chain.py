@@ -1,4 +1,4 @@
-"""A plain chain of a thousand layers or more, without branches and shortcuts.
+"""A network that is a plain chain of a thousand layers or more, without branches and shortcuts.
 
 Orthogonal weights and tanh preserve the signal and its gradient through any number of layers (Pennington, Schoenholz,
 Ganguli, NeurIPS 2017, arXiv:1711.04735).

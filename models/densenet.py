@@ -36,10 +36,10 @@ def norm_relu_conv(in_channels: int, out_channels: int, size: int) -> nn.Sequent
 
 
 class DenseBlock(nn.Module):
-    """A dense block: each layer reads the block's input and the outputs of all earlier layers, and adds ``growth``
-    channels.
+    """A dense block: each layer reads the block's input and the outputs of all earlier layers, concatenated.
 
-    ``layers``: the number of layers. ``in_channels``: the channels of the input.
+    ``layers``: the number of layers. ``in_channels``: the channels of the input. ``growth``: the channels of each
+    layer's output.
     """
 
     def __init__(self, layers: int, in_channels: int, growth: int) -> None:
@@ -64,8 +64,8 @@ class DenseBlock(nn.Module):
 class DenseNet(nn.Module):
     """DenseNet: a network from images (N, 3, H, W) to class scores (N, ``classes``).
 
-    ``depth``: the number of layers, a key of `DEPTHS`. ``width``: the channels that each layer adds (growth rate); None
-    stands for the paper's.
+    ``depth``: the number of layers, a key of `DEPTHS`. ``width``: the growth rate, that is, the channels of each
+    layer's output; None means the paper's.
     """
 
     def __init__(self, depth: int = 121, width: int | None = None, classes: int = 1000) -> None:

@@ -1,7 +1,7 @@
 """The U-Net of Stable Diffusion 1: Rombach et al., CVPR 2022, arXiv:2112.10752.
 
-It predicts the noise in latents from a time and the features of a text. Weights that the authors initialise with zero
-are random here, so that the first step has all gradients.
+It predicts the noise in latents from a diffusion time and the features of a text. Weights that the authors initialise
+with zero are random here, so that no gradient of the first step is zero.
 """
 
 from __future__ import annotations
@@ -107,32 +107,37 @@ class Attending(nn.Module):
 
 
 class Level(nn.Module):
-    """A residual block, then attention to pixels and text, then a change of height and width; the last two may be
-    None."""
+    """A residual block, then attention to pixels and text, then a layer that changes height and width.
+
+    ``residual``, ``attending``, ``resize``: these three layers. ``attending`` and ``resize`` may be None.
+    """
 
     def __init__(self, residual: Residual, attending: Attending | None, resize: nn.Module | None) -> None:
         super().__init__()
         self.residual, self.attending, self.resize = residual, attending, resize
 
     def forward(self, x: Tensor, time: Tensor, context: Tensor) -> Tensor:
-        """Return features (N, channels, H', W') for the image ``x``, the time embedding (N, features) and the text (N,
-        T, features)."""
+        """Return features (N, channels, H', W'), where H' and W' are H and W unless the level changes them.
+
+        ``x``: an image (N, channels, H, W). ``time``: the time embedding (N, features). ``context``: the text (N, T,
+        features).
+        """
         x = self.residual(x, time)
         x = x if self.attending is None else self.attending(x, context)
         return x if self.resize is None else cast(Tensor, self.resize(x))
 
 
 class Shrink(nn.Conv2d):
-    """A 3×3 convolution with stride 2: (N, ``width``, H, W) to (N, ``width``, H ÷ 2, W ÷ 2).
+    """A 3×3 convolution with stride 2: (N, ``width``, H, W) to (N, ``width``, H ÷ 2, W ÷ 2), rounded up.
 
-    It may be called with the arguments of a `Level`, of which it ignores all but the first.
+    It can be called like a `Level`, with an image, a time embedding and a text, but ignores the last two.
     """
 
     def __init__(self, width: int) -> None:
         super().__init__(width, width, 3, stride=2, padding=1)
 
     def forward(self, x: Tensor, *_: Tensor) -> Tensor:
-        """Return features of half the height and width. Arguments after ``x`` are ignored."""
+        """Return features of half the height and width of ``x``. Further arguments are ignored."""
         return super().forward(x)
 
 

@@ -56,7 +56,7 @@ class SqueezeExcite(nn.Module):
 class MBConv(nn.Module):
     """An inverted residual block with squeeze-and-excitation: widen, convolve each channel, scale channels, narrow.
 
-    The input is added if the shapes agree.
+    The input is added if it has the shape of the result: ``stride`` is 1, and ``in_channels`` equals ``out_channels``.
 
     Args:
         in_channels: the number of input channels.
@@ -82,7 +82,10 @@ class MBConv(nn.Module):
         self.drop = DropPath(drop) if stride == 1 and in_channels == out_channels else None
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return features (N, ``out_channels``, H ÷ ``stride``, W ÷ ``stride``) of ``x`` (N, ``in_channels``, H, W)."""
+        """Return features (N, ``out_channels``, H ÷ ``stride``, W ÷ ``stride``), rounded up.
+
+        ``x``: an image (N, ``in_channels``, H, W).
+        """
         return cast(Tensor, self.body(x) if self.drop is None else x + self.drop(self.body(x)))
 
 

@@ -1,4 +1,4 @@
-"""A row of the zoo: a network's name, its sizes, and how the network and a batch are made from them."""
+"""The entry of one network in the zoo (a collection of networks): its name, its sizes, and functions of the sizes."""
 
 from __future__ import annotations
 
@@ -29,30 +29,37 @@ shape.
 
 
 def images(sizes: Sizes, generator: Generator) -> tuple[Tensor, ...]:
-    """Return random images (``batch``, 3, ``image``, ``image``)."""
+    """Return a batch of random images (``batch``, 3, ``image``, ``image``); the names are keys of ``sizes``."""
     return (torch.randn(sizes["batch"], 3, sizes["image"], sizes["image"], generator=generator),)
 
 
 def rows(sizes: Sizes, generator: Generator) -> tuple[Tensor, ...]:
-    """Return random rows of features (``batch``, ``width``)."""
+    """Return a batch of random features (``batch``, ``width``); the names are keys of ``sizes``."""
     return (torch.randn(sizes["batch"], sizes["width"], generator=generator),)
 
 
 def tokens(sizes: Sizes, generator: Generator) -> tuple[Tensor, ...]:
-    """Return random token numbers (``batch``, ``tokens``) below ``vocabulary``."""
+    """Return random token numbers (``batch``, ``tokens``) below ``vocabulary``; the names are keys of ``sizes``."""
     shape = (sizes["batch"], sizes["tokens"])
     return (torch.randint(sizes["vocabulary"], shape, generator=generator),)
 
 
 @dataclass(frozen=True)
 class ZooEntry:
-    """A network of the zoo.
+    """A network of the zoo, a collection of networks whose sizes are arguments.
 
-    ``name``, ``summary``: its name, and one line about it. ``output``: the kind of its output. ``make``: returns the
-    network of given sizes. ``sizes``: its sizes with their defaults. ``tiny``: sizes for a step that takes a moment.
-    ``inputs``: returns a random batch from sizes and a generator. ``multiple``: for a size, the number that it must be
-    a multiple of. ``least``: for a size, its least value if that is not 1. ``stride``: side of the image ÷ side of the
-    smallest features, if the network has batch norm; else None. ``loss``: the usual loss.
+    Attributes:
+        name: the network's name.
+        summary: one line about the network.
+        output: the kind of its output, such as scores per image (``"classes"``) or per pixel (``"pixels"``).
+        make: returns the network for a dict of sizes by name.
+        sizes: the default of each size, by name. The network has only these sizes.
+        tiny: small sizes, for which a training step takes little time, by name.
+        inputs: returns a random batch of inputs for a dict of sizes and a random generator.
+        multiple: the number that a size must be divisible by, by the size's name; absent if it is 1.
+        least: the smallest valid value of a size, by the size's name; absent if it is 1.
+        stride: side of the image ÷ side of the smallest features, if the network has batch norm; else None.
+        loss: the loss with which the network is usually trained, ``"cross_entropy"`` or ``"mse"``.
     """
 
     name: str

@@ -1,7 +1,7 @@
-"""The error of the zoo. The zoo imports torch, and nothing else of rematplan."""
+"""The error class of the zoo, the collection of networks. The zoo uses torch, but nothing else of rematplan."""
 
 from __future__ import annotations
 
 
 class ZooError(ValueError):
-    """A network that is not in the zoo, or sizes that a network cannot have. The message is one line."""
+    """The requested network is not in the zoo, or cannot have the requested sizes or be exported. One line of text."""

@@ -1,4 +1,4 @@
-"""Export to ONNX in training form: batch norm and dropout remain training ops, weights remain parameters."""
+"""Export networks to ONNX in training form: batch norm and dropout remain training ops, weights remain parameters."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from rematplan.models.errors import ZooError
 
 OPSET = 17
 FILE_LIMIT = 2**31 - 2**24
-"""The largest number of bytes of weights in one ONNX file: protobuf's 2 GiB, minus room for the graph."""
+"""The largest number of bytes of weights in one ONNX file: protobuf's 2 GiB, minus 16 MiB for the graph."""
 
 
 def export_onnx(
@@ -27,16 +27,16 @@ def export_onnx(
 ) -> None:
     """Write a network as an ONNX file in training form (opset 17). A failure leaves no partial file.
 
-    PyTorch's exporter that traces is used, since the newer one (``dynamo=True``) silently folds batch norm into
-    convolutions, even in training mode. Tracing runs the network once in training mode; modes, buffers and torch's
-    random state are restored afterwards.
+    PyTorch's tracing exporter is used, because the newer one (``dynamo=True``) silently folds batch norm into
+    convolutions, even in training mode. Tracing runs the network once in training mode. The modules' modes, the
+    buffers and torch's random state are restored afterwards.
 
     Args:
         model: the network.
         inputs: example inputs, for tracing.
         path: the file to write.
-        dynamic_batch: whether dimension 0 of every input is symbolic, with the name ``batch``; otherwise its size is
-            fixed.
+        dynamic_batch: whether dimension 0 of every input and of the output is symbolic, with the name ``batch``;
+            otherwise its size is fixed.
 
     Raises:
         ZooError: the weights do not fit in one ONNX file (2 GiB).
@@ -63,7 +63,10 @@ def export_onnx(
 
 @contextlib.contextmanager
 def _written_whole(path: Path) -> Iterator[Path]:
-    """Yield a temporary file that replaces ``path`` if the block succeeds, and is deleted otherwise."""
+    """Yield a temporary file that replaces ``path`` if the block succeeds, and is deleted otherwise.
+
+    If ``path`` is a device or a pipe, ``path`` itself is yielded.
+    """
     if path.is_dir():
         raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(path))
     if path.exists() and not path.is_file():  # a device or a pipe is written to, not replaced
@@ -83,10 +86,11 @@ def _written_whole(path: Path) -> Iterator[Path]:
 
 @contextlib.contextmanager
 def _untouched(model: nn.Module) -> Iterator[None]:
-    """Restore module modes, buffers and random state after the block, which runs the network in training mode.
+    """Restore module modes, buffers and random state after the block, which traces the network in training mode.
 
-    The trace runs on copies of the buffers. The original buffers are restored as soon as it ends, before the exporter
-    reads what it writes: otherwise it would write batch norm statistics that the trace has changed.
+    In the block the network has copies of its buffers, because its forward updates batch norm statistics. The original
+    buffers are restored as soon as the forward ends. So the exporter, which reads the buffers after the forward, writes
+    the statistics from before it.
     """
     modes = [(module, module.training) for module in model.modules()]
     buffers = [

@@ -43,7 +43,8 @@ def conv(in_channels: int, out_channels: int, size: int, stride: int = 1) -> nn.
 class Inception(nn.Module):
     """Four branches with different kernel sizes, whose channels are concatenated.
 
-    ``in_channels``: the number of input channels. ``row``: a row of `STAGES`: the channels within the branches.
+    ``in_channels``: the number of input channels. ``row``: a row of the table `STAGES`, the numbers of
+    output channels of the convolutions in the branches.
     """
 
     def __init__(self, in_channels: int, row: tuple[int, ...]) -> None:
@@ -60,8 +61,10 @@ class Inception(nn.Module):
         self.out_channels = one + three + five + pooled
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return the channels of all branches, (N, sum of the branches' channels, H, W), for ``x``
-        (N, ``in_channels``, H, W)."""
+        """Return the concatenated outputs of the branches, (N, sum of the branches' channels, H, W).
+
+        ``x``: an image (N, ``in_channels``, H, W).
+        """
         return torch.cat([branch(x) for branch in self.branches], dim=1)
 
 
@@ -79,7 +82,7 @@ class LocalResponseNorm(nn.Module):
 
 
 def halve() -> nn.MaxPool2d:
-    """Return a 3×3 max pooling with stride 2, which halves height and width, rounded up."""
+    """Return a 3×3 max pooling with stride 2, which halves height and width, rounded down."""
     return nn.MaxPool2d(3, stride=2, ceil_mode=True)
 
 
