@@ -1,4 +1,5 @@
-"""The update of the weights: preconditioned gradients, clipping, momentum and weight decay."""
+"""The update of the weights by an optimizer with Kronecker factors: preconditioning, clipping, momentum, weight
+decay."""
 
 from __future__ import annotations
 
@@ -18,16 +19,16 @@ MOMENTUM = "momentum_buffer"
 def preconditioned(
     layers: Mapping[str, Layer], gradients: Mapping[str, Tensor], group_of: Mapping[int, Group]
 ) -> tuple[dict[str, Tensor], Tensor]:
-    """Multiply the gradients of layers by the inverses of their Kronecker factors.
+    """Multiply the gradients of layers by the inverses of their Kronecker factors, and return the products as updates.
 
     Args:
         layers: the layers, by weight name.
-        gradients: matrices (…, outputs, inputs), by weight name.
-        group_of: the param group of each parameter, by the parameter's ``id``.
+        gradients: matrices (…, outputs, inputs), by weight name. Each name is in ``layers``.
+        group_of: the param group (with its learning rate ``lr``) of each parameter, by the parameter's ``id``.
 
     Returns:
-        The updates by weight name, with the gradients' shapes; and Σ lr² ⟨update, gradient⟩ over these layers. The
-        update of a layer without inverses is NaN, and so is the sum.
+        The updates by weight name, with the gradients' shapes; and the sum of lr² ⟨update, gradient⟩ over the layers,
+            as a scalar tensor. If the factors of a layer were not inverted yet, its update and the sum are NaN.
     """
     product = torch.zeros((), dtype=torch.float64, device=next(iter(layers.values())).weight.device)
     updates = {}
@@ -40,10 +41,14 @@ def preconditioned(
 
 
 def clipped(product: float, most: float | None) -> float:
-    """Return the factor for updates that bounds a step's divergence in the quadratic model (Osawa et al. 2019) by
-    ``most``.
+    """Return the factor, at most 1, by which updates are multiplied to limit the size of a step (Osawa et al. 2019).
 
-    The factor is min(1, √(``most`` ÷ ``product``)), and 1 if ``most`` is None. ``product``: Σ lr² ⟨update, gradient⟩.
+    The divergence between the model's outputs before and after the step, estimated by a quadratic model, is then at
+    most ``most``. The factor is min(1, √(``most`` ÷ ``product``)).
+
+    Args:
+        product: Σ lr² ⟨update, gradient⟩ over all layers.
+        most: the limit; None: the factor is 1.
     """
     return 1.0 if most is None or product <= most else math.sqrt(most / product)
 
@@ -53,12 +58,15 @@ def move(
     group_of: Mapping[int, Group],
     state: Mapping[Tensor, dict[str, Any]],
 ) -> None:
-    """Update parameters in place: weight decay first, then subtract lr · update, with momentum as in `torch.optim.SGD`.
+    """Subtract lr · update from parameters in place, with momentum as in `torch.optim.SGD`.
+
+    Before that, weight decay multiplies each parameter by 1 − lr · weight_decay. Unlike in `torch.optim.SGD`, it does
+    not enter the momentum.
 
     Args:
         updates: pairs of a parameter and its update.
-        group_of: the param group of each parameter, by the parameter's ``id``.
-        state: the optimizer's state by parameter; the momentum buffer is kept in it.
+        group_of: the param group of each parameter (``lr``, ``momentum``, ``weight_decay``), by the parameter's ``id``.
+        state: the optimizer's state by parameter. The momentum buffer is stored in it.
     """
     for parameter, update in updates:
         group = group_of[id(parameter)]
@@ -75,7 +83,9 @@ def move(
 
 
 def finite(product: Tensor, gradients: Sequence[Tensor]) -> bool:
-    """Return whether ``product`` and all gradients are finite. One transfer to the host suffices, because norms are
-    tested."""
+    """Return whether ``product`` and the norms of all ``gradients`` are finite.
+
+    Norms are tested instead of elements, so that a single transfer from the device to the host is enough.
+    """
     norms = [product, *(torch.linalg.vector_norm(whole(g)) for g in gradients)]
     return all(math.isfinite(norm) for norm in torch.stack([n.double() for n in norms]).tolist())

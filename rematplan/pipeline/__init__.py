@@ -1,1 +1,1 @@
-"""Pipelines whose stages follow plans: schedules by name, planning, running under torchrun."""
+"""Pipelines whose stages recompute activations as planned: schedules by name, planning, and running under torchrun."""

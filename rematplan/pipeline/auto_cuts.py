@@ -1,4 +1,4 @@
-"""Cuts of a model for `plan_pipeline`, by the search that ``rematplan pipeline`` uses."""
+"""Choose where `plan_pipeline` cuts a model into stages, with the same search as the command ``rematplan pipeline``."""
 
 from __future__ import annotations
 
@@ -34,10 +34,11 @@ def auto_cuts(
     budget: Budget,
     asked: PlanOptions,
 ) -> tuple[str, ...]:
-    """Return the names of the modules with which the second and each later stage begin, for the least simulated
-    makespan.
+    """Choose where to cut a model into pipeline stages, so that the simulated duration of a step (the makespan) is
+    short.
 
-    Messages between ranks are assumed to take no time.
+    Messages between ranks are assumed to take no time. The search may end without cuts with which all ranks fit their
+    budget. Cuts are returned in that case, too.
 
     Args:
         model: the model to divide.
@@ -45,10 +46,13 @@ def auto_cuts(
         kwargs: keyword arguments of the model for one micro-batch.
         schedule: the order of the ranks' actions (forwards and backwards of stages).
         budget: the budget of each rank, in bytes or as a percentage.
-        asked: strategy, costs and time limit.
+        asked: the user's options, of which strategy, costs, time limit and the largest inversion error are used.
+
+    Returns:
+        The names of the modules with which the second and each later stage begin.
 
     Raises:
-        UsageError: the model has too few modules to cut at.
+        UsageError: the model has too few modules at which it can be cut.
         ModelError: the training step of the model cannot be captured.
     """
     known = cut_names(exported(model, args, kwargs))
@@ -83,11 +87,12 @@ def auto_cuts(
 def agreed(choose: Callable[[], tuple[str, ...]]) -> tuple[str, ...]:
     """Call ``choose`` in the process of rank 0 of the default process group, and return its result in all processes.
 
-    Costs that are measured and searches that are limited by time would differ between processes. Without a process
-    group, the result is that of ``choose`` in this process.
+    If each process called ``choose``, the results could differ, because measured costs and searches with a time limit
+    differ. Without a process group, this process calls ``choose``.
 
     Raises:
-        RematplanError: ``choose`` raised it. Other processes raise a UsageError with the same message.
+        RematplanError: ``choose`` raised it in the process of rank 0. Other processes raise a UsageError with the same
+            message.
     """
     if not (distributed.is_available() and distributed.is_initialized()):
         return choose()

@@ -1,4 +1,4 @@
-"""Capture the modules of stages, make their planning problems, and return planned modules that follow given plans."""
+"""Capture pipeline stages, make their planning problems, and return modules that run the stages as plans say."""
 
 from __future__ import annotations
 
@@ -32,7 +32,8 @@ from rematplan.runtime.problem.loss_memory import NO_LOSS
 
 
 class _Recorded(Exception):
-    """Ends the preparation of a module once its step is captured: no plan is wanted yet."""
+    """Raised to stop the preparation of a planned module when its step is captured, before a plan is made. It has the
+    step."""
 
     def __init__(self, step: CapturedStep) -> None:
         self.step = step
@@ -44,15 +45,18 @@ class _Recorder:
         raise _Recorded(step)
 
     def with_gradients(self, step: CapturedStep, plan: Plan, gradients: int, names: Set[str]) -> None:
-        """Is never called, since nothing runs."""
+        """Do nothing. It is never called: `__call__` raises before the module gets a plan to run."""
 
 
 @dataclass(frozen=True)
 class _FixedPlan:
-    """A planner that always returns one plan, which counts earlier gradients already.
+    """A planner of a planned module that returns the same plan for every step.
+
+    ``plan``: the plan, which already counts gradients of earlier micro-batches. ``calls``: the ATen ops of the step
+    that was planned, in order.
 
     Raises:
-        ModelError: the step has other calls than the one that was planned.
+        ModelError: when called with a step that has other ATen ops.
     """
 
     plan: StepPlan
@@ -72,9 +76,9 @@ class _FixedPlan:
 class CapturedStage:
     """A pipeline stage with its captured step and its planning problem.
 
-    ``stage``: the stage's module and arguments. ``step``: the captured forward and backward, with inverses.
-    ``problem``: the planning problem. ``calls``: the ATen ops of the capture, in order, by which another capture is
-    compared.
+    ``stage``: the stage's module and arguments. ``step``: the captured forward and backward of one micro-batch, with
+    inverses. ``problem``: the planning problem. ``calls``: the ATen ops of the capture before inverses were added, in
+    order. `planned` captures the stage again and checks that the ops are the same.
     """
 
     stage: StageModule
@@ -83,15 +87,16 @@ class CapturedStage:
     calls: tuple[object, ...]
 
     def planned(self, plan: Plan, prepared: bool = True) -> nn.Module:
-        """Return a module that runs the stage as ``plan`` says. It shares the stage's parameters and buffers.
+        """Return a module that runs the stage as ``plan`` says. The module shares the stage's parameters and buffers.
 
         Args:
-            plan: a plan of ``problem``.
-            prepared: whether the plan is compiled now. Otherwise it is compiled in the first forward; a module needs
-                this if its class changes before then, as by ``fully_shard``.
+            plan: a plan of the stage's planning problem.
+            prepared: whether to compile the plan now instead of in the first forward. False is needed if the module's
+                class changes before its first forward, as ``fully_shard`` changes it.
 
         Raises:
-            ModelError: the stage, captured again, runs other ops.
+            ModelError: the stage is captured again, and has other ops than before. If ``prepared`` is false, the first
+                forward raises it.
         """
         spare = backward_spare(self.problem.graph, plan.schedule)
         given = _FixedPlan(StepPlan(self.step, plan, spare, self.problem.gradient_bytes), self.calls)
@@ -106,13 +111,12 @@ def captured_stage(
 
     Args:
         stage: the stage's module and arguments.
-        planner: determines the costs, and for the last stage the memory of the loss.
+        planner: determines the costs of ops, which inverses are used, and for the last stage the memory of the loss.
         template: the memory of the stage that does not depend on the plan.
         last: whether this is the last stage, from whose outputs the loss is computed.
         split: whether the backward computes weight gradients later than the gradients of inputs.
-        beyond: bytes that are held outside of the stage for a micro-batch from its forward to its backward, except by
-            the loss. Negative if the stage's outputs are counted already as inputs of the next stage, because both
-            stages are on one rank.
+        beyond: bytes that a micro-batch occupies outside of the stage from its forward to its backward, without those
+            of the loss. Negative if the next stage is on the same rank: it counts this stage's outputs as its inputs.
 
     Raises:
         ModelError: the stage cannot be captured.
@@ -136,8 +140,7 @@ def captured_stage(
 
 
 def captured_step(stage: StageModule) -> CapturedStep:
-    """Capture a pipeline stage for one micro-batch, and return its forward and backward as ATen calls, without
-    inverses.
+    """Capture the forward and backward of a pipeline stage for one micro-batch as ATen calls. No inverses are added.
 
     Raises:
         ModelError: the stage cannot be captured.
@@ -164,7 +167,11 @@ def _prepared(stage: StageModule, planned: nn.Module) -> nn.Module:
 
 
 def _empty(like: Any, device: torch.device) -> Any:
-    """Return an uninitialised tensor of the same shape, strides and type; other values are returned unchanged."""
+    """Return an uninitialised tensor on ``device`` with the shape, strides, type and ``requires_grad`` of the tensor
+    ``like``.
+
+    Anything else than a tensor is returned unchanged.
+    """
     if not isinstance(like, torch.Tensor):
         return like
     empty = torch.empty_strided(like.shape, like.stride(), dtype=like.dtype, device=device)

@@ -1,7 +1,8 @@
-"""The stages of a dataflow pipeline: their planning problems, and their executable form under given plans.
+"""The stages of a dataflow pipeline: their planning problems, and the compiled stages that follow plans.
 
-A dataflow pipeline recovers each stage's input by inverses from a tensor that the next stage sends with the gradient,
-so that invertible stages keep nothing between forward and backward.
+In the backward of a dataflow pipeline, each stage recovers its input by inverses. It sends the input to the previous
+stage together with the input's gradient, so that the previous stage can recover its own input, too. Therefore
+invertible stages keep nothing between forward and backward.
 """
 
 from __future__ import annotations
@@ -44,7 +45,8 @@ SMALL = 1e-6
 
 @dataclass(frozen=True)
 class DataflowPart:
-    """A captured stage of a dataflow pipeline (inverses recover inputs in the backward), with its planning problem.
+    """A captured stage of a dataflow pipeline, where inverses recover activations in the backward, and its planning
+    problem.
 
     ``number``: the stage's number, from 0. ``stages``: how many stages the pipeline has. ``stage``: the stage's module
     and arguments. ``step``: the captured forward and backward. ``problem``: the planning problem.
@@ -57,10 +59,10 @@ class DataflowPart:
     problem: StageProblem
 
     def of_engine(self, plan: Plan, group: ProcessGroup) -> DataflowStage:
-        """Return the stage in the form that `DataflowSchedule` runs, compiled so that it follows a plan.
+        """Compile the stage so that it follows ``plan``, and return it in the form that `DataflowSchedule` runs.
 
         Args:
-            plan: a plan of ``problem``.
+            plan: a plan of the stage's planning problem.
             group: the process group of the pipeline.
         """
         code = compile_stage(self.step, plan.schedule, self.number == self.stages - 1)
@@ -74,11 +76,12 @@ class DataflowPart:
 def dataflow_part(
     stage: StageModule, planner: StepPlanner, template: StagePlan, number: int, stages: int
 ) -> DataflowPart:
-    """Capture a stage of a dataflow pipeline (inverses recover inputs in the backward), with its planning problem.
+    """Capture a stage of a dataflow pipeline, where inverses recover activations in the backward, and make its planning
+    problem.
 
     Args:
         stage: the stage's module and arguments.
-        planner: determines the costs, and for the last stage the memory of the loss.
+        planner: determines the costs of ops, and for the last stage the memory of the loss.
         template: the memory of the stage that does not depend on the plan.
         number: the stage's number, from 0.
         stages: the number of stages of the pipeline.
@@ -115,11 +118,12 @@ def dataflow_part(
 def dataflow_stages(
     part: DataflowPart, plan: Plan, group: ProcessGroup | None, wrapped: bool
 ) -> list[DataflowStage]:
-    """Return a list with this process's stage of a dataflow pipeline, ready for `DataflowSchedule`.
+    """Return a list with one item: the stage of a dataflow pipeline that this process runs, ready for
+    `DataflowSchedule`.
 
     Args:
         part: the captured stage.
-        plan: a plan of its problem.
+        plan: a plan of the stage's planning problem.
         group: the process group of the pipeline; None: all processes.
         wrapped: whether the user wants to wrap the stage's module (for example in FSDP2), which is refused.
 
@@ -146,10 +150,16 @@ def _answers(step: CapturedStep) -> frozenset[str]:
 
 
 def _errors(graph: TrainingGraph, schedule: Schedule, answers: frozenset[str]) -> tuple[float, float]:
-    """Return two predictions for the tensors that a stage recovers by inverses.
+    """Predict the rounding errors of the tensors that a stage recovers by inverses with a schedule.
 
-    The first is their relative error if the tensor received from the next stage is exact. The second is the growth of
-    errors: the additional error of the recovered tensors ÷ the error of the received one.
+    Args:
+        graph: the stage's planning problem.
+        schedule: a schedule of it.
+        answers: the names of the inverses that take a tensor from the message of the next stage.
+
+    Returns:
+        The largest relative error of a recovered tensor if the tensor from the next stage is exact; and how much an
+            error of the tensor from the next stage adds to it, divided by that error.
     """
     exact = worst_error(graph, schedule)
     noisy = replace(

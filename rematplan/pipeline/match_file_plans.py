@@ -1,8 +1,8 @@
-"""The plans of a pipeline file as plans of the stages that processes capture.
+"""Apply the plans of a pipeline file to the stages that processes capture.
 
-A file's plans are of parts of the whole captured step, loss included. A process captures its stages separately, without
-a loss, and their ops have other names. The ops of both are matched by their targets, in order; then each pair of ops
-must read results of matched ops, and write equally many bytes.
+The plans in the file are for slices of the captured step of the whole model with its loss. A process captures only its
+stages, without a loss, and their ops have other names. So ops of the two captures are paired by ATen op, in order. Each
+pair must read results of paired ops and write equally many bytes.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ Key = tuple[str, bool]
 
 @dataclass(frozen=True)
 class FilePlans:
-    """The plans of a pipeline file, with the step that they are plans of.
+    """The plans of a pipeline file, with the captured step of the whole model for which they were made.
 
     ``file``: the pipeline as read from the file. ``step``: the captured step of the whole model with its loss, which
-    the file divides into stages. ``chain``: that step as a chain of blocks, between which stages are cut.
+    the file divides into stages. ``chain``: that step as a chain of blocks. Stages begin and end between blocks.
     """
 
     file: PlannedPipeline
@@ -39,14 +39,15 @@ class FilePlans:
     chain: NamedChain
 
     def plan(self, number: int, part: CapturedStage) -> Plan:
-        """Return the file's plan of stage ``number`` as a plan of the stage that this process captured.
+        """Convert the file's plan of a stage into a plan of that stage as this process captured it.
 
         Args:
             number: the stage's number, from 0.
-            part: the stage as captured here.
+            part: the stage as captured by this process.
 
         Raises:
-            ProblemError: the captured stage has other ops than the file's stage. The message says which.
+            ProblemError: the captured stage has other ops than the file's stage. The message states the first
+                difference.
         """
         bounds = list(pairwise((0, *self.file.cuts, len(self.chain.chain))))
         ops = StageSlice(self.chain.chain, *bounds[number]).ops
@@ -66,14 +67,14 @@ class FilePlans:
 
 
 def file_plans(file: PlannedPipeline, name: str) -> FilePlans:
-    """Capture the whole step that a pipeline file divides, and return it with the file's plans.
+    """Capture the step of the whole model that a pipeline file divides, and return it with the file's plans.
 
     Args:
         file: the pipeline file's content.
         name: the model's name in the zoo.
 
     Raises:
-        ProblemError: the step cannot be divided as the file says.
+        ProblemError: the captured step cannot be divided at the cuts of the file.
     """
     model = file.model
     loaded = api.load_step(
@@ -92,10 +93,10 @@ def file_plans(file: PlannedPipeline, name: str) -> FilePlans:
 
 
 def loss_ops(step: CapturedStep, graph: TrainingGraph, names: Sequence[str]) -> frozenset[str]:
-    """Return the names of the forward and backward ops of the loss, which is outside of the model.
+    """Return which of the ops ``names`` belong to the loss, in forward or backward. The loss is outside of the model.
 
-    A forward op belongs to the loss if it is in none of the model's modules; a backward op, if in addition it reads no
-    result of a backward op of the model.
+    A forward op belongs to the loss if it is in none of the model's modules. A backward op belongs to it if, in
+    addition, it reads no result of a backward op of the model.
 
     Args:
         step: the captured step of the model with its loss.
@@ -116,16 +117,16 @@ def loss_ops(step: CapturedStep, graph: TrainingGraph, names: Sequence[str]) -> 
 def matched(
     step: CapturedStep, names: Sequence[str], other: CapturedStep, other_names: Sequence[str]
 ) -> dict[str, str]:
-    """Return, for each op of a part of a step, the name of the same op in another capture of that part.
+    """Pair the ops of the same part of a model in two captures. Return the names in ``other`` by the names in ``step``.
 
-    Ops are paired by ATen op and phase, in order. Paired ops must read results of paired ops and write equally many
-    bytes.
+    Ops are paired by ATen op and phase (forward or backward), in order. Paired ops must read results of paired ops and
+    write equally many bytes.
 
     Args:
         step: a captured step.
-        names: the ops of the part, in order.
+        names: the names of the part's ops in ``step``, in order.
         other: the other captured step.
-        other_names: the ops of the part in ``other``, in order.
+        other_names: the names of the part's ops in ``other``, in order.
 
     Raises:
         ProblemError: the ops cannot be paired.
@@ -149,7 +150,14 @@ def matched(
 
 
 def _runs(file: PlannedPipeline, number: int, pairs: Mapping[str, str], loss: Collection[str]) -> list[str]:
-    """Return the ops that a file's plan runs, in order, under their names in the captured stage.
+    """Return the ops that the file's plan of a stage runs, in order, by their names in the captured stage. Ops of the
+    loss are left out.
+
+    Args:
+        file: the pipeline file's content.
+        number: the stage's number, from 0.
+        pairs: names of ops in the captured stage, by their names in the file.
+        loss: names of the ops of the loss in the file.
 
     Raises:
         ProblemError: the plan runs an op that the captured stage lacks.
@@ -178,5 +186,5 @@ def _by_key(step: CapturedStep, names: Sequence[str]) -> dict[Key, list[str]]:
 
 
 def _makers(step: CapturedStep) -> dict[str, str]:
-    """Return the call that writes each storage."""
+    """Return the name of the call that writes each storage, by the storage's name."""
     return {storage: call.name for call in step.calls for storage in step.writes(call)}

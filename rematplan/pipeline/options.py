@@ -1,4 +1,4 @@
-"""Read the options of pipelines that describe links and optimizers."""
+"""Read options of pipelines: the speed of the network, and the size of an optimizer's state."""
 
 from __future__ import annotations
 
@@ -25,10 +25,9 @@ _LATENCY = re.compile(r"([0-9.]{1,20}) ?(s|ms|us|µs|ns)")
 
 
 def parse_link(text: str | None) -> Link:
-    """Read a network link: bandwidth and latency such as ``25GB/s,5us``, or only one of the two.
+    """Read the speed of a network link from text such as ``25GB/s,5us``: a bandwidth, a latency or both.
 
-    The latency is 0 if it is not stated, and the bandwidth infinite. None and an empty text stand for a link that takes
-    no time.
+    An unstated latency is 0, and an unstated bandwidth is infinite. None or an empty text is a link that takes no time.
 
     Raises:
         UsageError: the text is malformed.
@@ -55,7 +54,8 @@ def _number(text: str) -> float:
 
 
 def optimizer_copies(name: str) -> float:
-    """Return the size of an optimizer's state ÷ the size of the trained parameters: 2 for ``adam``, 0 for ``sgd``.
+    """Return the size of an optimizer's state ÷ the size of the trained parameters, such as 2 for ``adam`` and 0 for
+    ``sgd``.
 
     Raises:
         UsageError: the optimizer is not in `OPTIMIZERS`.

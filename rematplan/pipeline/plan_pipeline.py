@@ -129,19 +129,20 @@ def captured_pipeline(
     ranks: Iterable[int] | None = None,
     parallel: DataParallel = ALONE,
 ) -> Pipeline:
-    """Cut a model into stages and capture the stages of ``ranks``. The result has no plans yet.
+    """Cut a model into stages, capture the stages of ``ranks``, and return a pipeline without plans.
 
     Args:
         model: the model to divide.
         args: positional arguments of the model, whole batches.
         kwargs: keyword arguments of the model, or None.
         order: the schedule.
-        stated: the budget of each rank.
+        stated: the budget of each rank. For a percentage, the stages of all ranks are captured.
         cuts: names of the modules with which the second and each later stage begin, as a sequence or separated by
-            commas; or ``auto``.
-        asked: the options of planning, whose own budget is ignored.
-        ranks: the ranks to capture; None for all.
-        parallel: how many processes have each stage.
+            commas; or ``auto`` to choose them.
+        asked: the options of planning. Their budget is ignored in favour of ``stated``.
+        ranks: the ranks whose stages are captured; None for all. If ranks are stated and ``cuts`` is ``auto``, rank 0
+            of the default process group chooses the cuts for all processes.
+        parallel: over how many processes each stage is sharded or replicated.
 
     Raises:
         UsageError: a budget that is neither bytes nor a percentage, impossible cuts, or a batch that cannot be divided
@@ -181,7 +182,9 @@ def _order(schedule: str, stages: int, microbatches: int, hop: float) -> Pipelin
 def _first_microbatch(
     args: Sequence[Any], kwargs: Mapping[str, Any], microbatches: int
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Return the arguments of the first micro-batch.
+    """Return the positional and keyword arguments of the first of ``microbatches`` micro-batches.
+
+    Tensors are divided along their first dimension; other values are returned unchanged.
 
     Raises:
         UsageError: a tensor cannot be divided evenly.

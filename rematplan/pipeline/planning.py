@@ -1,4 +1,7 @@
-"""Plan the pipeline of a captured step: choose schedule and cuts, within a budget for each rank."""
+"""Plan a pipeline for a captured step: choose the schedule, the cuts between stages, and what each stage recomputes.
+
+Each rank stays within its budget.
+"""
 
 from __future__ import annotations
 
@@ -33,12 +36,12 @@ AMPLE = 2**50
 
 @dataclass(frozen=True)
 class Asked:
-    """A user's options for a pipeline.
+    """A user's options for planning a pipeline.
 
     ``schedule``: the name of a schedule, or ``auto``. ``stages``: the number of stages. ``microbatches``: the number of
     micro-batches in a step. ``budget``: the budget of each rank. ``cuts``: names of the modules with which the second
-    and each later stage begin; None: they are chosen. ``link``: bandwidth and latency of the network between ranks.
-    ``overhead``: microseconds that each action (a forward or backward of a stage) takes in addition to its ops.
+    and each later stage begin; None: the search chooses cuts. ``link``: bandwidth and latency of the network between
+    ranks. ``overhead``: microseconds that each action (a forward or backward of a stage) takes in addition to its ops.
     ``optimizer``: the size of the optimizer's state ÷ that of the trained parameters. ``seconds``: about how long the
     search may take.
     """
@@ -57,7 +60,9 @@ class Asked:
 def plan_stages(
     step: CapturedStep, graph: TrainingGraph, asked: Asked, model: Mapping[str, Any], progress: Progress
 ) -> PlannedPipeline:
-    """Divide a captured step into pipeline stages, plan their recomputation, and return the pipeline of least makespan.
+    """Divide a captured step into pipeline stages, and plan what each stage recomputes.
+
+    Of the pipelines that are found, the one with the least makespan (simulated duration of a step) is returned.
 
     Args:
         step: the captured step of one micro-batch.
@@ -79,7 +84,14 @@ def plan_stages(
 
 
 def _best(chain: NamedChain, asked: Asked, cuts: Cuts | None, progress: Progress) -> PlannedPipeline:
-    """Return the pipeline with the least makespan, of all schedules that are asked for."""
+    """Return the pipeline with the least makespan among the schedules that ``asked`` allows.
+
+    ``cuts``: the positions in the chain at which stages begin; None: each search chooses them.
+
+    Raises:
+        InfeasibleBudget: no schedule fits the budget.
+        UsageError: no schedule can have the stated numbers of stages and micro-batches.
+    """
     refused: list[InfeasibleBudget] = []
     best: PlannedPipeline | None = None
     searches = sorted(_searches(chain, asked, progress), key=lambda s: s.least_makespan)
@@ -124,10 +136,14 @@ def _searches(chain: NamedChain, asked: Asked, progress: Progress) -> Iterator[P
 def _search(
     chain: NamedChain, schedule: PipelineSchedule, asked: Asked, progress: Progress = silent
 ) -> PipelineSearch:
-    """Return the search for cuts and plans with a schedule, within the budget that is asked for.
+    """Return a search, not run yet, for the cuts and plans of a pipeline with one schedule, within the budget of
+    ``asked``.
+
+    A percentage is converted to bytes here. It refers to the largest peak of a rank with balanced cuts and without
+    recomputation.
 
     Raises:
-        UsageError: too few places to cut at.
+        UsageError: the chain can be cut at too few positions.
     """
     own = _narrow(chain, schedule.name, schedule.stages)
     ample = _terms(own, asked, AMPLE)
@@ -139,10 +155,10 @@ def _search(
 def best_cuts(
     chain: NamedChain, schedule: PipelineSchedule, asked: Asked, planner: StagePlanner | None
 ) -> tuple[str, ...]:
-    """Return the names of the modules with which the second and each later stage begin, for the least simulated
-    makespan.
+    """Search for the cuts into pipeline stages with the least makespan (simulated duration of a step).
 
-    If no cuts are found with which the plans of all ranks fit their budget, the result is the most promising cuts.
+    If no tried cuts fit the budget of all ranks, return the cuts that were tried first. If it is proven that no cuts
+    fit, return the cuts that would be the best if memory were unlimited.
 
     Args:
         chain: the step of one micro-batch as a chain of blocks.
@@ -150,8 +166,11 @@ def best_cuts(
         asked: the user's options; its schedule and its cuts are ignored.
         planner: plans single stages; None for `auto`.
 
+    Returns:
+        The names of the modules (or ops) with which the second and each later stage begin.
+
     Raises:
-        UsageError: the chain has too few places to cut at.
+        UsageError: the chain can be cut at too few positions.
     """
     search = _search(chain, schedule, asked)
     search.planner = planner or _planner(asked.seconds, schedule.ranks)
@@ -160,15 +179,16 @@ def best_cuts(
 
 
 def _planner(seconds: float, ranks: int) -> AutoStages:
-    """Return the planner of stages that searches for ``seconds`` in all."""
+    """Return a planner of single stages that searches for about ``seconds`` in total for all ``ranks``."""
     return AutoStages(min(LONGEST, seconds / (QUESTIONS * ranks)), time.monotonic() + seconds)
 
 
 def _narrow(chain: NamedChain, schedule: str, stages: int) -> NamedChain:
-    """Return the chain of blocks with the cuts that a schedule may use.
+    """Return the chain with the cuts that a schedule may use.
 
-    For ``dataflow`` these are only places where few bytes cross, if there are enough of them: a cut within a branch of
-    a coupling would send a tensor that no inverse recovers.
+    For ``dataflow``, cuts are allowed only where the forward sends no more bytes than at neighbouring cuts: a cut
+    inside a reversible coupling would send a tensor from which inverses cannot recover the others. If this leaves too
+    few cuts for the number of stages, and for all other schedules, the chain is returned unchanged.
     """
     if schedule not in RECOVERING:
         return chain
@@ -177,7 +197,7 @@ def _narrow(chain: NamedChain, schedule: str, stages: int) -> NamedChain:
 
 
 def _largest_peak(search: PipelineSearch) -> int:
-    """Return the largest peak of all ranks, with balanced cuts and without recomputation."""
+    """Run a search with a budget so large that nothing is recomputed, and return the largest peak of a rank."""
     return max(search.run().peaks)
 
 
@@ -186,10 +206,11 @@ def _terms(chain: NamedChain, asked: Asked, budget: int) -> Terms:
 
 
 def _schedule(name: str, chain: NamedChain, asked: Asked) -> PipelineSchedule:
-    """Return the schedule called ``name``; for ``dataflow``, with as many micro-batches in flight as its links need.
+    """Return the schedule called ``name``. With ``dataflow``, enough micro-batches are in flight to hide the time of
+    messages.
 
     Raises:
-        UsageError: the schedule cannot have these numbers of stages and micro-batches.
+        UsageError: the schedule cannot have the stated numbers of stages and micro-batches.
     """
     if name in VIRTUAL and asked.stages % STAGES_A_RANK:
         raise UsageError(
@@ -201,7 +222,8 @@ def _schedule(name: str, chain: NamedChain, asked: Asked) -> PipelineSchedule:
 
 
 def _hop(chain: NamedChain, asked: Asked) -> float:
-    """Return the longest time of a message, ÷ the time of the slowest stage, in a balanced pipeline."""
+    """Return the longest time of a message between stages ÷ the time of the slowest stage, if stages take similar
+    times."""
     one = chain.chain
 
     def base(start: int, end: int, _stage: int) -> float:

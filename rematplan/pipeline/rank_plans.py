@@ -1,4 +1,4 @@
-"""Capture the stages of each rank of a pipeline, turn its budget into bytes, and plan its stages."""
+"""Capture the stages of a pipeline's ranks, convert the budget to bytes, and plan the stages of each rank."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def captured_part(
         planner: determines the costs, and for the last stage the memory of the loss.
         number: the stage's number, from 0.
         stage: the stage's module and arguments.
-        parallel: how many processes have this stage.
+        parallel: over how many processes the stage is sharded or replicated, which needs further memory.
 
     Raises:
         ModelError: the stage cannot be captured.
@@ -71,9 +71,12 @@ def check_budget(stated: Budget) -> None:
 
 
 def budget_bytes(stated: Budget, order: PipelineSchedule, parts: Mapping[int, Part]) -> int:
-    """Return a pipeline's budget for each rank in bytes.
+    """Convert a pipeline's budget for each rank to bytes.
 
-    A percentage refers to the largest peak of a rank without recomputation; then ``parts`` must have all stages.
+    Args:
+        stated: bytes, or a percentage of the largest peak of a rank without recomputation.
+        order: the pipeline's schedule.
+        parts: the captured stages by number. For a percentage, all stages are needed.
     """
     if stated.kind == "bytes":
         return int(stated.amount)
@@ -93,17 +96,17 @@ def rank_plan(
     budget: int,
     asked: PlanOptions,
 ) -> RankPlan:
-    """Search plans for all stages of a rank that together fit within ``budget`` bytes, and return them.
+    """Search for plans of a rank's stages with which the rank stays within ``budget`` bytes.
 
-    In a dataflow pipeline (inverses recover inputs in the backward), each stage keeps as few bytes per micro-batch as
-    is known to be possible.
+    In a dataflow pipeline (inverses recover activations in the backward), a plan may keep no more bytes between forward
+    and backward than the plan known to keep the fewest.
 
     Args:
         order: the pipeline's schedule.
         rank: the rank.
         parts: captured stages by number; those of the rank are used.
-        budget: bytes.
-        asked: strategy and time limit.
+        budget: bytes, for all stages of the rank together.
+        asked: the user's options, of which strategy and time limit are used.
 
     Raises:
         InfeasibleBudget: no plans are found that fit. The error names the rank.
@@ -126,7 +129,7 @@ def stated_rank_plan(
     budget: int,
     plans: Mapping[int, Mapping[str, Any]],
 ) -> RankPlan:
-    """Return the plans of a rank's stages, read from plans as JSON data.
+    """Read the plans of a rank's stages from JSON data, and compute the rank's peak with these plans.
 
     Args:
         order: the pipeline's schedule.
@@ -147,7 +150,7 @@ def stated_rank_plan(
 def measured_rank_plan(
     order: PipelineSchedule, rank: int, parts: Mapping[int, Part], budget: int, own: Sequence[Plan]
 ) -> RankPlan:
-    """Return given plans of a rank's stages, with the rank's peak in bytes and each stage's memory and times.
+    """Compute the peak of a rank, and the memory and times of its stages, if the stages follow the plans ``own``.
 
     Args:
         order: the pipeline's schedule.

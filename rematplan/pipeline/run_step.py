@@ -1,6 +1,5 @@
-"""Run one step of a planned pipeline in several processes, measure each rank, and compare it with a single
-process.
-"""
+"""Run one step of a planned pipeline in several processes, measure each rank, and compare results with a single
+process."""
 
 from __future__ import annotations
 
@@ -43,17 +42,19 @@ gradients."""
 
 @dataclass(frozen=True)
 class RankReport:
-    """The measurements of one rank in a pipeline step.
+    """The measurements of one rank in a pipeline step, and a comparison with plain PyTorch in a single process.
 
     ``promised``, ``measured``: the predicted and the measured peak in bytes, parameters and buffers included.
-    ``extra``: microseconds of recomputation per micro-batch. ``losses``: the losses of the micro-batches; only on the
-    rank of the last stage.
+    ``extra``: predicted microseconds of recomputation per micro-batch. ``losses``: the losses of the micro-batches;
+    empty except on the rank of the last stage.
 
-    ``compared``: the number of tensors compared with a single process; 0 without verification. ``different``: the names
-    of tensors that are not bit-equal to a single process; in a dataflow pipeline (inverses recover inputs), of
-    gradients whose relative error is above ``expected``. ``expected``: the predicted relative error of gradients.
-    ``error``: the largest measured one. ``anew``: why the rank's stages were planned again; empty if they follow the
-    file's plans.
+    ``compared``: the number of parameters, buffers and losses that were compared; 0 without comparison. ``different``:
+    the names of parameters and buffers that are not bit-equal or whose gradients have a relative error above
+    ``expected``; ``the losses`` if these are not equal. ``expected``: the predicted relative error of gradients: 0
+    except in a dataflow pipeline, where inverses recover activations. ``error``: the largest relative error of a
+    gradient.
+
+    ``anew``: why the rank's stages were planned again instead of following the file's plans; empty if they follow them.
     """
 
     promised: int
@@ -73,11 +74,11 @@ def run_on_all_ranks(plan: PlannedPipeline, *, verify: bool, time_limit: float) 
     Args:
         plan: the pipeline.
         verify: whether to compare the results with those of a single process.
-        time_limit: seconds of search for each rank that must plan its stages again.
+        time_limit: seconds of search for each rank that cannot use the file's plans.
 
     Raises:
         UsageError: the model is not a network of the zoo.
-        InfeasibleBudget: this rank's stages do not fit.
+        InfeasibleBudget: no plans are found with which this rank stays within the budget.
         ProcessEnded: another process has ended.
     """
     name = _network(plan)
@@ -93,18 +94,19 @@ def reports_of_step(
 ) -> list[RankReport]:
     """Run one pipeline step as one rank of the default process group, and return the reports of all ranks.
 
-    Cuts, schedule, budget and plans are those of ``plan``. If the stages that a rank captures have other ops than the
-    file's stages, the rank plans its stages again within the budget.
+    Cuts, schedule, budget and plans are those of ``plan``. A rank searches for other plans within the budget if the
+    stages that it captures have other ops than those of ``plan``, if their peak would exceed the budget, or if the
+    schedule is ``dataflow``.
 
     Args:
         plan: the pipeline.
         name: the model's name in the zoo.
         rank: this process's rank.
         verify: whether to compare the results with those of a single process.
-        time_limit: seconds of search for each rank that must plan its stages again.
+        time_limit: seconds of search for each rank that cannot use the plans of ``plan``.
 
     Raises:
-        InfeasibleBudget: this rank's stages do not fit.
+        InfeasibleBudget: no plans are found with which this rank stays within the budget.
         ProcessEnded: another process has ended.
     """
     try:
@@ -178,7 +180,20 @@ def _run(plan: PlannedPipeline, name: str, rank: int, verify: bool, time_limit: 
 def _rank_plan(
     plan: PlannedPipeline, name: str, pipe: Pipeline, rank: int, asked: PlanOptions
 ) -> tuple[RankPlan, str]:
-    """Return plans of a rank's captured stages, and why they are not those of the pipeline file; empty if they are."""
+    """Return plans for the stages of a rank, and the reason why they are not the plans of the pipeline file.
+
+    The reason is empty if the file's plans can be used. Otherwise plans are searched for as ``asked`` says.
+
+    Args:
+        plan: the pipeline as read from the file.
+        name: the model's name in the zoo.
+        pipe: the pipeline with the stages that this process captured.
+        rank: this process's rank.
+        asked: the options of the search.
+
+    Raises:
+        InfeasibleBudget: no plans are found with which the rank stays within the budget.
+    """
     parts = [(s, pipe.parts[s]) for s in pipe.order.stage_of_rank[rank]]
     try:
         if pipe.order.name in CHANNELS:
@@ -194,7 +209,10 @@ def _rank_plan(
 
 
 def _expected_error(pipe: Pipeline, stages: Sequence[Any]) -> float:
-    """Return the largest relative error of a gradient that the inverses of all ranks are predicted to make."""
+    """Predict the relative error of gradients in a dataflow pipeline, where inverses that round recover activations.
+
+    The ranks exchange their predictions. The result is 0 for other pipelines.
+    """
     if pipe.order.name not in CHANNELS:
         return 0.0
     gathered: list[Any] = [None] * pipe.order.ranks
@@ -203,7 +221,11 @@ def _expected_error(pipe: Pipeline, stages: Sequence[Any]) -> float:
 
 
 def _model(plan: PlannedPipeline, name: str) -> tuple[WithLoss, tuple[torch.Tensor, ...], torch.Tensor]:
-    """Return the network with its loss, a batch for all micro-batches, and its targets."""
+    """Return the network with its loss, the inputs of a whole batch (all micro-batches), and its targets.
+
+    Weights and data are random with a fixed seed, so that they are equal in all processes. A loss without targets gets
+    zeros.
+    """
     sizes: Mapping[str, int] = plan.model.get("sizes", {})
     one = sizes.get("batch") or len(example_inputs(name, **sizes)[0])
     whole = {**sizes, "batch": one * plan.schedule.microbatches}
@@ -219,9 +241,11 @@ def _model(plan: PlannedPipeline, name: str) -> tuple[WithLoss, tuple[torch.Tens
 def _in_one_process(
     module: WithLoss, inputs: Sequence[torch.Tensor], target: torch.Tensor, pipe: Pipeline
 ) -> list[float]:
-    """Run one step of plain PyTorch with the same micro-batches, and return the losses.
+    """Run one step in plain PyTorch with the same micro-batches as the pipeline, and return the losses of the
+    micro-batches.
 
-    For a dataflow the model is cut as the pipeline is, and draws the same random numbers.
+    Gradients are averaged over the micro-batches. For ``dataflow``, the model is cut as in the pipeline, so that each
+    stage draws the same random numbers as there.
     """
     losses, microbatches = [], pipe.order.microbatches
     parts = [t.tensor_split(microbatches) for t in (*inputs, target)]
@@ -245,7 +269,17 @@ def _in_one_process(
 def _gradient_errors(
     ours: Mapping[str, torch.Tensor], theirs: Mapping[str, torch.Tensor], names: set[str]
 ) -> dict[str, float]:
-    """Return the relative error of each tensor's gradient: 0 if it has the same bits, infinite if one is missing."""
+    """Return the relative error of the gradients of ``ours`` compared with those of ``theirs``, by name.
+
+    It is 0 if the gradients are equal or both are missing, and infinite if one is missing. Otherwise it is the norm of
+    the difference ÷ the norm of the gradient in ``theirs``, or ÷ a hundredth of the norm of all gradients if that is
+    larger.
+
+    Args:
+        ours: parameters and buffers by name.
+        theirs: the same tensors of the other run.
+        names: the names to compare.
+    """
     wanted = [theirs[n].grad for n in names]
     norms = [float(g.double().norm()) for g in wanted if g is not None]
     least = LEAST_NORM * math.hypot(*norms) if norms else 0.0

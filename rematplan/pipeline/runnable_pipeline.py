@@ -1,4 +1,4 @@
-"""A planned pipeline in PyTorch: its stages and its schedule in each process."""
+"""`Pipeline`: a planned pipeline, and its stages and schedule as objects that PyTorch runs in each process."""
 
 from __future__ import annotations
 
@@ -39,11 +39,12 @@ TORCH_CLASSES: Mapping[str, str] = {
 
 @dataclass(frozen=True)
 class Pipeline:
-    """A planned pipeline.
+    """A pipeline whose stages follow plans: returned by `plan_pipeline`.
 
-    ``order``: the schedule, with the actions of each rank. ``cuts``: the names of the modules with which the second and
-    each later stage begin. ``budget``: the bytes that each rank may hold. ``parts``: the captured stages, by stage
-    number. ``ranks``: for each planned rank, the plans of its stages.
+    ``order``: the schedule, with the actions (forwards and backwards of stages) of each rank. ``cuts``: the names of
+    the modules with which the second and each later stage begin. ``budget``: the bytes that the peak of each rank must
+    not exceed. ``parts``: captured stages, by stage number. ``ranks``: the plans of each planned rank's stages, by
+    rank.
     """
 
     order: PipelineSchedule
@@ -54,18 +55,19 @@ class Pipeline:
 
     @cached_property
     def stage_plans(self) -> tuple[StagePlan, ...]:
-        """The memory (bytes), times (microseconds) and plan of each stage of the planned ranks, by rising stage
-        number."""
+        """For each stage of the planned ranks, by rising number: its memory (bytes), its times (microseconds) and its
+        plan."""
         found = (one for rank in self.ranks.values() for one in rank.stages)
         return tuple(sorted(found, key=lambda one: one.stage))
 
     @property
     def peaks(self) -> dict[int, int]:
-        """The predicted peak of each planned rank in bytes, including parameters, gradients and PyTorch's buffers."""
+        """The predicted peak in bytes of each planned rank, by rank. It includes parameters, gradients and buffers for
+        messages."""
         return {rank: plan.peak for rank, plan in self.ranks.items()}
 
     def modules(self, rank: int, prepared: bool = True) -> tuple[nn.Module, ...]:
-        """Return the planned modules of a rank's stages. They share the model's parameters and buffers.
+        """Return modules that run the stages of a rank as planned. They share the model's parameters and buffers.
 
         Args:
             rank: a planned rank.
@@ -86,19 +88,20 @@ class Pipeline:
         mesh: DeviceMesh | ProcessGroup | None = None,
         wrap: Callable[[nn.Module], nn.Module] | None = None,
     ) -> list[Any]:
-        """Return this process's stages, for `torch.distributed.pipelining`; for ``dataflow`` its one `DataflowStage`.
+        """Return this process's stages as objects of `torch.distributed.pipelining`; for ``dataflow``, a list with its
+        one `DataflowStage`.
 
         Args:
             mesh: a process group or a device mesh of one dimension, with the ranks of the pipeline; by default all
                 processes.
-            wrap: takes each planned module and returns the module to run, for example
+            wrap: a function that takes a stage's planned module and returns the module to run, for example
                 ``DistributedDataParallel(module)`` or ``fully_shard(module, mesh=mesh["data"])``. None: modules are not
                 wrapped.
 
         Raises:
-            UsageError: the number of processes differs from the number of ranks; or ``wrap`` is given and the schedule
-                computes weight gradients separately, which PyTorch does differently in wrapped modules; or the schedule
-                is ``dataflow`` and ``wrap`` is given, the backend is not gloo, or the stage is not on a CPU.
+            UsageError: the number of processes differs from the number of ranks. With ``wrap``: the schedule is
+                ``dataflow``, or it computes weight gradients separately, which PyTorch does differently in wrapped
+                modules. With ``dataflow``: the backend is not gloo, or the stage is not on a CPU.
         """
         group = mesh.get_group() if isinstance(mesh, DeviceMesh) else mesh
         size, rank = torch.distributed.get_world_size(group), get_rank(group)
@@ -124,17 +127,17 @@ class Pipeline:
         return made
 
     def schedule(self, stages: Sequence[Any], loss_fn: Callable[..., torch.Tensor], **more: Any) -> Any:
-        """Return PyTorch's schedule object for this process's stages, or a `DataflowSchedule`. Its method ``step`` runs
-        a step.
+        """Return an object whose method ``step`` runs a step: a schedule of PyTorch, or for ``dataflow`` a
+        `DataflowSchedule`.
 
         Args:
-            stages: this process's stages, from `stages`.
+            stages: this process's stages, from the method `stages`.
             loss_fn: computes the loss from the last stage's output and a micro-batch of targets.
             more: further arguments of the schedule's class, such as ``scale_grads``, or ``updates`` for ``dataflow``.
 
         Raises:
-            UsageError: the schedule has neighbouring stages on one rank, and PyTorch before 2.13 cannot run that over
-                gloo.
+            UsageError: a rank has two consecutive stages, the backend is gloo, and PyTorch is older than 2.13, which
+                cannot run that.
         """
         if self.order.name in CHANNELS:
             actions = [(a.kind, a.microbatch) for a in self.order.actions[stages[0].number]]

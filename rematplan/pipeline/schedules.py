@@ -1,4 +1,4 @@
-"""Pipeline schedules by name."""
+"""Pipeline schedules by name, such as ``1f1b``: the order in which ranks run forwards and backwards."""
 
 from __future__ import annotations
 
@@ -26,17 +26,18 @@ STAGES_A_RANK = 2
 def schedule_named(
     name: str, ranks: int, microbatches: int, *, each: int | None = None, hop: float = 0.0
 ) -> PipelineSchedule:
-    """Return the schedule called ``name``: the order of the actions of each rank.
+    """Return the schedule called ``name``: for each rank, the order of its actions (forwards and backwards of stages).
 
     Args:
         name: one of `SCHEDULES`.
         ranks: the number of ranks.
         microbatches: the number of micro-batches in a step.
-        each: stages per rank; None: 1, or `STAGES_A_RANK` for a schedule with several stages per rank.
-        hop: the time of a message ÷ the time of a stage's forward and backward; used only by ``dataflow``.
+        each: the number of stages of each rank; None: 2 for `VIRTUAL` schedules, 1 for others.
+        hop: for ``dataflow`` only: the time of a message ÷ the time of a stage's forward and backward.
 
     Raises:
-        UsageError: an unknown name, or numbers that the schedule cannot have.
+        UsageError: the name is unknown, or the schedule cannot have the stated numbers of ranks, stages or
+            micro-batches.
     """
     if name not in SCHEDULES:
         raise UsageError(f"unknown schedule {name!r}; known: {', '.join(SCHEDULES)}")

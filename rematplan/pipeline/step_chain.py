@@ -1,4 +1,4 @@
-"""Divide a captured step into a chain of blocks that begin at its modules."""
+"""Divide a captured step into a chain of blocks of ops, which begin where modules of the model begin."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ WRAPPER = "model."
 
 @dataclass(frozen=True)
 class NamedChain:
-    """A captured step as a chain of blocks of ops, between which pipeline stages can be cut.
+    """A captured step as a chain of blocks of ops. A pipeline stage may begin at each block.
 
-    ``chain``: the blocks. ``names``: for each block, the module (or op) with which it begins; empty for the first.
-    ``batch``: the names of the inputs that differ between micro-batches.
+    ``chain``: the blocks. ``names``: for each block, the name of the module (or op) with which it begins; empty for the
+    first block. ``batch``: the names of the inputs that differ between micro-batches.
     """
 
     chain: StageChain
@@ -32,7 +32,8 @@ class NamedChain:
     batch: frozenset[str]
 
     def positions(self, cuts: Sequence[str]) -> tuple[int, ...]:
-        """Return the positions in ``chain`` of the blocks that begin with the modules or ops named in ``cuts``.
+        """Return the positions of blocks in the chain. ``cuts``: the names of the modules or ops with which the blocks
+        begin.
 
         Raises:
             UsageError: no block begins with one of the names, or the names are not in running order.
@@ -56,16 +57,16 @@ def named_chain(
     only: Collection[str] | None = None,
     prefix: str = WRAPPER,
 ) -> NamedChain:
-    """Divide a step into a chain of blocks that begin at modules, and return it with the blocks' names.
+    """Divide a captured step into a chain of blocks that begin at modules, and name each block after its module.
 
-    If no module can begin a block, blocks begin at ops and have their names.
+    If no module can begin a block, blocks begin at ops and are named after them.
 
     Args:
         step: the captured step.
         graph: its planning problem.
-        wanted: modules that shall begin blocks, however deep in the model they are.
-        only: the modules that may begin blocks; None for all.
-        prefix: the prefix of the names of the model's modules in the step.
+        wanted: names of modules that must begin blocks if possible, however deep in the model they are.
+        only: names of the modules that may begin blocks; None for all.
+        prefix: what precedes the names of the model's modules in the step. It is removed from them.
     """
     kinds = {step.values[i.value].storage: i.kind for i in step.inputs}
     owner = {i.target: step.values[i.value].storage for i in step.inputs if i.kind == "parameter"}
@@ -95,10 +96,12 @@ def _begins(
     only: Collection[str] | None,
     prefix: str,
 ) -> dict[int, str]:
-    """Return the forward ops at which modules begin, with the modules' names.
+    """Return the names of the modules at which blocks begin, by the position in ``graph`` of the module's first forward
+    op.
 
-    Only modules whose ops are contiguous count: the outermost ones, and modules inside them, as long as there are not
-    too many.
+    A module is used only if no other ops run between its forward ops and it is not the first that runs. The modules in
+    ``wanted`` are used first, then modules by depth, the outermost first, as long as there are fewer than
+    `MOST_BLOCKS`. The other arguments are those of `named_chain`.
     """
     ix = indexed(graph)
     forward = [o for o, is_forward in enumerate(ix.forward) if is_forward]
@@ -123,7 +126,10 @@ def _begins(
 
 
 def _modules(module: str, prefix: str) -> Iterator[str]:
-    """Yield the names of the modules that contain a call, from the outermost."""
+    """Yield the names of all modules that contain the module ``module``, from the outermost, and ``module`` itself.
+
+    ``prefix`` is removed from the names. Nothing is yielded if ``module`` does not begin with it.
+    """
     inside = module.removeprefix(prefix) if module.startswith(prefix) else ""
     parts = inside.split(".") if inside else []
     return (".".join(parts[: k + 1]) for k in range(len(parts)))

@@ -1,4 +1,4 @@
-"""The bytes of a stage module's messages for one micro-batch, and the memory that they need."""
+"""The memory that the messages of a pipeline stage need, from the sizes of the stage's inputs and outputs."""
 
 from __future__ import annotations
 
@@ -15,14 +15,13 @@ from rematplan.runtime.pipeline.stage_modules import StageModule
 def stage_torch_memory(
     schedule: PipelineSchedule, number: int, stage: StageModule, device: torch.device
 ) -> StagePlan:
-    """Return the bytes that messages between ranks need in a stage, as a `StagePlan` without states, gradients and
-    plan.
+    """Return a `StagePlan` that has only the bytes of the messages that a stage sends and receives.
 
     Args:
         schedule: the pipeline's schedule.
         number: the stage's number, from 0.
         stage: the stage's module, with example inputs and outputs of one micro-batch.
-        device: where the stage runs.
+        device: the device on which the stage runs.
     """
     first, last = number == 0, number == schedule.stages - 1
     inputs, outputs = ([] if first else stage.inputs), ([] if last else stage.outputs)
@@ -40,19 +39,20 @@ def stage_torch_memory(
 def handed_on(schedule: PipelineSchedule, number: int, stage: StageModule, device: torch.device) -> int:
     """Return the bytes of a stage's outputs for one micro-batch if the next stage is on the same rank; otherwise 0.
 
-    Then these bytes are counted as the inputs of the next stage, and must not be counted twice.
+    The next stage counts these bytes as its inputs. So the caller subtracts them from the bytes of this stage.
     """
     mine = schedule.stage_of_rank[schedule.rank_of(number)]
     return output_bytes(stage, device) if number + 1 in mine else 0
 
 
 def output_bytes(stage: StageModule, device: torch.device) -> int:
-    """Return the bytes of a stage's outputs for one micro-batch."""
+    """Return the bytes of a stage's outputs for one micro-batch, as the allocator of ``device`` rounds them."""
     return _bytes(stage.outputs, device)
 
 
 def _back(tensors: Iterable[torch.Tensor], activations: bool, device: torch.device) -> int:
-    """Return the bytes of what a stage sends back for tensors: their gradients and, if ``activations``, the tensors."""
+    """Return the bytes of a message in the backward: the gradients of ``tensors`` and, if ``activations``, ``tensors``
+    as well."""
     found = list(tensors)
     return _bytes((t for t in found if t.requires_grad), device) + (
         _bytes(found, device) if activations else 0
