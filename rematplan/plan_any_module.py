@@ -26,9 +26,11 @@ from rematplan.runtime.statistics.options import Kronecker
 if TYPE_CHECKING:
 
     class PlannedModule(nn.Module):
-        """The interface of a planned module for type checkers.
+        """A type for the result of `plan_module`, used by type checkers only.
 
-        At run time its class is a subclass of the model's class.
+        At run time, a planned module is an instance of a subclass of its model's class, and not of this class.
+        ``plan``: the plan of the latest call. ``plans``: the plans in use. ``source``: the generated code of the
+        latest plan.
         """
 
         plan: Plan
@@ -36,7 +38,7 @@ if TYPE_CHECKING:
         source: str
 
         def prepare(self, *args: Any, **kwargs: Any) -> PlannedModule:
-            """Make the plan for these arguments without running the model, and return the module."""
+            """Make the plan for these arguments without running the model, and return the planned module itself."""
 
 
 FIRST_CHECK_TOLERANCE = 1e-2
@@ -223,14 +225,13 @@ def plan_module(
 
 
 def finish_weights(planned: nn.Module) -> int:
-    """Compute the weight gradients that the oldest unfinished backward left out, and add them to ``.grad`` of the
+    """Compute the weight gradients of the oldest backward that left them out, and add them to ``.grad`` of the
     parameters.
 
-    ``planned``: a module planned with ``deferred``: its backward computes only gradients of inputs, and this function
-    computes those of the weights later.
+    ``planned``: a module planned with the option ``deferred``. Its backward computes only the gradients of inputs.
 
     Returns:
-        How many other backwards still have weight gradients to compute.
+        The number of further backwards whose weight gradients are not computed yet.
 
     Raises:
         UsageError: the module is not planned, or no backward has weight gradients left to compute.
@@ -243,11 +244,11 @@ def finish_weights(planned: nn.Module) -> int:
 
 
 def planning(planned: nn.Module) -> Planning:
-    """Return an object with the attributes ``plan``, ``plans``, ``source`` and ``prepare`` of a planned module, and
-    more.
+    """Return an object through which the plans and statistics of a planned module can be read.
 
-    Use it if the model itself has attributes with these names. Other methods of the object wait until the background
-    search for a better plan ends, and return Kronecker statistics and counts of plans.
+    It has the attributes ``plan``, ``plans``, ``source`` and ``prepare`` of planned modules, even if the model
+    itself uses these names. It also has methods that wait for the background search for better plans, count plans,
+    and return Kronecker statistics.
 
     Raises:
         UsageError: the module is not planned.
@@ -256,10 +257,11 @@ def planning(planned: nn.Module) -> Planning:
 
 
 def _names(model: nn.Module, wanted: Iterable[Name | nn.Module]) -> tuple[Name, ...]:
-    """Return modules and names of ops as names.
+    """Replace the modules in the argument ``keep`` or ``never_rerun`` by their names in ``model``. Names are
+    unchanged.
 
     Raises:
-        UsageError: a string in place of a list, or a module that is not in the model.
+        UsageError: ``wanted`` is a string instead of a list, or has a module that is not a submodule of the model.
     """
     if isinstance(wanted, str):
         raise UsageError(f"keep and never_rerun must be lists; write [{wanted!r}]")

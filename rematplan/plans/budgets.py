@@ -52,12 +52,12 @@ _FORMS = (
 
 @dataclass(frozen=True, slots=True)
 class Budget:
-    """A budget that was read from text. It becomes a number of bytes once the problem is known.
+    """A budget that was read from text. Its number of bytes may depend on the planning problem.
 
     ``text``: as the user wrote it. ``kind``: ``bytes``; ``share``: a share of the peak without recomputation;
-    ``activations``: inputs and outputs whole, plus a share of the rest of that peak; ``min``: at most 1 % above the
-    smallest peak found; ``least``: the smallest peak found. ``amount``: for ``bytes``, the number of bytes; for a
-    share, the fraction (0.6 for 60%); otherwise 0.
+    ``activations``: all bytes of inputs and outputs, plus a share of the rest of the peak without recomputation;
+    ``min``: at most 1 % above the smallest peak found; ``least``: the smallest peak found. ``amount``: for
+    ``bytes``, the number of bytes; for ``share`` and ``activations``, the share (0.6 for 60%); otherwise 0.
     """
 
     text: str
@@ -68,10 +68,11 @@ class Budget:
         """Return the budget in bytes, rounded down.
 
         Args:
-            base_peak: the peak without recomputation in bytes, to which a percentage refers.
-            smallest: returns the smallest peak found in bytes. It is called only if the budget is ``min`` or ``least``.
-            whole: bytes of ``base_peak`` that a share of activations does not reduce (`whole_bytes`). Only a budget of
-                the kind ``activations`` needs it.
+            base_peak: the peak without recomputation in bytes. Percentages refer to it.
+            smallest: returns the smallest peak found in bytes. It is called only if the budget is ``min`` or
+                ``least``.
+            whole: the part of ``base_peak``, in bytes, that belongs to inputs and outputs (`whole_bytes`). Only
+                budgets such as ``50% of activations`` need it: they reduce only the rest.
         """
         if self.is_lean:
             return int((1 + LEAN[self.kind]) * smallest())
@@ -82,16 +83,17 @@ class Budget:
 
     @property
     def is_lean(self) -> bool:
-        """Whether the budget is ``min`` or ``least``, whose bytes depend on the smallest peak found for each
+        """Whether the budget is ``min`` or ``least``. Its bytes then depend on the smallest peak found for a
         problem."""
         return self.kind in LEAN
 
     def of(self, graph: TrainingGraph, smallest: Callable[[], int] = lambda: 0) -> int:
-        """Return the budget in bytes for a problem.
+        """Return the budget in bytes for a planning problem.
 
         Args:
-            graph: the problem; its peak without recomputation is what a percentage refers to.
-            smallest: returns the smallest peak found for the problem in bytes; called only for ``min`` and ``least``.
+            graph: the problem. Percentages refer to its peak without recomputation.
+            smallest: returns the smallest peak found for the problem in bytes; called only for ``min`` and
+                ``least``.
         """
         return self.bytes(no_recompute(graph).estimate.peak, smallest, whole_bytes(graph))
 
@@ -99,7 +101,8 @@ class Budget:
 def whole_bytes(graph: TrainingGraph) -> int:
     """Return the bytes of a problem's inputs (parameters, buffers, batch) and outputs (gradients, new buffers).
 
-    Every plan holds these tensors at its end, so ``50% of activations`` is a share of the peak less these bytes.
+    Every plan holds these tensors at its end. So a budget such as ``50% of activations`` is these bytes plus half of
+    the rest of the peak without recomputation.
     """
     return sum(graph.size[t] for t in {*graph.inputs, *graph.outputs})
 
@@ -126,10 +129,10 @@ def parse_budget(text: str) -> Budget:
 
 
 def unit_missing(budget: Budget, graph: TrainingGraph) -> str:
-    """Return a question for the user whether the unit of a budget is missing, such as ``was 4GiB meant?``.
+    """If a budget looks as if its unit was forgotten, return a question for the user, such as ``was 4GiB meant?``.
 
-    Empty unless the budget is a plain whole number below 1 MiB that is at most the bytes of the problem's inputs, so
-    that no plan can fit.
+    The result is empty unless the budget is a whole number without a unit, below 1 MiB and not more than the bytes
+    of the problem's inputs, so that no plan can fit.
     """
     number = budget.text.strip()
     if not (number.isdecimal() and 0 < budget.amount < FEW and budget.amount <= graph.input_bytes):
@@ -143,7 +146,8 @@ def parse_loss_memory(text: str) -> Budget:
     """Read the memory of a loss from text: bytes such as ``1GiB``, or ``3x`` for three tensors of the outputs' size.
 
     Returns:
-        A `Budget` of the kind ``bytes``; or, for ``3x``, of the kind ``share`` with the amount 3.
+        A `Budget`, used here for an amount of memory. Its kind is ``bytes``; or, for ``3x``, ``share`` with the
+            amount 3.
 
     Raises:
         UsageError: the text is malformed. The message shows the accepted forms.
@@ -169,22 +173,25 @@ def plan_within(
     starts: Sequence[Plan] = (),
     hurried: bool = False,
 ) -> Plan:
-    """Return the strategy's plan within a budget, from the store's knowledge or by a search.
+    """Search for a plan within a budget by a strategy, and store the plan, or that none was found.
+
+    If ``store`` knows that the search would fail, because it failed before or a proof exists, the search is not
+    repeated. It is repeated if a plan with a smaller peak was found meanwhile.
 
     Args:
         strategy: the planning algorithm.
         graph: the problem.
         budget: bytes that the peak must not exceed.
         progress: called with the fraction done (0 to 1) and a short text.
-        store: known plans and refusals. Strategies that can start from plans start from the store's. The new plan, or
-            the refusal, is stored. A stored refusal is raised again without a search, unless a plan with a smaller peak
-            is known since.
+        store: known plans and failed searches. The search starts from its plans, if the strategy can start from
+            plans. None: an empty store.
         starts: further plans to start from.
-        hurried: if a lower bound proves that the budget is too small, refuse at once instead of searching for plans
-            with a smaller peak.
+        hurried: if a lower bound proves that the budget is too small, raise the error at once instead of searching
+            for the smallest peak. It has no effect with strategies that cannot start from plans.
 
     Raises:
-        InfeasibleBudget: the strategy finds no plan that fits. The error says what limits the peak of any plan.
+        InfeasibleBudget: the strategy finds no plan that fits. The error states which op limits the peak of any
+            plan.
     """
     store = PlanStore() if store is None else store
     limit = float(getattr(strategy, LIMIT, 0.0))
@@ -206,10 +213,10 @@ def plan_within(
 
 
 def known_plans(strategy: Strategy, graph: TrainingGraph, store: PlanStore) -> tuple[Plan, ...]:
-    """Return the stored plans from which a strategy starts: plans of this process, then plans on disk if it uses the
-    disk.
+    """Return the stored plans from which a strategy's search for plans of a problem starts.
 
-    Empty if the strategy cannot start from plans.
+    Plans in memory are first. They are followed by plans on disk if the strategy uses plans on disk. Empty if the
+    strategy cannot start from plans.
     """
     if not strategy.resumes:
         return ()
@@ -217,7 +224,8 @@ def known_plans(strategy: Strategy, graph: TrainingGraph, store: PlanStore) -> t
 
 
 def _outdated(refusal: InfeasibleBudget, graph: TrainingGraph, store: PlanStore) -> bool:
-    """Return whether a plan with a smaller peak has been found since a budget was refused."""
+    """Return whether the store has a plan with a smaller peak than the smallest that was known when a budget was
+    refused."""
     return any(plan.estimate.peak < refusal.smallest for plan in store.nearest(graph))
 
 
@@ -231,17 +239,17 @@ def least_plan(
     starts: Sequence[Plan] = (),
     store: PlanStore | None = None,
 ) -> Plan:
-    """Return the cheapest plan near the smallest peak that the strategy finds, and store it.
+    """Search for the cheapest plan whose peak is at or near the smallest peak that the strategy finds, and store it.
 
     Args:
-        strategy: ``auto``, ``anneal`` and ``ilp`` search for plans with a small peak; others compute their leanest plan
-            directly.
+        strategy: the planning algorithm. ``auto``, ``anneal`` and ``ilp`` search for plans with a small peak; others
+            compute their plan of smallest peak directly.
         graph: the problem.
         progress: called with the fraction done (0 to 1) and a short text.
-        kind: how near: ``min`` allows peaks up to 1 % above the smallest one found, ``least`` only that one.
-        time_limit: seconds of search; by default the strategy's own limit.
-        starts: known plans of the problem.
-        store: known plans; those of the problem are starts, too. None: an empty store.
+        kind: ``min`` allows peaks up to 1 % above the smallest peak found; ``least`` allows only the smallest peak.
+        time_limit: seconds of search; None: the strategy's own limit.
+        starts: known plans of the problem to start from.
+        store: known plans, from which the search also starts. None: an empty store.
     """
     store, slack = PlanStore() if store is None else store, LEAN[kind]
     if isinstance(strategy, (Auto, Anneal, ILP)):

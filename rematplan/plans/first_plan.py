@@ -1,4 +1,4 @@
-"""The plan with which training starts: one that needs no search, and that is refined later."""
+"""The plan with which training starts before a search: quickly found, and replaced when a better plan is found."""
 
 from __future__ import annotations
 
@@ -21,11 +21,16 @@ SECONDS = 2.0
 
 
 def plan_at_once(graph: TrainingGraph, budget: int, store: PlanStore) -> Plan | None:
-    """Return a plan within ``budget`` bytes without a long search; None if none is found.
+    """Return a plan within ``budget`` bytes without a search by the strategy; None if none is found.
 
-    It is, in this order: the plan that recomputes nothing, if it fits; the cheapest stored plan for the same ops,
-    perhaps found for other sizes, that fits; or, only if the planner's numba loops are not compiled yet, the best plan
-    that plain Python finds in about two seconds.
+    Three plans are tried in this order. First, the plan that recomputes nothing. Second, the cheapest plan in memory
+    that was found for the same ops, perhaps at other sizes. Third, only if the planner's numba code is not compiled
+    on this machine yet, the best plan that plain Python finds in about two seconds.
+
+    Args:
+        graph: the planning problem.
+        budget: bytes that the peak must not exceed.
+        store: the known plans.
     """
     whole = _with_floor(no_recompute(graph), graph)
     found = whole if whole.peak <= budget else store.serving(graph, budget)
@@ -43,7 +48,7 @@ def plan_at_once(graph: TrainingGraph, budget: int, store: PlanStore) -> Plan | 
 
 
 def _with_floor(plan: Plan, graph: TrainingGraph) -> Plan:
-    """Return the plan with a lower bound: every needed op runs at least once."""
+    """Return the plan with a lower bound of its overhead: every op that the outputs need runs at least once."""
     if not graph.base_cost:
         return plan
     needed = must_run(graph)

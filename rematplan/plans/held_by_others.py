@@ -1,4 +1,5 @@
-"""Memory that others hold during a step: optimizers, further modules, stated bytes."""
+"""Memory of objects other than the model during a step: optimizers, further modules, and numbers of bytes from the
+user."""
 
 from __future__ import annotations
 
@@ -19,9 +20,10 @@ from rematplan.runtime.graph.allocator_rounding import allocated
 
 @dataclass(frozen=True)
 class OtherBytes:
-    """Bytes on one device of objects other than the model, such as optimizers.
+    """Bytes on one device that belong to objects other than the model, such as optimizers.
 
-    ``always``: held during the whole training step. ``stepping``: held in addition while the optimizer's step runs.
+    ``always``: allocated during the whole training step. ``stepping``: allocated in addition while the optimizer's
+    step runs.
     """
 
     always: int = 0
@@ -30,10 +32,11 @@ class OtherBytes:
 
 @dataclass(frozen=True)
 class Reserved:
-    """Objects other than the model whose memory the budget includes. Their bytes are counted each time a plan is made.
+    """Objects other than the model whose memory the budget includes. Their bytes are counted each time a plan is
+    made.
 
-    ``items``: optimizers, modules, objects with a method ``reserved_bytes() -> int``, numbers of bytes, and text such
-    as ``1GiB``.
+    ``items``: optimizers, modules, objects with a method ``reserved_bytes() -> int``, numbers of bytes, text such as
+    ``1GiB``, and `Counted`.
 
     Raises:
         UsageError: an item is something else, or a text is not a number of bytes.
@@ -53,7 +56,8 @@ class Reserved:
 
     @classmethod
     def of(cls, items: Iterable[object]) -> Reserved:
-        """Return the reservations for the items that a user lists. An object that is listed twice counts once.
+        """Return a `Reserved` for the user's list of items. An object that is listed twice counts once; equal
+        numbers of bytes are added.
 
         Raises:
             UsageError: ``items`` is a single item instead of a list; or an item is not an optimizer, a module, an
@@ -68,10 +72,11 @@ class Reserved:
         return cls(tuple(kept))
 
     def on(self, device: torch.device, model: Mapping[str, torch.Tensor]) -> OtherBytes:
-        """Return the bytes that the items hold on a device, in addition to a model's tensors.
+        """Return the bytes that the items occupy on a device, in addition to a model's tensors.
 
-        A storage that several items share counts once, and a storage of the model does not count. Stated bytes and
-        results of ``reserved_bytes()`` count on every device.
+        A storage that several items share counts once, and a storage of the model does not count. Numbers of bytes
+        and results of ``reserved_bytes()`` count on every device. If several optimizers are listed, only the largest
+        temporary memory of one optimizer's step counts.
 
         Args:
             device: the device.
@@ -107,15 +112,18 @@ class Reserved:
         return OtherBytes(always + sum(others.values()), stepping)
 
     def __reduce__(self) -> Any:
-        """Pickle the number of bytes on each device in place of optimizers, modules and other objects, which stay in
-        this process."""
+        """Pickle or copy numbers of bytes instead of optimizers, modules and other objects.
+
+        Their bytes are counted now, on each device of `devices`, as a `Counted`.
+        """
         kept = tuple(i for i in self.items if isinstance(i, (str, Integral, Counted)))
         others = Reserved(tuple(i for i in self.items if not isinstance(i, (str, Integral, Counted))))
         counted = Counted({str(d): others.on(d, {}) for d in others.devices()})
         return Reserved, ((*kept, counted) if others.items else kept,)
 
     def devices(self) -> set[torch.device]:
-        """Return the devices of the parameters of listed optimizers and of the tensors of listed modules."""
+        """Return the devices of the parameters in listed optimizers and of the parameters and buffers of listed
+        modules."""
         optimizers = (i for i in self.items if isinstance(i, torch.optim.Optimizer))
         parameters = [p for o in optimizers for group in o.param_groups for p in group["params"]]
         parameters += [
@@ -126,7 +134,8 @@ class Reserved:
 
 @dataclass(frozen=True)
 class Counted:
-    """Bytes of optimizers and modules that were counted in another process before a `Reserved` was pickled.
+    """The bytes of the optimizers and modules of a `Reserved`, counted when it was pickled or copied. It stands for
+    them in the copy.
 
     ``by_device``: the bytes, by the device's name.
     """
@@ -148,7 +157,7 @@ def _said(item: Any) -> int:
 
 
 def _bytes(stated: str | Integral) -> int:
-    """Return a stated number of bytes.
+    """Convert a number or text such as ``1GiB`` to a number of bytes.
 
     Raises:
         UsageError: the text or number is malformed, negative, or a percentage.

@@ -1,4 +1,7 @@
-"""The plan of a module that a user's own pipeline schedule calls with several micro-batches in flight."""
+"""Plan a module as a pipeline stage: the user's own pipeline schedule has several micro-batches in flight.
+
+A micro-batch is in flight from the start of its forward to the end of its backward.
+"""
 
 from __future__ import annotations
 
@@ -24,20 +27,24 @@ QUESTIONS = 24
 
 
 def stage_planner(strategy: Strategy, seconds: float) -> StagePlanner:
-    """Return the object that plans single pipeline stages with ``strategy``.
+    """Return an object that plans single pipeline stages by ``strategy``.
 
-    `Auto` searches for about ``seconds`` in all, divided among the plans that a stage needs; other strategies keep
-    their own time limits.
+    `Auto` searches for about ``seconds`` in total. The time is divided equally among the `QUESTIONS` searches that a
+    stage is expected to need. Other strategies keep their time limits.
     """
     return AutoStages(seconds / QUESTIONS) if isinstance(strategy, Auto) else StrategyStages(strategy)
 
 
 def with_in_flight(in_flight: int, deferred: int | None) -> RankActions:
-    """Return the actions of one rank with ``in_flight`` micro-batches in flight: forwards first, then one backward and
-    one forward alternately.
+    """Return the actions (forwards and backwards) of one rank with at most ``in_flight`` micro-batches in flight.
 
-    ``deferred``: after how many further backwards the weight gradients of a micro-batch are computed; None: each
-    backward computes them itself.
+    ``in_flight`` forwards are first. Then one backward and one forward alternate.
+
+    Args:
+        in_flight: the largest number of micro-batches between the start of their forward and the end of their
+            backward.
+        deferred: a backward computes only gradients of inputs. The weight gradients of its micro-batch are computed
+            after this many further backwards. None: each backward computes both.
     """
     microbatches = 2 * in_flight + (deferred or 0) + 1
     (actions,) = one_stage_a_rank("in flight", [in_flight], microbatches).actions
@@ -62,21 +69,22 @@ def plan_in_flight(
     in_flight: int,
     deferred: int | None,
 ) -> StepPlan:
-    """Return the plan of a step of which several micro-batches are in flight (between start of forward and end of
+    """Plan a step that is run for several micro-batches in flight (between the start of forward and the end of
     backward).
 
-    The peak counts inputs, outputs and the memory of the loss once per micro-batch in flight, and the gradients of all
-    parameters once.
+    The peak counts inputs, outputs and the memory of the loss once per micro-batch in flight, and the gradients of
+    all parameters once.
 
     Args:
         step: the captured step of one micro-batch.
         graph: the planning problem of one micro-batch, with the op that separates forward from backward.
         loss: the memory of the loss.
-        budget: bytes or a percentage of the peak without recomputation, for all micro-batches together.
+        budget: for all micro-batches together: bytes, or a percentage of the peak without recomputation.
         strategy: the planning algorithm.
         seconds: the time limit of the search.
         in_flight: the number of micro-batches in flight.
-        deferred: the number of further backwards after which weight gradients are computed; None: at once.
+        deferred: the number of further backwards after which the weight gradients of a micro-batch are computed;
+            None: the backward of the micro-batch computes them.
 
     Raises:
         InfeasibleBudget: no plan is found that fits.

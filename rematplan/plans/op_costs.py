@@ -46,23 +46,24 @@ def priced(
     max_inversion_error: float | None = None,
     sized: SizedCosts | None = None,
 ) -> TrainingGraph:
-    """Return the planning problem of a captured step, with a cost in microseconds and a workspace in bytes for each op.
+    """Return the planning problem of a captured step, with a cost in microseconds and a workspace in bytes for each
+    op.
 
     Args:
         step: the captured step.
-        costs: ``roofline`` models the times for the device model ``device``, without workspaces; ``profile`` measures
-            time and workspace of each distinct op on the present device; otherwise the path of a JSON file that
-            ``rematplan profile`` wrote.
-        device: the name of a device model, for ``roofline``.
-        progress: called with the fraction done (0 to 1) and a short text.
-        max_inversion_error: the largest relative error that a tensor may have after inverses (ops that compute an input
-            from an output) recover it; None: a limit that suits its type. See `with_anchors`.
-        sized: costs measured before, for other sizes of the same step, between which ``profile`` interpolates instead
-            of measuring; new measurements are added to it. None: measure all.
+        costs: ``profile`` measures time and workspace of each distinct op on the present device; ``roofline``
+            computes times from a model of the device ``device``, without workspaces; otherwise the path of a JSON
+            file that ``rematplan profile`` wrote.
+        device: the name of a device model; used only with ``roofline``.
+        progress: called with the fraction done (0 to 1) and a short text; used only with ``profile``.
+        max_inversion_error: the largest relative error that a tensor may have after inverses (ops that compute an
+            input from an output) recover it; None: a limit that suits its type. See `with_anchors`.
+        sized: costs that were measured at other sizes of the step; used only with ``profile``. Costs between two
+            measured sizes are interpolated where possible. New measurements are added. None: all costs are measured.
 
     Raises:
-        UsageError: ``costs`` or ``device`` is unknown, the profile lacks an op of the step, or ``max_inversion_error``
-            is not positive.
+        UsageError: ``costs`` or ``device`` is unknown, the profile lacks an op of the step, or
+            ``max_inversion_error`` is not positive.
     """
     if costs == "profile":
         known = (SizedCosts() if sized is None else sized).costs(step, progress)
@@ -74,16 +75,17 @@ def priced(
 
 
 def copies_priced(step: CapturedStep, graph: TrainingGraph, costs: str) -> Copies:
-    """Return the extra memory that a backward may need if the loss passes gradients of outputs in another memory
-    layout.
+    """Return the memory that a backward needs in addition if the loss produces gradients of the outputs with other
+    strides than at capture.
 
-    Such gradients have other strides than the captured ones, so ops may copy them.
+    Ops of the backward may then copy these gradients before they use them.
 
     Args:
         step: the captured step.
         graph: its planning problem.
-        costs: ``profile`` measures the workspaces of ops on such gradients; ``roofline`` assumes none; for a profile
-            file, each op is assumed to copy every argument whose strides differ.
+        costs: ``profile`` measures the workspaces of the ops that read gradients with other strides; ``roofline``
+            assumes workspaces of 0; for a profile file, each op is assumed to copy every argument whose strides
+            differ.
     """
 
     def measured(lying: CapturedStep, names: Collection[str]) -> Mapping[str, int]:

@@ -1,4 +1,4 @@
-"""The options of a plan, for `plan_module` and for `backend`."""
+"""The options that determine a plan, for `plan_module` and for the `torch.compile` backend of this package."""
 
 from __future__ import annotations
 
@@ -85,10 +85,11 @@ class PlanOptions:
             raise UsageError(f"unknown on_infeasible {self.on_infeasible!r}; known: {', '.join(INSTEAD)}")
 
     def chosen(self) -> Strategy:
-        """Return the strategy that the options name, with its time limit and its options.
+        """Return the strategy (planning algorithm) that the options name, with its options and, if it has one, its
+        time limit.
 
-        If ``deterministic``, `auto` is replaced by annealing with `DETERMINISTIC_MOVES` moves per second of the time
-        limit.
+        If ``deterministic`` is true, `auto` is replaced by annealing, which makes `DETERMINISTIC_MOVES` moves for
+        each second of the time limit.
 
         Raises:
             UsageError: the strategy or an option is unknown.
@@ -102,11 +103,12 @@ class PlanOptions:
 
     @property
     def refines(self) -> bool:
-        """Whether training starts with a quickly found plan, for which another process then searches replacements.
+        """Whether training starts with a quickly found plan, while another process searches for better plans.
 
-        True only if ``refine`` is true, the strategy is `auto` and its time limit is above `QUICK` seconds. False with
-        ``deterministic``, a saved plan, inverses that round (results would depend on the plan), a budget ``min`` or
-        ``least``, or ``overlap`` other than ``off`` (its times are measured for one plan).
+        True only if ``refine`` is true, the strategy is `auto` and its time limit is above `QUICK` seconds. It is
+        false with ``deterministic``, a saved plan, a budget ``min`` or ``least``, and two options under which
+        replacing the plan has side effects: with inverses that round, the results depend on the plan; with
+        ``overlap`` other than ``off``, times are measured for one plan.
         """
         return (
             self.refine
@@ -120,21 +122,22 @@ class PlanOptions:
         )
 
     def stated_budget(self) -> Budget:
-        """Return the budget as the user stated it, not yet in bytes if it is relative.
+        """Return the budget that the user stated. It may still be relative to a peak.
 
         Raises:
-            UsageError: there is no budget (the options have a saved plan).
+            UsageError: there is no budget, because the options have a saved plan instead.
         """
         return parse_budget(str(self.budget))
 
     def stated_loss(self) -> Budget | None:
-        """Return the memory of the loss as the user stated it: bytes, or a number of tensors of the outputs' size. None
-        if not stated."""
+        """Return the memory of the loss that the user stated: bytes (kind ``bytes``), or a number of tensors of the
+        outputs' size (kind ``share``). None if the user did not state it."""
         return None if self.loss_memory is None else parse_loss_memory(str(self.loss_memory))
 
     @property
     def several(self) -> bool:
-        """Whether several micro-batches may be in flight, or weight gradients are deferred."""
+        """Whether the options have ``in_flight`` above 1 (several micro-batches between forward and backward), or
+        ``deferred`` (weight gradients are computed after the backward)."""
         return self.in_flight > 1 or self.deferred is not None
 
     @property

@@ -1,4 +1,5 @@
-"""Plans with a small peak, for calls that must go on although no plan fits the budget."""
+"""Plans with a small peak, for calls that must run although no plan fits the budget, and for errors that name such a
+plan."""
 
 from __future__ import annotations
 
@@ -23,10 +24,10 @@ CHEAP_SECONDS = 0.5
 
 
 def leanest_plan(graph: TrainingGraph, known: Iterable[Plan] = ()) -> Plan:
-    """Return the plan with the smallest peak, and of plans with equal peaks the cheapest.
+    """Return the plan with the smallest peak among known plans and the plan without recomputation.
 
-    It is chosen among ``known`` and the plan without recomputation. If no known plan can be used, block plans are made
-    and their peak is lowered, in about `SECONDS`.
+    Of plans with equal peaks, the cheapest is returned. If there is no known plan, or none can be converted to this
+    problem, plans are searched for in about `SECONDS`.
 
     Args:
         graph: the problem.
@@ -38,7 +39,7 @@ def leanest_plan(graph: TrainingGraph, known: Iterable[Plan] = ()) -> Plan:
 
 
 def _lean_plans(graph: TrainingGraph, until: float) -> list[Plan]:
-    """Return plans with a small peak, found until a time of the monotonic clock."""
+    """Search for plans with a small peak, until the time ``until`` of `time.monotonic`."""
     found = [*leanest_plans(graph, until)]
     if (left := until - time.monotonic()) > 0:
         found.append(find_smallest_peak(graph, SearchBudget(left), found))
@@ -46,7 +47,10 @@ def _lean_plans(graph: TrainingGraph, until: float) -> list[Plan]:
 
 
 def check_floor(strategy: Strategy, graph: TrainingGraph, budget: int) -> None:
-    """Check, without a search for plans that fit, that a budget can hold the inputs together with any single op.
+    """Raise an error if a lower bound proves that no plan can fit within the budget.
+
+    The bound is the bytes of the inputs plus the larger of two numbers: what a single op needs, and the bytes of the
+    outputs. No plan within the budget is searched for.
 
     Args:
         strategy: its name is stated in the error.
@@ -54,8 +58,8 @@ def check_floor(strategy: Strategy, graph: TrainingGraph, budget: int) -> None:
         budget: bytes.
 
     Raises:
-        InfeasibleBudget: a lower bound on the peak exceeds the budget. The error has a plan with a small peak, and
-            the peak of a cheap one.
+        InfeasibleBudget: the bound exceeds the budget. The error has a plan with a small peak, and the peak of a
+            cheap plan.
     """
     if min_peak_bound(graph).bytes > budget:
         plan = leanest_plan(graph)

@@ -1,4 +1,7 @@
-"""The plan of a compiled graph at further sizes: one that is compiled already, if it is about as good as any known."""
+"""Plan a step at sizes that were not seen before, when code for plans of other sizes is compiled already.
+
+Compiling takes time. So a compiled plan is used again if it is about as good as any known plan.
+"""
 
 from __future__ import annotations
 
@@ -19,20 +22,20 @@ COMPILED = 8
 
 
 def plan_at_sizes(planner: StepPlanner, step: CapturedStep, compiled: Sequence[Schedule]) -> Plan:
-    """Return the plan of a step at new sizes: the cheapest compiled plan that fits, or another that is better or
-    needed.
+    """Return a plan for a step at new sizes, preferably one whose schedule is compiled already.
 
-    A known plan that is not compiled is returned only if no compiled plan fits, or if fewer than `COMPILED` plans are
-    compiled and its overhead is smaller by more than `WORTH`. Plans for other sizes count as known. A search is made
-    only if no known plan fits, or for the budgets ``min`` and ``least``.
+    The cheapest compiled plan that fits is returned, unless fewer than `COMPILED` plans are compiled and a known
+    plan has less overhead by more than `WORTH`. Plans that were found for other sizes count as known. If no known
+    plan fits, or the budget is ``min`` or ``least``, a search is made.
 
     Args:
         planner: plans the step, and knows the plans for other sizes.
-        step: the step at the present sizes.
-        compiled: the schedules for which its graph is compiled.
+        step: the step at the new sizes.
+        compiled: the schedules that are compiled already.
 
     Raises:
-        InfeasibleBudget: no plan fits, and ``on_infeasible`` is ``raise``.
+        InfeasibleBudget: no plan fits, and ``on_infeasible`` is ``raise``. Otherwise the plan that
+            `StepPlanner.instead` chooses is returned.
     """
     graph = planner.problem(step)
     budget = planner.limit(graph)

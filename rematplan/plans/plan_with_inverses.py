@@ -1,8 +1,7 @@
-"""Plan a step with inverses, never worse than without.
+"""Plan a step with and without inverses that round, and use the better plan.
 
-A step with inverses is another problem than the same step without: halves of tensors are separate storages, and
-tensors that are written in place are concatenations. So both are planned, first the one without inverses, for a part
-of the time. Its plan is a start for the other search, and the better plan of the two is used.
+The two planning problems differ: with inverses, the halves of a tensor that is split are separate storages. The
+problem without inverses is planned first, for a part of the time. The search with inverses starts from its plan.
 """
 
 from __future__ import annotations
@@ -34,17 +33,19 @@ def plan_either(
     store: PlanStore | None = None,
     hurried: bool = False,
 ) -> tuple[TrainingGraph, Plan]:
-    """Return the better of `auto`'s plans for a step without and with inverses that round: its problem, and the plan.
+    """Plan a step twice, with and without inverses that round, and return the better plan with the problem that it
+    belongs to.
 
     Args:
-        auto: the strategy.
-        plain: the problem without inverses that round. A percentage as the budget refers to its peak.
+        auto: the strategy. Its time limit is for both problems together.
+        plain: the problem without inverses that round. If the budget is a percentage, it refers to the peak of this
+            problem.
         inverted: the problem of the same step with inverses that round.
         budget: the budget.
         progress: called with the fraction done (0 to 1) and a short text.
-        store: receives every plan that is found; None: an empty store.
-        hurried: if a lower bound proves that the budget is too small, refuse at once instead of searching for plans
-            with a smaller peak.
+        store: known plans to start from. Every plan that is found is added. None: an empty store.
+        hurried: if a lower bound proves that the budget is too small, raise the error at once instead of searching
+            for the smallest peak.
 
     Raises:
         InfeasibleBudget: neither problem has a plan that fits. The error has the smaller of the two smallest found
@@ -82,10 +83,11 @@ def plan_either(
 
 
 def better_of(found: Found, budget: Budget) -> tuple[TrainingGraph, Plan]:
-    """Return the pair of problem and plan, among the pairs ``found``, whose plan costs least.
+    """Return the pair with the cheapest plan among ``found``, which has pairs of a planning problem and its plan.
 
-    For the budgets ``min`` and ``least``, only plans near the smallest found peak are compared; for other budgets, all
-    plans of ``found`` must fit. Of plans with equal costs, the first is returned.
+    Of plans with equal costs, the first is returned. For the budgets ``min`` and ``least``, plans whose peak is too
+    far above the smallest peak among ``found`` are left out. For other budgets, the caller ensures that all plans
+    fit.
     """
     smallest = min(plan.estimate.peak for _, plan in found)
     within = [

@@ -1,4 +1,4 @@
-"""What a person is told while plans are made: lines of the log, and a bar on a terminal."""
+"""Show the user how planning proceeds: lines of the logger ``rematplan``, and a progress bar on a terminal."""
 
 from __future__ import annotations
 
@@ -18,14 +18,16 @@ LOG = logging.getLogger("rematplan")
 
 
 class _Printed(logging.Handler):
-    """Prints records on what is standard error at that moment, which a progress bar may have replaced."""
+    """A log handler that prints to the present `sys.stderr`, because a progress bar may replace that stream
+    temporarily."""
 
     def emit(self, record: logging.LogRecord) -> None:
         print(self.format(record), file=sys.stderr)
 
 
 def print_log() -> None:
-    """Print the records of the logger ``rematplan`` on standard error, unless that logger has a handler already."""
+    """Print the logger ``rematplan``, from level INFO, on standard error. Do nothing if the logger has a handler
+    already."""
     if not LOG.handlers:
         LOG.addHandler(_Printed())
         LOG.setLevel(logging.INFO)
@@ -35,11 +37,12 @@ def print_log() -> None:
 def progress_bar(title: str, wanted: bool = True) -> Iterator[Progress]:
     """Show a progress bar on standard error while the context lasts, if standard error is a terminal.
 
-    Yields a function that takes the fraction done (0 to 1) and a short text; without a bar it does nothing.
+    Yields a function that updates the bar. It takes the fraction done (0 to 1) and a short text. Without a bar it
+    does nothing.
 
     Args:
-        title: the first words of the bar's line.
-        wanted: whether a bar is shown at all.
+        title: the text at the beginning of the bar's line.
+        wanted: False: show no bar, even on a terminal.
     """
     if not wanted or not sys.stderr.isatty():
         yield silent

@@ -1,4 +1,4 @@
-"""Refine a plan in another process while training runs."""
+"""Search for better plans in another process while training runs."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ LOG = logging.getLogger("rematplan")
 
 @dataclass(frozen=True)
 class Wanted:
-    """A search for a better plan that another process shall make.
+    """A search for a better plan that another process makes: the problem, the options, and the plans to start from.
 
-    ``problem``: the planning problem of the step. ``shapes``: the types and shapes of the batch, as text. ``budget``:
-    bytes. ``plan``: the plan with which training starts. ``strategy``, ``options``: the name of the strategy that
-    searches, and its options. ``starts``: plans of the same step at other sizes, from which the search starts in
-    addition to ``plan``.
+    ``problem``: the planning problem of the step. ``shapes``: the types and shapes of the batch, as text for log
+    messages. ``budget``: bytes. ``plan``: the plan with which training starts. ``strategy``, ``options``: the name
+    of the planning algorithm, and its options. ``starts``: plans of the same step at other sizes, from which the
+    search starts in addition to ``plan``.
     """
 
     problem: TrainingGraph
@@ -39,12 +39,13 @@ class Wanted:
 
 @dataclass(eq=False)
 class Refining:
-    """The search, in another process, for a better plan of one step. It implements `accumulation.Refinement`.
+    """A search for a better plan of a step, in another process while training runs. It implements
+    `accumulation.Refinement`.
 
-    ``wanted``: the search. ``finish``: makes the step's plan of a plan that was found; returns None if that would
-    exceed the budget. ``store``: receives every plan that is found. ``seconds``: how long the search has taken so far.
-    ``floor``: the largest lower bound on the overhead that it has proven, as a share of the step's time; None if none
-    yet.
+    ``wanted``: what is searched for. ``finish``: a function of each better plan that makes the `StepPlan` (the plan
+    with its captured step), or returns None to drop the plan. ``store``: receives every plan that the search finds.
+    ``seconds``: how long the search has taken so far. ``floor``: the largest proven lower bound on the overhead of
+    any plan so far, as a share of the step's time without recomputation; None if none yet.
     """
 
     wanted: Wanted
@@ -60,8 +61,8 @@ class Refining:
         self._best = self.wanted.plan.estimate.cost
 
     def mapped(self, change: Callable[[StepPlan], StepPlan | None]) -> Refining:
-        """Return a copy, not begun, whose results are changed by ``change``. A result for which ``change`` returns None
-        is dropped."""
+        """Return the same search, not begun, with ``change`` applied to every plan that it finds. If ``change``
+        returns None, the plan is dropped."""
         first = self.finish
 
         def both(plan: Plan) -> StepPlan | None:
@@ -73,8 +74,8 @@ class Refining:
     def begin(self, compiled: Callable[[StepPlan], Any]) -> None:
         """Start the search in another process, and return at once.
 
-        ``compiled``: compiles a plan that is better than all before. It is called in another thread; `take` returns
-        what ``compiled`` returned.
+        ``compiled``: compiles a plan. It is called in another thread of this process, with each plan that costs less
+        than all before it. `take` returns its latest result.
         """
         wanted, began = self.wanted, time.monotonic()
 
@@ -105,11 +106,12 @@ class Refining:
 
     @property
     def ready(self) -> bool:
-        """Whether a better plan has been found that `take` has not returned yet."""
+        """Whether a better plan was found and compiled that `take` has not returned yet."""
         return self._found is not None
 
     def take(self) -> tuple[StepPlan, Any]:
-        """Return the best plan found since the last call, and its compiled form. Call it only if `ready` is true."""
+        """Return the best plan that was found since the last call, and what compiling it returned. Call it only if
+        `ready` is true."""
         found, self._found = self._found, None
         assert found is not None
         return found
@@ -126,9 +128,11 @@ class Refining:
 
 
 def mapped(found: StepPlan, change: Callable[[StepPlan], StepPlan | None]) -> StepPlan | None:
-    """Return ``change(found)``; ``change`` is also applied to every better plan that the background search finds later.
+    """Apply ``change`` to a plan, and to every better plan that its background search finds later. Return the
+    changed plan.
 
-    None if ``change(found)`` is None.
+    ``found``: a plan with its captured step, and perhaps a search for better plans that has not begun. The result is
+    None if ``change`` returns None for ``found``. A better plan for which it returns None is dropped.
     """
     changed = change(found)
     if changed is None or found.refinement is None:
