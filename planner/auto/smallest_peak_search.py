@@ -26,7 +26,7 @@ from rematplan.planner.annealing.search_budget import SearchBudget
 from rematplan.planner.arrays.phases import infer_phases
 from rematplan.planner.arrays.precedence import without_inverses
 from rematplan.planner.auto.block_starts import leanest_plans
-from rematplan.planner.auto.eviction import lower_by_eviction
+from rematplan.planner.auto.eviction import EVICTION, lower_by_eviction
 from rematplan.planner.auto.without_inverses_first import search_without_inverses_first
 from rematplan.planner.bounds.cut_bounds import min_peak_bound
 from rematplan.planner.core.plan import Plan, by_peak
@@ -158,6 +158,7 @@ class _Lowering:
             self.least,
             self.aim,
             lambda: self.effort.spent() < end,
+            first=EVICTION.next_pass,
             seed=self.seed,
             most_runs=self.effort.moves or math.inf,
         )

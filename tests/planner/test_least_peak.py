@@ -14,7 +14,7 @@ from rematplan.planner.annealing.search_budget import SearchBudget
 from rematplan.planner.auto import min_budget_plan
 from rematplan.planner.auto.auto_strategy import Auto
 from rematplan.planner.auto.block_starts import leanest_plans
-from rematplan.planner.auto.eviction import lower_by_eviction, plan_by_eviction
+from rematplan.planner.auto.eviction import EVICTION, lower_by_eviction, plan_by_eviction
 from rematplan.planner.auto.eviction_simulation import Simulation, random_policy, tables_of
 from rematplan.planner.auto.min_budget_plan import MIN_BUDGET, cheapest_near_smallest_peak
 from rematplan.planner.auto.smallest_peak_search import find_smallest_peak
@@ -127,6 +127,15 @@ def test_the_least_peak_is_never_above_a_known_plan(problems):
     graph = problems.residual((2, 2))
     known = NestedDP().curve(graph, ())[-1]
     assert find_smallest_peak(graph, SearchBudget(1.0, 1), [known]).estimate.peak <= known.estimate.peak
+
+
+def test_from_near_targets_eviction_lowers_the_peak_in_few_runs():
+    graph = dense(16)
+    base = no_recompute(graph)
+    near = lower_by_eviction(
+        graph, base, min_peak_bound(graph).bytes, always, first=EVICTION.next_pass, most_runs=1000
+    )
+    assert near.estimate.peak < 0.75 * base.estimate.peak
 
 
 def test_block_plans_are_made_even_without_time(problems):
