@@ -45,8 +45,8 @@ class KFAC(Optimizer):
         others: makes the optimizer of the parameters without Kronecker factors from a list of param groups, for example
             ``torch.optim.AdamW``. Its groups appear in ``param_groups``, with their own learning rate.
         loss_scale: the factor by which the loss was multiplied before ``backward``, apart from a mean over samples: a
-            number, or a function that returns it, such as ``scaler.get_scale``. State it only for statistics of the
-            backward of the loss itself (``fisher="empirical"``), since statistics are always divided by its square.
+            number, or a function that returns it, such as ``scaler.get_scale``. Statistics of the backward of the loss
+            (``fisher="empirical"``) are divided by its square. Other statistics do not depend on it.
         params: param groups; by default all parameters of the model. A group may have a key ``others``: a dictionary of
             options for its parameters without Kronecker factors.
         source: provides the statistics instead of the planned module; see `rematplan.optim.statistics_source.Source`.
@@ -310,10 +310,17 @@ class KFAC(Optimizer):
         Layers that the state does not contain, because they had no statistics, are given to the optimizer ``others``.
 
         Raises:
-            UsageError: the state lacks Kronecker factors that this process averages.
+            UsageError: the state lacks Kronecker factors that this process averages; or it lacks a layer, and there is
+                no optimizer ``others``.
         """
         check_whole(state_dict, self._exchange.owned())
-        self._give_away([name for name in self._layers if name not in state_dict[LAYERS]])
+        missing = [name for name in self._layers if name not in state_dict[LAYERS]]
+        if missing and self._make_others is None:
+            raise UsageError(
+                f"the state has no factors of {', '.join(missing)}: state an optimizer for them, such as "
+                f"others=torch.optim.AdamW"
+            )
+        self._give_away(missing)
         super().load_state_dict(dict(state_dict))
         if self._others is not None:
             self._others.load_state_dict(state_dict[OTHERS])

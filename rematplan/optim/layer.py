@@ -85,7 +85,8 @@ class Layer:
         """Return the statistics of a step as one vector, to be added over processes.
 
         It contains the sums of outer products A (of the inputs) and G (of the outputs' gradients), each as a packed
-        triangle or a diagonal, then the numbers of rows and of samples. G is divided by ``loss_scale``².
+        triangle or a diagonal, then the numbers of rows and of samples. G is divided by ``loss_scale``² if it comes
+        from the backward of the loss (``factors.of_loss``).
 
         If ``which`` is (0,) or (1,), the vector contains only A or only G, and then the traces of both at its end. A
         process that inverts only one of the two factors needs both traces for its damping.
@@ -96,7 +97,8 @@ class Layer:
             which: the factors to include: 0 for A, 1 for G.
         """
         counts = torch.tensor([factors.rows, factors.samples], dtype=self.a.dtype, device=self.weight.device)
-        kept = (self.a.kept(factors.a), self.g.kept(factors.g) / loss_scale**2)
+        scale = loss_scale if factors.of_loss else 1.0
+        kept = (self.a.kept(factors.a), self.g.kept(factors.g) / scale**2)
         traces = [torch.stack([side.trace_of(part) for side, part in zip(self.sides, kept, strict=True)])]
         return torch.cat((*(kept[at].flatten() for at in which), counts, *(traces if which != BOTH else ())))
 

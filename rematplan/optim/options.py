@@ -75,6 +75,8 @@ class Options:
         for name in ("factors_every", "inverse_every"):
             if getattr(self, name) < 1:
                 raise UsageError(f"{name} is {getattr(self, name)}; it is a number of steps, 1 or more")
+        if self.early_steps < 0:
+            raise UsageError(f"early_steps is {self.early_steps}; it is a number of steps, 0 or more")
 
 
 def check_settings(settings: Mapping[str, float]) -> None:

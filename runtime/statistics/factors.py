@@ -45,7 +45,8 @@ class Factors:
     over the blocks, and the sums of the other blocks are scaled to it.) ``samples``: the number of terms of the loss
     (for cross entropy one for each sample or token). ``bias``: whether the layer has a bias. ``bias_name``: the name of
     that bias parameter; None without a bias. ``groups``, ``split``, ``order``: how the weight becomes a matrix; see
-    `matrix`.
+    `matrix`. ``of_loss``: whether the gradients y come from the backward of the user's loss (``fisher="empirical"``).
+    A factor of that loss then appears squared in ``g``.
     """
 
     a: Tensor
@@ -57,6 +58,7 @@ class Factors:
     groups: int
     split: tuple[int, ...]
     order: tuple[int, ...]
+    of_loss: bool = True
 
     def matrix(self, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         """Return a weight, or its gradient, as a matrix (d_out, d_in), or (groups, d_out, d_in) if there are several

@@ -59,7 +59,7 @@ class Layer:
 
     ``name``: the weight's name. ``bias``: the name of the bias of the weight's layer; None if it has none. ``groups``,
     ``split``, ``order``: how the weight becomes a matrix, as in `Factors`. ``sums``: the two sums of each block of the
-    weight's rows. There is one block, unless blocks have different inputs.
+    weight's rows. There is one block, unless blocks have different inputs. ``of_loss``: as in `Factors`.
     """
 
     name: str
@@ -68,6 +68,7 @@ class Layer:
     split: tuple[int, ...]
     order: tuple[int, ...]
     sums: tuple[Sums, ...]
+    of_loss: bool
 
 
 @dataclass(frozen=True)
@@ -169,7 +170,10 @@ class _Pass:
             if not gradients:
                 raise _NotTaken(f"no gradient of output {self.options.output} reaches it")
         sums = [self._sums(weight, block, at, backwards, terms) for at, block in enumerate(weight.blocks)]
-        return Layer(weight.name, weight.bias, weight.groups, weight.split, weight.order, tuple(sums))
+        of_loss = self.options.fisher == "empirical"
+        return Layer(
+            weight.name, weight.bias, weight.groups, weight.split, weight.order, tuple(sums), of_loss
+        )
 
     def _sums(
         self, weight: Weight, block: Block, at: int, backwards: list[SecondBackward], terms: int

@@ -103,6 +103,7 @@ class PackedFactors(Mapping[str, Factors]):
             layer.groups,
             layer.split,
             layer.order,
+            layer.of_loss,
         )
 
     @staticmethod

@@ -348,6 +348,12 @@ def test_a_layer_whose_factors_never_come_is_handed_over_and_said() -> None:
     train(model, kfac, make, range(4, 6))
     train(twin, resumed, make, range(4, 6))
     assert all(map(torch.equal, weights(model), weights(twin)))
+    third = make()
+    alone = KFAC(third, 0.1, source=HookSource(third))
+    with pytest.raises(
+        UsageError, match=r"the state has no factors of 0\.weight: state an optimizer for them"
+    ):
+        alone.load_state_dict(copy.deepcopy(kfac.state_dict()))
 
 
 @pytest.mark.parametrize("inverse", ["cholesky", "eigen", "low-rank", "diagonal"])
@@ -378,6 +384,7 @@ def bytes_of(kfac: KFAC) -> int:
         ({"decay": 1.0}, "decay is 1.0"),
         ({"inverse_every": 0}, "inverse_every is 0"),
         ({"factors_every": 0}, "factors_every is 0"),
+        ({"early_steps": -1}, "early_steps is -1"),
         ({"kl_clip": 0.0}, "kl_clip is 0.0"),
         ({"others": None}, r"no factors for 1.weight, 1.bias: state an optimizer"),
         ({"params": [nn.Parameter(torch.ones(1))]}, "list of dictionaries"),

@@ -66,6 +66,28 @@ def test_a_recomputing_plan_trains_as_hooks_on_the_plain_model(parts: int, budge
     assert difference(model, plain) <= 1e-12
 
 
+@pytest.mark.parametrize("fisher", ["mc", "type-2", "empirical"])
+def test_a_loss_scale_changes_nothing(fisher: str) -> None:
+    """Only statistics of the backward of the loss contain it, and only they are divided by it."""
+    x, _ = batch(MAKE, 0, SAMPLES)
+    plain, scaled = (
+        rematplan.plan_module(
+            MAKE(), (x,), statistics=rematplan.Kronecker(fisher=fisher), budget="1GiB", **SETTINGS
+        )
+        for _ in range(2)
+    )
+    a, b = kfac_of(plain), kfac_of(scaled, loss_scale=1024.0)
+    for step in range(3):
+        x, y = batch(MAKE, step, SAMPLES)
+        for model, kfac, scale in ((plain, a, 1), (scaled, b, 1024)):
+            kfac.zero_grad()
+            (nn.functional.cross_entropy(model(x), y) * scale).backward()
+            for parameter in model.parameters():
+                parameter.grad /= scale  # as a GradScaler does; a power of two changes no bits
+            kfac.step()
+    assert all(map(torch.equal, plain.parameters(), scaled.parameters()))
+
+
 def test_micro_batches_of_unequal_sizes_are_one_batch() -> None:
     """Each loss is the sum over its samples ÷ those of the step, since a factor before the loss is squared in G."""
     model, plain = planned(2, "105%", fisher="empirical", loss_reduction="sum"), MAKE()
