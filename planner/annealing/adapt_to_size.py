@@ -1,8 +1,9 @@
-"""Short searches from plans of other sizes: each is tidied, then annealed at low temperatures.
+"""Short searches for a plan that start from plans for other sizes of the same step, such as another batch size.
 
-A plan that was found for one size of a step is nearly as good at another: what it recomputes without need is removed,
-and a few anneals of a fraction of a second adapt the rest. Two of them start from the best plan that fits, two from
-the one over the budget by the fewest bytes, which is cheaper.
+A plan that was found for one size is nearly as good at another. First, recomputations that the budget does not need
+are removed (tidying). Then up to four short searches by simulated annealing at low temperatures adapt the rest. Two
+of them start from the cheapest plan that fits, two from the plan that exceeds the budget by the fewest bytes, because
+it recomputes less.
 """
 
 from __future__ import annotations
@@ -20,26 +21,29 @@ from rematplan.planner.core.schedule import runs_of
 
 @dataclass(frozen=True)
 class AdaptOptions:
-    """The constants of `polished`: removal of needless runs (tidying) and short anneals, from plans that were found
-    for other sizes.
+    """The constants of `polished`, which adapts plans that were found for other sizes: it removes needless
+    recomputations (tidying), then anneals for a short time.
 
-    Measured for GPT-12, BERT-6, Llama-8 and U-Net at 33 pairs of length and budget, with plans for other lengths:
-    after tidying, 28 plans were within one point of overhead of a fresh search's (the worst 5.1 above it); after
-    four anneals of 0.1 s, 32; after four of 0.4 s, all (the worst 0.35 above it).
+    They were measured on GPT-12, BERT-6, Llama-8 and U-Net, at 33 pairs of size and budget, with plans for other
+    sizes to start from. The adapted plan's overhead was compared with that of a new search. After tidying, 28 plans
+    were within one percentage point (the worst was 5.1 points above). After four anneals of 0.1 s, 32 were. After
+    four of 0.4 s, all were (the worst was 0.35 points above).
     """
 
     tidied: int = 12
-    """The largest number of plans that are tidied: the cheapest that fit the budget."""
+    """The largest number of plans from which needless recomputations are removed. They are the cheapest that fit the
+    budget."""
     heats: tuple[float, ...] = (0.01, 0.1)
-    """The first temperature of each anneal, in percent of the cost of running each op once."""
+    """The initial temperatures that are tried, in percent of the cost of running each op once. At each, up to two
+    anneals begin."""
     last_heat: float = WITH_PHASES.last_heat
-    """The last temperature of each anneal, in percent of the cost of running each op once."""
+    """The final temperature of each anneal, in percent of the cost of running each op once."""
     seconds: float = 0.4
     """CPU seconds of each anneal."""
     slices: int = 8
-    """The number of slices of an anneal, each at a lower temperature, if moves are counted."""
+    """If moves are counted: the number of equal parts of an anneal, each at a lower temperature than the one before."""
     slice_seconds: float = 0.02
-    """CPU seconds of a slice, if seconds are counted."""
+    """If seconds are counted: the CPU seconds of an anneal between two readings of the clock."""
 
 
 ADAPT = AdaptOptions()
@@ -55,21 +59,23 @@ def polished(
     seed: int = 0,
     keep_order: bool = False,
 ) -> Iterator[Plan]:
-    """Yield better and better plans within ``budget`` bytes, from plans that were found for other sizes.
+    """Yield better and better plans within ``budget`` bytes, found by short searches from ``starts``, plans that were
+    found for other sizes.
 
-    Runs that the budget does not need are removed from the starts, then a few short anneals follow. Each plan is
-    cheaper than all before it and than all starts that fit; none is yielded if nothing cheaper is found.
+    First, recomputations that the budget does not need are removed from the starts. Then a few short searches by
+    annealing follow. Each plan yielded is cheaper than all before it and than all starts that fit. Nothing is yielded
+    if nothing cheaper is found.
 
     Args:
-        graph: the problem.
-        budget: bytes.
-        starts: plans of the problem, within the budget or over it. Those that the annealer cannot start from are
+        graph: the planning problem.
+        budget: in bytes.
+        starts: plans of the problem, within the budget or over it. Plans that the annealer cannot start from are
             ignored.
-        seconds: CPU time of each anneal; with 0 and no ``moves``, there are no anneals.
-        moves: if not 0, the moves of each anneal, instead of a time, so that the plans are the same on every
-            machine.
-        seed: the seed of the random moves.
-        keep_order: whether the first runs of all ops keep the problem's order.
+        seconds: CPU seconds of each anneal. With 0 and no ``moves``, there are no anneals.
+        moves: if not 0, each anneal makes this many random changes, and ``seconds`` is ignored. The plans are then
+            the same on every machine.
+        seed: the seed of the random changes.
+        keep_order: whether the first executions of all ops keep the problem's order.
     """
     compile_annealer()
     annealer = Annealer(graph, seed, keep_order)
@@ -99,7 +105,8 @@ def polished(
 
 
 def _cool(annealer: Annealer, hot: float, seconds: float, moves: int) -> None:
-    """Cool the loaded sequence from a temperature to the last one, for a number of moves or for CPU seconds."""
+    """Anneal the sequence that ``annealer`` has loaded, from the temperature ``hot`` to `AdaptOptions.last_heat`. It
+    makes ``moves`` random moves, or, if that is 0, anneals for ``seconds`` of CPU time."""
     cold, slices = ADAPT.last_heat, ADAPT.slices
     done, count = 0.0, max(1, moves // slices) if moves else 1000
     began = time.thread_time()

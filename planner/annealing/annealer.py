@@ -1,10 +1,11 @@
-"""Simulated annealing of the sequence of runs: a planner of whole schedules for any DAG.
+"""Simulated annealing of schedules with recomputation, for any DAG. What is annealed is a sequence of op executions
+(runs).
 
-`Annealer` holds one sequence and cools it in slices, so that progress can be reported and an interruption or time
-limit still leaves the best feasible sequence found. The moves are in `moves`, the state is in `state`.
+An `Annealer` has one sequence and anneals it in several calls. Between calls progress can be reported, and after an
+interruption the best sequence so far is still available. The random changes are in `moves`, the arrays in `state`.
 
-Every sequence it returns is valid and within the budget (the caller checks it with the simulator). Given a seed and
-a number of moves, the result is the same in every run. Optimality is not guaranteed; see `bounds`.
+The best sequence is valid and within the budget; the caller checks it again with the simulator. For the same seed and
+number of moves, the result is the same. It need not be optimal; `bounds` proves how far it can be from the optimum.
 """
 
 from __future__ import annotations
@@ -47,13 +48,15 @@ ALL_MOVES, SHIFTS_ONLY, UNTIL_FEASIBLE = range(3)
 
 
 class Annealer:
-    """Simulated annealing of one sequence of runs (ops, inverses and recomputations in order) of a problem.
+    """Simulated annealing of one sequence of runs for a planning problem. A run is one execution of an op or inverse;
+    an op may run several times.
 
-    Usage: `load` a sequence and a budget, `cool` it in several calls, then take the `best` sequence found. Its
-    energy is its cost plus a price for each byte over the budget, summed over the runs.
+    Usage: `load` a sequence and a budget, `cool` it in several calls, then take the `best` sequence found. The energy
+    that is lowered is the cost of all runs plus a price for each byte over the budget at each run.
 
-    ``seed``: of the random moves. ``keep_order``: whether the first runs of all ops keep the problem's order. Bytes
-    are counted in units of ``unit`` bytes, which is 1 unless the sizes of all tensors sum to more than 2^52.
+    ``seed``: the seed of the random moves. ``keep_order``: whether the first runs of all ops keep the problem's
+    order. Bytes are counted in units of ``unit`` bytes. This is 1, unless the sizes of all tensors sum to more than
+    2^52.
     """
 
     def __init__(self, graph: TrainingGraph, seed: int = 0, keep_order: bool = False) -> None:
@@ -73,13 +76,15 @@ class Annealer:
         self.mean_size = max(1.0, float(self.problem.size.mean())) if self.problem.size.size else 1.0
 
     def load(self, runs: Sequence[str], budget: int, price: float = 0.0) -> None:
-        """Start from a sequence of runs, within the budget or over it. The best sequence found so far is forgotten.
+        """Make ``runs`` the current sequence, within the budget or over it. The best sequence found so far is
+        forgotten.
 
         Args:
-            runs: names of ops and inverses. Runs of ops that nothing needs are left out.
-            budget: bytes.
-            price: the initial price of a unit over the budget, if an earlier search at about this budget found one
-                (`price`). With 0 it begins low, so that the search may first move away from a start that fits.
+            runs: names of ops and inverses, in order. Runs of ops that cannot be useful are left out.
+            budget: in bytes.
+            price: the initial price of a unit of bytes over the budget, such as the last `price` of an earlier search
+                at about this budget. With 0, it begins low. Then the search may lose a start that fits before the
+                price is high enough.
         """
         sequence = [self.number[name] for name in runs if name in self.number]
         self._seat(np.array(sequence, dtype=np.int64), float((budget - self.fixed) // self.unit))
@@ -87,8 +92,9 @@ class Annealer:
         value[PRICE] = price or 20.0 / (max(1.0, value[BUDGET]) * max(1, len(self.ops)))
 
     def accepts(self, runs: Sequence[str]) -> bool:
-        """Return whether a sequence of runs (names) can be a start: every op that must run does, every read is of a
-        tensor written before, and first runs keep a required order."""
+        """Return whether `load` can start from a sequence of runs (names of ops and inverses). Every op that must run
+        has to be there, outputs must be written, every tensor must be written before it is read, and first runs must
+        keep the order that the problem requires."""
         first: dict[str, int] = {}
         for at, name in enumerate(runs):
             first.setdefault(name, at)
@@ -100,7 +106,8 @@ class Annealer:
         )
 
     def _is_served(self, runs: Sequence[str]) -> bool:
-        """Return whether the runs that `load` keeps of a sequence write everything that they read, and the outputs."""
+        """Return whether each run of a sequence reads only inputs and tensors that earlier runs write, and whether
+        all outputs are written. Names that `load` leaves out are ignored."""
         made = set(self.graph.inputs)
         for name in runs:
             if name in self.number:
@@ -111,36 +118,38 @@ class Annealer:
         return made.issuperset(self.graph.outputs)
 
     def cool(self, moves: int, hot: float, cold: float, mode: int = ALL_MOVES) -> int:
-        """Make up to ``moves`` random moves while the temperature falls geometrically from ``hot`` to ``cold``
-        (percent of the cost of running each op once), and return the number of moves made.
+        """Make up to ``moves`` random moves on the current sequence, while the temperature falls geometrically from
+        ``hot`` to ``cold`` (in percent of the cost of running each op once). Return the number of moves made.
 
-        ``mode``: `ALL_MOVES`; `SHIFTS_ONLY`, which only reorders; or `UNTIL_FEASIBLE`, which makes all kinds of
-        moves and ends when the budget is met. Fewer moves are made then, and when arrays are nearly full.
+        ``mode``: `ALL_MOVES`; `SHIFTS_ONLY`, which only changes the order of the runs; or `UNTIL_FEASIBLE`, which
+        makes all kinds of moves and returns once the sequence is within the budget. Fewer moves than ``moves`` are
+        made in that case, and if the arrays are nearly full.
         """
         made = anneal(self.problem, self.state, moves, hot, cold, mode)
         self._reseat(self._sequence())
         return int(made)
 
     def limit_price(self, most: float) -> None:
-        """Limit the price of a unit over the budget to ``most``, until the limit is changed or a sequence is loaded.
-        The price is in percent of the cost of running each op once."""
+        """Limit the price of a unit of bytes over the budget to ``most``, in percent of the cost of running each op
+        once. The limit holds until it is changed or a sequence is loaded."""
         self.state.value[CEILING] = most
 
     def limit_growth(self, growth: float) -> None:
-        """Limit the factor by which the price of a unit over the budget may grow per move to ``growth``, until the
-        limit is changed or a sequence is loaded."""
+        """Limit the growth of the price of a unit of bytes over the budget: per move, it rises at most by the factor
+        ``growth``. The limit holds until it is changed or a sequence is loaded."""
         self.state.value[GROWTH] = growth
 
     def set_price(self, price: float) -> None:
-        """Set the price of a unit over the budget, in percent of the cost of running each op once. It may then fall
-        but not rise, until it is set or limited again."""
+        """Set the price of a unit of bytes over the budget, in percent of the cost of running each op once, and limit
+        it to this value. Annealing may then lower the price, but not raise it, until the price or the limit is set
+        again or a sequence is loaded."""
         self.state.value[PRICE] = self.state.value[CEILING] = price
 
     def tidied(self, runs: Sequence[str], budget: int) -> list[str]:
-        """Return a sequence of runs (names) without the repeated runs that are not needed for ``budget`` bytes;
-        unchanged if the sequence exceeds the budget.
+        """Return a sequence of runs (names) without the runs that can be removed within ``budget`` bytes. If the
+        sequence exceeds the budget, only runs of ops that cannot be useful are left out.
 
-        The loaded sequence is replaced by the result.
+        The result also becomes the current sequence.
         """
         self.load(runs, budget)
         tidy(self.problem, self.state, self._by_cost)
@@ -148,33 +157,34 @@ class Annealer:
 
     @property
     def price(self) -> float:
-        """The current price of each unit of bytes over the budget at one run, in percent of the cost of running each
-        op once."""
+        """The current price of a unit of bytes over the budget at one run, in percent of the cost of running each op
+        once."""
         return float(self.state.value[PRICE])
 
     @property
     def feasible(self) -> bool:
-        """Whether a sequence within the budget has been found since the last `load`."""
+        """Whether a sequence within the budget has been found since the last `load`, the loaded sequence included."""
         return bool(self.state.number[BEST])
 
     @property
     def best_overhead(self) -> float:
-        """The overhead of the best sequence within the budget since the last `load`; infinite if there is none, 0 if
-        no op costs anything."""
+        """The overhead (cost ÷ cost of running each op once − 1) of the cheapest sequence within the budget since the
+        last `load`. It is infinite if there is none, and 0 if no op costs anything."""
         return float(self.state.value[BEST_COST]) / 100 - 1 if self.priced else 0.0
 
     @property
     def penalty(self) -> float:
-        """The bytes over the budget of the current sequence, summed over its runs, in units of ``unit`` bytes."""
+        """The bytes by which the current sequence exceeds the budget, summed over its runs, in units of ``unit``
+        bytes."""
         return float(self.state.value[PENALTY])
 
     def best(self) -> list[str]:
-        """Return the names of the runs of the best sequence within the budget since the last `load`; empty if none
-        was found."""
+        """Return the cheapest sequence within the budget since the last `load`, as names of ops and inverses. It is
+        empty if none was found."""
         return self._names(self.state.best[: self.state.number[BEST]])
 
     def current(self) -> list[str]:
-        """Return the names of the runs of the current sequence, whether or not it is within the budget."""
+        """Return the current sequence as names of ops and inverses, whether or not it is within the budget."""
         return self._names(self._sequence())
 
     def _names(self, sequence: Ints) -> list[str]:
@@ -218,7 +228,9 @@ def compile_annealer() -> None:
 
 
 def _new_state(problem: Problem, sequence: Ints, budget: float, random: np.ndarray) -> State:
-    """Return a state in which the sequence, with the virtual end, is spread evenly over 1.5 times as many slots."""
+    """Return the annealer's arrays for a sequence of op indices, which are spread evenly over about 1.5 times as many
+    slots (positions). The last item of ``sequence`` is the virtual op that reads all outputs. ``budget``: in the
+    annealer's units of bytes. ``random``: the state of the random numbers."""
     ops, length = problem.cost.size, sequence.size
     nodes = 2 * length + max(2 * ops, 256)
     slots = 3 * length // 2 + max(ops // 2, 128)
@@ -244,7 +256,8 @@ def _new_state(problem: Problem, sequence: Ints, budget: float, random: np.ndarr
 
 @kernel
 def _fill(P: Problem, S: State, sequence: Ints) -> None:
-    """Place the runs and count the live bytes of each slot."""
+    """Put the runs of a sequence of op indices into the empty state ``S``, evenly spread, and compute the live bytes
+    of each slot, the cost and the bytes over the budget."""
     n, length = S.at.size, sequence.size
     for k in range(length):
         op, slot = sequence[k], (k + 1) * (n - 1) // length
@@ -264,7 +277,8 @@ def _fill(P: Problem, S: State, sequence: Ints) -> None:
 
 @kernel
 def _count(P: Problem, S: State) -> None:
-    """Compute ``mem`` from scratch: a copy's bytes are added where it begins and subtracted behind its last read."""
+    """Compute ``S.mem``, the live bytes of each slot (position). A tensor's bytes are live from each run that writes
+    it to the last read before it is written again."""
     n = S.at.size
     change = np.zeros(n + 1)
     for s in range(n):

@@ -1,4 +1,5 @@
-"""The two plans that a refusal names: the leanest one found, and the leanest of those with little overhead."""
+"""The error for a budget that is too small. It names two budgets for which there are plans: the smallest found, and
+the smallest found for plans of little overhead."""
 
 from __future__ import annotations
 
@@ -14,11 +15,12 @@ from rematplan.planner.core.schedule import runs_of
 from rematplan.planner.core.strategy import INTERRUPTS
 
 CHEAP_SHARE = 0.05
-"""The share of a strategy's time limit, in addition to it, for finding the cheap plan."""
+"""The time for finding the smallest peak of plans of little overhead, as a share of a strategy's time limit. It is
+spent in addition to the limit."""
 STEPS = 6
-"""The largest number of budgets that are tried."""
+"""The largest number of budgets that `cheap_plan` tries."""
 RESOLUTION = 0.01
-"""The search ends when the smallest such peak is known up to this share of it."""
+"""`cheap_plan` ends when the smallest peak of a cheap plan is known up to this share of the peak."""
 
 
 def cheap_plan(
@@ -29,18 +31,18 @@ def cheap_plan(
     seed: int = 0,
     keep_order: bool = False,
 ) -> Plan:
-    """Return the plan with the smallest peak found among plans whose overhead is at most `CHEAP`.
+    """Return the plan with the smallest peak found among plans whose overhead is at most `CHEAP` (5 %).
 
-    Budgets between the smallest known peak and the smallest peak at such an overhead are bisected. For each budget,
-    the sequence of runs is annealed for an equal part of the effort, until a plan within the budget has at most this
-    overhead. Ctrl-C ends the search with the best plan so far.
+    The smallest such peak is bisected, between the smallest peak of any known plan and the smallest of a known cheap
+    plan. For each budget tried, a search by simulated annealing gets an equal part of the effort and ends early once
+    it has a cheap plan. Ctrl-C ends the bisection, and the best plan so far is returned.
 
     Args:
-        graph: the problem.
-        known: plans of the problem, which keep its order if ``keep_order`` is set.
-        effort: the time or number of moves that the search may spend.
+        graph: the planning problem.
+        known: plans of the problem to start from. They keep its order if ``keep_order`` is set.
+        effort: the time or number of moves that the searches may spend together.
         seed: the seed of the random choices.
-        keep_order: whether the first runs of all ops keep the problem's order.
+        keep_order: whether the first executions of all ops keep the problem's order.
     """
     base = plan_from_runs(graph, [op.name for op in needed_ops(graph)], "store_all")
     least = min((*known, base), key=by_peak)
@@ -79,17 +81,18 @@ def refusal(
     seed: int = 0,
     keep_order: bool = False,
 ) -> InfeasibleBudget:
-    """Return the error that no plan fits a budget. It names a budget that works, and one that costs little.
+    """Return the error that no plan fits a budget. It names the smallest peak found, as a budget that works, and the
+    smallest peak found for plans whose overhead is at most `CHEAP` (5 %).
 
     Args:
         strategy: the name of the strategy that found no plan.
-        graph: the problem.
-        budget: the budget in bytes.
-        least: the plan with the smallest peak found.
+        graph: the planning problem.
+        budget: the refused budget in bytes.
+        least: the plan with the smallest peak found so far.
         effort: the time or number of moves for finding the cheap plan.
-        known: why the budget is refused.
+        known: why the budget is refused, a value of `Known`.
         seed: the seed of the random choices.
-        keep_order: whether the first runs of all ops keep the problem's order.
+        keep_order: whether the first executions of all ops keep the problem's order.
     """
     cheap = cheap_plan(graph, [least], effort, seed=seed, keep_order=keep_order)
     least = min(least, cheap, key=by_peak)

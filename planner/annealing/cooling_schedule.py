@@ -1,22 +1,26 @@
-"""The temperature schedule of the annealing: how hot a round begins, how long it is, how prices rise, when to give up.
+"""The constants of a search by simulated annealing: initial temperatures, lengths of rounds, how the price of bytes
+over the budget rises, and when to give up.
 
-A search is a sequence of rounds, alternately hot and reheated (`restarts`).
+A search is a sequence of rounds (`restarts`). A hot round starts from the order without recomputation. It is followed
+by a reheated round, which starts from the best sequence so far at a lower temperature.
 
-The local minimum in which a hot round ends is decided early and depends little on the round's length, so many short
-rounds find a good one sooner than a few slow ones. The best length differs between problems. Lengths follow the
-sequence of Luby, Sinclair and Zuckerman (1993), which gives each power of two about the same share of the time, and
-loses at most a logarithm against the best length.
+Lengths: the local minimum in which a hot round ends is decided early and depends little on the round's length. So
+many short rounds find a good one sooner than a few slow ones. The best length differs between problems. Lengths
+follow the sequence of Luby, Sinclair and Zuckerman (1993), which spends about the same time on each power of two.
+Compared with the best length, it loses at most a logarithmic factor.
 
-It is decided early because the price of bytes over the budget rises in the first few ten thousand moves of a round
-of any length: it quenches. Once something fits, every other pair of rounds is gentle: the price rises slowly, at
-the first temperature. Where memory is scarcest, this finds minima that a quench misses. Elsewhere many quenches are
-as good; and as long as nothing fits, a slow rise achieves nothing within a few thousand moves.
+Prices: the minimum is decided early because the price of bytes over the budget rises in the first few ten thousand
+moves of a round, whatever its length. Once a plan fits, every other pair of rounds is *gentle*: it is longer, and in
+its hot round the price rises slowly, at the initial temperature. At the smallest budgets, this finds minima that a
+steep rise misses. At others, many steep rises are as good. As long as no plan fits, a slow rise achieves nothing
+within a few thousand moves.
 
-In problems without phases, hot rounds look for an order first, or not, whichever has led further. A second thread
-does the same with another seed. An order that saves bytes is found quickly but may prevent the best drops, most of
-all where the problem is nearly a training step. Choosing which tensors to drop takes slow cooling: hot rounds grow
-slowly, so that there are several, and the rounds between them are short. Reheating does not lead from one order to
-another, so every other reheated round shakes the order first.
+Problems without phases (not training steps): a hot round may first look for a good order of the ops. Whether it does
+depends on which variant has led to the smaller overhead. A second thread searches with another seed. An order that
+saves bytes is found quickly, but may prevent the best recomputations, especially if the problem is nearly a training
+step. Choosing which tensors to recompute takes slow cooling: hot rounds become longer step by step, and the reheated
+rounds between them are short. Reheating alone does not lead from one order to another. So every other reheated round
+first changes the order.
 """
 
 from __future__ import annotations
@@ -26,11 +30,12 @@ from typing import NamedTuple
 
 
 class Ordering(NamedTuple):
-    """A stage of a round of annealing that only reorders runs, in problems without phases.
+    """A stage of an annealing round that only changes the order of the op executions, in problems without phases.
 
-    ``share``: its share of the round. ``heat``: its first and last temperature. A temperature of 1 is the energy of
-    one tensor of mean size that is over the budget at one run. The price of bytes over the budget is constant during
-    the stage: if it rose as long as nothing fits, it would freeze the order.
+    ``share``: the share of the round that the stage takes. ``heat``: the initial and the final temperature. A
+    temperature of 1 is the energy of one tensor of mean size that is over the budget at one execution. The price of
+    bytes over the budget is constant during the stage. If the price rose while nothing fits, no change of the order
+    would be accepted any more.
     """
 
     share: float
@@ -39,94 +44,102 @@ class Ordering(NamedTuple):
 
 @dataclass(frozen=True)
 class CoolingSchedule:
-    """The constants of a search by annealing, which is a sequence of rounds: each cools a sequence of runs.
+    """The constants of a search by simulated annealing, which is a sequence of rounds. Each round cools a sequence of
+    runs (op executions).
 
     A *hot* round starts from the order without recomputation, a *reheated* one from the best sequence so far.
-    Temperatures are in percent of the cost of running each op once; prices, in runs of mean cost for a tensor of
-    mean size that is over the budget at one run; lengths of rounds, in shortest rounds. A field that names no
-    measurement was chosen by trial, on the networks of the README and on random layered graphs, without a record.
+    Temperatures are in percent of the cost of running each op once. A price of 1 means that a tensor of mean size
+    that is over the budget at one run costs as much as one run of mean cost. Lengths of rounds are multiples of the
+    shortest round. Fields without a measurement were chosen by trial, on the networks of the README and on random
+    layered graphs; the trials were not recorded.
     """
 
     reorders: bool
-    """Whether the search looks for an order: only without phases, where the order of ``graph.ops`` may be a bad one."""
+    """Whether the search looks for a good order of the ops. It does so only for problems without phases, because the
+    order of their ``graph.ops`` may be a bad one."""
     last_heat: float
-    """The last temperature of a round."""
+    """The final temperature of a round."""
     shortest: tuple[float, float]
-    """Moves per op in the shortest round of small problems, and the number of ops at which it has twice as many per
-    op."""
+    """The length of the shortest round, apart from a constant: the moves per op in small problems, and the number of
+    ops at which the moves per op are twice as many."""
     patience: int
-    """A search ends after so many rounds without improvement. They take more than 30 times the shortest round."""
+    """The search ends after this many rounds in a row without improvement. They take at least 25 times as long as the
+    shortest round."""
 
     reheat: float = 0.2
-    """The first temperature of a reheated round, as a share of a hot round's."""
+    """The initial temperature of a reheated round ÷ that of a hot round."""
     suggested_heat: float = 0.3
-    """The first temperature for a sequence that the search for a lower bound suggests, as a share of a hot round's."""
+    """The initial temperature for a sequence that the search for a lower bound suggests ÷ that of a hot round."""
     suggested_share: float = 0.25
-    """The share of a reheated round for the suggested sequence. With a half, too little was left for the best
-    sequence."""
+    """The share of a reheated round in which the suggested sequence is annealed. With a half, too little time was
+    left for the best sequence."""
 
     gentle_length: int = 4
-    """The length of a gentle round, in which the price rises slowly, in lengths of a steep one.
+    """The length of a gentle round, one of the pair of rounds in which the price rises slowly ÷ the length of a round
+    with a steep rise.
 
-    Gentle rounds lowered the mean overhead of an image and a text tower at a fifth of their activations from 29.3 to
-    24.4 % (1.5 million moves, six seeds), and that of U-Net at 0.3 from 14.72 to 14.51 %; others changed within
-    scatter.
+    The numbers are mean overheads. Gentle rounds lowered that of an image and a text tower at a fifth of their
+    activations from 29.3 to 24.4 % (1.5 million moves, six seeds), and that of U-Net at 0.3 of its activations from
+    14.72 to 14.51 %. Others changed by no more than seeds do.
     """
     rising_share: float = 0.3
-    """The share of a gentle round in which the price may rise."""
+    """The largest share of a gentle hot round in which the price rises slowly, until something fits."""
     rising_factor: float = 1e4
-    """The factor by which the price rises over all of ``rising_share``. It starts 50 to some thousand times lower
-    than what makes anything fit."""
+    """The factor by which the price rises over all of ``rising_share``. The price at which something fits is 50 to
+    some thousand times the first price."""
 
     growth: float = 1.5
-    """Without phases: the factor by which each hot round is longer than the one before."""
+    """Without phases: the length of a hot round ÷ that of the hot round before it."""
     between: float = 0.33
-    """Without phases: the length of a reheated round, as a share of the hot round before it."""
+    """Without phases, once a plan fits: the length of a reheated round ÷ that of the hot round before it. The
+    descents after a hot round also take this share of its length."""
     ordering: Ordering = field(default_factory=lambda: Ordering(0.4, (300.0, 1.0)))
-    """Without phases: the ordering stage of hot rounds.
+    """Without phases: the stage of a hot round that looks for an order.
 
-    A stage in every hot round made problems that are nearly training steps worse (67 ops: up to 14 and 47 % where
-    rounds of both kinds find 7.9 and 40 %), so rounds without one are tried, too.
+    With this stage in every hot round, problems that are nearly training steps got worse plans (67 ops: overheads up
+    to 14 and 47 %, where rounds of both kinds find 7.9 and 40 %). So hot rounds without it are tried, too.
     """
     loose: float = 1.15
-    """Without phases: in every other pair of hot rounds, the order is sought for a budget this many times larger. The
-    order with the fewest bytes over the budget itself is nearly always the same, and need not be the one from which
-    dropping is cheapest."""
+    """Without phases: in two of every four hot rounds, the order is sought for a budget this many times as large. The
+    order with the fewest bytes over the budget itself is nearly always the same. It need not be the one in which
+    recomputation is cheapest."""
     explored: int = 4
-    """Without phases: one of this many hot rounds uses the variant (with an ordering stage, or without) that has not
-    led further. With half of them, on random layered graphs none of these came near the others."""
+    """Without phases: one of this many hot rounds uses the variant, with or without a stage that looks for an order,
+    that has led to the larger overhead so far. With 2 instead of 4, those rounds never came near the others on random
+    layered graphs."""
     shake: Ordering = field(default_factory=lambda: Ordering(0.3, (100.0, 1.0)))
-    """Without phases: the ordering stage before every other reheated round. What fits is reordered as if it had to
-    fit into less; what has become unnecessary is removed. Other reheated rounds stay in their local minimum."""
+    """Without phases: the stage at the beginning of every other reheated round that changes the order. It reorders
+    the best sequence for a smaller budget (``shake_budget``), so that recomputations can become unnecessary. Reheated
+    rounds without it stay in their local minimum."""
     shake_budget: float = 0.85
-    """Without phases: the share of the budget for which a shake reorders."""
+    """Without phases: the budget for which the stage ``shake`` reorders ÷ the search's budget."""
     shaken_price: float = 0.5
-    """Without phases: the first price after a shake."""
+    """Without phases: the first price of bytes over the budget after the stage ``shake``."""
     prices: tuple[float, float] = (0.1, 10.0)
-    """Without phases: the price at the beginning of a stage, and at the end of ``priced_share`` of it. From then on it
-    rises as long as nothing fits. At small budgets nothing fits for long; a price that rose all the time would freeze
-    the current drops."""
+    """Without phases: the price of bytes over the budget at the beginning of a stage, and at the end of
+    ``priced_share`` of the stage. After that, it rises as long as nothing fits. At small budgets nothing fits for
+    long. A price that rose all the time would soon prevent all changes."""
     priced_share: float = 0.9
-    """Without phases: the share of a stage in which the price is set; see ``prices``."""
+    """Without phases: the share of a stage in which the search sets the price itself, between the two ``prices``."""
     two_threads: int = 40
-    """Without phases: the number of ops from which on a second thread is worth its start."""
+    """Without phases: the smallest number of ops for which a second thread is used."""
 
     def hot(self, ops: int) -> float:
-        """Return the first temperature of a hot round, in percent of the cost of running each op once. ``ops``: the
+        """Return the initial temperature of a hot round, in percent of the cost of running each op once. ``ops``: the
         number of ops of the problem.
 
-        With phases it is about one op's share of the cost in small problems; in large ones it is less, because there
-        is no time to cool down.
+        It is 30 ÷ ``ops``, about a third of the mean cost of an op, but at least 0.1 without phases and at least 0.3
+        with phases. Problems with phases and 600 or more ops get less, because there is no time to cool down.
         """
         if self.reorders:
             return max(0.1, 30.0 / max(ops, 1))
         return max(0.3, 30.0 / max(ops, 1)) if ops < 600 else 0.1 if ops < 4000 else 0.01
 
     def length(self, k: int, fits: bool) -> float:
-        """Return the length of a round, in shortest rounds.
+        """Return the length of an annealing round ÷ the length of the shortest round.
 
         Args:
-            k: the number of the round, from 0; even ones are hot.
+            k: the number of the round, from 0. Even rounds are hot, odd ones reheated.
             fits: whether a plan within the budget is known.
         """
         if not self.reorders:
@@ -134,26 +147,29 @@ class CoolingSchedule:
         return float(self.growth ** (k // 2) * (self.between if k % 2 and fits else 1.0))
 
     def is_gentle(self, k: int, fits: bool) -> bool:
-        """Return whether the price of bytes over the budget rises slowly in round ``k`` at first. With phases, every
-        other pair of rounds does so once a plan within the budget is known (``fits``); without phases none does."""
+        """Return whether annealing round ``k`` is gentle: longer, and if it is a hot round, with a price of bytes
+        over the budget that rises slowly at first. With phases, every other pair of rounds is gentle once a plan
+        within the budget is known (``fits``). Without phases no round is."""
         return not self.reorders and k % 4 >= 2 and fits
 
     def order_budget(self, k: int) -> float:
-        """Return the budget for which hot round ``k`` looks for an order, as a multiple of the search's budget."""
+        """Return the budget for which round ``k`` (even, so hot) looks for an order of the ops, as a multiple of the
+        search's budget."""
         return self.loose if k // 2 % 4 >= 2 else 1.0
 
     def looks_for_order(self, k: int, with_order: float, without: float) -> bool:
-        """Return whether a hot round looks for an order first. With phases none does.
+        """Return whether a hot round of annealing looks for a good order of the ops first. With phases, none does.
 
-        Without phases, hot rounds with and without this stage alternate until a round with it has ended within the
-        budget. Then the variant that has reached the smaller overhead is used, except in every fourth hot round.
+        Without phases, hot rounds that look for an order alternate with others until one that does has ended within
+        the budget. Then the variant that has reached the smaller overhead is used, and in every fourth hot round the
+        other one.
 
         Args:
-            k: the number of the round.
-            with_order: the least overhead at the end of a hot round that looked for an order; infinite if none ended
+            k: the number of the round, even.
+            with_order: the least overhead at the end of a hot round that looked for an order. Infinite if none ended
                 within the budget.
-            without: the least overhead at the end of a hot round that did not; infinite if none ended within the
-                budget.
+            without: the least overhead at the end of a hot round that did not look for an order. Infinite if none
+                ended within the budget.
         """
         number = k // 2
         if not self.reorders or number < 2 or with_order == float("inf"):
@@ -164,7 +180,8 @@ class CoolingSchedule:
 WITH_PHASES = CoolingSchedule(reorders=False, last_heat=0.001, shortest=(75.0, 5000.0), patience=62)
 """The schedule for training steps, and for problems whose order must be kept."""
 WITHOUT_PHASES = CoolingSchedule(reorders=True, last_heat=0.003, shortest=(150.0, 1000.0), patience=11)
-"""The schedule for other problems. Hot rounds grow, so that fewer rounds take as long."""
+"""The schedule for problems that are not training steps. Because hot rounds become longer, a smaller ``patience``
+takes about as long."""
 
 
 def luby(k: int) -> int:

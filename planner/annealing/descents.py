@@ -1,4 +1,5 @@
-"""Descents: the smallest peak is lowered step by step, for budgets that no cooling from the base order meets."""
+"""Descents: searches that lower the peak of a plan step by step. They are for budgets that annealing from the order
+without recomputation does not meet."""
 
 from __future__ import annotations
 
@@ -13,34 +14,36 @@ from rematplan.planner.core.plan import Plan
 from rematplan.planner.core.schedule import runs_of
 
 LAST_HEAT = WITH_PHASES.last_heat
-"""The last temperature of the moves that make a step cheaper."""
+"""The final temperature of the moves that lower the cost after each step of a descent."""
 
 
 @dataclass(frozen=True)
 class DescentOptions:
-    """The constants of descents: searches that lower the smallest peak step by step. Temperatures are in percent of
+    """The constants of descents: searches that lower the peak of a plan step by step. Temperatures are in percent of
     the cost of running each op once.
 
-    They were chosen by trial, on the networks of the README, without a record.
+    The values were chosen by trial, on the networks of the README; the trials were not recorded.
     """
 
     first_step: float = 0.08
-    """The first step: the share of the peak (without inputs) by which the step aims to lower the peak."""
+    """The share of the peak, without inputs, by which the first step aims to lower the peak."""
     last_step: float = 2e-4
-    """A descent ends when its step, which is halved after each failure, is smaller than this."""
+    """A descent ends when the share of the peak by which the next step aims to lower it is at most this. The share is
+    halved after each step that fails."""
     heat: float = 1.0
-    """The temperature: recomputation hardly counts."""
+    """The temperature of a step, constant. It is so high that the cost of recomputation hardly matters."""
     patience: tuple[int, int] = (20, 1000)
-    """Moves per op, and moves in addition, after which the first step has failed. After each failure both are
-    doubled."""
+    """The number of moves after which a step has failed: the first number for each op, plus the second. After each
+    failure the result is doubled."""
     cleaning_moves: int = 10
-    """Moves per op by which each step is made cheaper. Without them useless runs accumulate."""
+    """The number of moves per op, after each step that succeeds, to lower the cost. Without these moves, useless
+    recomputations accumulate."""
     cleaning_heat: float = 0.1
-    """The first temperature of the ``cleaning_moves``."""
+    """The initial temperature of the ``cleaning_moves``."""
     round_of_eight: int = 6
-    """With phases, the round of every eight that is followed by descents if it found nothing better; without phases
-    every hot round is. Descents from the order without recomputation are rare, because hot rounds find plans more
-    often."""
+    """With phases: descents follow the annealing rounds k with k mod 8 equal to this that found nothing better.
+    Without phases they follow each hot round that found nothing better. With phases such descents are rare, because
+    hot rounds find better plans more often."""
 
 
 DESCENTS = DescentOptions()
@@ -48,11 +51,12 @@ DESCENTS = DescentOptions()
 
 @dataclass
 class Descent:
-    """A search that lowers the peak of a plan step by step, with an annealer.
+    """A search that lowers the peak of a plan step by step by simulated annealing.
 
-    ``annealer``: for the problem. ``budget``: bytes; a peak of at most this ends the search. ``ops``: the number of
-    ops. ``inputs``: the bytes of the problem's inputs, which no schedule frees. ``offer``: simulates a sequence of
-    runs and returns its plan. ``report``: called often, with what is spent. ``options``: the constants.
+    ``annealer``: an annealer for the planning problem. ``budget``: in bytes; the search ends at a peak of at most
+    this. ``ops``: the number of ops of the problem. ``inputs``: the bytes of the problem's inputs, which no schedule
+    frees. ``offer``: a function that simulates a sequence of runs (names of ops) and returns its plan. ``report``:
+    called often, with the effort spent so far. ``options``: the constants of the search.
     """
 
     annealer: Annealer
@@ -64,17 +68,17 @@ class Descent:
     options: DescentOptions = DESCENTS
 
     def run(self, start: Plan, effort: SearchBudget, until: float) -> None:
-        """Lower the peak of a plan step by step, until it is within the budget, steps get too small or ``until`` is
-        spent. Each plan found is passed to ``offer``.
+        """Lower the peak of a plan step by step, until the peak is within the budget, steps become too small, or
+        ``until`` is spent. Each plan found is passed to ``offer``.
 
-        Each step aims at a peak a little below the smallest, cools at one temperature until a sequence has it, and
-        then lowers its cost; otherwise useless runs would accumulate. After a step that fails, steps are half as
-        large.
+        A step aims at a peak a little below the current one. It anneals at a constant temperature until a sequence
+        has that peak, and then lowers the sequence's cost, because otherwise useless recomputations would accumulate.
+        After a step that fails, the next one aims at half the reduction.
 
         Args:
             start: the plan to start from.
-            effort: the time or number of moves that the search may spend; what it spends is recorded there.
-            until: how much of ``effort`` may be spent when the search ends: seconds or moves.
+            effort: the time or number of moves that may be spent. What the search spends is recorded there.
+            until: the search ends when this much of ``effort`` is spent in all: seconds or moves.
         """
         annealer, options, plan = self.annealer, self.options, start
         step, patience = options.first_step, options.patience[0] * self.ops + options.patience[1]
@@ -97,7 +101,8 @@ class Descent:
             price = annealer.price
 
     def _cheapen(self, effort: SearchBudget, until: float) -> None:
-        """Lower the cost of the sequence that a step has just found."""
+        """Lower the cost of the sequence that a step of the descent has just found, by annealing within the same
+        budget. It ends after a fixed number of moves, or when ``until`` of ``effort`` (seconds or moves) is spent."""
         moves, hot, cold = self.options.cleaning_moves * self.ops, self.options.cleaning_heat, LAST_HEAT
         made = 0
         while made < moves and effort.spent() < until:
@@ -108,7 +113,11 @@ class Descent:
     def _cool(
         self, effort: SearchBudget, most: int, until: float, heat: tuple[float, float], mode: int
     ) -> int:
-        """Run one slice of an anneal, and return the number of moves made."""
+        """Anneal for a short time, at most ``most`` moves and until ``until`` of ``effort`` (seconds or moves) is
+        spent. Record what was spent, report it, and return the number of moves made.
+
+        ``heat``: the initial and the final temperature. ``mode``: the kinds of moves (see `Annealer.cool`).
+        """
         moves = effort.next_slice(min(most, max(1.0, until - effort.spent())) if effort.moves else most)
         clock = time.monotonic()
         made = self.annealer.cool(min(moves, most), *heat, mode)

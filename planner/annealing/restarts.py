@@ -1,7 +1,8 @@
-"""The rounds of the annealing: cooling, restarts from the base order, and reheating of the best sequence so far.
+"""The rounds of a search by simulated annealing.
 
-A hot round starts from the base order, a reheated one from the best sequence so far. As long as nothing feasible is
-known, hot rounds also start from the given starts. Temperatures and lengths are in `cooling_schedule`.
+A hot round starts from the order without recomputation at a high temperature. A reheated round starts from the best
+sequence so far at a lower one. As long as no plan fits the budget, all rounds are hot. They start from that order and
+from the starts that the caller gave, one after the other. Temperatures and lengths are in `cooling_schedule`.
 """
 
 from __future__ import annotations
@@ -32,14 +33,14 @@ from rematplan.planner.core.strategy import INTERRUPTS
 
 @dataclass
 class Search:
-    """One search by annealing for the cheapest plan of the problem ``graph`` within ``budget`` bytes.
+    """A search by simulated annealing for the cheapest plan of the problem ``graph`` within ``budget`` bytes.
 
-    ``seed``: of the random moves. ``keep_order``: whether the first runs of all ops keep the problem's order.
-    ``enough(overhead)``: returns whether a plan with this overhead needs no improvement; for infinity, whether it is
-    known that no plan fits. ``report(fraction, overhead)``: called often with the share of the time that is spent
-    and the best overhead so far, None if nothing fits yet. ``best``: the cheapest plan within the budget so far, or
-    None. ``smallest``: the plan with the smallest peak so far, or None. ``twin``: the search of a second thread with
-    another seed, if there is one.
+    ``seed``: the seed of the random moves. ``keep_order``: whether the first executions of all ops keep the problem's
+    order. ``enough``: a function that is given an overhead and returns whether the search may end with it. Infinity
+    means that no plan fits yet. ``report``: a function that is called often, with the share of the effort that is
+    spent and the best overhead so far, or None if no plan fits yet. ``best``: the cheapest plan within the budget so
+    far, or None. ``smallest``: the plan with the smallest peak so far, or None. ``twin``: the search of a second
+    thread with another seed, or None.
     """
 
     graph: TrainingGraph
@@ -49,38 +50,38 @@ class Search:
     enough: Callable[[float], bool] = lambda _: False
     report: Callable[[float, float | None], None] = lambda _fraction, _overhead: None
     suggest: Callable[[], Sequence[str]] = tuple
-    """Returns a sequence of runs to start from, perhaps over the budget, or an empty one; called before each round
-    that uses it."""
+    """A function that returns a sequence of op names to start from, perhaps over the budget, or an empty one. It is
+    called before each round that can use it."""
     suggested_to: tuple[int, ...] = (1, 3)
-    """The rounds, as numbers modulo 4, that start from the suggested sequence. Odd rounds, which are reheated, do so
-    for a first part; even ones entirely."""
+    """The rounds k, by k mod 4, that start from the sequence that ``suggest`` returns. Odd (reheated) rounds anneal
+    it for a first part of their length, even ones for all of it."""
     best: Plan | None = None
     smallest: Plan | None = None
     twin: Search | None = None
     reached: dict[bool, float] = field(default_factory=lambda: dict.fromkeys((True, False), math.inf))
-    """The least overhead at the end of a hot round that looked for an order first (key True), and of one that did
-    not (False); infinite if none ended within the budget."""
+    """The least overhead at the end of a hot round, for rounds that looked for an order of the ops first (key True)
+    and for those that did not (key False). Infinite if none of these rounds ended within the budget."""
     ended_early: bool = False
-    """Whether the search gave up before its time was spent."""
+    """Whether the search gave up before its effort was spent, because too many rounds in a row improved nothing."""
     interrupted: bool = False
-    """Whether a `KeyboardInterrupt` ended the search, so that `run` returned the best plan so far."""
+    """Whether a `KeyboardInterrupt` or `Enough` ended the search, so that `run` returned the best plan so far."""
 
     @property
     def overhead(self) -> float:
-        """The overhead of the best plan so far, that of the second thread included; infinite if there is none. May
-        be read from another thread."""
+        """The overhead of the best plan within the budget so far, found by this thread or the second one. Infinite if
+        there is none. Other threads may read it."""
         best = self.best
         own = math.inf if best is None else best.estimate.overhead
         return own if self.twin is None else min(own, self.twin.overhead)
 
     def run(self, starts: Sequence[Sequence[str]], effort: SearchBudget) -> Plan | None:
-        """Return the cheapest plan within the budget that is found, starts included; None if none is found.
+        """Return the cheapest plan within the budget that the search finds, ``starts`` included, or None.
 
-        A `KeyboardInterrupt` or `Enough` ends the search: the best plan so far is returned, and ``interrupted`` is
-        set. If nothing fits yet, the exception is raised again.
+        A `KeyboardInterrupt` or `Enough` ends the search. Then the best plan so far is returned and ``interrupted``
+        is set. If no plan fits yet, the exception is raised again.
 
         Args:
-            starts: sequences of runs (names) to start from. Sequences that are invalid or break a required order are
+            starts: sequences of op names to start from. Sequences that are invalid or break a required order are
                 ignored.
             effort: the time or number of moves that the search may spend.
         """
@@ -100,8 +101,9 @@ class Search:
         return self.best
 
     def prepare(self, starts: Sequence[Sequence[str]]) -> None:
-        """Simulate the order without recomputation and ``starts`` (sequences of runs), remove runs that the budget
-        does not need, and keep the best plans. Starts that are invalid or break a required order are left out."""
+        """Simulate the order without recomputation and ``starts`` (sequences of op names). Remove recomputations that
+        the budget, or the sequence's own peak if that is larger, does not need. Record the best plans. Starts that
+        are invalid or break a required order are ignored."""
         self.annealer = Annealer(self.graph, self.seed, self.keep_order)
         self.base = [op.name for op in needed_ops(self.graph)]
         self.starts = [self.base]
@@ -115,26 +117,26 @@ class Search:
 
     @property
     def least(self) -> Plan:
-        """The plan with the smallest peak so far, whether or not it fits the budget. There is none before `prepare`
-        is called."""
+        """The plan with the smallest peak so far, whether or not it fits the budget. Available after `prepare`."""
         assert self.smallest is not None
         return self.smallest
 
     @property
     def schedule(self) -> CoolingSchedule:
-        """The constants of the search: `WITH_PHASES` for problems with phases or if ``keep_order`` is set, else
-        `WITHOUT_PHASES`."""
+        """The constants of the search: `WITH_PHASES` for problems with phases (training steps) or if ``keep_order``
+        is set, else `WITHOUT_PHASES`."""
         return WITH_PHASES if self.graph.has_phases or self.keep_order else WITHOUT_PHASES
 
     def _wants_twin(self, effort: SearchBudget) -> bool:
-        """Return whether to use a second thread; not if moves are counted, because the result would depend on the
-        number of cores."""
+        """Return whether to search in a second thread, too: for large problems without phases, if there is more than
+        one CPU. Not if moves are counted, because the result would then depend on the number of CPUs."""
         schedule = self.schedule
         large = schedule.reorders and len(self.base) >= schedule.two_threads
         return large and not effort.moves and (os.cpu_count() or 1) > 1
 
     def _rounds_in_two(self, starts: Sequence[Sequence[str]], effort: SearchBudget) -> None:
-        """Search in this thread and, with another seed, in a second one, and take over its plans."""
+        """Search in this thread and, with another seed, in a second one. Then add the best plans of the second thread
+        to those of this one. ``starts``: sequences of op names for the second thread to start from."""
         self.twin = twin = Search(self.graph, self.budget, self.seed + 1, enough=lambda _: self._satisfied())
         other = SearchBudget(effort.total - effort.spent())
 
@@ -167,8 +169,13 @@ class Search:
         self.ended_early = stale >= schedule.patience
 
     def _round(self, k: int, length: float, effort: SearchBudget) -> None:
-        """Run a round: hot and reheated alternately. Without a feasible plan, hot rounds from the order without
-        recomputation and the starts."""
+        """Run annealing round ``k``: hot if ``k`` is even or no plan fits yet, else reheated. ``length``: seconds or
+        moves, taken from ``effort``.
+
+        A hot round starts from the order without recomputation, or from one of the starts as long as no plan fits. If
+        ``suggest`` returns a sequence for this round, that is annealed first, or instead if ``k`` is even. If no plan
+        fits afterwards, or nothing better was found, descents may follow, which lower the peak step by step.
+        """
         annealer, before, schedule = self.annealer, self.best, self.schedule
         hot = schedule.hot(len(self.base))
         if near := self._suggested(k):
@@ -195,9 +202,11 @@ class Search:
                 self.descend(effort, until, from_base=True)
 
     def _cool_from_start(self, k: int, hot: float, length: float, effort: SearchBudget) -> None:
-        """Cool the loaded sequence from a hot round's temperature.
+        """Anneal the loaded sequence from ``hot``, the initial temperature of a hot round. ``length``: seconds or
+        moves, taken from ``effort``.
 
-        Depending on the round, its order is improved first, or the price rises slowly first.
+        Depending on the round number ``k``, the order of the sequence is improved first, or the price of bytes over
+        the budget rises slowly first.
         """
         schedule = self.schedule
         orders = schedule.looks_for_order(k, self.reached[True], self.reached[False])
@@ -211,7 +220,9 @@ class Search:
         self.reached[orders] = min(self.reached[orders], ended)
 
     def _reheat(self, k: int, hot: float, length: float, effort: SearchBudget) -> None:
-        """Cool the best sequence so far, which is loaded: reheated, or after shaking its order."""
+        """Anneal the best sequence so far, which is loaded. The initial temperature is a share of ``hot``. In
+        problems without phases, every other reheated round first changes the order and then begins at ``hot``.
+        ``length``: seconds or moves, taken from ``effort``."""
         schedule = self.schedule
         shaken = schedule.reorders and k % 4 == 1
         if shaken:
@@ -222,8 +233,9 @@ class Search:
         self._stage(ALL_MOVES, heat, length, effort, price)
 
     def _raise_price_slowly(self, hot: float, length: float, effort: SearchBudget) -> float:
-        """Raise the price of bytes over the budget slowly, at a round's first temperature, until something fits or a
-        share of the round is over. Return the seconds or moves spent."""
+        """Raise the price of bytes over the budget slowly at the constant temperature ``hot``, until the sequence
+        fits or a share of the round is over. Return the seconds or moves spent. ``length``: the length of the round
+        in seconds or moves."""
         annealer, schedule = self.annealer, self.schedule
         began, rising = effort.spent(), schedule.rising_share * length
         until = began + rising
@@ -239,16 +251,19 @@ class Search:
         return effort.spent() - began
 
     def _descends(self, k: int) -> bool:
-        """Return whether descents follow a round that found nothing better."""
+        """Return whether descents (searches that lower the peak step by step) follow round ``k`` if it found nothing
+        better."""
         return k % 2 == 0 if self.schedule.reorders else k % 8 == DESCENTS.round_of_eight
 
     def _suggested(self, k: int) -> Sequence[str]:
-        """Return the current suggestion, if the round can use it; else an empty sequence."""
+        """Return the sequence of op names that ``suggest`` returns, if round ``k`` can start from it; else an empty
+        sequence."""
         near = () if self.schedule.reorders or k % 4 not in self.suggested_to else self.suggest()
         return near if near and self.annealer.accepts(near) else ()
 
     def _reorder(self, ordering: Ordering, share: float, length: float, effort: SearchBudget) -> None:
-        """Look for an order of the current runs with few bytes over a share of the budget."""
+        """Change only the order of the current runs, by annealing, so that few bytes exceed the budget times
+        ``share``. The stage takes ``ordering.share`` of ``length`` (seconds or moves)."""
         annealer, price = self.annealer, 1.0 / self.annealer.mean_size
         annealer.load(annealer.current(), int(share * self.budget), price)
         moves = ordering.share * length
@@ -263,9 +278,12 @@ class Search:
         effort: SearchBudget,
         set_price: Callable[[float], None],
     ) -> None:
-        """Cool the current sequence from one temperature to another with moves of one kind.
+        """Anneal the current sequence for ``length`` seconds or moves with moves of one kind, and record better
+        plans.
 
-        ``set_price``: called before each slice with the share of the stage that is done.
+        ``mode``: the kinds of moves (see `Annealer.cool`). ``heat``: the initial and the final temperature.
+        ``set_price``: a function that sets the price of bytes over the budget; it is called often with the share of
+        the stage that is done.
         """
         began = effort.spent()
         hot, cold = heat
@@ -281,8 +299,12 @@ class Search:
             self._report(effort)
 
     def _set_price(self, share: float, low: float | None = None) -> None:
-        """Set the price of a byte over the budget, when a share of a stage of all moves is done. ``low``: the first
-        price without phases; by default the schedule's."""
+        """Set the price of bytes over the budget, when ``share`` of a stage is done. With phases, and near the end of
+        a stage, the annealer adapts the price itself without a limit. Otherwise the price rises geometrically with
+        ``share``.
+
+        ``low``: the price at the beginning of the stage. None means the schedule's.
+        """
         schedule = self.schedule
         if not schedule.reorders or share >= schedule.priced_share:
             self.annealer.limit_price(math.inf)
@@ -292,12 +314,12 @@ class Search:
         self.annealer.set_price(unit * first * math.pow(last / first, share / schedule.priced_share))
 
     def descend(self, effort: SearchBudget, until: float, from_base: bool = False) -> None:
-        """Lower the smallest peak step by step; see `Descent.run`.
+        """Lower the peak of a plan step by step (see `Descent.run`), and record the plans found.
 
         Args:
             effort: the time or number of moves that the search may spend.
-            until: how much of ``effort`` may be spent when the descent ends: seconds or moves.
-            from_base: whether to start from the plan without recomputation; if not, from the plan with the smallest
+            until: the descent ends when this much of ``effort`` is spent in all: seconds or moves.
+            from_base: whether to start from the order without recomputation. If not, from the plan with the smallest
                 peak so far.
         """
         start = self._offer(self.base) if from_base else self.least
@@ -312,8 +334,8 @@ class Search:
             self._offer(annealer.best())
 
     def _offer(self, runs: Sequence[str]) -> Plan:
-        """Simulate a sequence of runs, record its plan if it is the cheapest that fits or has the smallest peak, and
-        return the plan."""
+        """Simulate a sequence of op names and return its plan. The plan is recorded if it is the cheapest that fits
+        so far, or has the smallest peak so far."""
         plan = plan_from_runs(self.graph, runs, "anneal", budget=self.budget)
         if self.smallest is None or plan.estimate.peak < self.smallest.estimate.peak:
             self.smallest = plan
