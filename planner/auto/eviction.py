@@ -55,7 +55,7 @@ def lower_by_eviction(
     """Search by simulated eviction for a plan with a smaller peak than ``best``. Return the plan with the smallest peak
     found, or ``best`` itself if none is smaller.
 
-    Each simulation tries to stay within a target number of bytes, which lies between ``floor`` and the smallest peak so
+    Each simulation tries to stay within a target number of bytes, which is between ``floor`` and the smallest peak so
     far. After several failures, the next target is nearer to that peak.
 
     Args:
