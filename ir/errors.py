@@ -49,10 +49,7 @@ class LatticeTooLarge(RematplanError):
 
 
 class UnfitSizes(RematplanError):
-    """Plans were requested for a range of dimension sizes, such as batch sizes, and none known fits some of the sizes.
-
-    A plan fits a size if its peak memory at that size is within the budget.
-    """
+    """For some sizes in a requested range (of batch sizes, for example), no known plan fits the memory budget."""
 
     exit_status = 3
 

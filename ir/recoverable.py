@@ -32,11 +32,11 @@ MOST_TENSORS_SEARCHED = 4000
 
 @dataclass(frozen=True)
 class Recovery:
-    """How one forward tensor is recovered by an inverse, an op that computes it from tensors computed from it.
+    """How one forward tensor is recovered after it has been freed.
 
-    ``tensor``: the tensor's name. ``inverse``: the inverse that writes the tensor. ``steps``: the ops and inverses to
-    run, in a valid order, ending with ``inverse``. They start from tensors that are still live after the last forward
-    op that reads the tensor.
+    An inverse is an op that computes a tensor from tensors that were computed from it. ``tensor``: the tensor's name.
+    ``inverse``: the inverse that writes the tensor. ``steps``: the ops and inverses to run, in a valid order, ending
+    with ``inverse``. They start from tensors that are still live after the last forward op that reads the tensor.
     """
 
     tensor: str
@@ -115,8 +115,8 @@ def _gainful(look: _Look, found: dict[str, Recovery], wanted: set[str]) -> dict[
     """Return those of the recoveries ``found`` that free more bytes than they keep live, by tensor name.
 
     If a recovery reads another recovered tensor, both recoveries are in one group, and a group is accepted or rejected
-    as a whole. A group frees the tensors of ``wanted`` that its steps write. It keeps live what its steps need and
-    what would otherwise have been freed. For example, keeping a norm's output to recover the norm's input gains
+    as a whole. A group frees the tensors of ``wanted`` that its steps write. It keeps live the tensors that its steps
+    need and that would otherwise be freed. For example, keeping a norm's output to recover the norm's input gains
     nothing, because both have the same size.
 
     Args:
@@ -228,8 +228,8 @@ class _RecoverySearch:
     def _wanted(self) -> dict[str, Op]:
         """Return the ops and inverses that may take part in recovering the target, by name.
 
-        These are the target's inverses, whatever may write their reads, and so on back to live tensors. The search
-        stops after `MOST_TENSORS_SEARCHED` tensors.
+        These are the target's inverses, the ops and inverses that may write the tensors they read, and so on back to
+        live tensors. The search stops after `MOST_TENSORS_SEARCHED` tensors.
         """
         recipes = {r.name: r for r in self.look.makers[self.target]}
         pending = [t for r in recipes.values() for t in r.reads]

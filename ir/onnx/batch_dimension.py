@@ -16,9 +16,9 @@ def with_batch(
 ) -> tuple[tuple[Declared, ...], dict[str, int], Batch | None]:
     """Find the batch dimension of an ONNX file's inputs, and make it symbolic if the user gives it another size.
 
-    The batch dimension is the first dimension of the first input that is not a scalar. If it is symbolic, every
-    dimension with the same symbol is the batch too. If all inputs have fixed shapes and ``dims`` has a size for
-    ``"batch"``, so is the first dimension of every input where it has the same size; these dimensions become symbolic.
+    The batch dimension is the first dimension of the first input that is not a scalar. If it is symbolic, all
+    dimensions with the same symbol are batch dimensions. If all inputs have fixed shapes and ``dims`` has a size for
+    ``"batch"``, the first dimensions of all inputs that have the same size there become symbolic, named ``batch``.
 
     Args:
         inputs: the inputs as the file declares them.

@@ -35,7 +35,7 @@ def _broadcast(arrays: Arrays) -> int:
 
 
 def _shape_operand(at: int) -> SizeRule:
-    """Return the size rule of an op whose result has the shape that its operand number ``at`` contains.
+    """Return the size rule of an op whose operand number ``at`` (from 0) contains the shape of the result.
 
     A size rule computes an upper bound of the number of elements of an op's result from the op's operands.
     """

@@ -280,7 +280,7 @@ def _loop(work: _Unrolling, node: Node, bodies: Mapping[str, Body], names: Mappi
     body = _body(node, bodies, "body", 2 + len(states), 1 + made)
     iterations = MAX_ITERATIONS + 1 if not count else work.scalar(node, count, "trip count")
     go = not condition or bool(work.scalar(node, condition, "condition"))
-    counts = bool(count and not condition)  # in which case the body's condition is ignored
+    counts = bool(count and not condition)  # if True, the body's condition is ignored
     kept: list[list[str]] = []
     iteration = 0
     begun = work.constant(f"{node.name}.{work.fresh}.go", np.asarray(True))

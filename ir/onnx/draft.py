@@ -88,9 +88,9 @@ class Draft:
 
     ``inputs``, ``outputs``: as the file declares them. ``initialisers``: stored tensors by name. ``nodes``: first in
     the file's order; the loader sorts them. ``producer``: the exporter's name. ``origins``: what the exporter recorded
-    about each initialiser, by its name. ``scopes``: what it recorded about each node, by the node's name. ``bodies``:
-    subgraphs, by node name and then by attribute; node names are unique across all graphs. ``stated``: shapes of values
-    that nodes write, stated in the file or inferred; filled only if the file has subgraphs.
+    about each initialiser, by its name. ``scopes``: what the exporter recorded about each node, by node name.
+    ``bodies``: subgraphs, by node name and then by attribute; node names are unique across all graphs. ``stated``:
+    shapes of values that nodes write, stated in the file or inferred; filled only if the file has subgraphs.
     """
 
     name: str

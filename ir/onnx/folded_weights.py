@@ -32,9 +32,9 @@ EXPANDED = re.compile(r"expand(_\d+)?$")  # dynamo's name for the result of an e
 class Spread:
     """How a tensor of the shape ``shape``, in which elements repeat, is computed from a smaller weight.
 
-    If ``rows`` is None, the weight is broadcast to ``shape``. Otherwise the weight is a table (rows, columns), and the
-    tensor consists of rows of the table, laid along its axis ``axis``. ``rows`` contains the row numbers; its shape is
-    ``shape`` without the axis. ``mask``: a constant that is added afterwards, or None.
+    If ``rows`` is None, the weight is broadcast to ``shape``. Otherwise the weight is a matrix, and each vector of the
+    tensor along the axis ``axis`` is a row of the matrix. ``rows`` then contains the row numbers, in the shape
+    ``shape`` without this axis. ``mask``: a constant that is added afterwards, or None.
     """
 
     weight: np.ndarray
@@ -138,10 +138,11 @@ def spread_of(values: np.ndarray, expanded: bool = False) -> Spread | None:
 
 
 def _without_mask(values: np.ndarray, wide: np.ndarray) -> tuple[np.ndarray, np.ndarray | None]:
-    """Split a tensor into a sum of repeated values and a mask. Return both; the mask is None if none is recognised.
+    """Split a tensor into a sum of a first part and an attention mask. The mask is None if none is recognised.
 
-    A mask has values of size ``LARGE`` or more at some positions, or 0 and values below ``FORBIDDING`` if the tensor
-    is otherwise constant along the first axis. The first part then has size 1 along this axis.
+    Two kinds of mask are recognised. Values of magnitude ``LARGE`` or more are a mask, unless all values are as large.
+    If the tensor is constant along the first axis except for values that are lower by more than 50 (``FORBIDDING``),
+    the differences are a mask, and the first part has size 1 along this axis.
 
     ``values``: the tensor. ``wide``: the tensor in float64.
     """
@@ -160,11 +161,11 @@ def _without_mask(values: np.ndarray, wide: np.ndarray) -> tuple[np.ndarray, np.
 
 
 def _rows(values: np.ndarray) -> tuple[np.ndarray, np.ndarray, int] | None:
-    """Write a tensor as a table of its distinct rows along one axis, the one for which the table is smallest.
+    """Write a tensor as a matrix of its distinct vectors along one axis, the axis for which the matrix is smallest.
 
     Returns:
-        the table (rows, length of the axis); the row number at each position, in the tensor's shape without the axis;
-        and the axis. None if no row along any axis occurs twice.
+        the matrix (distinct vectors, length of the axis); the number of the vector at each position, in the tensor's
+        shape without the axis; and the axis. None if along no axis a vector occurs twice.
     """
     best = None
     for axis, length in enumerate(values.shape):
@@ -186,8 +187,8 @@ def _rows(values: np.ndarray) -> tuple[np.ndarray, np.ndarray, int] | None:
 def _nodes(edit: Edit, array: Array, spread: Spread, version: int) -> list[Node]:
     """Replace the initialiser ``array`` by a smaller weight, and return the nodes that compute the tensor from it.
 
-    The weight gets its original name if an expand of a single weight made the tensor; else the tensor's name with
-    ``.weight`` appended.
+    The weight gets its original name if an expand of a single weight made the tensor. Otherwise it gets the tensor's
+    name with ``.weight`` appended.
 
     Args:
         edit: the file's content, changed in place; the nodes are not yet inserted.
@@ -248,7 +249,7 @@ class _Chain:
         self.last = out
 
     def named(self, name: str) -> list[Node]:
-        """Return the nodes, after renaming the result of the last node to ``name``."""
+        """Return all nodes of the sequence, after renaming the result of the last one to ``name``."""
         end = self.nodes[-1]
         self.nodes[-1] = Node(end.name, end.op, "", end.version, end.inputs, (name,), end.attributes)
         return self.nodes

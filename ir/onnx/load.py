@@ -184,9 +184,9 @@ def _silenced(nodes: Sequence[Node], outputs: Iterable[str]) -> tuple[Node, ...]
 class _Work:
     """The tensors of a graph whose values are known when the file is loaded, while its constants are folded.
 
-    ``initialisers``: the tensors stored in the file. ``used``: the readers of each value. ``constants``: the results of
-    folded nodes so far. ``generated``: weights that the file does not store, but fills with one value by a node. All
-    are keyed by tensor name.
+    ``initialisers``: the tensors stored in the file. ``used``: the readers of each value. ``constants``: the results
+    of folded nodes so far. ``generated``: weights that the file does not store, because a node fills them with one
+    value. All four are keyed by tensor name.
     """
 
     initialisers: Mapping[str, Array]
@@ -222,9 +222,10 @@ class _Work:
         return tuple(left)
 
     def _take_generated(self, node: Node, known: Mapping[str, np.ndarray]) -> bool:
-        """Record the result of a ``ConstantOfShape`` node as a weight if it is used like one. Return True if it is.
+        """Record the result of a ``ConstantOfShape`` node as a weight if it is used as one. Return whether it is.
 
-        Some exports do not store a weight, but fill it with one value by such a node. ``known``: constants by name.
+        Some exporters do not store a weight, but write a node that fills it with one value. ``known``: constants by
+        name.
 
         Raises:
             ModelError: the shape of the filled tensor is not valid or too large.

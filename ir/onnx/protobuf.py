@@ -106,8 +106,8 @@ def _innermost(error: BaseException) -> str:
 def _pin_function_opsets(model: Any) -> None:
     """Write the opset versions of each local function of a model onto the function's nodes.
 
-    So each node keeps its version when the function is inlined. The functions' lists of opsets are emptied, because the
-    inliner refuses functions whose opsets differ from the model's. ``model``: an onnx-ir model, changed in place.
+    Each node then keeps its version when the function is inlined. The functions' lists of opsets are emptied, because
+    the inliner refuses functions whose opsets differ from the model's. ``model``: an onnx-ir model, changed in place.
     """
     for function in model.functions.values():
         for node in function.graph.all_nodes():
@@ -203,7 +203,7 @@ def _dtype(kind: Any, what: str) -> str:
 
 @dataclass
 class _Reading:
-    """Converts the nodes of an onnx-ir graph to plain data, and collects their subgraphs.
+    """A converter of the nodes of an onnx-ir graph to plain data, which also collects the nodes' subgraphs.
 
     ``opsets``: the model's opset versions by domain. ``path``: the model's file, for external data. ``used``: node
     names in use. ``bodies``: the subgraphs read so far, by node name and then by attribute.

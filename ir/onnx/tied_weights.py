@@ -211,10 +211,10 @@ def _renamed(node: Node, names: Mapping[str, str]) -> Node:
 
 
 def _part_aliases(edit: Edit) -> int:
-    """Replace each Identity of a weight by a new weight with equal values, if the exporter merged different weights.
+    """Replace each Identity that TorchScript wrote because it merged two weights, by a new weight with equal values.
 
-    TorchScript writes such an Identity for a weight that equals another one. Files with a batch norm in training form
-    are not changed: in this form TorchScript merges only tied weights.
+    TorchScript writes an Identity for a weight that equals another one. It remains if the module tied the two. Files
+    with a batch norm in training form are not changed: in this form TorchScript merges only tied weights.
 
     Returns:
         the number of new weights.
@@ -241,8 +241,8 @@ def _trains(node: Node) -> bool:
 def _merged(array: Array, other: str) -> bool:
     """Return whether an exporter merged two weights only because their initial values are equal.
 
-    So it is if all values are one number, or if the names differ only in layer numbers. Otherwise the two weights count
-    as tied by the module.
+    This is assumed if all values are one number, or if the names differ only in layer numbers. Otherwise the two
+    weights count as tied by the module.
 
     ``array``: the stored weight. ``other``: the name of the weight that was merged with it.
     """

@@ -103,8 +103,8 @@ Change = Callable[[Node, _Additions], Node | None]
 def _each(draft: Draft, op: str, change: Change | None) -> tuple[Draft | None, str]:
     """Change all nodes of one op. Return the new content and a note for the user; None and "" if nothing changed.
 
-    ``change``: returns the changed node, or None if the node can remain as it is. If ``change`` is None, the op's form
-    is ``as-is``.
+    ``change``: returns the changed node, or None if the node can remain as it is. If ``change`` itself is None, nothing
+    changes.
     """
     if change is None:
         return None, ""

@@ -173,8 +173,8 @@ def is_generated_weight(name: str, fill: float, used: Uses) -> bool:
 
     Some files do not store their weights, but fill them in this way. The tensor is a weight if a layer reads it in an
     input for weights, or a batch norm reads it as mean or variance. If an addition, subtraction, multiplication or
-    division reads it, it is a weight unless ``fill`` is 0, ±1, not finite, or 10⁴ or more in size: with these numbers
-    it is rather a mask or an initial state.
+    division reads it, it is a weight unless ``fill`` is 0, ±1, not finite, or of magnitude 10⁴ or more: with such a
+    number it is rather a mask or an initial state.
 
     ``name``: the tensor's name. ``used``: the readers of each value.
     """
