@@ -1,4 +1,8 @@
-"""Plan a range of sizes: a family of plans, of which one fits at every size, or the sizes where none does."""
+"""Plan a step for a range of sizes of one dimension: search for plans so that at each size at least one of them
+fits.
+
+Sizes at which no plan is found are reported.
+"""
 
 from __future__ import annotations
 
@@ -27,24 +31,27 @@ NAMED = 5
 class RangeSearchOptions:
     """The constants of the search for plans over a range of sizes.
 
-    Shares refer to the time limit for all sizes whose problems have one structure (ops and tensors, without sizes).
+    Sizes whose problems have the same ops and tensors are searched together, as a group. The shares refer to the
+    time limit of a group.
     """
 
     budgets: int = 5
-    """The number of budgets at which the largest size is planned: from the stated one towards the peak without
-    recomputation."""
+    """The number of budgets at which the largest size is planned: from the stated budget to just below the peak
+    without recomputation, at equal distances."""
     curve_share: float = 0.4
-    """The share of the time for these plans of the largest size. A plan that fits at the largest size mostly fits
-    smaller ones."""
+    """The share of the time for planning the largest size at `budgets` budgets. A plan that fits at the largest size
+    mostly fits at smaller ones."""
     fit_share: float = 0.3
     """The share of the time for searches at sizes at which no plan fits yet."""
     searches: int = 6
-    """The largest number of searches at sizes without a fitting plan. Each halves the number of these sizes."""
+    """The largest number of searches at sizes at which no plan fits. Each search is meant to halve the number of
+    these sizes."""
     starts: int = 12
-    """The number of plans, found for other sizes, from which the anneals of a size start; as many as in
-    `AdaptOptions`."""
+    """The number of plans, found for other sizes, from which the search at one size starts. `polished` tidies as
+    many."""
     polish_seconds: float = 0.1
-    """CPU seconds of each of the four anneals of a size; `AdaptOptions` states the measurement."""
+    """CPU seconds of each short anneal (local search) that improves the plans of a size. `AdaptOptions` states how
+    good that is."""
 
 
 OPTIONS = RangeSearchOptions()
@@ -52,12 +59,12 @@ OPTIONS = RangeSearchOptions()
 
 @dataclass(frozen=True)
 class RangePlan:
-    """The plans for a range of sizes of one dimension.
+    """The known plans for a range of sizes of one dimension.
 
     ``dimension``: the dimension's name. ``proof``: for each size, the best known plan and whether it fits.
-    ``captured``: the sizes at which the step was captured; the problems of other sizes were computed from these.
-    ``proven``: the sizes at which a lower bound proves that no plan can fit. ``families``: the plans, grouped by the
-    structure (ops and tensors, without sizes) of the problems for which they are valid.
+    ``captured``: the sizes at which the step was captured; the problems of other sizes were interpolated from these.
+    ``proven``: the sizes at which a lower bound proves that no plan can fit. ``families``: the known plans in
+    groups. A group has the plans for one structure (ops and tensors, without sizes), by which the dict is keyed.
     """
 
     dimension: str
@@ -68,12 +75,12 @@ class RangePlan:
 
     @property
     def members(self) -> int:
-        """The number of known plans for all sizes together."""
+        """The number of known plans, counted over all structures."""
         return sum(map(len, self.families.values()))
 
     @property
     def refusal(self) -> str:
-        """A message that names the sizes at which no known plan fits; empty if there are none."""
+        """A message that states at which sizes no known plan fits; empty if a plan fits at every size."""
         unfit, proof = self.proof.unfit, self.proof
         if not unfit:
             return ""
@@ -89,7 +96,14 @@ class RangePlan:
 
 
 def prove_sizes(problems: ProblemRange, budget: int, store: PlanStore) -> RangePlan:
-    """Return, without a search, which of a store's plans fit within ``budget`` bytes at each size of a range."""
+    """Evaluate the plans of a store at each size of a range, and return for each size the best plan and whether it
+    fits.
+
+    Args:
+        problems: the planning problem of each size.
+        budget: bytes, for every size.
+        store: the known plans. No others are searched for.
+    """
     return _RangeSearch(problems, budget, Auto(), silent, store).result()
 
 
@@ -100,18 +114,21 @@ def plan_range(
     progress: Progress = silent,
     store: PlanStore | None = None,
 ) -> RangePlan:
-    """Search plans that fit within ``budget`` bytes at every size of a range; sizes at which none is found are in the
-    result.
+    """Search for plans so that at every size of a range at least one plan fits within ``budget`` bytes.
 
-    The largest size is planned first, because its plans mostly fit smaller sizes. Then sizes are searched at which no
-    plan fits yet. In the remaining time, plans of sizes that need recomputation are improved by short anneals.
+    The largest size is planned first, because its plans mostly fit at smaller sizes. Then sizes are planned at which
+    no plan fits yet. In the remaining time, the plans of sizes that need recomputation are improved by short
+    anneals.
 
     Args:
-        problems: the problem of each size.
+        problems: the planning problem of each size.
         budget: bytes, for every size.
         auto: the strategy. Its time limit is for all sizes together.
         progress: called with the fraction of the time limit that has passed and a short text.
         store: the search starts from its plans, and adds the plans that it finds. None: an empty store.
+
+    Returns:
+        The best known plan at each size, and whether it fits. No error is raised if at some size none fits.
     """
     compile_kernels(progress)  # before the clock starts
     search = _RangeSearch(problems, budget, auto, progress, PlanStore() if store is None else store)
@@ -121,8 +138,11 @@ def plan_range(
 
 
 class _RangeSearch:
-    """The search for plans over a range of sizes. ``groups``: sizes by structure (ops and tensors), by falling total
-    bytes."""
+    """The search for plans over a range of sizes.
+
+    ``groups``: lists of sizes whose problems have the same ops and tensors, keyed by that structure. In a list,
+    sizes are ordered by the total bytes of all tensors, the largest first.
+    """
 
     def __init__(
         self, problems: ProblemRange, budget: int, auto: Auto, progress: Progress, store: PlanStore
@@ -155,7 +175,7 @@ class _RangeSearch:
         )
 
     def row(self, size: int) -> RangeRow[int]:
-        """Return the best known plan at a size, evaluated at that size, and whether it fits the budget."""
+        """Return the best known plan at a size, with its peak and cost at that size, and whether it fits the budget."""
         return range_row(self.families[self.structure[size]], self.amounts[size], size, self.budget)
 
     def is_impossible(self, size: int) -> bool:
@@ -163,10 +183,10 @@ class _RangeSearch:
         return min_peak_bound(self.problems.problem(size)).bytes > self.budget
 
     def plan_group(self, sizes: Sequence[int], seconds: float) -> None:
-        """Search plans for the sizes of one structure within ``seconds``.
+        """Search for plans at sizes whose problems have the same ops and tensors, for about ``seconds``.
 
-        ``sizes``: by falling number of bytes. Nothing is searched if no size can fit, or if all fit without
-        recomputation.
+        ``sizes``: ordered by the total bytes of all tensors, the largest first. Nothing is searched if a lower bound
+        excludes all sizes, or if at all others the plan without recomputation fits.
         """
         began = time.monotonic()
         first = next((at for at, size in enumerate(sizes) if not self.is_impossible(size)), len(sizes))
@@ -186,10 +206,11 @@ class _RangeSearch:
         self._take(size, replace(self.auto, time_limit=seconds).curve(graph, [s for s in steps if s < base]))
 
     def _fit(self, sizes: Sequence[int], seconds: float) -> None:
-        """Search plans at sizes at which no plan fits yet.
+        """Search for plans at sizes at which no known plan fits, for up to ``seconds``.
 
-        Each search takes the size in the middle of these, so that their number halves: a plan that fits there mostly
-        fits smaller sizes.
+        ``sizes``: ordered by the total bytes of all tensors, the largest first. Each search is for the size in the
+        middle of those at which no plan fits. A plan that fits there mostly fits at smaller sizes, so that half of
+        these sizes remain. If no plan is found, larger sizes are not tried again.
         """
         until, low = time.monotonic() + seconds, 0
         for _ in range(OPTIONS.searches):
@@ -209,7 +230,11 @@ class _RangeSearch:
             self._take(sizes[at], [plan] if plan else [])
 
     def _polish(self, sizes: Sequence[int], until: float) -> None:
-        """Improve the plans of sizes that need recomputation, spread over the range."""
+        """Improve the plans of sizes that need recomputation by short anneals, until the time ``until`` of
+        `time.monotonic`.
+
+        The sizes are visited in an order that spreads over the range, as not all may be reached in time.
+        """
         for at in _spread(len(sizes)):
             if time.monotonic() >= until:
                 return
@@ -238,8 +263,9 @@ class _RangeSearch:
 
 
 def _spread(count: int) -> list[int]:
-    """Return the numbers below ``count``, ordered by their reversed bits, so that each part of the list is spread
-    evenly.
+    """Return the numbers below ``count`` in an order of which each beginning is spread evenly over the range.
+
+    Numbers are sorted by their binary digits in reverse, such as 0, 4, 2, 6, 1, 5, 3, 7.
     """
     bits = max(1, (count - 1).bit_length())
     return sorted(range(count), key=lambda n: int(f"{n:0{bits}b}"[::-1], 2))

@@ -1,4 +1,4 @@
-"""Prove that a planned step fits its budget at every size of a range, before any of these sizes is met."""
+"""Before training, prove that at every size in the ranges that a user states, a plan of the module fits the budget."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ Sizes: TypeAlias = dict[Axis, int]
 
 
 class _TooMany(Exception):
-    """A proof needs the step of each size."""
+    """Raised to end a proof that would capture the step at more than `MOST_STEPS` sizes of a dimension."""
 
 
 def prove_ranges(
@@ -44,21 +44,22 @@ def prove_ranges(
     args: Sequence[Any],
     kwargs: Mapping[str, Any],
 ) -> tuple[RangePlan, ...]:
-    """Find plans for all combinations of sizes within ``shape_ranges``, and return which fit.
+    """Find plans for all combinations of sizes in the ranges that a user states, and return at which sizes they fit.
 
-    One result covers one dimension at all its sizes, for fixed sizes of the other dimensions. The dimension with the
-    most sizes varies, for each combination of sizes of the others. If there are more than `MOST_LINES` such
-    combinations, each dimension in turn varies while the others have their largest sizes, and a warning says so. Sizes
-    below `SMALLEST` (2) are not covered, because they have other graphs.
+    Each `RangePlan` of the result has all sizes of one dimension, while the other dimensions have fixed sizes. The
+    dimension with the most sizes varies, once for each combination of sizes of the other dimensions. If there are
+    more than `MOST_LINES` of these combinations, each dimension varies once, while the others have their largest
+    sizes, and a warning says so. Sizes below `SMALLEST` (2) are not checked, because their graphs have other ops.
 
-    Empty if no ranges are stated, and with a saved plan, inverses that round, accumulation, several micro-batches in
-    flight, or the budgets ``min`` and ``least``, where the plan of a size depends on more than its problem. If each
-    size needs its own capture and there are more than `MOST_STEPS`, the proof ends with a warning.
+    The result is empty if no ranges are stated. It is also empty with options under which a plan depends on more
+    than the problem at one size: a saved plan, inverses that round, accumulation, several micro-batches in flight,
+    or a budget ``min`` or ``least``. If the step would have to be captured at more than `MOST_STEPS` sizes of a
+    dimension, a warning says so, and that dimension and later ones are not proven.
 
     Args:
         planned: the planned module.
         planner: the planner of that module.
-        shapes: the ranges of sizes.
+        shapes: the ranges of sizes, by dimension.
         model: the module that was planned.
         args: example positional arguments.
         kwargs: example keyword arguments.
@@ -101,8 +102,12 @@ def prove_ranges(
 
 
 def _lines(axes: Sequence[Axis]) -> list[tuple[Axis, Sizes]]:
-    """Return the dimensions along which sizes are proven, each with sizes of the other dimensions, the largest
-    first."""
+    """Return pairs of a dimension that varies over all its sizes, and the fixed sizes of other dimensions, the
+    largest first.
+
+    In the second item of a pair, a missing dimension has its largest size. `prove_ranges` explains which pairs there
+    are.
+    """
     axes = [axis for axis in axes if _sizes(axis)]
     if not axes:
         return []
@@ -133,20 +138,20 @@ def _named(axis: Axis, fixed: Mapping[Axis, int] = MappingProxyType({})) -> str:
 def prove_step(
     planner: StepPlanner, dimension: str, sizes: Sequence[int], step_at: Callable[[int], CapturedStep]
 ) -> RangePlan:
-    """Return which plans fit the budget at each size of one dimension of a step.
+    """Return, for each size of one dimension of a step, the best known plan and whether it fits the budget.
 
-    The planner's known plans are evaluated first. If at some size none of them fits and the strategy is `auto`, more
-    plans are searched, and stored by the planner.
+    The known plans of the planner are evaluated first. If at some size none of them fits, and the strategy is
+    `auto`, further plans are searched for and stored in the planner's store.
 
     Args:
         planner: plans the step. Its budget, costs, constraints and known plans are used for all sizes.
         dimension: the name of the dimension, for messages.
-        sizes: the sizes of the dimension, in ascending order, without gaps.
-        step_at: returns the captured step at a size. It is called for a few sizes if the bytes of all tensors are
-            polynomials of the size, and otherwise for more, up to all.
+        sizes: all whole numbers from the smallest to the largest size, in ascending order.
+        step_at: returns the captured step at a size. It is called for few sizes if the bytes of each tensor are a
+            polynomial of the size; otherwise for more, up to all.
 
     Raises:
-        UsageError: the budget is ``min`` or ``least``, which differ from size to size.
+        UsageError: the budget is ``min`` or ``least``, whose number of bytes differs from size to size.
     """
 
     def capture(size: int) -> TrainingGraph:

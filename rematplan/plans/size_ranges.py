@@ -1,4 +1,5 @@
-"""The problems of a step at each size of one of its dimensions: captured at some sizes, computed at those between."""
+"""The planning problems of a step at all sizes of one dimension, captured at some sizes and interpolated between
+them."""
 
 from __future__ import annotations
 
@@ -18,8 +19,9 @@ EACH = 12
 class ProblemRange:
     """The planning problems of one step at all sizes of one dimension.
 
-    ``dimension``: the dimension's name. ``sizes``: in ascending order. ``captured``: the problems that were captured,
-    by size. ``spans``: interpolations between captured sizes; each computes the problems of the sizes between its ends.
+    ``dimension``: the dimension's name. ``sizes``: in ascending order. ``captured``: the problems at the sizes at
+    which the step was captured, by size. ``spans``: each computes the problems at the sizes between its smallest and
+    its largest captured size.
     """
 
     dimension: str
@@ -34,8 +36,10 @@ class ProblemRange:
         return self._span(size).problem(size)
 
     def amounts(self, size: int) -> tuple[str, Amounts]:
-        """Return the structure of the problem at ``size`` (a hash of its ops and tensors), and its bytes, workspaces
-        and costs."""
+        """Return what describes the problem at ``size``: a hash of its ops and tensors, and its amounts.
+
+        The amounts are the bytes of each tensor, and the workspace and cost of each op.
+        """
         if size in self.captured:
             return self.captured[size].structure, amounts_of(self.captured[size])
         span = self._span(size)
@@ -49,16 +53,17 @@ class ProblemRange:
 def problems_over(
     dimension: str, sizes: Sequence[int], capture: Callable[[int], TrainingGraph]
 ) -> ProblemRange:
-    """Capture a step at as few sizes as are needed to know its planning problem at each size.
+    """Capture a step at as few sizes as are needed to know its planning problem at all sizes of one dimension.
 
-    Up to `EACH` sizes are all captured. Otherwise a size between captured ones is computed if the bytes of all tensors
-    are polynomials of the size, confirmed by further captured sizes (`between`). It is captured if not: where ops
-    differ, as they often do at size 1, or where dimensions are rounded.
+    If there are at most `EACH` sizes, all are captured. Otherwise some are captured, and the sizes between them are
+    interpolated if captured problems have the same ops and the bytes of each tensor are a polynomial of the size.
+    Sizes that cannot be interpolated are captured. That happens where ops differ, as they often do at size 1, or
+    where tensors are padded to rounded sizes.
 
     Args:
         dimension: the dimension's name, for messages.
-        sizes: in ascending order, without gaps.
-        capture: returns the problem at a size.
+        sizes: all whole numbers from the smallest to the largest size, in ascending order.
+        capture: returns the planning problem at a size.
     """
     captured = {size: capture(size) for size in _samples(sizes)}
     spans = [] if len(captured) == len(sizes) else _spans(captured)
@@ -69,7 +74,7 @@ def problems_over(
 
 
 def show_sizes(sizes: Sequence[int]) -> str:
-    """Format whole numbers in ascending order with ranges: ``1, 40..64``. Empty if there are none."""
+    """Return whole numbers in ascending order as text with ranges, such as ``1, 40..64``. Empty if there are none."""
     parts: list[list[int]] = []
     for size in sizes:
         if parts and parts[-1][-1] == size - 1:
@@ -80,9 +85,10 @@ def show_sizes(sizes: Sequence[int]) -> str:
 
 
 def _samples(sizes: Sequence[int]) -> list[int]:
-    """Return the sizes to capture first.
+    """Return the sizes at which a step is captured first.
 
-    If there are few, these are all; otherwise the ends, their neighbours and three between, both even and odd.
+    If there are at most `EACH` sizes, all are returned. Otherwise: the first three, the last two, and three between,
+    of which not all have the same parity.
     """
     if len(sizes) <= EACH:
         return list(sizes)
@@ -93,7 +99,11 @@ def _samples(sizes: Sequence[int]) -> list[int]:
 
 
 def _spans(captured: dict[int, TrainingGraph]) -> list[Between]:
-    """Return the computable problems between neighbouring captured sizes with the same ops."""
+    """Return interpolations of the problems between captured sizes.
+
+    ``captured``: problems by size. Neighbouring sizes whose problems have the same ops are interpolated together, if
+    the bytes of their tensors allow it.
+    """
     found = []
     for _, rows in groupby(sorted(captured.items()), key=lambda row: row[1].fingerprint):
         if span := between(dict(rows)):

@@ -1,9 +1,11 @@
-"""Profiled costs of a step in further sizes: most calls need no measurement between sizes that were measured.
+"""Measured costs of a step, reused at other sizes: between two sizes at which calls were measured, most are
+interpolated.
 
-A call's time is close to linear in the bytes that it reads and writes. A call without a workspace at a smaller and at a
-larger size has none between them. All others are measured: calls with a workspace, whose bytes may make steps;
-convolutions and attention, which choose among several kernels; and calls outside of the sizes measured so far. So no
-workspace is ever estimated.
+The time of a call (an op of the captured step) is close to linear in the bytes that it reads and writes. A call that
+has no workspace at a smaller and at a larger size is assumed to have none between them. Three kinds of calls are
+measured at each size: calls with a workspace, whose bytes may change in jumps; ops such as convolutions and
+attention, which choose among several kernels; and calls outside of the range of sizes measured so far. So no
+workspace is interpolated.
 """
 
 from __future__ import annotations
@@ -34,10 +36,11 @@ Kind: TypeAlias = tuple[str, ...]
 
 @dataclass(frozen=True)
 class _Measured:
-    """A call that was measured at one size.
+    """The cost of a call at one size.
 
-    ``traffic``: the bytes that it reads and writes. ``cost``: its cost. ``plain``: whether, between two sizes at which
-    this is true, its cost may be interpolated: it has no workspace and only one possible kernel.
+    ``traffic``: the bytes that the call reads and writes. ``cost``: its cost, measured or interpolated. ``plain``:
+    whether the call has no workspace and only one possible kernel. Only then is its cost interpolated between two
+    sizes.
     """
 
     traffic: int
@@ -47,14 +50,17 @@ class _Measured:
 
 @dataclass(eq=False)
 class SizedCosts:
-    """Measured costs of steps, from which costs of the same steps at other sizes are interpolated."""
+    """Measured costs of the calls of captured steps. From them, costs of the same steps at other sizes are
+    interpolated."""
 
     _known: dict[Kind, list[list[_Measured]]] = field(default_factory=dict)
 
     def costs(self, step: CapturedStep, progress: Progress = silent) -> Mapping[str, CallCost]:
-        """Return the time and workspace of each call that is not a view and of each inverse, by the call's name.
+        """Return the time and workspace of each call and each inverse of a step, by its name. Views are left out.
 
-        Costs between two measured sizes of the same step are interpolated; all others are measured and remembered.
+        If a call has no workspace and only one possible kernel, and the step's costs are known at a smaller and at a
+        larger size, the call's cost is interpolated. All other calls are measured. The costs are remembered for
+        later calls of this method.
 
         Args:
             step: the captured step.
@@ -86,8 +92,14 @@ class SizedCosts:
 
 
 def _between(known: list[_Measured], traffic: int) -> CallCost | None:
-    """Return the cost of a call, interpolated between two measured sizes of ``traffic`` bytes; None if it must be
-    measured."""
+    """Interpolate the cost of a call linearly in the bytes that it reads and writes. Return None if it must be
+    measured.
+
+    Args:
+        known: the call's costs at other sizes. The result is None if any of them is not ``plain``.
+        traffic: the bytes that the call reads and writes. The result is None if all known costs are for fewer bytes,
+            or all for more.
+    """
     plain = sorted((m for m in known if m.plain), key=lambda m: m.traffic)
     if len(plain) < len(known) or not known:
         return None
@@ -105,8 +117,10 @@ def _between(known: list[_Measured], traffic: int) -> CallCost | None:
 
 
 def _is_plain(step: CapturedStep, call: Call, cost: CallCost) -> bool:
-    """Return whether a call has no workspace, no result in a larger storage than traced, and only one possible
-    kernel.
+    """Return whether the cost of a call may be interpolated between sizes.
+
+    It may if the call is an ATen op with only one possible kernel, has no workspace, and allocates no larger
+    storages for its results than the captured step shows.
     """
     name = str(call.target)
     nominal = [step.values[r].fake.untyped_storage().nbytes() if r else 0 for r in call.results]
@@ -119,7 +133,11 @@ def _is_plain(step: CapturedStep, call: Call, cost: CallCost) -> bool:
 
 
 def _kind(step: CapturedStep, call: Call) -> str:
-    """Return everything about a call on which its kernel depends, except sizes."""
+    """Return a text with everything on which a call's kernel depends, except sizes: its op, types, memory layouts
+    and constants.
+
+    Calls with equal texts are assumed to be the same call at different sizes.
+    """
 
     def describe(name: str) -> str:
         t = step.values[name].fake
@@ -141,7 +159,11 @@ def _without_sizes(given: Any) -> Any:
 
 
 def _kept(known: list[list[_Measured]]) -> list[list[_Measured]]:
-    """Return the measurements to keep: those of the smallest, the largest and the latest sizes."""
+    """Return at most `SIZES` of the known costs of a step: at the smallest size, at the largest size, and at the
+    latest sizes.
+
+    ``known``: for each size, the costs of all calls of the step.
+    """
     if len(known) <= SIZES:
         return known
     totals = [sum(m.traffic for m in size) for size in known]

@@ -1,4 +1,5 @@
-"""The planning problem of a pipeline stage: a captured step of one micro-batch, while several are in flight."""
+"""Make the planning problem of a pipeline stage from its captured step of one micro-batch, while others are in
+flight."""
 
 from __future__ import annotations
 
@@ -26,17 +27,19 @@ def stage_problem(
     between: int = 0,
     template: StagePlan,
 ) -> StageProblem:
-    """Return the planning problem of a pipeline stage's step that runs while gradients of other micro-batches exist.
+    """Make the planning problem of a pipeline stage, for one micro-batch while other micro-batches are in flight.
+
+    In this problem, gradients of earlier micro-batches exist. The backward adds its gradients to them.
 
     Args:
         step: the captured step of one micro-batch.
-        graph: its problem with an op that separates forward from backward, and with the op `WEIGHTS` if weight
-            gradients are computed separately.
-        per_microbatch: the kinds of inputs that each micro-batch holds from its forward to its backward, such as
-            ``batch``.
-        tangents: the kinds of inputs that each micro-batch holds only in its backward. Kinds in neither list, except
-            parameters, buffers and constants, are counted elsewhere.
-        between: bytes outside of the graph that are held for a micro-batch from its forward to its backward, such as
+        graph: the problem of that step alone. It has an op that separates forward from backward, and the op
+            `WEIGHTS` if weight gradients are computed separately.
+        per_microbatch: the kinds of inputs, such as ``batch``, that each micro-batch keeps in memory from its
+            forward to its backward.
+        tangents: the kinds of inputs that exist only during a micro-batch's backward. Inputs of other kinds are
+            counted by the caller, except parameters, buffers and constants.
+        between: bytes outside of the graph that a micro-batch occupies from its forward to its backward, such as
             those of a loss.
         template: the memory of the stage that does not depend on the plan.
     """
@@ -64,9 +67,9 @@ def stage_problem(
 
 
 def backward_spare(graph: TrainingGraph, schedule: Schedule) -> tuple[int, ...]:
-    """Return, for each step of a schedule, the backward's peak minus the resident bytes at that step, but at least 0.
+    """Return how many bytes below the peak of the backward a schedule is at each of its positions, but at least 0.
 
-    New gradients that wait to be added to earlier ones may use these bytes without raising the peak.
+    New gradients that wait to be added to earlier gradients may use these bytes without raising the peak.
     """
     resident = resident_bytes(graph, schedule)
     peak = max(resident[schedule.index(Run(LOSS)) :])
@@ -74,16 +77,18 @@ def backward_spare(graph: TrainingGraph, schedule: Schedule) -> tuple[int, ...]:
 
 
 def _leaving(step: CapturedStep, graph: TrainingGraph) -> tuple[str, ...]:
-    """Return the new buffers that no op of the backward reads."""
+    """Return the tensors with new contents of buffers that a step computes and that no op of its backward reads."""
     made = dict.fromkeys(step.values[o.value].storage for o in step.outputs if o.kind == "buffer")
     read = {t for op in graph.ops if op.name in step.after_loss for t in op.reads}
     return tuple(t for t in made if t in graph.producer and t not in read)
 
 
 def _copies(step: CapturedStep, graph: TrainingGraph) -> dict[str, int]:
-    """Return, for each op, the bytes of copies that are kept for running it again in the backward.
+    """Return, by the name of an op, the bytes that must be kept from forward to backward if the backward runs the op
+    again.
 
-    These are old contents of buffers that the step renews, and states of the random generator.
+    They are the old contents of buffers that the step overwrites, and the state of the random generator before the
+    op.
     """
     renewed = renewed_buffers(step)
     seeded = [call.name for call in step.calls if call.seeded and call.name not in graph.never_rerun]

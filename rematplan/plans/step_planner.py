@@ -1,4 +1,4 @@
-"""Plan a captured step according to the options of `plan_module` or `backend`."""
+"""`StepPlanner`: plan captured steps according to the options of `plan_module` or of the `torch.compile` backend."""
 
 from __future__ import annotations
 
@@ -67,30 +67,35 @@ MENTIONED = 0.01
 
 @dataclass(frozen=True)
 class StepPlanner:
-    """Plans captured steps as a user's options say.
+    """Plans captured steps as the options of a user say. A planned module calls it for each new step.
 
-    ``options``: what the user asks for. ``store``: known plans; new plans are stored in it.
+    ``options``: the user's options. ``store``: known plans; new plans are stored in it.
     """
 
     options: PlanOptions
     store: PlanStore = field(default_factory=PlanStore, compare=False)
     named: Mapping[str, torch.Tensor] = field(default_factory=dict)
-    """Parameters and buffers under the names that captured steps use; inverses need the values of scales."""
+    """The model's parameters and buffers under the names that captured steps use. Inverses need the values of
+    scales."""
     added: frozenset[str] = frozenset()
-    """Names of parameters that have gradients before the step, to which the step's gradients are added."""
+    """Names of parameters that have gradients before the step. The step adds its gradients to them."""
     held: Mapping[str, int] = field(default_factory=dict)
-    """Bytes that are held during the whole step in addition to the step's tensors, by a name for each."""
+    """Bytes that are allocated during the whole step in addition to the step's tensors, by a name for each."""
     sized: SizedCosts = field(default_factory=SizedCosts, compare=False)
-    """Measured costs of ops, from which costs of the same steps at other sizes are interpolated."""
+    """Measured costs of ops. Costs of the same steps at other sizes are interpolated from them."""
     scope: str = ""
-    """A key. A percentage refers to the peak of the first problem planned with the same key; a compiler has one per
-    graph."""
+    """A key for percentages as budgets: they refer to the peak of the first problem that was planned with the same
+    store and key. The `torch.compile` backend uses one key for each graph."""
 
     def limit(self, graph: TrainingGraph) -> Budget:
-        """Return the budget for a problem: in bytes, or ``min`` or ``least``, which each problem determines itself.
+        """Return the budget for a problem: in bytes, or ``min`` or ``least``, which depend on the smallest peak
+        found for it.
 
-        A percentage refers to the peak of the first problem that this planner was given. A later problem with a smaller
-        batch gets the same number of bytes, because the device has that many.
+        A percentage is converted to bytes for the first problem. The number of bytes is remembered in the store, for
+        this text and `scope`, and used for all later problems: the device does not become smaller with a smaller
+        batch.
+
+        ``graph``: the problem.
         """
         stated = self.options.stated_budget()
         if stated.is_lean or stated.kind == "bytes":
@@ -101,7 +106,10 @@ class StepPlanner:
         return Budget(stated.text, "bytes", Fraction(fixed[key]))
 
     def loss(self, step: CapturedStep, graph: TrainingGraph) -> LossMemory:
-        """Return the memory of a loss outside of the model: as the user states it, otherwise a usual amount."""
+        """Return the memory of a loss outside of the model: what the user states, otherwise a default amount.
+
+        ``step``: the captured step. ``graph``: its planning problem, without the memory of the loss.
+        """
         stated = self.options.stated_loss()
         if stated is None:
             return LossMemory.usual(step, no_recompute(graph).estimate.peak)
@@ -110,10 +118,13 @@ class StepPlanner:
         return LossMemory.of_peak(step, int(stated.amount))
 
     def problem(self, step: CapturedStep, progress: Progress = silent) -> TrainingGraph:
-        """Return the step's planning problem, with all that the options ask for.
+        """Make the planning problem of a captured step, with everything that the user's options add to it.
 
-        The costs of ops are measured or modelled. A loss outside of the model becomes an op between forward and
-        backward. Ops that must not run again are marked, and the bytes of optimizers and other reservations are inputs.
+        The costs of ops are measured or modelled. An op between forward and backward represents a loss outside of
+        the model. Ops that must not run again are marked. The bytes of optimizers and other reserved objects are
+        added as inputs.
+
+        ``step``: the captured step. ``progress``: called with the fraction done (0 to 1) and a short text.
         """
         asked = self.options
         error = asked.max_inversion_error
@@ -130,21 +141,23 @@ class StepPlanner:
     def opened(self, step: CapturedStep) -> CapturedStep:
         """Return the step with inverses (ops that compute an input from an output) added.
 
-        All inverses are added if the user allows inverses that round; otherwise only exact ones, which move numbers.
+        If the user allows inverses that round, all inverses are added; otherwise only exact ones, which copy numbers
+        without changing them.
         """
         if self.options.inverting:
             return with_inverses(step, self.named, renormalise=True).step
         return with_exact_inverses(step)
 
     def __call__(self, step: CapturedStep, first: bool = False) -> StepPlan:
-        """Return the plan of a step, together with the step to which inverses were added.
+        """Plan a step, and return the plan with the step, to which inverses were added.
 
-        With ``accumulate`` the plan counts gradients of earlier steps. If no plan fits, ``on_infeasible`` decides.
+        With ``accumulate``, the budget includes gradients of earlier backwards. If no plan fits, ``on_infeasible``
+        decides whether an error is raised or another plan is used.
 
         Args:
             step: the captured step.
-            first: whether a refusal is treated as that of the first plan, which is raised by default, even though plans
-                of other steps are known.
+            first: treat the step as the first one, even if plans of other steps are known. If ``on_infeasible`` is
+                None and no plan fits, the error is raised for the first step only.
 
         Raises:
             InfeasibleBudget: no plan is found that fits, and ``on_infeasible`` says that this is raised.
@@ -166,14 +179,16 @@ class StepPlanner:
         return counted
 
     def instead(self, step: CapturedStep, error: InfeasibleBudget, first: bool) -> Plan:
-        """Return a plan for a step for which no plan fits the budget, and warn with the memory that it needs.
+        """Return a plan to use although no plan fits the budget. Warn with its peak if it exceeds the budget.
 
-        The plan is the one of the smallest found peak (``least``), or one that recomputes nothing (``eager``).
+        The plan is the one with the smallest peak found (``on_infeasible`` is ``least``), or one that recomputes
+        nothing (``eager``).
 
         Args:
             step: the captured step, with its inverses.
             error: the error of the search that found no plan.
-            first: whether it is the first plan, whose error is raised by default.
+            first: whether it is the first step. If ``on_infeasible`` is None, the error is raised for the first step
+                only.
 
         Raises:
             InfeasibleBudget: ``error``, if ``on_infeasible`` says that it is raised.
@@ -196,7 +211,11 @@ class StepPlanner:
         return replace(plan, budget=max(plan.peak, error.budget), fingerprint=graph.fingerprint)
 
     def _reaction(self, first: bool) -> str:
-        """Return what to do if no plan fits the budget, a value of `INSTEAD`."""
+        """Return what to do if no plan fits the budget: ``raise``, ``least`` or ``eager``.
+
+        ``first``: whether it is the first step, for which the default is ``raise``. With a saved plan, it is always
+        ``raise``.
+        """
         if self.options.plan is not None:
             return RAISE
         return self.options.on_infeasible or (RAISE if first else LEAST)
@@ -206,7 +225,8 @@ class StepPlanner:
         return self._reaction(first=not self.store) != RAISE
 
     def _in_flight(self, step: CapturedStep) -> StepPlan:
-        """Return the plan for several micro-batches in flight."""
+        """Return the plan of a step for the options ``in_flight`` (several micro-batches in flight) and
+        ``deferred``."""
         asked, step = self.options, self.opened(step)
         split = asked.deferred is not None
         step = with_separate_weights(step) if split else step
@@ -269,7 +289,12 @@ class StepPlanner:
         return Resizing(problem, step, storages, amount, self.store.family(problem), found)
 
     def _refinement(self, step: CapturedStep, graph: TrainingGraph, plan: Plan) -> Refining | None:
-        """Return a search for a better plan, or None if it is not wanted or could gain nothing."""
+        """Return a background search for a better plan, not begun. None if the options exclude it or ``plan`` is
+        good enough.
+
+        A plan is good enough if its overhead is proven to be within the option ``gap`` of the optimum, or if an
+        earlier search was as long as this one would be.
+        """
         asked = self.options
         if not asked.refines or plan.budget is None or (plan.gap is not None and plan.gap <= asked.gap):
             return None
@@ -287,10 +312,11 @@ class StepPlanner:
         )
 
     def _adding(self, step: CapturedStep) -> StepPlan | None:
-        """Return a plan in which each new gradient is added to its earlier one and freed during the step.
+        """Return a plan in which each new gradient is added to the earlier one and freed during the step, or None.
 
-        None if this needs more than the budget except when new gradients are freed at once; and with two lanes, whose
-        plans count new gradients until the end.
+        Autograd cannot add every gradient as soon as it is computed. None is returned if the gradients that wait
+        need more than the budget. None is also returned if a saved plan assumes that new gradients exist until the
+        end of the step, or if ``overlap`` is not ``off``: all plans for two threads or streams assume that.
         """
         if self.options.overlap not in (None, OFF):
             return None
@@ -310,20 +336,21 @@ class StepPlanner:
     def with_gradients(
         self, step: CapturedStep, plan: Plan, gradients: int, names: Set[str]
     ) -> StepPlan | None:
-        """Return a plan for a step that begins while parameters have gradients of earlier steps.
+        """Return a plan for a step that begins while parameters have gradients of earlier steps, or None to keep
+        ``plan``.
 
-        None if ``plan``, which does not count these gradients, still fits the budget in addition to them; None with a
-        warning if no plan fits.
+        None is returned in three cases: ``plan`` and these gradients fit within the budget together; no plan fits,
+        of which a warning tells; or ``plan`` counts all possible gradients already, because micro-batches are in
+        flight.
 
         Args:
             step: the captured step.
-            plan: its plan without earlier gradients.
-            gradients: bytes of the earlier gradients.
+            plan: its plan, which does not count gradients of earlier steps.
+            gradients: bytes of the gradients of earlier steps.
             names: the parameters that have gradients.
 
         Raises:
             InfeasibleBudget: no plan fits, and ``on_infeasible`` is ``raise``.
-            ProblemError: the saved plan belongs to another graph.
         """
         if self.options.several:  # the plan counts all possible gradients
             return None
@@ -354,12 +381,18 @@ class StepPlanner:
             return None
 
     def _within(self, budget: int) -> StepPlanner:
-        """Return the planner with another budget, in bytes."""
+        """Return this planner with another budget. ``budget``: bytes."""
         return replace(self, options=replace(self.options, budget=budget))
 
     def _either(self, plain: CapturedStep, inverted: CapturedStep) -> StepPlan:
-        """Return the plan of the step with or without inverses, whichever is better, or whichever the saved plan
-        belongs to.
+        """Plan a step with and without inverses that round, and return the better plan with its step.
+
+        If there is a saved plan, it is used, for the step that it belongs to. If there are no inverses that round,
+        only the step without them is planned.
+
+        Args:
+            plain: the captured step with exact inverses only.
+            inverted: the same step with inverses that round, too.
         """
         graphs = self.problem(plain), self.problem(inverted)
         if not any(inverse.noise for inverse in graphs[1].inverses):
@@ -381,7 +414,7 @@ class StepPlanner:
         return StepPlan(step, self._overlapped(step, graph, replace(plan, fingerprint=graph.fingerprint)))
 
     def planned(self, step: CapturedStep) -> Plan:
-        """Return the plan of a step. Only inverses that the step already has are used.
+        """Return the plan of a step. Unlike `__call__`, it adds no inverses, and raises an error if no plan fits.
 
         Raises:
             InfeasibleBudget: the strategy finds no plan that fits. The error has the smallest peak found.
@@ -432,11 +465,16 @@ class StepPlanner:
         raise AssertionError("the last part is the whole search")
 
     def _in_parts(self, chosen: Strategy, graph: TrainingGraph, budget: int) -> Iterator[Strategy]:
-        """Return the searches to make, one after the other until one finds a plan.
+        """Yield the searches for a plan. The caller runs them one after the other until one finds a plan.
 
-        If the plan is refined later, or an earlier plan fits, the first search is short. The last one has the whole
-        time limit, so that a tight budget is not refused for lack of time, and a refusal names a peak that was searched
-        for as long as that of the budget ``min``.
+        If another process improves the plan later, or if a plan for other sizes fits already, the first search is
+        short. The last search always has the whole time limit: so a tight budget is not refused for lack of time,
+        and the error states a peak as small as the budget ``min`` would find.
+
+        Args:
+            chosen: the strategy with the user's time limit.
+            graph: the problem.
+            budget: bytes.
         """
         if isinstance(chosen, Auto) and budget >= min_peak_bound(graph).bytes:
             if self.options.refines:
@@ -447,11 +485,13 @@ class StepPlanner:
 
     @contextmanager
     def _explaining_refusals(self, graph: TrainingGraph) -> Iterator[None]:
-        """Add to a refusal what the user may change: the memory set aside for a loss, the bytes of a percentage, and
-        a unit that may be missing.
+        """In this context, an error that no plan fits gets text on what the user may change.
 
-        The memory for a loss is mentioned if the user did not state it. A statement about all plans then holds
-        without it.
+        It states the memory set aside for a loss (if the user did not state it), that a percentage was converted to
+        bytes for the first plan, or that a unit may be missing. If the budget is proven too small only because of
+        the memory for a loss, the error says so.
+
+        ``graph``: the problem.
         """
         try:
             yield
@@ -480,11 +520,13 @@ class StepPlanner:
 
 
 def _amount(budget: Budget) -> int | None:
-    """Return the budget in bytes; None for ``min`` and ``least``, which depend on the problem."""
+    """Return the bytes of a budget from `StepPlanner.limit`; None for ``min`` and ``least``, which depend on the
+    problem."""
     return None if budget.is_lean else budget.bytes(0, lambda: 0)
 
 
 def _key(budget: Budget) -> int | str:
-    """Return the key under which plans within the budget are stored: its bytes, or ``min`` or ``least``."""
+    """Return the key under which plans within a budget from `StepPlanner.limit` are stored: its bytes, or ``min`` or
+    ``least``."""
     amount = _amount(budget)
     return budget.kind if amount is None else amount

@@ -1,4 +1,4 @@
-"""Trade-off curves of memory against overhead, as plans, as table rows and as CSV."""
+"""Curves of overhead against peak memory, for several strategies: the plans, the rows of a table, and CSV."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ Curves = Mapping[str, Sequence[Plan]]
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """The plan of one strategy at one budget, as a table's row.
+    """A row of a table: the plan of one strategy at one budget.
 
-    ``budget``: as the user wrote it. ``strategy``: the strategy's name. ``plan``: None if no plan fits. ``smallest``:
-    the smallest peak of all plans of the strategy, in bytes. ``best``: whether the plan fits and no other strategy's
-    plan has less overhead at this budget.
+    ``budget``: as the user wrote it. ``strategy``: the strategy's name. ``plan``: None if no plan fits.
+    ``smallest``: the smallest peak of all plans of the strategy, in bytes. ``best``: whether the plan fits and no
+    other strategy's plan has less overhead at this budget.
     """
 
     budget: str
@@ -42,11 +42,11 @@ def trace_curves(
     budgets: Sequence[int],
     progress: Progress = silent,
 ) -> tuple[dict[str, tuple[Plan, ...]], tuple[str, ...]]:
-    """Return the curve of each strategy, and notes on strategies without a curve.
+    """Make the curve of each strategy: plans with less and less memory and more and more overhead.
 
-    A strategy has no curve if the problem is too large for it, or if none of its plans fits. `auto` is computed last:
-    it starts from the plans of all others, and also plans for some of their peaks, so that its curve is nowhere above
-    theirs.
+    A strategy has no curve if the problem is too large for it, or if none of its plans fits the budgets. The curve
+    of `auto` is made last. It starts from the plans of the other strategies and has further budgets at some of their
+    peaks, so that it is nowhere above their curves.
 
     Args:
         graph: the problem.
@@ -55,8 +55,8 @@ def trace_curves(
         progress: called with the fraction done (0 to 1) and a short text.
 
     Returns:
-        The plans by rising overhead and falling peak, by the strategy's name, in the order of ``strategies``; and one
-        note for each strategy without a curve.
+        The plans by rising overhead and falling peak, by the strategy's name, in the order of ``strategies``; and
+            one line of text for each strategy without a curve, which says why.
     """
     store = PlanStore()
     found: dict[str, tuple[Plan, ...]] = {}
@@ -86,25 +86,27 @@ def trace_curves(
 
 
 def rival_peaks(rivals: Sequence[Plan], budgets: Sequence[int]) -> tuple[int, ...]:
-    """Return at most `RIVAL_PEAKS` peaks in bytes of Pareto-optimal plans among ``rivals``, evenly spread.
+    """Return at most `RIVAL_PEAKS` peaks, in bytes, of plans that other strategies found, as further budgets for
+    `auto`.
 
-    Plans without recomputation, and peaks below the smallest of ``budgets`` (bytes), are left out.
+    The peaks are evenly spread among the Pareto-optimal plans of ``rivals``. Plans without recomputation, and peaks
+    below the smallest of ``budgets`` (bytes), are left out.
     """
     front = [p for p in pareto(rivals) if p.estimate.reruns and p.estimate.peak >= min(budgets, default=0)]
     return tuple(p.estimate.peak for p in spread(front, RIVAL_PEAKS))
 
 
 def rows_at(curves: Curves, budgets: Sequence[Budget], base_peak: int, whole: int) -> tuple[Row, ...]:
-    """Return the rows of a table: for each budget, each strategy's plan of least overhead that fits.
+    """Return the rows of a table: for each budget and each strategy, the plan of least overhead that fits.
 
-    For the budget ``least`` it is the strategy's plan with the smallest peak; for ``min`` its cheapest plan within 1 %
-    of that peak.
+    For the budget ``least``, it is the strategy's plan with the smallest peak; for ``min``, its cheapest plan with a
+    peak at most 1 % above the smallest.
 
     Args:
         curves: the plans of each strategy, by its name.
         budgets: the budgets.
-        base_peak: the peak without recomputation in bytes, to which percentages refer.
-        whole: bytes of inputs and outputs, which a share of activations does not reduce.
+        base_peak: the peak without recomputation in bytes. Percentages refer to it.
+        whole: bytes of inputs and outputs. Budgets such as ``50% of activations`` do not reduce them.
     """
     rows: list[Row] = []
     for budget in budgets:
@@ -166,13 +168,13 @@ CSV_COLUMNS = (
 
 
 def curves_csv(curves: Curves, base: Plan, measured: Mapping[Key, tuple[int, float, float]]) -> str:
-    """Return all plans of all curves as CSV with the columns `CSV_COLUMNS`.
+    """Return all plans of all curves as CSV text with the columns `CSV_COLUMNS`.
 
     Args:
         curves: the plans of each strategy, by its name.
-        base: the plan without recomputation, to which percentages refer.
-        measured: for the `key` of each plan that was run: its measured peak in bytes, its seconds, and the seconds of
-            plain autograd. Columns of other plans are empty.
+        base: the plan without recomputation. Percentages refer to its peak.
+        measured: measurements of plans that were run, by `key`: the peak in bytes, the seconds of a step, and the
+            seconds of a step of plain autograd. For other plans, the three columns are empty.
     """
     out = io.StringIO()
     writer = csv.writer(out, lineterminator="\n")

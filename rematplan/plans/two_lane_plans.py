@@ -1,4 +1,5 @@
-"""Turn a plan into one on two lanes, if the user asks for it and it saves time."""
+"""If the user wants it and it saves time, change a plan so that recomputation runs on a second thread or CUDA
+stream."""
 
 from __future__ import annotations
 
@@ -39,18 +40,21 @@ def overlapped(
     sharing: Callable[[], Sharing],
     more: Iterable[Plan] = (),
 ) -> tuple[Plan, tuple[str, ...]]:
-    """Return a plan that runs on two lanes (CUDA streams or threads), if that is asked for and saves time.
+    """Return a plan that runs on two lanes (two CUDA streams or threads), if the user wants it and it saves time.
 
     Args:
         graph: the problem.
-        plan: a plan of it on one lane, or a saved plan.
-        mode: ``on``: use two lanes if any op can be moved; ``auto``: only if they are predicted to save at least a
-            share of `PAYS` of the time; ``off``: one lane; None: return ``plan`` unchanged.
+        plan: a plan of the problem on one lane; or a saved plan, which may have two.
+        mode: ``on``: use two lanes if any op can be moved to the second; ``auto``: use two lanes if that is
+            predicted to save at least the share `PAYS` of the time; ``off``: use one lane; None: return ``plan``
+            unchanged.
         sharing: returns how fast each lane is while both work. It is called only for ``on`` and ``auto``.
-        more: further plans of the same problem. The result may be any of them, within the budget of ``plan``.
+        more: further plans of the same problem. The result may be based on any of them, within the budget of
+            ``plan``.
 
     Returns:
-        The plan; and a note that says why it has one lane, if two lanes were asked for and it has one.
+        The plan; and a tuple with a text that says why the plan has one lane, if ``mode`` is ``on`` or ``auto`` and
+            it has one; otherwise an empty tuple.
     """
     if mode in (None, OFF):
         return (replace(plan, lanes=None) if mode else plan), ()
@@ -78,8 +82,11 @@ def overlapped(
 
 
 def sharing_here(step: CapturedStep, graph: TrainingGraph, plan: Plan) -> Sharing:
-    """Measure how fast each of two lanes (CUDA streams or threads) is while both work, on ops of the step on this
-    device."""
+    """Measure how fast each of two lanes (CUDA streams or threads) is on this device while both work.
+
+    ``step``: the captured step. ``graph``: its planning problem. ``plan``: a plan of it, whose ops are run for the
+    measurement.
+    """
     from rematplan.runtime.execute.lane_speed import measured_sharing  # torch takes seconds to import
 
     runs = runs_of(plan.schedule)

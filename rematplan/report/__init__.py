@@ -1,1 +1,1 @@
-"""Tables and pictures for people."""
+"""Reports for the user: tables and pictures of plans, their memory and their overhead."""
