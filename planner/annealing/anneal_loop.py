@@ -1,8 +1,9 @@
-"""The inner loop of the annealer: make random moves, keep or undo each, and adapt the penalty's price.
+"""The inner loop of simulated annealing: make random moves, keep or undo each, and adapt the price of bytes over the
+budget.
 
-A move that raises the energy (cost + price · bytes over the budget) is kept with the probability of Metropolis et al.
-(1953), exp(−increase ÷ temperature). The random number is drawn before the move, so that a move can be abandoned as
-soon as its increase is too large.
+The energy of a sequence of op executions is its cost plus the price times the bytes over the budget. A move that
+raises the energy is kept with the probability of Metropolis et al. (1953), exp(−increase ÷ temperature). The random
+number is drawn before the move, so that a move can be abandoned as soon as its increase is too large.
 """
 
 from __future__ import annotations
@@ -30,14 +31,15 @@ from rematplan.planner.annealing.state import (
 from rematplan.planner.caches.numba_kernels import inner
 
 ADAPT = 500
-"""The largest number of moves between two changes of the penalty's price."""
+"""The largest number of moves between two changes of the price of bytes over the budget."""
 STEEP = 1.15
-"""The largest factor by which the price rises in one change, if hardly any sequence is within the budget."""
+"""The largest factor by which the price of bytes over the budget rises in one change. It rises if hardly any sequence
+fits."""
 
 
 @inner
 def keep_best(S: State) -> None:
-    """Record the current sequence of runs and its cost as the best within the budget."""
+    """Record the annealer's current sequence of op executions, and its cost, as the best within the budget."""
     length = 0
     for s in range(S.at.size):
         if S.at[s] >= 0:
@@ -49,11 +51,12 @@ def keep_best(S: State) -> None:
 
 @free_kernel
 def anneal(P: Problem, S: State, moves: int, hot: float, cold: float, mode: int) -> int:
-    """Make up to ``moves`` random moves while the temperature falls geometrically from ``hot`` to ``cold`` (percent
-    of the cost of running each op once). Return the number of moves made.
+    """Make up to ``moves`` random moves on the annealer's sequence, while the temperature falls geometrically from
+    ``hot`` to ``cold`` (percent of the cost of running each op once). Return the number of moves made.
 
-    The number is smaller if slots or node numbers run short; the caller must then spread the runs anew. ``mode``: 0
-    for all kinds of moves; 1 for shifts only; 2 for all kinds until a sequence is within the budget.
+    ``mode``: 0 for all kinds of moves; 1 for moves that only change the order of the runs (op executions); 2 for all
+    kinds, until a sequence is within the budget. Fewer moves are made in mode 2, and if free slots or node numbers
+    run short. In the latter case the caller must build a new state, in which the runs are spread evenly.
     """
     feasible, temperature = 0, hot
     adapt = min(ADAPT, max(40, P.cost.size))

@@ -1,4 +1,5 @@
-"""Which of the annealer's runs may be removed, and the removal of runs that nothing reads."""
+"""Which runs (op executions) may be removed from the annealer's sequence, and the removal of runs that nothing
+reads."""
 
 from __future__ import annotations
 
@@ -10,9 +11,11 @@ from rematplan.planner.caches.numba_kernels import inner
 
 @inner
 def keeps_order(P: Problem, S: State, node: int) -> bool:
-    """Return whether first runs that must keep an order still keep it if the run ``node`` is removed.
+    """Return whether removing the run ``node`` from the annealer's sequence keeps the order that the first runs of
+    ops must have.
 
-    If it is its op's first run, the op's next run becomes the first.
+    If the run is the first of its op, the op's next run becomes the first. That must be before the first run of the
+    next op in the required order.
     """
     op = S.op[node]
     if S.links.prev[node] >= 0 or P.after[op] < 0:
@@ -24,8 +27,11 @@ def keeps_order(P: Problem, S: State, node: int) -> bool:
 
 @inner
 def is_spare(P: Problem, S: State, node: int) -> bool:
-    """Return whether the run ``node`` can be removed: its readers can read what earlier runs write, and its op keeps
-    the runs that it must have."""
+    """Return whether the run ``node`` can be removed from the annealer's sequence.
+
+    If every sequence must contain the run's op, the run must not be the first of its op. If not, earlier runs must
+    have written the tensors that are read from it, and first runs must keep their required order.
+    """
     op, slot = S.op[node], S.links.slot[node]
     if P.least[op] > 0:
         return bool(S.links.prev[node] >= 0)
@@ -38,11 +44,11 @@ def is_spare(P: Problem, S: State, node: int) -> bool:
 
 @inner
 def sweep(P: Problem, S: State, waiting: int) -> None:
-    """Remove the runs among the first ``waiting`` entries of ``S.queue`` that nothing reads, then the runs that only
-    these read, and so on.
+    """Remove runs that nothing reads from the annealer's sequence. The candidates are the first ``waiting`` entries
+    of ``S.queue``, then the runs that removed ones read from, and so on.
 
-    A run stays if its op must keep it, if first runs would no longer keep their order, or if the log of edits is
-    full.
+    A run is not removed if every sequence must contain it, if first runs would not keep their required order, or if
+    the log of edits is full.
     """
     while waiting > 0:
         waiting -= 1
@@ -59,10 +65,10 @@ def sweep(P: Problem, S: State, waiting: int) -> None:
 
 @inner
 def queue_servers(P: Problem, S: State, op: int, slot: int, waiting: int) -> int:
-    """Append to ``S.queue``, which has ``waiting`` entries, the runs that write what ``op`` reads if it runs at
-    ``slot``.
+    """Append to ``S.queue``, which has ``waiting`` entries, the runs from which ``op`` reads its inputs if it runs at
+    ``slot`` (a position in the annealer's sequence).
 
-    Return the new number of entries. Runs for which the queue has no room are left out.
+    Return the new number of entries. Runs that do not fit into the queue are left out.
     """
     for k in range(P.reads_at[op], P.reads_at[op + 1]):
         if waiting < S.queue.size:
@@ -73,8 +79,9 @@ def queue_servers(P: Problem, S: State, op: int, slot: int, waiting: int) -> int
 
 @inner
 def random_spare(P: Problem, S: State) -> int:
-    """Return a random run of an op that runs more often than it must; -1 if the run drawn cannot be removed, or
-    there is none."""
+    """Return a random run that can be removed from the annealer's sequence, as a node number. The run is drawn from
+    the ops that run more often than they must. If the run drawn cannot be removed, or there is no such op, the result
+    is -1."""
     if S.number[MULTI] == 0:
         return -1
     op = S.multi[below(S.random, S.number[MULTI])]
@@ -86,7 +93,7 @@ def random_spare(P: Problem, S: State) -> int:
 
 @inner
 def take_out(P: Problem, S: State, node: int) -> None:
-    """Remove a run, then the runs that only it read."""
+    """Remove the run ``node`` from the annealer's sequence, then the runs whose results only it read."""
     op, slot = S.op[node], S.links.slot[node]
     do_remove(P, S, node)
     sweep(P, S, queue_servers(P, S, op, slot, 0))

@@ -82,7 +82,8 @@ class Descent:
         """
         annealer, options, plan = self.annealer, self.options, start
         step, patience = options.first_step, options.patience[0] * self.ops + options.patience[1]
-        # Kept between steps: at a low price a start would be lost before the price is high enough.
+        # The price is kept between steps. From a low price, annealing would leave the start before the price is high
+        # enough to keep the peak small.
         price = 0.0
         while plan.estimate.peak > self.budget and step > options.last_step and effort.spent() < until:
             peak = plan.estimate.peak

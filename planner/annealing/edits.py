@@ -1,7 +1,8 @@
-"""The three reversible edits of the annealer's sequence: insert a run, remove a run, shift a run.
+"""The three edits of the annealer's sequence, which can be undone: insert a run (an execution of an op), remove a
+run, move a run.
 
-Every edit leaves a valid sequence and is logged; `undo` replays the log backwards. Where a node is within a gap is
-not part of the logical state, so undo need not restore it.
+After every edit, each run still has what it reads. Edits are recorded in a log, and `undo` reverts them from the last
+to the first. A run may then be in another slot (position) than before, because only the order of the runs matters.
 """
 
 from __future__ import annotations
@@ -32,8 +33,8 @@ from rematplan.planner.caches.numba_kernels import inner
 
 @inner
 def put(S: State, slot: int, source: int) -> None:
-    """Copy the content of the slot ``source`` (node, live bytes, cap) to the slot ``slot``, and record the new slot
-    of the node."""
+    """Copy the content of the slot ``source`` (run, live bytes and their limit) to the slot ``slot``, and record that
+    the run is there. Slots are positions of the annealer's sequence."""
     node = S.at[source]
     S.at[slot] = node
     S.mem[slot] = S.mem[source]
@@ -44,10 +45,10 @@ def put(S: State, slot: int, source: int) -> None:
 
 @inner
 def make_room(P: Problem, S: State, node: int) -> int:
-    """Return an empty slot (position) just in front of the run ``node``, with ``mem``, the bytes live there, set;
-    neighbours are moved if necessary."""
+    """Return an empty slot (position) of the annealer's sequence that is just before the run ``node``. If there is
+    none, neighbouring runs are moved by one slot. The live bytes at the slot are set in ``S.mem``."""
     right = S.links.slot[node]
-    across = S.mem[right] - P.written[S.op[node]]  # live on both sides of the gap
+    across = S.mem[right] - P.written[S.op[node]]  # bytes live both before and after the new slot
     if S.at[right - 1] < 0:
         slot = right - 1
         while slot > right - 4 and S.at[slot - 1] < 0:
@@ -76,8 +77,8 @@ def make_room(P: Problem, S: State, node: int) -> int:
 
 @inner
 def occupy(P: Problem, S: State, node: int, slot: int) -> None:
-    """Put the run ``node`` into an empty slot whose live bytes are set already. From then on the slot's bytes over
-    the budget count in the penalty."""
+    """Put the run ``node`` into an empty slot (position) of the annealer's sequence, of which the live bytes are
+    known. From then on, bytes over the budget at the slot count in the penalty."""
     S.at[slot] = node
     S.links.slot[node] = slot
     S.cap[slot] = S.value[BUDGET] - P.workspace[S.op[node]]
@@ -88,7 +89,8 @@ def occupy(P: Problem, S: State, node: int, slot: int) -> None:
 
 @inner
 def vacate(S: State, slot: int) -> None:
-    """Empty a slot (position). Its bytes over the budget then no longer count in the penalty."""
+    """Make a slot (position) of the annealer's sequence empty. Bytes over the budget at the slot then no longer count
+    in the penalty."""
     over = S.mem[slot] - S.cap[slot]
     if over > 0.0:
         S.value[PENALTY] -= over
@@ -98,7 +100,8 @@ def vacate(S: State, slot: int) -> None:
 
 @inner
 def link(P: Problem, S: State, node: int, op: int, before: int) -> None:
-    """Insert the run ``node`` into the list of the runs of ``op``, behind the run ``before`` (-1: at the front)."""
+    """Insert the run ``node`` into the linked list of the runs of ``op``, after the run ``before``; at the beginning
+    if that is -1. Record the op if it now runs more often than it must."""
     after = S.links.next[before] if before >= 0 else S.links.first[op]
     S.links.prev[node], S.links.next[node] = before, after
     if before >= 0:
@@ -118,7 +121,8 @@ def link(P: Problem, S: State, node: int, op: int, before: int) -> None:
 
 @inner
 def unlink(P: Problem, S: State, node: int, op: int) -> None:
-    """Remove the run ``node`` from the list of the runs of ``op``."""
+    """Remove the run ``node`` from the linked list of the runs of ``op``. Record it if the op no longer runs more
+    often than it must."""
     before, after = S.links.prev[node], S.links.next[node]
     if before >= 0:
         S.links.next[before] = after
@@ -138,9 +142,11 @@ def unlink(P: Problem, S: State, node: int, op: int) -> None:
 
 @inner
 def insert(P: Problem, S: State, node: int, op: int, right: int) -> None:
-    """Insert a run of an op, as node ``node``, just in front of the node ``right``.
+    """Insert a run of ``op`` into the annealer's sequence, just before the run ``right``. The new run gets the node
+    number ``node``.
 
-    What the op reads then stays resident until this run. Later reads of what the op writes are served by this run.
+    The tensors that the op reads then stay resident until the new run. Later runs read from the new run what it
+    writes, until that is written again.
     """
     slot = make_room(P, S, right)
     mem, cap, penalty = S.mem, S.cap, 0.0
@@ -168,10 +174,9 @@ def insert(P: Problem, S: State, node: int, op: int, right: int) -> None:
 
 @inner
 def remove(P: Problem, S: State, node: int) -> None:
-    """Remove a run. Later reads of what it writes are then served by the latest earlier run that writes the tensor.
-
-    Of each tensor that the run writes and something reads, an earlier run that writes it must exist.
-    """
+    """Remove the run ``node`` from the annealer's sequence. Later runs that read from it then read from the latest
+    earlier run that writes the tensor. For each tensor that is read from the removed run, there must be such an
+    earlier run."""
     op, slot = S.op[node], S.links.slot[node]
     mem, cap, penalty = S.mem, S.cap, 0.0
     vacate(S, slot)
@@ -197,10 +202,8 @@ def remove(P: Problem, S: State, node: int) -> None:
 
 @inner
 def shift(P: Problem, S: State, node: int, right: int) -> None:
-    """Move a run to just in front of the node ``right``.
-
-    Neither a run that it reads from nor a run that reads from it may be passed.
-    """
+    """Move the run ``node`` in the annealer's sequence to just before the run ``right``. It must not pass a run from
+    which it reads or that reads from it."""
     new = make_room(P, S, right)
     op, old = S.op[node], S.links.slot[node]
     mem, cap, penalty = S.mem, S.cap, 0.0
@@ -229,8 +232,8 @@ def shift(P: Problem, S: State, node: int, right: int) -> None:
 
 @inner
 def do_insert(P: Problem, S: State, op: int, right: int) -> int:
-    """Run an op just in front of the node ``right``, as `insert` does, record this in the log for `undo`, and return
-    the new node."""
+    """Insert a run of ``op`` just before the run ``right`` in the annealer's sequence, record this in the log for
+    `undo`, and return the node number of the new run."""
     S.number[FREE] -= 1
     node = S.free[S.number[FREE]]
     insert(P, S, node, op, right)
@@ -240,8 +243,8 @@ def do_insert(P: Problem, S: State, op: int, right: int) -> int:
 
 @inner
 def do_remove(P: Problem, S: State, node: int) -> None:
-    """Remove a run, as `remove` does, and record this in the log for `undo`. The node's number stays in use until
-    `commit`."""
+    """Remove the run ``node`` from the annealer's sequence, and record this in the log for `undo`. The node number is
+    not used again before `commit`."""
     slot = S.links.slot[node]
     remove(P, S, node)
     note(S, REMOVED, node, node_after(S.at, slot))
@@ -249,7 +252,8 @@ def do_remove(P: Problem, S: State, node: int) -> None:
 
 @inner
 def do_shift(P: Problem, S: State, node: int, right: int) -> None:
-    """Move a run to just in front of the node ``right``, as `shift` does, and record this in the log for `undo`."""
+    """Move the run ``node`` to just before the run ``right`` in the annealer's sequence, and record this in the log
+    for `undo`."""
     was = node_after(S.at, S.links.slot[node])
     shift(P, S, node, right)
     note(S, SHIFTED, node, was)
@@ -257,8 +261,8 @@ def do_shift(P: Problem, S: State, node: int, right: int) -> None:
 
 @inner
 def note(S: State, kind: int, node: int, right: int) -> None:
-    """Append an edit to the log. ``kind``: `INSERTED`, `REMOVED` or `SHIFTED`. ``right``: the node in front of which
-    `undo` puts ``node``."""
+    """Append an edit of the run ``node`` to the log. ``kind``: `INSERTED`, `REMOVED` or `SHIFTED`. ``right``: the run
+    before which `undo` puts ``node``, if the edit removed or moved it."""
     row = S.log[S.number[LOGGED]]
     row[0], row[1], row[2] = kind, node, right
     S.number[LOGGED] += 1
@@ -266,7 +270,7 @@ def note(S: State, kind: int, node: int, right: int) -> None:
 
 @inner
 def undo(P: Problem, S: State) -> None:
-    """Undo every edit (insertion, removal, shift of a run) since the last commit, the latest first."""
+    """Undo every edit of the annealer's sequence since the last `commit`, from the last to the first."""
     for k in range(S.number[LOGGED] - 1, -1, -1):
         kind, node, right = S.log[k, 0], S.log[k, 1], S.log[k, 2]
         if kind == INSERTED:
@@ -282,8 +286,8 @@ def undo(P: Problem, S: State) -> None:
 
 @inner
 def commit(S: State) -> None:
-    """Make the edits since the last commit final: `undo` no longer undoes them. The numbers of removed nodes become
-    free."""
+    """Make the edits since the last commit final: `undo` no longer reverts them. The node numbers of removed runs
+    become free."""
     for k in range(S.number[LOGGED]):
         if S.log[k, 0] == REMOVED:
             S.free[S.number[FREE]] = S.log[k, 1]

@@ -1,8 +1,9 @@
-"""The random moves of the annealer. `anneal_loop` decides which are kept.
+"""The random moves of simulated annealing on a sequence of runs (op executions). `anneal_loop` decides which moves
+are kept.
 
-Source: FastSA (NeurIPS 2023) anneals the sequence of ops with single additions, removals and rotations. Here an
-addition inserts a whole chain of recomputations and deletes the runs that it leaves without readers, so that
-recomputation can turn into a later first run.
+Source: FastSA (NeurIPS 2023) anneals such a sequence with single additions, removals and rotations. Here one addition
+inserts a whole chain of recomputations, and removes the earlier runs that nothing reads any more. So it can also move
+a first run to a later position.
 """
 
 from __future__ import annotations
@@ -39,12 +40,13 @@ from rematplan.planner.annealing.state import (
 )
 from rematplan.planner.caches.numba_kernels import inner
 
-SEARCH = 16  # tries to find a candidate
+SEARCH = 16  # draws of a tensor that is live but unused, before a move fails
 EARLY = 0.4
-"""The share of candidates that run again while their inputs are still live.
+"""The share of the recomputations that are tried while their inputs are still live, instead of just before the next
+read.
 
-Skip connections can make that pay. Shifts cannot lead there from a run just before the next read, because each step
-on the way would hold both what the op reads and what it writes.
+If the graph has skip connections, that can be cheaper. Moves of single runs cannot lead there from a position just
+before the next read: at each position between the two, both the inputs and the output would be resident.
 """
 DROP_OVER, DROP_ANY, REMOVE, SHIFT = 0.35, 0.45, 0.70, 0.90
 PLAIN_OVER, PLAIN_ANY, PLAIN_REMOVE, PLAIN_SHIFT = 0.32, 0.40, 0.62, 0.82  # the same without phases
@@ -52,7 +54,8 @@ PLAIN_OVER, PLAIN_ANY, PLAIN_REMOVE, PLAIN_SHIFT = 0.32, 0.40, 0.62, 0.82  # the
 
 @inner
 def remove_one(P: Problem, S: State) -> bool:
-    """Remove a random repeated run, and the runs that only it read. Return whether the run drawn could be removed."""
+    """Remove a random run from the annealer's sequence, and the runs whose results only it read. The run is drawn
+    from the ops that run more often than they must. Return False, and change nothing, if that run cannot be removed."""
     node = random_spare(P, S)
     if node < 0:
         return False
@@ -62,8 +65,8 @@ def remove_one(P: Problem, S: State) -> bool:
 
 @inner
 def shift_one(P: Problem, S: State) -> bool:
-    """Move a random run to another place where it leaves unchanged which run serves which read (`window`). Return
-    whether it was moved."""
+    """Move a random run of the annealer's sequence to another position, such that every run still reads from the same
+    runs. Return False, and change nothing, if the run drawn cannot be moved."""
     node = random_node(S, 0)
     op, slot = S.op[node], S.links.slot[node]
     if op == P.cost.size - 1:
@@ -89,10 +92,10 @@ def shift_one(P: Problem, S: State) -> bool:
 
 @inner
 def window(P: Problem, S: State, node: int) -> tuple[int, int]:
-    """Return two slots (positions) strictly between which the run ``node`` can move without changing which run
-    serves which read.
+    """Return two slots (positions), low and high, of the annealer's sequence. The run ``node`` can be moved anywhere
+    strictly between them, and every run then still reads from the same runs.
 
-    If it is its op's first run and first runs must keep an order, it also keeps this order there.
+    If the run is the first of its op, and first runs must keep an order, the order is kept there, too.
     """
     op, slot = S.op[node], S.links.slot[node]
     low = S.links.slot[S.links.prev[node]] if S.links.prev[node] >= 0 else 0
@@ -105,7 +108,7 @@ def window(P: Problem, S: State, node: int) -> tuple[int, int]:
     for k in range(P.reads_at[op], P.reads_at[op + 1]):
         server = copy_before(P.flow, S.links, P.reads[k], slot)
         low = max(low, S.links.slot[server])
-        # Nor may the run pass the next copy, which would then serve the read.
+        # If the run passed the next run that writes the tensor, it would read from that one.
         high = min(high, copy_stop(P.flow, S.links, P.reads[k], server))
     for k in range(P.writes_at[op], P.writes_at[op + 1]):
         t = P.writes[k]
@@ -118,7 +121,7 @@ def window(P: Problem, S: State, node: int) -> tuple[int, int]:
             while reader >= 0 and S.links.slot[reader] > slot:
                 high = min(high, S.links.slot[reader])
                 reader = S.links.prev[reader]
-            # An earlier run serves the readers in between; passing them would change which run serves them.
+            # The reader before `node` reads from an earlier run. If `node` passed it, it would read from `node`.
             if reader >= 0:
                 low = max(low, S.links.slot[reader])
     return low, high
@@ -126,14 +129,15 @@ def window(P: Problem, S: State, node: int) -> tuple[int, int]:
 
 @inner
 def random_node(S: State, start: int) -> int:
-    """Return the first run at or behind a random slot (position) from ``start`` on."""
+    """Return the first run (node number) of the annealer's sequence at or after a random slot (position). The slot is
+    at least ``start``."""
     return node_after(S.at, start - 1 + below(S.random, S.at.size - start))
 
 
 @inner
 def choose_slot(S: State, over: bool) -> int:
-    """Return a random slot (position in the sequence). With ``over``, return one with more live bytes than may be
-    live there, if there is any."""
+    """Return a random slot (position) of the annealer's sequence. With ``over``, return the next one from there at
+    which more bytes are live than the budget allows, if there is any."""
     slot = below(S.random, S.at.size)
     if not over or S.value[PENALTY] <= HALF:
         return slot
@@ -143,10 +147,11 @@ def choose_slot(S: State, over: bool) -> int:
 
 @inner
 def candidate(P: Problem, S: State, slot: int) -> tuple[int, int, int]:
-    """Return a random tensor that is resident across a slot (position) without being used there.
+    """Return a random tensor that is live at ``slot`` (a position in the annealer's sequence) but not used there, so
+    that it could be freed and recomputed.
 
-    The result is the run that reads the tensor next, the tensor, and the slot of its last use before ``slot`` (a
-    read, or the run that writes it); (-1, -1, -1) if no draw finds one.
+    The result has three numbers: the run that reads the tensor next, the tensor, and the slot of its last use before
+    ``slot``, which is a read or the run that writes it. They are (-1, -1, -1) if no draw finds a tensor.
     """
     for _ in range(SEARCH):
         reader = random_node(S, slot + 1)
@@ -166,14 +171,15 @@ def candidate(P: Problem, S: State, slot: int) -> tuple[int, int, int]:
 
 @inner
 def drop_one(P: Problem, S: State, over: bool, allowed: float) -> bool:
-    """Free a tensor that is resident but unused across a random slot, and recompute it before its next read, with
-    everything that this needs. Return False, with nothing changed, if no such tensor was found or the recomputations
-    do not fit.
+    """Free a tensor that is live but unused at a random slot (position) of the annealer's sequence, and recompute it
+    before its next read, together with other tensors that this needs. Return False, and change nothing, if there is
+    no such tensor or the recomputations cannot be inserted.
 
     The recomputation is just before the next read, or earlier while its inputs are resident.
 
-    ``over``: prefer a slot over the budget. ``allowed``: the largest increase of the energy, which is cost + price ·
-    penalty; a chain of recomputations that must exceed it is given up early.
+    ``over``: choose a slot at which more bytes are live than the budget allows, if there is any. ``allowed``: the
+    largest increase of the energy, which is cost + price · bytes over the budget. A chain of recomputations that must
+    exceed it is given up early.
     """
     slot = choose_slot(S, over)
     if slot + 1 >= S.at.size:
@@ -208,11 +214,11 @@ def drop_one(P: Problem, S: State, over: bool, allowed: float) -> bool:
 
 @inner
 def propose(P: Problem, S: State, allowed: float, orders_only: bool) -> bool:
-    """Make one random move. Return False if it cannot be made; some edits may have been made even so, for the caller
-    to undo.
+    """Make one random move on the annealer's sequence. Return False if the move failed; the caller must then undo the
+    edits, of which some may have been made.
 
-    ``allowed``: the largest increase of the energy, which is cost + price · bytes over the budget; moves that must
-    exceed it are given up early. ``orders_only``: only shift runs.
+    ``allowed``: the largest increase of the energy, which is cost + price · bytes over the budget. Moves that must
+    exceed it are given up early. ``orders_only``: whether only to change the order of the runs.
     """
     kind = uniform(S.random)
     if orders_only:
@@ -233,11 +239,11 @@ def propose(P: Problem, S: State, allowed: float, orders_only: bool) -> bool:
 
 @inner
 def propose_plain(P: Problem, S: State, allowed: float, kind: float) -> bool:
-    """Make one random move in a problem without phases. Return False if it cannot be made; some edits may have been
-    made even so, for the caller to undo.
+    """Make one random move on the annealer's sequence, in a problem without phases (not a training step). Return
+    False if the move failed; the caller must then undo the edits, of which some may have been made.
 
-    ``allowed``: the largest increase of the energy, which is cost + price · bytes over the budget. ``kind``: a
-    random number in [0, 1) that selects the kind of move.
+    ``allowed``: the largest increase of the energy, which is cost + price · bytes over the budget. ``kind``: a random
+    number in [0, 1) that selects the kind of move.
     """
     if PLAIN_REMOVE <= kind < PLAIN_SHIFT:
         return shift_one(P, S)

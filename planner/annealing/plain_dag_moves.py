@@ -1,12 +1,14 @@
-"""The annealer's moves for problems without phases, where ops read many tensors and tensors have many readers.
+"""The moves of simulated annealing for problems without phases, in which ops read many tensors and tensors have many
+readers.
 
-There a tensor can be dropped cheaply only while its op's inputs are resident. So drops help or hinder each other
-like the members of an independent set: an input that is held for one drop also serves its other readers, and cannot
-be dropped itself. Therefore a drop is combined with the other drops that the held inputs allow (`drop_siblings`),
-and with undoing drops that it makes unnecessary (`hold_inputs`). The move is accepted or rejected as a whole.
+A *drop* frees a tensor early and recomputes it later. It is cheap only while the inputs of the tensor's op are
+resident. So drops help or hinder each other, like the vertices of an independent set: an input that stays resident
+for one drop can also serve the recomputation of other tensors, but cannot be dropped itself. Therefore one move
+combines a drop with other drops that the same resident inputs make cheap (`drop_siblings`), and reverts drops of
+tensors that would now be cheaper to keep (`hold_inputs`). The move is kept or undone as a whole.
 
-Source: the pair of moves is that of local search for independent sets (Andrade, Resende, Werneck 2012: insert a
-vertex, remove those that conflict, insert those that have become free).
+Source: the combination is that of a local search for independent sets (Andrade, Resende, Werneck 2012): insert a
+vertex, remove its neighbours, insert vertices that have become free.
 """
 
 from __future__ import annotations
@@ -39,17 +41,21 @@ from rematplan.planner.annealing.state import (
 )
 from rematplan.planner.caches.numba_kernels import inner
 
-TRIES = 24  # to find a tensor that is idle across a slot
-EARLY = 0.5  # share of the drops that run again while their inputs are there
-TENSORS_DRAWN = 2  # tensors drawn of which the best is dropped
-TOGETHER = 0.5  # share of the drops that bring siblings along, and of those that hold inputs again
-ROOM = 64  # lines of the log that are kept free
+TRIES = 24  # draws of a tensor that is live but unused, before a move fails
+EARLY = 0.5  # share of the recomputations that are tried while their inputs are still live
+TENSORS_DRAWN = 2  # the largest number of tensors drawn, of which the best is dropped
+TOGETHER = 0.5  # share of the moves with `drop_siblings`, and share of those with `hold_inputs`
+ROOM = 64  # log lines that are left free for the runs that become useless
 
 
 @inner
 def idle_tensor(P: Problem, S: State, slot: int) -> tuple[int, int, int]:
-    """Return a random tensor that is resident but unused across a slot: (next reader, tensor, slot of its last use
-    before); (-1, -1, -1) if no draw finds one."""
+    """Return a random tensor that is live at ``slot`` (a position in the annealer's sequence) but not used there, so
+    that it could be freed and recomputed.
+
+    The result has three numbers: the run that reads the tensor next, the tensor, and the slot of its last use before
+    ``slot``. They are (-1, -1, -1) if no draw finds a tensor.
+    """
     for _ in range(TRIES):
         t = below(S.random, P.size.size)
         server = copy_before(P.flow, S.links, t, slot)
@@ -63,11 +69,11 @@ def idle_tensor(P: Problem, S: State, slot: int) -> tuple[int, int, int]:
 
 @inner
 def uses_around(P: Problem, S: State, tensor: int, server: int, slot: int) -> tuple[int, int]:
-    """Return the slots of the last use before ``slot``, and of the first use behind it, of the tensor as the run
-    ``server`` wrote it.
+    """Return the slots (positions) of the last use of ``tensor`` before ``slot``, and of the first read after it.
+    Only uses of the result of the run ``server`` count, not those of a later recomputation.
 
-    The first is the slot of ``server`` if nothing reads the tensor in between. The second is `NO_SLOT` if the tensor
-    is used at ``slot`` itself, or never behind it.
+    The first number is the slot of ``server`` if nothing reads the tensor before ``slot``. The second is `NO_SLOT` if
+    the tensor is read at ``slot`` itself, or never after it.
     """
     links, end, first = S.links, S.links.slot[server], NO_SLOT
     later = links.next[server]
@@ -88,12 +94,13 @@ def uses_around(P: Problem, S: State, tensor: int, server: int, slot: int) -> tu
 
 @inner
 def relief(P: Problem, S: State, op: int, slot: int, stop: int) -> tuple[float, int]:
-    """Return a lower estimate of the energy saved if an op runs again just before the slot ``stop``, and the earlier
-    run whose results can then be freed early; -1 for none.
+    """Return a lower estimate of the energy saved if ``op`` is run again just before the slot (position) ``stop``,
+    and the earlier run of ``op`` whose results can then be freed earlier.
 
-    Both are (0.0, -1) if, of one of the op's tensors, the last run before ``stop`` that writes it is not before
-    ``slot``. Only tensors of the op that are unused across ``slot`` and read later count. The op's cost is
-    subtracted, unless the earlier run can then be removed; the cost of having its inputs resident is not.
+    Memory is saved for those results that are unused from ``slot`` to ``stop`` and read later. The cost of ``op`` is
+    subtracted, unless the earlier run can then be removed. The cost of keeping the inputs of ``op`` resident until
+    ``stop`` is not. The run is -1 if no memory is saved. The result is (0.0, -1) if a tensor of ``op`` has not been
+    written before ``slot``, or is written again between ``slot`` and ``stop``.
     """
     saved, server, unread = 0.0, -1, True
     for k in range(P.writes_at[op], P.writes_at[op + 1]):
@@ -113,8 +120,9 @@ def relief(P: Problem, S: State, op: int, slot: int, stop: int) -> tuple[float, 
 
 @inner
 def drop_siblings(P: Problem, S: State, op: int, node: int, slot: int) -> None:
-    """Run further ops again in front of a node: those that share a read with ``op``, where this saves more energy
-    than it costs."""
+    """Recompute the tensors of further ops, just before the run ``node``: of ops that share an input with ``op``, if
+    this saves more energy than it costs. Their earlier results are then freed before ``slot`` (a position in the
+    annealer's sequence)."""
     for k in range(P.reads_at[op], P.reads_at[op + 1]):
         t = P.reads[k]
         for j in range(P.flow.readers_at[t], P.flow.readers_at[t + 1]):
@@ -134,11 +142,8 @@ def drop_siblings(P: Problem, S: State, op: int, node: int, slot: int) -> None:
 
 @inner
 def hold_inputs(P: Problem, S: State, op: int, slot: int) -> None:
-    """Keep the tensors that ``op`` reads at a slot resident longer, where this is now cheaper than to compute them
-    again later.
-
-    The later runs that compute them again are removed.
-    """
+    """Keep the inputs of ``op``, which runs at ``slot`` (a position in the annealer's sequence), resident longer if
+    that is now cheaper than to recompute them later. The later runs that recompute them are removed."""
     for k in range(P.reads_at[op], P.reads_at[op + 1]):
         t = P.reads[k]
         again = S.links.next[copy_before(P.flow, S.links, t, slot)]
@@ -150,10 +155,11 @@ def hold_inputs(P: Problem, S: State, op: int, slot: int) -> None:
 
 @inner
 def removal(P: Problem, S: State, node: int) -> float:
-    """Return an estimate of the increase of the energy (cost + price · bytes over the budget) if a run is removed
-    and earlier runs serve its readers.
+    """Return an estimate of the increase of the energy (cost + price · bytes over the budget) if the run ``node`` is
+    removed from the annealer's sequence. Later reads of its results then use those of earlier runs.
 
-    It is exact if the run reads nothing and writes one tensor; -inf if other runs may become useless, too.
+    The estimate is exact if the run reads nothing and writes one tensor. It is -inf if an earlier run from which this
+    one reads may become useless, too.
     """
     op, slot, links = S.op[node], S.links.slot[node], S.links
     rise = -P.cost[op] - S.value[PRICE] * max(0.0, S.mem[slot] - S.cap[slot])
@@ -178,8 +184,8 @@ def removal(P: Problem, S: State, node: int) -> float:
 
 @inner
 def remove_run(P: Problem, S: State, allowed: float) -> bool:
-    """Remove a random repeated run, unless the energy (cost + price · bytes over the budget) would rise by more than
-    ``allowed``. Return whether a run was removed."""
+    """Remove a random run of an op that runs more often than it must from the annealer's sequence, unless the energy
+    (cost + price · bytes over the budget) would rise by more than ``allowed``. Return whether a run was removed."""
     node = random_spare(P, S)
     if node < 0 or removal(P, S, node) > allowed:
         return False
@@ -189,8 +195,12 @@ def remove_run(P: Problem, S: State, allowed: float) -> bool:
 
 @inner
 def best_drop(P: Problem, S: State, slot: int, allowed: float) -> tuple[int, int]:
-    """Choose, of a few random tensors that are unused across a slot (position), the one that pays most to free and
-    recompute. Return its op, and the run in front of which the op runs again; the op is -1 if none is worth trying."""
+    """Draw a few random tensors that are live but unused at ``slot`` (a position in the annealer's sequence), and
+    choose the one whose recomputation saves the most energy. Return the op that writes it, and the run before which
+    to run that op again.
+
+    The op is -1 if every choice would raise the energy by ``allowed`` or more.
+    """
     most, place, chosen = -allowed, -1, -1
     for _ in range(1 + below(S.random, TENSORS_DRAWN)):
         reader, t, _ = idle_tensor(P, S, slot)
@@ -210,10 +220,11 @@ def best_drop(P: Problem, S: State, slot: int, allowed: float) -> tuple[int, int
 
 @inner
 def drop_with_siblings(P: Problem, S: State, slot: int, allowed: float) -> bool:
-    """Free a tensor that is unused across a slot and recompute it later, together with other tensors for which this
-    becomes cheaper (`drop_siblings`).
+    """Free a tensor that is live but unused at ``slot`` (a position in the annealer's sequence), and recompute it
+    later. Do the same, at random, with other tensors for which this becomes cheaper (`drop_siblings`).
 
-    Return False if there was nothing to free. ``allowed``: the largest increase of the energy.
+    Return False, and change nothing, if there is no such tensor or the recomputations cannot be inserted.
+    ``allowed``: the largest increase of the energy, which is cost + price · bytes over the budget.
     """
     if slot + 1 >= S.at.size or P.size.size == 0:
         return False

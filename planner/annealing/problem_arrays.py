@@ -1,4 +1,5 @@
-"""The planning problem for the annealer: which ops take part, and the arrays that its loops read."""
+"""The planning problem as arrays for simulated annealing: which ops may run, and the arrays that the annealer's loops
+read."""
 
 from __future__ import annotations
 
@@ -13,14 +14,17 @@ from rematplan.planner.annealing.state import Flow, Ints, Problem
 from rematplan.planner.arrays.precedence import must_run, needed_ops
 
 EXACT = 2**52
-"""Sizes are summed in float64. Larger problems are counted in coarser units: sizes are rounded up, budgets down."""
+"""Sizes are summed in float64, which is exact for whole numbers up to twice this. Problems with more bytes than this
+are counted in units of several bytes: sizes are rounded up, budgets down."""
 
 
 @dataclass(frozen=True)
 class Recipes:
-    """The ops and inverses that may run: ops that must run, then ops that only inverses need, then inverses.
+    """The ops and inverses that a schedule may run. An inverse computes a tensor from tensors that were computed from
+    it.
 
-    ``least``: for each of ``rows``, how often every sequence must run it at least: 0 or 1.
+    ``rows``: first the ops that the outputs need, then ops that only inverses need, then inverses. ``least``: for
+    each of ``rows``, how often every schedule must run it at least: 0 or 1.
     """
 
     rows: tuple[Op, ...]
@@ -28,8 +32,8 @@ class Recipes:
 
 
 def recipes(graph: TrainingGraph, keep_order: bool = False) -> Recipes:
-    """Return the ops and inverses that may be useful in a schedule. With ``keep_order``, these are the ops that must
-    run, and the inverses that read only what those ops write."""
+    """Return the ops and inverses that may be useful in a schedule. With ``keep_order``, these are the ops that the
+    outputs need, and the inverses that read only inputs and what those ops write."""
     base = needed_ops(graph)
     inverses = _useful_inverses(graph, base, keep_order) if graph.inverses else []
     if not inverses:
@@ -47,8 +51,12 @@ def recipes(graph: TrainingGraph, keep_order: bool = False) -> Recipes:
 
 
 def _useful_inverses(graph: TrainingGraph, base: Sequence[Op], keep_order: bool) -> list[Op]:
-    """Return the inverses that write something that a useful op or inverse reads. Their writes exclude what they
-    read."""
+    """Return the inverses that write a tensor that an output, an op of ``base``, or another useful inverse needs.
+    ``base``: the ops that the outputs need.
+
+    From the ``writes`` of each inverse, tensors that it also reads are removed. With ``keep_order``, inverses that
+    read anything else than inputs and tensors of ``base`` are left out.
+    """
     inputs = set(graph.inputs)
     known = inputs | {t for op in base for t in op.writes}
     waiting = [
@@ -69,10 +77,11 @@ def _useful_inverses(graph: TrainingGraph, base: Sequence[Op], keep_order: bool)
 
 
 def problem_arrays(graph: TrainingGraph, known: Recipes, unit: int, keep_order: bool) -> Problem:
-    """Convert the ops and inverses ``known``, followed by a virtual last op that reads all outputs, to arrays for
-    the annealer.
+    """Return a planning problem as arrays for the annealer. Ops are numbered as in ``known.rows``. A virtual last op
+    reads all outputs.
 
-    ``unit``: bytes that count as 1. ``keep_order``: whether the first runs of all ops keep the problem's order.
+    ``known``: the ops and inverses that may run. ``unit``: the number of bytes that count as 1. ``keep_order``:
+    whether the first runs of all ops keep the problem's order.
     """
     inputs = set(graph.inputs)
     ops = known.rows
@@ -109,7 +118,8 @@ def problem_arrays(graph: TrainingGraph, known: Recipes, unit: int, keep_order: 
 
 
 def _turned(rows: Sequence[Sequence[int]], columns: int) -> list[list[int]]:
-    """Return, for each of ``columns`` columns, the rows that contain it, ascending."""
+    """Transpose a sparse matrix. ``rows``: for each row, the columns in it. Return, for each of ``columns`` columns,
+    the rows that contain it, ascending."""
     turned: list[list[int]] = [[] for _ in range(columns)]
     for i, row in enumerate(rows):
         for x in row:
@@ -118,13 +128,15 @@ def _turned(rows: Sequence[Sequence[int]], columns: int) -> list[list[int]]:
 
 
 def _rows(rows: Sequence[Sequence[int]]) -> tuple[Ints, Ints]:
-    """Convert rows of different lengths to (starts, items)."""
+    """Convert lists of different lengths to compressed sparse rows (starts, items): list i is
+    ``items[starts[i]:starts[i + 1]]``."""
     starts = np.array([0, *accumulate(map(len, rows))], dtype=np.int64)
     return starts, np.array([x for row in rows for x in row], dtype=np.int64)
 
 
 def _neighbours(places: Iterable[int], ops: Sequence[Op], ordered: set[str]) -> Ints:
-    """Return, for each op in ``ordered``, the one before it in the order ``places``; -1 if there is none."""
+    """Return, for each op index, the last op before it in ``places`` whose name is in ``ordered``. It is -1 if there
+    is none, and for ops that are not in ``ordered``. ``places``: all indices of ``ops``, in the order that counts."""
     found, last = np.full(len(ops) + 1, -1, dtype=np.int64), -1
     for i in places:
         if ops[i].name in ordered:

@@ -1,7 +1,8 @@
-"""Chains of recomputation: what must run again before a slot so that an op can run there, and where it is inserted.
+"""Chains of recomputation: which ops must run again before a position in the annealer's sequence so that an op can
+run there, and the insertion of the chain.
 
-FastSA (NeurIPS 2023) adds single runs. Inserting a whole chain avoids the intermediate states, which cost more
-without gaining anything.
+FastSA (NeurIPS 2023) inserts one op execution at a time. Inserting a whole chain avoids the intermediate sequences,
+which cost more and save no memory yet.
 """
 
 from __future__ import annotations
@@ -27,13 +28,13 @@ from rematplan.planner.annealing.state import (
 )
 from rematplan.planner.caches.numba_kernels import inner
 
-CHAIN = 60  # most runs that one drop may insert
-LONGEST = 6.0  # logarithm to base 2 of the longest chain that is chosen; most are short
+CHAIN = 60  # the largest number of runs that one move may insert
+LONGEST = 6.0  # logarithm to base 2 of the longest chain in problems without phases; most are shorter
 
 
 @inner
 def a_maker(P: Problem, S: State, tensor: int) -> int:
-    """Return an op or inverse that writes a tensor; if several do, a random one of these."""
+    """Return the op or inverse that writes ``tensor``; a random one if there are several."""
     if P.flow.producer[tensor] >= 0:
         return int(P.flow.producer[tensor])
     start = P.flow.makers_at[tensor]
@@ -42,13 +43,14 @@ def a_maker(P: Problem, S: State, tensor: int) -> int:
 
 @inner
 def is_spent(P: Problem, S: State, op: int) -> bool:
-    """Return whether an op may run only once and already runs in the sequence."""
+    """Return whether ``op`` may run only once and already runs in the annealer's sequence."""
     return bool(P.once[op] > 0 and S.runs[op] > 0)
 
 
 @inner
 def has_room(S: State, length: int) -> bool:
-    """Return whether there are enough node numbers, slots and lines of the log for inserting ``length`` runs."""
+    """Return whether the annealer's arrays have enough free node numbers, slots and log lines for inserting
+    ``length`` runs."""
     if S.number[FREE] < length or S.number[RUNS] + length >= S.at.size - 1:
         return False
     return bool(S.number[LOGGED] + 3 * length + 8 <= S.log.shape[0])
@@ -56,21 +58,22 @@ def has_room(S: State, length: int) -> bool:
 
 @inner
 def a_length(S: State) -> int:
-    """Return a random length for a chain of recomputations, usually a short one."""
+    """Return a random largest length for a chain of recomputations, usually a small one."""
     longest = LONGEST * uniform(S.random)
     return int(2.0 ** (longest * uniform(S.random)))
 
 
 @inner
 def collect(P: Problem, S: State, op: int, slot: int, limit: float) -> int:
-    """Collect in ``S.chain`` the ops that are to run just before a slot so that ``op`` can run there, and ``op``
-    itself, ascending. Return their number; 0 if they cost more than ``limit`` or an op that is needed cannot be
-    added.
+    """Collect in ``S.chain`` the ops that are to run just before ``slot`` (a position in the annealer's sequence) so
+    that ``op`` can run there, ``op`` included, in ascending order. Return their number. It is 0 if they cost more
+    than ``limit`` or an op that is needed cannot be added.
 
-    For each read of a collected op: if no run has written the tensor before the slot, an op that writes it is
-    collected. If one has, but the tensor is not resident until the slot, either it will stay resident longer, or an
-    op that writes it is collected, as far as the chain is short enough and the op may run again. Each call of the
-    function decides this either by the price of the memory, with a random factor, or by coin.
+    For each tensor that a collected op reads, there are three cases. If no earlier run writes the tensor, an op that
+    writes it is collected. If the tensor is live until the slot, nothing is done. Else the tensor either stays
+    resident longer, or an op that writes it is collected, if that op may run again and the chain is short enough. In
+    some calls, chosen at random, this depends on the price of the memory times a random factor; in the others it is
+    random.
     """
     greedy = uniform(S.random) < 0.6
     most = a_length(S) if P.plain else CHAIN
@@ -118,8 +121,8 @@ def collect(P: Problem, S: State, op: int, slot: int, limit: float) -> int:
 
 @inner
 def sort(items: Ints, length: int) -> None:
-    """Sort the first ``length`` items in place, ascending, by insertion: there are few, and numpy's sort allocates
-    memory."""
+    """Sort the first ``length`` items in place in ascending order, by insertion. There are few items, and numpy's
+    sort would allocate memory."""
     for k in range(1, length):
         item, at = items[k], k
         while at > 0 and items[at - 1] > item:
@@ -130,8 +133,9 @@ def sort(items: Ints, length: int) -> None:
 
 @inner
 def early_place(P: Problem, S: State, op: int, slot: int, reader: int) -> int:
-    """Return the run in front of which an op can run again without its inputs staying resident longer: the first one
-    behind ``slot`` that is the last reader of one of the inputs, or ``reader`` if there is none before it."""
+    """Return the run before which ``op`` can run again early, while an input is still live. It is the first run
+    between ``slot`` (a position in the annealer's sequence) and ``reader`` that is the last reader of one of the
+    inputs; ``reader`` if there is none."""
     until = S.links.slot[reader]
     first = until
     for k in range(P.reads_at[op], P.reads_at[op + 1]):
@@ -146,8 +150,9 @@ def early_place(P: Problem, S: State, op: int, slot: int, reader: int) -> int:
 
 @inner
 def supply(P: Problem, S: State, op: int, slot: int) -> float:
-    """Return an estimate of the cost of having an op's inputs resident at a slot: each stays resident until then or
-    is computed again, whichever is cheaper. Inputs that no earlier run writes count as 0."""
+    """Return an estimate of the cost of having the inputs of ``op`` resident at ``slot`` (a position in the
+    annealer's sequence). Each input either stays resident until then or is recomputed, whichever is cheaper. Inputs
+    that no earlier run writes count as 0."""
     total = 0.0
     for k in range(P.reads_at[op], P.reads_at[op + 1]):
         t = P.reads[k]
@@ -163,8 +168,8 @@ def supply(P: Problem, S: State, op: int, slot: int) -> float:
 
 @inner
 def is_collected(P: Problem, S: State, tensor: int) -> bool:
-    """Return whether the tensor is written by an op that is in ``S.chain`` and marked there (`arrange` removes the
-    marks)."""
+    """Return whether an op of the chain of recomputations ``S.chain`` writes ``tensor``. Only ops that are marked in
+    ``S.stamp`` count; `arrange` removes the mark once an op has its final position."""
     if P.flow.producer[tensor] >= 0:
         return bool(S.stamp[P.flow.producer[tensor]] == 1)
     for k in range(P.flow.makers_at[tensor], P.flow.makers_at[tensor + 1]):  # noqa: SIM110 - numba compiles no generators
@@ -175,10 +180,11 @@ def is_collected(P: Problem, S: State, tensor: int) -> bool:
 
 @inner
 def insist(P: Problem, S: State, op: int, length: int, cost: float) -> tuple[int, float]:
-    """Add to ``S.chain`` an op whose tensor no run has written before the slot, so that the chain cannot do without
-    the op.
+    """Add ``op`` to the chain of recomputations ``S.chain``, because no earlier run writes a tensor that the chain
+    reads from it.
 
-    Return the chain's new length and its cost; an infinite cost if the chain is full or the op may not run again.
+    ``length``, ``cost``: those of the chain. Return its new length and the same cost. The cost is infinite if the
+    chain is full or the op may not run again.
     """
     if length >= CHAIN or is_spent(P, S, op):
         return length, np.inf
@@ -189,10 +195,11 @@ def insist(P: Problem, S: State, op: int, length: int, cost: float) -> tuple[int
 
 @inner
 def arrange(P: Problem, S: State, length: int) -> int:
-    """Order ``S.chain`` so that each op comes after the ops that write its reads. Return its length, or 0 if there
-    is a cycle.
+    """Order the first ``length`` ops of the chain of recomputations ``S.chain`` so that each comes after the ops that
+    write its reads. Return ``length``, or 0 if there is a cycle.
 
-    Only inverses make this necessary; all other ops are in the problem's order.
+    Only inverses (ops that compute a tensor from tensors that were computed from it) make this necessary. Without
+    them, ascending op numbers are a valid order.
     """
     for k in range(length):
         S.stamp[S.chain[k]] = 1
@@ -213,7 +220,8 @@ def arrange(P: Problem, S: State, length: int) -> int:
 
 @inner
 def waits(P: Problem, S: State, op: int) -> bool:
-    """Return whether an op reads a tensor that is written by an op of ``S.chain`` that is not placed yet."""
+    """Return whether ``op`` reads a tensor that is written by an op of the chain of recomputations ``S.chain`` that
+    has no final position yet."""
     for k in range(P.reads_at[op], P.reads_at[op + 1]):  # noqa: SIM110 - numba compiles no generators
         if is_collected(P, S, P.reads[k]):
             return True
@@ -222,8 +230,9 @@ def waits(P: Problem, S: State, op: int) -> bool:
 
 @inner
 def ends_before(P: Problem, S: State, node: int, slot: int) -> bool:
-    """Return whether a run can be removed if its op runs again at ``slot``: nothing reads what the run writes before
-    that slot, and the order of first runs is kept."""
+    """Return whether the run ``node`` could be removed from the annealer's sequence if its op ran again at ``slot``
+    (a position). That is so if nothing reads its results before the slot, and the order that first runs must have is
+    kept."""
     op = S.op[node]
     for k in range(P.writes_at[op], P.writes_at[op + 1]):
         if last_read(P.flow, S.links, P.writes[k], S.links.slot[node], slot, -1) > S.links.slot[node]:
@@ -233,14 +242,16 @@ def ends_before(P: Problem, S: State, node: int, slot: int) -> bool:
 
 @inner
 def keeps_order_at(P: Problem, S: State, op: int, slot: int) -> bool:
-    """Return whether an op's first run may be at a slot (position), if first runs must keep an order."""
+    """Return whether the first run of ``op`` can be at ``slot`` (a position in the annealer's sequence), if first
+    runs must keep an order: it must be before the first run of the next op in that order."""
     return bool(P.after[op] < 0 or slot <= S.links.slot[S.links.first[P.after[op]]])
 
 
 @inner
 def place_chain(P: Problem, S: State, reader: int, length: int) -> None:
-    """Run the ops of ``S.chain`` just in front of the node ``reader``, and remove earlier runs that nothing reads
-    any more."""
+    """Insert a run of each of the first ``length`` ops of ``S.chain`` into the annealer's sequence, just before the
+    run ``reader``. Remove earlier runs that nothing reads any more. ``S.chain`` then has the node numbers of the new
+    runs."""
     for k in range(length):
         S.chain[k] = do_insert(P, S, S.chain[k], reader)
     for k in range(length - 1, -1, -1):
@@ -255,10 +266,10 @@ def place_chain(P: Problem, S: State, reader: int, length: int) -> None:
 
 @inner
 def queue_replaced(P: Problem, S: State, node: int) -> int:
-    """Fill ``S.queue`` with the earlier runs whose results the run ``node`` overwrites. Return their number; 0 if
-    ``node`` was removed."""
+    """Fill ``S.queue`` with the latest earlier runs that write the tensors of the run ``node``. Perhaps nothing reads
+    them any more. Return their number. It is 0 if ``node`` itself was removed."""
     op, waiting = S.op[node], 0
-    if S.links.slot[node] < 0:  # swept itself
+    if S.links.slot[node] < 0:  # the run itself was removed
         return 0
     for k in range(P.writes_at[op], P.writes_at[op + 1]):
         before = copy_before(P.flow, S.links, P.writes[k], S.links.slot[node])

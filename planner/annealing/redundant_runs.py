@@ -1,4 +1,4 @@
-"""Remove repeated runs that the budget does not need."""
+"""Removal of the op executions of a sequence that the budget does not need, such as needless recomputations."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from rematplan.planner.caches.numba_kernels import kernel
 
 @kernel
 def tidy(P: Problem, S: State, order: Ints) -> None:
-    """Remove every repeated run whose removal, together with the runs that only it read, leaves the sequence within
-    its budget.
+    """Remove every run (op execution) whose removal leaves the annealer's sequence valid and within its budget. Runs
+    whose results only it read are removed together with it.
 
-    Ops are tried in the order ``order``, repeatedly, until nothing more can be removed. Deterministic; the cost
-    never rises. A sequence over its budget is left unchanged.
+    Ops are tried in the order ``order``, repeatedly, until nothing more can be removed. The result is deterministic,
+    and the cost never rises. A sequence over its budget is left unchanged.
     """
     if S.value[PENALTY] >= HALF:
         return
