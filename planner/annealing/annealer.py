@@ -130,19 +130,23 @@ class Annealer:
         return int(made)
 
     def limit_price(self, most: float) -> None:
-        """Limit the price of a unit of bytes over the budget to ``most``, in percent of the cost of running each op
-        once. The limit holds until it is changed or a sequence is loaded."""
+        """Limit the price of bytes over the budget to ``most``: what a unit of them at one run adds to the energy, in
+        percent of the cost of running each op once. The limit holds until it is changed or a sequence is loaded."""
         self.state.value[CEILING] = most
 
     def limit_growth(self, growth: float) -> None:
-        """Limit the growth of the price of a unit of bytes over the budget: per move, it rises at most by the factor
-        ``growth``. The limit holds until it is changed or a sequence is loaded."""
+        """Limit the growth of the price of bytes over the budget, which annealing raises while the sequence does not
+        fit: per move, it rises at most by the factor ``growth``. The limit holds until it is changed or a sequence is
+        loaded."""
         self.state.value[GROWTH] = growth
 
     def set_price(self, price: float) -> None:
-        """Set the price of a unit of bytes over the budget, in percent of the cost of running each op once, and limit
-        it to this value. Annealing may then lower the price, but not raise it, until the price or the limit is set
-        again or a sequence is loaded."""
+        """Set the price of bytes over the budget, and limit it to this value. ``price``: what a unit of these bytes
+        at one run adds to the energy, in percent of the cost of running each op once.
+
+        Annealing may then lower the price, but not raise it, until the price or the limit is set again or a sequence
+        is loaded.
+        """
         self.state.value[PRICE] = self.state.value[CEILING] = price
 
     def tidied(self, runs: Sequence[str], budget: int) -> list[str]:
@@ -157,8 +161,8 @@ class Annealer:
 
     @property
     def price(self) -> float:
-        """The current price of a unit of bytes over the budget at one run, in percent of the cost of running each op
-        once."""
+        """The current price of bytes over the budget: what a unit of them at one run adds to the energy, in percent
+        of the cost of running each op once."""
         return float(self.state.value[PRICE])
 
     @property

@@ -11,8 +11,8 @@ from rematplan.planner.caches.numba_kernels import inner
 
 @inner
 def keeps_order(P: Problem, S: State, node: int) -> bool:
-    """Return whether removing the run ``node`` from the annealer's sequence keeps the order that the first runs of
-    ops must have.
+    """Return whether removing the run ``node`` from the annealer's sequence of op executions (runs) keeps the order
+    that the first runs of ops must have.
 
     If the run is the first of its op, the op's next run becomes the first. That must be before the first run of the
     next op in the required order.
@@ -27,10 +27,11 @@ def keeps_order(P: Problem, S: State, node: int) -> bool:
 
 @inner
 def is_spare(P: Problem, S: State, node: int) -> bool:
-    """Return whether the run ``node`` can be removed from the annealer's sequence.
+    """Return whether the run (op execution) ``node`` can be removed from the annealer's sequence.
 
-    If every sequence must contain the run's op, the run must not be the first of its op. If not, earlier runs must
-    have written the tensors that are read from it, and first runs must keep their required order.
+    If every sequence must contain the run's op, the run must not be the first of its op. If a sequence may do without
+    the op, earlier runs must have written the tensors that are read from this run, and first runs must keep their
+    required order.
     """
     op, slot = S.op[node], S.links.slot[node]
     if P.least[op] > 0:
@@ -44,8 +45,8 @@ def is_spare(P: Problem, S: State, node: int) -> bool:
 
 @inner
 def sweep(P: Problem, S: State, waiting: int) -> None:
-    """Remove runs that nothing reads from the annealer's sequence. The candidates are the first ``waiting`` entries
-    of ``S.queue``, then the runs that removed ones read from, and so on.
+    """Remove runs (op executions) whose results nothing reads from the annealer's sequence. The candidates are the
+    first ``waiting`` entries of ``S.queue``, then the runs from which removed ones read, and so on.
 
     A run is not removed if every sequence must contain it, if first runs would not keep their required order, or if
     the log of edits is full.
@@ -66,7 +67,7 @@ def sweep(P: Problem, S: State, waiting: int) -> None:
 @inner
 def queue_servers(P: Problem, S: State, op: int, slot: int, waiting: int) -> int:
     """Append to ``S.queue``, which has ``waiting`` entries, the runs from which ``op`` reads its inputs if it runs at
-    ``slot`` (a position in the annealer's sequence).
+    ``slot`` (a position in the annealer's sequence of op executions).
 
     Return the new number of entries. Runs that do not fit into the queue are left out.
     """
@@ -79,9 +80,9 @@ def queue_servers(P: Problem, S: State, op: int, slot: int, waiting: int) -> int
 
 @inner
 def random_spare(P: Problem, S: State) -> int:
-    """Return a random run that can be removed from the annealer's sequence, as a node number. The run is drawn from
-    the ops that run more often than they must. If the run drawn cannot be removed, or there is no such op, the result
-    is -1."""
+    """Return a random run that can be removed from the annealer's sequence of op executions (runs), as a node number.
+    The run is drawn from the ops that run more often than they must. If the run drawn cannot be removed, or there is
+    no such op, the result is -1."""
     if S.number[MULTI] == 0:
         return -1
     op = S.multi[below(S.random, S.number[MULTI])]
@@ -93,7 +94,8 @@ def random_spare(P: Problem, S: State) -> int:
 
 @inner
 def take_out(P: Problem, S: State, node: int) -> None:
-    """Remove the run ``node`` from the annealer's sequence, then the runs whose results only it read."""
+    """Remove the run ``node`` from the annealer's sequence of op executions (runs), then the runs whose results only
+    it read."""
     op, slot = S.op[node], S.links.slot[node]
     do_remove(P, S, node)
     sweep(P, S, queue_servers(P, S, op, slot, 0))

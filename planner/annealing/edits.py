@@ -34,7 +34,7 @@ from rematplan.planner.caches.numba_kernels import inner
 @inner
 def put(S: State, slot: int, source: int) -> None:
     """Copy the content of the slot ``source`` (run, live bytes and their limit) to the slot ``slot``, and record that
-    the run is there. Slots are positions of the annealer's sequence."""
+    the run is there. Slots are positions of the annealer's sequence of op executions (runs)."""
     node = S.at[source]
     S.at[slot] = node
     S.mem[slot] = S.mem[source]
@@ -45,8 +45,9 @@ def put(S: State, slot: int, source: int) -> None:
 
 @inner
 def make_room(P: Problem, S: State, node: int) -> int:
-    """Return an empty slot (position) of the annealer's sequence that is just before the run ``node``. If there is
-    none, neighbouring runs are moved by one slot. The live bytes at the slot are set in ``S.mem``."""
+    """Return an empty slot (position) of the annealer's sequence of op executions (runs) that is just before the run
+    ``node``. If there is none, neighbouring runs are moved by one slot. The live bytes at the slot are set in
+    ``S.mem``."""
     right = S.links.slot[node]
     across = S.mem[right] - P.written[S.op[node]]  # bytes live both before and after the new slot
     if S.at[right - 1] < 0:
@@ -77,8 +78,8 @@ def make_room(P: Problem, S: State, node: int) -> int:
 
 @inner
 def occupy(P: Problem, S: State, node: int, slot: int) -> None:
-    """Put the run ``node`` into an empty slot (position) of the annealer's sequence, of which the live bytes are
-    known. From then on, bytes over the budget at the slot count in the penalty."""
+    """Put the run (op execution) ``node`` into an empty slot (position) of the annealer's sequence, of which the live
+    bytes are known. Add bytes over the budget at the slot to the penalty, the sum of these bytes over all slots."""
     S.at[slot] = node
     S.links.slot[node] = slot
     S.cap[slot] = S.value[BUDGET] - P.workspace[S.op[node]]
@@ -89,8 +90,8 @@ def occupy(P: Problem, S: State, node: int, slot: int) -> None:
 
 @inner
 def vacate(S: State, slot: int) -> None:
-    """Make a slot (position) of the annealer's sequence empty. Bytes over the budget at the slot then no longer count
-    in the penalty."""
+    """Make a slot (position) of the annealer's sequence of op executions empty. Subtract bytes over the budget at the
+    slot from the penalty, the sum of these bytes over all slots."""
     over = S.mem[slot] - S.cap[slot]
     if over > 0.0:
         S.value[PENALTY] -= over
@@ -100,8 +101,8 @@ def vacate(S: State, slot: int) -> None:
 
 @inner
 def link(P: Problem, S: State, node: int, op: int, before: int) -> None:
-    """Insert the run ``node`` into the linked list of the runs of ``op``, after the run ``before``; at the beginning
-    if that is -1. Record the op if it now runs more often than it must."""
+    """Insert the run ``node`` into the linked list of the runs (executions) of ``op``, after the run ``before``; at
+    the beginning if that is -1. Add the op to the list of those that run more often than they must, if it now does."""
     after = S.links.next[before] if before >= 0 else S.links.first[op]
     S.links.prev[node], S.links.next[node] = before, after
     if before >= 0:
@@ -121,8 +122,8 @@ def link(P: Problem, S: State, node: int, op: int, before: int) -> None:
 
 @inner
 def unlink(P: Problem, S: State, node: int, op: int) -> None:
-    """Remove the run ``node`` from the linked list of the runs of ``op``. Record it if the op no longer runs more
-    often than it must."""
+    """Remove the run ``node`` from the linked list of the runs (executions) of ``op``. Remove the op from the list of
+    those that run more often than they must, if it no longer does."""
     before, after = S.links.prev[node], S.links.next[node]
     if before >= 0:
         S.links.next[before] = after
@@ -142,8 +143,8 @@ def unlink(P: Problem, S: State, node: int, op: int) -> None:
 
 @inner
 def insert(P: Problem, S: State, node: int, op: int, right: int) -> None:
-    """Insert a run of ``op`` into the annealer's sequence, just before the run ``right``. The new run gets the node
-    number ``node``.
+    """Insert a run of ``op`` into the annealer's sequence of op executions (runs), just before the run ``right``. The
+    new run gets the node number ``node``.
 
     The tensors that the op reads then stay resident until the new run. Later runs read from the new run what it
     writes, until that is written again.
@@ -174,9 +175,9 @@ def insert(P: Problem, S: State, node: int, op: int, right: int) -> None:
 
 @inner
 def remove(P: Problem, S: State, node: int) -> None:
-    """Remove the run ``node`` from the annealer's sequence. Later runs that read from it then read from the latest
-    earlier run that writes the tensor. For each tensor that is read from the removed run, there must be such an
-    earlier run."""
+    """Remove the run ``node`` from the annealer's sequence of op executions (runs). Later runs that read from it then
+    read from the latest earlier run that writes the tensor. For each tensor that is read from the removed run, there
+    must be such an earlier run."""
     op, slot = S.op[node], S.links.slot[node]
     mem, cap, penalty = S.mem, S.cap, 0.0
     vacate(S, slot)
@@ -202,8 +203,8 @@ def remove(P: Problem, S: State, node: int) -> None:
 
 @inner
 def shift(P: Problem, S: State, node: int, right: int) -> None:
-    """Move the run ``node`` in the annealer's sequence to just before the run ``right``. It must not pass a run from
-    which it reads or that reads from it."""
+    """Move the run ``node`` in the annealer's sequence of op executions (runs) to just before the run ``right``. It
+    must not pass a run from which it reads or that reads from it."""
     new = make_room(P, S, right)
     op, old = S.op[node], S.links.slot[node]
     mem, cap, penalty = S.mem, S.cap, 0.0
@@ -232,8 +233,8 @@ def shift(P: Problem, S: State, node: int, right: int) -> None:
 
 @inner
 def do_insert(P: Problem, S: State, op: int, right: int) -> int:
-    """Insert a run of ``op`` just before the run ``right`` in the annealer's sequence, record this in the log for
-    `undo`, and return the node number of the new run."""
+    """Insert a run of ``op`` just before the run ``right`` in the annealer's sequence of op executions (runs), record
+    this in the log for `undo`, and return the node number of the new run."""
     S.number[FREE] -= 1
     node = S.free[S.number[FREE]]
     insert(P, S, node, op, right)
@@ -243,8 +244,8 @@ def do_insert(P: Problem, S: State, op: int, right: int) -> int:
 
 @inner
 def do_remove(P: Problem, S: State, node: int) -> None:
-    """Remove the run ``node`` from the annealer's sequence, and record this in the log for `undo`. The node number is
-    not used again before `commit`."""
+    """Remove the run ``node`` from the annealer's sequence of op executions (runs), and record this in the log for
+    `undo`. The node number is not used again before `commit`."""
     slot = S.links.slot[node]
     remove(P, S, node)
     note(S, REMOVED, node, node_after(S.at, slot))
@@ -252,8 +253,8 @@ def do_remove(P: Problem, S: State, node: int) -> None:
 
 @inner
 def do_shift(P: Problem, S: State, node: int, right: int) -> None:
-    """Move the run ``node`` to just before the run ``right`` in the annealer's sequence, and record this in the log
-    for `undo`."""
+    """Move the run ``node`` to just before the run ``right`` in the annealer's sequence of op executions (runs), and
+    record this in the log for `undo`."""
     was = node_after(S.at, S.links.slot[node])
     shift(P, S, node, right)
     note(S, SHIFTED, node, was)
@@ -261,8 +262,8 @@ def do_shift(P: Problem, S: State, node: int, right: int) -> None:
 
 @inner
 def note(S: State, kind: int, node: int, right: int) -> None:
-    """Append an edit of the run ``node`` to the log. ``kind``: `INSERTED`, `REMOVED` or `SHIFTED`. ``right``: the run
-    before which `undo` puts ``node``, if the edit removed or moved it."""
+    """Append an edit of the run (op execution) ``node`` to the log. ``kind``: `INSERTED`, `REMOVED` or `SHIFTED`.
+    ``right``: the run before which `undo` puts ``node``, if the edit removed or moved it."""
     row = S.log[S.number[LOGGED]]
     row[0], row[1], row[2] = kind, node, right
     S.number[LOGGED] += 1
@@ -270,7 +271,8 @@ def note(S: State, kind: int, node: int, right: int) -> None:
 
 @inner
 def undo(P: Problem, S: State) -> None:
-    """Undo every edit of the annealer's sequence since the last `commit`, from the last to the first."""
+    """Undo every edit of the annealer's sequence of op executions since the last `commit`, from the last to the
+    first."""
     for k in range(S.number[LOGGED] - 1, -1, -1):
         kind, node, right = S.log[k, 0], S.log[k, 1], S.log[k, 2]
         if kind == INSERTED:
@@ -286,8 +288,8 @@ def undo(P: Problem, S: State) -> None:
 
 @inner
 def commit(S: State) -> None:
-    """Make the edits since the last commit final: `undo` no longer reverts them. The node numbers of removed runs
-    become free."""
+    """Make the edits of the annealer's sequence since the last commit final: `undo` no longer reverts them. The node
+    numbers of removed runs (op executions) become free."""
     for k in range(S.number[LOGGED]):
         if S.log[k, 0] == REMOVED:
             S.free[S.number[FREE]] = S.log[k, 1]

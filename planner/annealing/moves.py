@@ -54,8 +54,9 @@ PLAIN_OVER, PLAIN_ANY, PLAIN_REMOVE, PLAIN_SHIFT = 0.32, 0.40, 0.62, 0.82  # the
 
 @inner
 def remove_one(P: Problem, S: State) -> bool:
-    """Remove a random run from the annealer's sequence, and the runs whose results only it read. The run is drawn
-    from the ops that run more often than they must. Return False, and change nothing, if that run cannot be removed."""
+    """Remove a random run from the annealer's sequence of op executions (runs), and the runs whose results only it
+    read. The run is drawn from the ops that run more often than they must. Return False, and change nothing, if that
+    run cannot be removed."""
     node = random_spare(P, S)
     if node < 0:
         return False
@@ -65,8 +66,8 @@ def remove_one(P: Problem, S: State) -> bool:
 
 @inner
 def shift_one(P: Problem, S: State) -> bool:
-    """Move a random run of the annealer's sequence to another position, such that every run still reads from the same
-    runs. Return False, and change nothing, if the run drawn cannot be moved."""
+    """Move a random run of the annealer's sequence of op executions (runs) to another position, such that every run
+    still reads from the same runs. Return False, and change nothing, if the run drawn cannot be moved."""
     node = random_node(S, 0)
     op, slot = S.op[node], S.links.slot[node]
     if op == P.cost.size - 1:
@@ -92,8 +93,8 @@ def shift_one(P: Problem, S: State) -> bool:
 
 @inner
 def window(P: Problem, S: State, node: int) -> tuple[int, int]:
-    """Return two slots (positions), low and high, of the annealer's sequence. The run ``node`` can be moved anywhere
-    strictly between them, and every run then still reads from the same runs.
+    """Return two slots (positions), low and high, of the annealer's sequence of op executions (runs). The run
+    ``node`` can be moved anywhere strictly between them, and every run then still reads from the same runs.
 
     If the run is the first of its op, and first runs must keep an order, the order is kept there, too.
     """
@@ -129,15 +130,15 @@ def window(P: Problem, S: State, node: int) -> tuple[int, int]:
 
 @inner
 def random_node(S: State, start: int) -> int:
-    """Return the first run (node number) of the annealer's sequence at or after a random slot (position). The slot is
-    at least ``start``."""
+    """Return the first run (node number) of the annealer's sequence of op executions (runs) at or after a random slot
+    (position). The slot is at least ``start``."""
     return node_after(S.at, start - 1 + below(S.random, S.at.size - start))
 
 
 @inner
 def choose_slot(S: State, over: bool) -> int:
-    """Return a random slot (position) of the annealer's sequence. With ``over``, return the next one from there at
-    which more bytes are live than the budget allows, if there is any."""
+    """Return a random slot (position) of the annealer's sequence of op executions. With ``over``, return the next one
+    from there at which more bytes are live than the budget allows, if there is any."""
     slot = below(S.random, S.at.size)
     if not over or S.value[PENALTY] <= HALF:
         return slot
@@ -147,8 +148,8 @@ def choose_slot(S: State, over: bool) -> int:
 
 @inner
 def candidate(P: Problem, S: State, slot: int) -> tuple[int, int, int]:
-    """Return a random tensor that is live at ``slot`` (a position in the annealer's sequence) but not used there, so
-    that it could be freed and recomputed.
+    """Return a random tensor that is live at ``slot`` (a position in the annealer's sequence of op executions) but
+    not used there, so that it could be freed and recomputed.
 
     The result has three numbers: the run that reads the tensor next, the tensor, and the slot of its last use before
     ``slot``, which is a read or the run that writes it. They are (-1, -1, -1) if no draw finds a tensor.
@@ -171,9 +172,9 @@ def candidate(P: Problem, S: State, slot: int) -> tuple[int, int, int]:
 
 @inner
 def drop_one(P: Problem, S: State, over: bool, allowed: float) -> bool:
-    """Free a tensor that is live but unused at a random slot (position) of the annealer's sequence, and recompute it
-    before its next read, together with other tensors that this needs. Return False, and change nothing, if there is
-    no such tensor or the recomputations cannot be inserted.
+    """Free a tensor that is live but unused at a random slot (position) of the annealer's sequence of op executions,
+    and recompute it before its next read, together with other tensors that this needs. Return False, and change
+    nothing, if there is no such tensor or the recomputations cannot be inserted.
 
     The recomputation is just before the next read, or earlier while its inputs are resident.
 
@@ -214,8 +215,8 @@ def drop_one(P: Problem, S: State, over: bool, allowed: float) -> bool:
 
 @inner
 def propose(P: Problem, S: State, allowed: float, orders_only: bool) -> bool:
-    """Make one random move on the annealer's sequence. Return False if the move failed; the caller must then undo the
-    edits, of which some may have been made.
+    """Make one random move on the annealer's sequence of op executions (runs). Return False if the move failed; the
+    caller must then undo the edits, of which some may have been made.
 
     ``allowed``: the largest increase of the energy, which is cost + price · bytes over the budget. Moves that must
     exceed it are given up early. ``orders_only``: whether only to change the order of the runs.
@@ -239,8 +240,8 @@ def propose(P: Problem, S: State, allowed: float, orders_only: bool) -> bool:
 
 @inner
 def propose_plain(P: Problem, S: State, allowed: float, kind: float) -> bool:
-    """Make one random move on the annealer's sequence, in a problem without phases (not a training step). Return
-    False if the move failed; the caller must then undo the edits, of which some may have been made.
+    """Make one random move on the annealer's sequence of op executions, in a problem without phases (not a training
+    step). Return False if the move failed; the caller must then undo the edits, of which some may have been made.
 
     ``allowed``: the largest increase of the energy, which is cost + price · bytes over the budget. ``kind``: a random
     number in [0, 1) that selects the kind of move.

@@ -50,8 +50,8 @@ ROOM = 64  # log lines that are left free for the runs that become useless
 
 @inner
 def idle_tensor(P: Problem, S: State, slot: int) -> tuple[int, int, int]:
-    """Return a random tensor that is live at ``slot`` (a position in the annealer's sequence) but not used there, so
-    that it could be freed and recomputed.
+    """Return a random tensor that is live at ``slot`` (a position in the annealer's sequence of op executions) but
+    not used there, so that it could be freed and recomputed.
 
     The result has three numbers: the run that reads the tensor next, the tensor, and the slot of its last use before
     ``slot``. They are (-1, -1, -1) if no draw finds a tensor.
@@ -69,8 +69,9 @@ def idle_tensor(P: Problem, S: State, slot: int) -> tuple[int, int, int]:
 
 @inner
 def uses_around(P: Problem, S: State, tensor: int, server: int, slot: int) -> tuple[int, int]:
-    """Return the slots (positions) of the last use of ``tensor`` before ``slot``, and of the first read after it.
-    Only uses of the result of the run ``server`` count, not those of a later recomputation.
+    """Return the positions in the annealer's sequence of the last use of ``tensor`` before the position ``slot``, and
+    of the first read after it. Only uses of the result of the run (op execution) ``server`` count, not those of a
+    later recomputation.
 
     The first number is the slot of ``server`` if nothing reads the tensor before ``slot``. The second is `NO_SLOT` if
     the tensor is read at ``slot`` itself, or never after it.
@@ -94,13 +95,14 @@ def uses_around(P: Problem, S: State, tensor: int, server: int, slot: int) -> tu
 
 @inner
 def relief(P: Problem, S: State, op: int, slot: int, stop: int) -> tuple[float, int]:
-    """Return a lower estimate of the energy saved if ``op`` is run again just before the slot (position) ``stop``,
-    and the earlier run of ``op`` whose results can then be freed earlier.
+    """Return a lower estimate of the energy (cost + price · bytes over the budget) saved if ``op`` runs again just
+    before the position ``stop`` of the annealer's sequence of op executions (runs), and the earlier run of ``op``
+    whose results can then be freed earlier.
 
-    Memory is saved for those results that are unused from ``slot`` to ``stop`` and read later. The cost of ``op`` is
-    subtracted, unless the earlier run can then be removed. The cost of keeping the inputs of ``op`` resident until
-    ``stop`` is not. The run is -1 if no memory is saved. The result is (0.0, -1) if a tensor of ``op`` has not been
-    written before ``slot``, or is written again between ``slot`` and ``stop``.
+    Memory is saved for those results that are unused from the position ``slot`` to ``stop`` and read later. The cost
+    of ``op`` is subtracted, unless the earlier run can then be removed. The cost of keeping the inputs of ``op``
+    resident until ``stop`` is not subtracted. The run is -1 if no memory is saved. The result is (0.0, -1) if a
+    tensor of ``op`` has not been written before ``slot``, or is written again between ``slot`` and ``stop``.
     """
     saved, server, unread = 0.0, -1, True
     for k in range(P.writes_at[op], P.writes_at[op + 1]):
@@ -120,9 +122,9 @@ def relief(P: Problem, S: State, op: int, slot: int, stop: int) -> tuple[float, 
 
 @inner
 def drop_siblings(P: Problem, S: State, op: int, node: int, slot: int) -> None:
-    """Recompute the tensors of further ops, just before the run ``node``: of ops that share an input with ``op``, if
-    this saves more energy than it costs. Their earlier results are then freed before ``slot`` (a position in the
-    annealer's sequence)."""
+    """Recompute the results of further ops just before the run (op execution) ``node``, so that their earlier results
+    are freed before ``slot``, a position in the annealer's sequence. The ops are those that share an input with
+    ``op``, if this saves more energy (cost + price · bytes over the budget) than it costs."""
     for k in range(P.reads_at[op], P.reads_at[op + 1]):
         t = P.reads[k]
         for j in range(P.flow.readers_at[t], P.flow.readers_at[t + 1]):
@@ -142,8 +144,9 @@ def drop_siblings(P: Problem, S: State, op: int, node: int, slot: int) -> None:
 
 @inner
 def hold_inputs(P: Problem, S: State, op: int, slot: int) -> None:
-    """Keep the inputs of ``op``, which runs at ``slot`` (a position in the annealer's sequence), resident longer if
-    that is now cheaper than to recompute them later. The later runs that recompute them are removed."""
+    """Keep the inputs of ``op``, which runs at ``slot`` (a position in the annealer's sequence of op executions),
+    resident longer if that is now cheaper than to recompute them later. The later runs that recompute them are
+    removed."""
     for k in range(P.reads_at[op], P.reads_at[op + 1]):
         t = P.reads[k]
         again = S.links.next[copy_before(P.flow, S.links, t, slot)]
@@ -156,7 +159,8 @@ def hold_inputs(P: Problem, S: State, op: int, slot: int) -> None:
 @inner
 def removal(P: Problem, S: State, node: int) -> float:
     """Return an estimate of the increase of the energy (cost + price · bytes over the budget) if the run ``node`` is
-    removed from the annealer's sequence. Later reads of its results then use those of earlier runs.
+    removed from the annealer's sequence of op executions (runs). Later reads of its results then use those of earlier
+    runs.
 
     The estimate is exact if the run reads nothing and writes one tensor. It is -inf if an earlier run from which this
     one reads may become useless, too.
@@ -184,8 +188,9 @@ def removal(P: Problem, S: State, node: int) -> float:
 
 @inner
 def remove_run(P: Problem, S: State, allowed: float) -> bool:
-    """Remove a random run of an op that runs more often than it must from the annealer's sequence, unless the energy
-    (cost + price · bytes over the budget) would rise by more than ``allowed``. Return whether a run was removed."""
+    """Remove a random run of an op that runs more often than it must from the annealer's sequence of op executions
+    (runs), unless the energy (cost + price · bytes over the budget) would rise by more than ``allowed``. Return
+    whether a run was removed."""
     node = random_spare(P, S)
     if node < 0 or removal(P, S, node) > allowed:
         return False
@@ -195,9 +200,9 @@ def remove_run(P: Problem, S: State, allowed: float) -> bool:
 
 @inner
 def best_drop(P: Problem, S: State, slot: int, allowed: float) -> tuple[int, int]:
-    """Draw a few random tensors that are live but unused at ``slot`` (a position in the annealer's sequence), and
-    choose the one whose recomputation saves the most energy. Return the op that writes it, and the run before which
-    to run that op again.
+    """Draw a few random tensors that are live but unused at ``slot`` (a position in the annealer's sequence of op
+    executions), and choose the one whose recomputation saves the most energy. Return the op that writes it, and the
+    run before which to run that op again.
 
     The op is -1 if every choice would raise the energy by ``allowed`` or more.
     """
@@ -220,8 +225,8 @@ def best_drop(P: Problem, S: State, slot: int, allowed: float) -> tuple[int, int
 
 @inner
 def drop_with_siblings(P: Problem, S: State, slot: int, allowed: float) -> bool:
-    """Free a tensor that is live but unused at ``slot`` (a position in the annealer's sequence), and recompute it
-    later. Do the same, at random, with other tensors for which this becomes cheaper (`drop_siblings`).
+    """Free a tensor that is live but unused at ``slot`` (a position in the annealer's sequence of op executions), and
+    recompute it later. Do the same, at random, with other tensors for which this becomes cheaper (`drop_siblings`).
 
     Return False, and change nothing, if there is no such tensor or the recomputations cannot be inserted.
     ``allowed``: the largest increase of the energy, which is cost + price · bytes over the budget.

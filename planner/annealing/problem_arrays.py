@@ -23,8 +23,8 @@ class Recipes:
     """The ops and inverses that a schedule may run. An inverse computes a tensor from tensors that were computed from
     it.
 
-    ``rows``: first the ops that the outputs need, then ops that only inverses need, then inverses. ``least``: for
-    each of ``rows``, how often every schedule must run it at least: 0 or 1.
+    ``rows``: first the ops that every schedule without inverses runs, then ops that only inverses need, then
+    inverses. ``least``: for each of ``rows``, how often every schedule must run it at least: 0 or 1.
     """
 
     rows: tuple[Op, ...]
@@ -32,8 +32,8 @@ class Recipes:
 
 
 def recipes(graph: TrainingGraph, keep_order: bool = False) -> Recipes:
-    """Return the ops and inverses that may be useful in a schedule. With ``keep_order``, these are the ops that the
-    outputs need, and the inverses that read only inputs and what those ops write."""
+    """Return the ops and inverses that may be useful in a schedule. With ``keep_order``, these are the ops that every
+    schedule without inverses runs, and the inverses that read only inputs and what those ops write."""
     base = needed_ops(graph)
     inverses = _useful_inverses(graph, base, keep_order) if graph.inverses else []
     if not inverses:
@@ -51,8 +51,8 @@ def recipes(graph: TrainingGraph, keep_order: bool = False) -> Recipes:
 
 
 def _useful_inverses(graph: TrainingGraph, base: Sequence[Op], keep_order: bool) -> list[Op]:
-    """Return the inverses that write a tensor that an output, an op of ``base``, or another useful inverse needs.
-    ``base``: the ops that the outputs need.
+    """Return the inverses that write a tensor that an output, a useful op or another useful inverse needs. ``base``:
+    the ops that every schedule without inverses runs.
 
     From the ``writes`` of each inverse, tensors that it also reads are removed. With ``keep_order``, inverses that
     read anything else than inputs and tensors of ``base`` are left out.

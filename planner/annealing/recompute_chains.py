@@ -43,14 +43,14 @@ def a_maker(P: Problem, S: State, tensor: int) -> int:
 
 @inner
 def is_spent(P: Problem, S: State, op: int) -> bool:
-    """Return whether ``op`` may run only once and already runs in the annealer's sequence."""
+    """Return whether ``op`` may run only once and already runs in the annealer's sequence of op executions (runs)."""
     return bool(P.once[op] > 0 and S.runs[op] > 0)
 
 
 @inner
 def has_room(S: State, length: int) -> bool:
     """Return whether the annealer's arrays have enough free node numbers, slots and log lines for inserting
-    ``length`` runs."""
+    ``length`` op executions."""
     if S.number[FREE] < length or S.number[RUNS] + length >= S.at.size - 1:
         return False
     return bool(S.number[LOGGED] + 3 * length + 8 <= S.log.shape[0])
@@ -65,9 +65,9 @@ def a_length(S: State) -> int:
 
 @inner
 def collect(P: Problem, S: State, op: int, slot: int, limit: float) -> int:
-    """Collect in ``S.chain`` the ops that are to run just before ``slot`` (a position in the annealer's sequence) so
-    that ``op`` can run there, ``op`` included, in ascending order. Return their number. It is 0 if they cost more
-    than ``limit`` or an op that is needed cannot be added.
+    """Collect in ``S.chain`` the ops that are to run just before ``slot`` (a position in the annealer's sequence of
+    op executions) so that ``op`` can run there, ``op`` included, in ascending order. Return their number. It is 0 if
+    they cost more than ``limit`` or an op that is needed cannot be added.
 
     For each tensor that a collected op reads, there are three cases. If no earlier run writes the tensor, an op that
     writes it is collected. If the tensor is live until the slot, nothing is done. Else the tensor either stays
@@ -134,8 +134,8 @@ def sort(items: Ints, length: int) -> None:
 @inner
 def early_place(P: Problem, S: State, op: int, slot: int, reader: int) -> int:
     """Return the run before which ``op`` can run again early, while an input is still live. It is the first run
-    between ``slot`` (a position in the annealer's sequence) and ``reader`` that is the last reader of one of the
-    inputs; ``reader`` if there is none."""
+    between ``slot`` (a position in the annealer's sequence of op executions) and ``reader`` that is the last reader
+    of one of the inputs; ``reader`` if there is none."""
     until = S.links.slot[reader]
     first = until
     for k in range(P.reads_at[op], P.reads_at[op + 1]):
@@ -151,8 +151,8 @@ def early_place(P: Problem, S: State, op: int, slot: int, reader: int) -> int:
 @inner
 def supply(P: Problem, S: State, op: int, slot: int) -> float:
     """Return an estimate of the cost of having the inputs of ``op`` resident at ``slot`` (a position in the
-    annealer's sequence). Each input either stays resident until then or is recomputed, whichever is cheaper. Inputs
-    that no earlier run writes count as 0."""
+    annealer's sequence of op executions). Each input either stays resident until then or is recomputed, whichever is
+    cheaper. Inputs that no earlier run writes count as 0."""
     total = 0.0
     for k in range(P.reads_at[op], P.reads_at[op + 1]):
         t = P.reads[k]
@@ -180,8 +180,8 @@ def is_collected(P: Problem, S: State, tensor: int) -> bool:
 
 @inner
 def insist(P: Problem, S: State, op: int, length: int, cost: float) -> tuple[int, float]:
-    """Add ``op`` to the chain of recomputations ``S.chain``, because no earlier run writes a tensor that the chain
-    reads from it.
+    """Add ``op`` to the chain of recomputations ``S.chain``, because the chain reads a tensor of ``op`` that nothing
+    in the annealer's sequence writes earlier.
 
     ``length``, ``cost``: those of the chain. Return its new length and the same cost. The cost is infinite if the
     chain is full or the op may not run again.
@@ -230,9 +230,9 @@ def waits(P: Problem, S: State, op: int) -> bool:
 
 @inner
 def ends_before(P: Problem, S: State, node: int, slot: int) -> bool:
-    """Return whether the run ``node`` could be removed from the annealer's sequence if its op ran again at ``slot``
-    (a position). That is so if nothing reads its results before the slot, and the order that first runs must have is
-    kept."""
+    """Return whether the run ``node`` could be removed from the annealer's sequence of op executions (runs) if its op
+    ran again at ``slot`` (a position). That is so if nothing reads its results before the slot, and the order that
+    first runs must have is kept."""
     op = S.op[node]
     for k in range(P.writes_at[op], P.writes_at[op + 1]):
         if last_read(P.flow, S.links, P.writes[k], S.links.slot[node], slot, -1) > S.links.slot[node]:
@@ -242,16 +242,16 @@ def ends_before(P: Problem, S: State, node: int, slot: int) -> bool:
 
 @inner
 def keeps_order_at(P: Problem, S: State, op: int, slot: int) -> bool:
-    """Return whether the first run of ``op`` can be at ``slot`` (a position in the annealer's sequence), if first
-    runs must keep an order: it must be before the first run of the next op in that order."""
+    """Return whether the first run of ``op`` can be at ``slot`` (a position in the annealer's sequence of op
+    executions), if first runs must keep an order: it must be before the first run of the next op in that order."""
     return bool(P.after[op] < 0 or slot <= S.links.slot[S.links.first[P.after[op]]])
 
 
 @inner
 def place_chain(P: Problem, S: State, reader: int, length: int) -> None:
-    """Insert a run of each of the first ``length`` ops of ``S.chain`` into the annealer's sequence, just before the
-    run ``reader``. Remove earlier runs that nothing reads any more. ``S.chain`` then has the node numbers of the new
-    runs."""
+    """Insert a run of each of the first ``length`` ops of ``S.chain`` into the annealer's sequence of op executions
+    (runs), just before the run ``reader``. Remove earlier runs that nothing reads any more. ``S.chain`` then has the
+    node numbers of the new runs."""
     for k in range(length):
         S.chain[k] = do_insert(P, S, S.chain[k], reader)
     for k in range(length - 1, -1, -1):
@@ -266,8 +266,8 @@ def place_chain(P: Problem, S: State, reader: int, length: int) -> None:
 
 @inner
 def queue_replaced(P: Problem, S: State, node: int) -> int:
-    """Fill ``S.queue`` with the latest earlier runs that write the tensors of the run ``node``. Perhaps nothing reads
-    them any more. Return their number. It is 0 if ``node`` itself was removed."""
+    """Fill ``S.queue`` with the latest earlier runs (op executions) that write the tensors of the run ``node``.
+    Perhaps nothing reads their results any more. Return their number. It is 0 if ``node`` itself was removed."""
     op, waiting = S.op[node], 0
     if S.links.slot[node] < 0:  # the run itself was removed
         return 0
