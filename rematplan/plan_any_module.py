@@ -101,7 +101,7 @@ def plan_module(
         budget: bytes, or text: ``8GiB``; ``60%`` of the peak without recomputation; ``50% of activations``, which
             keeps inputs, outputs and gradients whole and half of the rest of that peak; ``least``, the smallest peak
             found; or ``min``, for the cheapest plan within 1 % of it. A percentage becomes bytes here, for the
-            peak of ``args``. These bytes hold for all later plans and for copies and pickles of the module, so give
+            peak of ``args``. These bytes apply to all later plans and for copies and pickles of the module, so give
             the largest batch. ``least`` and ``min`` are determined for each plan separately.
         strategy: the name of a planning algorithm; ``auto`` combines several.
         time_limit: seconds of search for a plan. With ``refine`` the search runs in another process while training
@@ -113,7 +113,7 @@ def plan_module(
         keep: modules and ops whose results stay in memory from their computation to their last use. Modules, their
             names, and names of ops such as ``aten.addmm`` or ``mylib::kernel``.
         never_rerun: modules and ops that must not run a second time, named as in ``keep``.
-        plan: a file that `save_plan` wrote. Its plan is used, without a search, and its budget holds.
+        plan: a file that `save_plan` wrote. Its plan is used, without a search, and its budget applies.
         dynamic: whether other shapes, types and modes get further plans; otherwise they are refused.
         shape_ranges: the sizes that calls may have, by argument and dimension:
             ``{"input_ids": {1: (16, 512)}}``. Other sizes are refused. Plans are made here for the largest sizes
@@ -257,8 +257,7 @@ def planning(planned: nn.Module) -> Planning:
 
 
 def _names(model: nn.Module, wanted: Iterable[Name | nn.Module]) -> tuple[Name, ...]:
-    """Replace the modules in the argument ``keep`` or ``never_rerun`` by their names in ``model``. Names are
-    unchanged.
+    """Return the items of ``keep`` or ``never_rerun`` with each module replaced by its name in ``model``.
 
     Raises:
         UsageError: ``wanted`` is a string instead of a list, or has a module that is not a submodule of the model.

@@ -28,7 +28,7 @@ def preconditioned(
 
     Returns:
         The updates by weight name, with the gradients' shapes; and the sum of lr² ⟨update, gradient⟩ over the layers,
-            as a scalar tensor. If the factors of a layer were not inverted yet, its update and the sum are NaN.
+        as a scalar tensor. If the factors of a layer were not inverted yet, its update and the sum are NaN.
     """
     product = torch.zeros((), dtype=torch.float64, device=next(iter(layers.values())).weight.device)
     updates = {}

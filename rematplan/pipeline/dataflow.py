@@ -158,8 +158,9 @@ def _errors(graph: TrainingGraph, schedule: Schedule, answers: frozenset[str]) -
         answers: the names of the inverses that take a tensor from the message of the next stage.
 
     Returns:
-        The largest relative error of a recovered tensor if the tensor from the next stage is exact; and how much an
-            error of the tensor from the next stage adds to it, divided by that error.
+        Two numbers. The first is the largest relative error of a recovered tensor if the tensor from the next stage
+        is exact. The second is a factor: an error of the tensor from the next stage, multiplied by it, is added
+        to the first number.
     """
     exact = worst_error(graph, schedule)
     noisy = replace(

@@ -57,7 +57,7 @@ def plan_pipeline(
         model: the model to divide.
         args: positional arguments of the model. Tensors are whole batches, which ``step`` divides along their first
             dimension into micro-batches; other values are passed unchanged.
-        kwargs: keyword arguments, in the same way.
+        kwargs: keyword arguments of the model. Tensors are divided in the same way as those of ``args``.
         stages: the number of stages. The ranks of ``zbv``, ``dualpipev`` and the interleaved schedules have two each,
             the ranks of other schedules one.
         microbatches: the number of micro-batches in a batch.
@@ -73,10 +73,10 @@ def plan_pipeline(
             those with the least simulated makespan within the budget, as ``rematplan pipeline`` chooses them. If
             ``ranks`` is given and a default process group exists, its first process chooses for all, so all must call
             this function.
-        strategy: as for `plan_module`.
-        costs: as for `plan_module`.
+        strategy: the planning algorithm, as for `plan_module`.
+        costs: how the costs of ops are determined: ``profile``, ``roofline`` or a file, as for `plan_module`.
         time_limit: seconds of search for each rank, and for the cuts.
-        loss_memory: as for `plan_module`.
+        loss_memory: the memory of the loss, such as ``3x`` or ``1GiB``, as for `plan_module`.
         ranks: the ranks to plan; by default all. A process that runs one rank needs only that.
         plans: plans that were made before, as JSON data like `StagePlan.plan`, by the stage's number. They are used
             instead of a search.
@@ -91,7 +91,8 @@ def plan_pipeline(
             and a copy of the outputs of each micro-batch in flight.
 
     Raises:
-        InfeasibleBudget: a rank does not fit. The error names the rank and the smallest peak found for it.
+        InfeasibleBudget: no plans are found with which some rank stays within the budget. The error names the rank and
+            the smallest peak found for it.
         UsageError: an unknown schedule or cut, a batch that cannot be divided evenly, a malformed budget, impossible
             shards or replicas.
         ModelError: the model cannot be divided into stages.

@@ -72,7 +72,8 @@ def plan_stages(
         progress: called with the fraction done (0 to 1) and a short text.
 
     Raises:
-        InfeasibleBudget: a rank does not fit. The error names the rank and the smallest budget found for it.
+        InfeasibleBudget: no plans are found with which some rank stays within its budget. The error names the rank
+            and the smallest budget found for it.
         UsageError: impossible cuts or numbers of stages or micro-batches.
     """
     chain = named_chain(step, graph, asked.cuts or ())
@@ -222,8 +223,10 @@ def _schedule(name: str, chain: NamedChain, asked: Asked) -> PipelineSchedule:
 
 
 def _hop(chain: NamedChain, asked: Asked) -> float:
-    """Return the longest time of a message between stages ÷ the time of the slowest stage, if stages take similar
-    times."""
+    """Return the longest time of a message between stages ÷ the time of the slowest stage.
+
+    The chain is divided into stages of similar times for this.
+    """
     one = chain.chain
 
     def base(start: int, end: int, _stage: int) -> float:

@@ -32,8 +32,8 @@ class NamedChain:
     batch: frozenset[str]
 
     def positions(self, cuts: Sequence[str]) -> tuple[int, ...]:
-        """Return the positions of blocks in the chain. ``cuts``: the names of the modules or ops with which the blocks
-        begin.
+        """Return the position in the chain of each block that a name in ``cuts`` denotes: the name of its first
+        module or op.
 
         Raises:
             UsageError: no block begins with one of the names, or the names are not in running order.
@@ -96,12 +96,19 @@ def _begins(
     only: Collection[str] | None,
     prefix: str,
 ) -> dict[int, str]:
-    """Return the names of the modules at which blocks begin, by the position in ``graph`` of the module's first forward
-    op.
+    """Return the names of the modules at which blocks begin. The keys are positions in ``graph`` of the modules'
+    first ops.
 
-    A module is used only if no other ops run between its forward ops and it is not the first that runs. The modules in
-    ``wanted`` are used first, then modules by depth, the outermost first, as long as there are fewer than
-    `MOST_BLOCKS`. The other arguments are those of `named_chain`.
+    Two kinds of modules are excluded: those between whose forward ops other ops run, and those that run first in the
+    step. Of the rest, the modules in ``wanted`` are used first, then the outermost modules, then the modules inside
+    them, and so on by depth. A depth is used only if there are then fewer than `MOST_BLOCKS` modules.
+
+    Args:
+        step: the captured step.
+        graph: its planning problem.
+        wanted: names of modules to use first.
+        only: names of the modules that may be used; None for all.
+        prefix: what precedes the names of the model's modules in the step. It is removed from them.
     """
     ix = indexed(graph)
     forward = [o for o, is_forward in enumerate(ix.forward) if is_forward]
@@ -126,9 +133,10 @@ def _begins(
 
 
 def _modules(module: str, prefix: str) -> Iterator[str]:
-    """Yield the names of all modules that contain the module ``module``, from the outermost, and ``module`` itself.
+    """Yield the names of the modules of which ``module`` is a part, from the outermost to ``module`` itself.
 
-    ``prefix`` is removed from the names. Nothing is yielded if ``module`` does not begin with it.
+    For ``model.a.b`` and the prefix ``model.``, these are ``a`` and ``a.b``. Nothing is yielded for a name without
+    the prefix.
     """
     inside = module.removeprefix(prefix) if module.startswith(prefix) else ""
     parts = inside.split(".") if inside else []

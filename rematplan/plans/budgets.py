@@ -1,4 +1,5 @@
-"""Budgets as text: ``4GiB``, ``512MB``, ``60%``, ``50% of activations``, a number of bytes, ``min`` or ``least``."""
+"""Read budgets from text, such as ``4GiB``, ``60%``, ``50% of activations`` or ``min``, and search for plans within
+them."""
 
 from __future__ import annotations
 
@@ -71,8 +72,8 @@ class Budget:
             base_peak: the peak without recomputation in bytes. Percentages refer to it.
             smallest: returns the smallest peak found in bytes. It is called only if the budget is ``min`` or
                 ``least``.
-            whole: the part of ``base_peak``, in bytes, that belongs to inputs and outputs (`whole_bytes`). Only
-                budgets such as ``50% of activations`` need it: they reduce only the rest.
+            whole: the part of ``base_peak``, in bytes, that belongs to inputs and outputs (`whole_bytes`). It is
+                needed only for a budget such as ``50% of activations``, which reduces only the other part.
         """
         if self.is_lean:
             return int((1 + LEAN[self.kind]) * smallest())
@@ -83,8 +84,8 @@ class Budget:
 
     @property
     def is_lean(self) -> bool:
-        """Whether the budget is ``min`` or ``least``. Its bytes then depend on the smallest peak found for a
-        problem."""
+        """Whether the budget is ``min`` or ``least``, so that its number of bytes depends on the smallest peak
+        found."""
         return self.kind in LEAN
 
     def of(self, graph: TrainingGraph, smallest: Callable[[], int] = lambda: 0) -> int:
@@ -101,8 +102,8 @@ class Budget:
 def whole_bytes(graph: TrainingGraph) -> int:
     """Return the bytes of a problem's inputs (parameters, buffers, batch) and outputs (gradients, new buffers).
 
-    Every plan holds these tensors at its end. So a budget such as ``50% of activations`` is these bytes plus half of
-    the rest of the peak without recomputation.
+    With every plan, these tensors are in memory at the end of the step. So a budget such as ``50% of activations``
+    consists of these bytes and half of the rest of the peak without recomputation.
     """
     return sum(graph.size[t] for t in {*graph.inputs, *graph.outputs})
 
@@ -147,7 +148,7 @@ def parse_loss_memory(text: str) -> Budget:
 
     Returns:
         A `Budget`, used here for an amount of memory. Its kind is ``bytes``; or, for ``3x``, ``share`` with the
-            amount 3.
+        amount 3.
 
     Raises:
         UsageError: the text is malformed. The message shows the accepted forms.

@@ -21,7 +21,7 @@ SECONDS = 2.0
 
 
 def plan_at_once(graph: TrainingGraph, budget: int, store: PlanStore) -> Plan | None:
-    """Return a plan within ``budget`` bytes without a search by the strategy; None if none is found.
+    """Return a plan within ``budget`` bytes that takes at most about two seconds to find; None if none is found.
 
     Three plans are tried in this order. First, the plan that recomputes nothing. Second, the cheapest plan in memory
     that was found for the same ops, perhaps at other sizes. Third, only if the planner's numba code is not compiled
@@ -48,7 +48,8 @@ def plan_at_once(graph: TrainingGraph, budget: int, store: PlanStore) -> Plan | 
 
 
 def _with_floor(plan: Plan, graph: TrainingGraph) -> Plan:
-    """Return the plan with a lower bound of its overhead: every op that the outputs need runs at least once."""
+    """Return the plan with a simple lower bound of its overhead: the cost of running once each op that the outputs
+    need."""
     if not graph.base_cost:
         return plan
     needed = must_run(graph)

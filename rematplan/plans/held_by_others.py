@@ -134,8 +134,8 @@ class Reserved:
 
 @dataclass(frozen=True)
 class Counted:
-    """The bytes of the optimizers and modules of a `Reserved`, counted when it was pickled or copied. It stands for
-    them in the copy.
+    """An item of a pickled or copied `Reserved` that replaces its optimizers and modules: their bytes, counted at
+    that time.
 
     ``by_device``: the bytes, by the device's name.
     """

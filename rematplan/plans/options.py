@@ -106,9 +106,9 @@ class PlanOptions:
         """Whether training starts with a quickly found plan, while another process searches for better plans.
 
         True only if ``refine`` is true, the strategy is `auto` and its time limit is above `QUICK` seconds. It is
-        false with ``deterministic``, a saved plan, a budget ``min`` or ``least``, and two options under which
-        replacing the plan has side effects: with inverses that round, the results depend on the plan; with
-        ``overlap`` other than ``off``, times are measured for one plan.
+        false with ``deterministic``, a saved plan, or a budget ``min`` or ``least``. It is also false with inverses
+        that round, because results would change with the plan, and with ``overlap`` other than ``off``, because that
+        needs measurements of one fixed plan.
         """
         return (
             self.refine

@@ -26,8 +26,10 @@ class _Printed(logging.Handler):
 
 
 def print_log() -> None:
-    """Print the logger ``rematplan``, from level INFO, on standard error. Do nothing if the logger has a handler
-    already."""
+    """Print the messages of the logger ``rematplan``, from level INFO, on standard error.
+
+    Do nothing if the logger has a handler already.
+    """
     if not LOG.handlers:
         LOG.addHandler(_Printed())
         LOG.setLevel(logging.INFO)

@@ -39,7 +39,7 @@ class RangeSearchOptions:
     """The number of budgets at which the largest size is planned: from the stated budget to just below the peak
     without recomputation, at equal distances."""
     curve_share: float = 0.4
-    """The share of the time for planning the largest size at `budgets` budgets. A plan that fits at the largest size
+    """The share of the time for plans of the largest size, at several budgets. A plan that fits at the largest size
     mostly fits at smaller ones."""
     fit_share: float = 0.3
     """The share of the time for searches at sizes at which no plan fits yet."""
@@ -185,8 +185,9 @@ class _RangeSearch:
     def plan_group(self, sizes: Sequence[int], seconds: float) -> None:
         """Search for plans at sizes whose problems have the same ops and tensors, for about ``seconds``.
 
-        ``sizes``: ordered by the total bytes of all tensors, the largest first. Nothing is searched if a lower bound
-        excludes all sizes, or if at all others the plan without recomputation fits.
+        Nothing is searched for if the plan without recomputation fits at every size at which any plan can fit.
+
+        ``sizes``: ordered by the total bytes of all tensors, the largest first.
         """
         began = time.monotonic()
         first = next((at for at, size in enumerate(sizes) if not self.is_impossible(size)), len(sizes))
@@ -263,9 +264,10 @@ class _RangeSearch:
 
 
 def _spread(count: int) -> list[int]:
-    """Return the numbers below ``count`` in an order of which each beginning is spread evenly over the range.
+    """Return the numbers below ``count``, ordered so that the first few, however many, are spread evenly over the
+    range.
 
-    Numbers are sorted by their binary digits in reverse, such as 0, 4, 2, 6, 1, 5, 3, 7.
+    Numbers are sorted by their binary digits in reverse: 0, 4, 2, 6, 1, 5, 3, 7 for a ``count`` of 8.
     """
     bits = max(1, (count - 1).bit_length())
     return sorted(range(count), key=lambda n: int(f"{n:0{bits}b}"[::-1], 2))

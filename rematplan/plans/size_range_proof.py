@@ -102,11 +102,12 @@ def prove_ranges(
 
 
 def _lines(axes: Sequence[Axis]) -> list[tuple[Axis, Sizes]]:
-    """Return pairs of a dimension that varies over all its sizes, and the fixed sizes of other dimensions, the
-    largest first.
+    """Return pairs: a dimension that varies over all its sizes, and the fixed sizes of the other dimensions. The
+    largest are first.
 
-    In the second item of a pair, a missing dimension has its largest size. `prove_ranges` explains which pairs there
-    are.
+    A dimension that is missing in the second item has its largest size. If there are at most `MOST_LINES`
+    combinations of sizes of all dimensions except the one with the most sizes, there is a pair for each combination.
+    Otherwise there is one pair for each dimension, and a warning says so.
     """
     axes = [axis for axis in axes if _sizes(axis)]
     if not axes:

@@ -19,9 +19,9 @@ EACH = 12
 class ProblemRange:
     """The planning problems of one step at all sizes of one dimension.
 
-    ``dimension``: the dimension's name. ``sizes``: in ascending order. ``captured``: the problems at the sizes at
-    which the step was captured, by size. ``spans``: each computes the problems at the sizes between its smallest and
-    its largest captured size.
+    ``dimension``: the dimension's name. ``sizes``: in ascending order. ``captured``: by size, the problems at the
+    sizes at which the step was captured. ``spans``: interpolations. Each computes the problems at the sizes between
+    its smallest and its largest captured size.
     """
 
     dimension: str
@@ -36,7 +36,7 @@ class ProblemRange:
         return self._span(size).problem(size)
 
     def amounts(self, size: int) -> tuple[str, Amounts]:
-        """Return what describes the problem at ``size``: a hash of its ops and tensors, and its amounts.
+        """Return a hash of the ops and tensors of the problem at ``size``, and the problem's amounts.
 
         The amounts are the bytes of each tensor, and the workspace and cost of each op.
         """

@@ -39,8 +39,8 @@ class _Measured:
     """The cost of a call at one size.
 
     ``traffic``: the bytes that the call reads and writes. ``cost``: its cost, measured or interpolated. ``plain``:
-    whether the call has no workspace and only one possible kernel. Only then is its cost interpolated between two
-    sizes.
+    whether the call has no workspace and only one possible kernel. If that is so at all known sizes, costs between
+    them are interpolated.
     """
 
     traffic: int

@@ -58,7 +58,8 @@ The same ops on other shapes need similar plans. With half, double and one more 
 and a GPT came within 0.2 points of the overhead found in the whole time, whenever the earlier plan fitted.
 """
 WAITING = 16
-"""The number of searches in the background up to which another one is started: each holds its problem in memory."""
+"""No background search for a better plan is started while this many wait to begin, because each keeps its planning
+problem in memory."""
 RESERVED = "reserved"
 """The name of the problem's input whose size is the memory of optimizers and other objects outside of the model."""
 MENTIONED = 0.01
@@ -84,16 +85,16 @@ class StepPlanner:
     sized: SizedCosts = field(default_factory=SizedCosts, compare=False)
     """Measured costs of ops. Costs of the same steps at other sizes are interpolated from them."""
     scope: str = ""
-    """A key for percentages as budgets: they refer to the peak of the first problem that was planned with the same
-    store and key. The `torch.compile` backend uses one key for each graph."""
+    """A key for budgets in percent. They refer to the peak of the first problem that was planned with the same store
+    and key. The `torch.compile` backend uses one key for each graph."""
 
     def limit(self, graph: TrainingGraph) -> Budget:
         """Return the budget for a problem: in bytes, or ``min`` or ``least``, which depend on the smallest peak
         found for it.
 
-        A percentage is converted to bytes for the first problem. The number of bytes is remembered in the store, for
-        this text and `scope`, and used for all later problems: the device does not become smaller with a smaller
-        batch.
+        A percentage is converted to bytes for the first problem. The store remembers this number of bytes, by the
+        text of the budget and `scope`, and all later problems get it, too: the device does not become smaller with a
+        smaller batch.
 
         ``graph``: the problem.
         """
@@ -179,7 +180,7 @@ class StepPlanner:
         return counted
 
     def instead(self, step: CapturedStep, error: InfeasibleBudget, first: bool) -> Plan:
-        """Return a plan to use although no plan fits the budget. Warn with its peak if it exceeds the budget.
+        """Return a plan to use although no plan fits the budget. Warn if its peak exceeds the budget.
 
         The plan is the one with the smallest peak found (``on_infeasible`` is ``least``), or one that recomputes
         nothing (``eager``).
@@ -187,11 +188,11 @@ class StepPlanner:
         Args:
             step: the captured step, with its inverses.
             error: the error of the search that found no plan.
-            first: whether it is the first step. If ``on_infeasible`` is None, the error is raised for the first step
-                only.
+            first: whether it is the first step. If ``on_infeasible`` is None, the error is raised for the first
+                step, and the plan with the smallest peak is used for later ones.
 
         Raises:
-            InfeasibleBudget: ``error``, if ``on_infeasible`` says that it is raised.
+            InfeasibleBudget: ``error``, if ``on_infeasible`` says that it is raised, or there is a saved plan.
         """
         how = self._reaction(first)
         if how == RAISE:
@@ -258,8 +259,11 @@ class StepPlanner:
 
     @property
     def _carries(self) -> bool:
-        """Whether a known plan may serve other sizes without a search: if searches go on while training runs, or there
-        is nothing to search for."""
+        """Whether a plan that was found at one size may be used at other sizes without a search.
+
+        It may if background searches improve plans while training runs (`PlanOptions.refines`), or if the strategy
+        makes only the plan that recomputes nothing.
+        """
         asked = self.options
         if asked.several or asked.accumulate or asked.inverting or asked.plan is not None:
             return False
@@ -267,17 +271,18 @@ class StepPlanner:
         return asked.refines or (one_lane and asked.strategy == StoreAll.name)
 
     def problem_at(self, step: CapturedStep) -> tuple[CapturedStep, TrainingGraph]:
-        """Return a step with its inverses, and its problem, as in `StepPlan`."""
+        """Add inverses to a captured step, and return the step and its planning problem."""
         opened = self.opened(step)
         return opened, self.problem(opened)
 
     def resizing(self, step: CapturedStep, problem: TrainingGraph, storages: tuple[str, ...]) -> Resizing:
-        """Return what carries plans of a problem over to other sizes.
+        """Return a `Resizing`: it evaluates the known plans of a problem at other sizes, without capturing the step
+        again.
 
         Args:
-            step: the step, with its inverses.
-            problem: its problem.
-            storages: the names of storages whose bytes are known at all sizes.
+            step: the captured step, with its inverses.
+            problem: its planning problem.
+            storages: the names of the step's storages whose bytes can be computed at any sizes.
         """
         amount = _amount(self.limit(problem))
         assert amount is not None
@@ -289,11 +294,11 @@ class StepPlanner:
         return Resizing(problem, step, storages, amount, self.store.family(problem), found)
 
     def _refinement(self, step: CapturedStep, graph: TrainingGraph, plan: Plan) -> Refining | None:
-        """Return a background search for a better plan, not begun. None if the options exclude it or ``plan`` is
-        good enough.
+        """Return a background search for a better plan, not begun. None if no search is wanted or needed.
 
-        A plan is good enough if its overhead is proven to be within the option ``gap`` of the optimum, or if an
-        earlier search was as long as this one would be.
+        No search is wanted if the options exclude it or `WAITING` searches wait to begin. None is needed if the
+        plan's overhead is proven to be within the option ``gap`` of the optimum, or if an earlier search was as long
+        as this one would be.
         """
         asked = self.options
         if not asked.refines or plan.budget is None or (plan.gap is not None and plan.gap <= asked.gap):
@@ -339,9 +344,9 @@ class StepPlanner:
         """Return a plan for a step that begins while parameters have gradients of earlier steps, or None to keep
         ``plan``.
 
-        None is returned in three cases: ``plan`` and these gradients fit within the budget together; no plan fits,
-        of which a warning tells; or ``plan`` counts all possible gradients already, because micro-batches are in
-        flight.
+        None is returned in three cases. First, ``plan`` and these gradients fit within the budget together. Second,
+        no plan fits; then a warning says so. Third, several micro-batches are in flight, so that ``plan`` counts all
+        possible gradients already.
 
         Args:
             step: the captured step.

@@ -42,7 +42,7 @@ def trace_curves(
     budgets: Sequence[int],
     progress: Progress = silent,
 ) -> tuple[dict[str, tuple[Plan, ...]], tuple[str, ...]]:
-    """Make the curve of each strategy: plans with less and less memory and more and more overhead.
+    """Make the curve of each strategy: a sequence of plans with rising overhead and falling peak.
 
     A strategy has no curve if the problem is too large for it, or if none of its plans fits the budgets. The curve
     of `auto` is made last. It starts from the plans of the other strategies and has further budgets at some of their
@@ -55,8 +55,8 @@ def trace_curves(
         progress: called with the fraction done (0 to 1) and a short text.
 
     Returns:
-        The plans by rising overhead and falling peak, by the strategy's name, in the order of ``strategies``; and
-            one line of text for each strategy without a curve, which says why.
+        The plans of each curve, by the strategy's name, in the order of ``strategies``; and one line of text for
+        each strategy without a curve, which says why.
     """
     store = PlanStore()
     found: dict[str, tuple[Plan, ...]] = {}

@@ -54,7 +54,7 @@ def overlapped(
 
     Returns:
         The plan; and a tuple with a text that says why the plan has one lane, if ``mode`` is ``on`` or ``auto`` and
-            it has one; otherwise an empty tuple.
+        it has one; otherwise an empty tuple.
     """
     if mode in (None, OFF):
         return (replace(plan, lanes=None) if mode else plan), ()
