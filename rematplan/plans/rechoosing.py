@@ -1,4 +1,5 @@
-"""A plan that was carried over to other sizes, and is replaced when a better one becomes known for any size."""
+"""Replace a plan that was found at other sizes when a better plan becomes known, whatever the sizes at which it was
+found."""
 
 from __future__ import annotations
 
@@ -13,19 +14,24 @@ from rematplan.planner.family.plan_family import PlanFamily
 from rematplan.runtime.problem.accumulation import Refinement, StepPlan
 
 SEARCHES = 2
-"""The number of searches that run at a time for plans of one structure. Plans that they find serve all sizes."""
+"""The largest number of background searches at a time for problems of one structure (ops and tensors, without
+sizes). The plans that they find can be used at all sizes."""
 GAIN = 1e-6
-"""The share of the cost by which a better plan is cheaper."""
+"""A plan counts as better if it is cheaper than the present plan by more than this share of the present plan's cost."""
 
 
 @dataclass(eq=False)
 class Rechoosing:
-    """A search for a better plan at certain sizes, in other processes and among the plans of other sizes; an
-    implementation of `accumulation.Refinement`.
+    """A search for a better plan of a step at certain sizes. It implements `accumulation.Refinement`.
 
-    ``plan``: the plan in use. ``best``: returns the best known plan. ``finish``: returns a step's plan for it.
-    ``family``: the known plans. ``search``: returns a search for these sizes, or None; None if nothing is searched.
-    ``searches``: all such searches of this structure.
+    A better plan may come from a search in another process at these sizes, or from a search at other sizes: all
+    plans join the same family, and the family is evaluated again whenever it has new plans.
+
+    ``plan``: the plan in use. ``best``: returns the best plan of the family at these sizes, or None. ``finish``:
+    makes a `StepPlan` (a plan with its captured step) of a plan. ``family``: the known plans for all sizes.
+    ``search``: a function that returns a search in another process at these sizes, or None if no search is needed;
+    None if the options exclude searches. ``searches``: the running searches at all sizes, shared by the objects of
+    one family.
     """
 
     plan: Plan
@@ -41,7 +47,11 @@ class Rechoosing:
     _begun: threading.Event = field(default_factory=threading.Event)
 
     def begin(self, compiled: Callable[[StepPlan], Any]) -> None:
-        """Begin a search, if not too many are running. Its problem is made in another thread."""
+        """Begin a search in another process, unless `SEARCHES` are running. Its planning problem is made in another
+        thread.
+
+        ``compiled``: compiles a plan. `take` calls it.
+        """
         self._compiled, self._seen = compiled, self.family.members
         self.searches[:] = [one for one in self.searches if one.working]
         if self.search is None or len(self.searches) >= SEARCHES:
@@ -60,7 +70,8 @@ class Rechoosing:
 
     @property
     def ready(self) -> bool:
-        """Whether a better plan is known than the one in use."""
+        """Whether a plan is known that is better at these sizes than the plan in use. New plans of the family are
+        evaluated here."""
         members = self.family.members
         if self._better is None and members is not self._seen:
             self._seen, found = members, self.best()
@@ -69,7 +80,10 @@ class Rechoosing:
         return self._better is not None
 
     def take(self) -> tuple[StepPlan, Any]:
-        """Return the better plan, and what the function passed to `begin` returns for it. Call it if `ready`."""
+        """Put the better plan in use. Return it, and what the function passed to `begin` returns for it.
+
+        Call it only if `ready` is true.
+        """
         assert self._better is not None
         self.plan, self._better = self._better, None
         found = self.finish(self.plan)
@@ -77,11 +91,14 @@ class Rechoosing:
 
     @property
     def working(self) -> bool:
-        """Whether the search for these sizes is running."""
+        """Whether the search at these sizes, if there is one, is still being prepared or running."""
         return not self._begun.is_set() or (self._own is not None and self._own.working)
 
     def wait(self, seconds: float | None = None) -> bool:
-        """Wait until that search has ended, at most ``seconds``. Return whether it has ended."""
+        """Wait until the search at these sizes has ended, at most ``seconds`` (None: without limit).
+
+        Return whether it has ended.
+        """
         began = time.monotonic()
         if not self._begun.wait(seconds):
             return False
@@ -90,10 +107,11 @@ class Rechoosing:
 
     @property
     def seconds(self) -> float:
-        """The duration of that search."""
+        """How long the search at these sizes has taken, in seconds; 0 without a search."""
         return 0.0 if self._own is None else self._own.seconds
 
     @property
     def floor(self) -> float | None:
-        """The largest lower bound of the overhead that it has proved."""
+        """The largest lower bound on the overhead of any plan that the search at these sizes has proven; None if
+        there is none."""
         return None if self._own is None else self._own.floor

@@ -1,8 +1,10 @@
-"""Known plans carried over to sizes between those for which the planning problem was made.
+"""Evaluate known plans at new sizes, between sizes for which the planning problem was made, without capturing the
+step.
 
-Bytes of storages are expressions of the sizes, hence exact. Costs are linear in the bytes that an op reads and writes,
-between two sizes for which they are known. So are workspaces, with a margin (`workspaces_between`). Ops that choose
-among several kernels by their sizes are not carried over if they have a workspace: it may make steps.
+The bytes of the step's storages are expressions of the sizes, and so are exact. Costs and workspaces are
+interpolated between two known sizes: costs linearly in the bytes that an op reads and writes, workspaces with a
+margin (`workspaces_between`). No plan is evaluated if an op that chooses among several kernels has a workspace,
+because it may change in jumps.
 """
 
 from __future__ import annotations
@@ -28,17 +30,19 @@ from rematplan.runtime.graph.captured_step import CapturedStep
 from rematplan.runtime.problem.accumulation import Refinement, StepPlan
 
 CORNERS = 8
-"""The number of sizes whose problems are kept: the smallest, the largest and the latest."""
+"""The largest number of sizes whose amounts are kept: the smallest, the largest and the latest sizes."""
 ONE_KERNEL = re.compile("flash_attention_for_cpu")
-"""Ops of `KERNELS` whose workspace is linear in the bytes that they read and write."""
+"""Ops that `KERNELS` matches, but whose workspace is linear in the bytes that they read and write."""
 
 
 @dataclass(frozen=True, eq=False)
 class Corner:
-    """Sizes for which the problem is known.
+    """A combination of sizes for which the planning problem was made.
 
-    ``sizes``: the values of all expressions. ``nominal``: bytes of the step's storages. ``bytes``: of the problem's
-    tensors, which may be more.
+    ``sizes``: the values, at these sizes, of all expressions of sizes in the step. ``nominal``: the bytes of the
+    step's storages, from these expressions. ``bytes``: the bytes of the problem's tensors, which may be more than
+    those of their storages. ``amounts``: bytes, workspaces and costs of the problem. ``workspaces``: the workspaces
+    of its ops and inverses, and the bytes that each reads and writes.
     """
 
     sizes: Ints
@@ -50,11 +54,16 @@ class Corner:
 
 @dataclass(eq=False)
 class Resizing:
-    """Problems of one structure and names, at any sizes between known ones.
+    """The planning problems of a step at any sizes, and known plans evaluated at these sizes.
 
-    ``problem``: one of them. ``step``: its step. ``storages``: the names of the step's storages, in the order of
-    ``nominal`` in `Corner`. ``budget``: bytes of every plan. ``family``: the plans of the structure. ``search``:
-    returns a search for a better plan of a problem, or None; None if nothing is searched.
+    The problems have the same ops, tensors and names. They are known at some sizes (`add`) and interpolated between
+    these.
+
+    ``problem``: the problem at some sizes. ``step``: the captured step at the same sizes. ``storages``: the names of
+    the step's storages, in the order of ``nominal`` in `Corner`. ``budget``: bytes, for all sizes. ``family``: the
+    known plans. ``search``: returns a search for a better plan of a problem, or None if none is needed; None if the
+    options exclude searches. ``corners``: the sizes at which the problem is known. ``searches``: the searches that
+    are running.
     """
 
     problem: TrainingGraph
@@ -84,7 +93,14 @@ class Resizing:
         self._freed = {name: -1 - t for t, name in enumerate(self.problem.producer)}
 
     def add(self, sizes: Sequence[int], nominal: Ints, problem: TrainingGraph) -> bool:
-        """Add the problem at certain sizes. Return whether it has the same structure and names."""
+        """Add the problem at further sizes. Return False, and do not add it, if its ops, tensors or names differ
+        from ``self.problem``.
+
+        Args:
+            sizes: the values of all expressions of sizes in the step.
+            nominal: the bytes of the step's storages.
+            problem: the problem at these sizes.
+        """
         mine = self.problem
         if problem is not mine and (
             problem.structure != mine.structure
@@ -105,17 +121,20 @@ class Resizing:
         return True
 
     def key(self, schedule: Schedule) -> bytes:
-        """Return a key of a schedule that does not depend on names."""
+        """Return a key of a schedule that depends on positions of ops and tensors, and not on their names."""
         steps = [self._step[s] if isinstance(s, Run) else self._freed[s.tensor] for s in schedule]
         return np.array(steps, dtype=np.int64).tobytes()
 
     def plan(self, sizes: Sequence[int], nominal: Ints) -> StepPlan | None:
-        """Return the cheapest known plan that fits the budget at certain sizes. None if there is none, or if the
-        problem there is not known well enough.
+        """Return the cheapest known plan that fits the budget at certain sizes, with the captured step of other
+        sizes.
+
+        None if no known plan fits, or if the problem cannot be interpolated at these sizes. If the plan recomputes
+        anything, the result has a search for a better plan.
 
         Args:
-            sizes: the values of all expressions.
-            nominal: bytes of the step's storages.
+            sizes: the values of all expressions of sizes in the step.
+            nominal: the bytes of the step's storages.
         """
         amounts = self.amounts(np.array(sizes, dtype=np.int64), nominal)
         plan = None if amounts is None else self._best(amounts)
@@ -142,7 +161,10 @@ class Resizing:
         return replace(found, budget=self.budget, fingerprint=self.problem.fingerprint)
 
     def _problem(self, amounts: Amounts) -> TrainingGraph:
-        """Return a problem of these amounts. The bytes of its inputs are only right in sum."""
+        """Return a planning problem with ``amounts``.
+
+        Only the sum of the bytes of its inputs is right: the first input gets all of them.
+        """
         mine = self.problem
         sizes = dict.fromkeys(mine.inputs, 0) | dict.fromkeys(mine.inputs[:1], amounts.fixed)
         sizes |= dict(zip(mine.producer, amounts.sizes.tolist(), strict=True))
@@ -161,11 +183,11 @@ class Resizing:
         )
 
     def amounts(self, sizes: Ints, nominal: Ints) -> Amounts | None:
-        """Return the amounts of the problem at certain sizes; None if they are not known well enough.
+        """Return bytes, workspaces and costs of the problem at certain sizes. None if they cannot be interpolated.
 
         Args:
-            sizes: the values of all expressions.
-            nominal: bytes of the step's storages.
+            sizes: the values of all expressions of sizes in the step.
+            nominal: the bytes of the step's storages.
         """
         for corner in self.corners:
             if np.array_equal(corner.sizes, sizes) and np.array_equal(corner.nominal, nominal):
@@ -197,8 +219,11 @@ class Resizing:
         )
 
     def _around(self, sizes: Ints) -> tuple[Corner, Corner] | None:
-        """Return the two nearest corners between which all expressions are, and in which the same ops may run only
-        once; None if there are none."""
+        """Return the two nearest known corners between which ``sizes`` are in every dimension; None if there are
+        none.
+
+        At both, the same ops may run only once.
+        """
         best, pair = math.inf, None
         for one, other in combinations(self.corners, 2):
             if not np.array_equal(one.amounts.once, other.amounts.once):
@@ -209,10 +234,16 @@ class Resizing:
         return pair
 
     def _bytes(self, low: Corner, high: Corner, nominal: Ints) -> Ints:
-        """Return the bytes of each tensor of the problem.
+        """Return the bytes of each tensor of the problem, interpolated between two corners.
 
-        What a tensor has in addition to its storage's bytes is linear in these; other tensors are linear in the
-        bytes from which they are computed.
+        If a tensor has a storage in ``nominal``, only the bytes that the problem adds to those of the storage are
+        interpolated, linearly in the bytes of the storage. The bytes of any other tensor are interpolated linearly
+        in the bytes of the tensors that its op reads.
+
+        Args:
+            low: a corner.
+            high: another corner.
+            nominal: the bytes of the step's storages at the sizes between.
         """
         known = self._storage >= 0
         of_low, of_high, here = (
@@ -236,24 +267,30 @@ class Resizing:
 
 
 ROUNDING = 1e-6
-"""Bytes by which a line may exceed a whole number because of rounding errors."""
+"""Interpolated bytes are rounded up, unless they exceed a whole number by less than this because of rounding errors."""
 
 
 def _line(low: Ints, at_low: Floats, high: Ints, at_high: Floats, here: Ints) -> Floats:
-    """Return the values on the lines through two points each; the larger one where both are at the same place."""
+    """Interpolate linearly, element by element, between ``at_low`` at ``low`` and ``at_high`` at ``high``.
+
+    Where ``low`` and ``high`` are equal, return the larger of the two values.
+
+    ``here``: the positions of the results.
+    """
     span = high - low
     share = np.divide(here - low, span, out=np.ones(span.shape), where=span != 0)
     return np.where(span == 0, np.maximum(at_low, at_high), at_low + share * (at_high - at_low))
 
 
 def _has_kernels(step: CapturedStep, op: str) -> bool:
-    """Return whether an op's workspace may make steps."""
+    """Return whether the call ``op`` of a step chooses among kernels such that its workspace may change in jumps
+    with the sizes."""
     target = str(step.call[op].target) if op in step.call else ""
     return bool(KERNELS.search(target)) and not ONE_KERNEL.search(target)
 
 
 def _kept(corners: list[Corner]) -> list[Corner]:
-    """Return the corners to keep: the smallest, the largest and the latest."""
+    """Return at most `CORNERS` of the corners: those of the smallest and the largest sizes, and the latest."""
     if len(corners) <= CORNERS:
         return corners
     totals = [int(c.sizes.sum()) for c in corners]

@@ -58,8 +58,8 @@ The same ops on other shapes need similar plans. With half, double and one more 
 and a GPT came within 0.2 points of the overhead found in the whole time, whenever the earlier plan fitted.
 """
 WAITING = 16
-"""No background search for a better plan is started while this many wait to begin, because each keeps its planning
-problem in memory."""
+"""No further background search for a better plan is started while this many are running or queued, because each
+keeps its planning problem in memory."""
 RESERVED = "reserved"
 """The name of the problem's input whose size is the memory of optimizers and other objects outside of the model."""
 MENTIONED = 0.01
@@ -296,9 +296,9 @@ class StepPlanner:
     def _refinement(self, step: CapturedStep, graph: TrainingGraph, plan: Plan) -> Refining | None:
         """Return a background search for a better plan, not begun. None if no search is wanted or needed.
 
-        No search is wanted if the options exclude it or `WAITING` searches wait to begin. None is needed if the
-        plan's overhead is proven to be within the option ``gap`` of the optimum, or if an earlier search was as long
-        as this one would be.
+        No search is wanted if the options exclude it or `WAITING` searches are running or queued. None is needed if
+        the plan's overhead is proven to be within the option ``gap`` of the optimum, or if an earlier search was as
+        long as this one would be.
         """
         asked = self.options
         if not asked.refines or plan.budget is None or (plan.gap is not None and plan.gap <= asked.gap):
