@@ -24,7 +24,7 @@ from rematplan.runtime.execute.autograd_function import CompiledPlan
 from rematplan.runtime.graph.captured_step import CapturedStep
 from rematplan.runtime.graph.compat import disable_dynamo
 from rematplan.runtime.graph.warn import warn
-from rematplan.runtime.module.runner import FORWARDS, LOCK, Planner, Runner
+from rematplan.runtime.module.runner import FORWARDS, LOCK, CacheEntry, Planner, Runner
 from rematplan.runtime.module.shape_options import ShapeOptions
 from rematplan.runtime.statistics.factors import Factors, Statistics
 from rematplan.runtime.statistics.options import Kronecker
@@ -189,9 +189,9 @@ class Planning:
         better plan is being searched for.
 
         Raises:
-            AttributeError: no plan was made yet.
+            UsageError: no plan was made yet, as in a copy from a pickle before its first call.
         """
-        return self._planned._rematplan.last.running.shown
+        return _last(self._planned).running.shown
 
     @property
     def plans(self) -> tuple[Plan, ...]:
@@ -203,8 +203,12 @@ class Planning:
     @property
     def source(self) -> str:
         """The Python source code that was generated from `plan`: the functions that execute the forward and the
-        backward."""
-        return self._planned._rematplan.last.compiled.halves.source
+        backward.
+
+        Raises:
+            UsageError: no plan was made yet.
+        """
+        return _last(self._planned).compiled.halves.source
 
     def wait(self, seconds: float | None = None) -> Planning:
         """Wait until all background searches for better plans have ended. The plans that they found are used from the
@@ -336,9 +340,18 @@ def compiled_plan(planned: nn.Module) -> CompiledPlan:
     """Return the compiled plan of a planned module's most recent call (before any call: of the plan made last).
 
     Raises:
-        UsageError: the module is not planned.
+        UsageError: the module is not planned, or has no plan yet.
     """
-    return Planning(planned)._planned._rematplan.last.compiled
+    return _last(Planning(planned)._planned).compiled
+
+
+def _last(planned: _Planned) -> CacheEntry:
+    runner = planned._rematplan
+    if not hasattr(runner, "last"):
+        raise UsageError(
+            f"{runner.name} has no plan yet; call it, or prepare a plan: planned.prepare(*arguments)"
+        )
+    return runner.last
 
 
 def step_of(planned: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> CapturedStep:

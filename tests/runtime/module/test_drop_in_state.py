@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import rematplan
-from rematplan.ir import ModelError
+from rematplan.ir import ModelError, UsageError
 from rematplan.runtime.costs.measure import peak_above_entry
 
 
@@ -275,6 +275,17 @@ def test_copies_are_planned_modules(copied: Callable[[nn.Module], nn.Module]) ->
     assert type(inner[0]) is type(planned)
     equal_after(step, inner, nn.Sequential(plain))
     assert inner[0].plan.schedule == planned.plan.schedule
+
+
+@pytest.mark.parametrize("attribute", ["plan", "source"])
+def test_a_copy_that_has_no_plan_yet_says_so(attribute: str) -> None:
+    planned, _ = planned_and_plain(net())
+    copied = pickled(planned)
+    for front in (copied, rematplan.planning(copied)):
+        with pytest.raises(UsageError, match=r"^Net has no plan yet; .*prepare"):
+            getattr(front, attribute)
+    assert copied.plans == ()
+    assert getattr(copied.prepare(X), attribute)
 
 
 def test_forward_can_be_replaced_and_has_the_model_s_signature() -> None:
