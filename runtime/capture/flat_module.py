@@ -19,7 +19,7 @@ from rematplan.runtime.guards.attributes import Reads
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class ResultTensor:
     """A placeholder for an output tensor of the planned step, in the nested structure that a planned model returns.
     When a call ends, the tensor replaces it.
 
@@ -30,7 +30,7 @@ class Place:
 
 
 @dataclass(frozen=True, slots=True)
-class Given:
+class ArgumentLeaf:
     """A placeholder for an object that the caller passed as an argument, in the nested structure that a planned model
     returns. When a call ends, the object replaces it.
 
@@ -41,7 +41,7 @@ class Given:
 
 
 @dataclass(frozen=True, slots=True)
-class Own:
+class ModuleTensor:
     """A placeholder for a parameter or buffer of the model, in the nested structure that a planned model returns. When
     a call ends, the parameter or buffer replaces it.
 
@@ -129,10 +129,10 @@ class FlatModel(nn.Module):
     attributes that the forward set, by the position of the module, then by the attribute's name. The third item is the
     arguments if the forward changed a list or dictionary among them, otherwise None.
 
-    ``constants``: the leaves of this triple, with a `Place` for each output tensor. ``count``: the number of output
-    tensors. ``attributes``: the positions, as text, of output tensors that occur only in the second item. ``counted``:
-    the new values of attributes that are numbers and that the forward changed, by the module's position, then by the
-    attribute's name.
+    ``constants``: the leaves of this triple, with a `ResultTensor` for each output tensor. ``count``: the number of
+    output tensors. ``attributes``: the positions, as text, of output tensors that occur only in the second item.
+    ``counted``: the new values of attributes that are numbers and that the forward changed, by the module's position,
+    then by the attribute's name.
     """
 
     def __init__(
@@ -185,7 +185,9 @@ class FlatModel(nn.Module):
         self.counted = {at: numbers for at, numbers in counted.items() if numbers}
         # A recurrent layer rebuilds its list of weights. The weights in it are no results, but the model's parameters.
         names = {
-            id(t): Own(self._names[name]) for name, t in slots(self.model).items() if name in self._names
+            id(t): ModuleTensor(self._names[name])
+            for name, t in slots(self.model).items()
+            if name in self._names
         }
         leaves_set, spec_set = flattened({at: one for at, one in attributes.items() if one})
         attributes = pytree.tree_unflatten([names.get(id(one), one) for one in leaves_set], spec_set)
@@ -199,7 +201,7 @@ class FlatModel(nn.Module):
                 f"{type(self.model).__name__} retains the gradient of a tensor that it returns (retain_grad); a "
                 f"planned step keeps only gradients of parameters and inputs"
             )
-        places = {of: Place(at) for at, of in enumerate(outputs)}
+        places = {of: ResultTensor(at) for at, of in enumerate(outputs)}
         self.constants, self.count = [places.get(id(o), o) for o in flat], len(outputs)
         returned = {id(o) for o in flattened((results, left))[0]}
         self.attributes = frozenset(str(place.at) for of, place in places.items() if of not in returned)
@@ -212,12 +214,12 @@ class FlatModel(nn.Module):
 
         Args:
             arguments: the pair (args, kwargs), possibly changed by the forward.
-            leaves: the leaves of this pair before the forward. In the result, a `Given` replaces each of them.
+            leaves: the leaves of this pair before the forward. In the result, an `ArgumentLeaf` replaces each of them.
         """
         left, spec = flattened(arguments)
         if spec == self._spec and all(map(is_, left, leaves)):
             return None
-        at = {id(leaf): Given(at) for at, leaf in enumerate(leaves)}
+        at = {id(leaf): ArgumentLeaf(at) for at, leaf in enumerate(leaves)}
         return pytree.tree_unflatten([at.get(id(leaf), leaf) for leaf in left], spec)
 
     def _attributes_set(self, module: nn.Module, before: dict[str, Any]) -> dict[str, Any]:

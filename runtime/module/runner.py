@@ -21,7 +21,14 @@ from torch import nn
 from rematplan.ir import ModelError
 from rematplan.planner.core.plan import Plan
 from rematplan.runtime import guards
-from rematplan.runtime.capture.flat_module import Given, Own, Place, flattened_call, refill, tensors_in
+from rematplan.runtime.capture.flat_module import (
+    ArgumentLeaf,
+    ModuleTensor,
+    ResultTensor,
+    flattened_call,
+    refill,
+    tensors_in,
+)
 from rematplan.runtime.capture.left_out_tangents import with_expected_tangents
 from rematplan.runtime.execute.autograd_function import CompiledPlan
 from rematplan.runtime.graph.allocator_rounding import allocated
@@ -102,8 +109,8 @@ class CacheEntry:
     """The pytree structure of three things: the results of the forward; the attributes that it sets (by the module's
     position, a dictionary by name); and the arguments, if it changes lists or dictionaries among them."""
     constants: tuple[Any, ...]
-    """The leaves of ``outputs``. A leaf is a constant or a placeholder: `Place` for an output tensor of the compiled
-    plan, `Given` for a leaf of the arguments, `Own` for a parameter or buffer of the model."""
+    """The leaves of ``outputs``. A leaf is a constant or a placeholder: `ResultTensor` for an output tensor of the
+    compiled plan, `ArgumentLeaf` for a leaf of the arguments, `ModuleTensor` for a parameter or buffer of the model."""
     guard: guards.Guard
     """The check that everything that the forward read while it was traced, except its arguments, is unchanged."""
     steps: Steps
@@ -248,7 +255,7 @@ class Runner:
         flat = entry.compiled(
             state.named, tensors, lambda arrived: self._with_tangents(entry, arrived).compiled, sink
         )
-        places: dict[type, Any] = {Place: flat, Given: leaves, Own: state.named}
+        places: dict[type, Any] = {ResultTensor: flat, ArgumentLeaf: leaves, ModuleTensor: state.named}
         found = [places[type(c)][c.at] if type(c) in places else c for c in entry.constants]
         results, given, left = pytree.tree_unflatten(found, entry.outputs)
         for at, attributes in given.items():
@@ -403,7 +410,7 @@ class Runner:
         """
         own = state.named.get(next(iter(entry.targets), ""))
         of_inputs = [g for t in tensors if (g := _gradient(t)) is not None]
-        summed = self.recorder.held if self.recorder else {}
+        summed = self.recorder.summed_bytes if self.recorder else {}
         if _gradient(own) is None and not of_inputs and not summed:
             return entry
         gradients = {name: g for name, t in state.named.items() if (g := _gradient(t)) is not None}

@@ -13,7 +13,7 @@ import torch
 
 from rematplan.ir import ModelError
 from rematplan.runtime import guards
-from rematplan.runtime.capture.flat_module import Given, Own, Place
+from rematplan.runtime.capture.flat_module import ArgumentLeaf, ModuleTensor, ResultTensor
 from rematplan.runtime.capture.hidden_tensors import Withheld, hides_tensors
 from rematplan.runtime.capture.patches.fake_layouts import check_layouts
 from rematplan.runtime.capture.read_fx import finished
@@ -186,9 +186,9 @@ def _open(constant: Any, table: ExpressionTable) -> Any:
         return _Shape(tuple(opened(list(constant), table.add)))
     if isinstance(constant, torch.SymInt):
         return table.add(constant)
-    seen = isinstance(constant, (Place, Given, Own, Withheld, *PLAIN)) or hides_tensors(
-        constant, called_later=True
-    )
+    seen = isinstance(
+        constant, (ResultTensor, ArgumentLeaf, ModuleTensor, Withheld, *PLAIN)
+    ) or hides_tensors(constant, called_later=True)
     if not seen:
         raise NotSymbolic(f"it gives a {type(constant).__name__}")
     return constant

@@ -264,7 +264,7 @@ class Recorder:
         )
 
     @property
-    def held(self) -> dict[int, int]:
+    def summed_bytes(self) -> dict[int, int]:
         """The bytes of the statistics that are summed so far in the training step. The keys are the addresses of
         PyTorch's storage objects, so that a storage is counted once."""
         storages = [t.untyped_storage() for t in self._tensors.values()]
