@@ -114,10 +114,12 @@ class Reserved:
     def __reduce__(self) -> Any:
         """Pickle or copy numbers of bytes instead of optimizers, modules and other objects.
 
-        Their bytes are counted now, on each device of `devices`, as a `Counted`.
+        Their bytes are counted now: those of ``reserved_bytes()`` as a number, which counts on every device; those of
+        optimizers and modules on each device of `devices`, as a `Counted`.
         """
-        kept = tuple(i for i in self.items if isinstance(i, (str, Integral, Counted)))
-        others = Reserved(tuple(i for i in self.items if not isinstance(i, (str, Integral, Counted))))
+        items = [_said(item) if _says(item) else item for item in self.items]
+        kept = tuple(i for i in items if isinstance(i, (str, Integral, Counted)))
+        others = Reserved(tuple(i for i in items if not isinstance(i, (str, Integral, Counted))))
         counted = Counted({str(d): others.on(d, {}) for d in others.devices()})
         return Reserved, ((*kept, counted) if others.items else kept,)
 

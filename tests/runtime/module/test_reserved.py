@@ -15,6 +15,7 @@ from torch.nn import functional
 
 import rematplan
 from rematplan.ir import InfeasibleBudget, UsageError
+from rematplan.plans.held_by_others import OtherBytes, Reserved
 from rematplan.runtime.costs.measure import peak_above_entry
 from rematplan.runtime.costs.optimizer_memory import plain_tensors
 
@@ -198,6 +199,19 @@ def test_a_pickle_takes_bytes_with_it_and_no_optimizer() -> None:
     twin = pickle.loads(data)
     twin.prepare(batch(8)[0])
     assert (twin.plan.peak, twin.plan.budget) == (planned.plan.peak, planned.plan.budget)
+
+
+class Engine:
+    """An object that is neither an optimizer nor a module."""
+
+    def reserved_bytes(self) -> int:
+        return 1 << 20
+
+
+def test_a_copy_counts_the_bytes_that_objects_state() -> None:
+    reserved = Reserved.of([Engine(), 100])
+    for twin in (copy.deepcopy(reserved), pickle.loads(pickle.dumps(reserved))):
+        assert twin.on(CPU, {}) == reserved.on(CPU, {}) == OtherBytes((1 << 20) + 100)
 
 
 def test_a_saved_plan_is_loaded_with_the_same_kinds_of_things(tmp_path: Path) -> None:
