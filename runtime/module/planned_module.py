@@ -24,7 +24,9 @@ from rematplan.runtime.execute.autograd_function import CompiledPlan
 from rematplan.runtime.graph.captured_step import CapturedStep
 from rematplan.runtime.graph.compat import disable_dynamo
 from rematplan.runtime.graph.warn import warn
-from rematplan.runtime.module.runner import FORWARDS, LOCK, CacheEntry, Planner, Runner
+from rematplan.runtime.module.cached_plans import CacheEntry
+from rematplan.runtime.module.planner_interface import Planner
+from rematplan.runtime.module.runner import FORWARDS, LOCK, Runner
 from rematplan.runtime.module.shape_options import ShapeOptions
 from rematplan.runtime.statistics.factors import Factors, Statistics
 from rematplan.runtime.statistics.options import Kronecker
@@ -198,7 +200,7 @@ class Planning:
         """The plans in use. There is one for each combination of argument shapes and types, modes and module state that
         was planned. Further ones are for steps with statistics, and for steps during which gradients of earlier steps
         exist. Plans that were dropped or replaced are not among them."""
-        return tuple(entry.plan for entry in self._planned._rematplan.entries())
+        return tuple(entry.plan for entry in self._planned._rematplan.plans.all())
 
     @property
     def source(self) -> str:
@@ -220,14 +222,14 @@ class Planning:
             This object.
         """
         end = None if seconds is None else time.monotonic() + seconds
-        for entry in self._planned._rematplan.entries():
+        for entry in self._planned._rematplan.plans.all():
             if entry.running.refinement is not None:
                 entry.running.refinement.wait(None if end is None else max(0.0, end - time.monotonic()))
         return self
 
     def stats(self) -> PlanningStats:
         """Return figures about the plans in use, background searches and captures."""
-        entries = self._planned._rematplan.entries()
+        entries = self._planned._rematplan.plans.all()
         shapes = self._planned._rematplan.shapes.values()
         later = [r for entry in entries if (r := entry.running.refinement) is not None]
         return PlanningStats(
@@ -241,7 +243,7 @@ class Planning:
             instances=sum(one.served for one in shapes),
             carried=sum(one.carried for one in shapes),
             sources=sum(one.sources for one in shapes),
-            dropped=self._planned._rematplan.recent.dropped,
+            dropped=self._planned._rematplan.plans.recent.dropped,
             reasons=tuple(dict.fromkeys(reason for one in shapes for reason in one.reasons)),
         )
 
@@ -263,7 +265,7 @@ class Planning:
             UsageError: the module was planned without statistics.
         """
         assert self._recorder
-        plain = (entry for entries in self._planned._rematplan.cache.values() for entry in entries)
+        plain = self._planned._rematplan.plans.plain()
         found = (shapes(other.statistics) for entry in plain for other in entry.measured if other.statistics)
         return {name: factors for one in found for name, factors in one.items()}
 
@@ -458,7 +460,7 @@ class _Planned:
         return (
             _blank,
             (self._rematplan_kind,),
-            (self._rematplan_model(), self._rematplan.twin({}), self._rematplan_replaced),
+            (self._rematplan_model(), self._rematplan.twin(with_plans=False), self._rematplan_replaced),
             None,
             None,
             _become,

@@ -1,25 +1,19 @@
-"""The calls of a planned module: choose a plan for the call, make one if there is none, and execute it.
-
-A plan belongs to one combination of several things. These are the arguments (shapes, types), modes (training,
-autocast), the state that the forward reads, the outcomes of branches that depend on values of inputs and buffers, and
-the gradients of earlier steps that still exist. The first call with a new combination makes a plan.
-"""
+"""The course of a call of a planned module: find a valid plan or make one, execute it, and exchange it for a better one
+between two training steps."""
 
 from __future__ import annotations
 
 import copy
 import threading
-from collections.abc import Callable, Sequence, Set
+from collections.abc import Callable, Hashable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field, replace
-from functools import cached_property
-from typing import Any, Protocol, cast
+from dataclasses import replace
+from typing import Any, cast
 
 import torch
 from torch import nn
 
 from rematplan.ir import ModelError
-from rematplan.planner.core.plan import Plan
 from rematplan.runtime import guards
 from rematplan.runtime.capture.flat_module import (
     ArgumentLeaf,
@@ -31,7 +25,6 @@ from rematplan.runtime.capture.flat_module import (
 )
 from rematplan.runtime.capture.left_out_tangents import with_expected_tangents
 from rematplan.runtime.execute.autograd_function import CompiledPlan
-from rematplan.runtime.graph.allocator_rounding import allocated
 from rematplan.runtime.graph.captured_step import CapturedStep
 from rematplan.runtime.graph.compat import (
     FakeTensor,
@@ -43,16 +36,18 @@ from rematplan.runtime.graph.compat import (
     pytree,
 )
 from rematplan.runtime.graph.warn import warn
+from rematplan.runtime.module.cached_plans import CachedPlans, CacheEntry, plan_key
 from rematplan.runtime.module.capture_lock import CaptureLock
+from rematplan.runtime.module.existing_gradients import existing_gradients, gradient_storage
 from rematplan.runtime.module.forward_capture import Planned, Tracing
-from rematplan.runtime.module.least_recently_used import Recent
 from rematplan.runtime.module.plan_swaps import Running
+from rematplan.runtime.module.planner_interface import Planner
 from rematplan.runtime.module.shape_options import ShapeOptions
 from rematplan.runtime.module.sized_plans import SizedPlans
 from rematplan.runtime.module.steps import Steps
 from rematplan.runtime.module.symbolic_shapes import Found, Instance, OpenForward, OpenShapes
 from rematplan.runtime.problem.accumulation import StepPlan
-from rematplan.runtime.statistics.insert import StatisticsStep, with_statistics
+from rematplan.runtime.statistics.insert import with_statistics
 from rematplan.runtime.statistics.options import Kronecker
 from rematplan.runtime.statistics.recorder import Recorder
 from rematplan.runtime.symbols.expressions import NotSymbolic
@@ -62,109 +57,6 @@ MANY = 8
 
 LOCK = CaptureLock()
 """The lock of all planned modules."""
-
-
-class Planner(Protocol):
-    """Makes plans of captured training steps. A plan is a schedule of the step's planning problem with a loss boundary
-    (the moment between forward and backward), as `loss_boundary.with_loss_boundary` makes it."""
-
-    def __call__(self, step: CapturedStep, first: bool = False) -> StepPlan:
-        """Return a plan of a step.
-
-        Args:
-            step: the captured training step.
-            first: whether to treat an infeasible budget as for the first plan of a module, even if the planner has made
-                plans. By default an infeasible budget raises for the first plan. For later steps, the plan with the
-                smallest peak that was found is returned instead.
-
-        Raises:
-            InfeasibleBudget: no plan fits the budget, and the planner's options say to raise.
-        """
-
-    def with_gradients(
-        self, step: CapturedStep, plan: Plan, gradients: int, names: Set[str]
-    ) -> StepPlan | None:
-        """Return a plan for a step that is executed while gradients of earlier steps exist. Return None if ``plan`` can
-        still be used: because it fits the budget together with these gradients, or because the planner's options accept
-        that it does not fit.
-
-        Args:
-            step: the captured step.
-            plan: its plan without gradients of earlier steps.
-            gradients: the bytes of the gradients of earlier steps.
-            names: the parameters that have gradients of earlier steps, under the names that they have in the step.
-
-        Raises:
-            InfeasibleBudget: no plan fits the budget, and the planner's options say to raise.
-        """
-
-
-@dataclass(frozen=True)
-class CacheEntry:
-    """A compiled plan for one combination of argument shapes and types, modes (training, autocast), module state and
-    outcomes of guards (checks that what the traced forward read is unchanged)."""
-
-    running: Running
-    outputs: pytree.TreeSpec
-    """The pytree structure of three things: the results of the forward; the attributes that it sets (by the module's
-    position, a dictionary by name); and the arguments, if it changes lists or dictionaries among them."""
-    constants: tuple[Any, ...]
-    """The leaves of ``outputs``. A leaf is a constant or a placeholder: `ResultTensor` for an output tensor of the
-    compiled plan, `ArgumentLeaf` for a leaf of the arguments, `ModuleTensor` for a parameter or buffer of the model."""
-    guard: guards.Guard
-    """The check that everything that the forward read while it was traced, except its arguments, is unchanged."""
-    steps: Steps
-    """The captured step, without statistics and before the planner changed it."""
-    carried: bool = False
-    """Whether the plan was made at other sizes, so that the step of these sizes was not made."""
-    statistics: StatisticsStep | None = None
-    """The step with Kronecker-factored statistics; None if this entry's step computes none."""
-    measured: list[CacheEntry] = field(default_factory=list, compare=False)
-    """The entry for the same forward whose step also computes statistics: a list with no element or one."""
-    with_gradients: dict[tuple[frozenset[str], int], CacheEntry] = field(default_factory=dict, compare=False)
-    """Entries for steps during which gradients of earlier steps exist. A key is a pair: the names of the parameters
-    that may have such gradients, and the largest number of bytes of such gradients with which the entry's plan fits the
-    budget."""
-
-    @property
-    def plan(self) -> Plan:
-        """The plan that calls follow now. A background search may replace it by a better plan between two steps."""
-        return self.running.plan
-
-    @property
-    def compiled(self) -> CompiledPlan:
-        """The compiled form of `plan`."""
-        return self.running.compiled
-
-    @property
-    def captured(self) -> CapturedStep:
-        """The step before planning, with the expected tangents."""
-        return self.steps.captured
-
-    @property
-    def whole(self) -> CapturedStep:
-        """The same step with the tangents of all outputs."""
-        return self.steps.whole
-
-    @cached_property
-    def targets(self) -> dict[str, str]:
-        """The parameters that get gradients: a dictionary from the parameter's name in the model to its name in the
-        step. Code that must decide quickly whether gradients of earlier steps exist looks only at the first of these
-        parameters."""
-        found = (o.target for o in self.compiled.like.outputs if o.kind == "gradient")
-        return {target.removeprefix("model."): target for target in found}
-
-    def counting(self, gradients: int, names: frozenset[str]) -> CacheEntry:
-        """Return this entry. If ``gradients`` is not 0, first add the entry to its dictionary `with_gradients`, because
-        its plan also fits the budget while gradients of earlier steps exist.
-
-        Args:
-            gradients: the largest number of bytes of gradients of earlier steps with which the plan fits the budget.
-            names: the names of the parameters that may have gradients of earlier steps.
-        """
-        if gradients:
-            self.with_gradients[names, gradients] = self
-        return self
 
 
 class _Forwards(threading.local):
@@ -191,9 +83,8 @@ class Runner:
         self, name: str, planner: Planner, asked: ShapeOptions, statistics: Kronecker | None = None
     ) -> None:
         self.name, self.planner, self.asked = name, planner, asked
-        self.recent = Recent(asked.max_plans)
         self.recorder = Recorder(statistics) if statistics else None
-        self.cache: dict[Any, list[CacheEntry]] = {}
+        self.plans = CachedPlans(asked.max_plans)
         self.shapes: dict[Any, OpenShapes] = {}
         """The captures with open sizes, by everything that selects a plan except sizes."""
         self.last: CacheEntry
@@ -205,20 +96,18 @@ class Runner:
         """A trained parameter's name and its version at the last call. An optimizer's step changes the
         version."""
 
-    def twin(self, cache: dict[Any, list[CacheEntry]] | None = None) -> Runner:
+    def twin(self, *, with_plans: bool = True) -> Runner:
         """Return a runner for a copy of the planned module. Plans that one of the two runners makes later do not appear
         in the other.
 
-        ``cache``: the cache entries of the new runner, as in `Runner.cache`; its captures with symbolic sizes are then
-        empty. If it is None, the new runner begins with the entries and captures of this one.
+        ``with_plans``: whether the new runner begins with the plans and captures of this one; if not, with none.
         """
         twin = copy.copy(self)
         twin.tree = None
         twin.recorder = Recorder(self.recorder.options) if self.recorder else None
-        twin.cache = {key: list(found) for key, found in self.cache.items()} if cache is None else cache
-        twin.recent = copy.deepcopy(self.recent) if cache is None else Recent(self.asked.max_plans)
-        twin.shapes = {key: one.copy() for key, one in self.shapes.items()} if cache is None else {}
-        if not twin.cache:
+        twin.plans = self.plans.copy() if with_plans else CachedPlans(self.asked.max_plans)
+        twin.shapes = {key: one.copy() for key, one in self.shapes.items()} if with_plans else {}
+        if not twin.plans:
             twin.__dict__.pop("last", None)
         return twin
 
@@ -275,24 +164,11 @@ class Runner:
         trained, (known, version) = state.named.get(name), self.version
         new_step = trained is None or trained.grad is None or (known == name and trained._version != version)
         self.version = name, None if trained is None else trained._version
-        if not (new_step and entry.running.improved) or any(w.compiled.pending for w in self.entries()):
+        if not (new_step and entry.running.improved) or any(w.compiled.pending for w in self.plans.all()):
             return
         with LOCK.alone():
             if entry.running.improved:
-                found = entry.running.swap()
-                # The old plan also fitted with earlier gradients; the new one may not.
-                alone = [
-                    key for key, w in entry.with_gradients.items() if w is entry and key[1] > found.gradients
-                ]
-                for key in alone:
-                    del entry.with_gradients[key]
-
-    def entries(self) -> list[CacheEntry]:
-        """Return all cache entries in use, each once: entries of ordinary calls, entries that compute statistics, and
-        entries for steps during which gradients of earlier steps exist."""
-        plain = [entry for entries in self.cache.values() for entry in entries]
-        every = [w for entry in plain for w in (entry, *entry.measured)]
-        return list({id(w): w for entry in every for w in (entry, *entry.with_gradients.values())}.values())
+                entry.swap_plan()
 
     def prepare(self, planned: Planned, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Make the plan for a call with these arguments without running the model. If there is a plan for such a call,
@@ -319,7 +195,7 @@ class Runner:
 
     def _takes_statistics(self, recorder: Recorder, entry: CacheEntry, state: guards.ModuleState) -> bool:
         parameters = [t for t in state.named.values() if t.requires_grad]
-        accumulating = any(_gradient(state.named.get(name)) is not None for name in entry.targets)
+        accumulating = any(gradient_storage(state.named.get(name)) is not None for name in entry.targets)
         return recorder.forward(parameters, accumulating)
 
     def _measured(self, entry: CacheEntry, recorder: Recorder) -> CacheEntry:
@@ -333,15 +209,12 @@ class Runner:
                 if not entry.measured:
                     found = with_statistics(entry.whole, recorder.options, recorder.draws)
                     captured = with_expected_tangents(found.step, self.arrived)
-                    first = not any(w.measured for entries in self.cache.values() for w in entries)
+                    first = not any(w.measured for w in self.plans.plain())
                     draws = recorder.draws.count
                     made = self.planner(captured, first=first)
                     recorder.draws.count = draws  # the measurement of costs draws labels, too
-                    steps = Steps.of(entry.whole, captured)
-                    measured = replace(entry, running=Running.of(made), steps=steps)
-                    measured = replace(measured, statistics=found, with_gradients={}, measured=[])
-                    names = next((names for names, _ in entry.with_gradients), frozenset[str]())
-                    entry.measured.append(measured.counting(made.gradients, names))
+                    again = entry.planned_again(made, Steps.of(entry.whole, captured), statistics=found)
+                    entry.measured.append(again)
         self.last = entry.measured[0]
         return self.last
 
@@ -382,13 +255,13 @@ class Runner:
                 f"{self.name} is called in torch.nn.utils.parametrize.cached(), which shares tensors between calls; a "
                 f"planned step computes them in each call; leave that block, or enter it inside the forward"
             )
-        key, tensors = (guards.call_key(leaves, spec), state.key), tensors_in(leaves)
+        key, tensors = plan_key(leaves, spec, state), tensors_in(leaves)
         with LOCK.shared():
-            found = self._known(key, state, tensors)
+            found = self.plans.valid(key, state, tensors)
         if found is None:
             with LOCK.alone():  # another thread may have made it meanwhile
-                found = self._known(key, state, tensors) or self._new(key, planned, leaves, spec, state)
-        self.recent.use(key)
+                found = self.plans.valid(key, state, tensors) or self._new(key, planned, leaves, spec, state)
+        self.plans.use(key)
         if found.compiled.like.left_out & self.arrived:
             found = self._with_tangents(found)
         self.last = found
@@ -400,35 +273,22 @@ class Runner:
         """Return the cache entry whose plan fits the budget together with the gradients of earlier steps that exist
         now; ``entry`` itself if none exist. It is planned if there is none.
 
-        The bytes that count are those of the gradients of parameters (to which new gradients are added), of the
-        gradients of inputs, and of the statistics summed so far.
-
         Args:
             entry: the entry for the call without gradients of earlier steps.
             state: the module's present state, with its parameters.
             tensors: the tensors among the arguments.
         """
-        own = state.named.get(next(iter(entry.targets), ""))
-        of_inputs = [g for t in tensors if (g := _gradient(t)) is not None]
-        summed = self.recorder.summed_bytes if self.recorder else {}
-        if _gradient(own) is None and not of_inputs and not summed:
+        first = state.named.get(next(iter(entry.targets), ""))
+        summed = self.recorder.summed_bytes.values() if self.recorder else ()
+        held = existing_gradients(first, state.named, tensors, summed)
+        if held is None:
             return entry
-        gradients = {name: g for name, t in state.named.items() if (g := _gradient(t)) is not None}
-        every = (*gradients.values(), *of_inputs)
-        held = sum({g._cdata: allocated(g.nbytes(), g.device) for g in every}.values()) + sum(summed.values())
         with LOCK.shared():
-            found = next(
-                (
-                    w
-                    for (n, size), w in entry.with_gradients.items()
-                    if held <= size and gradients.keys() <= n
-                ),
-                None,
-            )
+            found = entry.fitting(held.bytes, held.names)
         if found is None:
             with LOCK.alone():
-                found = self._planned_with_gradients(entry, held, frozenset(gradients))
-                entry.with_gradients[frozenset(gradients), held] = found
+                found = self._planned_with_gradients(entry, held.bytes, held.names)
+                entry.with_gradients[held.names, held.bytes] = found
         self.last = found
         return found
 
@@ -452,17 +312,13 @@ class Runner:
         with LOCK.alone():
             self._warn_of_arrived(arrived - self.arrived)
             self.arrived |= arrived
-            alike = (w for entries in self.cache.values() for w in entries if w.guard is entry.guard)
-            for known in alike:
+            for known in self.plans.of_forward(entry):
                 if not known.compiled.like.left_out & self.arrived:
                     return known
             captured = with_expected_tangents(entry.whole, self.arrived)
             made = self.planner(captured)
-            found = replace(entry, running=Running.of(made), steps=Steps.of(entry.whole, captured))
-            found = replace(found, with_gradients={}, measured=[])
-            found.counting(made.gradients, next((names for names, _ in entry.with_gradients), frozenset()))
-            for entries in self.cache.values():
-                entries[:] = [found if w.guard is entry.guard else w for w in entries]
+            found = entry.planned_again(made, Steps.of(entry.whole, captured))
+            self.plans.replace(found)
         return found
 
     def _warn_of_arrived(self, arrived: frozenset[str]) -> None:
@@ -473,24 +329,22 @@ class Runner:
                 f"exceed the budget; later plans expect the gradient"
             )
 
-    def _known(
-        self, key: Any, state: guards.ModuleState, tensors: Sequence[torch.Tensor]
-    ) -> CacheEntry | None:
-        return next((entry for entry in self.cache.get(key, ()) if entry.guard.holds(state, tensors)), None)
-
     def _new(
-        self, key: Any, planned: Planned, leaves: list[Any], spec: pytree.TreeSpec, state: guards.ModuleState
+        self,
+        key: Hashable,
+        planned: Planned,
+        leaves: list[Any],
+        spec: pytree.TreeSpec,
+        state: guards.ModuleState,
     ) -> CacheEntry:
         self.asked.check(planned._rematplan_model(), *pytree.tree_unflatten(leaves, spec))
-        if self.cache and not self.asked.dynamic:
+        if self.plans and not self.asked.dynamic:
             raise ModelError(
                 f"{self.name} was planned for other shapes, types, modes, attributes or decisions; plan it again, or "
                 f"pass dynamic=True"
             )
         entry = self._compile(planned, leaves, spec, state)
-        self.cache.setdefault(key, []).append(entry)
-        self.recent.use(key)
-        self.recent.trim(self.cache)
+        self.plans.add(key, entry)
         if sum(one.fixed for one in self.shapes.values()) == MANY and not self.said_many:
             self.said_many = True
             warn(
@@ -582,16 +436,6 @@ class Runner:
     def _compiler(self, instance: Instance, steps: Steps) -> Callable[[StepPlan], CompiledPlan] | None:
         """Return a function that compiles plans of an instance once for all sizes; None if that is not possible."""
         return self._plans(instance.forward).compiler(instance.sizes, lambda: steps.captured)
-
-
-def _gradient(tensor: torch.Tensor | None) -> torch.UntypedStorage | None:
-    """Return the storage of a tensor's gradient. Return None if the tensor is no leaf that requires a gradient, or has
-    no dense gradient."""
-    if tensor is None or not (tensor.requires_grad and tensor.is_leaf):
-        return None
-    gradient = tensor.grad
-    dense = type(gradient) is torch.Tensor and gradient.layout is torch.strided
-    return gradient.untyped_storage() if gradient is not None and dense else None
 
 
 _NOT_TO_PLAN = (type(None), FakeTensor, FunctionalTensor)

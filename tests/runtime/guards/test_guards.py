@@ -16,11 +16,13 @@ from rematplan.runtime.guards.decisions_by_values import ValueGuardRecorder
 from rematplan.runtime.guards.module_state import StateKey
 from rematplan.runtime.guards.snapshots import kept
 
-RUNNER = Path(__file__).parents[3] / "runtime" / "module" / "runner.py"
+MODULE = Path(__file__).parents[3] / "runtime" / "module"
 
 
-def test_the_runner_knows_only_the_front_of_the_guards() -> None:
-    imports = [line for line in RUNNER.read_text().splitlines() if "guards" in line and "import" in line]
+@pytest.mark.parametrize("name", ["runner", "cached_plans"])
+def test_a_planned_module_knows_only_the_front_of_the_guards(name: str) -> None:
+    lines = (MODULE / f"{name}.py").read_text().splitlines()
+    imports = [line for line in lines if "guards" in line and "import" in line]
     assert imports == ["from rematplan.runtime import guards"]
 
 

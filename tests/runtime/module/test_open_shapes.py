@@ -301,7 +301,7 @@ def test_many_lengths_leave_a_bounded_number_of_plans() -> None:
     assert (stats.plans, stats.captures, stats.open_captures) == (5, 1, 1)
     assert stats.dropped == stats.captures + stats.instances - stats.plans
     assert sum(ref() is not None for ref in alive) <= 7  # the last one was used twice
-    assert len(runner.recent._used) <= 5
+    assert len(runner.plans.recent._used) <= 5
 
 
 def test_the_plans_used_last_are_kept() -> None:
@@ -310,5 +310,5 @@ def test_the_plans_used_last_are_kept() -> None:
     for rows in (2, 3, 2, 4):
         planned(torch.randn(rows, WIDTH))
         used[rows] = planned._rematplan.last  # type: ignore[attr-defined]
-    kept = planned._rematplan.entries()  # type: ignore[attr-defined]
+    kept = planned._rematplan.plans.all()  # type: ignore[attr-defined]
     assert [one is used[2] or one is used[4] for one in kept] == [True, True]

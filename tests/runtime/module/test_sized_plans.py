@@ -272,7 +272,7 @@ def test_gradients_of_different_lengths_add_up() -> None:
         model.zero_grad()
     for sizes in ((6, 33), (5, 19), (6, 33), (7, 29)):
         follow(planned, plain, inputs(*sizes), use=step)
-    assert all(entry.plan.peak <= (entry.plan.budget or 0) for entry in planned._rematplan.entries())  # type: ignore[attr-defined]
+    assert all(entry.plan.peak <= (entry.plan.budget or 0) for entry in planned._rematplan.plans.all())  # type: ignore[attr-defined]
 
 
 def test_backwards_of_all_kinds_follow_at_a_carried_length() -> None:
@@ -338,7 +338,7 @@ def test_sixty_lengths_leave_bounded_numbers() -> None:
     assert len(plans._structures) <= STRUCTURES
     assert len(plans._of_pattern) <= PATTERNS
     assert all(len(one.resizing.corners) <= CORNERS for one in plans._structures)
-    assert len(runner.recent._used) <= 6
+    assert len(runner.plans.recent._used) <= 6
     assert len(runner.planner.store._families) <= FAMILIES
 
 

@@ -1,0 +1,209 @@
+"""The compiled plans of a module, and the question which of them is valid for a call.
+
+A plan belongs to one combination of several things. These are the arguments (shapes, types), modes (training,
+autocast), the state that the forward reads, the outcomes of branches that depend on values of inputs and buffers, and
+the gradients of earlier steps that still exist. The key of a cache entry (`plan_key`) covers the arguments, the modes
+and the module's structure. The entry's guard covers state and values that the traced forward read. `CacheEntry.fitting`
+covers the gradients.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Hashable, Sequence, Set
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from typing import Any
+
+import torch
+
+from rematplan.planner.core.plan import Plan
+from rematplan.runtime import guards
+from rematplan.runtime.execute.autograd_function import CompiledPlan
+from rematplan.runtime.graph.captured_step import CapturedStep
+from rematplan.runtime.graph.compat import pytree
+from rematplan.runtime.module.least_recently_used import Recent
+from rematplan.runtime.module.plan_swaps import Running
+from rematplan.runtime.module.steps import Steps
+from rematplan.runtime.problem.accumulation import StepPlan
+from rematplan.runtime.statistics.insert import StatisticsStep
+
+
+@dataclass(frozen=True)
+class CacheEntry:
+    """A compiled plan for one combination of argument shapes and types, modes (training, autocast), module state and
+    outcomes of guards (checks that what the traced forward read is unchanged)."""
+
+    running: Running
+    outputs: pytree.TreeSpec
+    """The pytree structure of three things: the results of the forward; the attributes that it sets (by the module's
+    position, a dictionary by name); and the arguments, if it changes lists or dictionaries among them."""
+    constants: tuple[Any, ...]
+    """The leaves of ``outputs``. A leaf is a constant or a placeholder: `ResultTensor` for an output tensor of the
+    compiled plan, `ArgumentLeaf` for a leaf of the arguments, `ModuleTensor` for a parameter or buffer of the model."""
+    guard: guards.Guard
+    """The check that everything that the forward read while it was traced, except its arguments, is unchanged."""
+    steps: Steps
+    """The captured step, without statistics and before the planner changed it."""
+    carried: bool = False
+    """Whether the plan was made at other sizes, so that the step of these sizes was not made."""
+    statistics: StatisticsStep | None = None
+    """The step with Kronecker-factored statistics; None if this entry's step computes none."""
+    measured: list[CacheEntry] = field(default_factory=list, compare=False)
+    """The entry for the same forward whose step also computes statistics: a list with no element or one."""
+    with_gradients: dict[tuple[frozenset[str], int], CacheEntry] = field(default_factory=dict, compare=False)
+    """Entries for steps during which gradients of earlier steps exist. A key is a pair: the names of the parameters
+    that may have such gradients, and the largest number of bytes of such gradients with which the entry's plan fits the
+    budget."""
+
+    @property
+    def plan(self) -> Plan:
+        """The plan that calls follow now. A background search may replace it by a better plan between two steps."""
+        return self.running.plan
+
+    @property
+    def compiled(self) -> CompiledPlan:
+        """The compiled form of `plan`."""
+        return self.running.compiled
+
+    @property
+    def captured(self) -> CapturedStep:
+        """The step before planning, with the expected tangents."""
+        return self.steps.captured
+
+    @property
+    def whole(self) -> CapturedStep:
+        """The same step with the tangents of all outputs."""
+        return self.steps.whole
+
+    @cached_property
+    def targets(self) -> dict[str, str]:
+        """The parameters that get gradients: a dictionary from the parameter's name in the model to its name in the
+        step. Code that must decide quickly whether gradients of earlier steps exist looks only at the first of these
+        parameters."""
+        found = (o.target for o in self.compiled.like.outputs if o.kind == "gradient")
+        return {target.removeprefix("model."): target for target in found}
+
+    def fitting(self, gradients: int, names: Set[str]) -> CacheEntry | None:
+        """Return the entry for the same call whose plan fits the budget while gradients of earlier steps exist; None
+        if no such entry is known.
+
+        Args:
+            gradients: the bytes of the gradients of earlier steps.
+            names: the names of the parameters that have such gradients.
+        """
+        known = self.with_gradients.items()
+        return next((w for (others, most), w in known if gradients <= most and names <= others), None)
+
+    def counting(self, gradients: int, names: frozenset[str]) -> CacheEntry:
+        """Return this entry. If ``gradients`` is not 0, first add the entry to its dictionary `with_gradients`, because
+        its plan also fits the budget while gradients of earlier steps exist.
+
+        Args:
+            gradients: the largest number of bytes of gradients of earlier steps with which the plan fits the budget.
+            names: the names of the parameters that may have gradients of earlier steps.
+        """
+        if gradients:
+            self.with_gradients[names, gradients] = self
+        return self
+
+    def planned_again(
+        self, made: StepPlan, steps: Steps, statistics: StatisticsStep | None = None
+    ) -> CacheEntry:
+        """Return an entry for the same forward with another step and a plan of it. Like this entry's plan, it serves
+        steps during which gradients of earlier steps exist, if it fits the budget then.
+
+        Args:
+            made: the plan. It is compiled.
+            steps: the other step.
+            statistics: the same step with the statistics that it computes; None if it computes none.
+        """
+        other = replace(self, running=Running.of(made), steps=steps, statistics=statistics)
+        other = replace(other, with_gradients={}, measured=[])
+        return other.counting(made.gradients, next((names for names, _ in self.with_gradients), frozenset()))
+
+    def swap_plan(self) -> None:
+        """Replace the plan by the better one that the search in the background has found. To be called only if
+        ``running.improved``."""
+        found = self.running.swap()
+        # The old plan also fitted with earlier gradients; the new one may not.
+        alone = [key for key, w in self.with_gradients.items() if w is self and key[1] > found.gradients]
+        for key in alone:
+            del self.with_gradients[key]
+
+
+def plan_key(leaves: Sequence[Any], spec: pytree.TreeSpec, state: guards.ModuleState) -> Hashable:
+    """Return everything that a plan belongs to and that does not depend on values of tensors: the arguments' structure,
+    shapes, types and constants, the modes, and the module's structure.
+
+    Args:
+        leaves: the leaves of the arguments.
+        spec: their pytree structure.
+        state: the module's present state.
+    """
+    return guards.call_key(leaves, spec), state.key
+
+
+class CachedPlans:
+    """The cache entries of a planned module for ordinary calls, by their key (`plan_key`). Entries for further steps of
+    the same calls belong to these entries (`CacheEntry.measured`, `CacheEntry.with_gradients`).
+
+    ``limit``: the largest number of entries. Those that were not used for longest are dropped.
+    """
+
+    def __init__(self, limit: int) -> None:
+        self.recent = Recent(limit)
+        self._entries: dict[Hashable, list[CacheEntry]] = {}
+
+    def __bool__(self) -> bool:
+        return bool(self._entries)
+
+    def valid(
+        self, key: Hashable, state: guards.ModuleState, tensors: Sequence[torch.Tensor]
+    ) -> CacheEntry | None:
+        """Return the entry whose plan is valid for a call: it has the call's key, and everything that its traced
+        forward read is unchanged. Return None if there is none.
+
+        Args:
+            key: the result of `plan_key` for the call.
+            state: the module's present state.
+            tensors: the tensors among the arguments.
+        """
+        return next((one for one in self._entries.get(key, ()) if one.guard.holds(state, tensors)), None)
+
+    def use(self, key: Hashable) -> None:
+        """Record that the entries with this key are used now."""
+        self.recent.use(key)
+
+    def add(self, key: Hashable, entry: CacheEntry) -> None:
+        """Add an entry, and drop the entries that were not used for longest if there are too many now."""
+        self._entries.setdefault(key, []).append(entry)
+        self.recent.use(key)
+        self.recent.trim(self._entries)
+
+    def of_forward(self, entry: CacheEntry) -> list[CacheEntry]:
+        """Return the entries for the same forward as ``entry``: those with the same guard object."""
+        return [one for one in self.plain() if one.guard is entry.guard]
+
+    def replace(self, found: CacheEntry) -> None:
+        """Put ``found`` in place of the entries for the same forward."""
+        for entries in self._entries.values():
+            entries[:] = [found if one.guard is found.guard else one for one in entries]
+
+    def plain(self) -> list[CacheEntry]:
+        """Return the entries for ordinary calls."""
+        return [entry for entries in self._entries.values() for entry in entries]
+
+    def all(self) -> list[CacheEntry]:
+        """Return all entries in use, each once: entries for ordinary calls, entries that compute statistics, and
+        entries for steps during which gradients of earlier steps exist."""
+        every = [w for entry in self.plain() for w in (entry, *entry.measured)]
+        return list({id(w): w for entry in every for w in (entry, *entry.with_gradients.values())}.values())
+
+    def copy(self) -> CachedPlans:
+        """Return another cache with the same entries. Entries that are added to one of the two later do not appear in
+        the other."""
+        other = CachedPlans(self.recent.limit)
+        other.recent = copy.deepcopy(self.recent)
+        other._entries = {key: list(found) for key, found in self._entries.items()}
+        return other
