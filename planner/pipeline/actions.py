@@ -140,10 +140,11 @@ class StagePlan:
     transient of a B is the larger of ``transient_backward`` and ``transient_weight`` + ``whole``. A stage whose
     backward is never split has 0 for ``transient_weight``, ``deferred_bytes``, ``whole`` and ``weight``.
 
-    ``gradients``: bytes of the parameters' gradients. The first B or W of a step creates them; later ones add to them,
-    so they stay until the end of the step. ``first_backward``, ``first_weight``: used in place of
-    ``transient_backward`` and ``transient_weight`` in the first B or W of a step; None: no difference. An I always has
-    ``transient_backward``.
+    ``gradients``: bytes of the parameters' gradients. The first backward of a step creates them; later ones add to
+    them, so they stay until the end of the step. ``early_gradients``: bytes of those that an I computes, because one op
+    computes them together with the input's gradient. ``first_backward``: used in place of ``transient_backward`` in
+    the first B or I of a step. ``first_weight``: used in place of ``transient_weight`` in the first B or W of a step;
+    it does not include ``early_gradients``. None: no difference.
 
     ``states``: bytes of parameters, buffers, optimizer states and everything else that exists during the whole step,
     except ``torch_bytes``: buffers in which torch, or a channel of the pipeline, receives messages. ``left``: bytes
@@ -171,6 +172,7 @@ class StagePlan:
     deferred_bytes: int = 0
     whole: int = 0
     gradients: int = 0
+    early_gradients: int = 0
     first_backward: int | None = None
     first_weight: int | None = None
     left: int = 0

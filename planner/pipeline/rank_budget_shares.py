@@ -71,7 +71,7 @@ class RankRoom:
         """
         me = self.all[at].stage
         idle = [
-            _idle(most, kept, deferred, 0 if relaxed else most.gradients)
+            _idle(most, kept, deferred, created=not relaxed)
             for most, (kept, deferred) in zip(self.all, bounds, strict=True)
         ]
         stage = self.stages[at]
@@ -85,13 +85,13 @@ class RankRoom:
         return stage.graph.input_bytes + (max if relaxed else min)(left.values())
 
 
-def _idle(most: StagePlan, kept: int, deferred: int, gradients: int) -> StagePlan:
+def _idle(most: StagePlan, kept: int, deferred: int, created: bool) -> StagePlan:
     """Return the memory of a stage without that of its running action, so that `rank_bytes` yields only what the rank
     holds for other micro-batches and stages.
 
     ``most``: the stage's memory and times without recomputation. ``kept``: bytes kept between forward and backward.
-    ``deferred``: bytes kept between I and W. ``gradients``: bytes that the stage's first backward allocates for
-    gradients.
+    ``deferred``: bytes kept between I and W. ``created``: whether to count the gradients that the stage's first
+    backward allocates during that backward, too.
     """
     return replace(
         most,
@@ -101,6 +101,6 @@ def _idle(most: StagePlan, kept: int, deferred: int, gradients: int) -> StagePla
         transient_backward=0,
         transient_weight=0,
         whole=0,
-        first_backward=gradients,
-        first_weight=gradients,
+        first_backward=most.early_gradients if created else 0,
+        first_weight=most.gradients - most.early_gradients if created else 0,
     )

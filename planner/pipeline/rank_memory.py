@@ -1,23 +1,27 @@
 """The bytes that a rank of a pipeline holds while it runs its actions.
 
-    bytes during an action = Σ states + Σ torch_bytes + Σ gradients of stages that have finished a B or W
+    bytes during an action = Σ states + Σ torch_bytes + Σ gradients
                              + Σ over stages (in flight · K + deferred · D + finished · left + pending)
                              + the action's transient
     bytes at the end       = the same without a transient + Σ closing
 
-The terms except the numbers of micro-batches are fields of `StagePlan`; K is ``kept_bytes``, D is ``deferred_bytes``. A
-micro-batch is in flight from its forward (F) to its backward (B), or to the part of its backward that computes the
-input's gradient (I). It is deferred from its I to the gradients of weights (W), and finished after its B or I. The
-micro-batch of the running action is counted only in the action's transient. ``pending`` counts once a stage has
-finished a B or I.
+The terms except the numbers of micro-batches are fields of `StagePlan`; K is ``kept_bytes``, D is ``deferred_bytes``.
+Of a stage's ``gradients``, ``early_gradients`` count once the stage has finished a B or I, the others once it has
+finished a B or W. A micro-batch is in flight from its forward (F) to its backward (B), or to the part of its backward
+that computes the input's gradient (I). It is deferred from its I to the gradients of weights (W), and finished after
+its B or I. The micro-batch of the running action is counted only in the action's transient. ``pending`` counts once a
+stage has finished a B or I.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Set
 
-from rematplan.planner.pipeline.actions import Action, StagePlan, stages_by_number
+from rematplan.planner.pipeline.actions import Action, Kind, StagePlan, stages_by_number
+
+PARTS: Mapping[Kind, str] = {"F": "", "B": "IW", "I": "I", "W": "W"}
+"""For each kind of action, the parts of the backward that it does: I, W, both or none."""
 
 
 def rank_bytes(actions: Iterable[Action], plans: Iterable[StagePlan]) -> Iterator[int]:
@@ -31,15 +35,18 @@ def rank_bytes(actions: Iterable[Action], plans: Iterable[StagePlan]) -> Iterato
     """
     stages = stages_by_number(plans)
     resident = sum(p.states + p.torch_bytes for p in stages.values())
-    made: set[int] = set()  # stages whose gradients exist
+    made: set[tuple[int, str]] = (
+        set()
+    )  # a stage and "I" or "W": the gradients that this action computes exist
     pending: dict[int, int] = {}
     for action in actions:
         stage = stages[action.stage]
         resident -= _taken_over(stage, action)
-        yield resident + sum(pending.values()) + _transient(stage, action, action.stage not in made)
-        if action.kind in "BW" and action.stage not in made:
-            made.add(action.stage)
-            resident += stage.gradients
+        new = {kind for kind in PARTS[action.kind] if (action.stage, kind) not in made}
+        yield resident + sum(pending.values()) + _transient(stage, action, new)
+        made.update((action.stage, kind) for kind in new)
+        resident += stage.early_gradients * ("I" in new)
+        resident += (stage.gradients - stage.early_gradients) * ("W" in new)
         if action.kind in "BI":
             pending[action.stage] = stage.pending
         resident += _handed_on(stage, action)
@@ -92,14 +99,18 @@ def _handed_on(stage: StagePlan, action: Action) -> int:
     }[action.kind]
 
 
-def _transient(stage: StagePlan, action: Action, first: bool) -> int:
+def _transient(stage: StagePlan, action: Action, new: Set[str]) -> int:
+    """Return the bytes of an action's micro-batch during the action. ``new``: the parts of the backward that the action
+    is the stage's first to do."""
     backward, weight = stage.transient_backward, stage.transient_weight
-    if first:
-        backward = backward if stage.first_backward is None else stage.first_backward
-        weight = weight if stage.first_weight is None else stage.first_weight
+    if "I" in new and stage.first_backward is not None:
+        backward = stage.first_backward
+    if "W" in new and stage.first_weight is not None:
+        weight = stage.first_weight
+    early = stage.early_gradients if "I" in new else 0
     return {
         "F": stage.transient_forward,
-        "B": max(backward, weight + stage.whole if stage.transient_weight else 0),
-        "I": stage.transient_backward,
+        "B": max(backward, weight + stage.whole + early),
+        "I": backward,
         "W": weight,
     }[action.kind]

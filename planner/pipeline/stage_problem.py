@@ -173,7 +173,7 @@ def _split_figures(
     problem: StageProblem, schedule: Schedule, split: int, beyond: list[int], first: list[int], saved: int
 ) -> dict[str, Any]:
     """Return the fields of `StagePlan` that only a split backward has, by name: the bytes kept between its two parts I
-    and W, the largest numbers of bytes during W, and ``whole``.
+    and W, the largest numbers of bytes during W, ``whole`` and ``early_gradients``.
 
     The I ends with the frees that follow the second boundary op.
 
@@ -192,11 +192,14 @@ def _split_figures(
     deferred = beyond[start - 1] if start > split + 1 else across
     late = {t for step in schedule[start:] if isinstance(step, Run) for t in graph.op[step.op].reads}
     own = saved + problem.bytes(late.intersection(problem.tangents))
+    sooner = {t for step in schedule[:split] if isinstance(step, Run) for t in graph.op[step.op].writes}
+    early = problem.bytes(gradient for mark, gradient in problem.gradients.items() if mark in sooner)
     return {
         "deferred_bytes": deferred + own,
         "transient_weight": max([deferred, *beyond[start:]]) + own,
-        "first_weight": max([deferred, *first[start:]]) + own,
+        "first_weight": max([deferred, *(bytes_ - early for bytes_ in first[start:])]) + own,
         "whole": across - deferred,
+        "early_gradients": early,
     }
 
 

@@ -11,17 +11,13 @@ def replayed(actions: tuple[Action, ...], plans: dict[int, StagePlan]) -> list[i
     series = []
     for a in actions:
         p, mine = plans[a.stage], (a.stage, a.microbatch)
-        first = ("gradients", a.stage) not in ledger
-        back = (
-            p.first_backward
-            if first and a.kind == "B" and p.first_backward is not None
-            else p.transient_backward
-        )
-        weight = p.first_weight if first and p.first_weight is not None else p.transient_weight
+        first_i, first_w = (("gradients", part, a.stage) not in ledger for part in "IW")
+        back = p.first_backward if first_i and p.first_backward is not None else p.transient_backward
+        weight = p.first_weight if first_w and p.first_weight is not None else p.transient_weight
         running = {
             "F": p.transient_forward,
             "I": back,
-            "B": max(back, (weight + p.whole) * (p.transient_weight > 0)),
+            "B": max(back, weight + p.whole + first_i * p.early_gradients),
             "W": weight,
         }[a.kind]
         others = sum(
@@ -36,8 +32,9 @@ def replayed(actions: tuple[Action, ...], plans: dict[int, StagePlan]) -> list[i
                 ledger["deferred", *mine] = p.deferred_bytes
             else:
                 ledger.pop(("deferred", *mine), None)
-                ledger["gradients", a.stage] = p.gradients
+                ledger["gradients", "W", a.stage] = p.gradients - p.early_gradients
             if a.kind != "W":
+                ledger["gradients", "I", a.stage] = p.early_gradients
                 ledger["left", *mine] = p.left
                 ledger["message", a.stage] = p.pending
     ended = sum(size for key, size in ledger.items() if key[0] != "message")

@@ -8,9 +8,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 from replay import replayed
 
-from rematplan.ir import ProblemError
+from rematplan.ir import Op, ProblemError, Tensor, TrainingGraph
 from rematplan.planner.pipeline.actions import Action, StagePlan, schedule_of_rows
 from rematplan.planner.pipeline.rank_memory import in_flight, rank_bytes, rank_peak
+from rematplan.planner.pipeline.stage_chain import stage_chain
+from rematplan.planner.pipeline.stage_problem import StageProblem
+from rematplan.planner.pipeline.stage_slices import StageSlice, stage_problem
+from rematplan.planner.strategies.store_all import no_recompute
 
 BYTES = st.integers(0, 99)
 
@@ -54,6 +58,47 @@ def test_one_forward_one_backward_holds_all_but_one_of_the_micro_batches_in_flig
     assert rank_peak(schedule.actions[0], [plan]) == 100 + 10 + 19
     late = replace(plan, gradients=7, first_backward=25)
     assert rank_peak(schedule.actions[0], [late]) == 100 + 7 + 10 + 19
+
+
+def both_gradients() -> StageProblem:
+    """A stage with a split backward, in which one op computes the input's gradient (10 bytes) and a gradient ``dw`` of
+    1000 bytes, and a later op a gradient ``dv`` of 7 bytes."""
+    sizes = {"x": 10, "w": 1000, "v": 7, "a": 10, "y": 10, "loss": 1}
+    sizes |= {"dy": 10, "da": 10, "dw": 1000, "dv": 7, "dx": 10, "u": 10}
+    graph = TrainingGraph(
+        "both",
+        tuple(Tensor(name, bytes_) for name, bytes_ in sizes.items()),
+        ("x", "w", "v", "u"),
+        ("loss", "dw", "dv", "dx"),
+        (
+            Op("f0", ("x", "u"), ("a",), 1.0, 0, "forward"),
+            Op("f1", ("a", "w", "v"), ("y",), 1.0, 0, "forward"),
+            Op("f2", ("y",), ("loss",), 1.0, 0, "forward"),
+            Op("b2", ("y",), ("dy",), 1.0, 0, "backward"),
+            Op("b1", ("dy", "a", "w"), ("da", "dw"), 1.0, 0, "backward"),
+            Op("b1_v", ("dy", "a"), ("dv",), 1.0, 0, "backward"),
+            Op("b0", ("da", "x"), ("dx",), 1.0, 0, "backward"),
+        ),
+    )
+    chain = stage_chain(graph, [[0], [1, 2]], {"dw": "w", "dv": "v", "dx": "u"})
+    return stage_problem(StageSlice(chain, 1, 2), StagePlan(1, 0, 0, 0), split=True)
+
+
+def test_a_gradient_that_one_op_computes_with_that_of_the_input_stays_from_the_first_i_on() -> None:
+    problem = both_gradients()
+    assert problem.gradients == {"(dw added)": "dw", "(dv added)": "dv"}
+    plan = problem.measured(no_recompute(problem.graph))
+    assert (plan.gradients, plan.early_gradients) == (1007, 1000)
+    rows = [[(kind, 1, m) for kind, m in (("F", 0), ("I", 0), ("F", 1), ("I", 1), ("W", 0), ("W", 1))]]
+    actions = tuple(Action(*row) for row in rows[0])  # type: ignore[arg-type]
+    during = dict(zip(map(str, actions), rank_bytes(actions, [replace(plan, states=0)]), strict=False))
+    deferred = plan.deferred_bytes
+    assert during["1F1"] == 1000 + deferred + plan.transient_forward
+    assert during["1I1"] == 1000 + deferred + plan.transient_backward
+    assert during["1W0"] == 1000 + deferred + (plan.first_weight or 0)
+    assert during["1W1"] == 1007 + plan.transient_weight
+    whole = [Action("F", 1, 0), Action("B", 1, 0)]
+    assert [*rank_bytes(whole, [replace(plan, states=0)])][-1] == 1007
 
 
 @pytest.mark.parametrize(
