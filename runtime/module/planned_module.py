@@ -230,7 +230,7 @@ class Planning:
     def stats(self) -> PlanningStats:
         """Return figures about the plans in use, background searches and captures."""
         entries = self._planned._rematplan.plans.all()
-        shapes = self._planned._rematplan.shapes.values()
+        shapes = self._planned._rematplan.captures.shapes.values()
         later = [r for entry in entries if (r := entry.running.refinement) is not None]
         return PlanningStats(
             plans=len(entries),

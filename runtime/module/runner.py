@@ -5,8 +5,7 @@ from __future__ import annotations
 
 import copy
 import threading
-from collections.abc import Callable, Hashable, Sequence
-from contextlib import suppress
+from collections.abc import Hashable, Sequence
 from dataclasses import replace
 from typing import Any, cast
 
@@ -24,7 +23,6 @@ from rematplan.runtime.capture.flat_module import (
     tensors_in,
 )
 from rematplan.runtime.capture.left_out_tangents import with_expected_tangents
-from rematplan.runtime.execute.autograd_function import CompiledPlan
 from rematplan.runtime.graph.captured_step import CapturedStep
 from rematplan.runtime.graph.compat import (
     FakeTensor,
@@ -38,22 +36,16 @@ from rematplan.runtime.graph.compat import (
 from rematplan.runtime.graph.warn import warn
 from rematplan.runtime.module.cached_plans import CachedPlans, CacheEntry, plan_key
 from rematplan.runtime.module.capture_lock import CaptureLock
+from rematplan.runtime.module.captures import Captures
 from rematplan.runtime.module.existing_gradients import existing_gradients, gradient_storage
 from rematplan.runtime.module.forward_capture import Planned, Tracing
 from rematplan.runtime.module.plan_swaps import Running
 from rematplan.runtime.module.planner_interface import Planner
 from rematplan.runtime.module.shape_options import ShapeOptions
-from rematplan.runtime.module.sized_plans import SizedPlans
 from rematplan.runtime.module.steps import Steps
-from rematplan.runtime.module.symbolic_shapes import Found, Instance, OpenForward, OpenShapes
-from rematplan.runtime.problem.accumulation import StepPlan
 from rematplan.runtime.statistics.insert import with_statistics
 from rematplan.runtime.statistics.options import Kronecker
 from rematplan.runtime.statistics.recorder import Recorder
-from rematplan.runtime.symbols.expressions import NotSymbolic
-
-MANY = 8
-"""The number of captures of one module at which a warning is issued."""
 
 LOCK = CaptureLock()
 """The lock of all planned modules."""
@@ -85,10 +77,8 @@ class Runner:
         self.name, self.planner, self.asked = name, planner, asked
         self.recorder = Recorder(statistics) if statistics else None
         self.plans = CachedPlans(asked.max_plans)
-        self.shapes: dict[Any, OpenShapes] = {}
-        """The captures with open sizes, by everything that selects a plan except sizes."""
+        self.captures = Captures(name, planner, asked.max_plans)
         self.last: CacheEntry
-        self.said_many = False
         self.arrived: frozenset[str] = frozenset()
         """The positions of outputs whose tangents arrived although their step had left them out."""
         self.tree: guards.ModuleTree | None = None
@@ -106,7 +96,7 @@ class Runner:
         twin.tree = None
         twin.recorder = Recorder(self.recorder.options) if self.recorder else None
         twin.plans = self.plans.copy() if with_plans else CachedPlans(self.asked.max_plans)
-        twin.shapes = {key: one.copy() for key, one in self.shapes.items()} if with_plans else {}
+        twin.captures = self.captures.copy(with_shapes=with_plans)
         if not twin.plans:
             twin.__dict__.pop("last", None)
         return twin
@@ -189,9 +179,8 @@ class Runner:
             ModelError: the forward cannot be captured.
         """
         with LOCK.alone(), torch.inference_mode(False), torch.enable_grad():
-            leaves, spec = flattened_call(args, kwargs)
-            state = self._state(planned)
-            return with_expected_tangents(self._found(planned, leaves, spec, state).step, self.arrived)
+            tracing = Tracing(self.name, planned, *flattened_call(args, kwargs), self._state(planned))
+            return with_expected_tangents(self.captures.captured(tracing).step, self.arrived)
 
     def _takes_statistics(self, recorder: Recorder, entry: CacheEntry, state: guards.ModuleState) -> bool:
         parameters = [t for t in state.named.values() if t.requires_grad]
@@ -343,99 +332,10 @@ class Runner:
                 f"{self.name} was planned for other shapes, types, modes, attributes or decisions; plan it again, or "
                 f"pass dynamic=True"
             )
-        entry = self._compile(planned, leaves, spec, state)
+        entry = self.captures.entry(Tracing(self.name, planned, leaves, spec, state), self.arrived)
         self.plans.add(key, entry)
-        if sum(one.fixed for one in self.shapes.values()) == MANY and not self.said_many:
-            self.said_many = True
-            warn(
-                f"{self.name} was captured {MANY} times for different calls; each new number, shape or value by which "
-                f"the forward decides costs another capture: pass numbers as tensors"
-                + "".join(f"; {reason}" for one in self.shapes.values() for reason in one.reasons)
-            )
+        self.captures.warn_of_many()
         return entry
-
-    def _compile(
-        self, planned: Planned, leaves: list[Any], spec: pytree.TreeSpec, state: guards.ModuleState
-    ) -> CacheEntry:
-        tracing, shapes = (
-            Tracing(self.name, planned, leaves, spec, state),
-            self._open_shapes(leaves, spec, state),
-        )
-        entry = self._carried(shapes, tracing.batch, state)
-        if entry is None:
-            tracing.check()
-            found = shapes.find(state, tracing.batch, tracing.opened, tracing.fixed)
-            entry = self._planned(found, shapes, state)
-        return entry
-
-    def _found(
-        self, planned: Planned, leaves: list[Any], spec: pytree.TreeSpec, state: guards.ModuleState
-    ) -> Found:
-        tracing = Tracing(self.name, planned, leaves, spec, state)
-        tracing.check()
-        shapes = self._open_shapes(leaves, spec, state)
-        return shapes.find(state, tracing.batch, tracing.opened, tracing.fixed)
-
-    def _open_shapes(self, leaves: list[Any], spec: pytree.TreeSpec, state: guards.ModuleState) -> OpenShapes:
-        """Return the captures with open sizes for these arguments and any others that differ only in sizes."""
-        key = guards.open_key(leaves, spec), state.key
-        shapes = self.shapes.pop(key, None) or OpenShapes()
-        self.shapes[key] = shapes  # the latest of them
-        while len(self.shapes) > self.asked.max_plans:
-            del self.shapes[next(iter(self.shapes))]
-        return shapes
-
-    def _carried(
-        self, shapes: OpenShapes, batch: Sequence[torch.Tensor], state: guards.ModuleState
-    ) -> CacheEntry | None:
-        """Return an entry with a plan of other sizes, without making the step; None if no such plan is known to fit."""
-        for instance, guard in shapes.accepted(state, batch):
-            forward, sizes = instance.forward, instance.sizes
-            with suppress(NotSymbolic):
-                found = self._plans(forward).carried(sizes, batch)
-                if found is not None:
-                    shapes.carry()
-                    steps = Steps(instance.step, self.arrived)
-                    running = Running.of(found, self._compiler(instance, steps))
-                    constants = forward.constants_at(sizes)
-                    return CacheEntry(running, forward.outputs, constants, guard, steps, carried=True)
-        return None
-
-    def _plans(self, forward: OpenForward) -> SizedPlans:
-        return forward.plans(self.arrived, self.asked.max_plans)
-
-    def _planned(self, forward: Found, shapes: OpenShapes, state: guards.ModuleState) -> CacheEntry:
-        captured = with_expected_tangents(forward.step, self.arrived)
-        found = self.planner(captured)
-        outputs = [o for o in found.step.outputs if o.kind == "output"]
-        if [int(o.target) for o in outputs] != list(range(forward.count)):
-            raise ModelError(f"{forward.step.name}: an output could not be captured")
-        steps, compile_, instance = Steps.of(forward.step, captured), None, forward.instance
-        if instance is not None:
-            steps = Steps(instance.step, self.arrived)
-            if found.carrier is not None:
-                self._learn(instance, found, shapes)
-                compile_ = self._compiler(instance, steps)
-        running = Running.of(found, compile_)
-        entry = CacheEntry(running, forward.outputs, forward.constants, forward.guard, steps)
-        wanting = frozenset(name for name, t in state.named.items() if t.requires_grad)
-        return entry.counting(found.gradients, wanting)
-
-    def _learn(self, instance: Instance, found: StepPlan, shapes: OpenShapes) -> None:
-        """Remember the problem of an instance, and, if it is the first one, those of shapes that were captured
-        separately."""
-        plans, carrier = self._plans(instance.forward), found.carrier
-        assert carrier is not None
-        assert found.problem is not None
-        if not plans.learned:
-            for known in shapes.known_instances(instance.forward):
-                other = carrier.problem_at(with_expected_tangents(known.step(), self.arrived))
-                plans.learn(known.sizes, known.batch, *other, carrier)
-        plans.learn(instance.sizes, instance.batch, found.step, found.problem, carrier)
-
-    def _compiler(self, instance: Instance, steps: Steps) -> Callable[[StepPlan], CompiledPlan] | None:
-        """Return a function that compiles plans of an instance once for all sizes; None if that is not possible."""
-        return self._plans(instance.forward).compiler(instance.sizes, lambda: steps.captured)
 
 
 _NOT_TO_PLAN = (type(None), FakeTensor, FunctionalTensor)

@@ -19,7 +19,7 @@ from rematplan.runtime.guards.snapshots import kept
 MODULE = Path(__file__).parents[3] / "runtime" / "module"
 
 
-@pytest.mark.parametrize("name", ["runner", "cached_plans"])
+@pytest.mark.parametrize("name", ["runner", "cached_plans", "captures"])
 def test_a_planned_module_knows_only_the_front_of_the_guards(name: str) -> None:
     lines = (MODULE / f"{name}.py").read_text().splitlines()
     imports = [line for line in lines if "guards" in line and "import" in line]

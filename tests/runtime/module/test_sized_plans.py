@@ -327,7 +327,7 @@ def test_sixty_lengths_leave_bounded_numbers() -> None:
     for _ in range(60):
         clean(planned, inputs(6, lengths.randint(17, 61)))
     runner = planned._rematplan  # type: ignore[attr-defined]
-    stats, (shapes,) = rematplan.planning(planned).stats(), runner.shapes.values()
+    stats, (shapes,) = rematplan.planning(planned).stats(), runner.captures.shapes.values()
     assert stats.plans <= 6
     assert stats.captures == 1
     assert stats.open_captures == 1

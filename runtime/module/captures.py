@@ -1,0 +1,156 @@
+"""The captures of a planned module, and new cache entries from them.
+
+A new entry gets a plan that was made at other sizes, if such a plan is known to fit; otherwise its step is made and
+planned. The step is taken from a capture with symbolic sizes, or captured separately.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
+
+from rematplan.ir import ModelError
+from rematplan.runtime import guards
+from rematplan.runtime.capture.left_out_tangents import with_expected_tangents
+from rematplan.runtime.execute.autograd_function import CompiledPlan
+from rematplan.runtime.graph.warn import warn
+from rematplan.runtime.module.cached_plans import CacheEntry
+from rematplan.runtime.module.forward_capture import Tracing
+from rematplan.runtime.module.plan_swaps import Running
+from rematplan.runtime.module.planner_interface import Planner
+from rematplan.runtime.module.sized_plans import SizedPlans
+from rematplan.runtime.module.steps import Steps
+from rematplan.runtime.module.symbolic_shapes import Found, Instance, OpenShapes
+from rematplan.runtime.problem.accumulation import StepPlan
+from rematplan.runtime.symbols.expressions import NotSymbolic
+
+MANY = 8
+"""The number of captures of one module at which a warning is issued."""
+
+
+@dataclass
+class Captures:
+    """The captures of a planned module. They make the cache entries of calls for which no plan is valid.
+
+    ``name``: the model's name, for messages. ``planner``: makes the plans. ``most``: the largest number of plans, and
+    of kinds of calls whose captures are remembered. ``shapes``: the captures, by everything that selects a plan except
+    sizes. ``warned``: whether `warn_of_many` has issued its warning.
+    """
+
+    name: str
+    planner: Planner
+    most: int
+    shapes: dict[Hashable, OpenShapes] = field(default_factory=dict)
+    warned: bool = False
+
+    def copy(self, *, with_shapes: bool = True) -> Captures:
+        """Return a copy, for a copy of the module. Captures that are later added to one of the two do not appear in the
+        other. ``with_shapes``: whether the copy begins with the captures of this object; if not, with none."""
+        shapes = {key: one.copy() for key, one in self.shapes.items()} if with_shapes else {}
+        return replace(self, shapes=shapes)
+
+    def entry(self, tracing: Tracing, arrived: frozenset[str]) -> CacheEntry:
+        """Return a new cache entry for a call.
+
+        Args:
+            tracing: traces the module for the arguments of the call.
+            arrived: the positions of outputs for which gradients arrived although their step had left them out.
+
+        Raises:
+            ModelError: the step cannot be captured.
+            InfeasibleBudget: no plan fits the budget.
+        """
+        shapes = self._of_call(tracing)
+        known = self._with_known_plan(shapes, tracing, arrived)
+        return known or self._planned(self._captured(shapes, tracing), shapes, tracing.state, arrived)
+
+    def captured(self, tracing: Tracing) -> Found:
+        """Return the captured step for a call.
+
+        Raises:
+            ModelError: the step cannot be captured.
+        """
+        return self._captured(self._of_call(tracing), tracing)
+
+    def warn_of_many(self) -> None:
+        """Warn, once, if `MANY` shapes were captured separately."""
+        if sum(one.fixed for one in self.shapes.values()) == MANY and not self.warned:
+            self.warned = True
+            warn(
+                f"{self.name} was captured {MANY} times for different calls; each new number, shape or value by which "
+                f"the forward decides costs another capture: pass numbers as tensors"
+                + "".join(f"; {reason}" for one in self.shapes.values() for reason in one.reasons)
+            )
+
+    def _captured(self, shapes: OpenShapes, tracing: Tracing) -> Found:
+        tracing.check()
+        return shapes.find(tracing.state, tracing.batch, tracing.opened, tracing.fixed)
+
+    def _of_call(self, tracing: Tracing) -> OpenShapes:
+        """Return the captures for a call and all others that differ from it only in sizes."""
+        key = guards.open_key(tracing.leaves, tracing.spec), tracing.state.key
+        shapes = self.shapes.pop(key, None) or OpenShapes()
+        self.shapes[key] = shapes  # the latest of them
+        while len(self.shapes) > self.most:
+            del self.shapes[next(iter(self.shapes))]
+        return shapes
+
+    def _with_known_plan(
+        self, shapes: OpenShapes, tracing: Tracing, arrived: frozenset[str]
+    ) -> CacheEntry | None:
+        """Return an entry with a plan of other sizes, without making the step; None if no such plan is known to fit."""
+        for instance, guard in shapes.accepted(tracing.state, tracing.batch):
+            forward, sizes = instance.forward, instance.sizes
+            with suppress(NotSymbolic):
+                plans = forward.plans(arrived, self.most)
+                found = plans.carried(sizes, tracing.batch)
+                if found is not None:
+                    shapes.carry()
+                    steps = Steps(instance.step, arrived)
+                    running = Running.of(found, _compiler(plans, instance, steps))
+                    constants = forward.constants_at(sizes)
+                    return CacheEntry(running, forward.outputs, constants, guard, steps, carried=True)
+        return None
+
+    def _planned(
+        self, forward: Found, shapes: OpenShapes, state: guards.ModuleState, arrived: frozenset[str]
+    ) -> CacheEntry:
+        captured = with_expected_tangents(forward.step, arrived)
+        found = self.planner(captured)
+        outputs = [o for o in found.step.outputs if o.kind == "output"]
+        if [int(o.target) for o in outputs] != list(range(forward.count)):
+            raise ModelError(f"{forward.step.name}: an output could not be captured")
+        steps, compile_, instance = Steps.of(forward.step, captured), None, forward.instance
+        if instance is not None:
+            steps = Steps(instance.step, arrived)
+            if found.carrier is not None:
+                plans = instance.forward.plans(arrived, self.most)
+                _learn(plans, instance, found, shapes, arrived)
+                compile_ = _compiler(plans, instance, steps)
+        running = Running.of(found, compile_)
+        entry = CacheEntry(running, forward.outputs, forward.constants, forward.guard, steps)
+        trained = frozenset(name for name, t in state.named.items() if t.requires_grad)
+        return entry.counting(found.gradients, trained)
+
+
+def _learn(
+    plans: SizedPlans, instance: Instance, found: StepPlan, shapes: OpenShapes, arrived: frozenset[str]
+) -> None:
+    """Remember the problem of an instance, and, if it is the first one, those of shapes that were captured
+    separately."""
+    carrier = found.carrier
+    assert carrier is not None
+    assert found.problem is not None
+    if not plans.learned:
+        for known in shapes.known_instances(instance.forward):
+            other = carrier.problem_at(with_expected_tangents(known.step(), arrived))
+            plans.learn(known.sizes, known.batch, *other, carrier)
+    plans.learn(instance.sizes, instance.batch, found.step, found.problem, carrier)
+
+
+def _compiler(
+    plans: SizedPlans, instance: Instance, steps: Steps
+) -> Callable[[StepPlan], CompiledPlan] | None:
+    """Return a function that compiles plans of an instance once for all sizes; None if that is not possible."""
+    return plans.compiler(instance.sizes, lambda: steps.captured)
