@@ -67,7 +67,7 @@ class Descent:
     report: Callable[[SearchBudget], None]
     options: DescentOptions = DESCENTS
 
-    def run(self, start: Plan, effort: SearchBudget, until: float) -> None:
+    def run(self, start: Plan, effort: SearchBudget, until: float, enough: int = 0) -> None:
         """Lower the peak of a plan step by step, until the peak is within the budget, steps become too small, or
         ``until`` is spent. Each plan found is passed to ``offer``.
 
@@ -79,13 +79,16 @@ class Descent:
             start: the plan to start from.
             effort: the time or number of moves that may be spent. What the search spends is recorded there.
             until: the search ends when this much of ``effort`` is spent in all: seconds or moves.
+            enough: bytes; the search also ends when a peak is this small. Unlike the budget, it does not change what
+                the steps aim at.
         """
         annealer, options, plan = self.annealer, self.options, start
         step, patience = options.first_step, options.patience[0] * self.ops + options.patience[1]
         # The price is kept between steps. From a low price, annealing would leave the start before the price is high
         # enough to keep the peak small.
         price = 0.0
-        while plan.estimate.peak > self.budget and step > options.last_step and effort.spent() < until:
+        fits = max(self.budget, enough)
+        while plan.estimate.peak > fits and step > options.last_step and effort.spent() < until:
             peak = plan.estimate.peak
             aim = max(self.budget, peak - max(1, int(step * (peak - self.inputs))))
             annealer.load(runs_of(plan.schedule), aim, price)

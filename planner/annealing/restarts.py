@@ -313,7 +313,7 @@ class Search:
         unit = self.annealer.mean_cost / self.annealer.mean_size
         self.annealer.set_price(unit * first * math.pow(last / first, share / schedule.priced_share))
 
-    def descend(self, effort: SearchBudget, until: float, from_base: bool = False) -> None:
+    def descend(self, effort: SearchBudget, until: float, from_base: bool = False, enough: int = 0) -> None:
         """Lower the peak of a plan step by step (see `Descent.run`), and record the plans found.
 
         Args:
@@ -321,11 +321,12 @@ class Search:
             until: the descent ends when this much of ``effort`` is spent in all: seconds or moves.
             from_base: whether to start from the order without recomputation. If not, from the plan with the smallest
                 peak so far.
+            enough: bytes; the descent also ends when a peak is this small.
         """
         start = self._offer(self.base) if from_base else self.least
         inputs = self.graph.input_bytes
         descent = Descent(self.annealer, self.budget, len(self.base), inputs, self._offer, self._report)
-        descent.run(start, effort, until)
+        descent.run(start, effort, until, enough)
 
     def _take(self, annealer: Annealer) -> None:
         if annealer.feasible and (

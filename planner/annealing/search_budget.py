@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import math
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from rematplan.planner.annealing.annealer import compile_annealer
@@ -28,7 +28,8 @@ class SearchBudget:
     ``moves``: if not 0, the search may make this many moves, however long they take; then its result is the same on
     every machine. If 0, it may take ``seconds``. ``done``: the number of moves made so far. ``began``: when the search
     began, as a time of `time.monotonic`. ``slice_``: the number of moves until the clock is read again.
-    ``interrupted``: whether Ctrl-C ended the search.
+    ``interrupted``: the exception by which Ctrl-C or a progress callback ended the search, or None.
+    ``ended``: returns whether the search should end before its effort is spent; then all of it counts as spent.
     """
 
     seconds: float
@@ -36,7 +37,8 @@ class SearchBudget:
     done: int = 0
     began: float = field(default_factory=lambda: _started())
     slice_: int = MOVES_IN_SLICE
-    interrupted: bool = False
+    interrupted: BaseException | None = None
+    ended: Callable[[], bool] = lambda: False
 
     @property
     def total(self) -> float:
@@ -45,6 +47,8 @@ class SearchBudget:
 
     def spent(self) -> float:
         """Return the effort that the search has spent so far: a number of moves if moves are counted, else seconds."""
+        if self.ended():
+            return self.total
         return float(self.done) if self.moves else time.monotonic() - self.began
 
     def shortest_round(self, ops: int, shortest: tuple[float, float]) -> float:
@@ -63,9 +67,8 @@ class SearchBudget:
         return moves if self.moves else moves / MOVES_A_SECOND
 
     def stop(self) -> None:
-        """Make a search that is limited in seconds end soon, by counting all its seconds as spent. Another thread may
-        call this. It has no effect if the budget counts moves."""
-        self.began = -math.inf
+        """Make the search end soon, by counting all its effort as spent. Another thread may call this."""
+        self.ended = lambda: True
 
     @property
     def rate(self) -> float:

@@ -75,6 +75,7 @@ class AutoSession:
         self.two_threads = graph.has_phases and cores  # without phases one search has two threads
         self.proof = Proof(self.bound, (SHARES.bound if cores else 1.0) * options.time_limit, options.gap)
         self.take((*starts, *known))
+        self.refusal = RefusalSearch(options, self.problem, graph, self.known, self.take, progress)
 
     def plan(self) -> Plan:
         """Search for plans within the time limit, and return the cheapest plan that fits the budget, with a proven
@@ -96,11 +97,8 @@ class AutoSession:
                     raise
         if self.best is None:
             known: Known = "proven" if self.bound.best.unreachable else "searched"
-            refusal = RefusalSearch(
-                self.options, self.problem, self.graph, self.known, self.take, self.progress
-            )
-            refusal.lower(self.left, proven=self.bound.best.unreachable)
-            self.take((cheap := refusal.cheap(),))
+            self.refusal.lower(self.left, proven=self.bound.best.unreachable)
+            self.take((cheap := self.refusal.cheap(),))
             least = self.smallest
             assert least is not None
             raise InfeasibleBudget(
@@ -161,8 +159,8 @@ class AutoSession:
         return max(until, begun + SHARES.blocks_least)
 
     def gather(self) -> None:
-        """Collect plans from which the annealing starts: from a minimum cut at the loss, from eviction if nothing else
-        fits, from a short first annealing, and from the block strategies."""
+        """Collect plans from which the annealing starts: from a minimum cut at the loss, from eviction and the search
+        for the smallest peak if nothing else fits, from a short first annealing, and from the block strategies."""
         near = self.take_cut_plan()
         if len(self.graph.ops) > VAST and near:
             return
@@ -170,6 +168,10 @@ class AutoSession:
             self.take(nested_plans(self.for_blocks, self.budget, self.blocks_until, self.report))
         if self.best is None:
             self.take((self.evicted(),))
+        if self.best is None:
+            self.lower_the_peak()
+        if self.finished:
+            return
         if self.two_threads and not self.graph.inverses and SHARES.few_ops <= len(self.graph.ops) <= VAST:
             self.anneal(self.graph, SHARES.first_annealing * self.left, alone=True)
             if self.finished:
@@ -186,6 +188,21 @@ class AutoSession:
         enough = max(self.budget, min_peak_bound(self.graph).bytes)
         go_on = partial(_is_before, until)
         return lower_by_eviction(self.graph, leanest, enough, go_on, seed=self.options.seed)
+
+    def lower_the_peak(self) -> None:
+        """Search for the smallest peak, until a plan fits the budget or it is proven that none fits. The search gets as
+        many seconds as for the budget ``min``, because a budget that ``min`` can meet must not be refused.
+
+        Raises:
+            KeyboardInterrupt, Enough: this ended the search, and no known plan fits the budget.
+        """
+        if self.finished or not self.left:
+            return
+        seconds = min(self.left, SHARES.smallest_peak * self.options.time_limit)
+        interrupted = self.refusal.lower_for(seconds, self.budget, lambda: self.bound.best.unreachable)
+        if interrupted and self.best is None:
+            raise interrupted
+        self.interrupted = interrupted is not None
 
     def take_cut_plan(self) -> bool:
         """Add the plan within the budget that is made from a minimum cut at the loss, if there is one.

@@ -49,6 +49,7 @@ def lower_by_eviction(
     go_on: Callable[[], bool],
     *,
     first: float = 1.0,
+    enough: int = 0,
     seed: int = 0,
     most_runs: float = math.inf,
 ) -> Plan:
@@ -65,6 +66,7 @@ def lower_by_eviction(
         go_on: returns whether there is time left; called often.
         first: where the first target is, as a share of the distance from the peak of ``best`` to ``floor``. 1 suits a
             ``floor`` that may be reached, such as a budget.
+        enough: bytes; the search also ends when a peak is this small. Unlike ``floor``, it does not change the targets.
         seed: the seed of the random eviction policies and of the simulations.
         most_runs: no further simulation begins once all simulations together have executed this many ops, repetitions
             included.
@@ -72,7 +74,9 @@ def lower_by_eviction(
     source, share, failures, passes = random.Random(seed), first, 0, 0
     policy: Policy | None = None
     tables, made = tables_of(graph), 0
-    while best.estimate.peak > floor and passes < EVICTION.passes and made < most_runs and go_on():
+    while (
+        best.estimate.peak > max(floor, enough) and passes < EVICTION.passes and made < most_runs and go_on()
+    ):
         peak = best.estimate.peak
         target = peak - max(1, int(share * (peak - floor)))
         tried = policy if policy and source.random() < EVICTION.repeat else random_policy(source)

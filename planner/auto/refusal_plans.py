@@ -48,24 +48,34 @@ class RefusalSearch:
             proven: whether it is proven that no plan fits the budget.
         """
         if not proven:
-            self._lower_for(left)
+            self.lower_for(left)
             return
         until = time.monotonic() + SHARES.smallest_peak * self.options.time_limit
         self.take(leanest_plans(self.problem, min(until, time.monotonic() + SHARES.refused_blocks)))
         seconds, before = SHARES.round_seconds, min((p.peak for p in self.known), default=math.inf)
         while (left := until - time.monotonic()) > 0:
-            interrupted = self._lower_for(min(seconds, left))
+            interrupted = self.lower_for(min(seconds, left))
             smallest = min(plan.peak for plan in self.known)
             if interrupted or smallest > (1 - SHARES.round_gain) * before:
                 return
             before, seconds = smallest, 2 * seconds
 
-    def _lower_for(self, seconds: float) -> bool:
-        """Search for the smallest peak for up to ``seconds``, and add the plan found to the known ones. Return whether
-        Ctrl-C ended the search."""
-        effort, report = SearchBudget(seconds), partial(_looking, self.progress)
+    def lower_for(
+        self, seconds: float, enough: int = 0, ended: Callable[[], bool] = lambda: False
+    ) -> BaseException | None:
+        """Search for the smallest peak, and add the plan found to the known ones. Return the exception by which Ctrl-C
+        or the progress callback ended the search, or None.
+
+        Args:
+            seconds: the time limit.
+            enough: bytes; the search also ends when a peak is this small.
+            ended: the search also ends when this returns True.
+        """
+        effort, report = SearchBudget(seconds, ended=ended), partial(_looking, self.progress)
         order, seed = self.options.keep_order, self.options.seed
-        found = find_smallest_peak(self.problem, effort, self.known, report, keep_order=order, seed=seed)
+        found = find_smallest_peak(
+            self.problem, effort, self.known, report, enough=enough, keep_order=order, seed=seed
+        )
         self.take((found,))
         return effort.interrupted
 

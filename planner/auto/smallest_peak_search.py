@@ -68,6 +68,7 @@ def find_smallest_peak(
     starts: Sequence[Plan] = (),
     progress: Progress = silent,
     *,
+    enough: int = 0,
     keep_order: bool = False,
     seed: int = 0,
 ) -> Plan:
@@ -83,6 +84,9 @@ def find_smallest_peak(
         effort: the time or number of moves that the search may spend. It ends earlier if nothing more is gained.
         starts: known plans of the problem.
         progress: called with the fraction done (0 to 1) and a short text.
+        enough: bytes; the search ends with the first plan found whose peak is this small. Until then it makes the same
+            choices as without this limit. So if a search finds a peak, the same search with this peak as ``enough``
+            finds a plan within it (exactly so if moves are counted, and nearly so if seconds are).
         keep_order: whether the first runs of all ops keep the problem's order.
         seed: the seed of the random choices.
 
@@ -104,7 +108,8 @@ def find_smallest_peak(
         until = effort.spent() + share * (effort.total - effort.spent())
         if effort.interrupted:
             return min(carried, key=by_peak)
-        lowering = _Lowering(problem, effort, until, min_peak_bound(problem).bytes, seed, keep_order)
+        aim = min_peak_bound(problem).bytes
+        lowering = _Lowering(problem, effort, until, aim, enough, seed, keep_order)
         return lowering.run([*known, *carried], partial(_report, progress))
 
     begun = any(p.estimate.peak <= lean for p in starts)
@@ -121,15 +126,17 @@ class _Lowering:
     """The search for the smallest peak of one problem, by eviction and annealing.
 
     ``effort``: the time or number of moves, of which other searches may spend some. ``until``: this search ends when so
-    much of ``effort`` is spent: seconds or moves. ``aim``: bytes; the search ends when a peak is this small. ``seed``:
-    the seed of the random choices. ``keep_order``: whether the first runs of all ops keep the problem's order.
-    ``least``: the plan with the smallest peak so far.
+    much of ``effort`` is spent: seconds or moves. ``aim``: bytes that no peak is below; the search aims there.
+    ``enough``: bytes; the search ends when a peak is this small. ``seed``: the seed of the random choices.
+    ``keep_order``: whether the first runs of all ops keep the problem's order. ``least``: the plan with the smallest
+    peak so far.
     """
 
     graph: TrainingGraph
     effort: SearchBudget
     until: float
     aim: int
+    enough: int
     seed: int
     keep_order: bool
 
@@ -142,13 +149,19 @@ class _Lowering:
         self.least = min((*known, base), key=by_peak)
         try:
             self._evict()
-            self._descend([runs_of(p.schedule) for p in known], report)
+            if not self._ended:
+                self._descend([runs_of(p.schedule) for p in known], report)
             self._leap(report)
-        except INTERRUPTS:
+        except INTERRUPTS as interrupt:
             if self.least is base:
                 raise
-            self.effort.interrupted = True
+            self.effort.interrupted = interrupt
         return self.least
+
+    @property
+    def _ended(self) -> bool:
+        """Whether the smallest peak so far is small enough, or cannot be lower."""
+        return self.least.estimate.peak <= max(self.aim, self.enough)
 
     def _evict(self) -> None:
         spent = self.effort.spent()
@@ -159,6 +172,7 @@ class _Lowering:
             self.aim,
             lambda: self.effort.spent() < end,
             first=EVICTION.next_pass,
+            enough=self.enough,
             seed=self.seed,
             most_runs=self.effort.moves or math.inf,
         )
@@ -172,33 +186,30 @@ class _Lowering:
         least = runs_of(self.least.schedule)
         searches = [self._search(self.aim, k, report) for k in range(self._width)]
         rest = [runs for runs in starts if runs != least]
-        self._in_threads(
-            [
-                partial(_lower, search, [least, *rest] if k == 0 else rest)
-                for k, search in enumerate(searches)
-            ],
-            PEAK_SEARCH.descents,
-        )
+        lower = [
+            partial(_lower, search, [least, *rest] if k == 0 else rest, self.enough)
+            for k, search in enumerate(searches)
+        ]
+        self._in_threads(searches, lower, PEAK_SEARCH.descents)
         self._take(searches)
 
     def _leap(self, report: Report) -> None:
         """Search for plans within budgets that are clearly below the smallest peak so far. Repeat this until no such
         plan is found or the effort is spent."""
         gained = True
-        while gained and self.effort.spent() < self.until:
+        while gained and not self._ended and self.effort.spent() < self.until:
             peak, gained = self.least.estimate.peak, False
             targets = [max(self.aim, peak - max(1, int(share * peak))) for share in PEAK_SEARCH.leaps]
             width = (
                 self._width if self.graph.has_phases else 1
             )  # without phases a search has two threads itself
             for k in range(0, len(targets), width):
-                if peak <= self.aim:
+                if self._ended:
                     return
                 searches = [self._search(target, k, report) for target in targets[k : k + width]]
                 start = [runs_of(self.least.schedule)]
-                self._in_threads(
-                    [partial(_fit, search, start) for search in searches], width / (len(targets) - k)
-                )
+                fit = [partial(_fit, search, start, self.enough) for search in searches]
+                self._in_threads(searches, fit, width / (len(targets) - k))
                 self._take(searches)
                 gained = gained or self.least.estimate.peak < peak
 
@@ -215,15 +226,31 @@ class _Lowering:
         found = [search.smallest for search in searches if search.smallest is not None]
         self.least = min((self.least, *found), key=by_peak)
 
-    def _in_threads(self, searches: Sequence[Callable[[SearchBudget], object]], share: float) -> None:
-        """Run ``searches`` in parallel, one in this thread and each other in a thread of its own. Each may spend
-        ``share`` (0 to 1) of the seconds or moves that are left, and is called with this effort."""
+    def _in_threads(
+        self, searches: Sequence[Search], methods: Sequence[Callable[[SearchBudget], object]], share: float
+    ) -> None:
+        """Run ``searches`` in parallel, one in this thread and each other in a thread of its own. If one of them finds
+        a peak that is small enough, the others end soon.
+
+        Args:
+            searches: the searches.
+            methods: for each search, the function that runs it. It is called with the effort that it may spend.
+            share: the share (0 to 1) of the seconds or moves that are left, which each search may spend.
+        """
         left = share * max(0.0, self.until - self.effort.spent())
-        parts = [SearchBudget(left, max(1, int(left)) if self.effort.moves else 0) for _ in searches]
+        moves, ended = max(1, int(left)) if self.effort.moves else 0, self.effort.ended
+        parts = [SearchBudget(left, moves, ended=ended) for _ in searches]
+
+        def run(k: int) -> None:
+            methods[k](parts[k])
+            if _peak_of(searches[k]) <= self.enough:
+                for part in parts:
+                    part.stop()
+
         with ThreadPoolExecutor(len(searches)) as pool:
-            work = [pool.submit(search, part) for search, part in zip(searches[1:], parts[1:], strict=True)]
+            work = [pool.submit(run, k) for k in range(1, len(searches))]
             try:
-                searches[0](parts[0])
+                run(0)
                 for other in work:
                     other.result()
             finally:
@@ -232,23 +259,30 @@ class _Lowering:
                     part.stop()
 
 
-def _lower(search: Search, starts: Sequence[Sequence[str]], effort: SearchBudget) -> None:
-    """Lower the smallest peak of ``search`` by descents, until several in a row gain nothing, the budget is met, or the
-    effort is spent. ``starts``: sequences of runs (names of ops) to start from."""
+def _peak_of(search: Search) -> float:
+    """Return the smallest peak that ``search`` has found, in bytes. It is infinite before the first plan."""
+    return math.inf if search.smallest is None else search.smallest.estimate.peak
+
+
+def _lower(search: Search, starts: Sequence[Sequence[str]], enough: int, effort: SearchBudget) -> None:
+    """Lower the smallest peak of ``search`` by descents, until several in a row gain nothing, the budget is met, a peak
+    is at most ``enough`` (bytes), or the effort is spent. ``starts``: sequences of runs (names of ops) to start
+    from."""
     search.prepare(starts)
     stalls = 0
     while (
         stalls < PEAK_SEARCH.stalls
-        and search.least.estimate.peak > search.budget
+        and search.least.estimate.peak > max(search.budget, enough)
         and effort.spent() < effort.total
     ):
         before = search.least.estimate.peak
-        search.descend(effort, effort.total)
+        search.descend(effort, effort.total, enough=enough)
         stalls = stalls + 1 if search.least.estimate.peak == before else 0
 
 
-def _fit(search: Search, starts: Sequence[Sequence[str]], effort: SearchBudget) -> None:
+def _fit(search: Search, starts: Sequence[Sequence[str]], enough: int, effort: SearchBudget) -> None:
     """Search for any plan within the budget of ``search``, however large its overhead is; the search ends with the
-    first one. ``starts``: sequences of runs (names of ops) to start from."""
-    search.enough = math.isfinite
+    first one, or when a peak is at most ``enough`` (bytes). ``starts``: sequences of runs (names of ops) to start
+    from."""
+    search.enough = lambda overhead: math.isfinite(overhead) or _peak_of(search) <= enough
     search.run(starts, effort)

@@ -27,8 +27,8 @@ class TimeShares:
     plain: float = 0.4
     """If the problem has inverses: the share of the time left that is for annealing the problem without them."""
     smallest_peak: float = 0.5
-    """The share for lowering the peak, if the budget is ``min`` or ``least``, or if no plan fits a budget that is
-    proven to be too small. For ``min`` and ``least``, the rest lowers the overhead."""
+    """The largest share for lowering the peak, if the budget is ``min`` or ``least``, or if no plan fits the budget
+    yet. For ``min`` and ``least``, the rest lowers the overhead."""
     refused_blocks: float = 4.0
     """Seconds for block plans, once a budget is proven to be too small. For DenseNet-121 they take about two."""
     round_seconds: float = 2.0

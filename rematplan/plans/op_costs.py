@@ -28,6 +28,8 @@ def check_costs(costs: str) -> None:
     Raises:
         UsageError: ``costs`` is none of these. The message lists the kinds, or says what is wrong with the file.
     """
+    if not isinstance(costs, (str, Path)):
+        raise UsageError(f"costs is {costs!r}; known: {', '.join(COSTS)}, and profile files (NAME.json)")
     if costs not in COSTS:
         _profile(costs)
 

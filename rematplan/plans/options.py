@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from numbers import Real
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -37,8 +39,8 @@ class PlanOptions:
     """The arguments of `plan_module` that determine the plan, with the same names and meanings.
 
     Raises:
-        UsageError: no budget; a malformed budget or loss memory; an unknown strategy, option, kind of costs, overlap or
-            ``on_infeasible``; or options that exclude each other.
+        UsageError: no budget; a malformed budget, loss memory or time limit; an unknown strategy, option, kind of
+            costs, overlap or ``on_infeasible``; or options that exclude each other.
     """
 
     budget: str | int | None
@@ -68,6 +70,14 @@ class PlanOptions:
             raise UsageError("there is no budget: state one, such as budget='8GiB', or a saved plan")
         if self.budget is not None:
             parse_budget(str(self.budget))
+        if not isinstance(self.options, Mapping):
+            raise UsageError(
+                f"options is {self.options!r}; it must be a dict of options of the strategy, by name"
+            )
+        if not isinstance(self.time_limit, Real) or not 0 < self.time_limit < math.inf:
+            raise UsageError(
+                f"time_limit is {self.time_limit!r}; it must be a finite number of seconds above 0"
+            )
         if self.in_flight < 1 or (self.deferred or 0) < 0:
             raise UsageError(
                 f"in_flight is {self.in_flight} and deferred is {self.deferred}: in_flight must be 1 or more, and "

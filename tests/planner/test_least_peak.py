@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import math
 import random
+from collections.abc import Callable
 from dataclasses import replace
 
 import problems
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from rematplan.ir import InfeasibleBudget, Op, Tensor, TrainingGraph
 from rematplan.planner.annealing.search_budget import SearchBudget
-from rematplan.planner.auto import min_budget_plan
+from rematplan.planner.auto import min_budget_plan, refusal_plans
 from rematplan.planner.auto.auto_strategy import Auto
 from rematplan.planner.auto.block_starts import leanest_plans
 from rematplan.planner.auto.eviction import EVICTION, lower_by_eviction, plan_by_eviction
@@ -21,6 +24,7 @@ from rematplan.planner.auto.smallest_peak_search import find_smallest_peak
 from rematplan.planner.bounds.cut_bounds import min_peak_bound
 from rematplan.planner.core.plan import plan_from_runs
 from rematplan.planner.core.schedule import runs_of
+from rematplan.planner.core.strategy import Enough
 from rematplan.planner.ilp.exhaustive import exhaustive
 from rematplan.planner.strategies.nested_dp import NestedDP
 from rematplan.planner.strategies.store_all import no_recompute
@@ -152,6 +156,72 @@ def test_a_refusal_names_what_min_finds():
         with pytest.raises(InfeasibleBudget) as caught:
             auto.plan(graph, budget)
         assert caught.value.smallest <= least
+
+
+def several() -> list[TrainingGraph]:
+    shapes = [problems.residual((2, 2)), problems.unet(3), problems.chain(12), problems.towers(6, 3)]
+    return [dense(6), *shapes]
+
+
+def check_what_is_found_is_enough(graph: TrainingGraph, moves: int) -> None:
+    least = find_smallest_peak(graph, SearchBudget(1.0, moves)).estimate.peak
+    assert find_smallest_peak(graph, SearchBudget(1.0, moves), enough=least).estimate.peak == least
+    assert find_smallest_peak(graph, SearchBudget(1.0, moves), enough=least - 1).estimate.peak == least
+    effort = SearchBudget(1.0, moves)
+    loose = (least + no_recompute(graph).estimate.peak) // 2
+    assert find_smallest_peak(graph, effort, enough=loose).estimate.peak <= loose
+    assert effort.done < moves
+
+
+@pytest.mark.parametrize("graph", several(), ids=lambda graph: graph.name)
+def test_a_search_for_a_peak_that_a_search_found_finds_it(graph: TrainingGraph) -> None:
+    check_what_is_found_is_enough(graph, 20_000)
+
+
+@settings(max_examples=15, deadline=None, derandomize=True)
+@given(st.integers(0, 10**6), st.integers(2, 12))
+def test_a_search_in_random_networks_finds_the_peak_again(seed: int, layers: int) -> None:
+    check_what_is_found_is_enough(problems.random_training(random.Random(seed), layers), 3_000)
+
+
+def smallest_found(auto: Auto, graph: TrainingGraph, budget: int) -> int:
+    """The peak of the plan within the budget, or the peak that the refusal names."""
+    try:
+        return auto.plan(graph, budget).estimate.peak
+    except InfeasibleBudget as refused:
+        return refused.smallest
+
+
+@pytest.mark.parametrize("graph", several(), ids=lambda graph: graph.name)
+def test_the_bytes_that_min_found_get_a_plan(graph: TrainingGraph, monkeypatch: pytest.MonkeyPatch) -> None:
+    def counted(_seconds: float, **ended: Callable[[], bool]) -> SearchBudget:
+        return SearchBudget(1.0, 40_000, **ended)
+
+    least = cheapest_near_smallest_peak(graph, moves=40_000).estimate.peak
+    monkeypatch.setattr(refusal_plans, "SearchBudget", counted)
+    auto = Auto(time_limit=1.0, reuse=False)
+    assert auto.plan(graph, least).estimate.peak <= least
+    assert smallest_found(auto, graph, least * 99 // 100) <= least
+
+
+def test_a_search_that_is_no_longer_needed_ends() -> None:
+    graph = dense(16)
+    effort = SearchBudget(1000.0, ended=lambda: True)
+    plan = find_smallest_peak(graph, effort)
+    assert effort.done == 0
+    assert plan.estimate.peak < no_recompute(graph).estimate.peak
+
+
+@pytest.mark.parametrize("interrupt", [KeyboardInterrupt, Enough])
+def test_an_interrupt_before_any_plan_fits_is_raised_again(interrupt: type[BaseException]) -> None:
+    graph = problems.residual((3, 4, 6, 3))
+
+    def progress(_fraction: float, text: str) -> None:
+        if text == "nothing fits; lowering the peak":
+            raise interrupt
+
+    with pytest.raises(interrupt):
+        Auto(time_limit=10.0, reuse=False).plan(graph, min_peak_bound(graph).bytes, progress)
 
 
 def test_an_interrupt_between_the_searches_keeps_the_best_plan(monkeypatch: pytest.MonkeyPatch) -> None:

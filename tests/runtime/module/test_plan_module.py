@@ -1,6 +1,7 @@
 """Laws of the drop-in: what a loop sees of a planned module is what it sees of the model, bit by bit."""
 
 import copy
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -244,6 +245,24 @@ def test_a_plan_for_another_shape_begins_with_the_first(monkeypatch: pytest.Monk
     assert [limit for limit, _ in met] == [1.0, 0.25, 1.0]
     assert met[0][1] == []
     assert True in met[1][1]
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"options": 5},
+        {"costs": None},
+        {"time_limit": math.nan},
+        {"time_limit": 0},
+        {"time_limit": -1.0},
+        {"time_limit": math.inf},
+        {"time_limit": "30"},
+        {"time_limit": math.nan, "deterministic": True},
+    ],
+)
+def test_an_argument_of_a_wrong_kind_is_named_in_one_line(wrong: dict[str, Any]) -> None:
+    with pytest.raises(UsageError, match=f"^{next(iter(wrong))} is [^\\n]*$"):
+        planned_and_plain(**wrong)
 
 
 def test_what_cannot_be_is_said() -> None:
