@@ -76,7 +76,8 @@ class BlockChain:
     @cached_property
     def kept(self) -> Ints:
         """The bytes that a range of blocks writes for later blocks: ``kept[i, s]`` are the bytes that blocks i .. s - 1
-        write and that block s or a later one, or its stage, reads. The shape is (n + 1, n + 1) for n blocks."""
+        write and that are read by block s, by a block after s, or by the stage of one of these blocks. For n
+        blocks, the shape is (n + 1, n + 1)."""
         n = len(self)
         change = np.zeros((n + 1, n + 2), dtype=np.int64)
         p, r, size = self.crossing.T
@@ -311,9 +312,10 @@ def _stage_peaks(
 ) -> tuple[Ints, Ints, Ints]:
     """Simulate the stages of the backward half, and return three arrays of bytes.
 
-    They are fields of `BlockChain`: ``stage``, the peak in each stage; ``entering``, the gradients that are resident
-    before the stage below; ``left``, the outputs that each stage writes. ``own``: for each block, the tensors that its
-    stage needs of it. ``workspace``: bytes, by op.
+    They are fields of `BlockChain`: ``stage[k]``, the peak during stage k; ``entering[k]``, the gradients that are
+    still resident after stage k, before stage k - 1 runs; ``left[k]``, the outputs that stage k alone writes. Stages
+    run from the last block to the first. ``stages[k]``: the ops of stage k. ``own[k]``: the results of block k that are
+    last read by stage k or by a stage that runs after it. ``workspace``: bytes, by op.
     """
     n = len(stages)
     order = [o for ops in reversed(stages) for o in ops]

@@ -112,8 +112,9 @@ class LowerSetDP:
         return self.family.copies * int(self.family.bytes[-1]) + int(self.family.transient.max())
 
     def solve(self, budget: int) -> Table:
-        """Run the dynamic program for one budget, and return its table: for each lower set L and number t of ticks, the
-        least bytes that a chain of lower sets keeps for the backward if it ends in L and recomputes for t ticks.
+        """Run the dynamic program for one budget, and return its table: for each lower set L and number t of ticks
+        (units of recomputation time), the least bytes that a chain of lower sets keeps for the backward if it ends in L
+        and recomputes for t ticks.
 
         ``budget``: bytes that the chains must not exceed, by the peak formula of Kusumoto et al. 2019.
         """
@@ -125,8 +126,8 @@ class Table:
     """The result of the dynamic program of Kusumoto et al. 2019 for one budget.
 
     ``opt[i, t]``: the least bytes kept for the backward by a chain of lower sets that ends in the i-th set of the
-    family and recomputes for t ticks; `NEVER` if there is no such chain. Only chains count whose peak is at most
-    ``budget`` (bytes) by the formula of the paper. ``dp``: the family of lower sets.
+    family and recomputes for t ticks (units of recomputation time); `NEVER` if there is no such chain. Only chains
+    count whose peak is at most ``budget`` (bytes) by the formula of the paper. ``dp``: the family of lower sets.
     """
 
     dp: LowerSetDP
@@ -134,8 +135,8 @@ class Table:
     opt: Ints
 
     def times(self) -> list[int]:
-        """Return all recomputation times, in ticks, for which a chain of lower sets within the budget exists that
-        covers all nodes. They are ascending; there are none if the budget is too small."""
+        """Return all recomputation times, in ticks of ``dp.unit`` each, for which a chain of lower sets within the
+        budget exists that covers all nodes. They are ascending; there are none if the budget is too small."""
         return [int(t) for t in np.flatnonzero(self.opt[-1] < NEVER)]
 
     def chain(self, time: int) -> tuple[int, ...]:
@@ -277,9 +278,11 @@ def _need(family: Family, i: int, j: int) -> int:
 @kernel
 def _step(family: Family, unit: int, i: int, j: int, last_free: bool) -> tuple[int, int]:
     """Return two numbers for a chain that goes from the lower set L_i to L_j: the bytes of the new boundary nodes,
-    which are kept for the backward, and the ticks for which the other nodes of L_j ∖ L_i are recomputed.
+    which are kept for the backward, and the time for which the other nodes of L_j ∖ L_i are recomputed, in ticks,
+    rounded up.
 
-    ``unit``: the cost of a tick. ``last_free``: whether the last block is recomputed for 0 ticks.
+    ``unit``: the cost of a tick. ``last_free``: whether the time is 0 if L_j is the set of all nodes, so that the block
+    is the last.
     """
     more, work = np.int64(0), family.time[j] - family.time[i]
     for e in range(family.edge_start[j], family.edge_start[j + 1]):
@@ -320,8 +323,10 @@ def _asked(family: Family, budget: int) -> tuple[int, int]:
 
 @kernel
 def _fill(family: Family, unit: int, budget: int, width: int, charge_last: bool) -> Ints:
-    """Return the table of the dynamic program: for each lower set and number of ticks, the least bytes that a chain
-    within the budget keeps for the backward. All pairs of sets L_i ⊂ L_j are visited, by increasing j, then i.
+    """Return the table of the dynamic program. Entry [i, t] is the least bytes that a chain of lower sets within the
+    budget keeps for the backward if it ends in the i-th set of the family and recomputes for t ticks (units of
+    recomputation time); `NEVER` if there is no such chain. All pairs of sets L_i ⊂ L_j are visited, by increasing j,
+    then i.
 
     Args:
         family: the lower sets.
@@ -357,8 +362,9 @@ def _fill(family: Family, unit: int, budget: int, width: int, charge_last: bool)
 
 @kernel
 def _trace(family: Family, unit: int, budget: int, opt: Ints, t: int, charge_last: bool) -> Ints:
-    """Return the chain of lower sets to which the last entry of the table at ``t`` ticks belongs. The result has
-    indices into the family, from the set of all nodes downwards, without ∅.
+    """Return the chain of lower sets to which the entry ``opt[-1, t]`` of the table belongs: it ends in the set of all
+    nodes and recomputes for ``t`` ticks (units of recomputation time). The result has indices into the family, from the
+    set of all nodes downwards, without ∅.
 
     At each step, the first predecessor is taken that explains the entry; any that does is correct.
     """

@@ -67,12 +67,11 @@ def _writes(traffic: CSRGraph, op: int) -> Ints:
 
 @kernel
 def _stages(traffic: CSRGraph, block: Ints, kept: Flags) -> Ints:
-    """Return the stage of each backward op. Backward ops run by falling stage, and so together with the others of a
-    block.
+    """Return the stage of each backward op. Backward ops run by falling stage.
 
-    The stage is the smallest of these: the blocks of the tensors that the op reads and that are not kept, and the
-    stages of the backward ops that it depends on. If there are none, it is the stage of the first op that depends on
-    it.
+    The stage is the smallest of these numbers: the blocks that write the forward tensors which the op reads, without
+    tensors that are kept or are outputs; and the stages of the backward ops that it depends on. If there are none, it
+    is the largest stage of the ops that depend on it, which is the first of those stages to run.
     """
     forward, producer = traffic.forward, traffic.producer
     free = len(forward)  # the stage of an op that waits for no block

@@ -67,9 +67,9 @@ class Bound:
 class CutBounds:
     """Proven lower bounds of the overhead at one budget. ``best`` is the best of them so far.
 
-    Each bound is proven by a set of *cuts*. A cut at an op is the constraint that the bytes resident at the op's
-    first execution fit the budget. The best bound for each budget is cached as long as the problem exists. It also
-    holds for smaller budgets. `stop` may be called from another thread.
+    Each bound is proven by a set of *cuts*. A cut at an op is the constraint that the bytes resident at the op's first
+    execution fit the budget. The best bound for each budget is cached as long as the problem exists. A bound for one
+    budget also holds for smaller budgets. `stop` may be called from another thread.
 
     ``rounded``: the order of execution (names of ops and inverses, repeats included) that the solution of the last
     integer program describes; empty if it has none. ``nearest``: the same for the last integer program that was
@@ -139,7 +139,8 @@ class CutBounds:
         return self._stopped
 
     def _floor(self) -> float:
-        """Return the overhead of running only the ops that every schedule must run, each once. It is at most 0."""
+        """Return the overhead of running only the ops that every schedule must run, each once. It is 0 if these are all
+        ops of the problem that have a cost, else negative."""
         needed = (op.cost for i, op in enumerate(self.graph.ops) if self.order.needed >> i & 1)
         return math.fsum(needed) / self.graph.base_cost - 1 if self.graph.base_cost else 0.0
 

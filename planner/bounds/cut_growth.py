@@ -5,11 +5,11 @@ is the one that alone proves most. Then the integer program of the cuts so far i
 converted to an order of execution. A further cut can raise the bound only at an op where this order exceeds the
 budget.
 
-Among such ops, the one with which the linear relaxation proves most is tried, if it proves clearly more than the
-others. Otherwise the first op is tried that `cut_candidates` chose from the network's shape or, after a failure, the
-op where the excess is most prominent. A cut stays if it raises the bound of the integer program. If several cuts in a
-row do not, the first of them stays anyway, because often only two cuts together raise the bound. docs/lower-bound.md
-has figures.
+A few such ops are ranked. At the top is an op that `cut_candidates` chose from the network's shape or, after a cut that
+did not raise the bound, the op where the excess is most prominent. The op at the top is tried, unless the linear
+relaxation proves clearly more with another of the few. A cut stays if it raises the bound of the integer program. If
+several cuts in a row do not raise it, the first of these cuts whose program was solved to the end is added anyway,
+because often only two cuts together raise the bound. docs/lower-bound.md has figures.
 
 A cut inside one of several parallel branches excludes cuts inside the other branches, because one cut must precede
 the other. Therefore, if time remains, a second set of cuts is grown from the same first cut, only with ops of the
@@ -42,7 +42,8 @@ GAIN = 1e-5
 """The least increase of the proven overhead for which a cut is added."""
 
 SIBLINGS = 3
-"""After so many cuts in a row that did not raise the bound, the first of them is added anyway."""
+"""After so many cuts in a row that did not raise the bound, the first of these cuts whose integer program was solved to
+the end is added anyway."""
 
 CLEARLY = 0.005
 """Another op is preferred to the likeliest one only if its linear relaxation proves more by this share. Small
@@ -67,8 +68,9 @@ class Growth:
         }
 
     def run(self) -> None:
-        """Bound a few cuts alone. Then add cuts to the best of them until time is up, ``enough`` returns True, or
-        there is nothing left to try.
+        """Compute the bounds that a few cuts prove alone. Then add further cuts to the one with the highest bound,
+        until time is up, ``enough`` returns True, or there is nothing left to try. The bounds are recorded in
+        ``search``.
 
         No cuts are added if no op has a cost, or if the problem is very large (``search.vast``) and has no inverses.
         """
@@ -88,13 +90,14 @@ class Growth:
                     self.solve(cuts)
 
     def grow(self, cuts: Cuts, among: Collection[int]) -> list[Cuts]:
-        """Add cuts at ops of ``among`` to the set ``cuts``, as long as the bound rises. Return the sets of cuts whose
-        integer programs were not solved to the end.
+        """Add cuts at ops of ``among`` to the set ``cuts`` one by one, as long as this raises the proven lower bound of
+        the overhead. The bounds are recorded in ``search``; the enlarged set itself is not returned. Return the sets of
+        cuts whose integer programs were not solved to the end.
 
-        If the program of the present set was not solved to the end, it gets more time before another cut is tried,
-        except where the relaxation with that cut already proves more. If `SIBLINGS` cuts in a row do not raise the
-        bound, the first of them whose program was solved stays anyway, because often only two cuts together raise the
-        bound.
+        If the program of the set so far was not solved to the end, it gets more time before a further cut is tried. The
+        exception is a further cut with which the linear relaxation already proves more than the program of the set so
+        far. If `SIBLINGS` cuts in a row do not raise the bound, or no op is left to try, the first of these cuts whose
+        program was solved to the end is added anyway, because often only two cuts together raise the bound.
 
         ``cuts``, ``among``: positions of ops in ``graph.ops``.
         """
@@ -155,9 +158,9 @@ class Growth:
         the budget.
 
         They are the `FEW` ops where the excess is most prominent, and one op of ``search.places``, which were chosen
-        from the network's shape: the first that is left. That op comes first if ``failed`` is 0, else last. If no op
-        is prominent and none of ``search.places`` is left, the result is the op with the most resident bytes. The
-        result is empty if no untried op exceeds the budget.
+        from the network's shape: the first of these that exceeds the budget and is not in ``tried``. That op comes
+        first if ``failed`` is 0, else last. If there is none of either kind, the result is the untried op with the most
+        resident bytes. The result is empty if no untried op exceeds the budget.
 
         Args:
             resident: the bytes resident at the first execution of each op at which a cut is possible.
@@ -176,7 +179,7 @@ class Growth:
         """Return the op of ``likely`` that is to be added to ``cuts``.
 
         It is the op with which the linear relaxation proves the highest overhead, if that is clearly more (`CLEARLY`)
-        than with the first op of ``likely``; else it is that first op.
+        than with the first op of ``likely``, and more than with ``cuts`` alone. Else it is the first op of ``likely``.
         """
         value = self.relaxed(cuts)
         lifted = {cut: self.relaxed(self.wider(cuts, cut)) for cut in likely if not self.over()}
@@ -226,7 +229,7 @@ class Growth:
 
     @property
     def spent(self) -> float:
-        """The seconds since the growth was created."""
+        """The seconds since this object was created."""
         return time.monotonic() - self.began
 
     @property

@@ -117,9 +117,9 @@ def prominence(height: Sequence[int], second: Sequence[int]) -> list[int]:
     """Return the prominence of each entry of ``height``, as for mountains: how far one must at least descend from it
     to reach a higher entry. For the highest entry, it is its height.
 
-    Heights are rounded down to steps of about 1/`LEVELS` of the largest, and the result counts these steps.
-    ``second``: of two entries of equal height, the one with the larger value here counts as higher, then the earlier
-    one.
+    Heights are rounded down to steps of about 1/`LEVELS` of the largest, and the result counts these steps. ``second``:
+    decides which of two entries of equal height counts as higher: the one with the larger value in ``second``, or the
+    earlier entry if these values are equal, too.
     """
     unit = 1 + max(height) // LEVELS
     height = [h // unit for h in height]

@@ -6,8 +6,8 @@ op's input from its output, and the op computes the output from the input. So a 
 cuts although neither tensor is there to start from. Rows of the program exclude this for a set of tensors: one of
 them must be resident at the first of the two cuts, or be written by an op or inverse that reads none of them.
 
-Source: loop formulas of logic programs (Lin, Zhao 2004). The pairs are excluded from the start, larger sets after a
-solution contains them.
+Source: loop formulas of logic programs (Lin, Zhao 2004). Sets of two tensors are excluded from the start, larger sets
+after a solution contains them.
 """
 
 from __future__ import annotations

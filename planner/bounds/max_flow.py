@@ -46,9 +46,9 @@ class Minimum:
     """A minimum cut of the flow network of one cut op, at a price λ for each byte that is resident just before the
     cut op's first execution.
 
-    ``floor``: a lower bound, for all schedules, of the cost plus λ times these bytes, proven if the network has no
-    slope. ``cost``, ``resident``: the cost (in the unit of `Op.cost`) and these bytes for the schedules that the
-    minimum cut describes. The inputs and what the cut op reads are not counted.
+    ``floor``: a lower bound, for all schedules, of the cost plus λ times these bytes, proven only if the network's
+    ``slope`` is 0 (see `CutNetwork`). ``cost``, ``resident``: the cost (in the unit of `Op.cost`) and these bytes for
+    the schedules that the minimum cut describes. The inputs and what the cut op reads are not counted.
     """
 
     floor: float
@@ -104,9 +104,9 @@ class CutNetwork:
     must run has a node, on the source's side if it runs after the cut op. Each tensor that may be resident at the cut
     op has a node.
 
-    ``slope``: the costs of ops rise linearly from the first op to the last, by this share. Without a slope, equal
-    blocks would all be recomputed from the same price on. With a slope, they are recomputed one after another as the
-    price rises. It must be 0 for a proven bound.
+    ``slope``: the cost of each op is multiplied by a factor that rises linearly, from 1 for the first op of the problem
+    to about 1 + ``slope`` for the last. Without a slope, equal blocks would all be recomputed from the same price on.
+    With a slope, they are recomputed one after another as the price rises. It must be 0 for a proven bound.
     """
 
     def __init__(self, graph: TrainingGraph, order: Precedence, cut: int, slope: float = 0.0) -> None:

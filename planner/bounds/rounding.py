@@ -58,8 +58,9 @@ class _Writer:
         self.runs: list[int] = []
 
     def write(self, left: set[int], order: Iterable[int]) -> None:
-        """Run each op or inverse of ``left`` once, in ``order``. Those of ``left`` that one of them reads from run
-        before it; so does the op that writes a tensor which was never written.
+        """Append each op or inverse of ``left`` to ``runs`` once, in ``order``. But before an op or inverse v come
+        those of ``left`` whose results v reads. If v reads a tensor that nothing has written so far, the op that writes
+        this tensor comes before v even if it is not in ``left``.
 
         ``left``, ``order``: positions in ``recipes`` (the ops, then the inverses). ``left`` is emptied.
         """
@@ -75,7 +76,8 @@ class _Writer:
 
     def ran_early(self, v: int) -> bool:
         """Return whether the op or inverse ``v`` has already run before the interval in which the solution of the
-        integer program runs it. Its mark in ``early`` is removed, so that it runs when it is asked for again."""
+        integer program runs it. If so, ``v`` is removed from ``early``, so that the next interval that contains ``v``
+        runs it."""
         was = v in self.early
         self.early.discard(v)
         return was

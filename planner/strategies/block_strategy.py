@@ -124,7 +124,7 @@ class CandidateStrategy(FamilyStrategy):
         """Yield the candidates for each of ``views``: the same problem with different divisions of its ops into forward
         and backward.
 
-        A later view that has too many lower sets is skipped.
+        A view after the first that has too many lower sets is skipped.
 
         Raises:
             LatticeTooLarge: the first view has too many lower sets.

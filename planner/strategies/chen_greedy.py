@@ -3,8 +3,8 @@ the sum exceeds a threshold b.
 
 Chen, Xu, Zhang, Guestrin, «Training deep nets with sublinear memory cost», 2016, arXiv:1604.06174, algorithm 3. With x
 the bytes kept between blocks and y those of the largest block, the paper searches b on a small grid around √(x·y). Here
-half of the thresholds cover the whole range, from one block to one block per cut point, so that there are plans for all
-budgets.
+only half of the thresholds are near √(x·y). The other half go from half the bytes of the largest node to the bytes of
+all nodes, where the only block is the whole forward, so that there are plans for small and large budgets.
 """
 
 from __future__ import annotations
@@ -26,10 +26,12 @@ class ChenGreedy(BlockStrategy):
     """Divide the forward into blocks greedily: end a block at the first cut point at which its bytes exceed a threshold
     (Chen et al. 2016, algorithm 3). Many thresholds are tried, in O(grid · nodes) time.
 
-    A cut point is a node whose results are the only ones that the nodes before it pass to the nodes after it.
+    A cut point is a node v through which all data passes: the nodes that must run after v read only v and each other.
 
-    Options: ``grid``: the number of thresholds. Half of them cover the whole range. The other half are near √(x·y), for
-    x bytes kept between blocks and y bytes of the largest block.
+    Options: ``grid``: the number of thresholds. Half of them form a geometric progression from half the bytes of the
+    largest node to the bytes of all nodes. The other half are near √(x·y), for x bytes kept between blocks and y bytes
+    of the largest block. x and y are those of the division with the smallest x + y that the first half of the
+    thresholds gives.
     """
 
     name: ClassVar[str] = "chen_greedy"

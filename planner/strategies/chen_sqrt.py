@@ -2,7 +2,7 @@
 
 Chen, Xu, Zhang, Guestrin, «Training deep nets with sublinear memory cost», 2016, arXiv:1604.06174, section 4. A chain
 of n layers in √n blocks needs O(√n) memory and one additional forward pass. In a general graph, a block can end only at
-a cut point: a node whose results are the only ones that the nodes before it pass to the nodes after it.
+a cut point: a node v through which all data passes. The nodes that must run after v read only v and each other.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ class ChenSqrt(BlockStrategy):
     """Divide the forward into k blocks of about equal bytes, for several k from 2 to about 2√n, with n nodes (Chen et
     al. 2016, section 4).
 
-    A block ends at a cut point: a node whose results are the only ones that the nodes before it pass to the nodes after
-    it. Block i of k ends at the first cut point up to which the nodes have i/k of all bytes. All small k and a
+    A block ends at a cut point: a node v through which all data passes. The nodes that must run after v read only v and
+    each other. Block i of k ends at the first cut point up to which the nodes have i/k of all bytes. All small k and a
     geometric progression of large k are tried (`BLOCK_COUNTS_TRIED`). No k is above the number of cut points + 1.
     """
 

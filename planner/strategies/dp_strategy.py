@@ -109,8 +109,8 @@ class DPStrategy(BlockStrategy):
                 yield found[budget]
 
     def _chains_at(self, dp: LowerSetDP, budget: int) -> tuple[Chain, ...]:
-        """Solve the dynamic program for ``budget`` bytes, and return the chains of lower sets with the recomputation
-        times that the objective asks for (`SHARES`)."""
+        """Solve the dynamic program for ``budget`` bytes, and return the chains of lower sets whose recomputation times
+        fit the option ``objective``: little time or much (`SHARES`)."""
         table = dp.solve(budget)
         times = table.times()
         picks = dict.fromkeys(

@@ -71,7 +71,7 @@ class ILP(SearchStrategy):
         self, graph: TrainingGraph, budget: int, progress: Progress = silent, starts: Sequence[Plan] = ()
     ) -> Plan:
         """Return the plan of least overhead that is found within ``budget`` bytes of simulated peak, with a proven
-        lower bound of the overhead of any plan.
+        lower bound of the overhead of any plan within this budget.
 
         Args:
             graph: the planning problem.

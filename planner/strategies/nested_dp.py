@@ -1,6 +1,7 @@
 """The strategy `nested_dp`: divide the forward half into blocks, and run blocks several times where memory is scarce.
 
-Checkpoints are nested. A range of blocks is split at a boundary that is kept, then both parts are split again.
+Checkpoints are nested. A range of blocks is split at a boundary between two blocks; the tensors that later blocks read
+across the boundary stay resident. Then both halves are split again.
 """
 
 from __future__ import annotations
@@ -41,13 +42,17 @@ LONGEST = 20
 @dataclass(frozen=True)
 class NestedDP(CandidateStrategy):
     """Plans for little memory, in which blocks of the forward run as often as needed (Beaumont et al. 2019, here for
-    any graph). A range of blocks is split at a boundary that is kept, then both parts are split again.
+    any graph). A range of blocks is split at a boundary between two blocks; the tensors that later blocks read across
+    the boundary stay resident. Then both halves are split again.
 
     In deep networks the smallest peak of these plans is far below that of plans that run each block at most twice.
 
-    Options: ``units``: the number of memory units that a table of the dynamic program distinguishes. ``plans``: the
-    largest number of plans taken from each table. ``near``: a budget in bytes: only one table is used, that with the
-    finest units among those that cover this budget; 0: all tables are used.
+    The dynamic program is solved several times, with memory units of different sizes in bytes. Each solution is a
+    table: the least cost within each number of units.
+
+    Options: ``units``: the number of memory units in each table. ``plans``: the largest number of plans taken from each
+    table. ``near``: a budget in bytes, or 0. With a budget, plans are taken from one table only: the one with the
+    smallest units that reaches this budget and has plans. With 0, they are taken from all tables.
     """
 
     name: ClassVar[str] = "nested_dp"

@@ -32,8 +32,8 @@ class Reversible(FamilyStrategy):
     """Plans that keep no tensor that inverses (ops that compute an input from an output) can recover, if recovering it
     frees memory, as reversible networks do (Gomez et al. 2017).
 
-    One plan recovers all these tensors, the other plans only the first of them in the order of writing. If there are
-    none, the only plan executes every op once.
+    One plan recovers all these tensors, one recovers none, and each of the others recovers those that are written
+    first, up to some number. If no tensor can be recovered, the only plan executes every op once.
 
     Options: ``shares``: the number of plans that recover tensors.
     """
