@@ -117,8 +117,9 @@ class _Groups:
     """The groups of forward ops that become nodes of the `ForwardGraph`, while groups are joined with each other. A
     group is identified by one of its ops, its anchor.
 
-    By anchor: ``members``: the ops of the group. ``data``: the groups whose tensors it reads. ``preds``: these, and
-    groups that must draw random numbers before it. ``succs``: the groups that have it in ``preds``.
+    By anchor: ``members``: the ops of the group. ``data``: the groups whose tensors the group reads. ``preds``: the
+    groups in ``data``, and groups that must draw random numbers before this group. ``succs``: the groups that have this
+    group in ``preds``.
     """
 
     def __init__(self, ix: Indexed) -> None:

@@ -119,8 +119,8 @@ class Units(NamedTuple):
 
 
 def in_units(chain: BlockChain, most: float, room: int) -> Units:
-    """Convert the costs and bytes of a chain of blocks for the dynamic program. Sizes become whole numbers of units.
-    ``room`` units are ``most`` bytes, unless a unit would be less than one byte."""
+    """Convert the costs and bytes of a chain of blocks for the dynamic program. Sizes become whole numbers of units. A
+    unit is ``most`` / ``room`` bytes, but at least one byte."""
     unit = max(1.0, most / room)
 
     def rounded(figures: NDArray[Any]) -> Ints:

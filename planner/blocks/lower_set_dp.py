@@ -88,7 +88,7 @@ class LowerSetDP:
     ``masks``: the sets as bit masks of nodes, by number of nodes, from ∅ to the set of all nodes. ``family``: the same
     sets as arrays. ``unit``: the cost of one tick, an integer; recomputation is counted in ticks. ``width``: the number
     of ticks in the table, the largest recomputation that it has plus 1. ``charge_last``: whether the recomputation of
-    the last block is counted, as in the paper. A schedule does not need it.
+    the last block is counted, as in the paper. In a schedule, the last block need not be recomputed.
     """
 
     masks: tuple[int, ...]

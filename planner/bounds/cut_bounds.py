@@ -72,7 +72,7 @@ class CutBounds:
     budget also holds for smaller budgets. `stop` may be called from another thread.
 
     ``rounded``: the order of execution (names of ops and inverses, repeats included) that the solution of the last
-    integer program describes; empty if it has none. ``nearest``: the same for the last integer program that was
+    integer program describes; empty if it has none. ``nearest``: such an order for the last integer program that was
     solved to the end and proved the best bound. Both orders may exceed the budget between cuts.
     """
 

@@ -44,10 +44,10 @@ def rounded_runs(program: CutProgram, values: Sequence[float]) -> list[str]:
 class _Writer:
     """Builds an order of execution from what a solution of the integer program runs between cuts.
 
-    ``recipes``: the problem's ops, then its inverses. ``runs``: those that run, in order, as positions in
-    ``recipes``. ``early``: those that had to run although the solution runs them later or not at all. This happens
-    because the program assumes that very small tensors are always resident, and because it may compute a tensor from
-    itself by an inverse.
+    ``recipes``: the problem's ops, then its inverses. ``runs``: the ops and inverses executed so far, in order, as
+    positions in ``recipes``. ``early``: those that had to run although the solution runs them later or not at all. This
+    happens because the program assumes that very small tensors are always resident, and because it may compute a tensor
+    from itself by an inverse.
     """
 
     def __init__(self, program: CutProgram) -> None:

@@ -21,7 +21,7 @@ class ApproxDP(DPStrategy):
     """Choose the best division of the forward into blocks by dynamic programming over the pruned family of lower sets:
     each node with its ancestors (Kusumoto et al. 2019, section 4.3).
 
-    By the paper's formula of the peak, its plans are never better than those of `ExactDP`, which uses all lower sets.
+    By the paper's formulas, plans of this strategy are never better than those of `ExactDP`, which uses all lower sets.
 
     Options: ``objective``, ``ticks``, ``budgets``: as for `DPStrategy`. ``max_lower_sets``: if the family is larger,
     only about this many of its lower sets are used, chosen so that their bytes are evenly spaced.

@@ -43,8 +43,8 @@ class ExactDP(DPStrategy):
         """Yield chains of lower sets found by the dynamic program over all lower sets, then chains found over the
         smaller family that `ApproxDP` uses.
 
-        By the paper's formulas, the second ones are never better. But plans are compared by their simulated peak and
-        cost, by which some of them are.
+        By the paper's formulas, the chains of the smaller family are never better than those over all lower sets. But
+        plans are compared by their simulated peak and cost, and by these some chains of the smaller family are better.
 
         Raises:
             LatticeTooLarge: there are more than ``max_lower_sets`` lower sets.

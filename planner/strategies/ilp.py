@@ -182,9 +182,9 @@ class ILP(SearchStrategy):
 class _Best:
     """The best plan so far of one search by `ilp`.
 
-    ``bound``: a proven lower bound of the overhead of any plan. ``goal``: a proven lower bound of the overhead of plans
-    that run no inverses (ops that compute an input from an output); the search ends when the best plan's overhead
-    reaches it. ``plan``: the cheapest plan that fits the budget, or None.
+    ``bound``: a proven lower bound of the overhead of any plan within the budget. ``goal``: the same for plans that run
+    no inverses (ops that compute an input from an output); the search ends when the best plan's overhead reaches it.
+    ``plan``: the cheapest plan that fits the budget, or None.
     """
 
     graph: TrainingGraph
