@@ -53,8 +53,8 @@ def plan_of(problem: TrainingGraph, answer: Mapping[str, Any], budget: int) -> P
 def message_of(problem: TrainingGraph, plan: Plan) -> Answer:
     """Return the fields of the worker's answer that describe a plan, for JSON.
 
-    ``runs``: the executed ops and inverses in order, each as its position among the problem's ops followed by its
-    inverses. ``strategy``, ``lower_bound``, ``status``: those of the plan.
+    ``runs``: the executed ops and inverses in order. Each is a position, from 0, in the list of the problem's ops
+    with the list of the problem's inverses appended. ``strategy``, ``lower_bound``, ``status``: those of the plan.
     """
     number = {name: k for k, name in enumerate(recipe_names(problem))}
     return {

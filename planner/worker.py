@@ -6,8 +6,9 @@ at a time on a machine. If eight processes train the same model, the first worke
 plans on disk.
 
 A request has ``id``, ``problem`` (a problem in the format ``rematplan.problem/1``), ``budget`` in bytes, ``strategy``
-(its name), ``options`` (of the strategy) and ``starts`` (known plans). A plan is sent as the list of executed ops in
-order, each as its position among the problem's ops followed by its inverses. Each answer has ``id`` (that of the
+(its name), ``options`` (of the strategy) and ``starts`` (known plans). A plan is sent as the list of executed ops and
+inverses in order: each is a position, from 0, in the list of the problem's ops with the list of the problem's inverses
+appended. Each answer has ``id`` (that of the
 request), ``done`` (whether it is the last one), ``seconds`` of the search and, if there is a plan, ``runs`` (the plan),
 ``strategy``, ``lower_bound`` and ``status``. If the request fails, the answer has ``error``, a text.
 """

@@ -78,7 +78,7 @@ class PlanningBackend:
 
         Raises:
             InfeasibleBudget: no plan fits the budget, and the option ``on_infeasible`` says that this is an error. By
-                default it is an error for the first plan of a compiled function only.
+                default it is an error only while the compiled function has no plan yet.
         """
         self._say_limit()
         if any(isinstance(given, torch.SymInt) for given in inputs):
@@ -133,7 +133,7 @@ class PlanningBackend:
 
         Raises:
             InfeasibleBudget: no plan fits the budget, and the option ``on_infeasible`` says that this is an error. By
-                default it is an error for the first plan of a compiled function only.
+                default it is an error only while the compiled function has no plan yet.
         """
         del inputs
         step = read_flat_joint_graph(joint, num_fwd_outputs, f"graph {len(self.plans)}")
@@ -161,8 +161,9 @@ class PlanningBackend:
     def plan(self, planner: StepPlanner, step: CapturedStep) -> Plan:
         """Return the plan of a captured step. If no plan fits the budget, do what the option ``on_infeasible`` says.
 
-        By default, that is an error for the first plan of each function that TorchDynamo compiles. A later step gets
-        the plan of the smallest peak that was found, and a warning.
+        By default, an error is raised if no graph of the same function (a frame of TorchDynamo) has had a plan so
+        far. If one has, as when the function is compiled again for other sizes, the result is the plan with the
+        smallest peak that was found, and a warning is given if this peak exceeds the budget.
 
         Args:
             planner: plans the step.
@@ -245,9 +246,9 @@ def backend(
 ) -> PlanningBackend:
     """Return a backend for `torch.compile` that recomputes in the backward as a plan within ``budget`` says.
 
-    The arguments are those of `plan_module`, except ``compiler``. By default, a budget that no plan fits is an error
-    for the first plan of each compiled function; later graphs then get the plan of the smallest peak that was found
-    (``on_infeasible="least"``).
+    The arguments are those of `plan_module`, except ``compiler``. By default, it is an error if no plan fits
+    the budget and the compiled function has no plan yet. If it has one, further graphs of this function get the plan
+    with the smallest peak that was found (as with ``on_infeasible="least"``).
 
     The budget applies to each compiled graph, hence to the whole model only if there is no graph break. A percentage
     refers to the peak without recomputation of a graph at the sizes for which it is first compiled. The resulting

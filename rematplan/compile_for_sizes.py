@@ -2,8 +2,8 @@
 
 The sizes are integer arguments of the compiled graph. When a combination of sizes occurs for the first time, the bytes
 and costs of all ops are computed from the graph's size expressions, and a plan within the budget is chosen: the
-cheapest one for which the graph is compiled, unless another known plan is clearly cheaper. For another plan the graph
-is compiled again, with the same symbols.
+cheapest one for which the graph is compiled, unless another known plan has less overhead by more than 1 % of the step's
+time and few plans are compiled. For another plan the graph is compiled again, with the same symbols.
 """
 
 from __future__ import annotations

@@ -109,9 +109,9 @@ def load_step(
         loss: ``cross_entropy``, ``mse`` or ``output`` (the model's output is the loss). None: the loss that fits the
             output.
         seed: for random weights, inputs and targets. They are drawn on the CPU, so they are the same for every device.
-        bn: what becomes of an ONNX file's batch norms: ``as-is`` (unchanged), ``train`` (batch statistics) or
+        bn: how the batch norms of an ONNX file's model run: ``as-is`` (unchanged), ``train`` (batch statistics) or
             ``frozen`` (stored statistics).
-        dropout: what becomes of an ONNX file's dropouts: ``as-is`` (unchanged), ``on`` or ``off``.
+        dropout: how the dropouts of an ONNX file's model run: ``as-is`` (unchanged), ``on`` or ``off``.
         weightless: capture without data. A network of any size then takes no memory, and external weights are not read.
             The step can be planned, but not run.
         inverses: find all inverses (ops that compute an input from an output), including inverses that round, so that

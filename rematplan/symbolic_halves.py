@@ -19,7 +19,7 @@ Halves: TypeAlias = tuple[fx.GraphModule, fx.GraphModule]
 
 
 class SymbolicJointGraph:
-    """A joint graph with symbolic sizes, and what is read of it.
+    """A joint graph (forward and backward) with symbolic sizes. It gives the captured step and both halves' graphs.
 
     Args:
         joint: the graph.
@@ -60,7 +60,7 @@ class SymbolicJointGraph:
 
 
 class _SizeNodes:
-    """The nodes of one half that compute its sizes.
+    """The nodes that compute symbolic sizes in one half (the forward or the backward graph) of a joint graph.
 
     ``given``: the half's inputs that are sizes, by the name of the joint graph's input.
     """
@@ -75,8 +75,9 @@ class _SizeNodes:
         self.first = next(node for node in module.graph.nodes if node.op != "placeholder")
 
     def node(self, of: fx.Node) -> fx.Node:
-        """Return the node of this half that computes the same size as the node ``of`` of the joint graph; it is added
-        if missing.
+        """Return the node of this half that computes the same size as the node ``of`` of the joint graph.
+
+        If this half has no such node, it is added.
 
         Raises:
             NotSymbolic: the size is computed from something other than sizes.

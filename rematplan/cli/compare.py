@@ -136,11 +136,11 @@ def _rivals(
 def _overlapped(
     rivals: list[PlannedRival], budget: int, args: argparse.Namespace, out: Output
 ) -> list[PlannedRival]:
-    """Return one further row of the table: the fastest plan within the budget that runs on two lanes (CUDA streams or
-    threads). The result is empty if no plan uses two lanes.
+    """Return a list with one further row of the table: a plan that runs on two lanes (CUDA streams or threads).
 
-    Candidates are the plans of the other rows and those of the strategy `reversible`. The row's name is that of the
-    last row with ``, overlap`` appended.
+    It is the fastest such plan within the budget (bytes) or, if none fits, the one with the smallest peak. The list is
+    empty if no plan uses two lanes. The plans are made from those of ``rivals``, the rows so far, and from those of the
+    strategy `reversible`. The new row's name is that of the last of ``rivals``, with ``, overlap`` appended.
     """
     last, base, found = rivals[-1], rivals[0].plan.estimate.cost, []
     sharing = cache(partial(lane_sharing, last.source, last.plan, args, out))

@@ -113,8 +113,8 @@ def _error(source: Source, plan: Plan) -> float:
 
 
 def plan_for(source: Source, args: argparse.Namespace, out: Output) -> tuple[Source, Plan]:
-    """Return the plan that the strategy of ``--strategy`` finds within the budget of ``--budget``, and the problem to
-    which the plan belongs.
+    """Plan a problem by the strategy of ``--strategy`` within the budget of ``--budget``. Return the problem to which
+    the plan belongs, and the plan.
 
     With the strategy `auto`, a problem with inexact inverses (ops that compute another op's input from its output, with
     rounding errors) is also planned without them. The result is then the better of the two plans, with its problem.

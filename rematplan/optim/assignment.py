@@ -21,9 +21,9 @@ def owners(sides: Mapping[str, tuple[Factor, Factor]], ranks: int) -> dict[Part,
     """Assign the Kronecker factors of all layers to processes, their owners, so that the time of inversions is divided
     evenly.
 
-    Both factors of a layer get one owner, except in a layer that takes longer than an even share of the time. Its two
-    factors are assigned separately, if the cheaper one takes at least a tenth of the layer's time. The longest jobs are
-    assigned first.
+    Both factors of a layer get one owner, except in a layer that takes longer than the time of all layers divided by
+    ``ranks``. The two factors of such a layer are assigned separately, if the cheaper one takes at least a tenth of the
+    layer's time. The jobs (one or two factors of a layer) with the longest times are assigned first.
 
     Args:
         sides: the two factors of each layer (of the inputs, of the outputs' gradients), by weight name, in the same

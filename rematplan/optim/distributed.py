@@ -7,15 +7,15 @@ that multiply its gradient by both inverses. Every process runs forward and back
    of a factor receives its total. With ``early`` there is one reduce for each layer, while the backward runs;
 2. owners average, damp and invert their factors;
 3. a reduce-scatter averages the gradients. The workers of a layer receive the mean and multiply it by the inverses;
-4. an all-gather (as broadcasts) distributes the updates to all processes.
+4. an all-gather, made of one broadcast per sender, distributes the updates to all processes.
 
 With one worker per layer, steps 3 and 4 together move as many bytes as the all-reduce of gradients in plain data
 parallelism, so only step 1 is additional. If `torch.nn.parallel.DistributedDataParallel` or FSDP2 has already averaged
 the gradients, step 3 communicates nothing.
 
-Both factors of a layer have one owner, unless their inversion takes longer than an even share of the time: then they
-may have different owners (`assignment`). The owner of the larger inverse is a worker. It receives the smaller inverse
-whenever that inverse is new, which is additional communication.
+Both factors of a layer have one owner, unless inverting the two takes longer than the time of all inversions divided by
+the number of processes: then they may have different owners (`assignment`). The owner of the larger inverse is a
+worker. It receives the smaller inverse whenever that inverse is new, which is additional communication.
 
 A layer may have several workers (``grad_workers``; Pauloski et al. 2021, KAISA). The processes then form a grid: each
 row is a block of consecutive ranks, there are ``grad_workers`` blocks, and a column contains the ranks with the same

@@ -25,9 +25,9 @@ class EarlySums:
 
     Processes may compute the layers in different orders, because their plans differ, but must start the same
     communications in the same order. So all processes send the parts of one backward in a fixed order: the reverse
-    order of the argument ``parts``. Statistics that are computed earlier are stored until then. `finish` sends what is
-    missing, with zeros for a part without statistics. All processes need the same number of backwards with statistics
-    between two calls of `finish`.
+    order of the argument ``parts``. Statistics of a part are stored until those of all parts before it have been sent.
+    `finish` sends what is missing, with zeros for a part without statistics. All processes need the same number of
+    backwards with statistics between two calls of `finish`.
 
     Args:
         parts: for each part, in the same order in all processes, a function that returns a vector of zeros: no
@@ -58,7 +58,8 @@ class EarlySums:
     def add(self, part: Part, sums: Tensor, step: int) -> None:
         """Send the statistics of one backward for a part, or store them until the parts before it have been sent.
 
-        A part is one Kronecker factor of a layer, or both. All processes send the parts in the same order.
+        A part is one Kronecker factor of a layer, or both. All processes send the parts in the same order: the reverse
+        order of the constructor's argument ``parts``.
 
         At the first call of a new training step, statistics of an earlier step that `finish` did not return are
         dropped: the backwards of that step led to no update.

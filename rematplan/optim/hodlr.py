@@ -92,7 +92,7 @@ def _level(
     Args:
         padded: the damped matrix, with n rows, a multiple of 2 × ``half``.
         leaves: the inverses of the smallest diagonal blocks.
-        below: the results of the lower levels, one after another.
+        below: the results of all levels with smaller diagonal blocks, one after another, smallest blocks first.
         half: the number of rows of half a node.
         rank: the rank of the off-diagonal blocks; if it is above ``half``, it is reduced to ``half``.
     """

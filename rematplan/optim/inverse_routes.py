@@ -118,10 +118,11 @@ class InverseRoutes:
         )
 
     def _along_column(self, source: int) -> tuple[Pass, Pass]:
-        """Return two functions that broadcast data from process ``source`` to all processes of this process's column.
+        """Return two functions that broadcast data from process ``source`` to the processes in the same column of the
+        grid as this process.
 
-        The first broadcasts a list of objects, the second a tensor. They send their argument if this process is
-        ``source``. Otherwise they receive into it.
+        The processes form a grid of rows and columns (`Grid`). The first function broadcasts a list of objects, the
+        second a tensor. They send their argument if this process is ``source``. Otherwise they receive into it.
         """
         end: dict[str, Any] = {"src": self._grid.everywhere(source), "group": self._grid.column}
         return functools.partial(distributed.broadcast_object_list, **end), functools.partial(

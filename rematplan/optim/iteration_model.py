@@ -149,8 +149,9 @@ class IterationModel:
 
     @cached_property
     def _step(self) -> dict[str, float]:
-        """The microseconds of ``forward``, ``backward`` and ``normalisation`` (the normalisation ops of both) on one
-        device.
+        """The microseconds of ``forward``, ``backward`` and ``normalisation`` on one device, by these names.
+
+        Normalisation ops of the forward and the backward count as ``normalisation`` only.
         """
         times = dict.fromkeys(PARTS[:3], 0.0)
         for call in self.plain.calls:

@@ -36,7 +36,7 @@ class Reserved:
     made.
 
     ``items``: optimizers, modules, objects with a method ``reserved_bytes() -> int``, numbers of bytes, text such as
-    ``1GiB``, and `Counted`.
+    ``1GiB``, and `Counted` (bytes of optimizers and modules, counted when a `Reserved` was pickled or copied).
 
     Raises:
         UsageError: an item is something else, or a text is not a number of bytes.
@@ -124,8 +124,8 @@ class Reserved:
         return Reserved, ((*kept, counted) if others.items else kept,)
 
     def devices(self) -> set[torch.device]:
-        """Return the devices of the parameters in listed optimizers and of the parameters and buffers of listed
-        modules."""
+        """Return the devices of the parameters of the optimizers in ``items``, and of the parameters and buffers of
+        the modules in ``items``."""
         optimizers = (i for i in self.items if isinstance(i, torch.optim.Optimizer))
         parameters = [p for o in optimizers for group in o.param_groups for p in group["params"]]
         parameters += [

@@ -25,8 +25,8 @@ def plan_at_sizes(planner: StepPlanner, step: CapturedStep, compiled: Sequence[S
     """Return a plan for a step at new sizes, preferably one whose schedule is compiled already.
 
     The cheapest compiled plan that fits is returned, unless fewer than `COMPILED` plans are compiled and a known
-    plan has less overhead by more than `WORTH`. Plans that were found for other sizes count as known. If no known
-    plan fits, or the budget is ``min`` or ``least``, a search is made.
+    plan has less overhead than it by more than `WORTH`. Plans that were found for other sizes count as known. If no
+    known plan fits, or the budget is ``min`` or ``least``, a search is made.
 
     Args:
         planner: plans the step, and knows the plans for other sizes.

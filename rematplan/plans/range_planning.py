@@ -47,8 +47,8 @@ class RangeSearchOptions:
     """The largest number of searches at sizes at which no plan fits. Each search is meant to halve the number of
     these sizes."""
     starts: int = 12
-    """The number of plans, found for other sizes, from which the search at one size starts. `polished` tidies as
-    many."""
+    """The number of plans, found for other sizes, from which the search at one size starts. `polished` tidies
+    at most the same number of plans."""
     polish_seconds: float = 0.1
     """CPU seconds of each short anneal (local search) that improves the plans of a size. `AdaptOptions` states how
     good that is."""

@@ -219,10 +219,9 @@ class Resizing:
         )
 
     def _around(self, sizes: Ints) -> tuple[Corner, Corner] | None:
-        """Return the two nearest known corners between which ``sizes`` are in every dimension; None if there are
-        none.
+        """Return the two known corners closest to each other between which ``sizes`` are in every dimension.
 
-        At both, the same ops may run only once.
+        None if there are no such two. Only corners with the same set of ops that may run only once are paired.
         """
         best, pair = math.inf, None
         for one, other in combinations(self.corners, 2):

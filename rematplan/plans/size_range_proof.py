@@ -102,12 +102,11 @@ def prove_ranges(
 
 
 def _lines(axes: Sequence[Axis]) -> list[tuple[Axis, Sizes]]:
-    """Return pairs: a dimension that varies over all its sizes, and the fixed sizes of the other dimensions. The
-    largest are first.
+    """Return pairs: a dimension that varies over all its sizes, and the fixed sizes of the other dimensions.
 
-    A dimension that is missing in the second item has its largest size. If there are at most `MOST_LINES`
-    combinations of sizes of all dimensions except the one with the most sizes, there is a pair for each combination.
-    Otherwise there is one pair for each dimension, and a warning says so.
+    Pairs with larger fixed sizes come first. A dimension that is missing in the second item has its largest size. If
+    there are at most `MOST_LINES` combinations of sizes of all dimensions except the one with the most sizes, there is
+    a pair for each combination. Otherwise there is one pair for each dimension, and a warning says so.
     """
     axes = [axis for axis in axes if _sizes(axis)]
     if not axes:
