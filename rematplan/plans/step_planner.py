@@ -3,87 +3,49 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Mapping, Set
-from contextlib import contextmanager
+from collections.abc import Set
 from dataclasses import dataclass, field, replace
 from fractions import Fraction
 
-import torch
-
 from rematplan.ir import InfeasibleBudget, ProblemError, TrainingGraph, show_bytes
 from rematplan.planner.auto.auto_strategy import Auto
-from rematplan.planner.background import shared
-from rematplan.planner.bounds.cut_bounds import min_peak_bound
 from rematplan.planner.caches.plan_store import PlanStore
 from rematplan.planner.core.lane_schedule import Sharing
 from rematplan.planner.core.plan import Plan, load_plan
-from rematplan.planner.core.strategy import Progress, Strategy, silent
-from rematplan.planner.peak_report import floor_text
-from rematplan.planner.registry import LIMIT
-from rematplan.planner.strategies.approx_dp import ApproxDP
-from rematplan.planner.strategies.store_all import StoreAll, no_recompute
-from rematplan.plans.budgets import Budget, least_plan, plan_within, unit_missing
-from rematplan.plans.first_plan import plan_at_once
+from rematplan.planner.core.strategy import Progress, silent
+from rematplan.planner.strategies.store_all import StoreAll
+from rematplan.plans.budgets import Budget
 from rematplan.plans.in_flight import plan_in_flight
-from rematplan.plans.op_costs import copies_priced, priced
-from rematplan.plans.options import LEAST, QUICK, RAISE, PlanOptions
-from rematplan.plans.over_budget_plans import leanest_plan
+from rematplan.plans.op_costs import priced
+from rematplan.plans.options import RAISE
+from rematplan.plans.plan_searches import background_search, fixed_bytes, one_lane_plan, store_key
 from rematplan.plans.plan_with_inverses import better_of, plan_either
-from rematplan.plans.progress import log_plan, progress_bar, shapes_of
-from rematplan.plans.refining import Refining, Wanted, mapped
+from rematplan.plans.progress import log_plan, progress_bar
+from rematplan.plans.refining import Refining, mapped
+from rematplan.plans.refusals import accepts_refusals, explaining_refusals, plan_over_budget, reaction
 from rematplan.plans.resizing import Resizing
-from rematplan.plans.sized_costs import SizedCosts
+from rematplan.plans.step_problems import StepProblems
 from rematplan.plans.two_lane_plans import OFF, overlapped, sharing_here
 from rematplan.runtime.graph.captured_step import CapturedStep
 from rematplan.runtime.graph.warn import warn
-from rematplan.runtime.inversion.find_inverses import with_exact_inverses, with_inverses
+from rematplan.runtime.inversion.find_inverses import with_exact_inverses
 from rematplan.runtime.pipeline.weight_gradients import with_separate_weights, with_weight_boundary
 from rematplan.runtime.problem.accumulation import (
     EARLIER,
     StepPlan,
-    adding_problem,
     earlier_gradients,
-    holding,
     spare_bytes,
 )
-from rematplan.runtime.problem.constraints import ops_that_run_once
-from rematplan.runtime.problem.loss_boundary import set_aside, with_loss_boundary, without_room
-from rematplan.runtime.problem.loss_memory import LossMemory
-from rematplan.runtime.problem.optimizer_step import with_optimizer_step
-
-FURTHER = 0.25
-"""The share of the time limit for planning a step if an earlier plan, made for other shapes, fits its budget.
-
-The same ops on other shapes need similar plans. With half, double and one more than the first batch, U-Net, ResNet-50
-and a GPT came within 0.2 points of the overhead found in the whole time, whenever the earlier plan fitted.
-"""
-WAITING = 16
-"""No further background search for a better plan is started while this many are running or queued, because each
-keeps its planning problem in memory."""
-RESERVED = "reserved"
-"""The name of the problem's input whose size is the memory of optimizers and other objects outside of the model."""
-MENTIONED = 0.01
-"""The error that no plan fits names the memory for a loss if this is at least this share of the smallest peak found."""
 
 
 @dataclass(frozen=True)
-class StepPlanner:
+class StepPlanner(StepProblems):
     """Plans captured steps as the options of a user say. A planned module calls it for each new step.
 
-    ``options``: the user's options. ``store``: known plans; new plans are stored in it.
+    ``store``: known plans; new plans are stored in it.
     """
 
-    options: PlanOptions
     store: PlanStore = field(default_factory=PlanStore, compare=False)
-    named: Mapping[str, torch.Tensor] = field(default_factory=dict)
-    """The model's parameters and buffers under the names that captured steps use. Inverses need the values of
-    scales."""
-    added: frozenset[str] = frozenset()
-    """Names of parameters that have gradients before the step. The step adds its gradients to them."""
-    held: Mapping[str, int] = field(default_factory=dict)
-    """Bytes that are allocated during the whole step in addition to the step's tensors, by a name for each."""
-    sized: SizedCosts = field(default_factory=SizedCosts, compare=False)
-    """Measured costs of ops. Costs of the same steps at other sizes are interpolated from them."""
     scope: str = ""
     """A key for budgets in percent. They refer to the peak of the first problem that was planned with the same store
     and key. The `torch.compile` backend uses one key for each graph."""
@@ -105,49 +67,6 @@ class StepPlanner:
         if key not in fixed:
             fixed[key] = stated.of(graph)
         return Budget(stated.text, "bytes", Fraction(fixed[key]))
-
-    def loss(self, step: CapturedStep, graph: TrainingGraph) -> LossMemory:
-        """Return the memory of a loss outside of the model: what the user states, otherwise a default amount.
-
-        ``step``: the captured step. ``graph``: its planning problem, without the memory of the loss.
-        """
-        stated = self.options.stated_loss()
-        if stated is None:
-            return LossMemory.usual(step, no_recompute(graph).estimate.peak)
-        if stated.kind == "share":
-            return LossMemory.of_copies(step, float(stated.amount))
-        return LossMemory.of_peak(step, int(stated.amount))
-
-    def problem(self, step: CapturedStep, progress: Progress = silent) -> TrainingGraph:
-        """Make the planning problem of a captured step, with everything that the user's options add to it.
-
-        The costs of ops are measured or modelled. An op between forward and backward represents a loss outside of
-        the model. Ops that must not run again are marked. The bytes of optimizers and other reserved objects are
-        added as inputs.
-
-        ``step``: the captured step. ``progress``: called with the fraction done (0 to 1) and a short text.
-        """
-        asked = self.options
-        error = asked.max_inversion_error
-        priced_ = priced(step, asked.costs, progress=progress, max_inversion_error=error, sized=self.sized)
-        copies = copies_priced(step, priced_, asked.costs)
-        graph = with_loss_boundary(step, priced_, self.loss(step, priced_), copies)
-        once = ops_that_run_once(step, asked.keep, asked.never_rerun)
-        graph = replace(graph, never_rerun=tuple(dict.fromkeys((*graph.never_rerun, *once))))
-        graph = adding_problem(step, graph, self.added) if self.added else graph
-        others = asked.reserved.on(step.device, self.named)
-        graph = with_optimizer_step(step, graph, others.stepping)
-        return holding(graph, {**self.held, RESERVED: others.always})
-
-    def opened(self, step: CapturedStep) -> CapturedStep:
-        """Return the step with inverses (ops that compute an input from an output) added.
-
-        If the user allows inverses that round, all inverses are added; otherwise only exact ones, which copy numbers
-        without changing them.
-        """
-        if self.options.inverting:
-            return with_inverses(step, self.named, renormalise=True).step
-        return with_exact_inverses(step)
 
     def __call__(self, step: CapturedStep, first: bool = False) -> StepPlan:
         """Plan a step, and return the plan with the step, to which inverses were added.
@@ -180,10 +99,7 @@ class StepPlanner:
         return counted
 
     def instead(self, step: CapturedStep, error: InfeasibleBudget, first: bool) -> Plan:
-        """Return a plan to use although no plan fits the budget. Warn if its peak exceeds the budget.
-
-        The plan is the one with the smallest peak found (``on_infeasible`` is ``least``), or one that recomputes
-        nothing (``eager``).
+        """Return a plan to use although no plan fits the budget (`refusals.plan_over_budget`).
 
         Args:
             step: the captured step, with its inverses.
@@ -194,36 +110,10 @@ class StepPlanner:
         Raises:
             InfeasibleBudget: ``error``, if ``on_infeasible`` says that it is raised, or there is a saved plan.
         """
-        how = self._reaction(first)
+        how = reaction(self.options, first)
         if how == RAISE:
             raise error
-        graph = self.problem(step)
-        plan, what = no_recompute(graph), "a plan that recomputes nothing"
-        if how == LEAST:
-            plan, what = (
-                leanest_plan(graph, [error.plan] if error.plan else []),
-                "the plan of the smallest found peak",
-            )
-        if plan.peak > error.budget:
-            warn(
-                f"{error}. {step.name} runs with {what}; its peak is {show_bytes(plan.peak)} ({plan.peak} bytes), "
-                f"above the budget of {show_bytes(error.budget)}"
-            )
-        return replace(plan, budget=max(plan.peak, error.budget), fingerprint=graph.fingerprint)
-
-    def _reaction(self, first: bool) -> str:
-        """Return what to do if no plan fits the budget: ``raise``, ``least`` or ``eager``.
-
-        ``first``: whether it is the first step, for which the default is ``raise``. With a saved plan, it is always
-        ``raise``.
-        """
-        if self.options.plan is not None:
-            return RAISE
-        return self.options.on_infeasible or (RAISE if first else LEAST)
-
-    @property
-    def _hurried(self) -> bool:
-        return self._reaction(first=not self.store) != RAISE
+        return plan_over_budget(error, how, self.problem(step), step.name)
 
     def _in_flight(self, step: CapturedStep) -> StepPlan:
         """Return the plan of a step for the options ``in_flight`` (several micro-batches in flight) and
@@ -254,7 +144,11 @@ class StepPlanner:
         log_plan(step, plan, profiled - began, time.monotonic() - profiled)
         carrier = self if self._carries else None
         return StepPlan(
-            step, plan, refinement=self._refinement(step, graph, plan), problem=graph, carrier=carrier
+            step,
+            plan,
+            refinement=background_search(self.options, self.store, step, graph, plan),
+            problem=graph,
+            carrier=carrier,
         )
 
     @property
@@ -272,11 +166,6 @@ class StepPlanner:
         one_lane = asked.overlap in (None, OFF) and not asked.stated_budget().is_lean
         return asked.refines or (one_lane and asked.strategy == StoreAll.name)
 
-    def problem_at(self, step: CapturedStep) -> tuple[CapturedStep, TrainingGraph]:
-        """Add inverses to a captured step, and return the step and its planning problem."""
-        opened = self.opened(step)
-        return opened, self.problem(opened)
-
     def resizing(self, step: CapturedStep, problem: TrainingGraph, storages: tuple[str, ...]) -> Resizing:
         """Return a `Resizing`: it evaluates the known plans of a problem at other sizes, without capturing the step
         again.
@@ -286,37 +175,14 @@ class StepPlanner:
             problem: its planning problem.
             storages: the names of the step's storages whose bytes can be computed at any sizes.
         """
-        amount = _amount(self.limit(problem))
+        amount = fixed_bytes(self.limit(problem))
         assert amount is not None
 
         def search(other: TrainingGraph, plan: Plan) -> Refining | None:
-            return self._refinement(step, other, plan)
+            return background_search(self.options, self.store, step, other, plan)
 
         found = search if self.options.refines else None
         return Resizing(problem, step, storages, amount, self.store.family(problem), found)
-
-    def _refinement(self, step: CapturedStep, graph: TrainingGraph, plan: Plan) -> Refining | None:
-        """Return a background search for a better plan, not begun. None if no search is wanted or needed.
-
-        No search is wanted if the options exclude it or `WAITING` searches are running or queued. None is needed if
-        the plan's overhead is proven to be within the option ``gap`` of the optimum, or if an earlier search was as
-        long as this one would be.
-        """
-        asked = self.options
-        if not asked.refines or plan.budget is None or (plan.gap is not None and plan.gap <= asked.gap):
-            return None
-        if shared().waiting >= WAITING:
-            return None
-        lasting = asked.chosen().lasting  # otherwise plans on disk do not count
-        if lasting and self.store.solved(graph, plan.budget, asked.gap, asked.time_limit) is not None:
-            return None
-        starts = self.store.starts(graph, plan.budget)
-        limit = FURTHER * asked.time_limit if starts else asked.time_limit
-        search = {LIMIT: limit, "gap": asked.gap, **asked.options}
-        wanted = Wanted(graph, shapes_of(step), plan.budget, plan, asked.strategy, search, starts)
-        return Refining(
-            wanted, lambda better: StepPlan(step, replace(better, fingerprint=graph.fingerprint)), self.store
-        )
 
     def _adding(self, step: CapturedStep) -> StepPlan | None:
         """Return a plan in which each new gradient is added to the earlier one and freed during the step, or None.
@@ -411,12 +277,13 @@ class StepPlanner:
                 return StepPlan(plain, self._planned(plain, graphs[0]))
         budget, auto = self.limit(graphs[0]), self.options.chosen()
         assert isinstance(auto, Auto)
-        made = [(graph, plan) for graph in graphs if (plan := self.store.get(graph, _key(budget)))]
+        made = [(graph, plan) for graph in graphs if (plan := self.store.get(graph, store_key(budget)))]
         if made:
             graph, plan = better_of(made, budget)
         else:
-            with self._explaining_refusals(graphs[0]):
-                graph, plan = plan_either(auto, *graphs, budget, store=self.store, hurried=self._hurried)
+            with explaining_refusals(self.options, self.store, graphs[0]):
+                hurried = accepts_refusals(self.options, self.store)
+                graph, plan = plan_either(auto, *graphs, budget, store=self.store, hurried=hurried)
         step = inverted if graph is graphs[1] else plain
         return StepPlan(step, self._overlapped(step, graph, replace(plan, fingerprint=graph.fingerprint)))
 
@@ -431,7 +298,10 @@ class StepPlanner:
 
     def _planned(self, step: CapturedStep, graph: TrainingGraph, progress: Progress = silent) -> Plan:
         saved = self.options.plan
-        plan = self._one_lane(graph, progress) if saved is None else load_plan(saved, graph)
+        if saved is None:
+            plan = one_lane_plan(self.options, self.store, graph, self.limit(graph), progress)
+        else:
+            plan = load_plan(saved, graph)
         return self._overlapped(step, graph, plan)
 
     def _overlapped(self, step: CapturedStep, graph: TrainingGraph, plan: Plan) -> Plan:
@@ -439,101 +309,3 @@ class StepPlanner:
             return sharing_here(step, graph, plan) if self.options.costs == "profile" else Sharing()
 
         return overlapped(graph, plan, self.options.overlap, sharing)[0]
-
-    def _one_lane(self, graph: TrainingGraph, progress: Progress) -> Plan:
-        budget = self.limit(graph)
-        found = self.store.get(graph, _key(budget))
-        if found is None:
-            found = self._searched(graph, budget, progress)
-        return replace(found, fingerprint=graph.fingerprint)
-
-    def _searched(self, graph: TrainingGraph, budget: Budget, progress: Progress) -> Plan:
-        asked, amount = self.options, _amount(budget)
-        chosen = asked.chosen()
-        if amount is None:
-            return least_plan(chosen, graph, progress, kind=budget.kind, store=self.store)
-        known = self.store.solved(graph, amount, asked.gap, asked.time_limit) if chosen.lasting else None
-        if known is not None:
-            self.store.put(graph, amount, known)
-            return known
-        if asked.refines and (found := plan_at_once(graph, amount, self.store)):
-            self.store.put(graph, amount, found)
-            return found
-        starts = ApproxDP().around(graph, amount) if asked.deterministic else ()
-        with self._explaining_refusals(graph):
-            for part in self._in_parts(chosen, graph, amount):
-                try:
-                    return plan_within(
-                        part, graph, amount, progress, store=self.store, starts=starts, hurried=self._hurried
-                    )
-                except InfeasibleBudget as error:
-                    if part is chosen or (error.known == "proven" and self._hurried):
-                        raise
-        raise AssertionError("the last part is the whole search")
-
-    def _in_parts(self, chosen: Strategy, graph: TrainingGraph, budget: int) -> Iterator[Strategy]:
-        """Yield the searches for a plan. The caller runs them one after the other until one finds a plan.
-
-        If another process improves the plan later, or if a plan for other sizes fits already, the first search is
-        short. The last search always has the whole time limit: so a tight budget is not refused for lack of time,
-        and the error states a peak as small as the budget ``min`` would find.
-
-        Args:
-            chosen: the strategy with the user's time limit.
-            graph: the problem.
-            budget: bytes.
-        """
-        if isinstance(chosen, Auto) and budget >= min_peak_bound(graph).bytes:
-            if self.options.refines:
-                yield replace(chosen, time_limit=QUICK)
-            elif self.store.serving(graph, budget) is not None:
-                yield replace(chosen, time_limit=FURTHER * chosen.time_limit)
-        yield chosen
-
-    @contextmanager
-    def _explaining_refusals(self, graph: TrainingGraph) -> Iterator[None]:
-        """In this context, an error that no plan fits gets text on what the user may change.
-
-        It states the memory set aside for a loss (if the user did not state it), that a percentage was converted to
-        bytes for the first plan, or that a unit may be missing. If the budget is proven too small only because of
-        the memory for a loss, the error says so.
-
-        ``graph``: the problem.
-        """
-        try:
-            yield
-        except InfeasibleBudget as error:
-            aside, known, floor = set_aside(graph), error.known, error.floor
-            stated = self.options.stated_budget()
-            hint = unit_missing(stated, graph) or error.hint
-            if self.options.loss_memory is None and aside:
-                bare = without_room(graph)
-                must_hold = min_peak_bound(bare).bytes
-                known = "room" if known == "proven" and error.budget >= must_hold else known
-                floor = floor_text(bare) if floor else floor
-            if self.options.loss_memory is None and aside >= MENTIONED * error.smallest:
-                floor += (
-                    f"; {show_bytes(aside)} are set aside for a loss outside of the model; if it needs less, say so "
-                    f"with loss_memory= (cross entropy needs loss_memory='3x')"
-                )
-            if self.store and not (stated.is_lean or stated.kind == "bytes"):
-                hint = (
-                    f"the first plan turned {self.options.budget} into this number of bytes; state one that is enough "
-                    f"for every call"
-                )
-            if (known, floor, hint) == (error.known, error.floor, error.hint):
-                raise
-            raise error.changed(known=known, floor=floor, hint=hint) from None
-
-
-def _amount(budget: Budget) -> int | None:
-    """Return the bytes of a budget from `StepPlanner.limit`; None for ``min`` and ``least``, which depend on the
-    problem."""
-    return None if budget.is_lean else budget.bytes(0, lambda: 0)
-
-
-def _key(budget: Budget) -> int | str:
-    """Return the key under which plans within a budget from `StepPlanner.limit` are stored: its bytes, or ``min`` or
-    ``least``."""
-    amount = _amount(budget)
-    return budget.kind if amount is None else amount

@@ -1,0 +1,105 @@
+"""What happens if no plan fits the budget: what the error says, and which plan is used instead of raising it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+
+from rematplan.ir import InfeasibleBudget, TrainingGraph, show_bytes
+from rematplan.planner.bounds.cut_bounds import min_peak_bound
+from rematplan.planner.caches.plan_store import PlanStore
+from rematplan.planner.core.plan import Plan
+from rematplan.planner.peak_report import floor_text
+from rematplan.planner.strategies.store_all import no_recompute
+from rematplan.plans.budgets import unit_missing
+from rematplan.plans.options import LEAST, RAISE, PlanOptions
+from rematplan.plans.over_budget_plans import leanest_plan
+from rematplan.runtime.graph.warn import warn
+from rematplan.runtime.problem.loss_boundary import set_aside, without_room
+
+MENTIONED = 0.01
+"""The error that no plan fits names the memory for a loss if this is at least this share of the smallest peak found."""
+
+
+def reaction(options: PlanOptions, first: bool) -> str:
+    """Return what to do if no plan fits the budget: ``raise``, ``least`` or ``eager``.
+
+    Args:
+        options: the user's options.
+        first: whether it is the first step, for which the default is ``raise``. With a saved plan, the result is
+            always ``raise``.
+    """
+    if options.plan is not None:
+        return RAISE
+    return options.on_infeasible or (RAISE if first else LEAST)
+
+
+def accepts_refusals(options: PlanOptions, store: PlanStore) -> bool:
+    """Return whether another plan is used if no plan fits the budget, instead of raising the error.
+
+    Args:
+        options: the user's options.
+        store: the plans that were made before. The step is the first one if there are none.
+    """
+    return reaction(options, first=not store) != RAISE
+
+
+def plan_over_budget(error: InfeasibleBudget, how: str, graph: TrainingGraph, name: str) -> Plan:
+    """Return a plan to use although no plan fits the budget. Warn if its peak exceeds the budget.
+
+    Args:
+        error: the error of the search that found no plan.
+        how: ``least`` for the plan with the smallest peak found, ``eager`` for one that recomputes nothing.
+        graph: the problem.
+        name: the step's name, for the warning.
+    """
+    plan, what = no_recompute(graph), "a plan that recomputes nothing"
+    if how == LEAST:
+        plan = leanest_plan(graph, [error.plan] if error.plan else [])
+        what = "the plan of the smallest found peak"
+    if plan.peak > error.budget:
+        warn(
+            f"{error}. {name} runs with {what}; its peak is {show_bytes(plan.peak)} ({plan.peak} bytes), "
+            f"above the budget of {show_bytes(error.budget)}"
+        )
+    return replace(plan, budget=max(plan.peak, error.budget), fingerprint=graph.fingerprint)
+
+
+@contextmanager
+def explaining_refusals(options: PlanOptions, store: PlanStore, graph: TrainingGraph) -> Iterator[None]:
+    """In this context, an error that no plan fits gets text on what the user may change.
+
+    It states the memory set aside for a loss (if the user did not state it), that a percentage was converted to bytes
+    for the first plan, or that a unit may be missing. If the budget is proven too small only because of the memory for
+    a loss, the error says so.
+
+    Args:
+        options: the user's options.
+        store: the plans that were made before.
+        graph: the problem.
+    """
+    try:
+        yield
+    except InfeasibleBudget as error:
+        aside, known, floor = set_aside(graph), error.known, error.floor
+        stated = options.stated_budget()
+        hint = unit_missing(stated, graph) or error.hint
+        if options.loss_memory is None and aside:
+            bare = without_room(graph)
+            must_hold = min_peak_bound(bare).bytes
+            known = "room" if known == "proven" and error.budget >= must_hold else known
+            floor = floor_text(bare) if floor else floor
+        if options.loss_memory is None and aside >= MENTIONED * error.smallest:
+            floor += (
+                f"; {show_bytes(aside)} are set aside for a loss outside of the model; if it needs less, say so "
+                f"with loss_memory= (cross entropy needs loss_memory='3x')"
+            )
+        if store and not (stated.is_lean or stated.kind == "bytes"):
+            hint = (
+                f"the first plan turned {options.budget} into this number of bytes; state one that is enough "
+                f"for every call"
+            )
+        if (known, floor, hint) == (error.known, error.floor, error.hint):
+            raise
+        raise error.changed(known=known, floor=floor, hint=hint) from None

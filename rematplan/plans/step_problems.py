@@ -1,0 +1,92 @@
+"""`StepProblems`: the planning problems of captured steps, with everything that a user's options add to them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+
+import torch
+
+from rematplan.ir import TrainingGraph
+from rematplan.planner.core.strategy import Progress, silent
+from rematplan.planner.strategies.store_all import no_recompute
+from rematplan.plans.op_costs import copies_priced, priced
+from rematplan.plans.options import PlanOptions
+from rematplan.plans.sized_costs import SizedCosts
+from rematplan.runtime.graph.captured_step import CapturedStep
+from rematplan.runtime.inversion.find_inverses import with_exact_inverses, with_inverses
+from rematplan.runtime.problem.accumulation import adding_problem, holding
+from rematplan.runtime.problem.constraints import ops_that_run_once
+from rematplan.runtime.problem.loss_boundary import with_loss_boundary
+from rematplan.runtime.problem.loss_memory import LossMemory
+from rematplan.runtime.problem.optimizer_step import with_optimizer_step
+
+RESERVED = "reserved"
+"""The name of the problem's input whose size is the memory of optimizers and other objects outside of the model."""
+
+
+@dataclass(frozen=True)
+class StepProblems:
+    """Makes the planning problems of captured steps as the options of a user say.
+
+    ``options``: the user's options.
+    """
+
+    options: PlanOptions
+    named: Mapping[str, torch.Tensor] = field(default_factory=dict)
+    """The model's parameters and buffers under the names that captured steps use. Inverses need the values of
+    scales."""
+    added: frozenset[str] = frozenset()
+    """Names of parameters that have gradients before the step. The step adds its gradients to them."""
+    held: Mapping[str, int] = field(default_factory=dict)
+    """Bytes that are allocated during the whole step in addition to the step's tensors, by a name for each."""
+    sized: SizedCosts = field(default_factory=SizedCosts, compare=False)
+    """Measured costs of ops. Costs of the same steps at other sizes are interpolated from them."""
+
+    def opened(self, step: CapturedStep) -> CapturedStep:
+        """Return the step with inverses (ops that compute an input from an output) added.
+
+        If the user allows inverses that round, all inverses are added; otherwise only exact ones, which copy numbers
+        without changing them.
+        """
+        if self.options.inverting:
+            return with_inverses(step, self.named, renormalise=True).step
+        return with_exact_inverses(step)
+
+    def problem(self, step: CapturedStep, progress: Progress = silent) -> TrainingGraph:
+        """Make the planning problem of a captured step, with everything that the user's options add to it.
+
+        The costs of ops are measured or modelled. An op between forward and backward represents a loss outside of
+        the model. Ops that must not run again are marked. The bytes of optimizers and other reserved objects are
+        added as inputs.
+
+        ``step``: the captured step. ``progress``: called with the fraction done (0 to 1) and a short text.
+        """
+        asked = self.options
+        error = asked.max_inversion_error
+        priced_ = priced(step, asked.costs, progress=progress, max_inversion_error=error, sized=self.sized)
+        copies = copies_priced(step, priced_, asked.costs)
+        graph = with_loss_boundary(step, priced_, self.loss(step, priced_), copies)
+        once = ops_that_run_once(step, asked.keep, asked.never_rerun)
+        graph = replace(graph, never_rerun=tuple(dict.fromkeys((*graph.never_rerun, *once))))
+        graph = adding_problem(step, graph, self.added) if self.added else graph
+        others = asked.reserved.on(step.device, self.named)
+        graph = with_optimizer_step(step, graph, others.stepping)
+        return holding(graph, {**self.held, RESERVED: others.always})
+
+    def problem_at(self, step: CapturedStep) -> tuple[CapturedStep, TrainingGraph]:
+        """Add inverses to a captured step, and return the step and its planning problem."""
+        opened = self.opened(step)
+        return opened, self.problem(opened)
+
+    def loss(self, step: CapturedStep, graph: TrainingGraph) -> LossMemory:
+        """Return the memory of a loss outside of the model: what the user states, otherwise a default amount.
+
+        ``step``: the captured step. ``graph``: its planning problem, without the memory of the loss.
+        """
+        stated = self.options.stated_loss()
+        if stated is None:
+            return LossMemory.usual(step, no_recompute(graph).estimate.peak)
+        if stated.kind == "share":
+            return LossMemory.of_copies(step, float(stated.amount))
+        return LossMemory.of_peak(step, int(stated.amount))
