@@ -18,7 +18,8 @@ from rematplan.plans.step_planner import StepPlanner
 from rematplan.runtime.execute.autograd_function import finish_backward
 from rematplan.runtime.execute.compile import named_tensors
 from rematplan.runtime.module.first_plan_check import check_first_plan
-from rematplan.runtime.module.planned_module import Planning, compiled_plan, planned_module
+from rematplan.runtime.module.planned_module import planned_module
+from rematplan.runtime.module.planning import Planning, compiled_plan
 from rematplan.runtime.module.shape_options import MAX_PLANS, Ranges, ShapeOptions
 from rematplan.runtime.problem.constraints import Name
 from rematplan.runtime.statistics.options import Kronecker

@@ -9,7 +9,7 @@ from torch import nn
 
 from rematplan.ir import UsageError
 from rematplan.optim.statistics_source import Source
-from rematplan.runtime.module.planned_module import Planning
+from rematplan.runtime.module.planning import Planning
 from rematplan.runtime.statistics.factors import Factors, Statistics
 from rematplan.runtime.statistics.recorder import Listener
 

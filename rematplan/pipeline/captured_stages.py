@@ -18,7 +18,8 @@ from rematplan.plans.stage_problems import backward_spare, stage_problem
 from rematplan.plans.step_planner import StepPlanner
 from rematplan.runtime.graph.captured_step import CapturedStep
 from rematplan.runtime.graph.compat import pytree
-from rematplan.runtime.module.planned_module import Planning, planned_module
+from rematplan.runtime.module.planned_module import planned_module
+from rematplan.runtime.module.planning import Planning
 from rematplan.runtime.module.shape_options import ShapeOptions
 from rematplan.runtime.pipeline.stage_modules import StageModule
 from rematplan.runtime.pipeline.weight_gradients import with_separate_weights, with_weight_boundary

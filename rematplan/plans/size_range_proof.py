@@ -18,7 +18,7 @@ from rematplan.plans.size_ranges import problems_over
 from rematplan.plans.step_planner import StepPlanner
 from rematplan.runtime.graph.captured_step import CapturedStep
 from rematplan.runtime.graph.warn import warn
-from rematplan.runtime.module.planned_module import step_of
+from rematplan.runtime.module.planning import step_of
 from rematplan.runtime.module.shape_options import Axis, ShapeOptions
 
 SMALLEST = 2

@@ -8,29 +8,22 @@ from __future__ import annotations
 
 import copy
 import functools
-import time
 from collections.abc import Callable
-from dataclasses import dataclass
 from types import MethodType
 from typing import Any, cast
 
 import torch
 from torch import nn
 
-from rematplan.ir import ModelError, UsageError
-from rematplan.planner.core.plan import Plan
+from rematplan.ir import ModelError
 from rematplan.runtime.capture.capture import check_traceable
-from rematplan.runtime.execute.autograd_function import CompiledPlan
-from rematplan.runtime.graph.captured_step import CapturedStep
 from rematplan.runtime.graph.compat import disable_dynamo
 from rematplan.runtime.graph.warn import warn
-from rematplan.runtime.module.cached_plans import CacheEntry
 from rematplan.runtime.module.planner_interface import Planner
+from rematplan.runtime.module.planning import HasRunner, Planning
 from rematplan.runtime.module.runner import FORWARDS, LOCK, Runner
 from rematplan.runtime.module.shape_options import ShapeOptions
-from rematplan.runtime.statistics.factors import Factors, Statistics
 from rematplan.runtime.statistics.options import Kronecker
-from rematplan.runtime.statistics.recorder import Listener, Recorder, shapes
 
 DEFAULT_SHAPES = ShapeOptions()
 
@@ -137,242 +130,6 @@ class _Forward:
         planned._rematplan_replaced = None
 
 
-@dataclass(frozen=True)
-class PlanningStats:
-    """Figures about the plans, searches and captures of a planned module.
-
-    ``plans``: the number of plans in use. ``gaps``: for each plan, its overhead minus its proven lower bound, as a
-    share of the step's time without recomputation; None without a bound. ``searching``: the number of plans for which a
-    better one is being searched. ``seconds``: the total duration of these background searches so far. ``swaps``: how
-    often a better plan has replaced another.
-
-    ``captures``: the number of shapes that were captured separately. ``open_captures``: the number of captures with
-    symbolic sizes, each of which serves several shapes. ``instances``: how often a shape got its step from a capture
-    with symbolic sizes. ``carried``: how many of these steps needed no search, because a plan made at other sizes was
-    used. ``sources``: the number of compiled sources that serve all sizes. ``dropped``: the number of plans that were
-    dropped because there were more than ``max_plans``. ``reasons``: why shapes were captured separately; empty if there
-    is no reason.
-    """
-
-    plans: int
-    gaps: tuple[float | None, ...]
-    searching: int
-    seconds: float
-    swaps: int
-    captures: int = 0
-    open_captures: int = 0
-    instances: int = 0
-    carried: int = 0
-    sources: int = 0
-    dropped: int = 0
-    reasons: tuple[str, ...] = ()
-
-
-class Planning:
-    """Access to the plans of a planned module, and to the statistics that its steps compute.
-
-    Planned modules also have the attributes `plan`, `plans`, `source` and `prepare` of this class, unless their model
-    uses these names itself.
-
-    Raises:
-        UsageError: the module is not planned.
-    """
-
-    def __init__(self, planned: nn.Module) -> None:
-        if not isinstance(planned, _Planned):
-            raise UsageError(f"a {type(planned).__name__} is not planned; see rematplan.plan_module")
-        self._planned: _Planned = planned
-        if recorder := planned._rematplan.recorder:
-            recorder.watch_shards(planned.parameters())
-
-    @property
-    def plan(self) -> Plan:
-        """The plan of the most recent call (before any call: the plan made last). Its status is ``refining`` while a
-        better plan is being searched for.
-
-        Raises:
-            UsageError: no plan was made yet, as in a copy from a pickle before its first call.
-        """
-        return _last(self._planned).running.shown
-
-    @property
-    def plans(self) -> tuple[Plan, ...]:
-        """The plans in use. There is one for each combination of argument shapes and types, modes and module state that
-        was planned. Further ones are for steps with statistics, and for steps during which gradients of earlier steps
-        exist. Plans that were dropped or replaced are not among them."""
-        return tuple(entry.plan for entry in self._planned._rematplan.plans.all())
-
-    @property
-    def source(self) -> str:
-        """The Python source code that was generated from `plan`: the functions that execute the forward and the
-        backward.
-
-        Raises:
-            UsageError: no plan was made yet.
-        """
-        return _last(self._planned).compiled.halves.source
-
-    def wait(self, seconds: float | None = None) -> Planning:
-        """Wait until all background searches for better plans have ended. The plans that they found are used from the
-        next training step on.
-
-        ``seconds``: the longest time to wait; None for no limit.
-
-        Returns:
-            This object.
-        """
-        end = None if seconds is None else time.monotonic() + seconds
-        for entry in self._planned._rematplan.plans.all():
-            if entry.running.refinement is not None:
-                entry.running.refinement.wait(None if end is None else max(0.0, end - time.monotonic()))
-        return self
-
-    def stats(self) -> PlanningStats:
-        """Return figures about the plans in use, background searches and captures."""
-        entries = self._planned._rematplan.plans.all()
-        shapes = self._planned._rematplan.captures.shapes.values()
-        later = [r for entry in entries if (r := entry.running.refinement) is not None]
-        return PlanningStats(
-            plans=len(entries),
-            gaps=tuple(entry.running.shown.gap for entry in entries),
-            searching=sum(r.working for r in later),
-            seconds=sum(r.seconds for r in later),
-            swaps=sum(entry.running.swaps for entry in entries),
-            captures=sum(one.fixed for one in shapes),
-            open_captures=sum(len(one.forwards) for one in shapes),
-            instances=sum(one.served for one in shapes),
-            carried=sum(one.carried for one in shapes),
-            sources=sum(one.sources for one in shapes),
-            dropped=self._planned._rematplan.plans.recent.dropped,
-            reasons=tuple(dict.fromkeys(reason for one in shapes for reason in one.reasons)),
-        )
-
-    def statistics(self) -> Statistics:
-        """Return the Kronecker-factored statistics of the present training step: the sum over its backwards so far.
-        They are available until the next training step's first forward. A training step that computes no statistics
-        has no factors.
-
-        Raises:
-            UsageError: the module was planned without statistics.
-        """
-        return self._recorder.statistics()
-
-    def statistics_layers(self) -> dict[str, Factors]:
-        """Return the Kronecker factors that the plans in use compute, by the name of the layer's weight, as tensors
-        on the device ``meta`` (shapes and types only). Empty if no step with statistics was planned yet.
-
-        Raises:
-            UsageError: the module was planned without statistics.
-        """
-        assert self._recorder
-        plain = self._planned._rematplan.plans.plain()
-        found = (shapes(other.statistics) for entry in plain for other in entry.measured if other.statistics)
-        return {name: factors for one in found for name, factors in one.items()}
-
-    def take_statistics(self, wanted: bool | None = True) -> None:
-        """End the present training step, and decide whether the following training steps compute statistics. (A step
-        of an optimizer over the module's parameters ends the training step, too.)
-
-        ``wanted``: True for all following training steps, False for none, None for every n-th (``Kronecker.every``).
-
-        Raises:
-            UsageError: the module was planned without statistics.
-        """
-        self._recorder.take(wanted)
-
-    def listen_to_statistics(self, listener: Listener) -> None:
-        """Register a method that receives the Kronecker factors of layers during each backward, as soon as they are
-        complete. A method that was registered before is replaced.
-
-        ``listener``: a bound method that takes a dictionary from weight names to factors (it may be empty) and the
-        number of the training step. Its object is referenced weakly. See `Recorder.listen`.
-
-        Raises:
-            UsageError: the module was planned without statistics.
-        """
-        self._recorder.listen(listener)
-
-    @property
-    def statistics_options(self) -> Kronecker:
-        """The options with which the module's statistics were planned.
-
-        Raises:
-            UsageError: the module was planned without statistics.
-        """
-        return self._recorder.options
-
-    @property
-    def statistics_state(self) -> tuple[int, int]:
-        """A pair: the number of the present training step, and how many times labels have been drawn so far. To resume
-        training with exactly the same statistics, save this pair and assign it later.
-
-        Raises:
-            UsageError: the module was planned without statistics.
-        """
-        return self._recorder.step, self._recorder.draws.count
-
-    @statistics_state.setter
-    def statistics_state(self, state: tuple[int, int]) -> None:
-        self._recorder.step, self._recorder.draws.count = state
-
-    @property
-    def _recorder(self) -> Recorder:
-        found = self._planned._rematplan.recorder
-        if found is None:
-            name = self._planned._rematplan.name
-            raise UsageError(
-                f"{name} was planned without statistics; see plan_module(statistics=Kronecker())"
-            )
-        return found
-
-    def prepare(self, *args: Any, **kwargs: Any) -> Any:
-        """Make the plan for a call with these arguments, without running the model, and return the planned module. If
-        there is a plan for such a call, keep it.
-
-        Raises:
-            ModelError: the forward cannot be captured.
-            InfeasibleBudget: no plan fits the budget.
-            UsageError: an argument has a size outside of the ranges with which the module was planned.
-        """
-        self._planned._rematplan.prepare(self._planned, args, kwargs)
-        return self._planned
-
-
-def compiled_plan(planned: nn.Module) -> CompiledPlan:
-    """Return the compiled plan of a planned module's most recent call (before any call: of the plan made last).
-
-    Raises:
-        UsageError: the module is not planned, or has no plan yet.
-    """
-    return _last(Planning(planned)._planned).compiled
-
-
-def _last(planned: _Planned) -> CacheEntry:
-    runner = planned._rematplan
-    if not hasattr(runner, "last"):
-        raise UsageError(
-            f"{runner.name} has no plan yet; call it, or prepare a plan: planned.prepare(*arguments)"
-        )
-    return runner.last
-
-
-def step_of(planned: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> CapturedStep:
-    """Return the captured training step for these arguments of a planned module, before planning.
-
-    Args:
-        planned: the planned module.
-        args: the positional arguments of a call.
-        kwargs: its keyword arguments.
-
-    Raises:
-        UsageError: the module is not planned.
-        ModelError: the forward cannot be captured.
-    """
-    module = Planning(planned)._planned
-    runner: Runner = module._rematplan
-    return runner.step(module, args, kwargs)
-
-
 OURS = ("plan", "plans", "source", "prepare")
 
 
@@ -392,13 +149,12 @@ class _Ours:
         return getattr(Planning(planned), self.name)
 
 
-class _Planned:
+class _Planned(HasRunner):
     """The attributes and methods that a planned module has in addition to its model."""
 
-    __slots__ = ("_rematplan", "_rematplan_origin", "_rematplan_replaced")
+    __slots__ = ("_rematplan_origin", "_rematplan_replaced")
 
     _rematplan_kind: type[nn.Module]
-    _rematplan: Runner
     _rematplan_origin: nn.Module
     """The original model. Submodules may have weak references to it."""
     _rematplan_replaced: Any

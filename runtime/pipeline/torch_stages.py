@@ -10,7 +10,7 @@ from torch.distributed import ProcessGroup
 from torch.distributed.pipelining import PipelineStage
 
 from rematplan.runtime.execute.autograd_function import finish_backward
-from rematplan.runtime.module.planned_module import compiled_plan
+from rematplan.runtime.module.planning import compiled_plan
 from rematplan.runtime.pipeline.stage_modules import StageModule
 
 
