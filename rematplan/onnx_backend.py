@@ -151,7 +151,7 @@ def _check_comparable(graph: Graph) -> None:
 def _is_off(node: Node, constants: Mapping[str, Weight]) -> bool:
     """Return whether the model proves that a dropout returns its input: it is not in training mode, or its ratio is 0.
 
-    ``constants``: the model's constants by name. If the mode or the ratio is an input of the model, nothing is proved.
+    ``constants``: the model's constants by name. A mode or ratio that is not among them proves nothing.
     """
     if node.version < 12:
         return bool(node.attributes.get("is_test", 0))

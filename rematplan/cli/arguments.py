@@ -233,8 +233,8 @@ def several_strategies(names: Sequence[str], options: Mapping[str, object]) -> d
         options: values by the name of the option; for all strategies together.
 
     Raises:
-        UsageError: a strategy is unknown, a value is invalid, or none of the strategies has an option. A time limit is
-            never refused: it is ignored if no strategy has one.
+        UsageError: a strategy is unknown, a value is invalid, or ``options`` has one that none of the strategies
+            has. A time limit is never refused: it is ignored by strategies that have none.
     """
     made: dict[str, Strategy] = {}
     unused = set(options) - {LIMIT}

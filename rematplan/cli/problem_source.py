@@ -173,8 +173,8 @@ def _load_model(args: argparse.Namespace, out: Output, runs: bool) -> Source:
 
 
 def costs_of(args: argparse.Namespace) -> str:
-    """Return where the costs of ops come from: the value of ``--costs``. If that is not stated, it is ``roofline`` with
-    a ``--device-model``, otherwise ``profile``."""
+    """Return where the costs of ops come from: the value of ``--costs``. If that is not stated,
+    ``roofline`` if ``--device-model`` is stated, otherwise ``profile``."""
     return args.costs or (PROFILE if args.device_model is None else ROOFLINE)
 
 

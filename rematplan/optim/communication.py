@@ -12,7 +12,7 @@ from rematplan.optim.layer import BOTH, Layer
 
 
 class Exchange(Protocol):
-    """What processes send each other in a step of K-FAC. All processes have equal layers, and all weights.
+    """What processes send each other in a step of K-FAC. The layers are the same in all processes.
 
     Statistics are the sums of outer products that each process adds to the Kronecker factors. Each factor has one
     owner: the process that averages and inverts it. Each layer has workers: the processes that multiply its gradient by

@@ -47,8 +47,8 @@ class Rechoosing:
     _begun: threading.Event = field(default_factory=threading.Event)
 
     def begin(self, compiled: Callable[[StepPlan], Any]) -> None:
-        """Begin a search in another process, unless `SEARCHES` are running. Its planning problem is made in another
-        thread.
+        """Begin a search in another process, unless `SEARCHES` are running. The planning problem for the search is
+        made in another thread.
 
         ``compiled``: compiles a plan. `take` calls it.
         """

@@ -212,9 +212,9 @@ class StepPlanner(StepProblems):
         """Return a plan for a step that begins while parameters have gradients of earlier steps, or None to keep
         ``plan``.
 
-        None is returned in three cases. First, ``plan`` and these gradients fit within the budget together. Second,
-        no plan fits; then a warning says so. Third, several micro-batches are in flight, so that ``plan`` counts all
-        possible gradients already.
+        None is returned in three cases. First, ``plan`` and these gradients fit within the budget together. Second, no
+        plan fits, or ``plan`` is a saved one; then a warning says so. Third, several micro-batches are in flight, so
+        that ``plan`` counts all possible gradients already.
 
         Args:
             step: the captured step.
@@ -223,7 +223,7 @@ class StepPlanner(StepProblems):
             names: the parameters that have gradients.
 
         Raises:
-            InfeasibleBudget: no plan fits, and ``on_infeasible`` is ``raise``.
+            InfeasibleBudget: the second case, if ``on_infeasible`` is ``raise``.
         """
         if self.options.several:  # the plan counts all possible gradients
             return None
