@@ -56,9 +56,9 @@ class TradeOff:
 
     ``source``: the problem. ``base``: the plan without recomputation. ``curves``: a dict from the strategy's name to
     its plans, by rising overhead and falling peak. ``budgets``: the budgets for which the table has rows. ``notes``:
-    sentences for the user. ``measured``: the plans that were run: the first without recomputation, the last plain
-    autograd; empty without ``--measure``. ``floors``: pairs of a budget in bytes and the proven lower bound of the
-    overhead within it; empty without ``--png``.
+    sentences for the user. ``measured``: the measurements: first of the plan without recomputation, then of other
+    plans, last of plain autograd; empty without ``--measure``. ``floors``: pairs of a budget in bytes and the proven
+    lower bound of the overhead within it; empty without ``--png``.
     """
 
     source: Source

@@ -10,7 +10,8 @@ from rematplan.runtime.statistics.factors import Factors, Statistics
 
 @runtime_checkable
 class Source(Protocol):
-    """An object that provides Kronecker factors to `KFAC`: sums of outer products of inputs and of output gradients."""
+    """An object that provides Kronecker factors to `KFAC`: sums of outer products of layers' inputs and of the
+    gradients of their outputs."""
 
     def layers(self) -> Mapping[str, Factors]:
         """Return, by weight name, the Kronecker factors as tensors of the device ``meta``.

@@ -109,9 +109,9 @@ def background_search(
 ) -> Refining | None:
     """Return a background search for a better plan, not begun. None if no search is wanted or needed.
 
-    No search is wanted if the options exclude it or `WAITING` searches are running or queued. None is needed if the
-    plan's overhead is proven to be within the option ``gap`` of the optimum, or if an earlier search was as long as
-    this one would be.
+    No search is wanted if the options exclude it or `WAITING` searches are running or queued. None is needed if
+    ``plan`` has no budget, if its overhead is proven to be within the option ``gap`` of the optimum, or if an earlier
+    search for the problem and budget was as long as this one would be.
 
     Args:
         options: the user's options.

@@ -155,9 +155,9 @@ class StepPlanner(StepProblems):
     def _carries(self) -> bool:
         """Whether a plan that was found at one size may be used at other sizes without a search.
 
-        It may not if the options have several micro-batches in flight, ``accumulate``, inverses that round, or a
-        saved plan. Otherwise it may in two cases. First, background searches improve plans while training runs
-        (`PlanOptions.refines`). Second, the strategy makes only the plan that recomputes nothing, without
+        It may not if the options have several micro-batches in flight, ``deferred``, ``accumulate``, inverses that
+        round, or a saved plan. Otherwise it may in two cases. First, background searches improve plans while training
+        runs (`PlanOptions.refines`). Second, the strategy makes only the plan that recomputes nothing, without
         ``overlap``, and the budget is neither ``min`` nor ``least``.
         """
         asked = self.options
