@@ -9,8 +9,10 @@ from dataclasses import dataclass, replace
 from fractions import Fraction
 
 from rematplan.ir import InfeasibleBudget, TrainingGraph, UsageError
+from rematplan.planner.annealing.search_budget import SearchBudget
 from rematplan.planner.auto.auto_strategy import Auto
 from rematplan.planner.auto.min_budget_plan import MIN_BUDGET, cheapest_near_smallest_peak
+from rematplan.planner.auto.smallest_peak_search import find_smallest_peak
 from rematplan.planner.bounds.cut_bounds import min_peak_bound
 from rematplan.planner.caches.plan_store import PlanStore
 from rematplan.planner.core.plan import Plan
@@ -201,7 +203,8 @@ def plan_within(
     try:
         if hurried and strategy.resumes:
             check_floor(strategy, graph, budget)
-        plan = strategy.plan(graph, budget, progress, (*starts, *known_plans(strategy, graph, store)))
+        known_ones = (*starts, *known_plans(strategy, graph, store))
+        plan = _plan_or_lower(strategy, graph, budget, progress, known_ones)
     except InfeasibleBudget as error:
         if error.plan is not None and strategy.lasting:
             store.keep(graph, error.plan)
@@ -211,6 +214,32 @@ def plan_within(
         raise error from None
     store.put(graph, budget, plan, lasting=strategy.lasting)
     return plan
+
+
+def _plan_or_lower(
+    strategy: Strategy, graph: TrainingGraph, budget: int, progress: Progress, starts: Sequence[Plan]
+) -> Plan:
+    """Return the plan of the strategy. If `Anneal`, limited in moves, finds none that fits, the search for the smallest
+    peak follows, with as many moves as for the budget ``min``; so a budget that ``min`` can meet is not refused.
+
+    Raises:
+        InfeasibleBudget: no plan was found that fits.
+    """
+    try:
+        return strategy.plan(graph, budget, progress, starts)
+    except InfeasibleBudget as error:
+        if not isinstance(strategy, Anneal) or not strategy.moves:
+            raise
+        effort = SearchBudget(strategy.time_limit, -(-strategy.moves // 2))
+        order, seed = strategy.keep_order, strategy.seed
+        least = find_smallest_peak(
+            graph, effort, starts, progress, enough=budget, keep_order=order, seed=seed
+        )
+        if least.peak <= budget:
+            return strategy.plan(graph, budget, progress, (least, *starts))
+        if least.peak < error.smallest:
+            raise error.changed(smallest=least.peak, plan=least) from None
+        raise
 
 
 def known_plans(strategy: Strategy, graph: TrainingGraph, store: PlanStore) -> tuple[Plan, ...]:

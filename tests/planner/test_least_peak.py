@@ -26,8 +26,10 @@ from rematplan.planner.core.plan import plan_from_runs
 from rematplan.planner.core.schedule import runs_of
 from rematplan.planner.core.strategy import Enough
 from rematplan.planner.ilp.exhaustive import exhaustive
+from rematplan.planner.strategies.anneal import Anneal
 from rematplan.planner.strategies.nested_dp import NestedDP
 from rematplan.planner.strategies.store_all import no_recompute
+from rematplan.plans.budgets import least_plan, plan_within
 
 
 def always() -> bool:
@@ -202,6 +204,18 @@ def test_the_bytes_that_min_found_get_a_plan(graph: TrainingGraph, monkeypatch: 
     auto = Auto(time_limit=1.0, reuse=False)
     assert auto.plan(graph, least).estimate.peak <= least
     assert smallest_found(auto, graph, least * 99 // 100) <= least
+
+
+@settings(max_examples=8, deadline=None, derandomize=True)
+@given(st.integers(0, 10**6), st.integers(2, 12))
+def test_with_counted_moves_the_bytes_that_min_found_get_a_plan(seed: int, layers: int) -> None:
+    graph = problems.random_training(random.Random(seed), layers)
+    search = Anneal(moves=5_000)
+    least = least_plan(search, graph, kind="least").estimate.peak
+    assert plan_within(search, graph, least).estimate.peak <= least
+    with pytest.raises(InfeasibleBudget) as refused:
+        plan_within(search, graph, min_peak_bound(graph).bytes - 1)
+    assert refused.value.smallest <= least
 
 
 def test_a_search_that_is_no_longer_needed_ends() -> None:
