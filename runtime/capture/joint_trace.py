@@ -25,6 +25,7 @@ from rematplan.runtime.capture.patches.checkpoint import without_checkpoints
 from rematplan.runtime.capture.patches.eager_kernels import native_kernels
 from rematplan.runtime.capture.patches.fake_layouts import InPlaceLayouts, TrueLayouts
 from rematplan.runtime.capture.patches.size_text import no_size_as_text
+from rematplan.runtime.capture.patches.size_types import sizes_have_plain_types
 from rematplan.runtime.capture.read_fx import MODULE, read_joint_graph
 from rematplan.runtime.capture.restore_state import check_no_sizes_kept, same_attributes
 from rematplan.runtime.capture.untied_module import UntiedModule
@@ -146,6 +147,7 @@ def _traced(request: TraceRequest) -> Traced:
         warnings.catch_warnings(),
         native_kernels(symbols is not None),
         no_size_as_text() if symbols else nullcontext(),
+        sizes_have_plain_types(request.module) if symbols else nullcontext(),
         without_checkpoints(),
         quiet(),
         torch.enable_grad(),

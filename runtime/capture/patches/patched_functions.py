@@ -96,6 +96,13 @@ PATCHES = (
         f"{_ROOM}.capture.patches.size_text",
     ),
     Patch(
+        ("isinstance in the model's Python modules",),
+        "a symbolic size is no int, so a branch by isinstance(size, int) would be traced wrongly; Python modules of "
+        "the model's packages, and those outside of installed packages, get a global variable isinstance",
+        f"{_ROOM}.capture.patches.size_types",
+        threads="compares the thread: others get what the builtin answers",
+    ),
+    Patch(
         ("torch.ops.aten._to_copy.py_kernels",),
         "a weight that autocast casts for several uses would be cast for each, and its gradients added up in float32",
         f"{_ROOM}.capture.patches.autocast_cache",

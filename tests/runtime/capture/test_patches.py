@@ -1,6 +1,7 @@
 """What capture changes in PyTorch: the table names it, it is as before afterwards, and other threads do not see it."""
 
 import logging
+import sys
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from fnmatch import fnmatchcase
@@ -22,6 +23,7 @@ from rematplan.runtime.capture.patches import PATCHES
 from rematplan.runtime.capture.patches.autocast_cache import casting_once
 from rematplan.runtime.capture.patches.checkpoint import without_checkpoints
 from rematplan.runtime.capture.patches.eager_kernels import native_kernels
+from rematplan.runtime.capture.patches.size_types import sizes_have_plain_types
 from rematplan.runtime.guards.attributes import reads_of
 
 ATEN = "torch.ops.aten."
@@ -48,6 +50,8 @@ def current(name: str) -> Any:
         return list(_get_current_dispatch_mode_stack())
     if name == "tracing context":
         return TracingContext.try_get()
+    if name.startswith("isinstance "):
+        return [space for space, held in sys.modules.items() if "isinstance" in getattr(held, "__dict__", ())]
     if name.startswith("logger "):
         return logging.getLogger(name.removeprefix("logger ")).disabled
     if name.startswith(ATEN):
@@ -137,6 +141,23 @@ def test_another_thread_may_seed() -> None:
         assert elsewhere(lambda: torch.manual_seed(3).initial_seed()) == 3
         with pytest.raises(ModelError, match="seeds"):
             torch.manual_seed(3)
+
+
+def test_sizes_have_plain_types_only_inside_the_block_and_in_its_thread() -> None:
+    size = torch.SymInt(object())
+    before = current("isinstance in the model's Python modules")
+
+    def plain() -> bool:
+        return isinstance(size, int)
+
+    with pytest.raises(ValueError, match="inside"), sizes_have_plain_types(Tiny()):  # noqa: PT012
+        assert __name__ in current("isinstance in the model's Python modules")
+        assert plain()
+        assert not isinstance(size, (float, torch.SymInt))
+        assert not elsewhere(plain)
+        raise ValueError("inside")
+    assert current("isinstance in the model's Python modules") == before
+    assert not plain()
 
 
 @pytest.mark.parametrize("reentrant", [True, False])

@@ -158,3 +158,61 @@ def test_a_model_that_takes_a_size_in_silence_follows_eager_mode(name: str, firs
     for sizes in ((3, first), (3, 9), (2, 9), (4, 10), (2, 10), (3, 12)):
         x = sequences(*sizes)
         equal_after(lambda model, x=x: (model.zero_grad(), backward(model, x))[1], planned, plain)
+
+
+class LongByInstance(nn.Module):
+    """Takes another activation at lengths above 50, if the length is an int."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.w = nn.Parameter(torch.randn(WIDTH))
+
+    def long(self, n: Any) -> bool:
+        """Whether n is a large int."""
+        return isinstance(n, int) and n > 50
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Features of the same shape, for x (batch, length, width)."""
+        return (x * self.w).tanh() if self.long(x.shape[1]) else x * self.w
+
+
+class LongByType(LongByInstance):
+    """Asks for the type itself."""
+
+    def long(self, n: Any) -> bool:
+        """Whether n is a large int."""
+        return type(n) is int and n > 50
+
+
+class LongByTypes(LongByInstance):
+    """Calls a function."""
+
+    def long(self, n: Any) -> bool:
+        """Whether n is a large int."""
+        return a_number(n) and n > 50
+
+
+def a_number(n: Any) -> bool:
+    """Whether n is a number."""
+    return type(n) in (float, int)
+
+
+COMPARES = ("it compares the type of a value with int, and a size may be such a value",)
+
+
+@pytest.mark.parametrize(
+    ("model", "captures", "reasons"),
+    [(LongByInstance, (2, 2), ()), (LongByType, (5, 0), COMPARES), (LongByTypes, (5, 0), COMPARES)],
+)
+def test_a_branch_by_the_type_of_a_size_follows_eager_mode(
+    model: type[nn.Module], captures: tuple[int, int], reasons: tuple[str, ...]
+) -> None:
+    """Also at sizes where the branch differs from that of all shapes that were compared."""
+    options = {"budget": "100%", "on_infeasible": "eager"}
+    planned, plain = planned_and_plain(model(), sequences(3, 8), **options)
+    for t in (8, 9, 100, 51, 50):
+        x = sequences(3, t)
+        equal_after(lambda m, x=x: (m.zero_grad(), backward(m, x))[1], planned, plain)
+    stats = rematplan.planning(planned).stats()
+    assert ((stats.captures, stats.open_captures), stats.reasons) == (captures, reasons)
