@@ -146,6 +146,8 @@ def pipeline_from_json(data: object) -> PlannedPipeline:
         schedule = schedule_of_rows(
             str(data["schedule"]), int(data["stages"]), int(data["microbatches"]), rows
         )
+        if data["ranks"] != schedule.ranks:
+            raise ProblemError(f"ranks is {data['ranks']!r}, but there are actions of {schedule.ranks} ranks")
         if schedule.name not in FORMULAS:
             raise ProblemError(f"unknown schedule {schedule.name!r}; known: {', '.join(FORMULAS)}")
         latency, bandwidth = float(data["link"]["latency"]), data["link"]["bandwidth"]

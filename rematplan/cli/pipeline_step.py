@@ -11,7 +11,7 @@ from pathlib import Path
 from rematplan.cli.arguments import positive_number
 from rematplan.cli.output import Output
 from rematplan.cli.problem_source import ROOFLINE
-from rematplan.ir import UsageError
+from rematplan.ir import ProblemError, UsageError
 from rematplan.planner.pipeline.pipeline_file import load_pipeline
 
 VERIFICATION_FAILED = 1
@@ -44,6 +44,7 @@ def run(args: argparse.Namespace, out: Output) -> int:
 
     Raises:
         UsageError: this process was not started by torchrun, or not with as many processes as the pipeline has ranks.
+        ProblemError: the file cannot be read, or its actions are not those that PyTorch's schedule runs.
     """
     plan = load_pipeline(args.file)
     ranks = plan.schedule.ranks
@@ -57,8 +58,13 @@ def run(args: argparse.Namespace, out: Output) -> int:
             f"{args.file} is for {ranks} ranks, but there are {os.environ['WORLD_SIZE']} processes; run {ranks}"
         )
     from rematplan.pipeline.run_step import run_on_all_ranks
+    from rematplan.pipeline.schedules import require_torch_actions
     from rematplan.report.pipeline_tables import measured_ranks_table
 
+    try:
+        require_torch_actions(plan.schedule)
+    except ProblemError as other:
+        raise ProblemError(f"{args.file}: {other}") from None
     reports = run_on_all_ranks(plan, verify=args.verify, time_limit=args.time_limit)
     wrong = [f"rank {rank}: {name}" for rank, one in enumerate(reports) for name in one.different]
     if int(os.environ["RANK"]) == 0:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from itertools import zip_longest
 
-from rematplan.ir import UsageError
+from rematplan.ir import ProblemError, UsageError
 from rematplan.planner.pipeline.actions import PipelineSchedule, schedule_of_rows
 from rematplan.planner.pipeline.gpipe_and_1f1b import dataflow, gpipe, one_forward_one_backward
 
@@ -55,3 +56,29 @@ def schedule_named(
 
     stages = ranks * (each or STAGES_A_RANK)
     return schedule_of_rows(name, stages, microbatches, action_lists(name, ranks, stages, microbatches))
+
+
+def require_torch_actions(schedule: PipelineSchedule) -> None:
+    """Check that each rank has the actions, in the order, that PyTorch's schedule class of this name runs.
+
+    PyTorch runs the actions of its class, whatever a pipeline file says, so that peaks and times of other actions would
+    be wrong. A ``dataflow`` is not compared, because PyTorch has no class for it: the schedule's actions are run.
+
+    Args:
+        schedule: the actions of all ranks.
+
+    Raises:
+        ProblemError: a rank has other actions. The message states the rank and its first different action.
+        UsageError: PyTorch's schedule does not allow these numbers of ranks, stages and micro-batches.
+    """
+    if schedule.name == "dataflow":
+        return
+    each = schedule.stages // schedule.ranks
+    run = schedule_named(schedule.name, schedule.ranks, schedule.microbatches, each=each)
+    for rank, (planned, wanted) in enumerate(zip(schedule.actions, run.actions, strict=True)):
+        for number, (one, other) in enumerate(zip_longest(planned, wanted)):
+            if one != other:
+                raise ProblemError(
+                    f"schedule {schedule.name!r}, rank {rank}: action {number} is {one or 'missing'}, but PyTorch runs "
+                    f"{other or 'no more'}"
+                )

@@ -83,6 +83,8 @@ def test_a_file_is_read_as_it_was_written(file, tmp_path) -> None:
         ("actions", [[["F", 0, 0], ["B", 0, 0]], [["F", 1, 0]]], "is missing"),
         ("microbatches", 10**9, "micro-batch 4 is missing"),
         ("stages", 10**9, "each of its 1000000000 stages must have exactly one rank"),
+        ("ranks", 3, "ranks is 3, but there are actions of 2 ranks"),
+        ("ranks", "2", "ranks is '2', but there are actions of 2 ranks"),
         ("schedule", "best", "unknown schedule 'best'; known: gpipe"),
         ("link", {"latency": 0, "bandwidth": 0}, "a link or an overhead below 0"),
     ],
