@@ -75,7 +75,7 @@ class Exchange(Protocol):
         """
 
     def inverses(self, made: Mapping[str, tuple[int, ...]]) -> None:
-        """Send new inverses from their owners to the processes that multiply the layers' gradients by them.
+        """Send new inverses of Kronecker factors from their owners to the processes that multiply gradients by them.
 
         The inverses that this process receives are stored in its layers.
 
@@ -149,7 +149,7 @@ class Alone:
         return sums
 
     def inverses(self, made: Mapping[str, tuple[int, ...]]) -> None:
-        """Do nothing: the only process already has all inverses."""
+        """Do nothing: the only process has inverted all Kronecker factors itself."""
 
     def gradients(self, gradients: Mapping[str, Tensor], rows: float) -> Mapping[str, Tensor]:
         """Return the gradients unchanged: with a single process they are already the means over all processes."""

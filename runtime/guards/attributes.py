@@ -209,8 +209,9 @@ class Reads:
         """Return the attribute values on which a plan depends, as one `Found` for each place in which values were
         found.
 
-        A place is the ``__dict__`` of a module or record, the results of a record's ``__getattr__``, or a class. Values
-        that the forward has changed after it read them are left out.
+        A record is an object that exists for its attributes, such as a configuration. A place is the ``__dict__`` of a
+        module or record, the results of a record's ``__getattr__``, or a class. Values that the forward has changed
+        after it read them are left out.
         """
         owned: dict[Owner, dict[str, Any]] = {owner: {} for owner in self.inherited}
         for (owner, name), value in self.found.items():

@@ -135,8 +135,9 @@ class SizedPlans:
     def compiler(
         self, sizes: Sizes, made: Callable[[], CapturedStep]
     ) -> Callable[[StepPlan], CompiledPlan] | None:
-        """Return a function that compiles plans for certain sizes, each schedule once for all sizes; None if the steps
-        of these sizes have several structures.
+        """Return a function that compiles plans for certain sizes. It compiles a schedule only once, which then serves
+        all sizes. Return None if plans cannot be carried over between sizes: two batches with this pattern of equal
+        sizes had steps, or planning problems, of different structures.
 
         Args:
             sizes: the values of all expressions, for which `carried` returned a plan, or `learn` got a problem.

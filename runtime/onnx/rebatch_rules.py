@@ -203,8 +203,9 @@ def _gather(case: RebatchCase) -> Operands:
 
 
 def _gather_elements(case: RebatchCase) -> Operands:
-    """Return the replaced data of a GatherElements, at input position 0: if only the indices have a batch axis, data of
-    size 1 in this axis is expanded. Only for exports with a batch of one."""
+    """Return the replacement of the data (input 0) of a GatherElements: the data is expanded to the wanted batch size
+    in the batch axis of the indices. Nothing is replaced, and the result is empty, unless the export has a batch of
+    one, the data has size 1 in that axis at every batch size, and the node gathers along another axis."""
     axis, table = case.axis(1), case.old[0]
     along: Any = case.node.attributes.get("axis", 0)
     if axis is None or table is None or case.axis(0) is not None or case.batch.traced != 1:

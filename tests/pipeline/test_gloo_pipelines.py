@@ -19,9 +19,9 @@ CASES = [
     ("zbv", 8, 8, "100%"),
     ("dualpipev", 8, 8, "100%"),
 ]
-TIGHT = 0.97 if torch.__version__ < (2, 15) else 0.75
+TIGHT = 0.97 if torch.__version__ < (2, 15) else 0.5
 """Of a promise, what a peak is at least. The promise counts buffers to receive into for all micro-batches; PyTorch 2.15
-makes each as it is needed."""
+makes each as it is needed, and with 32 micro-batches these buffers are up to a third of the promise."""
 
 
 def check(found: list[dict[str, Any]]) -> None:

@@ -177,7 +177,7 @@ def test_without_gradients_nothing_is_planned() -> None:
     assert backend.plans == []
     ours.train()
     plain.train()
-    for t in (5, 7, 9):
+    for t in (25, 27, 29):  # 70 % of a smaller one's peak is less than its outputs need
         check_bits(ours, plain, sequences(3, t))
     assert counters["stats"]["unique_graphs"] == 2
 
