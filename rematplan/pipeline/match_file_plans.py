@@ -57,8 +57,11 @@ class FilePlans:
         own = [name for name in names if name not in loss]
         others = [op.name for op in part.problem.graph.ops if op.name in part.step.call]
         try:
-            pairs = matched(self.step, own, part.step, others)
+            copies = message_copies(part.step, others)
+            pairs = matched(self.step, own, part.step, [o for o in others if o not in copies])
             runs = _runs(self.file, number, pairs, loss)
+            boundary = runs.index(loss_boundary.LOSS) if loss_boundary.LOSS in runs else len(runs)
+            runs[boundary:boundary] = [o for o in others if o in copies]
             return plan_from_runs(
                 part.problem.graph, runs, str(_plan(self.file, number).get("strategy", "file"))
             )
@@ -90,6 +93,25 @@ def file_plans(file: PlannedPipeline, name: str) -> FilePlans:
         if found == file.cuts:
             return FilePlans(file, loaded.step, chain)
     raise ProblemError(f"the step of {name} has other blocks than those that the file divides")
+
+
+def message_copies(step: CapturedStep, names: Sequence[str]) -> frozenset[str]:
+    """Return which of the ops ``names`` copy a tensor only to send it. The step of the whole model has no such op.
+
+    A message must be contiguous, so the forward of a stage ends with a copy of each other output. No op reads it.
+
+    Args:
+        step: the captured step of a stage.
+        names: the names of its ops, in running order.
+    """
+    read = {t for call in step.calls for t in step.reads(call)}
+    return frozenset(
+        name
+        for name in names
+        if str(step.call[name].target) == "aten.clone.default"
+        and not step.call[name].backward
+        and read.isdisjoint(step.writes(step.call[name]))
+    )
 
 
 def loss_ops(step: CapturedStep, graph: TrainingGraph, names: Sequence[str]) -> frozenset[str]:

@@ -62,6 +62,15 @@ def test_the_files_own_plans_run(workers: Workers, file: Path) -> None:
     assert sum(extra) > 0
 
 
+def test_the_files_plans_run_where_messages_are_copied_to_be_contiguous(
+    workers: Workers, tmp_path: Path
+) -> None:
+    path = planned(tmp_path, "revvit_s", "--budget", "1GiB", "--cuts", REVERSIBLE)
+    reports = workers.run(step, path=path)[0]
+    check(reports)
+    assert [one.anew for one in reports] == [""] * 4
+
+
 def test_a_stage_that_differs_is_planned_anew_and_that_is_said(
     workers: Workers, file: Path, tmp_path: Path
 ) -> None:
