@@ -51,11 +51,11 @@ def untangled(draft: Draft) -> tuple[Draft, tuple[str, ...]]:
     gathered = gather_spread(edit, evidence)
     said = (
         restored
-        and f"{restored} weights are stored transposed or reshaped by the export and were turned back",
+        and f"{restored} weights that the export had transposed or reshaped have the module's layout again",
         separated
-        and f"{separated} weights that the export merged because their values are equal are trained apart",
+        and f"{separated} weights that the export had merged because their values are equal are separate again",
         gathered
-        and f"{gathered} weights that the export spread over constant places are one weight a place again",
+        and f"{gathered} weights that the export had repeated in larger constants are single weights again",
     )
     found = replace(draft, initialisers=edit.initialisers, origins=edit.origins, nodes=tuple(edit.nodes))
     return found, tuple(text for text in said if text)

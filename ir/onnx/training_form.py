@@ -216,8 +216,8 @@ def _put_back(draft: Draft) -> tuple[Draft | None, str]:
     if not count:
         return None, ""
     text = (
-        f"{count} batch norms that the export folded into Conv were put back with scale one: "
-        "their own scales are part of the kernels now"
+        f"{count} batch norms that the export had folded into Conv are batch norms again, with scale one: "
+        "their former scales are now factors of the kernels"
     )
     return replace(draft, initialisers=initialisers, origins=origins, nodes=tuple(nodes)), text
 

@@ -189,8 +189,8 @@ def test_dynamo_exports_have_all_parameters_by_name(folder, net, how):
 
 def test_what_was_undone_is_said(folder):
     _, _, graph = both(folder, "language", "dynamo")
-    assert any("turned back" in n for n in graph.notes)
-    assert any("trained apart" in n for n in graph.notes)
+    assert any("have the module's layout again" in n for n in graph.notes)
+    assert any("are separate again" in n for n in graph.notes)
     roles = {w.name: w.role for w in graph.weights}
     assert roles["fixed"] == "constant"
     assert roles["gain"] == "parameter"

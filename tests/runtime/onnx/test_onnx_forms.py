@@ -120,7 +120,9 @@ def test_folded_batch_norms_are_put_back(tmp_path, how):
     graph = load_onnx(path, forms=Forms(bn="train"))
     assert [n.op for n in graph.nodes] == ["Conv", "BatchNormalization", "Relu", "Conv"]
     assert sum(w.role == "buffer" for w in graph.weights) == 2
-    assert any("1 batch norms that the export folded into Conv were put back" in n for n in graph.notes)
+    assert any(
+        "1 batch norms that the export had folded into Conv are batch norms again" in n for n in graph.notes
+    )
     OnnxModule(graph)(x)[0].sum().backward()
 
 
