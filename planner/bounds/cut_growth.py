@@ -111,7 +111,7 @@ class Growth:
         failed = 0
         while not self.over():
             likely = self.likely(resident, tried, failed)
-            if idle and (failed == SIBLINGS or not likely):
+            if idle and (failed >= SIBLINGS or not likely):
                 self.solve(idle)  # solved before; sets the resident bytes again
                 cuts, solved, resident = idle, True, self.resident(idle, among)
                 tried, idle, failed = tried | set(idle), (), 0

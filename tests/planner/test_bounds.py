@@ -6,6 +6,7 @@ import math
 import random
 import time
 from contextlib import nullcontext
+from types import SimpleNamespace
 from unittest.mock import patch
 
 import pytest
@@ -19,7 +20,7 @@ from rematplan.planner.auto.auto_strategy import Auto
 from rematplan.planner.bounds import bound_search as bounds
 from rematplan.planner.bounds.bound_search import BoundSearch
 from rematplan.planner.bounds.cut_bounds import Bound, min_peak_bound
-from rematplan.planner.bounds.cut_growth import Growth
+from rematplan.planner.bounds.cut_growth import SIBLINGS, Growth
 from rematplan.planner.bounds.cut_places import cut_candidates, heaviest_chain, in_line, prominence
 from rematplan.planner.bounds.max_flow import flow_bound
 from rematplan.planner.bounds.multi_cut_program import COST_UNIT, CutProgram
@@ -263,6 +264,32 @@ def test_two_cuts_can_raise_the_bound_though_neither_does_alone(problems):
     search = BoundSearch(graph, budget)
     Growth(search, 20.0, lambda _: False).grow((21, 26), range(len(graph.ops)))
     assert search.best.overhead >= together - 1e-6
+
+
+def test_the_first_solved_cut_is_added_after_several_that_did_not_raise_the_bound():
+    """Also if the programs of the first of them took too long to solve."""
+    solved: list[tuple[int, ...]] = []
+
+    class Stub(Growth):
+        def resident(self, cuts, among):
+            return dict.fromkeys(set(among) - set(cuts), 1)
+
+        def likely(self, resident, tried, failed):
+            return sorted(set(resident) - set(tried))
+
+        def most_lifting(self, cuts, likely):
+            return likely[0]
+
+        def solve(self, cuts):
+            solved.append(cuts)
+            return 0.0, len(solved) == 1 or cuts[0] >= SIBLINGS
+
+    best = SimpleNamespace(unreachable=False, overhead=0.0)
+    search = SimpleNamespace(chain=(), places=(), stopped=False, best=best)
+    added = (SIBLINGS, 99)
+    Stub(search, 20.0, lambda _: len(solved) > 9).grow((99,), range(20))
+    assert solved[: SIBLINGS + 3] == [(99,), *((op, 99) for op in range(SIBLINGS)), added, added]
+    assert set(added) < set(solved[SIBLINGS + 3])
 
 
 def test_a_priced_cut_is_the_one_cut_relaxation_of_a_chain():
