@@ -28,10 +28,10 @@ class ChenGreedy(BlockStrategy):
 
     A cut point is a node v through which all data passes: the nodes that must run after v read only v and each other.
 
-    Options: ``grid``: the number of thresholds. Half of them form a geometric progression from half the bytes of the
-    largest node to the bytes of all nodes. The other half are near √(x·y), for x bytes kept between blocks and y bytes
-    of the largest block. x and y are those of the division with the smallest x + y that the first half of the
-    thresholds gives.
+    Options: ``grid``: the number of thresholds. Half of them, rounded down but at least one, form a geometric
+    progression from half the bytes of the largest node to the bytes of all nodes. The others are near √(x·y), for x
+    bytes kept between blocks and y bytes of the largest block. x and y are those of the division with the smallest
+    x + y that the first half of the thresholds gives.
     """
 
     name: ClassVar[str] = "chen_greedy"
@@ -51,7 +51,7 @@ class ChenGreedy(BlockStrategy):
         chains = [_sweep(view, cuts, b) for b in wide]
         kept, segment = min((_price(view, chain) for chain in chains), key=sum)
         near = math.sqrt(kept * segment)
-        for b in _geometric(near / math.sqrt(2), near * math.sqrt(2), self.grid // 2):
+        for b in _geometric(near / math.sqrt(2), near * math.sqrt(2), self.grid - len(wide)):
             progress(len(chains) / self.grid, f"threshold {b:.3g} bytes")
             chains.append(_sweep(view, cuts, b))
         return chains

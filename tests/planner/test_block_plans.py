@@ -177,6 +177,12 @@ def test_dp_beats_chen_if_there_are_few_cut_points(networks):
     assert chen < least["store_all"]
 
 
+@pytest.mark.parametrize("grid", [1, 2, 3, 8, 9])
+def test_chens_greedy_strategy_tries_as_many_thresholds_as_it_is_asked_to(problems, grid):
+    chains = strategy("chen_greedy", grid=grid).chains(forward_graph(problems.chain(9)), lambda *_: None)
+    assert len(list(chains)) == grid
+
+
 @pytest.mark.parametrize("objective", ["time", "memory"])
 def test_exact_dp_is_never_worse_than_approx_dp(problems, objective):
     graph = problems.residual((2, 2))
