@@ -49,7 +49,7 @@ _ENOUGH_SECONDS = 0.005
 _MOST_RUNS = 10
 _ALIGNED = 64
 """Bytes. Tensors whose offsets in their storages differ by a multiple of it have the same signature."""
-_CACHE_VERSION = 5
+_CACHE_VERSION = 6
 
 
 class ProfileWarning(UserWarning):
@@ -68,7 +68,7 @@ def profile_costs(
 
     If the measurement is interrupted, the costs measured so far are still written to the cache file. Costs measured
     while the machine is busy are returned but not cached, and a warning (`ProfileWarning`) says so. Calls that cannot
-    be measured get a guessed cost, which is cached, too. A warning names them.
+    be measured get a guessed cost, which is not cached. A warning names them.
 
     Args:
         step: the captured step.
@@ -90,7 +90,7 @@ def profile_costs(
         unprofiled(partial(_measure_all, step, missing, known, times, progress))
     finally:
         if missing and not _busy(times):
-            save_costs(file, {s: known[s] for s in missing if s in known})
+            save_costs(file, {s: known[s] for s in times})
     # A collective that is run alone would wait forever for other processes, so its cost is modelled.
     return {c.name: known[calls[c.name]] if c.name in calls else _modelled(step, c) for c in priced}
 
@@ -145,6 +145,7 @@ def _measure_all(
                     cost = _measured(step, call, arguments, known[text] if round_ >= watched else None)
                 except (RuntimeError, IndexError, ValueError) as error:
                     refused[text] = call, error
+                    times.pop(text, None)
                     known[text] = _guess(step, call)
                 else:
                     times.setdefault(text, []).append(cost.time)

@@ -384,6 +384,8 @@ def test_a_call_that_refuses_synthetic_arguments_is_guessed_with_a_warning(tmp_p
     guessed = costs["picky"]
     assert guessed.time > 0
     assert guessed.workspace == 32
+    with pytest.warns(ProfileWarning, match="whole numbers only"):
+        assert profile_costs(step, cache=tmp_path) == costs
     graph = training_graph(step, costs)
     plan = plan_from_runs(graph, recompute_everything(graph), "everything")
     assert verify(PlannedStep(module, step, plan.schedule), batch).bit_equal
