@@ -7,7 +7,7 @@ seeds PyTorch's generator.
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from threading import get_ident
 from typing import Any
@@ -18,6 +18,12 @@ import torch
 
 from rematplan.ir import ModelError
 from rematplan.runtime.graph.compat import get_torch_obj_rule_map
+
+_SEEDS = "the forward seeds the random numbers, or asks for their seed, which a fixed graph cannot repeat"
+_OF_SEEDS = frozenset(
+    {"manual_seed", "seed", "initial_seed", "set_state", "set_offset", "graphsafe_set_state"}
+)
+"""Methods of a generator that seed it, set its state, or return its seed."""
 
 
 @contextmanager
@@ -67,10 +73,25 @@ def _set_state(generator: Any, state: Any) -> None:
         (generator.setstate if hasattr(generator, "setstate") else generator.set_state)(state)
 
 
+def check_default_generator(names: Collection[str]) -> None:
+    """Refuse a forward whose code mentions `torch.default_generator` and a method that seeds a generator or returns
+    its seed, even in a branch that is not taken: methods of that object cannot be replaced as in `no_seeding`.
+
+    Args:
+        names: all names that the code of the forward mentions.
+
+    Raises:
+        ModelError: the code mentions both.
+    """
+    if "default_generator" in names and not _OF_SEEDS.isdisjoint(names):
+        raise ModelError(_SEEDS)
+
+
 @contextmanager
 def no_seeding() -> Iterator[None]:
     """Refuse, inside the block and in this thread, calls of ``manual_seed``, ``seed``, ``initial_seed`` and
-    ``set_rng_state`` of `torch` and `torch.random`.
+    ``set_rng_state`` of `torch` and `torch.random`. Methods of `torch.default_generator` are not covered;
+    `check_default_generator` refuses them.
 
     Raises:
         ModelError: the block calls one of these functions.
@@ -82,9 +103,7 @@ def no_seeding() -> Iterator[None]:
         def refused(*args: Any, **kwargs: Any) -> Any:
             if get_ident() != thread:
                 return own(*args, **kwargs)
-            raise ModelError(
-                "the forward seeds the random numbers, or asks for their seed, which a fixed graph cannot repeat"
-            )
+            raise ModelError(_SEEDS)
 
         return refused
 

@@ -59,7 +59,8 @@ def call_key(leaves: Sequence[Any], spec: pytree.TreeSpec) -> tuple[Any, ...]:
 
 def open_key(leaves: Sequence[Any], spec: pytree.TreeSpec) -> tuple[Any, ...]:
     """Return a key like that of `call_key` that is the same for all sizes of the tensors: of a tensor argument it has
-    layout, number of dimensions, type, device, whether it requires a gradient, and which arguments are the same tensor.
+    layout, number of dimensions, type, device, whether it requires a gradient, lazy conjugation and negation, and which
+    arguments are the same tensor.
 
     Args:
         leaves: the leaves of the arguments.
@@ -96,8 +97,10 @@ def like(tensor: torch.Tensor) -> tuple[Any, ...]:
 
 
 def like_of_any_size(tensor: torch.Tensor) -> tuple[Any, ...]:
-    """Return a tensor's layout, number of dimensions, type, device and whether it requires a gradient."""
-    return tensor.layout, tensor.dim(), tensor.dtype, tensor.device, tensor.requires_grad
+    """Return a tensor's layout, number of dimensions, type, device, whether it requires a gradient, and lazy
+    conjugation and negation."""
+    lazy = tensor.is_conj(), tensor.is_neg()
+    return tensor.layout, tensor.dim(), tensor.dtype, tensor.device, tensor.requires_grad, lazy
 
 
 def _exactly(leaf: Any) -> Any:

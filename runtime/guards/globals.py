@@ -133,6 +133,8 @@ class GlobalReads:
     def _meet(self, thing: Any, names: Names) -> None:
         if isinstance(thing, GENERATORS):
             self.generators[id(thing)] = thing
+        if thing is torch.default_generator:
+            self.names |= {"default_generator"}  # found in a variable
         if (id(thing), names) not in self.met:
             self.met.add((id(thing), names))
             self.waiting.append((thing, names))

@@ -33,6 +33,12 @@ class Record:
         """The random number generators, such as those of NumPy and Python, to which the code of the forward refers."""
         return self.global_reads.generators.values()
 
+    @property
+    def names(self) -> Collection[str]:
+        """All names that the code of the forward mentions, and ``default_generator`` if a variable that it reads has
+        PyTorch's default generator."""
+        return self.global_reads.names
+
     def guard(self, model: str) -> Guard:
         """Return the guard of the traced graph: the check that everything on which it depends is unchanged. Warn about
         values outside of the modules that the forward changes.

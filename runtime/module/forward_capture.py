@@ -22,7 +22,7 @@ from rematplan.runtime.capture.hidden_tensors import (
     hides_tensors,
     hooked,
 )
-from rematplan.runtime.capture.host_random import no_host_draws
+from rematplan.runtime.capture.host_random import check_default_generator, no_host_draws
 from rematplan.runtime.capture.symbolic_capture import capture_with_open_sizes
 from rematplan.runtime.graph.captured_step import CapturedStep
 from rematplan.runtime.graph.compat import pytree
@@ -142,6 +142,7 @@ class Tracing:
             guards.recording(self.model, self.leaves, self.state.named, self.batch) as record,
             no_host_draws(self.name, record.generators),
         ):
+            check_default_generator(record.names)
             yield record
 
     def _flat(self, record: Any) -> FlatModel:

@@ -13,6 +13,8 @@ from torch import Tensor, nn
 
 import rematplan
 from rematplan.ir import ModelError
+from rematplan.runtime.capture.flat_module import flattened_call
+from rematplan.runtime.guards import call_key, open_key
 
 LAYERS = 3
 
@@ -46,6 +48,13 @@ DRAWS: dict[str, tuple[Callable[[], Any], str]] = {
     "Python": (random.random, "before the call"),
     "NumPy": (np.random.uniform, "before the call"),
 }
+
+
+@pytest.mark.parametrize("key", [call_key, open_key])
+def test_keys_distinguish_lazily_conjugated_and_negated_arguments(key: Callable[..., object]) -> None:
+    given = torch.randn(3, dtype=torch.complex64)
+    for plain, lazy in ((given, given.conj()), (given.imag, given.conj().imag)):
+        assert key(*flattened_call((plain,), {})) != key(*flattened_call((lazy,), {}))
 
 
 @pytest.mark.parametrize("by", DRAWS)

@@ -19,6 +19,7 @@ X = torch.randn(8, 16, generator=torch.Generator().manual_seed(1))
 
 
 GENERATOR = np.random.default_rng(3)
+DEFAULT = torch.default_generator
 
 
 def planned(model: nn.Module, given: Any = X) -> nn.Module:
@@ -180,6 +181,12 @@ def test_what_a_plan_would_get_wrong_is_refused() -> None:
         (Drawing(lambda: GENERATOR.random()), X, "draws from numpy.random"),
         (Drawing(lambda: torch.initial_seed()), X, "asks for their seed"),
         (Drawing(seeded), X, "seeds the random numbers"),
+        (
+            Drawing(lambda: torch.default_generator.manual_seed(0).initial_seed()),
+            X,
+            "seeds the random numbers",
+        ),
+        (Drawing(lambda: DEFAULT.seed()), X, "seeds the random numbers"),
         (Loose(), X, "none of its parameters"),
         (Carrying(None), X, "make them buffers"),
         (Counting(), X, "make it a buffer"),
