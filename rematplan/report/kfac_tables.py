@@ -28,7 +28,9 @@ def breakdown_table(title: str, pairs: Pairs) -> Table:
     table.add_column("devices", justify="right")
     table.add_column("")
     for part in ("total", *pairs[0][0].times):
-        table.add_column(part.replace("communication", "comm."), justify="right")
+        table.add_column(
+            part.replace("communication", "comm.").replace("normalisation", "norms"), justify="right"
+        )
     for pair in pairs:
         for name, one in zip(("SGD", "K-FAC"), pair, strict=True):
             times = (one.total, *one.times.values())

@@ -78,6 +78,12 @@ def pipeline_table(plan: PlannedPipeline) -> Table:
     """
     order, line, slowest = plan.schedule, plan.timeline, plan.slowest
     formula = FORMULAS[order.name]
+    messages = [
+        f"{show_bytes(one.sends)} forward and {show_bytes(two.returns)} backward"
+        for one, two in zip(plan.times, plan.times[1:], strict=False)
+    ]
+    if len(set(messages)) == 1:
+        messages = [f"{messages[0]} at each cut"]
     rows = {
         "schedule": f"{order.name}: {order.stages} stages on {order.ranks} ranks, {order.microbatches} micro-batches",
         "cuts": ", ".join(plan.names) or "none",
@@ -86,11 +92,7 @@ def pipeline_table(plan: PlannedPipeline) -> Table:
         f"time: {formula.text}",
         "slowest stage": f"{slowest}, {show_seconds(plan.times[slowest].total / 1e6)} per micro-batch",
         "its proven floor": f"{show_seconds(plan.floor / 1e6)} for any cuts and plans",
-        "messages": ", ".join(
-            f"{show_bytes(one.sends)} on and {show_bytes(two.returns)} back"
-            for one, two in zip(plan.times, plan.times[1:], strict=False)
-        )
-        or "none",
+        "messages": "; ".join(messages) or "none",
     }
     return pairs_table("Timeline", rows)
 
