@@ -190,25 +190,28 @@ class IterationModel:
     def _inverse_times(self) -> Mapping[FactorKey, float]:
         """The microseconds to invert each Kronecker factor: n³ operations, or n if only the diagonal is inverted.
 
-        The factor is read, and the inverse is written. The keys are pairs of a weight name and 0 (the factor of the
-        inputs) or 1 (that of the outputs' gradients).
+        The factor is read, and the inverse is written: n² numbers each, or n for a diagonal. The keys are pairs of a
+        weight name and 0 (the factor of the inputs) or 1 (that of the outputs' gradients).
         """
         return {
-            (name, at): self.device.time(
-                side.cost, 2 * math.prod(side.blocks) * side.size**2 * side.dtype.itemsize, side.dtype
-            )
+            (name, at): self.device.time(side.cost, 2 * side.inverse_bytes(), side.dtype)
             for name, sides in self._sides.items()
             for at, side in enumerate(sides)
         }
 
     @cached_property
     def _product_times(self) -> Mapping[str, float]:
-        """The microseconds to multiply each layer's gradient, (outputs, inputs), by both inverses, by weight name."""
+        """The microseconds to multiply each layer's gradient, (outputs, inputs), by both inverses, by weight name.
+
+        A product with an inverse of n rows takes 2 n operations for each entry of the gradient, or one if the inverse
+        is diagonal.
+        """
         times = {}
         for name, (a, g) in self._sides.items():
             entries = math.prod(a.blocks) * a.size * g.size
-            moved = math.prod(a.blocks) * (a.size**2 + g.size**2) + 4 * entries
-            times[name] = self.device.time(2 * entries * (a.size + g.size), moved * a.dtype.itemsize, a.dtype)
+            each = sum(1 if side.diagonal else 2 * side.size for side in (a, g))
+            moved = a.inverse_bytes() + g.inverse_bytes() + 4 * entries * a.dtype.itemsize
+            times[name] = self.device.time(each * entries, moved, a.dtype)
         return times
 
 
