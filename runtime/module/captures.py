@@ -33,9 +33,10 @@ MANY = 8
 class Captures:
     """The captures of a planned module. They make the cache entries of calls for which no plan is valid.
 
-    ``name``: the model's name, for messages. ``planner``: makes the plans. ``most``: the largest number of plans, and
-    of kinds of calls whose captures are remembered. ``shapes``: the captures, by everything that selects a plan except
-    sizes. ``warned``: whether `warn_of_many` has issued its warning.
+    ``name``: the model's name, for messages. ``planner``: makes the plans. ``most``: the largest number of plans, of
+    kinds of calls whose captures are remembered, and of captures with symbolic sizes. ``shapes``: the captures, by
+    everything that selects a plan except sizes; the kind of call used last comes last. ``warned``: whether
+    `warn_of_many` has issued its warning.
     """
 
     name: str
@@ -85,7 +86,18 @@ class Captures:
 
     def _captured(self, shapes: OpenShapes, tracing: Tracing) -> Found:
         tracing.check()
-        return shapes.find(tracing.state, tracing.batch, tracing.opened, tracing.fixed)
+        found = shapes.find(tracing.state, tracing.batch, tracing.opened, tracing.fixed)
+        self._drop_oldest()
+        return found
+
+    def _drop_oldest(self) -> None:
+        """Drop the captures with symbolic sizes that were not used for longest, if there are more than ``most``."""
+        kinds = list(self.shapes.values())
+        excess = sum(len(one.forwards) for one in kinds) - self.most
+        for one in kinds:
+            dropped = min(max(0, excess), len(one.forwards))
+            one.forwards = one.forwards[: len(one.forwards) - dropped]
+            excess -= dropped
 
     def _of_call(self, tracing: Tracing) -> OpenShapes:
         """Return the captures for a call and all others that differ from it only in sizes."""
@@ -106,7 +118,7 @@ class Captures:
                 plans = forward.plans(arrived, self.most)
                 found = plans.carried(sizes, tracing.batch)
                 if found is not None:
-                    shapes.carry()
+                    shapes.carry(forward)
                     steps = Steps(instance.step, arrived)
                     running = Running.of(found, _compiler(plans, instance, steps))
                     constants = forward.constants_at(sizes)

@@ -130,7 +130,7 @@ class Planning:
             seconds=sum(r.seconds for r in later),
             swaps=sum(entry.running.swaps for entry in entries),
             captures=sum(one.fixed for one in shapes),
-            open_captures=sum(len(one.forwards) for one in shapes),
+            open_captures=sum(one.opened for one in shapes),
             instances=sum(one.served for one in shapes),
             carried=sum(one.carried for one in shapes),
             sources=sum(one.sources for one in shapes),

@@ -26,7 +26,8 @@ class ShapeOptions:
     """Options for the shapes of a planned module's calls.
 
     ``dynamic``: whether a call that fits no existing plan gets a new one. If it is false, the call is refused.
-    ``max_plans``: the largest number of plans that are kept. Plans that were not used for longest are dropped.
+    ``max_plans``: the largest number of plans that are kept, and of captures with symbolic sizes. Those that were not
+    used for longest are dropped.
     ``ranges``: the sizes that calls may have. For the name of an argument, a dictionary from a dimension to the
     smallest and the largest size.
 

@@ -213,10 +213,11 @@ class OpenShapes:
     """The captures of a planned module for calls that differ only in the sizes of their tensors. A shape is served by a
     capture with symbolic sizes, if there is one for it, or else captured separately.
 
-    ``forwards``: the captures with symbolic sizes, the newest first. ``known``: the last shapes that were captured
-    separately: fake tensors of these shapes, and the results. ``met``: the last shapes of calls. ``misses``: how many
-    captures with symbolic sizes in succession served none of the known shapes, although one of them had the same sizes
-    of 0 and 1 as the batch. ``reason``: why no more captures with symbolic sizes are made; empty if they are.
+    ``forwards``: the captures with symbolic sizes, the one used last first. ``opened``: how many of them were made,
+    those included that were dropped since. ``known``: the last shapes that were captured separately: fake tensors of
+    these shapes, and the results. ``met``: the last shapes of calls. ``misses``: how many captures with symbolic sizes
+    in succession served none of the known shapes, although one of them had the same sizes of 0 and 1 as the batch.
+    ``reason``: why no more captures with symbolic sizes are made; empty if they are.
 
     ``fixed``: the number of shapes that were captured separately. ``served``: how often a step was taken from a capture
     with symbolic sizes. ``carried``: how often no search was needed for that. ``exceptions``: the reasons (as keys) why
@@ -224,6 +225,7 @@ class OpenShapes:
     """
 
     forwards: list[OpenForward] = field(default_factory=list)
+    opened: int = 0
     known: list[tuple[list[torch.Tensor], Found]] = field(default_factory=list)
     met: dict[tuple[torch.Size, ...], None] = field(default_factory=dict)
     misses: int = 0
@@ -302,10 +304,9 @@ class OpenShapes:
                 if found is not None:
                     yield found
 
-    def carry(self) -> None:
-        """Count a shape that got a known plan without its step."""
-        self.misses = 0
-        self.served += 1
+    def carry(self, forward: OpenForward) -> None:
+        """Count a shape that got a known plan of ``forward`` without its step."""
+        self._use(forward)
         self.carried += 1
 
     def known_instances(self, forward: OpenForward) -> Iterator[Instance]:
@@ -321,10 +322,18 @@ class OpenShapes:
         for forward in self.forwards:
             found = forward.found(state, batch)
             if found is not None:
-                self.misses = 0
-                self.served += 1
+                self._use(forward)
                 return found
         return None
+
+    def _use(self, forward: OpenForward) -> None:
+        self.misses = 0
+        self.served += 1
+        self._put_first(forward)
+
+    def _put_first(self, forward: OpenForward) -> None:
+        others = [one for one in self.forwards if one is not forward]
+        self.forwards = [forward, *others]
 
     def _fixed(self, fixed: Callable[[], Found]) -> Found:
         found = fixed()
@@ -370,7 +379,8 @@ class OpenShapes:
         found = own or forward.found(state, batch)
         self.served += own is None and found is not None
         if checked:
-            self.forwards.insert(0, forward)
+            self.opened += 1
+            self._put_first(forward)
         alike = [known for known, _ in self.known if _smallest(known) == _smallest(batch)]
         self.misses = 0 if served else self.misses + (len(alike) > 1)
         if self.misses >= MISSES:

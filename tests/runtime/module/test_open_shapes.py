@@ -304,6 +304,26 @@ def test_many_lengths_leave_a_bounded_number_of_plans() -> None:
     assert len(runner.plans.recent._used) <= 5
 
 
+def test_many_ranges_of_lengths_leave_a_bounded_number_of_captures() -> None:
+    """A model that repeats an op by a quotient of its length has a capture for each range of lengths."""
+    model = Of(lambda m, x: (x * m.w)[(None,) * (x.shape[1] // 20 + 1)].sum(0))
+    options = {"max_plans": 3, "strategy": "store_all", "budget": "1GiB", "costs": "roofline"}
+    planned, plain = planned_and_plain(model, *sequence(2, 2), **options)
+    captures = planned._rematplan.captures  # type: ignore[attr-defined]
+    alive: list[weakref.ref[Any]] = []
+    for length in (n for begin in range(0, 160, 20) for n in (begin + 2, begin + 9, begin + 5)):
+        batch = sequence(2, length)
+        equal_after(lambda m, batch=batch: _step(m, batch), planned, plain)
+        kept = [forward for kind in captures.shapes.values() for forward in kind.forwards]
+        assert len(kept) <= 3
+        alive += [weakref.ref(one) for one in kept if all(ref() is not one for ref in alive)]
+    del kept
+    gc.collect()
+    stats = rematplan.planning(planned).stats()
+    assert (stats.open_captures, len(alive), stats.reasons) == (8, 8, ())
+    assert sum(ref() is not None for ref in alive) == 3
+
+
 def test_the_plans_used_last_are_kept() -> None:
     planned, _ = planned_and_plain(mlp(), torch.randn(2, WIDTH), max_plans=2)
     used = {}
