@@ -10,6 +10,7 @@ import difflib
 from bisect import bisect_right
 from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -17,6 +18,7 @@ from torch import fx, nn
 
 from rematplan.ir import ModelError, UsageError
 from rematplan.runtime.graph.compat import OpOverload, pytree
+from rematplan.runtime.pipeline.export_regions import without_regions
 
 MODULES = "nn_module_stack"
 """The key under which an exported graph's nodes have the stack of their modules."""
@@ -48,8 +50,8 @@ def exported(model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -
     """Return the model's forward for these arguments as a graph of ATen calls, by ``torch.export``.
 
     Raises:
-        ModelError: the model cannot be exported (the message has the reason in one line), or its result is neither a
-            tensor nor a tuple or list of tensors.
+        ModelError: the model cannot be exported (the message has the reason in one line), its result is neither a
+            tensor nor a tuple or list of tensors, or its forward has a region that `without_regions` refuses.
     """
     try:
         program = torch.export.export(model, tuple(args), dict(kwargs))
@@ -69,7 +71,7 @@ def exported(model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -
         )
     module = program.module()
     assert isinstance(module, fx.GraphModule)
-    return module.graph
+    return without_regions(module, type(model).__name__)
 
 
 def cut_names(graph: fx.Graph) -> tuple[str, ...]:
@@ -114,7 +116,7 @@ def stage_modules(
             )
     graph = exported(model, args, kwargs)
     places = _places(graph, cuts, type(model).__name__)
-    tensors = {**dict(model.named_parameters(remove_duplicate=False)), **dict(model.named_buffers())}
+    tensors = _tensors(model, graph)
     owners = _owners(graph, places)
     _check_shared(owners, tensors, _changed(graph))
     values = dict(zip(_placeholders(graph), (*args, *kwargs.values()), strict=True))
@@ -135,6 +137,15 @@ def stage_modules(
         sent = tuple(_like(n, needs, {}) for n in carried[k + 1])
         stages.append(StageModule(module, arguments, named, sent))
     return tuple(stages)
+
+
+def _tensors(model: nn.Module, graph: fx.Graph) -> dict[str, torch.Tensor]:
+    """Return, by name, the parameters and buffers of a model, and the constants that its forward creates from numbers,
+    such as ``torch.tensor(2.0)``, under the names in its exported graph."""
+    named = {**dict(model.named_parameters(remove_duplicate=False)), **dict(model.named_buffers())}
+    read = {str(node.target) for node in graph.find_nodes(op="get_attr")}
+    assert graph.owning_module is not None
+    return named | {name: attrgetter(name)(graph.owning_module) for name in read if name not in named}
 
 
 def _placeholders(graph: fx.Graph) -> list[fx.Node]:

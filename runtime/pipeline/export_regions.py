@@ -1,0 +1,79 @@
+"""Replace the regions of an exported graph that run under `torch.no_grad` by the ops in them.
+
+`torch.export` puts the ops of such a region into a graph of its own, which one call runs. A pipeline can be cut only
+between the ops of one flat graph.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import fx
+
+from rematplan.ir import ModelError
+from rematplan.runtime.graph.compat import HigherOrderOperator
+
+NO_GRAD = "wrap_with_set_grad_enabled"
+"""The name of the call that runs a region in which gradients are switched off, or on again."""
+
+
+def without_regions(module: fx.GraphModule, model: str) -> fx.Graph:
+    """Return the module's graph, changed in place, with the ops of each region under `torch.no_grad` in place of the
+    region.
+
+    The ops read detached tensors, so that their results require no gradients. Buffers are read as they are, because ops
+    may write them.
+
+    Args:
+        module: the exported forward of a model.
+        model: the model's name, for messages.
+
+    Raises:
+        ModelError: the forward has a region of another kind, such as `torch.autocast` or `torch.cond`.
+    """
+    graph = module.graph
+    for node in list(graph.nodes):
+        if node.op != "call_function" or not isinstance(node.target, HigherOrderOperator):
+            continue
+        if node.target.name() != NO_GRAD or node.args[0]:
+            raise ModelError(
+                f"{model} cannot be cut into stages: its forward has a region of {node.target.name()}, "
+                f"which runs as a whole"
+            )
+        _inline(module, node, without_regions(getattr(module, node.args[1].target), model))
+    return graph
+
+
+def _inline(module: fx.GraphModule, region: fx.Node, inner: fx.Graph) -> None:
+    """Put the ops of ``inner`` in place of ``region``, a node of the graph of ``module`` that calls them."""
+    ops = [node for node in inner.nodes if node.op not in ("placeholder", "output")]
+    called, arguments = region.args[1], region.args[2:]
+    with module.graph.inserting_before(region):
+        copies = {
+            place: _detached(module, argument, ops[0] if ops else region)
+            for place, argument in zip(inner.find_nodes(op="placeholder"), arguments, strict=True)
+        }
+        for node in ops:
+            copies[node] = module.graph.node_copy(node, copies.__getitem__)
+    results = inner.output_node().args[0]
+    assert isinstance(called, fx.Node)
+    assert isinstance(results, Sequence)
+    for user in list(region.users):  # each takes one of the results
+        result = results[user.args[1]]  # type: ignore[index]
+        user.replace_all_uses_with(copies[result])
+        module.graph.erase_node(user)
+    module.graph.erase_node(region)
+    module.graph.erase_node(called)
+
+
+def _detached(module: fx.GraphModule, argument: Any, before: fx.Node) -> Any:
+    """Return a node for the tensor ``argument`` without its gradient. It belongs to the same modules as ``before``."""
+    if not isinstance(argument, fx.Node) or not isinstance(argument.meta.get("val"), torch.Tensor):
+        return argument
+    if argument.op == "get_attr" and not argument.meta["val"].requires_grad:
+        return argument
+    made = module.graph.call_function(torch.ops.aten.detach.default, (argument,))
+    made.meta = before.meta | {"val": argument.meta["val"]}
+    return made

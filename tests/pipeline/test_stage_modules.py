@@ -1,0 +1,115 @@
+"""A model that is cut into stage modules computes the same bits: outputs, gradients and buffers."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional
+from torch.utils.checkpoint import checkpoint
+
+from rematplan.ir import ModelError
+from rematplan.runtime.pipeline.stage_modules import stage_modules
+
+WIDTH = 8
+
+
+class WithoutGradients(nn.Module):
+    """Updates a buffer and computes a scale under no_grad, from a constant and from nested regions."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(WIDTH, WIDTH)
+        self.register_buffer("mean", torch.zeros(WIDTH))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        with torch.no_grad():
+            scale = self.layer.weight.abs().mean() + torch.tensor(1.5)
+            self.mean.mul_(0.9).add_(x.mean(0))
+            with torch.enable_grad():
+                y = self.layer(scale * x.abs())
+        return x + torch.tanh(self.layer(x)) / scale + self.mean + y
+
+
+class Normed(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.layer = nn.BatchNorm1d(WIDTH), nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + functional.dropout(self.layer(self.norm(x)).transpose(0, 1), 0.2).transpose(0, 1)
+
+
+class Checkpointed(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + checkpoint(self.layer, x, use_reentrant=False)
+
+
+class Nested(nn.Module):
+    """A U-shaped network: outputs of the first half are read by the second half, in reverse order."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(6))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        skips = []
+        for layer in self.layers[:3]:
+            x = torch.tanh(layer(x))
+            skips.append(x)
+        for layer in self.layers[3:]:
+            x = layer(x) * skips.pop()
+        return x
+
+
+def model(kind: type[nn.Module]) -> tuple[nn.Module, tuple[str, ...]]:
+    torch.manual_seed(0)
+    if kind is Nested:
+        return Nested(), ("layers.1", "layers.3", "layers.5")
+    return nn.Sequential(*(kind() for _ in range(4))), ("1", "3")
+
+
+@pytest.mark.parametrize("kind", [WithoutGradients, Normed, Checkpointed, Nested])
+def test_stages_compute_the_models_bits(kind: type[nn.Module]) -> None:
+    whole, cuts = model(kind)
+    other = copy.deepcopy(whole)
+    x = torch.randn(4, WIDTH)
+    stages = stage_modules(other, (x,), {}, cuts)
+    torch.manual_seed(1)
+    wanted = whole(x)
+    wanted.square().sum().backward()
+    torch.manual_seed(1)
+    found = (x,)
+    for stage in stages:
+        found = stage.module(*found)
+        found = found if isinstance(found, tuple) else (found,)
+    found[0].square().sum().backward()
+    assert torch.equal(found[0], wanted)
+    for (name, one), two in zip(whole.named_parameters(), other.parameters(), strict=True):
+        assert (one.grad is None) == (two.grad is None), name
+        assert one.grad is None or torch.equal(one.grad, two.grad), name
+    for (name, one), two in zip(whole.named_buffers(), other.buffers(), strict=True):
+        assert torch.equal(one, two), name
+
+
+class Mixed(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            return x + self.layer(x)
+
+
+def test_a_region_that_runs_as_a_whole_is_refused_by_name() -> None:
+    with pytest.raises(
+        ModelError, match=r"Sequential cannot be cut into stages: .* region of wrap_with_autocast"
+    ):
+        stage_modules(model(Mixed)[0], (torch.zeros(4, WIDTH),), {}, ("1",))
