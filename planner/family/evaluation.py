@@ -38,9 +38,9 @@ class Evaluation:
         return int(rows[np.lexsort((self.costs[rows], self.peaks[rows]))[0]]) if rows.size else None
 
     def front(self) -> list[int]:
-        """Return the positions of the schedules on the Pareto front: no other schedule beats or equals them in both
-        cost and peak. They are sorted by rising cost and falling peak. Schedules that are not ``allowed`` are left
-        out."""
+        """Return the positions of the schedules on the Pareto front: no other schedule is as good or better in both
+        cost and peak. Of schedules with equal cost and peak, only the first is returned. The positions are sorted by
+        rising cost, which is also by falling peak. Schedules that are not ``allowed`` are left out."""
         rows = np.flatnonzero(self.allowed)
         rows = rows[np.lexsort((self.peaks[rows], self.costs[rows]))]
         peaks = self.peaks[rows]

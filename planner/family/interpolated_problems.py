@@ -1,9 +1,10 @@
-"""Compute planning problems at sizes of the batch between those that were captured.
+"""Compute planning problems for batch sizes between those for which steps were captured.
 
-The bytes of a tensor are a product of its dimensions. If one dimension of the batch varies, the bytes are a
-polynomial of its size, of degree 2 where the dimension occurs twice (attention scores, images). A polynomial through
-three captured sizes is used only if it gives the bytes of every tensor exactly at further captured sizes. Where
-dimensions are rounded (strides, paddings) it does not, and then every size has to be captured.
+The bytes of a tensor are a product of its dimensions. If one dimension of the model's inputs varies (*the size*), the
+bytes are a polynomial of the size: of degree 1 in most tensors, of degree 2 in those that have the dimension twice
+(attention scores, images). A polynomial through three captured sizes is used only if it gives the bytes of every tensor
+exactly at further captured sizes. Where dimensions are rounded (strides, paddings) it does not, and then every size has
+to be captured.
 """
 
 from __future__ import annotations
@@ -35,8 +36,8 @@ them."""
 
 @dataclass(frozen=True, eq=False)
 class Between:
-    """Planning problems at all sizes of one dimension of the batch, interpolated between problems captured at some
-    sizes.
+    """Planning problems at all sizes of one dimension of the model's inputs, from the smallest captured size to the
+    largest, interpolated between problems captured at some sizes.
 
     ``captured``: the captured problems by size, in ascending order. All have the same ops and tensors, and the bytes
     of each tensor are a polynomial of the size.
@@ -86,15 +87,16 @@ class Between:
             return False
 
     def amounts(self, size: int) -> Amounts:
-        """Return the bytes, workspaces and costs of the problem at a size, without building the problem itself.
+        """Return the bytes, workspaces and costs of the problem at a size, without building the problem itself. They
+        are interpolated as in `problem`, but at captured sizes as well, where workspaces may get a margin.
 
         ``size``: above the smallest captured size, at most the largest.
 
         Raises:
-            ProblemError: the size is outside of this range; or a tensor would not have a whole number of bytes; or an
-                op's workspace cannot be interpolated. The last is so if the op's workspace differs between the
-                nearest captured sizes, but the bytes that it reads and writes at ``size`` are not between those at
-                the captured sizes.
+            ProblemError: the size is outside of this range; a tensor would not have a whole number of bytes; or an
+                op's workspace cannot be interpolated. A workspace cannot be interpolated if it differs between the two
+                nearest captured sizes, but the bytes that the op reads and writes at ``size`` are not between those at
+                these two sizes.
         """
         below, above = self._neighbours(size)
         here = np.array(self.bytes_at(size), dtype=np.int64)
@@ -120,10 +122,10 @@ class Between:
         interpolated linearly in the bytes that an op reads and writes, plus a margin.
 
         Raises:
-            ProblemError: the size is outside of this range; or a tensor would not have a whole number of bytes; or an
-                op's workspace cannot be interpolated. The last is so if the op's workspace differs between the
-                nearest captured sizes, but the bytes that it reads and writes at ``size`` are not between those at
-                the captured sizes.
+            ProblemError: the size is outside of this range; a tensor would not have a whole number of bytes; or an
+                op's workspace cannot be interpolated. A workspace cannot be interpolated if it differs between the two
+                nearest captured sizes, but the bytes that the op reads and writes at ``size`` are not between those at
+                these two sizes.
         """
         if size in self.captured:
             return self.captured[size]
@@ -161,7 +163,7 @@ def between(captured: Mapping[int, TrainingGraph]) -> Between | None:
 
     The result is None if interpolation would not be reliable: if fewer than five sizes are captured, if the problems
     differ in ops, tensors or constraints, or if the bytes of some tensor at the captured sizes are not a polynomial
-    of degree 2.
+    of degree 2 or less.
     """
     found = Between(dict(sorted(captured.items())))
     alike = {(g.fingerprint, tuple(t.name for t in g.tensors)) for g in captured.values()}

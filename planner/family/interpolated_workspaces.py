@@ -48,8 +48,9 @@ def workspaces_between(low: Workspaces, high: Workspaces, traffic: Ints) -> Ints
     """Return the workspaces, in bytes, of the ops and inverses of a problem at a size between two measured ones.
 
     If the two measured workspaces of an op are equal, the result is the same. Otherwise it is interpolated linearly
-    in the bytes that the op reads and writes, plus `MARGIN` of the larger workspace, and rounded up. If the op reads
-    and writes equally many bytes at both measured sizes, the result is the larger workspace.
+    in the bytes that the op reads and writes, plus the share `MARGIN` of the larger workspace, and rounded up. If the
+    workspaces differ although the op reads and writes equally many bytes at both measured sizes, the result is the
+    larger workspace.
 
     Args:
         low: the measurements at the smaller size.

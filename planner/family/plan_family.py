@@ -24,9 +24,9 @@ class FamilyLimits:
     """The largest number of schedules in a family. The Pareto front of all plans found for one sequence length, at
     two or three budgets, had 18 to 34 plans for GPT-12, BERT-6, Llama-8 and U-Net."""
     sizes_met: int = 6
-    """The largest number of problems for which the schedules are compared: the largest problem that was met, and the
-    latest ones. Chosen without a measurement. For each such problem, all schedules are evaluated whenever one is
-    added."""
+    """The largest number of problems for which the schedules of a family are compared: the problem with the most bytes,
+    and the latest ones, of all problems for which schedules were added. Chosen without a measurement. For each of
+    these problems, all schedules are evaluated whenever one is added."""
 
 
 LIMITS = FamilyLimits()
@@ -53,8 +53,8 @@ class PlanFamily:
 
     The plans are stored as schedules by position (*members*). The first one runs every op once and is never removed.
     If there are more than `LIMITS.members`, the schedule is removed that contributes least to the Pareto fronts of
-    peak and cost, over the latest problems for which schedules were added. A family may be used from several threads,
-    because each change replaces the whole state.
+    peak and cost of a few problems: the largest problem for which schedules were added, and the latest ones. A family
+    may be used from several threads, because each change replaces the whole state.
 
     Args:
         graph: any problem of the structure.
@@ -144,10 +144,10 @@ class PlanFamily:
         return None if found is None else state.members[found]
 
     def least(self, amounts: Amounts) -> Member:
-        """Return the schedule of the family with the smallest peak.
+        """Return the schedule of the family with the smallest peak in a problem.
 
         ``amounts``: the sizes, workspaces and costs of the problem. Schedules that repeat an op which may run only
-        once in this problem are left out.
+        once in this problem are left out. At least the schedule without recomputation is always left.
         """
         found = self.nearest_over(amounts, -1)
         assert found is not None, "the member that runs every op once is always allowed"
@@ -229,8 +229,9 @@ def _names(graph: TrainingGraph) -> tuple[tuple[str, ...], tuple[str, ...]]:
 
 
 def _with(met: tuple[Amounts, ...], amounts: Amounts) -> tuple[Amounts, ...]:
-    """Add a problem's sizes, workspaces and costs to those met before, and return the result. If there are more than
-    `LIMITS.sizes_met`, the largest problem and the latest ones are returned."""
+    """Return ``met``, the sizes, workspaces and costs of several problems, with those of a further problem
+    (``amounts``) at the end. If these are more than `LIMITS.sizes_met` problems, only the one with the most bytes
+    (first) and the latest ones are returned."""
     met = (*(known for known in met if not known.equals(amounts)), amounts)
     if len(met) <= LIMITS.sizes_met:
         return met
@@ -243,7 +244,8 @@ def _gains(evaluations: Sequence[Evaluation], met: Sequence[Amounts]) -> np.ndar
     """Return, for each schedule of a family, how much it contributes to the Pareto fronts of the problems ``met``.
 
     The contribution to a front is the area of the (peak, overhead) plane that no other schedule dominates; areas are
-    summed over the problems. The cheapest schedule of a front and the one with its smallest peak count as infinite.
+    summed over the problems. It is infinite for the cheapest schedule of a front and for the one with the smallest
+    peak, and 0 for schedules that are not on the front.
     Source: Beume, Naujoks and Emmerich 2007, SMS-EMOA.
 
     ``evaluations``: the peaks and costs of all schedules, for each problem of ``met``.

@@ -20,8 +20,8 @@ from rematplan.ir import Op, TrainingGraph
 
 MOST_STATES = 4000
 MOST_TENSORS = 64
-"""The largest number of tensors that `exhaustive` accepts. With more tensors there are more states than it may visit,
-and each takes long."""
+"""The largest number of tensors, inputs excluded, that `exhaustive` accepts. With more tensors there are more states
+than it may visit, and each takes long."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,9 +40,10 @@ def exhaustive(graph: TrainingGraph, budget: int, most_states: int = MOST_STATES
     """Return the optimal schedule within ``budget`` bytes of a tiny problem, found by a search (A*) over all sets of
     resident tensors.
 
-    Return None if the problem is too large: more than `MOST_TENSORS` tensors, or more than ``most_states`` sets of
-    resident tensors reached. Also return None if the problem has ops that may run only once, because a set of resident
-    tensors does not tell which ops have run. The order of random ops (``graph.ordered``) is ignored.
+    Return None if the problem is too large: if it has more than `MOST_TENSORS` tensors (without inputs; an op that
+    writes nothing counts as a tensor), or if the search reaches more than ``most_states`` sets of resident tensors.
+    Also return None if the problem has ops that may run only once, because a set of resident tensors does not tell
+    which ops have run. The order of random ops (``graph.ordered``) is ignored.
     """
     bits = len(graph.tensors) - len(graph.inputs) + sum(not op.writes for op in graph.ops)
     if graph.never_rerun or bits > MOST_TENSORS:
@@ -116,8 +117,9 @@ class _Masks:
     def floor(self, mask: int) -> float:
         """Return a lower bound of the cost from a state to the end. ``mask``: the resident tensors of the state.
 
-        If only one op can write a missing tensor, this op must run, and what it reads and is not resident is missing as
-        well.
+        Tensors of ``goal`` that are not resident are missing. If only one op can write a missing tensor, this op must
+        run. Then the tensors that it reads and that are not resident are missing as well. The result is the sum of the
+        costs of these ops.
         """
         cost, missing = 0.0, self.goal & ~mask
         for price, reads, makes in self._only:

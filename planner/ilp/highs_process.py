@@ -68,8 +68,8 @@ def respond(request: bytes) -> bytes:
 
 
 def end_with_parent() -> None:
-    """Ask Linux to kill this process when the thread that started it ends. This process cannot notice that itself while
-    HiGHS solves. On other systems this function does nothing."""
+    """Ask Linux to kill this process when the thread that started it ends. While HiGHS solves, this process cannot
+    notice by itself that the thread has ended. On other systems than Linux this function does nothing."""
     with suppress(OSError, AttributeError):
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
 

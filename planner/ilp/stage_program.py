@@ -102,8 +102,8 @@ class StageProgram:
 
     def _upstream(self, k: int) -> tuple[int, ...]:
         """Return the numbers of up to ``depth`` ops whose results op k reads, directly or through other ops, ascending.
-        The nearest ones are chosen, by a breadth-first search. It visits only ops that may run again and that write a
-        large tensor."""
+        The nearest ones are chosen, by a breadth-first search. It follows only large tensors (more than
+        `SMALL_TENSOR_SHARE` of the budget), and only to ops that may run again."""
         found: dict[int, None] = {}
         once = set(self.graph.never_rerun)
         queue = [k]
@@ -122,8 +122,8 @@ class StageProgram:
 
     def _make_residency(self) -> None:
         """Create the variables «tensor t is resident when stage k begins», only for the stages in which t can be used
-        or written. ``entering[t]`` maps each of these stages to the variable's number, or to `ONE` if t must be
-        resident."""
+        or written. ``entering[t]`` maps each of these stages to the variable's number, or to `ONE` if t is always
+        resident then: a small tensor, or an output of the step after the last stage."""
         events: dict[str, set[int]] = {t: set() for t in self.producer}
         for k, again in enumerate(self.again):
             for t in self.reads[k]:
@@ -148,8 +148,8 @@ class StageProgram:
         return tensor in self.reads[k] or any(tensor in self.reads[v] for v in self.again[k])
 
     def enters(self, tensor: str, k: int) -> int:
-        """Return the number of the variable «the tensor is resident when stage k begins»; `ZERO` or `ONE` if its value
-        is known."""
+        """Return the number of the variable «the tensor is resident when stage k begins». Return `ONE` if it is always
+        resident then, and `ZERO` if no op uses it from stage k on."""
         for stage in self.stages[tensor]:
             if stage >= k:
                 return self.entering[tensor][stage]
@@ -174,9 +174,10 @@ class StageProgram:
     def _write_memory(self) -> None:
         """Add the rows that keep each stage k within the budget while op k runs for the first time.
 
-        A continuous variable for each stage is the share of the budget (without inputs) that resident tensors take. One
-        row computes it from that of the previous stage and the tensors that become resident or are freed. Another row
-        limits it, with the reads, writes and workspace of op k added.
+        A continuous variable for each stage k is the share of the budget (without inputs) that the tensors resident at
+        the stage's end take. One row computes the variable from that of stage k − 1 and from the tensors that become
+        resident or are freed. Another row limits the variable, with the workspace of op k and the tensors that op k
+        reads or writes added.
         """
         previous, constant = -1, 0.0
         present: dict[str, int] = {}
@@ -207,8 +208,9 @@ class StageProgram:
         tensors that are resident during this run in the solution ``values``.
 
         ``resident``: the names of these tensors. In the row, each tensor is represented by the variable that is the
-        reason why it is resident: «op w runs again in stage k», where w is later and reads the tensor, or «the tensor
-        is resident when stage k+1 begins». A tensor for which there is no such variable always counts.
+        reason why it is resident: «the tensor is resident when stage k+1 begins», or «op w runs again in stage k» for
+        an op w after v that reads the tensor. A tensor for which there is no such variable, such as one that op k
+        reads, always counts.
         """
         op, size = self.ops[v], self.graph.size
         own = {t for t in (*op.reads, *op.writes) if t in self.producer}

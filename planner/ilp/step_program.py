@@ -103,9 +103,10 @@ def _counted(
     """Return, for the position of each op and inverse in ``recipes``, a variable that counts its runs; the first run of
     an op that every schedule must run is not counted.
 
-    So the objective of a schedule without recomputation is 0, and the solver sees at once that it is optimal. The
-    arguments are those of the program: ``recipes``: the ops and inverses that may run; ``runs``: for a position in
-    ``recipes`` and a step, the variable «runs at this step».
+    So the objective of a schedule without recomputation is 0, and the solver sees at once that it is optimal.
+
+    ``model``: the program, to which the variables are added. ``recipes``: the ops and inverses that may run. ``steps``:
+    the number of steps. ``runs``: for a position in ``recipes`` and a step, the variable «runs at this step».
     """
     must, counts = must_run(graph), {}
     for v, op in enumerate(recipes):
@@ -124,7 +125,8 @@ def _variables(
     tensor, the variables «resident before step k» for k = 0 … ``steps``; and for each pair of a position among these
     ops and inverses and a step, the variable «runs at this step».
 
-    An inverse that would write an input of the problem may not run.
+    Also add the rows that no tensor is resident before step 0, that the outputs are resident at the end, and that ops
+    which may run only once do so. An inverse that would write an input of the problem may not run.
     """
     inputs, outputs = set(graph.inputs), set(graph.outputs)
     recipes = [op for op in (*graph.ops, *graph.inverses) if inputs.isdisjoint(op.writes)]

@@ -67,7 +67,7 @@ class AutoStages:
         """Return a proven lower bound of the overhead (a share of the time without recomputation) of any plan within
         ``budget`` bytes; infinite if it is proven that no plan fits.
 
-        After the deadline, only the lower bound is computed that needs no search.
+        After the deadline, only the lower bound that needs no search (`CutBounds`) is computed.
         """
         if self.left <= 0:
             return CutBounds(graph, budget).best.overhead

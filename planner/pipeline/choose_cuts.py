@@ -90,8 +90,8 @@ def returned_bytes(chain: StageChain, place: int, recovers: bool) -> int:
 
 @dataclass(frozen=True)
 class _Probing:
-    """A `StagePlanner` whose `least` refuses instead of searching for the plan with the smallest peak. That search
-    takes long, and a search of cuts can try other cuts first."""
+    """A `StagePlanner` like ``planner``, but `least` raises an InfeasibleBudget instead of searching for the plan with
+    the smallest peak. That search takes long, and a search of cuts can try other cuts first."""
 
     planner: StagePlanner
 
@@ -116,9 +116,10 @@ class PipelineSearch:
     fraction done and a short text. ``seconds``: after this time no further cuts are tried.
 
     ``least_kept``: used only for a dataflow schedule, whose stages recover their inputs from their outputs. If True,
-    each stage must keep the fewest bytes between forward and backward that are possible, even if the budget allows
-    more. ``planned``: the results so far: for a rank and the blocks of its stages, the plans, or the error if no plans
-    fit. ``_bases``: for a stage's first block and the block after its last, the results of `_base`.
+    no stage may keep more bytes between forward and backward than its known plans that keep the fewest
+    (`starting_plans`), even if the budget allows more. ``planned``: the results so far: for a rank and the blocks of
+    its stages, the plans, or the error if no plans fit. ``_bases``: for a stage's first block and the block after its
+    last, the results of `_base`.
     """
 
     chain: StageChain
@@ -197,8 +198,9 @@ class PipelineSearch:
         """Return the least simulated makespan in microseconds and the cuts that have it; None if no cuts fit the
         budget.
 
-        The candidates are the cuts that a dynamic program finds (`partitions`), and those that differ from the first of
-        them in one place. A stage without a plan counts with a lower bound of its time.
+        The candidates are the cuts that a dynamic program finds (`partitions`), the ones with the fastest slowest stage
+        first, and the cuts that differ from the first candidate in one cut, by one allowed block (`shifted`). A stage
+        without a plan counts with a lower bound of its time.
         """
         found = [p.cuts for p in partitions(self.chain, self.schedule.stages, self._time, self.terms.link)]
         near = [cuts for one in found[:1] for cuts in shifted(self.chain, one)]
@@ -317,8 +319,9 @@ class PipelineSearch:
         return tuple(bounds[stage] for stage in self.schedule.stage_of_rank[rank])
 
     def template(self, start: int, end: int, stage: int) -> StagePlan:
-        """Return the memory of a stage that does not depend on how it is planned: optimizer states, messages, and the
-        inputs that it reads of all micro-batches. Times and all other fields are 0.
+        """Return the memory of a stage that does not depend on how it is planned: optimizer states, messages, and, for
+        all micro-batches together, the inputs that it reads and that differ between micro-batches. The field ``stage``
+        is its number; times and all other fields are 0.
 
         ``start``, ``end``: the stage's first block, and the block after its last one. ``stage``: its number.
         """
@@ -358,9 +361,9 @@ class PipelineSearch:
         return self._bases[start, end]
 
     def _leaves(self, start: int, end: int) -> int:
-        """Return the bytes of the tensors that a stage computes and sends to the next stage, and that it keeps until
-        their gradients arrive. Return 0, a lower bound, if the schedule splits the backward or if stages recover their
-        inputs.
+        """Return a lower bound of the bytes that a stage keeps, because it sends them to the next stage, until their
+        gradients arrive: the tensors that it computes and sends. The result is 0 if the schedule splits the backward or
+        if stages recover their inputs.
 
         ``start``, ``end``: the stage's first block, and the block after its last one.
         """

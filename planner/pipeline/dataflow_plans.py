@@ -30,9 +30,9 @@ def starting_plans(
     micro-batch between forward and backward (`dataflow_plans`). As the second result, return for each stage how many
     bytes these plans keep.
 
-    The search for better plans starts from the plans, and uses the bytes as a limit of what a plan may keep. The second
-    result is empty, for no limit, if the rank never has more than one micro-batch in flight: then keeping fewer bytes
-    saves no memory. ``actions``: the rank's actions in order.
+    `RankSearch` starts from these plans, and does not accept plans that keep more bytes. The second result is empty,
+    which means no limit, if the rank never has more than one micro-batch in flight: then keeping fewer bytes saves no
+    memory. ``actions``: the rank's actions in order.
     """
     starts = [dataflow_plans(one) for one in problems]
     if max(in_flight(actions).values()) == 1:
@@ -63,11 +63,11 @@ def _candidates(graph: TrainingGraph, boundary: str) -> Iterator[Plan]:
 
 
 def _plan(graph: TrainingGraph, boundary: str, runs: Sequence[str]) -> Plan:
-    """Return the plan that runs the ops and inverses ``runs`` in order. Repeated runs whose results nothing reads are
-    left out.
+    """Return the plan that runs the ops and inverses ``runs`` in order. Repeated runs of ops, and runs of inverses,
+    are left out if nothing reads their results.
 
     The inverse that recovers the stage's output from the next stage's message is inserted right after the op
-    ``boundary``, which separates forward and backward; it is left out as well if nothing reads its result.
+    ``boundary``, which separates forward and backward. It is left out, too, if nothing reads its result.
     """
     answers = [inverse.name for inverse in graph.inverses if boundary in inverse.reads]
     backward_start = runs.index(boundary) + 1

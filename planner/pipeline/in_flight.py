@@ -94,7 +94,8 @@ class RankPlan:
 
     ``stages``: the memory and times of each stage. ``plans``: the plan of each stage. ``peak``: the most bytes that the
     rank holds at any moment of a step. ``extra``: microseconds of recomputation for one micro-batch, summed over the
-    stages. ``floor``: a proven lower bound of ``extra``.
+    stages. ``floor``: a proven lower bound of ``extra`` for any plans with which the rank stays within its budget; 0 if
+    nothing is proven.
     """
 
     stages: tuple[StagePlan, ...]
@@ -201,9 +202,11 @@ class RankSearch:
         """Plan the stages with several limits of the bytes that they keep between forward and backward. Plans found
         become candidates.
 
-        First, limits at equal distances are tried. Then the interval between two tried limits whose lower bound is the
-        least is halved, and its middle is tried; this is repeated. The search ends when no interval's lower bound is
-        below the cost of the best plans, after `LIMITS.refined` intervals, or when time is over and plans fit.
+        First, limits at equal distances are tried. Between each two neighbouring limits is an interval with a lower
+        bound of the microseconds of recomputation. The interval with the least lower bound is halved, and the limit in
+        its middle is tried; this is repeated. The search ends when no interval that can still be halved has a lower
+        bound below the recomputation of the best plans, after `LIMITS.refined` intervals, or when time is over and
+        plans fit.
         """
         most = self._most_share()
         shares = sorted({*(most * k / (LIMITS.grid - 1) for k in range(LIMITS.grid)), 1.0})
@@ -323,7 +326,8 @@ class RankSearch:
     def _floors(self, low: float, high: float) -> tuple[float, ...]:
         """Return, for each stage, a lower bound of the microseconds that it recomputes for a micro-batch, if the bytes
         that it keeps between forward and backward are between two limits. The other stages are assumed to keep as few
-        bytes as possible. Infinite if no plan fits the budget.
+        bytes as possible. A lower bound is infinite if it is proven that no plan fits the budget, and 0 if the time of
+        the search is over.
 
         ``low``, ``high``: the limits, as shares from 0 (the least possible) to 1 (as many as without recomputation); a
         ``high`` of 1 means no limit.

@@ -94,8 +94,8 @@ def least_credits(schedule: PipelineSchedule) -> int:
 
     The time is found by simulation (`replay`), with equal times of all stages and a backward that takes twice as long
     as a forward. Let n + 1 be the largest difference between the numbers of micro-batches that a stage and the next one
-    have in flight. In the simulation, a message and its answer together travel as long as a stage takes for n
-    micro-batches (0 if n is negative).
+    have in flight. In the simulation, a message to the next stage and the message that returns from it together travel
+    as long as a stage takes for the forward and backward of n micro-batches (0 if n is negative).
 
     Raises:
         ProblemError: the schedule deadlocks even with unlimited credits.

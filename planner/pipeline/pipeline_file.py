@@ -183,7 +183,7 @@ def pipeline_from_json(data: object) -> PlannedPipeline:
 
 
 def _record(kind: type[Record], row: Mapping[str, Any]) -> Record:
-    """Return a record of numbers from JSON data.
+    """Build a `StagePlan` or `StageTimes` (``kind``) from JSON data, whose keys are the names of its fields.
 
     Raises:
         TypeError: a field is missing or unknown, a number of bytes is not whole, or a plan is no mapping.

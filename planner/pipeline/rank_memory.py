@@ -100,8 +100,8 @@ def _handed_on(stage: StagePlan, action: Action) -> int:
 
 
 def _transient(stage: StagePlan, action: Action, new: Set[str]) -> int:
-    """Return the bytes of an action's micro-batch during the action. ``new``: the parts of the backward that the action
-    is the stage's first to do."""
+    """Return the largest number of bytes that an action's micro-batch needs during the action. ``new``: the parts of
+    the backward (I and W) that the action does and that the stage has not done before in this step."""
     backward, weight = stage.transient_backward, stage.transient_weight
     if "I" in new and stage.first_backward is not None:
         backward = stage.first_backward

@@ -128,8 +128,8 @@ class StageChain:
         return self.labels.get(name, name)
 
     def inputs_of(self, start: int, end: int) -> tuple[int, ...]:
-        """Return the positions of the inputs that blocks ``start`` to ``end`` − 1 read, and of the inputs that no op
-        reads."""
+        """Return the positions of the inputs that a stage of the blocks ``start`` to ``end`` − 1 has in memory: those
+        that ops of these blocks read, and those that no op of the whole step reads (every stage counts them)."""
         return tuple(t for t, at in self.readers.items() if not at or any(start <= b < end for b in at))
 
     def _times(self, forward: bool) -> tuple[float, ...]:
@@ -218,8 +218,8 @@ def blocks_at(graph: TrainingGraph, firsts: Sequence[int]) -> tuple[tuple[int, .
 
 
 class _Assignment:
-    """Assigns each op of a training step to a block of a chain. Forward ops are already assigned; backward ops go where
-    everything that they read is available.
+    """Assigns each op of a training step to a block of a chain. Forward ops are already assigned. A backward op goes to
+    the last block at which everything that it reads is available, or to an earlier block that needs its result.
 
     ``at``: the block of each op, by the op's position.
     """
@@ -280,9 +280,9 @@ class _Assignment:
         """Move the backward op ``o`` to an earlier block: the last of the blocks that read its results. A parameter's
         gradient counts as read by the block that reads the parameter.
 
-        The op is not moved if something that it reads is not available in that block. It is also not moved if messages
-        become larger. The op then needs gradients in that block that would otherwise not be sent so far; they may not
-        have more bytes than the op's results, which need not be sent any more.
+        The op is not moved if something that it reads is not available in that block, or if messages would become
+        larger. If the op is moved, gradients that it reads are sent as far as that block, perhaps only for this op; its
+        results need not be sent any more. So these gradients may not have more bytes than the results.
         """
         ix = self.ix
         wanted = [self.owner.get(t, self.at[o]) for t in ix.writes[o] if ix.is_output[t]]

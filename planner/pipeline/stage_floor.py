@@ -45,9 +45,9 @@ def time_floors(
 ) -> Callable[[int, int, int], float]:
     """Return a function that computes a lower bound of the microseconds that a stage takes for one micro-batch.
 
-    Both this function and ``room`` take the stage's first block, the block after its last one, and the stage's number.
-    The lower bound is infinite if ``room`` is negative, so that no plan fits. In graphs with inverses it is never
-    infinite: it is the time without recomputation.
+    Both the returned function and ``room`` take the stage's first block, the block after its last one, and the stage's
+    number. The lower bound is infinite if ``room`` returns negative bytes, because then no plan fits. In graphs with
+    inverses it is never infinite: it is the time without recomputation.
 
     Args:
         chain: the blocks of the training step.

@@ -89,8 +89,9 @@ class StageProblem:
         return _measured(self, plan)
 
     def bounded(self, budget: int, kept: int, deferred: int | None = None) -> TrainingGraph:
-        """Return the problem's graph with larger workspaces of the boundary ops, so that every plan within ``budget``
-        bytes keeps only a limited number of bytes for a micro-batch.
+        """Return the problem's graph with larger workspaces of the ops between forward and backward (and between the
+        two parts of a split backward), so that every plan whose peak is within ``budget`` bytes keeps only a limited
+        number of bytes for a micro-batch.
 
         Args:
             budget: bytes, including the inputs of the graph.
@@ -172,8 +173,8 @@ def _across(graph: TrainingGraph, boundary: str, during: int) -> int:
 def _split_figures(
     problem: StageProblem, schedule: Schedule, split: int, beyond: list[int], first: list[int], saved: int
 ) -> dict[str, Any]:
-    """Return the fields of `StagePlan` that only a split backward has, by name: the bytes kept between its two parts I
-    and W, the largest numbers of bytes during W, ``whole`` and ``early_gradients``.
+    """Return the fields of `StagePlan` that only a split backward has, by name: ``deferred_bytes``,
+    ``transient_weight``, ``first_weight``, ``whole`` and ``early_gradients``.
 
     The I ends with the frees that follow the second boundary op.
 
@@ -181,8 +182,8 @@ def _split_figures(
         problem: the stage.
         schedule: a schedule of its graph.
         split: the index of the second boundary op in the schedule.
-        beyond: for each step, the resident bytes without the graph's inputs.
-        first: the same in the first backward of a step, in which gradients are created and stay.
+        beyond: for each step of the schedule, the resident bytes without the graph's inputs.
+        first: the same in the first backward of a training step, in which gradients are created and stay.
         saved: bytes of inputs that the micro-batch keeps from its forward on.
     """
     graph, start = problem.graph, split + 1

@@ -66,7 +66,7 @@ class StageSlice:
 
 def late_ops(piece: StageSlice) -> frozenset[int]:
     """Return the positions of the backward ops that a stage can postpone, because no tensor that it sends to the
-    previous stage depends on them. They compute gradients of weights."""
+    previous stage in the backward depends on them. They compute gradients of weights."""
     ix = indexed(piece.chain.graph)
     backward = [o for o in piece.ops if not ix.forward[o]]
     needed, early = set(piece.returned), set()
@@ -175,8 +175,9 @@ class _Builder:
         return (Op(RECEIVE, (), received, 0.0, 0, "forward"),) if received else ()
 
     def _answer(self) -> tuple[Op, ...]:
-        """Return the inverse that recovers what the stage sent in the forward from the next stage's message in the
-        backward. Return an empty tuple if the stage sends nothing, or if stages do not recover their inputs."""
+        """Return the inverse that represents the next stage's message in the backward: it writes the tensors that the
+        stage sent in the forward. Return an empty tuple if the stage sends nothing, or if stages do not recover their
+        inputs."""
         sent = tuple(self.ix.tensors[t] for t in self.piece.sent) if self.recovers else ()
         return (Op(ANSWER, (BOUNDARY,), sent, 0.0),) if sent else ()
 

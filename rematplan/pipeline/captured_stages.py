@@ -33,8 +33,8 @@ from rematplan.runtime.problem.loss_memory import NO_LOSS
 
 
 class _Recorded(Exception):
-    """Raised to stop the preparation of a planned module when its step is captured, before a plan is made. It has the
-    step."""
+    """Raised to stop the preparation of a planned module when its step is captured, before a plan is made. The
+    attribute ``step`` is the captured step."""
 
     def __init__(self, step: CapturedStep) -> None:
         self.step = step
@@ -53,8 +53,8 @@ class _Recorder:
 class _FixedPlan:
     """A planner of a planned module that returns the same plan for every step.
 
-    ``plan``: the plan, which already counts gradients of earlier micro-batches. ``calls``: the ATen ops of the step
-    that was planned, in order.
+    ``plan``: the plan, whose peak already includes the gradients of earlier micro-batches. ``calls``: the ATen ops of
+    the step for which it was made, in order.
 
     Raises:
         ModelError: when called with a step that has other ATen ops.
@@ -70,7 +70,8 @@ class _FixedPlan:
         return self.plan
 
     def with_gradients(self, step: CapturedStep, plan: Plan, gradients: int, names: Set[str]) -> None:
-        """Return None: the plan already counts gradients of earlier micro-batches."""
+        """Return None, so that no other plan is used if there are gradients already: the peak of the plan includes the
+        gradients of earlier micro-batches."""
 
 
 @dataclass(frozen=True)

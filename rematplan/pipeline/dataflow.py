@@ -159,8 +159,8 @@ def _errors(graph: TrainingGraph, schedule: Schedule, answers: frozenset[str]) -
 
     Returns:
         Two numbers. The first is the largest relative error of a recovered tensor if the tensor from the next stage
-        is exact. The second is a factor: an error of the tensor from the next stage, multiplied by it, is added
-        to the first number.
+        is exact. The second is a factor: if the tensor from the next stage has a relative error, this error times the
+        factor is added to the first number.
     """
     exact = worst_error(graph, schedule)
     noisy = replace(

@@ -85,13 +85,14 @@ def plan_stages(
 
 
 def _best(chain: NamedChain, asked: Asked, cuts: Cuts | None, progress: Progress) -> PlannedPipeline:
-    """Return the pipeline with the least makespan among the schedules that ``asked`` allows.
+    """Return the pipeline with the least makespan that is found with the schedules that ``asked`` allows.
 
     ``cuts``: the positions in the chain at which stages begin; None: each search chooses them.
 
     Raises:
-        InfeasibleBudget: no schedule fits the budget.
-        UsageError: no schedule can have the stated numbers of stages and micro-batches.
+        InfeasibleBudget: with no schedule, plans are found that fit the budget.
+        UsageError: no schedule can have the stated numbers of stages and micro-batches, or the forward of two stages
+            reads the same parameter.
     """
     refused: list[InfeasibleBudget] = []
     best: PlannedPipeline | None = None
@@ -140,8 +141,8 @@ def _search(
     """Return a search, not run yet, for the cuts and plans of a pipeline with one schedule, within the budget of
     ``asked``.
 
-    A percentage is converted to bytes here. It refers to the largest peak of a rank with balanced cuts and without
-    recomputation.
+    A percentage is converted to bytes here. It refers to the largest peak of a rank without recomputation, with the
+    cuts that are chosen if memory is unlimited.
 
     Raises:
         UsageError: the chain can be cut at too few positions.
@@ -164,7 +165,7 @@ def best_cuts(
     Args:
         chain: the step of one micro-batch as a chain of blocks.
         schedule: the order of the ranks' actions.
-        asked: the user's options; its schedule and its cuts are ignored.
+        asked: the user's options, of which budget, link, overhead, optimizer and seconds are used.
         planner: plans single stages; None for `auto`.
 
     Returns:
@@ -223,9 +224,9 @@ def _schedule(name: str, chain: NamedChain, asked: Asked) -> PipelineSchedule:
 
 
 def _hop(chain: NamedChain, asked: Asked) -> float:
-    """Return the longest time of a message between stages ÷ the time of the slowest stage.
+    """Return the longest time of a message between stages ÷ the time of the slowest stage or link.
 
-    The chain is divided into stages of similar times for this.
+    For this, the chain is divided into stages of similar times, without recomputation.
     """
     one = chain.chain
 

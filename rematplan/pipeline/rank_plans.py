@@ -98,8 +98,8 @@ def rank_plan(
 ) -> RankPlan:
     """Search for plans of a rank's stages with which the rank stays within ``budget`` bytes.
 
-    In a dataflow pipeline (inverses recover activations in the backward), a plan may keep no more bytes between forward
-    and backward than the plan known to keep the fewest.
+    In a dataflow pipeline (inverses recover activations in the backward), no plan keeps more bytes between forward and
+    backward than those of a few known plans that keep the fewest (`starting_plans`).
 
     Args:
         order: the pipeline's schedule.
@@ -109,7 +109,7 @@ def rank_plan(
         asked: the user's options, of which strategy and time limit are used.
 
     Raises:
-        InfeasibleBudget: no plans are found that fit. The error names the rank.
+        InfeasibleBudget: no plans are found that fit. The error names the rank and the smallest peak found.
     """
     problems = [parts[s].problem for s in order.stage_of_rank[rank]]
     actions = order.actions[rank]
@@ -157,7 +157,7 @@ def measured_rank_plan(
         rank: the rank.
         parts: captured stages by number; those of the rank are used.
         budget: bytes.
-        own: the plans of the rank's stages, by rising stage number.
+        own: a plan for each stage of the rank, by rising stage number.
 
     Raises:
         InfeasibleBudget: the rank's peak with these plans exceeds the budget.

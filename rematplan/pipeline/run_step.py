@@ -95,8 +95,8 @@ def reports_of_step(
     """Run one pipeline step as one rank of the default process group, and return the reports of all ranks.
 
     Cuts, schedule, budget and plans are those of ``plan``. A rank searches for other plans within the budget if the
-    stages that it captures have other ops than those of ``plan``, if their peak would exceed the budget, or if the
-    schedule is ``dataflow``.
+    model or the rank's stages, captured here, have other ops than those of ``plan``, if the rank's peak would exceed
+    the budget, or if the schedule is ``dataflow``.
 
     Args:
         plan: the pipeline.

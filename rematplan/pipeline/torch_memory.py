@@ -15,7 +15,7 @@ from rematplan.runtime.pipeline.stage_modules import StageModule
 def stage_torch_memory(
     schedule: PipelineSchedule, number: int, stage: StageModule, device: torch.device
 ) -> StagePlan:
-    """Return a `StagePlan` that has only the bytes of the messages that a stage sends and receives.
+    """Return a `StagePlan` with only the memory that a stage's messages need; all other fields are 0.
 
     Args:
         schedule: the pipeline's schedule.
