@@ -26,7 +26,7 @@ from rematplan.planner.family.interpolated_workspaces import (
     workspaces_between,
     workspaces_of,
 )
-from rematplan.planner.family.places import Places, places_of
+from rematplan.planner.family.tensor_positions import TensorPositions, tensor_positions
 
 DEGREE = 2
 CHECKS = 2
@@ -100,7 +100,7 @@ class Between:
         """
         below, above = self._neighbours(size)
         here = np.array(self.bytes_at(size), dtype=np.int64)
-        at = self._places
+        at = self._positions
         moved = np.concatenate(([0], np.cumsum(here[at.moved])))
         traffic = moved[at.ends] - moved[at.ends - at.counts]
         (a, measured_a), (b, measured_b) = self._known[below], self._known[above]
@@ -153,8 +153,8 @@ class Between:
         return {size: (amounts_of(graph), workspaces_of(graph)) for size, graph in self.captured.items()}
 
     @cached_property
-    def _places(self) -> Places:
-        return places_of(self.captured[self.sizes[0]])
+    def _positions(self) -> TensorPositions:
+        return tensor_positions(self.captured[self.sizes[0]])
 
 
 def between(captured: Mapping[int, TrainingGraph]) -> Between | None:

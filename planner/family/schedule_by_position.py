@@ -48,7 +48,7 @@ class Member:
         """How often the schedule runs each op and inverse: an array over ops, then inverses."""
         return np.bincount(self.runs, minlength=self.recipes)
 
-    def held(self, amounts: Amounts) -> Ints:
+    def resident_bytes(self, amounts: Amounts) -> Ints:
         """Return, for each run of an op or inverse in the schedule, the bytes that are resident during it, inputs and
         workspace included.
 
@@ -62,7 +62,7 @@ class Member:
     def estimate(self, amounts: Amounts) -> Estimate:
         """Return the schedule's peak in bytes, cost and overhead in a problem with the sizes, workspaces and costs
         ``amounts``. The result equals that of `simulate`."""
-        resident = self.held(amounts)
+        resident = self.resident_bytes(amounts)
         peak, peak_at = amounts.fixed, -1
         if resident.size and int(resident.max()) > peak:
             first = int(resident.argmax())

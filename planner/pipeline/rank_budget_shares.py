@@ -40,19 +40,6 @@ class RankRoom:
             found.append((kept, max(kept, int(share * most.deferred_bytes))))
         return found
 
-    def share(self, kept: Sequence[int]) -> float:
-        """Return the smallest share (0 to 1) for which the limits of `bounds` allow each stage to keep a given number
-        of bytes; 1 if there is none.
-
-        ``kept``: for each stage, bytes that it keeps for a micro-batch between forward and backward.
-        """
-        spans = (m.kept_bytes - s.least_kept for s, m in zip(self.stages, self.all, strict=True))
-        shares = (
-            (k - s.least_kept) / span if span > 0 else 0.0
-            for k, s, span in zip(kept, self.stages, spans, strict=True)
-        )
-        return min(1.0, max(0.0, *shares, 0.0))
-
     def room(self, at: int, budget: int, bounds: Sequence[Bounds], relaxed: bool = False) -> int:
         """Return a budget for the plan of one stage's graph, inputs included: the bytes of the rank's budget that are
         not used for other micro-batches and other stages.

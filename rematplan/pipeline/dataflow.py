@@ -58,7 +58,7 @@ class DataflowPart:
     step: CapturedStep
     problem: StageProblem
 
-    def of_engine(self, plan: Plan, group: ProcessGroup) -> DataflowStage:
+    def compiled(self, plan: Plan, group: ProcessGroup) -> DataflowStage:
         """Compile the stage so that it follows ``plan``, and return it in the form that `DataflowSchedule` runs.
 
         Args:
@@ -142,7 +142,7 @@ def dataflow_stages(
     device = next((t.device for t in part.stage.module.parameters()), torch.device("cpu"))
     if device.type != "cpu":
         raise UsageError(f"a dataflow runs on CPUs, but stage {part.number} is on {device}")
-    return [part.of_engine(plan, own)]
+    return [part.compiled(plan, own)]
 
 
 def _answers(step: CapturedStep) -> frozenset[str]:

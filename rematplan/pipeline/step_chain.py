@@ -99,10 +99,9 @@ def _begins(
     """Return the names of the modules at which blocks begin. The keys are positions in ``graph`` of the modules'
     first ops.
 
-    Two kinds of modules are excluded: those between whose forward ops other ops run, and those that contain the first
-    op of the step. Of the rest, the modules in ``wanted`` and the outermost modules are always used. Then the modules
-    inside them are added, then those inside these, and so on by depth, as long as there are fewer than `MOST_BLOCKS`
-    modules. If several modules begin at the same op, only the first of them in this order is used.
+    Two kinds of modules are excluded: those between whose forward ops other ops run, and those that run first in the
+    step. Of the rest, the modules in ``wanted`` are used first, then the outermost modules, then the modules inside
+    them, and so on by depth. A depth is used only if there are then fewer than `MOST_BLOCKS` modules.
 
     Args:
         step: the captured step.

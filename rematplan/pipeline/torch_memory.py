@@ -28,9 +28,9 @@ def stage_torch_memory(
     back = schedule.name in CHANNELS  # a message back has the activations too
     size = MessageBytes(
         received=_bytes(inputs, device),
-        answered=_back(outputs, back, device),
+        answered=_backward_message_bytes(outputs, back, device),
         sent=_bytes(outputs, device),
-        returned=_back(inputs, back, device),
+        returned=_backward_message_bytes(inputs, back, device),
         outputs=_bytes(stage.outputs, device) if last else 0,
     )
     return message_memory(schedule, number, size)
@@ -50,7 +50,7 @@ def output_bytes(stage: StageModule, device: torch.device) -> int:
     return _bytes(stage.outputs, device)
 
 
-def _back(tensors: Iterable[torch.Tensor], activations: bool, device: torch.device) -> int:
+def _backward_message_bytes(tensors: Iterable[torch.Tensor], activations: bool, device: torch.device) -> int:
     """Return the bytes of a message in the backward: the gradients of ``tensors`` and, if ``activations``, ``tensors``
     as well."""
     found = list(tensors)

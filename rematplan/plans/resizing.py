@@ -22,8 +22,8 @@ from rematplan.planner.core.plan import Plan
 from rematplan.planner.core.schedule import Run, Schedule
 from rematplan.planner.family.amounts_by_position import Amounts, Bools, Floats, Ints, amounts_of
 from rematplan.planner.family.interpolated_workspaces import Workspaces, workspaces_between, workspaces_of
-from rematplan.planner.family.places import Places, places_of
 from rematplan.planner.family.plan_family import PlanFamily
+from rematplan.planner.family.tensor_positions import TensorPositions, tensor_positions
 from rematplan.plans.rechoosing import Rechoosing
 from rematplan.plans.sized_costs import KERNELS
 from rematplan.runtime.graph.captured_step import CapturedStep
@@ -78,7 +78,7 @@ class Resizing:
     def __post_init__(self) -> None:
         number = {name: at for at, name in enumerate(self.storages)}
         tensors = self.problem.tensors
-        self._places: Places = places_of(self.problem)
+        self._positions: TensorPositions = tensor_positions(self.problem)
         self._storage: Ints = np.array([number.get(t.name, -1) for t in tensors], dtype=np.int64)
         recipes = (*self.problem.ops, *self.problem.inverses)
         self._stepped: Bools = np.array([_has_kernels(self.step, op.name) for op in recipes], dtype=np.bool_)
@@ -200,8 +200,8 @@ class Resizing:
         if stepped.any():
             return None
         here = self._bytes(low, high, nominal)
-        moved = np.concatenate(([0], np.cumsum(here[self._places.moved])))
-        traffic = moved[self._places.ends] - moved[self._places.ends - self._places.counts]
+        moved = np.concatenate(([0], np.cumsum(here[self._positions.moved])))
+        traffic = moved[self._positions.ends] - moved[self._positions.ends - self._positions.counts]
         try:
             workspaces = workspaces_between(low.workspaces, high.workspaces, traffic)
         except ProblemError:
@@ -210,10 +210,10 @@ class Resizing:
             low.workspaces.traffic, low.amounts.costs, high.workspaces.traffic, high.amounts.costs, traffic
         )
         return Amounts(
-            sizes=here[self._places.written],
+            sizes=here[self._positions.written],
             workspaces=workspaces,
             costs=costs,
-            fixed=int(here[self._places.inputs].sum()),
+            fixed=int(here[self._positions.inputs].sum()),
             base_cost=math.fsum(costs[: len(self.problem.ops)].tolist()),
             once=low.amounts.once,
         )

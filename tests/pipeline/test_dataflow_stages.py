@@ -50,7 +50,7 @@ def test_what_crosses_is_named(part: DataflowPart) -> None:
 
 def passed(part: DataflowPart, lost: bool = False) -> tuple[list[Any], list[Any], dict[str, Any]]:
     """What a stage sends on and back for one micro-batch, and its gradients. ``lost``: the outputs are not returned."""
-    stage = part.of_engine(dataflow_plans(part.problem)[-1], GROUP)
+    stage = part.compiled(dataflow_plans(part.problem)[-1], GROUP)
     on: list[Any] = []
     back: list[Any] = []
     hooks = StageHooks(

@@ -1,4 +1,4 @@
-"""Where a problem's ops read and write, by positions of its tensors."""
+"""The positions of the tensors that a problem's ops read and write, in ``graph.tensors``."""
 
 from __future__ import annotations
 
@@ -11,9 +11,14 @@ from rematplan.planner.family.amounts_by_position import Ints
 
 
 @dataclass(frozen=True, eq=False)
-class Places:
-    """Positions among a problem's tensors: of those that ops write, of the inputs, and of what each op and inverse
-    reads and writes (``counts`` of them, up to ``ends``)."""
+class TensorPositions:
+    """Positions in ``graph.tensors`` of a problem.
+
+    ``written``: of the tensors that ops write, in the order in which ops write them. ``inputs``: of the inputs.
+    ``moved``: of the tensors that the first op reads and writes, then of those of the second op, and so on, inverses
+    last. ``counts``: how many entries of ``moved`` each op or inverse has. ``ends``: the index in ``moved`` after the
+    last entry of each.
+    """
 
     written: Ints
     inputs: Ints
@@ -22,12 +27,12 @@ class Places:
     ends: Ints
 
 
-def places_of(graph: TrainingGraph) -> Places:
-    """Return the places of a problem."""
+def tensor_positions(graph: TrainingGraph) -> TensorPositions:
+    """Return the positions of the tensors that a problem's ops and inverses read and write, and of its inputs."""
     number = {t.name: i for i, t in enumerate(graph.tensors)}
     moved = [[number[t] for t in (*op.reads, *op.writes)] for op in (*graph.ops, *graph.inverses)]
     counts = np.array([len(row) for row in moved], dtype=np.int64)
-    return Places(
+    return TensorPositions(
         written=np.array([number[t] for t in graph.producer], dtype=np.int64),
         inputs=np.array([number[t] for t in graph.inputs], dtype=np.int64),
         moved=np.array([t for row in moved for t in row], dtype=np.int64),
