@@ -17,8 +17,9 @@ def with_batch(
     """Find the batch dimension of an ONNX file's inputs, and make it symbolic if the user gives it another size.
 
     The batch dimension is the first dimension of the first input that is not a scalar. If it is symbolic, all
-    dimensions with the same symbol are batch dimensions. If all inputs have fixed shapes and ``dims`` has a size for
-    ``"batch"``, the first dimensions of all inputs that have the same size there become symbolic, named ``batch``.
+    dimensions with the same symbol are batch dimensions, too. If all inputs have fixed shapes and ``dims`` has a size
+    for ``"batch"``, the batch dimensions are the first dimensions of that input and of all inputs whose first dimension
+    has the same size. They become symbolic, with the name ``batch``.
 
     Args:
         inputs: the inputs as the file declares them.

@@ -152,7 +152,7 @@ def fold(node: Node, known: Mapping[str, np.ndarray]) -> tuple[np.ndarray, ...] 
     """Compute the outputs of an ONNX node from constants. Return their values, or None if the node cannot be folded.
 
     A node is not folded if an input is not in ``known``, if a result may have more than ``MAX_ELEMENTS`` elements, if
-    the op has no size rule, or if its evaluation fails.
+    the op is not one of ONNX's own or is not in ``SIZE_RULES``, or if its evaluation fails.
 
     ``known``: constant values by name, each of at most ``MAX_ELEMENTS`` elements.
     """

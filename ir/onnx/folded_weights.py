@@ -83,8 +83,8 @@ def gather_spread(edit: Edit, evidence: Evidence) -> int:
 def _looks_spread(array: Array, evidence: Evidence) -> bool:
     """Return whether an initialiser may repeat the elements of a smaller weight, judged without its values.
 
-    It must have two or more dimensions and be made by the exporter from weights. It is excluded if a layer reads it in
-    an input for weights: then it is the layer's weight, perhaps transposed.
+    It must have two or more dimensions, 2 to ``MAX_ELEMENTS`` elements, and be made by the exporter from weights. It is
+    excluded if a layer reads it in an input for weights: then it is the layer's weight, perhaps transposed.
     """
     if len(array.shape) < 2 or not 1 < math.prod(array.shape) <= MAX_ELEMENTS:
         return False
@@ -140,9 +140,9 @@ def spread_of(values: np.ndarray, expanded: bool = False) -> Spread | None:
 def _without_mask(values: np.ndarray, wide: np.ndarray) -> tuple[np.ndarray, np.ndarray | None]:
     """Split a tensor into a sum of a first part and an attention mask. The mask is None if none is recognised.
 
-    Two kinds of mask are recognised. Values of magnitude ``LARGE`` or more are a mask, unless all values are as large.
-    If the tensor is constant along the first axis except for values that are lower by more than 50 (``FORBIDDING``),
-    the differences are a mask, and the first part has size 1 along this axis.
+    Two kinds of mask are recognised. Values of magnitude 10⁴ (``LARGE``) or more are a mask, unless all values of the
+    tensor are that large. If the tensor is constant along the first axis except for values that are lower by more than
+    50 (``FORBIDDING``), the differences are a mask, and the first part has size 1 along this axis.
 
     ``values``: the tensor. ``wide``: the tensor in float64.
     """

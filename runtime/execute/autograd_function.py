@@ -49,8 +49,9 @@ class CompiledPlan:
             for one lane.
         spare: the unused bytes of the budget at each position of the schedule. Gradients that wait for the end of
             their segment (a part of the backward) may occupy them; empty for no limit.
-        for_any_sizes: whether the source takes the values of the step's expressions of sizes as an argument. Such a
-            plan runs only as what `at` returns, and has no lanes.
+        for_any_sizes: whether the plan is compiled once for all sizes of the batch. Its functions then take the values
+            of all size expressions in the step as an argument. Such a plan cannot be called itself, only the plans for
+            certain sizes that `at` returns. It has no lanes.
 
     Raises:
         ProblemError: the schedule or the lanes do not fit the step (see `compile_halves`).
@@ -90,15 +91,15 @@ class CompiledPlan:
 
     @property
     def step(self) -> CapturedStep:
-        """The captured step. For a plan that `at` returned, it is made now."""
+        """The captured step. For a plan that `at` returned, each access makes the step anew."""
         return self._step()
 
     def at(self, sizes: Sizes, step: Callable[[], CapturedStep]) -> CompiledPlan:
-        """Return a plan that is compiled for any sizes as one for certain sizes. Nothing is compiled.
+        """Return this plan, which must be compiled for any sizes, as a plan for certain sizes. Nothing is compiled.
 
         Args:
-            sizes: the values of the step's expressions of sizes.
-            step: returns the step for these sizes.
+            sizes: the values, for the wanted sizes of the batch, of all size expressions in the step.
+            step: returns the captured step for these sizes.
         """
         other = copy.copy(self)
         other._step, other.halves = step, self.halves.at(sizes)

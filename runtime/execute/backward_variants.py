@@ -70,22 +70,22 @@ class BackwardVariants:
         """A step of the same calls and values, perhaps of other sizes."""
         self._step: Callable[[], CapturedStep] = lambda: step
         self.sizes: Sizes | None = None
-        """The values of the step's expressions of sizes; None if the segments are for the step's sizes only."""
+        """The values of all size expressions in the step; None if the segments are for the step's sizes only."""
         self.compiled: dict[BackwardVariant, tuple[Backward, ...]] = {AS_CAPTURED: backward}
         self.for_any_sizes: dict[BackwardVariant, tuple[Backward, ...]] = {}
-        """Variants whose functions take the values of the expressions of sizes."""
+        """Variants whose functions take the values of all size expressions as an argument."""
         self.tangents = [i.value for i in step.inputs if i.kind == "tangent"]
         self.strides = tuple(stride_of(step.values[value].fake) for value in self.tangents)
 
     def at(
         self, sizes: Sizes, step: Callable[[], CapturedStep], backward: tuple[Backward, ...]
     ) -> BackwardVariants:
-        """Return the variants of a plan that is compiled for any sizes as those for certain sizes.
+        """Return these variants, which must be of a plan compiled for any sizes, as variants for certain sizes.
 
         Args:
-            sizes: the values of the step's expressions of sizes.
-            step: returns the step for these sizes.
-            backward: the segments of the variant `AS_CAPTURED` for these sizes.
+            sizes: the values, for the wanted sizes of the batch, of all size expressions in the step.
+            step: returns the captured step for these sizes.
+            backward: the segments for these sizes, compiled for the conditions `AS_CAPTURED`.
         """
         other = copy.copy(self)
         other.sizes, other._step, other.compiled = sizes, step, {AS_CAPTURED: backward}
@@ -136,7 +136,11 @@ class BackwardVariants:
         return halves.backward
 
     def _at_any_sizes(self, variant: BackwardVariant, sizes: Sizes) -> tuple[Backward, ...]:
-        """Return a variant that is compiled once for all sizes, for these sizes."""
+        """Return the segments of the backward half for the conditions ``variant`` and certain sizes. They are compiled
+        once for all sizes.
+
+        ``sizes``: the values, for these sizes of the batch, of all size expressions in the step.
+        """
         if variant not in self.for_any_sizes:
             halves = compile_halves(
                 self.like,

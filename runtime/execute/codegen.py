@@ -31,8 +31,8 @@ class Writer(Emitter):
     Args:
         step: the captured step.
         schedule: a schedule of its planning problem.
-        for_any_sizes: whether the first argument ``s`` of each written function is the values of the step's expressions
-            of sizes.
+        for_any_sizes: whether each written function has a first argument ``s``: the values of all size expressions in
+            the step.
     """
 
     def __init__(self, step: CapturedStep, schedule: Schedule, for_any_sizes: bool = False) -> None:
@@ -140,7 +140,7 @@ class Writer(Emitter):
 
     def _done_with(self, start: int, outputs: Sequence[str] = ()) -> list[str]:
         """Return the values among ``outputs`` and the step's inputs whose storages nothing reads from position
-        ``start`` of the schedule on. The schedule does not free these storages."""
+        ``start`` of the schedule on. Schedules have no frees for inputs and outputs, so the caller drops them."""
         late = read_from(self.step, self.schedule, start)
         ends = [*(i.value for i in self.step.inputs), *outputs]
         return [v for v in ends if self.step.values[v].storage not in late]
@@ -154,8 +154,8 @@ class Writer(Emitter):
         Args:
             head: name and parameters of the function, as source.
             values: the values in the tuple.
-            gone: values that are left out of the list, with all views of their storages, since nothing reads them
-                again.
+            gone: values that are left out of the list, with all views of their storages, since no later function reads
+                them.
             zero: values that are zero because a gradient is missing. The function returns None for them.
         """
         given = self.tuple_of("None" if v in zero else self.use(v) for v in values)

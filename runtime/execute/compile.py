@@ -65,7 +65,10 @@ class Backward:
     statistics: tuple[StepOutput, ...] = ()
 
     def at(self, sizes: Sizes) -> Backward:
-        """Return the same segment for certain sizes; see `Halves.at`."""
+        """Return this segment, which must be compiled for any sizes, for certain sizes.
+
+        ``sizes``: the values, for these sizes of the batch, of all size expressions in the step.
+        """
         return replace(self, function=partial(self.function, sizes))
 
 
@@ -79,8 +82,9 @@ class Halves:
       It returns two things: a tuple of the module's outputs and the buffers' new content, in the order of
       `CapturedStep.outputs`; and a list of the values that the first segment of ``backward`` needs.
     - ``backward``: the segments (parts) of the backward half, in order.
-    - ``read_late``: positions of the inputs that the backward half reads. The caller must not change these between
-      forward and backward. Buffers that get new content are not among them, since the backward has copies.
+    - ``read_late``: positions, among the arguments of ``forward``, of the inputs that the backward half reads. The
+      caller must not change these between forward and backward. Buffers that get new content are not among them, since
+      the backward has copies.
     - ``outputs_late``: positions, in the tuple that ``forward`` returns, of the tensors that the backward half reads.
     - ``early``: the number of segments that run when autograd calls the backward. Later segments belong to the second
       part of a split backward (gradients of weights).
@@ -94,8 +98,10 @@ class Halves:
     early: int
 
     def at(self, sizes: Sizes) -> Halves:
-        """Return the same functions for certain sizes, if they are compiled for any: the values of the step's
-        expressions."""
+        """Return these functions, which must be compiled for any sizes, for certain sizes.
+
+        ``sizes``: the values, for these sizes of the batch, of all size expressions in the step.
+        """
         backward = tuple(one.at(sizes) for one in self.backward)
         return replace(self, forward=partial(self.forward, sizes), backward=backward)
 
@@ -147,8 +153,8 @@ def compile_halves(
             their segment (a part of the backward) may occupy them; empty for no limit.
         overwrite: whether calls may write their result into an operand that nothing reads again.
         note: is called with the name and the tensor of each value when it is computed; None to call nothing.
-        for_any_sizes: whether the functions take the values of the step's expressions of sizes as an argument
-            (`Halves.at`). Ignored with lanes.
+        for_any_sizes: whether the functions take the values of all size expressions in the step as an argument
+            (`Halves.at`), so that they serve all sizes of the batch. Ignored with lanes.
 
     Raises:
         ProblemError: as `compile_step`; or an output does not exist at the loss boundary.
@@ -202,8 +208,8 @@ def _check_order(step: CapturedStep, schedule: Schedule) -> None:
     """Check that a schedule draws the same random numbers and communicates in the same order as the captured step.
 
     Raises:
-        ProblemError: the first executions of random ops and collectives are in another order, or a collective runs
-            twice.
+        ProblemError: a random op or collective is missing, their first executions are in another order, or a
+            collective runs twice.
     """
     ordered = [c.name for c in step.calls if c.ordered]
     wanted = set(ordered)

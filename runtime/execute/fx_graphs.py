@@ -41,8 +41,8 @@ class PlanGraphs:
 def plan_graphs(step: CapturedStep, schedule: Schedule) -> PlanGraphs:
     """Return a schedule as two fx graphs, forward and backward.
 
-    The forward graph copies the buffers' new content into the buffers, and passes copies of their old content to the
-    backward graph.
+    The forward graph copies the buffers' new content into the buffers. If the backward graph reads buffers, the forward
+    graph passes copies of their old content to it.
 
     Args:
         step: the captured step.

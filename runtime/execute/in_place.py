@@ -63,7 +63,7 @@ RESHAPE = ATEN.reshape.default
 def overwriting_calls(step: CapturedStep, schedule: Schedule) -> dict[int, Call]:
     """Return the in-place calls that may replace calls of a schedule, by position in the schedule. Each writes the
     same bits as the original call, into an operand that the schedule frees directly afterwards. Inputs and outputs of
-    the step are never overwritten."""
+    the step are never overwritten, nor results of ops that may share memory with an argument."""
     ends = [*(i.value for i in step.inputs), *(o.value for o in step.outputs)]
     fixed = {step.values[value].storage for value in ends}
     shared = {s for c in step.priced_calls if not _fresh(c) for s in step.writes(c)}
@@ -82,8 +82,8 @@ def overwriting_calls(step: CapturedStep, schedule: Schedule) -> dict[int, Call]
 
 
 def operands_to_overwrite(step: CapturedStep) -> tuple[tuple[str, ...], ...]:
-    """Return, for each call that some schedule may replace by an in-place one, the names of the call and of the
-    operands that have the same sizes and strides as the result."""
+    """Return, for each pointwise call of the step, a tuple: the call's name, followed by the names of the operands that
+    an in-place call may overwrite instead, if a schedule frees them directly afterwards; maybe none."""
     return tuple(
         (call.name, *(value.name for value in _overwritable(step, call)))
         for call in step.calls
@@ -120,13 +120,14 @@ def _fresh(call: Call) -> bool:
 
 
 def _overwritable(step: CapturedStep, call: Call) -> Iterator[Value]:
-    """Yield the operands of a call that its in-place variant may overwrite. An operand must fill its storage, have the
-    type, shape and strides of the result, and be read only once by the call.
+    """Yield the operands of a call that its in-place variant may overwrite. Only the first operand can be overwritten,
+    or one of the first two, if they commute or the variant names the operand. The operand must fill its storage, have
+    the type, shape and strides of the result, and be read only once by the call.
 
-    Nothing is yielded in three cases. An operand of the result's shape has other strides. The result has a dimension
-    of size 1: the stride of this dimension is arbitrary and may differ in a new tensor, and kernels may choose their
-    order of summation by it. The result is complex: in-place quotients have other bits, and products depend on the
-    order of operands.
+    Nothing is yielded in four cases. The op has no in-place variant. An operand of the result's shape has other
+    strides. The result has a dimension of size 1: the stride of this dimension is arbitrary and may differ in a new
+    tensor, and kernels may choose their order of summation by it. The result is complex: in-place quotients have other
+    bits, and products depend on the order of operands.
     """
     read = [step.values[r.value] for r in refs((call.args, call.kwargs))]
     result = step.values[call.results[0] or ""].fake

@@ -185,8 +185,8 @@ def _results(module: nn.Module, run: object, seed: int) -> dict[str, torch.Tenso
 
 
 def _random_states() -> dict[str, torch.Tensor]:
-    """Return the states of PyTorch's random number generators: of the CPU under the key ``""``, and of each CUDA
-    device under `` of cuda:N``."""
+    """Return the states of PyTorch's random number generators: of the CPU under the key ``""``, and of CUDA device
+    number N under the key ``" of cuda:N"``."""
     on_cuda = torch.cuda.get_rng_state_all() if torch.cuda.is_available() else []
     return {"": torch.get_rng_state(), **{f" of cuda:{at}": state for at, state in enumerate(on_cuda)}}
 

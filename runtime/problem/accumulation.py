@@ -68,39 +68,49 @@ class Refinement(Protocol):
 
 
 class Resizing(Protocol):
-    """Known problems and plans of one structure, carried over to sizes between them."""
+    """The planning problems of one step at any sizes of the batch, and its known plans, to find a plan for further
+    sizes without capturing the step again. Problems are known at some sizes (`add`) and interpolated between these.
+
+    Sizes are stated as the values of all size expressions in the step, in a fixed order."""
 
     def add(self, sizes: Sequence[int], nominal: NDArray[np.int64], problem: TrainingGraph) -> bool:
-        """Add the problem at certain sizes. Return whether it has the same structure and names.
+        """Add the problem at certain sizes. Return False, and do not add it, if its ops, tensors or names differ from
+        those of the problems at other sizes.
 
-        ``sizes``: the values of all expressions. ``nominal``: bytes of the step's storages.
+        ``sizes``: the values of all size expressions in the step. ``nominal``: the bytes of the step's storages at
+        these sizes, in the order in which they were passed to `Carrier.resizing`. ``problem``: the problem.
         """
 
     def key(self, schedule: Schedule) -> bytes:
-        """Return a key of a schedule."""
+        """Return a key that is equal for two schedules of this step if they run and free the same ops and tensors, by
+        position, in the same order."""
 
     def plan(self, sizes: Sequence[int], nominal: NDArray[np.int64]) -> StepPlan | None:
-        """Return the cheapest known plan that fits at certain sizes; its step has other sizes. None if there is none,
-        or if the problem at these sizes is not known well enough.
+        """Return the cheapest known plan that fits the budget at certain sizes. The ``step`` of the result is the
+        captured step of other sizes. Return None if no known plan fits, or if the problem cannot be interpolated at
+        these sizes.
+
+        ``sizes``, ``nominal``: as for `add`.
         """
 
 
 class Carrier(Protocol):
-    """What carries plans of steps over to other sizes of the same steps."""
+    """Makes planning problems of captured steps, and uses plans of a step at other sizes of the batch."""
 
     def opened(self, step: CapturedStep) -> CapturedStep:
-        """Return a step with its inverses."""
+        """Return a captured step with inverses added: calls that recompute a tensor from tensors computed from it."""
 
     def problem_at(self, step: CapturedStep) -> tuple[CapturedStep, TrainingGraph]:
-        """Return a step with its inverses, and its problem."""
+        """Return a captured step with inverses added, and the planning problem of this step."""
 
     def resizing(self, step: CapturedStep, problem: TrainingGraph, storages: tuple[str, ...]) -> Resizing:
-        """Return the `Resizing` of a step with its inverses.
+        """Return an object that finds plans for a step at other sizes of the batch. It begins without known sizes.
 
         Args:
-            step: the step.
-            problem: its problem.
-            storages: the names of storages, in the order of ``nominal`` in `Resizing`.
+            step: the captured step, with its inverses.
+            problem: its planning problem.
+            storages: names of storages of the step, in the order in which ``nominal`` of `Resizing.add` and
+                `Resizing.plan` has their bytes.
         """
 
 
@@ -113,7 +123,8 @@ class StepPlan:
     that are unused there (see `spare_bytes`). It is empty for a plan that does not free new gradients before the step
     ends. ``gradients``: the bytes of gradients of earlier steps that may be allocated while the plan runs within its
     budget. ``refinement``: a search for a better plan, not begun yet; None if there is none. ``problem``: the plan's
-    problem. ``carrier``: makes plans for other sizes from this one; None if that is not possible.
+    planning problem, if the carrier may need it; else None. ``carrier``: uses this plan at other sizes of the batch;
+    None if that is not possible.
     """
 
     step: CapturedStep

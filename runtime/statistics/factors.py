@@ -33,7 +33,7 @@ from torch import Tensor
 @dataclass(frozen=True, eq=False)
 class Factors:
     """The two Kronecker factors of one weight W, for a layer that computes W x from an input x. The gradient of the
-    loss with respect to W x is y. Both factors are symmetric, in float32 or in the weight's type if that is wider.
+    loss with respect to W x is y. Both factors are symmetric, in float32, or in the type of x (of y) if that is wider.
 
     ``a``: (d_in, d_in), the sum Σ x xᵀ over the rows (samples, positions or tokens), not divided by anything. If the
     layer has a bias, x ends with a one, so the last row and column belong to the bias. Layers with the same input share
@@ -43,10 +43,10 @@ class Factors:
 
     ``rows``: the number of rows summed in ``a``. (If blocks of a weight's rows have different inputs, it is the maximum
     over the blocks, and the sums of the other blocks are scaled to it.) ``samples``: the number of terms of the loss
-    (for cross entropy one for each sample or token). ``bias``: whether the layer has a bias. ``bias_name``: the name of
-    that bias parameter; None without a bias. ``groups``, ``split``, ``order``: how the weight becomes a matrix; see
-    `matrix`. ``of_loss``: whether the gradients y come from the backward of the user's loss (``fisher="empirical"``).
-    A factor of that loss then appears squared in ``g``.
+    (for cross entropy one for each sample or token) in all micro-batches that are summed. ``bias``: whether the layer
+    has a bias. ``bias_name``: the name of that bias parameter; None without a bias. ``groups``, ``split``, ``order``:
+    how the weight becomes a matrix; see `matrix`. ``of_loss``: whether the gradients y come from the backward of the
+    user's loss (``fisher="empirical"``). A factor of that loss then appears squared in ``g``.
     """
 
     a: Tensor

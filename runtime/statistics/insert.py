@@ -290,8 +290,9 @@ def _gradients(value: str, backwards: list[SecondBackward]) -> list[str | None]:
 
 
 def _samples_inside(step: CapturedStep, value: str, samples: int) -> bool:
-    """Return whether the samples of a batch are the second dimension of a tensor, as in (time, batch, features). If the
-    tensor has at most two dimensions, the shape that it had before it was flattened decides.
+    """Return whether the samples of a batch are the second dimension of a tensor and not the first, as in (time, batch,
+    features), judged by the sizes of these dimensions. If the tensor is a view with at most two dimensions, the shape
+    of the tensor before the views decides.
 
     Args:
         step: the captured step.

@@ -51,7 +51,8 @@ class PackedFactors(Mapping[str, Factors]):
     Args:
         layers: for each weight, by its name, the names of its sums and their numbers of rows.
         tensors: the packed sums, by name (the targets of the step's outputs).
-        samples: the number of terms of the loss (for cross entropy one for each sample or token).
+        samples: the number of terms of the loss (for cross entropy one for each sample or token) in all micro-batches
+            that are summed.
     """
 
     def __init__(self, layers: Mapping[str, LayerSums], tensors: Mapping[str, Tensor], samples: int) -> None:

@@ -37,7 +37,7 @@ class SecondBackward:
     ``values``: the copy's values by name.
 
     Raises:
-        ModelError: a call of the backward draws random numbers.
+        ModelError: a call that must be copied draws random numbers.
     """
 
     step: CapturedStep

@@ -62,7 +62,8 @@ class NoRow(Exception):
 
 def terms(step: CapturedStep, value: str, terminal: Callable[[Call, int], Found | None]) -> list[Term[Found]]:
     """Return the summands of a gradient, in the order in which they are computed. They are found by following the calls
-    that compute the gradient backwards, through additions, views, copies, sums and concatenations.
+    that compute the gradient backwards, through additions, views, copies and sums, and through calls that assemble the
+    gradient along its first dimension (such as concatenations).
 
     Args:
         step: the captured step.

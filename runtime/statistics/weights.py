@@ -77,8 +77,8 @@ class Weights:
     """The weights of a captured step that can have statistics (Kronecker factors), found by the calls that compute
     their gradients.
 
-    ``found``: the weights, in the order of their first products. ``skipped``: the other trained parameters by name, and
-    the reasons.
+    ``found``: the weights, in the order in which the backward computes their gradients. ``skipped``: by name of each
+    other trained parameter, the reason why it is no such weight. A bias of a weight in ``found`` is left out.
     """
 
     def __init__(self, step: CapturedStep) -> None:
