@@ -129,8 +129,10 @@ class FlatModel(nn.Module):
     attributes that the forward set, by the position of the module, then by the attribute's name. The third item is the
     arguments if the forward changed a list or dictionary among them, otherwise None.
 
-    ``constants``: the leaves of this triple, with a `ResultTensor` for each output tensor. ``count``: the number of
-    output tensors. ``attributes``: the positions, as text, of output tensors that occur only in the second item.
+    ``constants``: the leaves of this triple, with placeholders: a `ResultTensor` for each output tensor, an
+    `ArgumentLeaf` for each leaf of changed arguments that the caller passed, and a `ModuleTensor` for each parameter or
+    buffer in attributes. ``count``: the number of output tensors. ``attributes``: the positions, as text, of output
+    tensors that occur only in the second item.
     ``counted``: the new values of attributes that are numbers and that the forward changed, by the module's position,
     then by the attribute's name.
     """

@@ -28,7 +28,10 @@ class ModuleRoles:
         self.names, self.outputs = names, outputs
 
     def input(self, node: fx.Node, at: int) -> tuple[InputKind, str]:
-        """Return the kind of an input, and its name or its position among the inputs of its kind.
+        """Return the kind of an input, and a text that identifies it: the name of a parameter or buffer, the position
+        of a tensor in the batch, or, for a tangent, the position of the output whose gradient it is.
+
+        ``node``: the input's node. ``at``: not used.
 
         Raises:
             ModelError: it is a tangent for an input or a parameter that the model changes in place.
@@ -38,10 +41,11 @@ class ModuleRoles:
         return kind, self.names.get(target, target) if kind in ("parameter", "buffer") else target
 
     def output(self, at: int, description: Any) -> tuple[OutputKind, str] | None:
-        """Return the kind of an output, and its position or the name of its parameter or buffer; None if the step has
-        no such output.
+        """Return the kind of an output, and a text that identifies it: the position of an output of the module, the
+        position of the input whose gradient it is, or the name of the parameter (for a gradient) or buffer (for its new
+        content). Return None if the step does not need the output.
 
-        ``description``: the tracer's.
+        ``at``: not used. ``description``: what the tracer says about the output.
 
         Raises:
             ModelError: it is the new content of an input that the model changes in place.
@@ -78,7 +82,7 @@ class PositionRoles:
     def output(self, at: int, description: Any) -> tuple[OutputKind, str] | None:
         """Return the kind of the output at a position, and its position among the outputs or among the gradients.
 
-        ``description``: the tracer's; None if there is none.
+        ``description``: what the tracer says about the output; None if nothing.
         """
         if at >= self.early:
             return "input gradient", str(at - self.early)

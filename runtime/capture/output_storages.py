@@ -20,8 +20,8 @@ def without_copies(step: CapturedStep) -> CapturedStep:
     """Return the step with outputs that are needless copies (``clone``) replaced by the copied values. Nothing reads
     these copies then, so their calls can be removed.
 
-    A copy is needless if no call reads it, the copied value has the same strides, covers a whole storage, and this
-    storage contains no other output and no input.
+    A copy is needless if no call reads it, the copied value has the same strides, covers a whole storage, is not lazily
+    conjugated or negated, and its storage contains no other output and no input.
 
     The copies come from `FlatModel`: autograd gives an output a separate tangent only if the output is not a view. A
     captured step has its tangents already.

@@ -82,7 +82,7 @@ def same_buffers(module: nn.Module) -> Iterator[None]:
 def same_gradients(module: nn.Module, copied: bool = False) -> Iterator[None]:
     """Restore ``.grad`` of all parameters after the block to the same tensors.
 
-    Inside the block, ``.grad`` is None at first. With ``copied`` it is a copy of the gradient.
+    When the block begins, ``.grad`` is None; with ``copied`` it is a copy of the gradient, if there is one.
     """
     before = [(parameter, parameter.grad) for parameter in module.parameters()]
     for parameter, gradient in before:

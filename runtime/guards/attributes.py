@@ -100,8 +100,8 @@ class Reads:
         return self.owners.get(id(object.__getattribute__(holder, "__dict__")))
 
     def note(self, holder: Any, name: str, value: Any) -> None:
-        """Record that the forward read an attribute, unless it has set that attribute itself before. Attributes that
-        `ModuleState` covers, such as submodules, hooks and parameters, are not recorded.
+        """Record that the forward read an attribute, unless it has set that attribute itself before without looking it
+        up. Attributes that `ModuleState` covers, such as submodules, hooks and parameters, are not recorded.
 
         Args:
             holder: the module or record; another object is ignored.

@@ -68,12 +68,13 @@ class CacheEntry:
 
     @property
     def captured(self) -> CapturedStep:
-        """The step before planning, with the expected tangents."""
+        """The captured step before planning. It takes only those gradients of outputs (tangents) that a training loop
+        is expected to supply."""
         return self.steps.captured
 
     @property
     def whole(self) -> CapturedStep:
-        """The same step with the tangents of all outputs."""
+        """The captured step before planning. It takes the gradients of all outputs (tangents)."""
         return self.steps.whole
 
     @cached_property
@@ -110,21 +111,23 @@ class CacheEntry:
     def planned_again(
         self, made: StepPlan, steps: Steps, statistics: StatisticsStep | None = None
     ) -> CacheEntry:
-        """Return an entry for the same forward with another step and a plan of it. Like this entry's plan, it serves
-        steps during which gradients of earlier steps exist, if it fits the budget then.
+        """Return an entry for the same forward with another step and a plan of it. If this entry serves training steps
+        during which gradients of earlier steps exist, and the new plan fits the budget then, the new entry serves them,
+        too.
 
         Args:
             made: the plan. It is compiled.
             steps: the other step.
-            statistics: the same step with the statistics that it computes; None if it computes none.
+            statistics: describes the statistics (Kronecker factors) that the other step computes; None if none.
         """
         other = replace(self, running=Running.of(made), steps=steps, statistics=statistics)
         other = replace(other, with_gradients={}, measured=[])
         return other.counting(made.gradients, next((names for names, _ in self.with_gradients), frozenset()))
 
     def swap_plan(self) -> None:
-        """Replace the plan by the better one that the search in the background has found. To be called only if
-        ``running.improved``."""
+        """Replace the plan by the better one that the search in the background has found. From then on, this entry does
+        not serve steps with so many bytes of earlier gradients that only the old plan fits the budget. To be called
+        only if ``running.improved``."""
         found = self.running.swap()
         # The old plan also fitted with earlier gradients; the new one may not.
         alone = [key for key, w in self.with_gradients.items() if w is self and key[1] > found.gradients]
@@ -145,8 +148,9 @@ def plan_key(leaves: Sequence[Any], spec: pytree.TreeSpec, state: guards.ModuleS
 
 
 class CachedPlans:
-    """The cache entries of a planned module for ordinary calls, by their key (`plan_key`). Entries for further steps of
-    the same calls belong to these entries (`CacheEntry.measured`, `CacheEntry.with_gradients`).
+    """The cache entries of a planned module, by their key (`plan_key`). Stored here are the entries for ordinary calls,
+    without statistics and without gradients of earlier steps. Each of them has the entries for calls with these
+    (`CacheEntry.measured`, `CacheEntry.with_gradients`).
 
     ``limit``: the largest number of entries. Those that were not used for longest are dropped.
     """
@@ -182,16 +186,17 @@ class CachedPlans:
         self.recent.trim(self._entries)
 
     def of_forward(self, entry: CacheEntry) -> list[CacheEntry]:
-        """Return the entries for the same forward as ``entry``: those with the same guard object."""
+        """Return the entries for ordinary calls that are for the same forward as ``entry``: those with the same guard
+        object."""
         return [one for one in self.plain() if one.guard is entry.guard]
 
     def replace(self, found: CacheEntry) -> None:
-        """Put ``found`` in place of the entries for the same forward."""
+        """Put ``found`` in place of the entries for the same forward: those with the same guard object."""
         for entries in self._entries.values():
             entries[:] = [found if one.guard is found.guard else one for one in entries]
 
     def plain(self) -> list[CacheEntry]:
-        """Return the entries for ordinary calls."""
+        """Return the entries for ordinary calls: without statistics, and without gradients of earlier steps."""
         return [entry for entries in self._entries.values() for entry in entries]
 
     def all(self) -> list[CacheEntry]:

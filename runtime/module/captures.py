@@ -75,7 +75,7 @@ class Captures:
         return self._captured(self._of_call(tracing), tracing)
 
     def warn_of_many(self) -> None:
-        """Warn, once, if `MANY` shapes were captured separately."""
+        """Warn if exactly `MANY` shapes have been captured separately so far. Warn only once."""
         if sum(one.fixed for one in self.shapes.values()) == MANY and not self.warned:
             self.warned = True
             warn(
@@ -100,7 +100,8 @@ class Captures:
             excess -= dropped
 
     def _of_call(self, tracing: Tracing) -> OpenShapes:
-        """Return the captures for a call and all others that differ from it only in sizes."""
+        """Return the captures that serve a call: those for all calls that differ from it only in sizes of tensors. If
+        there are none, a new object for them is remembered, and the one that was not used for longest is dropped."""
         key = guards.open_key(tracing.leaves, tracing.spec), tracing.state.key
         shapes = self.shapes.pop(key, None) or OpenShapes()
         self.shapes[key] = shapes  # the latest of them
@@ -111,7 +112,11 @@ class Captures:
     def _with_known_plan(
         self, shapes: OpenShapes, tracing: Tracing, arrived: frozenset[str]
     ) -> CacheEntry | None:
-        """Return an entry with a plan of other sizes, without making the step; None if no such plan is known to fit."""
+        """Return a cache entry for a call whose plan was found at other sizes, without making the step of the call's
+        sizes. Return None if no such plan is known to fit the budget.
+
+        ``shapes``: the captures that serve the call. ``arrived``: as for `entry`.
+        """
         for instance, guard in shapes.accepted(tracing.state, tracing.batch):
             forward, sizes = instance.forward, instance.sizes
             with suppress(NotSymbolic):
@@ -149,8 +154,16 @@ class Captures:
 def _learn(
     plans: SizedPlans, instance: Instance, found: StepPlan, shapes: OpenShapes, arrived: frozenset[str]
 ) -> None:
-    """Remember the problem of an instance, and, if it is the first one, those of shapes that were captured
-    separately."""
+    """Remember the planning problem of a batch, so that plans of it can be used at other sizes. If it is the first
+    problem, also make and remember those of the shapes that were captured separately.
+
+    Args:
+        plans: remembers the problems.
+        instance: the capture with symbolic sizes, at the sizes of the batch.
+        found: the plan and the problem of the batch.
+        shapes: has the shapes that were captured separately.
+        arrived: the positions of outputs for which gradients arrived although their step had left them out.
+    """
     carrier = found.carrier
     assert carrier is not None
     assert found.problem is not None
@@ -164,5 +177,6 @@ def _learn(
 def _compiler(
     plans: SizedPlans, instance: Instance, steps: Steps
 ) -> Callable[[StepPlan], CompiledPlan] | None:
-    """Return a function that compiles plans of an instance once for all sizes; None if that is not possible."""
+    """Return a function that compiles plans for the batch of ``instance``, and compiles each schedule only once for all
+    sizes. Return None if that is not possible. ``steps``: makes the captured step for this batch."""
     return plans.compiler(instance.sizes, lambda: steps.captured)

@@ -37,12 +37,12 @@ class PlanningStats:
     better one is being searched. ``seconds``: the total duration of these background searches so far. ``swaps``: how
     often a better plan has replaced another.
 
-    ``captures``: the number of shapes that were captured separately. ``open_captures``: the number of captures with
-    symbolic sizes, each of which serves several shapes. ``instances``: how often a shape got its step from a capture
-    with symbolic sizes. ``carried``: how many of these steps needed no search, because a plan made at other sizes was
-    used. ``sources``: the number of compiled sources that serve all sizes. ``dropped``: the number of plans that were
-    dropped because there were more than ``max_plans``. ``reasons``: why shapes were captured separately; empty if there
-    is no reason.
+    ``captures``: the number of shapes that were captured separately. ``open_captures``: the number of captures made
+    with symbolic sizes, each of which serves several shapes. ``instances``: how often a shape was served by a capture
+    with symbolic sizes. ``carried``: how many of these needed neither a step nor a search, because a plan made at other
+    sizes was used. ``sources``: the number of compiled sources that serve all sizes. ``dropped``: the number of plans
+    that were dropped because there were more than ``max_plans``. ``reasons``: why shapes were captured separately;
+    empty if there is no reason.
     """
 
     plans: int

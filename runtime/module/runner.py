@@ -108,7 +108,8 @@ class Runner:
 
         Raises:
             ModelError: the forward cannot be captured, needs another plan although ``asked.dynamic`` is false, or is
-                called within a torch.func transform or forward-mode derivative.
+                called within a torch.func transform, a forward-mode derivative, or
+                `torch.nn.utils.parametrize.cached`.
             InfeasibleBudget: no plan fits the budget.
             UsageError: an argument has a size outside of the ranges that ``asked`` allows.
         """

@@ -1,9 +1,11 @@
-"""The plans of a forward with open sizes, carried over to further sizes.
+"""Use plans that were found for some sizes of the batch at other sizes, without capturing or planning again.
 
-For sizes between those for which steps and problems were made, neither is made: the bytes of all storages are
-expressions of the sizes, and one compiled source takes sizes as arguments. That needs steps of the same structure. What
-decides it, apart from the guard of the capture, are equalities among sizes, such as a length that equals a width. So
-the structure of a step is known without making it if a step was made for sizes among which the same ones are equal
+A step with open sizes is a captured step in which sizes are expressions of the batch's sizes. For a new batch, neither
+a captured step nor a planning problem with integer sizes has to be made: the bytes of all storages follow from the
+expressions, and one compiled source takes the values of the expressions as an argument. This is possible only between
+batches whose steps have the same structure: the same calls and tensors, apart from sizes. For batches that satisfy the
+guard of the capture, the structure depends only on which sizes are equal (such as a length that equals a width). So the
+structure for a batch is known without its step if a step was made for a batch among whose sizes the same ones are equal
 (`SizePattern`).
 """
 
@@ -32,9 +34,9 @@ from rematplan.runtime.symbols.expressions import OpenSize
 from rematplan.runtime.symbols.symbolic_step import OpenStep, Size
 
 PATTERNS = 64
-"""The number of patterns of equal sizes whose structure is remembered: the latest."""
+"""The largest number of patterns of equal sizes whose structure is remembered; the oldest ones are forgotten."""
 STRUCTURES = 4
-"""The number of structures whose plans are kept: those used last."""
+"""The largest number of structures whose plans are kept; those for which a problem was learned last are kept."""
 SizePattern: TypeAlias = tuple[int, ...]
 Ints: TypeAlias = NDArray[np.int64]
 Layout: TypeAlias = tuple[tuple[Size, ...], tuple[Size, ...]]
@@ -43,11 +45,12 @@ Layout: TypeAlias = tuple[tuple[Size, ...], tuple[Size, ...]]
 
 @dataclass(eq=False)
 class _Alike:
-    """The plans of steps of one structure.
+    """The captured steps of one structure (the same calls and tensors, apart from sizes), and their plans.
 
-    ``step``: one of the steps, with its inverses. ``structure``: see `structure_of`. ``carrier``: gives the
-    steps their inverses. ``resizing``: None if their
-    problems have several structures. ``sources``: compiled plans for any sizes, by the key of the schedule.
+    ``step``: one of the steps, with its inverses. ``structure``: the result of `structure_of` for each of the steps.
+    ``carrier``: adds inverses to the steps. ``resizing``: the planning problems and known plans of the steps; None if
+    the problems have several structures, so that no plan can be used at other sizes. ``sources``: compiled plans that
+    serve all sizes, by the key of the schedule, the one used last at the end.
     """
 
     step: CapturedStep
@@ -57,7 +60,10 @@ class _Alike:
     sources: OrderedDict[bytes, CompiledPlan] = field(default_factory=OrderedDict)
 
     def compiled(self, key: bytes, schedule: Schedule, most: int) -> CompiledPlan:
-        """Return a schedule, compiled for any sizes. ``most``: the number of sources that are kept."""
+        """Return a schedule, compiled so that it serves all sizes. It is compiled only if it is not in ``sources``.
+
+        ``key``: the schedule's key in ``sources``. ``most``: the largest number of compiled plans that are kept.
+        """
         found = self.sources.pop(key, None) or CompiledPlan(self.step, schedule, for_any_sizes=True)
         self.sources[key] = found
         while len(self.sources) > most:
@@ -67,22 +73,26 @@ class _Alike:
 
 @dataclass(eq=False)
 class SizedPlans:
-    """The plans of a step with open sizes. ``most``: the number of compiled sources that are kept for a structure."""
+    """The planning problems and plans of a captured step with open sizes (expressions of the batch's sizes), known for
+    the sizes of some batches and used for others.
+
+    ``step``: the step. ``most``: the largest number of compiled sources that are kept for one structure of steps.
+    ``_structures``: the structures of steps, the one for which a problem was learned last at the end."""
 
     step: OpenStep
     most: int
     _structures: list[_Alike] = field(default_factory=list)
     _of_pattern: OrderedDict[SizePattern, _Alike | None] = field(default_factory=OrderedDict)
-    """The structure of each pattern; None if it has several."""
+    """By the pattern of equal sizes, the structure that all steps with this pattern had; None if they had several."""
 
     @property
     def learned(self) -> bool:
-        """Whether some problem is known."""
+        """Whether a planning problem is known for at least one batch (see `learn`)."""
         return bool(self._structures)
 
     @property
     def sources(self) -> int:
-        """The number of compiled sources."""
+        """The number of compiled sources, each of which serves all sizes."""
         return sum(len(one.sources) for one in self._structures)
 
     def learn(
@@ -93,14 +103,14 @@ class SizedPlans:
         problem: TrainingGraph,
         carrier: Carrier,
     ) -> None:
-        """Remember the problem that was made for the step of a batch.
+        """Remember the planning problem that was made for a batch, so that plans of it can be used at other sizes.
 
         Args:
-            sizes: the values of all expressions.
-            batch: the tensors.
-            step: the step, with its inverses.
-            problem: its problem.
-            carrier: carries its plans over to other sizes.
+            sizes: the values, for this batch, of all size expressions in the step.
+            batch: the tensors among the arguments.
+            step: the captured step for this batch, with its inverses.
+            problem: the planning problem of that step.
+            carrier: makes the `Resizing`, which uses plans of the step at other sizes.
         """
         pattern, structure = self._pattern(sizes), structure_of(step)
         alike = next((one for one in self._structures if one.structure == structure), None)
@@ -116,11 +126,12 @@ class SizedPlans:
             self._of_pattern.popitem(last=False)
 
     def carried(self, sizes: Sizes, batch: Sequence[torch.Tensor]) -> StepPlan | None:
-        """Return the best known plan for a batch; its step has other sizes. None if none is known to fit.
+        """Return the cheapest known plan that fits the budget for a batch. The ``step`` of the result has other sizes.
+        Return None if no plan is known to fit, or if plans of other sizes cannot be used for this batch.
 
         Args:
-            sizes: the values of all expressions.
-            batch: the tensors.
+            sizes: the values, for this batch, of all size expressions in the step.
+            batch: the tensors among the arguments.
 
         Raises:
             NotSymbolic: the tensors cannot be used (`OpenStep.at`), or an op returns other strides at these sizes.
@@ -135,13 +146,14 @@ class SizedPlans:
     def compiler(
         self, sizes: Sizes, made: Callable[[], CapturedStep]
     ) -> Callable[[StepPlan], CompiledPlan] | None:
-        """Return a function that compiles plans for certain sizes. It compiles a schedule only once, which then serves
-        all sizes. Return None if plans cannot be carried over between sizes: two batches with this pattern of equal
-        sizes had steps, or planning problems, of different structures.
+        """Return a function that compiles plans for certain sizes of the batch. It compiles each schedule only once,
+        for all sizes. Return None if that is not possible: two batches with this pattern of equal sizes had steps, or
+        planning problems, of different structures.
 
         Args:
-            sizes: the values of all expressions, for which `carried` returned a plan, or `learn` got a problem.
-            made: returns the step of these sizes.
+            sizes: the values of all size expressions, for a batch for which `carried` returned a plan or `learn` got a
+                problem.
+            made: returns the captured step for this batch, without inverses.
         """
         alike = self._of_pattern.get(self._pattern(sizes))
         if alike is None or alike.resizing is None:
@@ -155,8 +167,14 @@ class SizedPlans:
         return compile_
 
     def _check_layouts(self, sizes: Sizes) -> None:
-        """See `check_layouts`: of the calls that it checks, only those with arguments that are not contiguous at these
-        sizes are made for them."""
+        """Check that no op returns other strides at these sizes than the step with open sizes states. Only calls that
+        `check_layouts` would check, with arguments that are not contiguous at these sizes, are made and checked.
+
+        ``sizes``: the values of all size expressions in the step.
+
+        Raises:
+            NotSymbolic: an op returns other strides.
+        """
         doubtful = [
             call
             for call, operands in self._unsure
@@ -167,8 +185,8 @@ class SizedPlans:
 
     @cached_property
     def _unsure(self) -> tuple[tuple[Call, tuple[Layout, ...]], ...]:
-        """The calls whose results may have other strides than traced, with the shapes and strides of their
-        arguments."""
+        """The calls whose results may have other strides than in the trace (`UNSURE`). Each is paired with the shapes
+        and strides of its tensor arguments."""
         values = self.step.values
         return tuple(
             (
@@ -183,8 +201,15 @@ class SizedPlans:
         )
 
     def _pattern(self, sizes: Sizes) -> SizePattern:
-        """Return which sizes and strides, and which numbers of bytes, are equal to each other or to such numbers that
-        occur in the step: for each of them that number, or the position of the first equal one after the largest."""
+        """Return a key of which size expressions have equal values. Two batches with the same key have steps of the
+        same structure, if both satisfy the guard of the capture.
+
+        First come the expressions of sizes and strides, then those of bytes. The entry of an expression is its value,
+        if the step has this number as an integer size or stride (or number of bytes). Otherwise the entry is
+        ``_beyond``, which is larger than all these integers, plus the position of the first expression of equal value.
+
+        ``sizes``: the values of all size expressions in the step.
+        """
         found: list[int] = []
         for places, numbers in self._compared:
             first: dict[int, int] = {}
@@ -196,7 +221,8 @@ class SizedPlans:
 
     @cached_property
     def _compared(self) -> tuple[tuple[tuple[int, ...], frozenset[int]], ...]:
-        """Twice, positions of expressions and the numbers that they are compared with: sizes and strides, and bytes."""
+        """Two pairs, one for sizes and strides and one for bytes. Each has the positions of the expressions that are
+        compared with each other, and the integers of the step with which they are compared, too."""
         layouts = [n for v in self.step.values.values() for n in (*v.shape, *v.stride, v.offset)]
         both = (0, 1, *layouts), self.step.memories
         return tuple(
@@ -213,7 +239,8 @@ class SizedPlans:
 
     @cached_property
     def _memory_of(self) -> dict[str, tuple[int, torch.device]]:
-        """The memory and the device of each storage."""
+        """By the name of each storage of the step, the number of the memory (the storage in PyTorch) that contains it,
+        and the device."""
         return {v.storage: (v.memory, v.device) for v in self.step.values.values()}
 
     @cached_property
@@ -226,7 +253,8 @@ class SizedPlans:
 
     @cached_property
     def _open_bytes(self) -> tuple[Ints, Ints]:
-        """The memories with open sizes, and the positions of their expressions."""
+        """Two arrays of equal length: the numbers of the memories whose bytes are expressions, and the positions of
+        these expressions."""
         rows = [(k, m.at) for k, m in enumerate(self.step.memories) if isinstance(m, OpenSize)]
         return np.array([k for k, _ in rows], dtype=np.int64), np.array(
             [at for _, at in rows], dtype=np.int64
@@ -234,11 +262,14 @@ class SizedPlans:
 
     @cached_property
     def _memories(self) -> Ints:
-        """The memory of each storage."""
+        """For each storage, in the order of ``_storages``, the number of the memory that contains it."""
         return np.array([memory for memory, _ in self._memory_of.values()], dtype=np.int64)
 
     def _bytes(self, sizes: Sizes, batch: Sequence[torch.Tensor]) -> Ints:
-        """Return the bytes of each storage, as the allocator of its device counts them."""
+        """Return the bytes of each storage, in the order of ``_storages``, as the allocator of its device counts them.
+
+        ``sizes``: the values of all size expressions in the step. ``batch``: the tensors among the arguments.
+        """
         found, (memories, at) = self._fixed_bytes.copy(), self._open_bytes
         found[memories] = np.array(sizes, dtype=np.int64)[at]
         for memory, tensor in self.step.bases(batch).items():
@@ -252,7 +283,10 @@ class SizedPlans:
 
 
 def _is_contiguous(shape: Sequence[Size], stride: Sequence[Size], sizes: Sizes) -> bool:
-    """Return whether a tensor with open sizes is contiguous at certain sizes."""
+    """Return whether a tensor is contiguous whose ``shape`` and ``stride`` have integers and expressions of sizes.
+
+    ``sizes``: the values of all expressions.
+    """
     expected = 1
     for dim in reversed(range(len(shape))):
         size, step = (sizes[n.at] if isinstance(n, OpenSize) else n for n in (shape[dim], stride[dim]))
@@ -263,7 +297,8 @@ def _is_contiguous(shape: Sequence[Size], stride: Sequence[Size], sizes: Sizes) 
 
 
 def structure_of(step: CapturedStep) -> Hashable:
-    """Return everything about a step on which its source depends, except the values of tracked sizes."""
+    """Return a key that is equal for two captured steps if one compiled source serves both: it has everything about the
+    step on which the source depends, except the values of sizes that the source takes as an argument."""
     calls: list[Any] = [
         (
             *(c.name, c.results, c.single, c.is_view, c.seeded, c.backward, c.late, without_values(c.target)),

@@ -1,4 +1,4 @@
-"""The step of a cache entry before planning, which is made when something needs it."""
+"""The captured step of a cache entry, before planning. It is made when something needs it."""
 
 from __future__ import annotations
 
@@ -12,9 +12,11 @@ from rematplan.runtime.graph.captured_step import CapturedStep
 
 @dataclass(eq=False)
 class Steps:
-    """A step before planning.
+    """A captured step before planning, in two versions: `whole` takes the gradients of all outputs (tangents), and
+    `captured` only those that a training loop is expected to supply.
 
-    ``make``: returns it with the tangents of all outputs. ``arrived``: as for `with_expected_tangents`.
+    ``make``: makes the first version. ``arrived``: positions (as text) of outputs for which an earlier backward has
+    received a gradient, so that it is expected from then on.
     """
 
     make: Callable[[], CapturedStep]
@@ -22,17 +24,19 @@ class Steps:
 
     @staticmethod
     def of(whole: CapturedStep, captured: CapturedStep) -> Steps:
-        """Return a step that is made already: with the tangents of all outputs, and with the expected ones."""
+        """Return a `Steps` whose two versions exist already. ``whole``: takes the gradients of all outputs.
+        ``captured``: takes only the expected ones."""
         steps = Steps(lambda: whole)
         steps.__dict__["captured"] = captured
         return steps
 
     @cached_property
     def whole(self) -> CapturedStep:
-        """The step with the tangents of all outputs."""
+        """The step that takes the gradients of all outputs (tangents)."""
         return self.make()
 
     @cached_property
     def captured(self) -> CapturedStep:
-        """The step with the expected tangents."""
+        """The step that takes only those gradients of outputs that a training loop is expected to supply
+        (`with_expected_tangents`)."""
         return with_expected_tangents(self.whole, self.arrived)

@@ -60,10 +60,11 @@ class Found:
 
 @dataclass(frozen=True)
 class Instance:
-    """A forward with symbolic sizes at certain sizes.
+    """A capture with symbolic sizes together with the sizes of one batch, from which a captured step with integer sizes
+    can be made.
 
-    ``sizes``: the values of all expressions. ``batch``: tensors on the device ``meta`` with storages as large as those
-    of the given ones.
+    ``forward``: the capture. ``sizes``: the values, for this batch, of all size expressions in the capture. ``batch``:
+    the batch's tensors without their data: on the device ``meta``, with the same sizes, strides and storage sizes.
     """
 
     forward: OpenForward
@@ -71,7 +72,11 @@ class Instance:
     batch: Sequence[torch.Tensor]
 
     def step(self) -> CapturedStep:
-        """Return the step, made anew, before planning."""
+        """Make the captured step for this batch, before planning. Each call makes another object.
+
+        Raises:
+            NotSymbolic: the sizes of the batch cannot be used.
+        """
         return self.forward.step_at(self.batch, self.sizes)
 
 
@@ -124,8 +129,13 @@ class OpenForward:
     def accepted(
         self, state: guards.ModuleState | None, batch: Sequence[torch.Tensor]
     ) -> tuple[Instance, guards.Guard] | None:
-        """Return the instance for a batch and its guard, without making its step; None if the forward does not hold for
-        that batch. Arguments and errors: as for `found`."""
+        """Return this capture with the sizes of a batch, as an `Instance` without a step, and the guard for these
+        sizes. Return None if the batch or the module's state does not satisfy the guard.
+
+        Args:
+            state: the module's state; None if it is known to satisfy the guard.
+            batch: the tensors among the arguments.
+        """
         if not self.step.guard.holds(batch):
             return None
         sizes = self.step.sizes(batch)
@@ -135,7 +145,10 @@ class OpenForward:
         return Instance(self, sizes, [_outline(tensor) for tensor in batch]), guard
 
     def step_at(self, batch: Sequence[torch.Tensor], sizes: Sizes) -> CapturedStep:
-        """Return the step for a batch, before planning. ``sizes``: the values of all expressions.
+        """Make the captured step for a batch, before planning.
+
+        ``batch``: the tensors among the arguments. ``sizes``: the values, for this batch, of all size expressions in
+        ``step``.
 
         Raises:
             NotSymbolic: the sizes of the batch cannot be used.
@@ -145,13 +158,16 @@ class OpenForward:
         return replace(step, attributes=self.attributes)
 
     def constants_at(self, sizes: Sizes) -> tuple[Any, ...]:
-        """Return the leaves of the outputs, as in `FlatModel`. ``sizes``: the values of all expressions."""
+        """Return the leaves of the forward's results, like `FlatModel.constants`, with integers in place of expressions
+        of sizes. ``sizes``: the values of all size expressions."""
         return tuple(_closed(c, sizes) for c in self.constants)
 
     def plans(self, arrived: frozenset[str], most: int) -> SizedPlans:
-        """Return the plans that are carried over to other sizes, for steps with certain tangents.
+        """Return the object that uses plans of this capture's steps at other sizes. There is one for each set
+        ``arrived``.
 
-        ``arrived``: see `with_expected_tangents`. ``most``: see `SizedPlans`.
+        ``arrived``: positions (as text) of outputs for which an earlier backward received an unexpected gradient.
+        ``most``: the largest number of compiled sources that are kept for one structure of steps.
         """
         return self._plans.setdefault(arrived, SizedPlans(self.step, most))
 
@@ -161,7 +177,7 @@ class OpenForward:
 
 
 def _outline(tensor: torch.Tensor) -> torch.Tensor:
-    """Return a tensor on the device ``meta`` with the same storage size, sizes, strides and offset."""
+    """Return a tensor on the device ``meta`` with the type, sizes, strides, offset and storage size of ``tensor``."""
     storage = torch.UntypedStorage(tensor.untyped_storage().nbytes(), device="meta")
     empty = torch.empty(0, dtype=tensor.dtype, device="meta")
     return empty.set_(storage, tensor.storage_offset(), tensor.shape, tensor.stride())
@@ -297,7 +313,8 @@ class OpenShapes:
     def accepted(
         self, state: guards.ModuleState, batch: Sequence[torch.Tensor]
     ) -> Iterator[tuple[Instance, guards.Guard]]:
-        """Yield the instances of forwards with open sizes that hold for a batch, with their guards."""
+        """Yield the captures with symbolic sizes that are valid for a batch, each as an `Instance` with the batch's
+        sizes, and the guard for these sizes."""
         for forward in self.forwards:
             with suppress(NotSymbolic):
                 found = forward.accepted(state, batch)
@@ -305,12 +322,14 @@ class OpenShapes:
                     yield found
 
     def carry(self, forward: OpenForward) -> None:
-        """Count a shape that got a known plan of ``forward`` without its step."""
+        """Count a shape that was served by the capture ``forward`` with a plan of other sizes, so that its step was not
+        made."""
         self._use(forward)
         self.carried += 1
 
     def known_instances(self, forward: OpenForward) -> Iterator[Instance]:
-        """Yield the instances of a forward with open sizes for shapes that were captured separately."""
+        """Yield, for each known shape (one that was captured separately) for which the capture ``forward`` with
+        symbolic sizes is valid, that capture with the shape's sizes."""
         for batch, known in self.known:
             with suppress(NotSymbolic):
                 outcomes = known.guard.decided.outcomes == forward.guard.decided.outcomes

@@ -62,9 +62,10 @@ class Checks(TorchDispatchMode):
     """Replaces, inside the block, assertion ops by variants that return an empty tensor. A tracer would remove the
     originals, because they return nothing.
 
-    If the forward asks for the value of a boolean tensor, which is unknown during the trace, the outcome that
+    If the forward asks for the value of a boolean tensor that is unknown during the trace, the outcome that
     ``assertions`` supplies is assumed, and an op is added that asserts it when the step runs. If none is supplied, the
-    tracer's error is raised.
+    tracer's error is raised. The conditions that `torch.distributions` validates are assumed to hold, and asserted in
+    the same way.
 
     ``results``: the tensors that the assertion ops return. They must be outputs of the graph, or the ops are removed.
     ``assertions``: the outcomes to assume.
