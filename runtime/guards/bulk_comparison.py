@@ -7,13 +7,35 @@ values and compares them by identity in a few calls that loop in C. Python code 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from operator import getitem, is_, itemgetter
-from typing import Any
+from operator import contains, getitem, is_, itemgetter
+from typing import Any, TypeAlias
 
 from rematplan.runtime.guards.snapshots import same
 
+Pick: TypeAlias = Callable[[Any], tuple[Any, ...]]
+"""A function that takes a container and returns some of its items."""
+_MOST_PICKS = 64
 
-def picked(keys: Sequence[Any]) -> Callable[[Any], tuple[Any, ...]]:
+
+class Namespaces(list[Any]):
+    """A list of namespaces that does not change. It remembers what functions picked from it, so that a table with
+    hundreds of rows picks its namespaces only once."""
+
+    def __init__(self, namespaces: Iterable[Any]) -> None:
+        super().__init__(namespaces)
+        self._picked: dict[Pick, tuple[Any, ...]] = {}
+
+    def pick(self, items: Pick) -> tuple[Any, ...]:
+        """Return ``items(self)``: computed at the first call, and remembered."""
+        found = self._picked.get(items)
+        if found is None:
+            if len(self._picked) >= _MOST_PICKS:  # also those of guards that are no longer in use
+                self._picked.clear()
+            found = self._picked[items] = items(self)
+        return found
+
+
+def picked(keys: Sequence[Any]) -> Pick:
     """Return a function that takes a container and returns its items at ``keys`` (keys or positions), as a tuple."""
     if len(keys) > 1:
         return itemgetter(*keys)
@@ -21,22 +43,31 @@ def picked(keys: Sequence[Any]) -> Callable[[Any], tuple[Any, ...]]:
 
 
 class Table:
-    """Values that were found by name in several places (namespaces, such as the ``__dict__`` of a module), to be
-    compared with the values that are there later.
+    """What was found by name in several places (namespaces, such as the ``__dict__`` of a module), to be compared with
+    what is there later.
 
     Args:
         rows: for each place, its position in the list of places that `holds` gets, and the values found in it by name.
+        absent: names that a place did not have, each with the position of the place.
+        fetch: looks up a name in a place: ``getitem``, or ``getattr`` if the places are objects with attributes.
     """
 
-    def __init__(self, rows: Iterable[tuple[int, Mapping[str, Any]]]) -> None:
+    def __init__(
+        self,
+        rows: Iterable[tuple[int, Mapping[str, Any]]],
+        absent: Sequence[tuple[int, str]] = (),
+        fetch: Callable[[Any, str], Any] = getitem,
+    ) -> None:
+        self.fetch = fetch
         cells = [(at, name, value) for at, values in rows for name, value in values.items()]
         self.places = picked([at for at, _, _ in cells])
         self.names = [name for _, name, _ in cells]
         self.values = [value for _, _, value in cells]
+        self.without, self.absent = picked([at for at, _ in absent]), [name for _, name in absent]
 
-    def holds(self, places: Sequence[Any]) -> bool:
-        """Return whether all places still have the values of this table: the same objects, or values that
-        `snapshots.same` finds equal.
+    def holds(self, places: Namespaces) -> bool:
+        """Return whether all places still have the values of this table (the same objects, or values that
+        `snapshots.same` finds equal), and none has a name that was absent.
 
         Args:
             places: the list of all places (namespaces), each indexed by name.
@@ -44,7 +75,16 @@ class Table:
         Raises:
             LookupError, AttributeError, RuntimeError, ValueError: a place no longer has a value of that name.
         """
-        found = list(map(getitem, self.places(places), self.names))
+        return self._holds(places.pick(self.places), places.pick(self.without))
+
+    def holds_once(self, places: Sequence[Any]) -> bool:
+        """Return what `holds` returns, for a list that is made for this call only."""
+        return self._holds(self.places(places), self.without(places))
+
+    def _holds(self, places: Sequence[Any], without: Sequence[Any]) -> bool:
+        if any(map(contains, without, self.absent)):
+            return False
+        found = list(map(self.fetch, places, self.names))
         return all(map(is_, found, self.values)) or all(
             same(now, then) for now, then in zip(found, self.values, strict=True) if now is not then
         )

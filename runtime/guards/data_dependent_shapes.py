@@ -10,7 +10,7 @@ from typing import Any, Protocol
 import torch
 
 from rematplan.runtime.guards.data_dependent_ops import CTC_LOSS, WITH_SIZES, sizes_of
-from rematplan.runtime.guards.tensor_reads import TO_LIST, plainly
+from rematplan.runtime.guards.tensor_reads import TO_LIST, Plainly
 
 ATEN = torch.ops.aten
 
@@ -132,7 +132,7 @@ def _pack_padded_sequence(tape: Tape, x: torch.Tensor, lengths: torch.Tensor, ba
         alive = tape.run(ATEN.slice.Tensor, tape.run(ATEN.slice.Tensor, x, 0, begin, end), 1, 0, size)
         steps.append(tape.run(ATEN.reshape.default, alive, [-1, *x.shape[2:]]))
         begin = end
-    with plainly():
+    with Plainly():
         real = torch.tensor(sizes)
     return tape.run(ATEN.cat.default, steps), real
 

@@ -23,7 +23,7 @@ from rematplan.runtime.graph.compat import (
     pytree,
 )
 from rematplan.runtime.guards.data_dependent_shapes import STATIC
-from rematplan.runtime.guards.tensor_reads import asked, plainly
+from rematplan.runtime.guards.tensor_reads import Plainly, asked
 from rematplan.runtime.guards.value_guard import (
     UNDECIDED,
     Pools,
@@ -182,7 +182,7 @@ class OpTape:
     def _decided(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         asked = self._entry(func, args, kwargs, (), frozenset(), None)
         pools: Pools = {"batch": self.decisions.batch, "buffer": self.decisions.buffers}
-        with plainly():
+        with Plainly():
             for place in self.sources.keys() - self.real.keys():
                 self.real[place] = tensor_of(self.sources[place], pools, True)
             *_, (_, value) = executed((*self.entries[self.made :], asked), self.real, self.decisions.now)

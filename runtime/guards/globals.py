@@ -10,7 +10,7 @@ function names counts as read, even in a branch that is not taken.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from functools import cache, partial
@@ -33,7 +33,7 @@ from rematplan.runtime.guards.bytecode import (
     strings_in,
     variables_in,
 )
-from rematplan.runtime.guards.places import Fixed, Found
+from rematplan.runtime.guards.places import AttributesByName, ByName, Fixed, Found
 from rematplan.runtime.guards.snapshots import PLAIN, is_data, kept, parts_of, unchanged
 
 _UNNAMED = frozenset({"__call__", "forward", "backward", "setup_context"})
@@ -158,12 +158,16 @@ class GlobalReads:
                 self.names |= own
                 yield function.__globals__, function.__globals__, variables_in(function.__code__), own
                 if _ENVIRONMENT & own:
-                    variables = _ByName(
+                    variables = ByName(
                         filter(str.isidentifier, strings_in(function.__code__)), os.environ.get
                     )
                     yield function.__code__, variables, variables.names, own
-            referenced = _referenced(function, self._is_library(function.__module__))
-            yield function, referenced, referenced.names, own
+                defaults = _defaults(function)
+                yield function, defaults, frozenset(defaults), own
+            if cells := function.__closure__:
+                names_of_cells = zip(function.__code__.co_freevars, cells, strict=True)
+                contents = AttributesByName({name: (cell, "cell_contents") for name, cell in names_of_cells})
+                yield cells, contents, contents.names, own
         for part in _bound(thing):
             self._meet(part, own)
         if isinstance(thing, ModuleType):
@@ -173,7 +177,7 @@ class GlobalReads:
         if isinstance(thing, dict):
             yield thing, thing, names, names
         elif isinstance(thing, ContextVar):
-            yield thing, _ByName(["value"], lambda _: _current(thing)), frozenset({"value"}), names
+            yield thing, ByName(["value"], lambda _: _current(thing)), frozenset({"value"}), names
         elif isinstance(thing, nn.Module):  # outside the model
             if id(vars(thing)) in self.walked or isinstance(thing, torch.jit.ScriptModule):
                 return  # a scripted module's settings are in its compiled code
@@ -205,26 +209,6 @@ class GlobalReads:
         return is_library(module, self.own)
 
 
-class _ByName(Mapping[str, Any]):
-    """A read-only mapping whose values are looked up by a function at every access. Names for which the function raises
-    an AttributeError or ValueError are absent."""
-
-    def __init__(self, names: Iterable[str], get: Callable[[str], Any]) -> None:
-        self.names, self.get_named = frozenset(names), get
-
-    def __getitem__(self, name: str) -> Any:
-        try:
-            return self.get_named(name)
-        except (AttributeError, ValueError) as error:
-            raise KeyError(name) from error
-
-    def __iter__(self) -> Iterator[str]:
-        return (name for name in self.names if name in self)
-
-    def __len__(self) -> int:
-        return sum(1 for _ in self)
-
-
 def _current(variable: ContextVar[Any]) -> Any:
     try:
         return variable.get()
@@ -232,33 +216,19 @@ def _current(variable: ContextVar[Any]) -> Any:
         return None
 
 
-def _referenced(function: FunctionType, library: bool) -> _ByName:
-    """Return, by name, the values of a function's closure cells and of its mutable default arguments.
-
-    Cells that are still empty are absent. Default arguments of library functions are left out, because decorators of
-    libraries store the decorated function there.
-
-    Args:
-        function: the function.
-        library: whether it is library code.
-    """
-    cells = dict(zip(function.__code__.co_freevars, function.__closure__ or (), strict=True))
-    defaults = {} if library else _defaults(function)
-    return _ByName((*cells, *defaults), lambda n: defaults[n] if n in defaults else cells[n].cell_contents)
-
-
 def _defaults(function: FunctionType) -> dict[str, Any]:
+    """Return the default arguments of a function that are not of plain immutable types, by name."""
     code, values = function.__code__, function.__defaults__ or ()
     names = code.co_varnames[code.co_argcount - len(values) : code.co_argcount]
     every = {**dict(zip(names, values, strict=True)), **(function.__kwdefaults__ or {})}
     return {name: value for name, value in every.items() if type(value) not in PLAIN}
 
 
-def _slots(holder: Any) -> _ByName:
+def _slots(holder: Any) -> AttributesByName:
     """Return the attributes that an object keeps in ``__slots__``, by name."""
     slots = (vars(home).get("__slots__", ()) for home in type(holder).__mro__)
     names = chain.from_iterable((s,) if isinstance(s, str) else s for s in slots)
-    return _ByName(names, partial(getattr, holder))
+    return AttributesByName({name: (holder, name) for name in names})
 
 
 _AROUND = {

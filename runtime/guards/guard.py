@@ -4,19 +4,20 @@ value."""
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import repeat
-from operator import contains, getitem, is_
+from operator import getitem, is_
 from typing import Any
 
 import torch
 
-from rematplan.runtime.guards.bulk_comparison import Table, picked
+from rematplan.runtime.guards.bulk_comparison import Namespaces, Table
 from rematplan.runtime.guards.module_state import ModuleState
 from rematplan.runtime.guards.places import (
     Attribute,
     Attributes,
+    AttributesByName,
     Fixed,
     Found,
     Owner,
@@ -38,24 +39,30 @@ class Guard:
     Arguments and module states are covered by `call_key` and `ModuleState` instead.
 
     Args:
-        modules: the number of modules.
         found: the values that the forward read, one `Found` for each place (a namespace).
         shared: the records (objects that exist for their attributes, such as a configuration) that the forward read,
             each with all positions that must still have the same object.
         decided: the check of control-flow decisions that depended on values of inputs and buffers.
     """
 
-    def __init__(
-        self, modules: int, found: Sequence[Found], shared: Sequence[SharedRecord], decided: ValueGuard
-    ) -> None:
-        self.fixed: list[Any] = []
-        self.others: list[Place] = []
-        ordered = sorted(found, key=lambda f: not isinstance(f.place, Fixed))
-        rows = [(self._position(f.place, modules), f) for f in ordered]
-        self.objects = Table([(at, f.objects) for at, f in rows])
-        self.copies = Table([(at, f.copies) for at, f in rows])
-        absent = [(at, name) for at, f in rows for name in f.absent]
-        self.without, self.absent = picked([at for at, _ in absent]), [name for _, name in absent]
+    def __init__(self, found: Sequence[Found], shared: Sequence[SharedRecord], decided: ValueGuard) -> None:
+        modules: list[tuple[int, Found]] = []
+        items: list[tuple[Any, Found]] = []
+        attributes: list[tuple[Any, Found]] = []
+        others: list[tuple[Place, Found]] = []
+        for f in found:
+            if isinstance(f.place, Attribute) and not f.place.owner[1]:
+                modules.append((f.place.owner[0], f))
+            elif not isinstance(f.place, Fixed):
+                others.append((f.place, f))
+            elif isinstance(f.place.values, AttributesByName):
+                attributes += _by_object(f.place.values, f)
+            else:
+                items.append((f.place.values, f))
+        self.of_modules = _tables(modules)
+        self.items, self.of_items = _numbered(items)
+        self.objects, self.of_objects = _numbered(attributes, getattr)
+        self.others, self.of_others = _numbered(others)
         self.shared = [_Shared.of(record) for record in shared]
         self.decided = decided
 
@@ -69,23 +76,6 @@ class Guard:
         other = copy.copy(self)
         other.decided = self.decided.mapped(change)
         return other
-
-    def _position(self, place: Place, modules: int) -> int:
-        """Return the position of a namespace in the list that `holds_for` makes. The list has the ``__dict__`` of each
-        module, then the namespaces that are always the same objects, then those that must be looked up. A namespace of
-        the second or third kind is added to `fixed` or `others`.
-
-        Args:
-            place: the namespace.
-            modules: the number of modules.
-        """
-        if isinstance(place, Attribute) and not place.owner[1]:
-            return place.owner[0]
-        if isinstance(place, Fixed):
-            self.fixed.append(place.values)
-        else:
-            self.others.append(place)
-        return modules + len(self.fixed) + len(self.others) - 1
 
     def holds(self, state: ModuleState, tensors: Sequence[torch.Tensor]) -> bool:
         """Return whether tracing the forward again now would give the same graph.
@@ -105,15 +95,56 @@ class Guard:
         """
         attributes = state.attributes
         try:
-            places = [*attributes, *self.fixed, *[place.find(attributes) for place in self.others]]
             return (
-                self.objects.holds(places)
-                and self.copies.holds(places)
-                and not any(map(contains, self.without(places), self.absent))
+                all(table.holds(attributes) for table in self.of_modules)
+                and all(table.holds(self.items) for table in self.of_items)
+                and all(table.holds(self.objects) for table in self.of_objects)
+                and self._others_hold(attributes)
                 and all(record.holds(attributes) for record in self.shared)
             )
         except _GONE:
             return False
+
+    def _others_hold(self, attributes: Attributes) -> bool:
+        places = [place.find(attributes) for place in self.others]
+        return all(table.holds_once(places) for table in self.of_others)
+
+
+def _tables(rows: Sequence[tuple[int, Found]], fetch: Callable[[Any, str], Any] = getitem) -> list[Table]:
+    """Return the tables that compare what was found in several namespaces: one for the objects and the absent names,
+    and one for the copies of containers, each only if it has an entry.
+
+    Args:
+        rows: the namespaces' positions in a list, and what was found in them.
+        fetch: looks up a name in a namespace.
+    """
+    absent = [(at, name) for at, f in rows for name in f.absent]
+    objects = Table([(at, f.objects) for at, f in rows], absent, fetch)
+    copies = Table([(at, f.copies) for at, f in rows], fetch=fetch)
+    return [table for table in (objects, copies) if table.names or table.absent]
+
+
+def _numbered(
+    pairs: Sequence[tuple[Any, Found]], fetch: Callable[[Any, str], Any] = getitem
+) -> tuple[Namespaces, list[Table]]:
+    """Return a list of namespaces, and the tables (`_tables`) with positions in this list.
+
+    Args:
+        pairs: the namespaces, each with what was found in it.
+        fetch: looks up a name in a namespace.
+    """
+    rows = list(enumerate(f for _, f in pairs))
+    return Namespaces(namespace for namespace, _ in pairs), _tables(rows, fetch)
+
+
+def _by_object(namespace: AttributesByName, found: Found) -> Iterator[tuple[Any, Found]]:
+    """Yield the objects whose attributes a namespace has, each with one value that was found there."""
+    for name, value in found.objects.items():
+        holder, attribute = namespace.where[name]
+        yield holder, Found(found.place, {attribute: value}, {})
+    for name, value in found.copies.items():
+        holder, attribute = namespace.where[name]
+        yield holder, Found(found.place, {}, {attribute: value})
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,17 +3,16 @@ properties of its tensors."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import chain, repeat
-from operator import is_
+from operator import getitem, is_
 from typing import Any
 
 import torch
 from torch import nn
 
 from rematplan.runtime.graph.compat import TensorGuards
-from rematplan.runtime.guards.bulk_comparison import picked
+from rematplan.runtime.guards.bulk_comparison import Namespaces, picked
 from rematplan.runtime.guards.call_key import like
 
 HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
@@ -52,7 +51,7 @@ class ModuleState:
     properties of the tensors, without their values.
     """
 
-    attributes: list[dict[str, Any]]
+    attributes: Namespaces
     named: dict[str, torch.Tensor]
     key: StateKey
 
@@ -83,29 +82,31 @@ class ModuleTree:
     def __init__(self, module: nn.Module) -> None:
         named = list(module.named_modules())
         self.parts = [m for _, m in named][1:]  # without the module, to avoid a reference cycle
-        self.attributes = [m.__dict__ for _, m in named]
-        children = [a["_modules"] for a in self.attributes]
+        self.attributes = Namespaces(m.__dict__ for _, m in named)
+        children = [("", a["_modules"]) for a in self.attributes]
         holders = [
             (f"{name}." if name else "", m.__dict__[kind])
             for kind in ("_parameters", "_buffers")
             for name, m in named
         ]
-        self.empty = [mapping for mapping in (*children, *(mapping for _, mapping in holders)) if not mapping]
-        self.children = [mapping for mapping in children if mapping]
-        self.holders = [mapping for _, mapping in holders if mapping]
+        self.empty = [mapping for _, mapping in (*children, *holders) if not mapping]
+        self.filled = [mapping for _, mapping in (*children, *holders) if mapping]
         self.hooks = [a[kind] for a in self.attributes[1:] for kind in HOOKS]
-        self.expected = _values(self.children), _keys(self.children), _keys(self.holders)
-        names = [f"{prefix}{key}" for prefix, mapping in holders for key in mapping]
-        tensors = _values(self.holders)
+        slots = [
+            (f"{prefix}{key}", mapping, key) for prefix, mapping in (*children, *holders) for key in mapping
+        ]
+        self.mappings, self.keys = [mapping for _, mapping, _ in slots], [key for _, _, key in slots]
+        found = list(map(getitem, self.mappings, self.keys))
+        count = sum(len(mapping) for _, mapping in children)
+        self.submodules, tensors, names = found[:count], found[count:], [name for name, _, _ in slots[count:]]
         first: dict[int, int] = {}
         places = [first.setdefault(id(t), at) for at, t in enumerate(tensors)]
-        again = [
-            (at, of) for at, of in enumerate(places) if at != of
-        ]  # repeated tensors: tied ones, and None
+        again = [(at, of) for at, of in enumerate(places) if at != of]
         self.again, self.of = (picked(column) for column in (zip(*again, strict=True) if again else ((), ())))
         self.absent = picked([at for at in first.values() if tensors[at] is None])
         kept = [at for at in first.values() if tensors[at] is not None]
         self.distinct, self.names = picked(kept), [names[at] for at in kept]
+        self.all_distinct = len(kept) == len(tensors)
         self.seen: _Seen | None = None
 
     def state(self, module: nn.Module) -> ModuleState | None:
@@ -115,16 +116,9 @@ class ModuleTree:
         Args:
             module: the module with which the tree was made.
         """
-        tensors = _values(self.holders)
-        if (
-            self.attributes[0] is not module.__dict__
-            or any(self.empty)
-            or (_values(self.children), _keys(self.children), _keys(self.holders)) != self.expected
-            or not all(map(is_, self.again(tensors), self.of(tensors)))
-            or any(t is not None for t in self.absent(tensors))
-        ):
+        distinct = self._tensors(module)
+        if distinct is None:
             return None
-        distinct = self.distinct(tensors)
         kinds = [
             type(module),
             *map(type, self.parts),
@@ -144,13 +138,27 @@ class ModuleTree:
             )
         return ModuleState(self.attributes, named, key)
 
-
-def _values(mappings: Sequence[dict[str, Any]]) -> list[Any]:
-    return list(chain.from_iterable(map(dict.values, mappings)))
-
-
-def _keys(mappings: Sequence[dict[str, Any]]) -> list[str]:
-    return list(chain.from_iterable(mappings))
+    def _tensors(self, module: nn.Module) -> list[Any] | None:
+        """Return the present parameters and buffers, each once, in the order of ``names``. Return None if the tree is
+        out of date, as `state` says."""
+        if (
+            self.attributes[0] is not module.__dict__
+            or any(self.empty)
+            or list(chain.from_iterable(self.filled)) != self.keys
+        ):
+            return None
+        try:
+            found = list(map(getitem, self.mappings, self.keys))
+        except KeyError:  # a key has moved to another mapping
+            return None
+        count = len(self.submodules)
+        if found[:count] != self.submodules:
+            return None
+        tensors = found[count:]
+        if self.all_distinct:
+            return tensors
+        tied = all(map(is_, self.again(tensors), self.of(tensors)))
+        return list(self.distinct(tensors)) if tied and all(t is None for t in self.absent(tensors)) else None
 
 
 def _is_plain(tensor: torch.Tensor) -> bool:

@@ -3,7 +3,7 @@ module or of a record in its attributes, or a namespace outside the modules."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import reduce
 from typing import Any, Protocol
@@ -112,6 +112,37 @@ class Asked:
 
     def __getitem__(self, name: str) -> Any:
         return getattr(self.holder, name)
+
+
+class ByName(Mapping[str, Any]):
+    """A read-only mapping whose values are looked up by a function at every access. Names for which the function raises
+    an AttributeError or ValueError are absent."""
+
+    def __init__(self, names: Iterable[str], get: Callable[[str], Any]) -> None:
+        self.names, self.get_named = frozenset(names), get
+
+    def __getitem__(self, name: str) -> Any:
+        try:
+            return self.get_named(name)
+        except (AttributeError, ValueError) as error:
+            raise KeyError(name) from error
+
+    def __iter__(self) -> Iterator[str]:
+        return (name for name in self.names if name in self)
+
+    def __len__(self) -> int:
+        return sum(1 for _ in self)
+
+
+class AttributesByName(ByName):
+    """A read-only mapping whose values are attributes of objects, such as the contents of closure cells.
+
+    ``where``: by name, the object and the name of its attribute. A guard reads them without this mapping, in C.
+    """
+
+    def __init__(self, where: Mapping[str, tuple[Any, str]]) -> None:
+        super().__init__(where, lambda name: getattr(*where[name]))
+        self.where = where
 
 
 @dataclass(frozen=True)

@@ -46,7 +46,7 @@ class Record:
         ``model``: the model's name, for the warning.
         """
         found = (*self.reads.found_in_places(), *self.global_reads.found_in_places(model))
-        return Guard(len(self.reads.modules), found, self.reads.shared(), self.values.guard())
+        return Guard(found, self.reads.shared(), self.values.guard())
 
 
 @contextmanager

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from rematplan.runtime.graph.compat import pytree
-from rematplan.runtime.guards.tensor_reads import plainly
+from rematplan.runtime.guards.tensor_reads import Plainly
 
 Source = tuple[str, str | int]
 """Where a real tensor comes from: ``("batch", position)`` or ``("buffer", name)``."""
@@ -82,10 +82,12 @@ class ValueGuard:
         if not self.entries:
             return True
         pools: Pools = {"batch": batch, "buffer": buffers}
-        with plainly():
+        with Plainly():
             known = {place: tensor_of(of, pools, place in self.written) for place, of in self.sources}
-            decided = ((e.expected, value) for e, value in executed(self.entries, known) if e.decides)
-            return all(_same(expected, value) for expected, value in decided)
+            for entry, value in executed(self.entries, known):
+                if entry.expected is not UNDECIDED and not _same(entry.expected, value):
+                    return False
+        return True
 
     @property
     def outcomes(self) -> tuple[str, ...]:
@@ -119,13 +121,14 @@ def executed(
         now: a function that replaces symbolic sizes in nested arguments by integers.
     """
     for e in entries:
-        args = [_filled(arg, known) for arg in now(e.args)]
-        kwargs = {name: _filled(arg, known) for name, arg in now(e.kwargs).items()}
+        args = [known[a.place] if type(a) is TensorNumber else _filled(a, known) for a in now(e.args)]
+        kwargs = {name: _filled(arg, known) for name, arg in now(e.kwargs).items()} if e.kwargs else {}
         result = e.call(*args, **kwargs)
-        leaves = pytree.tree_leaves(result) if isinstance(result, (list, tuple, dict)) else (result,)
-        for place, made in zip(e.results, leaves, strict=False):
-            if place is not None:
-                known[place] = made
+        if e.results:
+            leaves = pytree.tree_leaves(result) if isinstance(result, (list, tuple, dict)) else (result,)
+            for place, made in zip(e.results, leaves, strict=False):
+                if place is not None:
+                    known[place] = made
         yield e, result
 
 
@@ -140,8 +143,10 @@ def _filled(arg: Any, known: dict[int, torch.Tensor]) -> Any:
 
 
 def tensor_of(of: Source | torch.Tensor, pools: Pools, copied: bool) -> torch.Tensor:
-    """Return the real tensor of a source, or ``of`` itself if it is a tensor; a copy if ``copied``."""
-    tensor = (of if isinstance(of, torch.Tensor) else pools[of[0]][of[1]]).detach()
+    """Return the real tensor of a source, or ``of`` itself if it is a tensor, detached; a copy if ``copied``."""
+    tensor: torch.Tensor = of if isinstance(of, torch.Tensor) else pools[of[0]][of[1]]
+    if tensor.requires_grad:
+        tensor = tensor.detach()
     return tensor.clone() if copied else tensor
 
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from rematplan.runtime import guards
-from rematplan.runtime.guards.bulk_comparison import Table
+from rematplan.runtime.guards.bulk_comparison import Namespaces, Table, picked
 from rematplan.runtime.guards.decisions_by_values import ValueGuardRecorder
 from rematplan.runtime.guards.module_state import StateKey
 from rematplan.runtime.guards.snapshots import kept
@@ -80,6 +80,26 @@ def test_a_changed_module_has_another_key_and_an_equal_one_the_same(change: Call
     assert key(guards.ModuleTree(net), net) == after
 
 
+def test_a_parameter_that_moves_to_the_next_module_changes_the_key() -> None:
+    """The names of all parameters in a row are the same as before."""
+    net = nn.Sequential(nn.ParameterDict({"a": torch.ones(2), "b": torch.ones(2)}), nn.ParameterDict())
+    net[1].register_parameter("c", nn.Parameter(torch.ones(2)))
+    tree = guards.ModuleTree(net)
+    before = key(tree, net)
+    moved, last = net[0]._parameters.pop("b"), net[1]._parameters.pop("c")
+    net[1]._parameters.update(b=moved, c=last)
+    assert key(tree, net) != before
+
+
+def test_namespaces_remember_a_limited_number_of_picks() -> None:
+    namespaces = Namespaces([{"a": 1}, {"a": 2}, {"a": 3}])
+    for at in (*range(200), 2):
+        pick = picked([at % 3, 0])
+        assert namespaces.pick(pick) == (namespaces[at % 3], namespaces[0])
+        assert namespaces.pick(pick) is namespaces.pick(pick)
+    assert len(namespaces._picked) < 100
+
+
 def test_new_tensors_of_the_same_kind_have_the_same_key() -> None:
     net = Net()
     tree = guards.ModuleTree(net)
@@ -119,10 +139,10 @@ OTHER = [(1, True), (1, 1.0), (0.0, -0.0), ([1, 2], [1, 2.0]), ([1], [1, 2]), ({
 def test_values_are_compared_with_their_types(then: Any, now: Any, same: bool, many: bool) -> None:
     more = {"x": None, "y": "z"} if many else {}
     table = Table([(1, {"value": kept(then), **more}), (0, {"w": 1} if many else {})])
-    assert table.holds([{"w": 1}, {"value": then, **more}])
-    assert table.holds([{"w": 1}, {"value": now, **more}]) == same
+    assert table.holds(Namespaces([{"w": 1}, {"value": then, **more}]))
+    assert table.holds(Namespaces([{"w": 1}, {"value": now, **more}])) == same
     if many:
-        assert not table.holds([{"w": 2}, {"value": then, **more}])
+        assert not table.holds(Namespaces([{"w": 2}, {"value": then, **more}]))
 
 
 def test_a_decision_after_writing_leaves_the_inputs_alone() -> None:
