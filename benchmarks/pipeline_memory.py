@@ -251,7 +251,7 @@ def dataflow_stage(
     found = [problem.measured(plan) for plan in starts]
     least = min(max(one.transient_forward, one.transient_backward) for one in found)
     for weight in (least, 2 * least, 2**30):  # of what is held at the boundary against what is needed besides
-        graph = problem.with_room(weight)
+        graph = problem.with_boundary_workspace(weight)
         plan = cheapest_near_smallest_peak(
             graph, moves=MOVES * len(graph.ops), starts=priced_for(graph, starts)
         )

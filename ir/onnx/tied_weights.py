@@ -46,7 +46,7 @@ def untangled(draft: Draft) -> tuple[Draft, tuple[str, ...]]:
     """
     edit = Edit(dict(draft.initialisers), dict(draft.origins), list(draft.nodes), dict(draft.scopes))
     restored = _restore_folded(edit, draft)
-    separated = _part_aliases(edit) + _part_shared(edit)
+    separated = _separate_aliases(edit) + _separate_shared(edit)
     evidence = Evidence(replace(draft, nodes=tuple(edit.nodes)), roles.uses(edit.nodes))
     gathered = gather_spread(edit, evidence)
     said = (
@@ -83,7 +83,7 @@ def _restore_folded(edit: Edit, draft: Draft) -> int:
             if name:
                 found[copy] = (name, view)
     for copy, (name, view) in found.items():
-        _view_back(edit, copy, name, view)
+        _restore_weight(edit, copy, name, view)
     return len(found)
 
 
@@ -172,7 +172,7 @@ def _is_transposed(stated: Array, copy: Array) -> bool:
     return bool(np.array_equal(mine, b[np.ix_(columns, rows)].T) and (mine != mine.flat[0]).any())
 
 
-def _view_back(edit: Edit, copy: str, name: str, view: _View) -> None:
+def _restore_weight(edit: Edit, copy: str, name: str, view: _View) -> None:
     stored = edit.initialisers.pop(copy)
     if name not in edit.initialisers:
         edit.used.add(name)
@@ -210,7 +210,7 @@ def _renamed(node: Node, names: Mapping[str, str]) -> Node:
 # ------------------------------------------------------------------ merged
 
 
-def _part_aliases(edit: Edit) -> int:
+def _separate_aliases(edit: Edit) -> int:
     """Replace each Identity that TorchScript wrote because it merged two weights, by a new weight with equal values.
 
     TorchScript writes an Identity for a weight that equals another one. It remains if the module tied the two. Files
@@ -261,7 +261,7 @@ def _is_uniform(array: Array) -> bool:
     return bool((values == values[0]).all())
 
 
-def _part_shared(edit: Edit) -> int:
+def _separate_shared(edit: Edit) -> int:
     """Give modules separate weights if the exporter merged their weights into one initialiser.
 
     The initialiser's name says to which module it belongs. Each other module that reads it gets a new weight with equal
@@ -279,7 +279,7 @@ def _part_shared(edit: Edit) -> int:
     for name, readers in modules.items():
         home = max((m for m in readers if m and name.startswith(f"{m}.")), key=len, default="")
         wanted = {m: m + name[len(home) :] for m in readers if m and not name.startswith(f"{m}.")}
-        if not home or not wanted or not _may_part(edit, name, wanted.values()):
+        if not home or not wanted or not _may_separate(edit, name, wanted.values()):
             continue
         for module, own in wanted.items():
             _own_weight(edit, name, own, readers[module])
@@ -287,7 +287,7 @@ def _part_shared(edit: Edit) -> int:
     return separated
 
 
-def _may_part(edit: Edit, name: str, others: Iterable[str]) -> bool:
+def _may_separate(edit: Edit, name: str, others: Iterable[str]) -> bool:
     return all(_layer(name) == _layer(other) for other in others) or _is_uniform(edit.initialisers[name])
 
 

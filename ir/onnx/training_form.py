@@ -62,15 +62,15 @@ def in_form(draft: Draft, forms: Forms) -> tuple[Draft, tuple[str, ...]]:
     """
     said: list[str] = []
     for changed, text in (
-        _each(draft, "BatchNormalization", BATCH_NORM.get(forms.bn)),
-        _put_back(draft) if forms.bn == "train" else (None, ""),
+        _change_all(draft, "BatchNormalization", BATCH_NORM.get(forms.bn)),
+        _insert_folded_norms(draft) if forms.bn == "train" else (None, ""),
     ):
         if changed is not None:
             draft = changed
             said.append(text)
     if forms.bn != "as-is" and not said and not any(n.op == "BatchNormalization" for n in draft.nodes):
         said.append(f"no batch norm to put into the form {forms.bn!r}")
-    changed, text = _each(draft, "Dropout", DROPOUT.get(forms.dropout))
+    changed, text = _change_all(draft, "Dropout", DROPOUT.get(forms.dropout))
     if changed is not None:
         draft = changed
         said.append(text)
@@ -100,7 +100,7 @@ class _Additions:
 Change = Callable[[Node, _Additions], Node | None]
 
 
-def _each(draft: Draft, op: str, change: Change | None) -> tuple[Draft | None, str]:
+def _change_all(draft: Draft, op: str, change: Change | None) -> tuple[Draft | None, str]:
     """Change all nodes of one op. Return the new content and a note for the user; None and "" if nothing changed.
 
     ``change``: returns the changed node, or None if the node can remain as it is. If ``change`` itself is None, nothing
@@ -172,7 +172,7 @@ def _frozen(node: Node, more: _Additions) -> Node | None:
 BATCH_NORM: Mapping[str, Change] = {"train": _trained, "frozen": _frozen}
 
 
-def _put_back(draft: Draft) -> tuple[Draft | None, str]:
+def _insert_folded_norms(draft: Draft) -> tuple[Draft | None, str]:
     """Insert a new batch norm after every convolution into which the exporter folded a batch norm.
 
     It has scale 1, the convolution's bias as shift, mean 0 and variance 1; the convolution loses its bias.

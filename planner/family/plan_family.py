@@ -18,7 +18,8 @@ from rematplan.planner.family.schedule_by_position import Member, member_of, sch
 
 @dataclass(frozen=True)
 class FamilyLimits:
-    """Limits of a `PlanFamily`."""
+    """Limits of a `PlanFamily`: a set of schedules that were found for some sizes of the tensors and are evaluated at
+    others."""
 
     members: int = 36
     """The largest number of schedules in a family. The Pareto front of all plans found for one sequence length, at
@@ -73,7 +74,7 @@ class PlanFamily:
 
     @property
     def members(self) -> tuple[Member, ...]:
-        """The schedules of the family, in the order that an `Evaluation` uses."""
+        """The schedules of the family, in the order in which `evaluate` returns their peaks and costs."""
         return self._state.members
 
     @property
@@ -98,7 +99,7 @@ class PlanFamily:
         state = self._state
         members = state.members
         known = any(np.array_equal(m.steps, member.steps) for m in members)
-        met = _with(state.met, amounts)
+        met = _with_latest(state.met, amounts)
         if known and len(met) == len(state.met) and all(map(Amounts.equals, met, state.met)):
             return
         state = self._made(members if known else (*members, member), met)
@@ -228,7 +229,7 @@ def _names(graph: TrainingGraph) -> tuple[tuple[str, ...], tuple[str, ...]]:
     return tuple(graph.op), tuple(graph.producer)
 
 
-def _with(met: tuple[Amounts, ...], amounts: Amounts) -> tuple[Amounts, ...]:
+def _with_latest(met: tuple[Amounts, ...], amounts: Amounts) -> tuple[Amounts, ...]:
     """Return ``met``, the sizes, workspaces and costs of several problems, with those of a further problem
     (``amounts``) at the end. If these are more than `LIMITS.sizes_met` problems, only the one with the most bytes
     (first) and the latest ones are returned."""

@@ -99,7 +99,7 @@ class Solver:
 
         If no process can be started, or if it ends by itself, the request is solved in this process.
         """
-        process = self._begun()
+        process = self._running_process()
         if process is None:
             return respond(request)
         late = threading.Event()
@@ -119,7 +119,7 @@ class Solver:
                 return respond(request)
         return response
 
-    def _begun(self) -> subprocess.Popen[bytes] | None:
+    def _running_process(self) -> subprocess.Popen[bytes] | None:
         """Return the process that solves, and start it if it does not run; None if it cannot be started."""
         with self._lock:
             if self._process is not None:

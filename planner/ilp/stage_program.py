@@ -4,7 +4,7 @@ A known schedule gives the order of the ops. Stage k first runs some earlier ops
 k for the first time.
 
     R[v,k] = op v runs again in stage k      A[t,k] = tensor t is resident when stage k begins
-    p: the op that writes t                  S_k: bytes resident when stage k+1 begins, without those that op k touches
+    p: the op that writes t                  S_k: bytes resident when stage k+1 begins, except what op k reads or writes
 
     min Σ c_v R[v,k]
     (read)    R[v,k] ≤ A[t,k] + R[p,k]  for each t that v reads;   1 ≤ A[t,k] + R[p,k]  for each t that op k reads

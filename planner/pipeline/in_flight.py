@@ -30,7 +30,7 @@ from rematplan.planner.bounds.cut_bounds import min_peak_bound
 from rematplan.planner.core.plan import Plan
 from rematplan.planner.core.simulator import simulate
 from rematplan.planner.pipeline.actions import RankActions, StagePlan
-from rematplan.planner.pipeline.rank_budget_shares import Bounds, RankRoom
+from rematplan.planner.pipeline.rank_budget_shares import Bounds, RankBudgetShares
 from rematplan.planner.pipeline.rank_memory import rank_peak
 from rematplan.planner.pipeline.stage_problem import StageProblem
 from rematplan.planner.strategies.store_all import no_recompute
@@ -142,7 +142,7 @@ class RankSearch:
         for at, stage in enumerate(self.stages):
             for plan in (no_recompute(stage.graph), *(starts[at] if starts else ())):
                 self._take(at, plan)
-        self.rank = RankRoom(self.stages, actions, tuple(found[0].figures for found in self.found))
+        self.rank = RankBudgetShares(self.stages, actions, tuple(found[0].figures for found in self.found))
         self.intervals: dict[tuple[float, float], tuple[float, ...]] = {}
 
     def run(self) -> RankPlan:
@@ -171,7 +171,7 @@ class RankSearch:
             op = stage.graph.op[stage.boundary]
             span = max(0, min_peak_bound(stage.graph).bytes - stage.graph.input_bytes - stage.least_kept)
             for share in LIMITS.peak_weights:
-                graph = stage.with_room(max(op.workspace, int(share * span)))
+                graph = stage.with_boundary_workspace(max(op.workspace, int(share * span)))
                 self._take(at, self.planner.least(graph, self._starts(at, graph)))
         high = self._peak(self._choose(lambda chosen: (self._peak(chosen), _extra(chosen))))
         low = self.budget  # a budget for which no plans were found
@@ -244,7 +244,7 @@ class RankSearch:
         """Return the largest share at which every stage has enough bytes for some plan; 0 if there is none.
 
         A share (0 to 1) sets limits of the bytes that stages keep between forward and backward, from the least possible
-        to those without recomputation (`RankRoom.bounds`).
+        to those without recomputation (`RankBudgetShares.bounds`).
         """
         low, high = 0.0, 1.0
         if self._roomy(high):
@@ -257,7 +257,7 @@ class RankSearch:
     def _roomy(self, share: float) -> bool:
         bounds = self.rank.bounds(share)
         return all(
-            self.rank.room(at, self.budget, bounds) >= min_peak_bound(stage.graph).bytes
+            self.rank.stage_budget(at, self.budget, bounds) >= min_peak_bound(stage.graph).bytes
             for at, stage in enumerate(self.stages)
         )
 
@@ -266,11 +266,11 @@ class RankSearch:
         candidates.
 
         ``share``: sets the limits, from 0 (the least possible) to 1 (as many as without recomputation); see
-        `RankRoom.bounds`.
+        `RankBudgetShares.bounds`.
         """
         bounds = self.rank.bounds(share)
         for at, stage in enumerate(self.stages):
-            room = self.rank.room(at, self.budget, bounds)
+            room = self.rank.stage_budget(at, self.budget, bounds)
             if room >= min_peak_bound(stage.graph).bytes:
                 graph = stage.bounded(room, *bounds[at])
                 with suppress(InfeasibleBudget):
@@ -336,7 +336,7 @@ class RankSearch:
         floors = []
         for at, stage in enumerate(self.stages):
             bounds = [(small[at][0] if k == at else kept, 0) for k, (kept, _) in enumerate(lowest)]
-            room = self.rank.room(at, self.budget, bounds, relaxed=True)
+            room = self.rank.stage_budget(at, self.budget, bounds, relaxed=True)
             kept = large[at][0] if high < 1 else self.budget
             if room < min_peak_bound(stage.graph).bytes:
                 floors.append(math.inf)

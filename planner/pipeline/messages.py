@@ -101,7 +101,7 @@ def least_credits(schedule: PipelineSchedule) -> int:
         ProblemError: the schedule deadlocks even with unlimited credits.
     """
     times = [StageTimes(FORWARD, BACKWARD)] * schedule.stages
-    link = Link((FORWARD + BACKWARD) * max((*_more(schedule), 0)) / 2)
+    link = Link((FORWARD + BACKWARD) * max((*_further_in_flight(schedule), 0)) / 2)
     wanted = SLOWER * replay(schedule, times, link).makespan
     for credits in range(1, schedule.microbatches):
         try:
@@ -112,7 +112,7 @@ def least_credits(schedule: PipelineSchedule) -> int:
     return schedule.microbatches
 
 
-def _more(schedule: PipelineSchedule) -> Iterator[int]:
+def _further_in_flight(schedule: PipelineSchedule) -> Iterator[int]:
     """Yield, for each stage except the last, the number of micro-batches that it has in flight, minus that of the next
     stage, minus 1."""
     most = {stage: n for row in schedule.actions for stage, n in in_flight(row).items()}

@@ -15,8 +15,8 @@ Bounds = tuple[int, int]
 
 
 @dataclass(frozen=True)
-class RankRoom:
-    """Computes how many bytes of a rank's budget are left for the plan of each of its stages.
+class RankBudgetShares:
+    """Divides the budget of a pipeline's rank among its stages: computes how many bytes are left for the plan of each.
 
     ``stages``: the planning problem of each stage. ``actions``: the rank's actions in order. ``all``: the memory and
     times of each stage under its plan without recomputation.
@@ -40,7 +40,7 @@ class RankRoom:
             found.append((kept, max(kept, int(share * most.deferred_bytes))))
         return found
 
-    def room(self, at: int, budget: int, bounds: Sequence[Bounds], relaxed: bool = False) -> int:
+    def stage_budget(self, at: int, budget: int, bounds: Sequence[Bounds], relaxed: bool = False) -> int:
         """Return a budget for the plan of one stage's graph, inputs included: the bytes of the rank's budget that are
         not used for other micro-batches and other stages.
 

@@ -117,7 +117,7 @@ class StageProblem:
 
         return replace(self.graph, ops=tuple(map(limited, self.graph.ops)))
 
-    def with_room(self, workspace: int) -> TrainingGraph:
+    def with_boundary_workspace(self, workspace: int) -> TrainingGraph:
         """Return the problem's graph with a workspace of ``workspace`` bytes of the op between forward and backward.
 
         The larger this workspace, the fewer bytes a plan with the smallest peak keeps between forward and backward.
@@ -129,7 +129,7 @@ class StageProblem:
 def _measured(problem: StageProblem, plan: Plan) -> StagePlan:
     graph, schedule = problem.graph, plan.schedule
     beyond = [bytes_ - graph.input_bytes for bytes_ in resident_bytes(graph, schedule)]
-    first = [own + left for own, left in zip(beyond, _made(problem, schedule), strict=True)]
+    first = [own + left for own, left in zip(beyond, _freed_gradients(problem, schedule), strict=True)]
     if problem.waiting is not None:
         beyond = [own + late for own, late in zip(beyond, problem.waiting(schedule), strict=True)]
     runs = {step.op: at for at, step in reversed([*enumerate(schedule)]) if isinstance(step, Run)}
@@ -204,7 +204,7 @@ def _split_figures(
     }
 
 
-def _made(problem: StageProblem, schedule: Schedule) -> list[int]:
+def _freed_gradients(problem: StageProblem, schedule: Schedule) -> list[int]:
     """Return, for each step of a schedule, the bytes of parameters' gradients that are complete and that the schedule
     has freed. In the first backward of a step these bytes stay in memory, because later micro-batches add to them."""
     marks, sizes = problem.gradients, problem.graph.size

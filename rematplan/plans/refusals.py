@@ -16,7 +16,7 @@ from rematplan.plans.budgets import unit_missing
 from rematplan.plans.options import LEAST, RAISE, PlanOptions
 from rematplan.plans.over_budget_plans import leanest_plan
 from rematplan.runtime.graph.warn import warn
-from rematplan.runtime.problem.loss_boundary import set_aside, without_room
+from rematplan.runtime.problem.loss_boundary import reserved_for_loss, without_loss_bytes
 
 MENTIONED = 0.01
 """The error that no plan fits names the memory for a loss if this is at least this share of the smallest peak found."""
@@ -82,11 +82,11 @@ def explaining_refusals(options: PlanOptions, store: PlanStore, graph: TrainingG
     try:
         yield
     except InfeasibleBudget as error:
-        aside, known, floor = set_aside(graph), error.known, error.floor
+        aside, known, floor = reserved_for_loss(graph), error.known, error.floor
         stated = options.stated_budget()
         hint = unit_missing(stated, graph) or error.hint
         if options.loss_memory is None and aside:
-            bare = without_room(graph)
+            bare = without_loss_bytes(graph)
             must_hold = min_peak_bound(bare).bytes
             known = "room" if known == "proven" and error.budget >= must_hold else known
             floor = floor_text(bare) if floor else floor

@@ -86,7 +86,7 @@ class Writer(Emitter):
         self._keep_old_buffers(segments[0].start)
         self.ends = self._last_reads_of_tangents()
         functions = [
-            self._handing_over(f"forward({names})", early, self._done_with(segments[0].start, early))
+            self._handing_over(f"forward({names})", early, self._not_read_from(segments[0].start, early))
         ]
         for k, segment in enumerate(segments):
             held = self.tuple_of(self._live_variables())
@@ -95,7 +95,7 @@ class Writer(Emitter):
             self.steps(segment.start, segment.end)
             given = [o.value for o in (*segment.outputs, *segment.statistics)]
             head = f"backward_{k}(held{', ' if tangents else ''}{tangents})"
-            gone = [*given, *self._done_with(segment.end)]
+            gone = [*given, *self._not_read_from(segment.end)]
             functions.append(self._handing_over(head, given, gone, self.unused.zero))
         return "\n\n".join(functions)
 
@@ -134,11 +134,11 @@ class Writer(Emitter):
             if storage in late:
                 self.free(storage)
                 self.dead.remove(i.value)
-                self.bring_to_life(i.value)
+                self.mark_alive(i.value)
                 self.lines.append(f"{self.name(i.value)} = {self.name(i.value)}.clone()")
         self.drop_dead()
 
-    def _done_with(self, start: int, outputs: Sequence[str] = ()) -> list[str]:
+    def _not_read_from(self, start: int, outputs: Sequence[str] = ()) -> list[str]:
         """Return the values among ``outputs`` and the step's inputs whose storages nothing reads from position
         ``start`` of the schedule on. Schedules have no frees for inputs and outputs, so the caller drops them."""
         late = read_from(self.step, self.schedule, start)
@@ -200,7 +200,7 @@ class Writer(Emitter):
         """
         for value in values:
             if value not in self.unused.zero:
-                self.bring_to_life(value)
+                self.mark_alive(value)
         return ", ".join(map(self.name, values))
 
     def function(self, head: str) -> str:
@@ -243,7 +243,7 @@ class Writer(Emitter):
         """Record that the results of a call are in variables. If `noting` is set, also write a call of ``note`` for
         each result."""
         for result in filter(None, call.results):
-            self.bring_to_life(result)
+            self.mark_alive(result)
             if self.noting:
                 self.lines.append(f"note({result!r}, {self.name(result)})")
 
@@ -285,7 +285,7 @@ class Writer(Emitter):
         True. For any other value, only return False."""
         if value in self.unused.zero:
             self.lines.append(f"{self.name(value)} = {self._zeros(self.step.values[value].fake)}")
-            self.bring_to_life(value)
+            self.mark_alive(value)
         return value in self.unused.zero
 
     def use(self, value: str) -> str:

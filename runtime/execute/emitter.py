@@ -46,7 +46,7 @@ class Emitter(ABC):
         call = self.step.values[value].call
         return call is not None and self.step.call[call].is_view
 
-    def bring_to_life(self, value: str) -> None:
+    def mark_alive(self, value: str) -> None:
         """Mark a value as alive: it is present in the code from now on."""
         self.alive.setdefault(self.step.values[value].storage, {})[value] = None
 

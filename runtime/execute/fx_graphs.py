@@ -191,7 +191,7 @@ class _GraphEmitter(Emitter):
     def _set(self, name: str, node: fx.Node) -> None:
         self.nodes[name] = node
         if name in self.step.values:
-            self.bring_to_life(name)
+            self.mark_alive(name)
 
     def emit(self, call: Call) -> None:
         """Add the node of a call, and if the call returns several tensors, a node for each."""

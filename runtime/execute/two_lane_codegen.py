@@ -264,7 +264,7 @@ class LaneWriter(_Locked):
                 if self.step.device.type == "cuda":
                     writer.scope["record_stream"] = stream_recorder(self.step.device)
                     writer.lines.append(f"record_stream({name})")
-                writer.bring_to_life(value)
+                writer.mark_alive(value)
 
     def _hands(self, here: _Stretch, copy: Copy) -> dict[str, str]:
         """Return the variables in which a tensor is passed from one lane to the other, by the names of its values.

@@ -44,7 +44,7 @@ Layout: TypeAlias = tuple[tuple[Size, ...], tuple[Size, ...]]
 
 
 @dataclass(eq=False)
-class _Alike:
+class _StepStructure:
     """The captured steps of one structure (the same calls and tensors, apart from sizes), and their plans.
 
     ``step``: one of the steps, with its inverses. ``structure``: the result of `structure_of` for each of the steps.
@@ -81,8 +81,8 @@ class SizedPlans:
 
     step: OpenStep
     most: int
-    _structures: list[_Alike] = field(default_factory=list)
-    _of_pattern: OrderedDict[SizePattern, _Alike | None] = field(default_factory=OrderedDict)
+    _structures: list[_StepStructure] = field(default_factory=list)
+    _of_pattern: OrderedDict[SizePattern, _StepStructure | None] = field(default_factory=OrderedDict)
     """By the pattern of equal sizes, the structure that all steps with this pattern had; None if they had several."""
 
     @property
@@ -115,7 +115,7 @@ class SizedPlans:
         pattern, structure = self._pattern(sizes), structure_of(step)
         alike = next((one for one in self._structures if one.structure == structure), None)
         if alike is None:
-            alike = _Alike(step, structure, carrier, carrier.resizing(step, problem, self._storages))
+            alike = _StepStructure(step, structure, carrier, carrier.resizing(step, problem, self._storages))
         if not (alike.resizing and alike.resizing.add(sizes, self._bytes(sizes, batch), problem)):
             alike.resizing = None
         others = [one for one in self._structures if one is not alike]

@@ -101,7 +101,7 @@ def with_loss_boundary(
     )
 
 
-def without_room(graph: TrainingGraph) -> TrainingGraph:
+def without_loss_bytes(graph: TrainingGraph) -> TrainingGraph:
     """Return a planning problem in which the loss takes 0 bytes, so that its peaks are those of the step alone.
 
     ``graph``: a problem made by `with_loss_boundary`.
@@ -114,7 +114,7 @@ def without_room(graph: TrainingGraph) -> TrainingGraph:
     )
 
 
-def set_aside(graph: TrainingGraph) -> int:
+def reserved_for_loss(graph: TrainingGraph) -> int:
     """Return the bytes that a planning problem reserves for the loss: its workspace and the tensors that it writes.
 
     ``graph``: a problem made by `with_loss_boundary`.

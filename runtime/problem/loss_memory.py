@@ -52,7 +52,7 @@ class LossMemory:
             used: positions (as text) of outputs that are excluded, since the loss does not read them.
         """
         scalars = 2 * _scalar(step)
-        return cls(peak, max(scalars, min(peak, _each(step, used) + scalars)))
+        return cls(peak, max(scalars, min(peak, _output_bytes(step, used) + scalars)))
 
     @classmethod
     def of_copies(cls, step: CapturedStep, copies: float, used: frozenset[str] = frozenset()) -> LossMemory:
@@ -64,8 +64,8 @@ class LossMemory:
                 of the outputs are included in the factor, and a few scalars are added.
             used: positions (as text) of outputs that are excluded, since the loss does not read them.
         """
-        tangents = sum(allocated(fake.nbytes, fake.device) for fake in _read(step, used))
-        more = max(0, int(copies * _each(step, used)) - tangents)
+        tangents = sum(allocated(fake.nbytes, fake.device) for fake in _outputs_read(step, used))
+        more = max(0, int(copies * _output_bytes(step, used)) - tangents)
         return cls.of_peak(step, more + SCALARS * _scalar(step), used)
 
     @classmethod
@@ -82,7 +82,7 @@ class LossMemory:
             peak: bytes, of the step without recomputation and without a loss.
         """
         used = in_own_losses(step) - step.arrived
-        if not _read(step, used):
+        if not _outputs_read(step, used):
             return cls.of_peak(step, 0)
         ample = cls.of_copies(step, COPIES, used)
         return ample if ample.peak <= AMPLE_SHARE * peak else cls.of_copies(step, FEWER, used)
@@ -91,7 +91,7 @@ class LossMemory:
 NO_LOSS = LossMemory(0, 0)
 
 
-def _read(step: CapturedStep, used: frozenset[str]) -> list[torch.Tensor]:
+def _outputs_read(step: CapturedStep, used: frozenset[str]) -> list[torch.Tensor]:
     """Return, for each output that a loss is assumed to read, a fake tensor like the output's gradient.
 
     ``used``: positions (as text) of outputs that are excluded. Outputs that the forward assigns to attributes (a
@@ -101,12 +101,14 @@ def _read(step: CapturedStep, used: frozenset[str]) -> list[torch.Tensor]:
     return [step.values[i.value].fake for i in step.inputs if i.kind == "tangent" and i.target not in others]
 
 
-def _each(step: CapturedStep, used: frozenset[str] = frozenset()) -> int:
+def _output_bytes(step: CapturedStep, used: frozenset[str] = frozenset()) -> int:
     """Return the bytes of one tensor for each output that a loss is assumed to read, with at least 4 bytes per element.
 
     ``used``: positions (as text) of outputs that are excluded, since the loss does not read them.
     """
-    return sum(allocated(fake.numel() * max(fake.itemsize, 4), fake.device) for fake in _read(step, used))
+    return sum(
+        allocated(fake.numel() * max(fake.itemsize, 4), fake.device) for fake in _outputs_read(step, used)
+    )
 
 
 def _scalar(step: CapturedStep) -> int:

@@ -15,7 +15,7 @@ from transformers import GPT2Config, GPT2LMHeadModel
 
 import rematplan
 from rematplan.runtime.costs.measure import peak_above_entry
-from rematplan.runtime.problem.loss_boundary import set_aside
+from rematplan.runtime.problem.loss_boundary import reserved_for_loss
 
 CPU = torch.device("cpu")
 CAME = "a gradient arrived for output"
@@ -265,7 +265,7 @@ def test_room_is_left_for_a_loss_on_outputs_whose_gradients_came() -> None:
 
     def aside() -> int:
         runner = planned._rematplan
-        return set_aside(runner.planner.problem(runner.last.compiled.step))
+        return reserved_for_loss(runner.planner.problem(runner.last.compiled.step))
 
     before = aside()
     with said():

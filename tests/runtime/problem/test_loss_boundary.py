@@ -13,7 +13,7 @@ from torch.nn import functional
 import rematplan
 from rematplan.ir import InfeasibleBudget, UsageError
 from rematplan.runtime.costs.measure import peak_above_entry
-from rematplan.runtime.problem.loss_boundary import set_aside
+from rematplan.runtime.problem.loss_boundary import reserved_for_loss
 
 CPU = torch.device("cpu")
 OUT, CLASSES = 24, 600
@@ -129,7 +129,7 @@ def aside(model: nn.Module, *args: object, **options: object) -> int:
     """Bytes that a plan leaves for the loss."""
     planned = rematplan.plan_module(model, args, budget="100%", strategy="store_all", **options)
     runner = planned._rematplan
-    return set_aside(runner.planner.problem(runner.last.compiled.step))
+    return reserved_for_loss(runner.planner.problem(runner.last.compiled.step))
 
 
 class WithLoss(nn.Module):
