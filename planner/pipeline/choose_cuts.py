@@ -113,7 +113,7 @@ class PipelineSearch:
 
     ``chain``: the blocks to divide into stages. ``schedule``: the actions of each rank in order. ``terms``: the budget
     of each rank, the links and other conditions. ``planner``: plans single stages. ``progress``: called with the
-    fraction done and a short text. ``seconds``: after this time no further cuts are tried.
+    fraction done and a short text. ``seconds``: how long further cuts are tried.
 
     ``least_kept``: used only for a dataflow schedule, whose stages recover their inputs from their outputs. If True,
     no stage may keep more bytes between forward and backward than its known plans that keep the fewest

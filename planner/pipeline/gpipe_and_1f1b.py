@@ -19,7 +19,8 @@ def gpipe(stages: int, microbatches: int) -> PipelineSchedule:
 
 
 def one_forward_one_backward(stages: int, microbatches: int) -> PipelineSchedule:
-    """Return the 1F1B schedule, with one stage per rank: stage s has ``stages`` − s micro-batches in flight.
+    """Return the 1F1B schedule, with one stage per rank: stage s has ``stages`` − s micro-batches in flight, at most
+    ``microbatches``.
 
     This is the smallest number with which stages of equal time need not pause between two actions, if messages take no
     time.

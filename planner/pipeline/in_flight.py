@@ -119,10 +119,10 @@ class RankSearch:
     """Searches for the cheapest plans of the stages of one rank with which the rank stays within its budget.
 
     ``stages``: the planning problem of each stage. ``actions``: the rank's actions in order. ``budget``: bytes of
-    memory for the rank, including states and torch's buffers. ``planner``: plans single stages. ``seconds``: after this
-    time the search ends as soon as it has plans that fit. ``starts``: for each stage, known plans in addition to the
-    plan without recomputation. ``kept``: for each stage, the most bytes that a plan may keep for a micro-batch between
-    forward and backward; empty: no limit. At least one known plan of each stage must keep no more.
+    memory for the rank, including states and torch's buffers. ``planner``: plans single stages. ``seconds``: when the
+    search has taken so long, it ends as soon as it has plans that fit. ``starts``: for each stage, known plans in
+    addition to the plan without recomputation. ``kept``: for each stage, the most bytes that a plan may keep for a
+    micro-batch between forward and backward; empty: no limit. At least one known plan of each stage must keep no more.
     """
 
     def __init__(

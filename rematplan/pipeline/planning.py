@@ -199,7 +199,8 @@ def _narrow(chain: NamedChain, schedule: str, stages: int) -> NamedChain:
 
 
 def _largest_peak(search: PipelineSearch) -> int:
-    """Run a search with a budget so large that nothing is recomputed, and return the largest peak of a rank."""
+    """Run a search, and return the largest peak of a rank in the pipeline that it finds. The budget of the search must
+    be so large that nothing is recomputed."""
     return max(search.run().peaks)
 
 
