@@ -89,9 +89,9 @@ class StageProblem:
         return _measured(self, plan)
 
     def bounded(self, budget: int, kept: int, deferred: int | None = None) -> TrainingGraph:
-        """Return the problem's graph with larger workspaces of the ops between forward and backward (and between the
-        two parts of a split backward), so that every plan whose peak is within ``budget`` bytes keeps only a limited
-        number of bytes for a micro-batch.
+        """Return the problem's graph with larger workspaces of the boundary ops: the op between forward and backward,
+        and, in a split backward, the op between its two parts. So every plan whose peak is within ``budget`` bytes
+        keeps only a limited number of bytes for a micro-batch across these ops.
 
         Args:
             budget: bytes, including the inputs of the graph.

@@ -18,15 +18,15 @@ _MOST_PICKS = 64
 
 
 class Namespaces(list[Any]):
-    """A list of namespaces that does not change. It remembers what functions picked from it, so that a table with
-    hundreds of rows picks its namespaces only once."""
+    """A list of namespaces that does not change. It remembers the result of each function that picks items from it, so
+    that a table with hundreds of rows picks its namespaces only once."""
 
     def __init__(self, namespaces: Iterable[Any]) -> None:
         super().__init__(namespaces)
         self._picked: dict[Pick, tuple[Any, ...]] = {}
 
     def pick(self, items: Pick) -> tuple[Any, ...]:
-        """Return ``items(self)``: computed at the first call, and remembered."""
+        """Return ``items(self)``. It is computed at the first call with the function ``items``, and remembered."""
         found = self._picked.get(items)
         if found is None:
             if len(self._picked) >= _MOST_PICKS:  # also those of guards that are no longer in use
@@ -70,7 +70,7 @@ class Table:
         `snapshots.same` finds equal), and none has a name that was absent.
 
         Args:
-            places: the list of all places (namespaces), each indexed by name.
+            places: the list of all places (namespaces), in which ``rows`` and ``absent`` have positions.
 
         Raises:
             LookupError, AttributeError, RuntimeError, ValueError: a place no longer has a value of that name.

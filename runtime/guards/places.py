@@ -150,8 +150,9 @@ class Found:
     """The values that a forward found in one place, which is a namespace such as the ``__dict__`` of a module.
 
     ``place``: the place. ``objects``: by name, the values that were still the same objects after the forward.
-    ``copies``: by name, copies of containers and arrays, whose content may change. ``absent``: names that the forward
-    looked up and that the place does not have.
+    ``copies``: by name, values to which the place had an equal one after the forward, but not the same object; most are
+    copies of containers and arrays, whose content may change. ``absent``: names that the forward looked up and that the
+    place does not have.
     """
 
     place: Place

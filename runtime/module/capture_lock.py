@@ -35,7 +35,7 @@ class CaptureLock:
             self._sharing[me] = self._sharing.get(me, 0) + 1
 
     def end_sharing(self) -> None:
-        """End what `begin_sharing` began."""
+        """End the shared mode of this thread, if this is called as often as `begin_sharing` was."""
         me = get_ident()
         with self._changed:
             self._sharing[me] -= 1

@@ -389,8 +389,9 @@ def _writes_first(func: Any) -> bool:
 def _in_whole_runs(tensor: torch.Tensor) -> bool:
     """Return whether elementwise kernels have the same results for a tensor and for a dense copy of it.
 
-    They have if each row is contiguous and a multiple of `RUN` elements long (kernels process the rest of a row by
-    other code), and the tensor has fewer than `GRAIN` elements, so that one thread processes it.
+    This is so under two conditions. Each row is contiguous and a multiple of `RUN` elements long, because kernels
+    process the rest of a row by other code. The tensor has fewer than `GRAIN` elements, so that one thread processes
+    it.
     """
     run = tensor.shape[-1] if tensor.ndim and tensor.stride(-1) == 1 else 1
     return run % RUN == 0 and tensor.numel() < GRAIN
