@@ -1,7 +1,7 @@
 """Compute the gradient of a cross entropy in a single tensor of the size of the scores.
 
 The backward of ``nll_loss`` returns a tensor of this size. Only the backward of ``log_softmax`` reads it, and returns a
-second one. A language model's scores are often the largest tensors of its step, so one of them less is worth it.
+second one. A language model's scores are often the largest tensors of its step, so one of them less saves much memory.
 """
 
 from __future__ import annotations

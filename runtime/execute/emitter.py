@@ -68,8 +68,9 @@ class Emitter(ABC):
 
     def make(self, value: str) -> None:
         """Make a value alive (present in the code), unless it is. If the value is a view, emit the call that computes
-        it, after the calls that compute the views it is a view of. Otherwise get it by `fetch`. (A loop instead of
-        recursion, since chains of views may be longer than Python's stack.)
+        it, after the calls that compute the views it is a view of. Otherwise `fetch` must make it alive: the value is
+        not computed by this code. (A loop instead of recursion, since chains of views may be longer than Python's
+        stack.)
 
         Raises:
             ProblemError: the value's storage is not resident.

@@ -24,8 +24,8 @@ class Steps:
 
     @staticmethod
     def of(whole: CapturedStep, captured: CapturedStep) -> Steps:
-        """Return a `Steps` whose two versions exist already. ``whole``: takes the gradients of all outputs.
-        ``captured``: takes only the expected ones."""
+        """Return a `Steps` whose two versions exist already. ``whole``: the step that takes the gradients of all
+        outputs. ``captured``: the step that takes only the expected ones."""
         steps = Steps(lambda: whole)
         steps.__dict__["captured"] = captured
         return steps
