@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -114,16 +114,19 @@ class Tracing:
         step = replace(step, attributes=flat.attributes)
         return Found(step, flat.outputs, self._withheld(flat.constants), record.guard(self.name), flat.count)
 
-    def opened(self) -> OpenForward:
+    def opened(self, varying: Collection[tuple[int, int]] | None = None) -> OpenForward:
         """Trace the forward and the backward with symbolic sizes. The result serves all sizes of the arguments for
         which the graph is the same.
+
+        ``varying``: the dimensions whose sizes are symbolic, as pairs (position of the tensor in ``batch``,
+        dimension); None for all.
 
         Raises:
             NotSymbolic: the step depends on a size in a way that cannot be symbolic, or the forward changes numbers in
                 attributes.
             ModelError: the step cannot be captured.
         """
-        symbols = BatchSymbols()
+        symbols = BatchSymbols(varying)
         with self._recording() as record:
             flat = self._flat(record)
             traced = capture_with_open_sizes(flat, self.batch, self.name, self.model, record.values, symbols)

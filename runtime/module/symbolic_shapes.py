@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 
@@ -36,6 +36,8 @@ SHAPES_MET = 1024
 capture."""
 REMEMBERED = 4
 """The number of separately captured shapes with which a new capture with symbolic sizes is compared."""
+Dimensions: TypeAlias = frozenset[tuple[int, int]]
+"""Pairs: the position of a tensor in a batch, and a dimension."""
 
 
 @dataclass(frozen=True)
@@ -233,7 +235,8 @@ class OpenShapes:
     those included that were dropped since. ``known``: the last shapes that were captured separately: fake tensors of
     these shapes, and the results. ``met``: the last shapes of calls. ``misses``: how many captures with symbolic sizes
     in succession served none of the known shapes, although one of them had the same sizes of 0 and 1 as the batch.
-    ``reason``: why no more captures with symbolic sizes are made; empty if they are.
+    ``reason``: why no more captures with symbolic sizes are made; empty if they are. ``limited``: why, in captures with
+    symbolic sizes, only those sizes are symbolic in which the shapes that were met differ; empty if all are.
 
     ``fixed``: the number of shapes that were captured separately. ``served``: how often a step was taken from a capture
     with symbolic sizes. ``carried``: how often no search was needed for that. ``exceptions``: the reasons (as keys) why
@@ -246,6 +249,7 @@ class OpenShapes:
     met: dict[tuple[torch.Size, ...], None] = field(default_factory=dict)
     misses: int = 0
     reason: str = ""
+    limited: str = ""
     fixed: int = 0
     served: int = 0
     carried: int = 0
@@ -269,15 +273,16 @@ class OpenShapes:
 
     @property
     def reasons(self) -> tuple[str, ...]:
-        """Texts that say why shapes were captured separately, each once. They are empty if nothing prevents captures
-        with symbolic sizes."""
-        return tuple(filter(None, (self.reason, *self.exceptions)))
+        """Texts that say why shapes were captured separately, or with few symbolic sizes, each once. They are empty if
+        nothing prevents captures in which all sizes are symbolic."""
+        limited = self.limited and f"only sizes that vary are symbolic: {self.limited}"
+        return tuple(filter(None, (self.reason or limited, *self.exceptions)))
 
     def find(
         self,
         state: guards.ModuleState,
         batch: Sequence[torch.Tensor],
-        opened: Callable[[], OpenForward],
+        opened: Callable[[Dimensions | None], OpenForward],
         fixed: Callable[[], Found],
     ) -> Found:
         """Return the captured step for the shapes of a batch, with its results and its guard. Take it from a capture
@@ -289,7 +294,7 @@ class OpenShapes:
         Args:
             state: the module's state.
             batch: the tensors among the arguments.
-            opened: a function that captures the forward with symbolic sizes.
+            opened: a function that captures the forward with symbolic sizes, in these dimensions or in all.
             fixed: a function that captures the forward for the sizes of this batch.
 
         Raises:
@@ -364,35 +369,41 @@ class OpenShapes:
         self,
         state: guards.ModuleState,
         batch: Sequence[torch.Tensor],
-        opened: Callable[[], OpenForward],
+        opened: Callable[[Dimensions | None], OpenForward],
         fixed: Callable[[], Found],
     ) -> Found | None:
         """Make a new capture with symbolic sizes, and return the step for this batch.
 
         The new capture is compared with the known shapes that it serves; if there are none, with a separate capture for
-        this batch, which is then returned. If they differ, the new capture is dropped and no further ones are made. So
-        a model that treats a symbolic size differently from an integer (its type) is always captured separately. A new
-        capture that cannot be compared is dropped, too.
+        this batch, which is then returned. If they differ, the new capture is dropped. So a model that treats a
+        symbolic size differently from an integer (its type) is captured separately. A new capture that cannot be
+        compared is dropped, too.
+
+        If a capture in which all sizes are symbolic fails or is dropped, a second one is made in which only those sizes
+        are symbolic in which the shapes differ, such as the number of samples. If that fails, no further ones are made.
 
         Args:
             state: the module's state.
             batch: the tensors among the arguments.
-            opened: a function that captures the forward with symbolic sizes.
+            opened: as for `find`.
             fixed: a function that captures the forward for the sizes of this batch.
 
         Returns:
             The step for this batch. None if no separate capture was made, and the new capture fails or is not valid for
                 this batch.
         """
-        own = None
+        own, differing = None, self._differing(batch)
         try:
-            forward = opened()
+            forward = opened(differing if self.limited else None)
             served, forward = self._compared(forward, state)
             checked = served
             if not served:
                 own = self._fixed(fixed)
                 checked, forward = self._compared(forward, state)
         except ModelError as error:
+            if not self.limited and len(differing) < sum(t.ndim for t in batch):
+                self.limited = str(error)
+                return self._opened(state, batch, opened, fixed)
             self.reason = str(error)
             return own
         found = own or forward.found(state, batch)
@@ -410,6 +421,16 @@ class OpenShapes:
             ]
             self.reason = ": ".join(("its graph depends on sizes", *filter(None, [", ".join(varying)])))
         return found
+
+    def _differing(self, batch: Sequence[torch.Tensor]) -> Dimensions:
+        """Return the dimensions in which a batch differs from a known shape."""
+        return frozenset(
+            (at, dim)
+            for known, _ in self.known
+            for at, (a, b) in enumerate(zip(known, batch, strict=True))
+            for dim, (x, y) in enumerate(zip(a.shape, b.shape, strict=True))
+            if x != y
+        )
 
     def _compared(self, forward: OpenForward, state: guards.ModuleState) -> tuple[bool, OpenForward]:
         """Compare a new capture with symbolic sizes with the known shapes, which were captured separately.

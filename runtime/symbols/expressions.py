@@ -6,7 +6,7 @@ another size than the model's arithmetic does.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -112,11 +112,17 @@ def check_whole(expression: Any) -> None:
     Raises:
         NotSymbolic: the class of a part of the expression is not in `WHOLE`.
     """
+    for part in parts(expression):
+        if type(part).__name__ not in WHOLE:
+            raise NotSymbolic(f"it computes with sizes in a way that may round ({type(part).__name__})")
+
+
+def parts(expression: Any) -> Iterator[Any]:
+    """Yield all nodes of the tree of a SymPy expression, a node as often as it occurs."""
     todo = [expression]
     while todo:
         part = todo.pop()
-        if type(part).__name__ not in WHOLE:
-            raise NotSymbolic(f"it computes with sizes in a way that may round ({type(part).__name__})")
+        yield part
         todo += part.args
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from types import CodeType
 from typing import Any
 
@@ -15,27 +15,34 @@ from torch.fx.experimental.symbolic_shapes import (
 )
 
 from rematplan.runtime.graph.compat import FakeTensorMode, pytree
-from rematplan.runtime.symbols.expressions import ExpressionTable, NotSymbolic, check_whole
+from rematplan.runtime.symbols.expressions import ExpressionTable, NotSymbolic, check_whole, parts
+
+LONGEST = 300
+"""The largest number of nodes of an assumption about sizes, as an expression tree. The longest of transformers and
+U-Nets have about 50. Windows of images (Swin) double them from layer to layer; simplifying them took minutes."""
 
 
 class BatchSymbols:
     """Symbols for the sizes of a batch. Each dimension has a separate symbol, even if two sizes of the traced batch are
     equal.
 
-    ``shapes``: the shape environment of a tracer. It has only these symbols: none for values of tensors, and none for
-    shapes that depend on values. ``fakes``: the batch as fake tensors with symbolic sizes; empty before `begin`.
+    ``varying``: the dimensions that get a symbol, as pairs (position of the tensor in the batch, dimension); None for
+    all. ``shapes``: the shape environment of a tracer. It has only these symbols: none for values of tensors, and none
+    for shapes that depend on values. ``fakes``: the batch as fake tensors with symbolic sizes; empty before `begin`.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, varying: Collection[tuple[int, int]] | None = None) -> None:
+        self.varying = varying
         self.shapes = ShapeEnv(allow_scalar_outputs=False, allow_dynamic_output_shape_ops=False)
         self.fakes: list[torch.Tensor] = []
         self.places: dict[str, tuple[int, int]] = {}
         """For each symbol, by name: the position of its tensor in the batch, and the dimension."""
         self._now: dict[Any, int] = {}
+        self._checked = 0
 
     def begin(self, mode: FakeTensorMode, batch: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """Return fake tensors for the batch, with symbols for its sizes. Sizes 0 and 1 stay fixed, because PyTorch runs
-        other ops for them.
+        """Return fake tensors for the batch, with symbols for its sizes. Sizes of dimensions that are not in
+        ``varying`` stay fixed, as do sizes 0 and 1, because PyTorch runs other ops for them.
 
         Args:
             mode: the fake mode of the new tensors.
@@ -58,7 +65,14 @@ class BatchSymbols:
             compact = torch.empty_strided(
                 tensor.shape, tensor.stride(), dtype=tensor.dtype, device=tensor.device
             )
-            context: Any = StatelessSymbolicContext([DimDynamic.DYNAMIC] * tensor.ndim)
+            context: Any = StatelessSymbolicContext(
+                [
+                    DimDynamic.DYNAMIC
+                    if self.varying is None or (at, dim) in self.varying
+                    else DimDynamic.STATIC
+                    for dim in range(tensor.ndim)
+                ]
+            )
             fake = mode.from_tensor(compact, symbolic_context=context, source=LocalSource(f"t{at}"))
             fake.requires_grad_(tensor.requires_grad)
             self.fakes.append(fake)
@@ -67,6 +81,18 @@ class BatchSymbols:
                     self.places[str(size.node.expr)] = at, dim
                     self._now[size.node.expr] = tensor.shape[dim]
         return self.fakes
+
+    def check_lengths(self) -> None:
+        """Check the assumptions that the trace made since the last check.
+
+        Raises:
+            NotSymbolic: an assumption is so long (`LONGEST`) that further ones would take very long.
+        """
+        for assumed in self.shapes.guards[self._checked :]:
+            length = sum(1 for _ in parts(assumed.expr))
+            if length > LONGEST:
+                raise NotSymbolic("the expressions of its sizes become too long")
+        self._checked = len(self.shapes.guards)
 
     def table(self) -> ExpressionTable:
         """Return an empty `ExpressionTable` whose symbols are the batch's sizes."""

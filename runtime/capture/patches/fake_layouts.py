@@ -74,6 +74,10 @@ _NAMES = (
     "smooth_l1_loss_backward",
     "softplus_backward",
     "special_xlog1py",
+    "upsample_bicubic2d_backward",
+    "upsample_bilinear2d_backward",
+    "upsample_linear1d_backward",
+    "upsample_trilinear3d_backward",
     "xlogy.Tensor",
 )
 
@@ -94,6 +98,8 @@ weight, as under autocast: the kernel keeps the mean and the deviation in the we
 REFUSED = frozenset({ATEN._grouped_mm.default, ATEN._ctc_loss.default})
 """Ops whose fakes refuse types that the kernels accept, or do not know shapes that follow from given
 numbers."""
+INTERPOLATED = frozenset(_op(name) for name in _NAMES if name.startswith("upsample_"))
+"""Ops whose fakes refuse symbolic sizes. Their third argument is the shape of the result."""
 DIVIDING = frozenset({ATEN.floor_divide.default, ATEN.div.Tensor_mode})
 
 
@@ -117,7 +123,13 @@ class TrueLayouts(FakeTensorMode):
         self, func: Any, types: Sequence[type], args: Sequence[Any], kwargs: Mapping[str, Any]
     ) -> Any:
         try:
-            result = super()._cached_dispatch_impl(func, types, args, kwargs)
+            if self.symbols and func in INTERPOLATED:
+                with self:
+                    result = args[0].new_empty(args[2])
+            else:
+                result = super()._cached_dispatch_impl(func, types, args, kwargs)
+            if self.symbols:
+                self.symbols.check_lengths()
             surely_strided = func not in UNSURE or _all_contiguous((args, kwargs))
             if surely_strided and not (func in NORMS and _mixed_on_cpu((args, kwargs))):
                 return result
