@@ -233,14 +233,15 @@ class OpenShapes:
 
     ``forwards``: the captures with symbolic sizes, the one used last first. ``opened``: how many of them were made,
     those included that were dropped since. ``known``: the last shapes that were captured separately: fake tensors of
-    these shapes, and the results. ``met``: the last shapes of calls. ``misses``: how many captures with symbolic sizes
-    in succession served none of the known shapes, although one of them had the same sizes of 0 and 1 as the batch.
-    ``reason``: why no more captures with symbolic sizes are made; empty if they are. ``limited``: why, in captures with
-    symbolic sizes, only those sizes are symbolic in which the shapes that were met differ; empty if all are.
+    these shapes, and the results. ``met``: the last shapes of calls, as keys. ``misses``: how many of the latest
+    captures with symbolic sizes, in succession, served no known shape but that of their own batch, although another
+    known shape had sizes of 0 and 1 in the same dimensions as the batch. ``reason``: why no more captures with symbolic
+    sizes are made; empty if they are. ``limited``: why not all sizes can be symbolic, so that further captures have
+    symbols only for the sizes in which the batch differs from a known shape; empty if all sizes get symbols.
 
-    ``fixed``: the number of shapes that were captured separately. ``served``: how often a step was taken from a capture
-    with symbolic sizes. ``carried``: how often no search was needed for that. ``exceptions``: the reasons (as keys) why
-    single shapes were captured separately.
+    ``fixed``: the number of shapes that were captured separately. ``served``: how often a shape was served by a capture
+    with symbolic sizes. ``carried``: how many of these needed neither a step nor a search, because a plan made at other
+    sizes was used. ``exceptions``: the reasons (as keys) why single shapes were captured separately.
     """
 
     forwards: list[OpenForward] = field(default_factory=list)
@@ -294,7 +295,8 @@ class OpenShapes:
         Args:
             state: the module's state.
             batch: the tensors among the arguments.
-            opened: a function that captures the forward with symbolic sizes, in these dimensions or in all.
+            opened: a function that captures the forward with symbolic sizes. Its argument: the dimensions whose sizes
+                are symbolic; None for all.
             fixed: a function that captures the forward for the sizes of this batch.
 
         Raises:
@@ -374,13 +376,14 @@ class OpenShapes:
     ) -> Found | None:
         """Make a new capture with symbolic sizes, and return the step for this batch.
 
-        The new capture is compared with the known shapes that it serves; if there are none, with a separate capture for
-        this batch, which is then returned. If they differ, the new capture is dropped. So a model that treats a
-        symbolic size differently from an integer (its type) is captured separately. A new capture that cannot be
-        compared is dropped, too.
+        The new capture is compared with the known shapes that it serves. If there are none, it is compared with a
+        separate capture for this batch, which is then returned. If the calls of the two captures differ, the new
+        capture is dropped. So a model that treats a symbolic size differently from an integer (by its type) is captured
+        separately. A new capture that cannot be compared is dropped, too.
 
-        If a capture in which all sizes are symbolic fails or is dropped, a second one is made in which only those sizes
-        are symbolic in which the shapes differ, such as the number of samples. If that fails, no further ones are made.
+        If a capture in which all sizes are symbolic fails, or its calls differ, a second one is made. In it, only those
+        sizes are symbolic in which the batch differs from a known shape, such as the number of samples. If that one
+        fails as well, or if the batch differs in all sizes, no further captures with symbolic sizes are made.
 
         Args:
             state: the module's state.
@@ -423,7 +426,7 @@ class OpenShapes:
         return found
 
     def _differing(self, batch: Sequence[torch.Tensor]) -> Dimensions:
-        """Return the dimensions in which a batch differs from a known shape."""
+        """Return the dimensions in which a batch differs from at least one known shape."""
         return frozenset(
             (at, dim)
             for known, _ in self.known
