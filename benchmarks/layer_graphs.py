@@ -12,218 +12,156 @@ usage: python benchmarks/layer_graphs.py [NAME ...] [--shares .9 .8 .7 .6 .5] [-
 from __future__ import annotations
 
 import argparse
-import math
+import itertools
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
 
-from rematplan.ir import InfeasibleBudget, Op, Tensor, TrainingGraph
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from torch.utils.flop_counter import flop_registry
+
+from rematplan import ir
+from rematplan.ir import InfeasibleBudget, Op, TrainingGraph
+from rematplan.models import VGG, MobileNetV2, ResNet, UNet
 from rematplan.planner.auto.auto_strategy import Auto
 from rematplan.planner.auto.compile_kernels import compile_kernels
 from rematplan.planner.core.plan import plan_from_runs
 
-FLOAT = 4  # bytes
 BATCH = 8
 PER_ELEMENT = 10.0
-"""Operations that an element of a cheap layer's output takes, by the time that its bytes take."""
-COMPUTING = ("conv", "dense")
-"""Layers whose backward half computes twice as much."""
-
-Shape = tuple[int, int, int]
-"""Channels, height, width."""
+"""Floating-point operations that take as long as an element that a cheap layer reads or writes."""
+CHANNELS = ((64, 2), (128, 2), (256, 3), (512, 3), (512, 3))
+"""VGG-16: for each stage, the number of channels and of convolutions."""
 
 
 @dataclass(frozen=True)
 class Layer:
-    """A layer of a `Network`.
+    """A layer of a network.
 
-    ``kind``: such as ``conv``. ``reads``: the positions in the network of the layers that it reads; empty for an input.
-    ``shape``: of its output for one sample, (channels, height, width). ``flops``: floating-point operations for one
-    sample.
+    ``kind``: the name of its op, such as ``convolution``. ``reads``: the positions of the layers that it reads; empty
+    for the input. ``bytes_``: of its output. ``cost``: of its forward and of its backward, in floating-point
+    operations.
     """
 
     kind: str
     reads: tuple[int, ...]
-    shape: Shape
-    flops: float
+    bytes_: int
+    cost: tuple[float, float]
 
 
-@dataclass
-class Network:
-    """A network as a list of layers. Each method appends a layer and returns its position in ``layers``."""
+class Recorder(TorchDispatchMode):
+    """Records the ops of a network as layers. Views are part of the layer that they view.
 
-    layers: list[Layer] = field(default_factory=list)
+    ``batch``: the network's input.
+    """
 
-    def add(self, kind: str, reads: Sequence[int], shape: Shape, flops: float | None = None) -> int:
-        """Append a layer of any kind that reads the layers at the positions ``reads``, and return its position.
+    def __init__(self, batch: Tensor) -> None:
+        super().__init__()
+        self.layers = [Layer("input", (), batch.nbytes, (0.0, 0.0))]
+        self.position = {id(batch): 0}
+        self.alive = [batch]  # ids are unique while these live
 
-        ``shape``: of its output, (channels, height, width). ``flops``: None for a cheap layer, whose cost is
-        proportional to the elements read and written.
-        """
-        cheap = PER_ELEMENT * (math.prod(shape) + sum(math.prod(self.layers[i].shape) for i in reads))
-        self.layers.append(Layer(kind, tuple(reads), shape, cheap if flops is None else flops))
-        return len(self.layers) - 1
-
-    def conv(self, x: int, channels: int, kernel: int = 3, stride: int = 1, groups: int = 1) -> int:
-        """Append a padded convolution with ``channels`` output channels of layer ``x``, and return its position."""
-        before, height, width = self.layers[x].shape
-        shape = (channels, -(-height // stride), -(-width // stride))
-        return self.add("conv", [x], shape, 2.0 * math.prod(shape) * kernel**2 * before / groups)
-
-    def dense(self, x: int, features: int) -> int:
-        """Append a dense layer with ``features`` outputs, which reads all numbers of layer ``x``, and return its
-        position."""
-        return self.add("dense", [x], (features, 1, 1), 2.0 * math.prod(self.layers[x].shape) * features)
-
-    def same(self, kind: str, *reads: int) -> int:
-        """Append a cheap layer whose output has the shape of the first layer that it reads, and return its position."""
-        return self.add(kind, reads, self.layers[reads[0]].shape)
-
-    def block(self, x: int, channels: int, kernel: int = 3, stride: int = 1, groups: int = 1) -> int:
-        """Append a convolution of layer ``x``, batch norm and ReLU, and return the position of the ReLU."""
-        return self.same("relu", self.same("norm", self.conv(x, channels, kernel, stride, groups)))
-
-    def pool(self, x: int, by: int = 2) -> int:
-        """Append a pooling of layer ``x`` that divides height and width by ``by``, and return its position."""
-        channels, height, width = self.layers[x].shape
-        return self.add("pool", [x], (channels, height // by, width // by))
-
-    def up(self, x: int, by: int = 2) -> int:
-        """Append an upsampling of layer ``x`` that multiplies height and width by ``by``, and return its position."""
-        channels, height, width = self.layers[x].shape
-        return self.add("up", [x], (channels, height * by, width * by))
-
-    def cat(self, x: int, y: int) -> int:
-        """Append the concatenation of layers ``x`` and ``y`` along the channels, and return its position."""
-        (first, *size), (second, *_) = self.layers[x].shape, self.layers[y].shape
-        return self.add("cat", [x, y], (first + second, size[0], size[1]))
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Run an op, and record it if it reads the output of a layer."""
+        out = func(*args, **(kwargs or {}))
+        result = out[0] if isinstance(out, tuple) else out
+        read = [t for t in tree_leaves(args) if id(t) in self.position]
+        places = tuple(dict.fromkeys(self.position[id(t)] for t in read))
+        if places and not func.is_view:
+            count = flop_registry.get(func.overloadpacket)
+            flops = float(count(*args, out_val=out)) if count else None
+            cheap = PER_ELEMENT * (result.numel() + sum(t.numel() for t in read))
+            cost = (cheap, cheap) if flops is None else (flops, 2 * flops)
+            name = func.overloadpacket.__name__.strip("_")
+            self.layers.append(Layer(name, places, result.nbytes, cost))
+            places = (len(self.layers) - 1,)
+        if places:
+            self.alive.append(result)
+            self.position[id(result)] = places[0]
+        return out
 
 
-def image(channels: int, height: int, width: int) -> tuple[Network, int]:
-    """Return a network that has only an input of the given shape, and the input's position."""
-    net = Network()
-    return net, net.add("input", [], (channels, height, width), 0.0)
+def stage(before: int, channels: int, count: int, norm: bool) -> list[nn.Module]:
+    """Return ``count`` convolutions with ReLU, and with batch norm if ``norm``. ``before``: the channels of the
+    input."""
+    layers: list[nn.Module] = []
+    for inputs in (before, *[channels] * (count - 1)):
+        layers += [nn.Conv2d(inputs, channels, 3, padding=1, bias=False)]
+        layers += [nn.BatchNorm2d(channels), nn.ReLU()] if norm else [nn.ReLU()]
+    return layers
 
 
-VGG = {
-    16: ((64, 2), (128, 2), (256, 3), (512, 3), (512, 3)),
-    19: ((64, 2), (128, 2), (256, 4), (512, 4), (512, 4)),
+def vgg16(norm: bool = False) -> list[nn.Module]:
+    """Return the layers of VGG-16 up to its last pooling."""
+    before = (3, *(channels for channels, _ in CHANNELS[:-1]))
+    stages = [stage(b, *c, norm) for b, c in zip(before, CHANNELS, strict=True)]
+    return [layer for layers in stages for layer in (*layers, nn.MaxPool2d(2))]
+
+
+def dense(*features: int) -> list[nn.Module]:
+    """Return linear layers with ReLU between them. ``features``: of the input and of each layer's output."""
+    layers = [(nn.Linear(a, b), nn.ReLU()) for a, b in itertools.pairwise(features)]
+    return [layer for pair in layers for layer in pair][:-1]
+
+
+def segnet() -> nn.Module:
+    """Return a SegNet on a VGG-16."""
+    before, layers = CHANNELS[-1][0], vgg16(norm=True)
+    for channels, count in reversed(CHANNELS):
+        layers += [nn.Upsample(scale_factor=2), *stage(before, channels, count, norm=True)]
+        before = channels
+    return nn.Sequential(*layers, nn.Conv2d(before, 12, 1))
+
+
+class FCN8(nn.Module):
+    """An FCN-8 on a VGG-16: scores of the last three stages, each enlarged and added to the one before."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        layers = vgg16()
+        ends = [at + 1 for at, layer in enumerate(layers) if isinstance(layer, nn.MaxPool2d)]
+        head = [nn.Conv2d(512, 4096, 7, padding=3), nn.ReLU(), nn.Conv2d(4096, 4096, 1), nn.ReLU()]
+        parts = (layers[: ends[2]], layers[ends[2] : ends[3]], [*layers[ends[3] :], *head])
+        self.parts = nn.ModuleList(nn.Sequential(*part) for part in parts)
+        self.scores = nn.ModuleList(nn.Conv2d(channels, 12, 1) for channels in (256, 512, 4096))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return scores of every pixel, (N, 12, H, W), for images (N, 3, H, W)."""
+        scores = [score(x := part(x)) for part, score in zip(self.parts, self.scores, strict=True)]
+        middle = functional.interpolate(scores[2], scale_factor=2) + scores[1]
+        return functional.interpolate(
+            functional.interpolate(middle, scale_factor=2) + scores[0], scale_factor=8
+        )
+
+
+SMALL, LARGE = (224, 224), (416, 608)
+"""Height and width of images."""
+NETWORKS: dict[str, tuple[Callable[[], nn.Module], tuple[int, int]]] = {
+    "vgg16": (lambda: nn.Sequential(*vgg16(), nn.Flatten(), *dense(512 * 49, 4096, 4096, 1000)), SMALL),
+    "vgg19": (VGG, SMALL),
+    "mobilenet": (MobileNetV2, SMALL),
+    "resnet18": (lambda: ResNet(18), SMALL),
+    "resnet50": (lambda: ResNet(50), SMALL),
+    "unet": (UNet, LARGE),
+    "segnet": (segnet, LARGE),
+    "fcn8": (FCN8, LARGE),
 }
+"""Each network, and the size of its images."""
 
 
-def vgg(depth: int) -> Network:
-    """Return a VGG for images of 224 × 224. ``depth``: a key of `VGG`."""
-    net, x = image(3, 224, 224)
-    for channels, convs in VGG[depth]:
-        for _ in range(convs):
-            x = net.same("relu", net.conv(x, channels))
-        x = net.pool(x)
-    for features in (4096, 4096, 1000):
-        x = net.dense(x, features)
-    return net
-
-
-def mobilenet() -> Network:
-    """Return a MobileNet for images of 224 × 224."""
-    net, x = image(3, 224, 224)
-    x = net.block(x, 32, stride=2)
-    widths = [
-        (64, 1),
-        (128, 2),
-        (128, 1),
-        (256, 2),
-        (256, 1),
-        (512, 2),
-        *[(512, 1)] * 5,
-        (1024, 2),
-        (1024, 1),
-    ]
-    for channels, stride in widths:
-        before = net.layers[x].shape[0]
-        x = net.block(net.block(x, before, stride=stride, groups=before), channels, kernel=1)
-    net.dense(net.pool(x, 7), 1000)
-    return net
-
-
-def resnet(blocks: Sequence[int], bottleneck: bool) -> Network:
-    """Return a ResNet for images of 224 × 224. ``blocks``: of each stage. ``bottleneck``: whether they are
-    bottlenecks."""
-    net, x = image(3, 224, 224)
-    x = net.pool(net.block(x, 64, kernel=7, stride=2))
-    for stage, count in enumerate(blocks):
-        inner = 64 * 2**stage
-        outer = 4 * inner if bottleneck else inner
-        for place in range(count):
-            stride = 2 if stage and not place else 1
-            y = net.block(x, inner, kernel=1 if bottleneck else 3, stride=stride)
-            if bottleneck:
-                y = net.block(y, inner)
-            y = net.same("norm", net.conv(y, outer, kernel=1 if bottleneck else 3))
-            if net.layers[x].shape != net.layers[y].shape:
-                x = net.same("norm", net.conv(x, outer, kernel=1, stride=stride))
-            x = net.same("relu", net.same("add", y, x))
-    net.dense(net.pool(x, 7), 1000)
-    return net
-
-
-def unet() -> Network:
-    """Return a U-Net for images of 416 × 608."""
-    net, x = image(3, 416, 608)
-    skips = []
-    for channels in (64, 128, 256, 512):
-        x = net.block(net.block(x, channels), channels)
-        skips.append(x)
-        x = net.pool(x)
-    x = net.block(net.block(x, 1024), 1024)
-    for channels in (512, 256, 128, 64):
-        x = net.cat(skips.pop(), net.conv(net.up(x), channels, kernel=2))
-        x = net.block(net.block(x, channels), channels)
-    net.conv(x, 12, kernel=1)
-    return net
-
-
-def segnet() -> Network:
-    """Return a SegNet on a VGG-16 for images of 416 × 608."""
-    net, x = image(3, 416, 608)
-    for channels, convs in VGG[16]:
-        for _ in range(convs):
-            x = net.block(x, channels)
-        x = net.pool(x)
-    for channels, convs in reversed(VGG[16]):
-        x = net.up(x)
-        for _ in range(convs):
-            x = net.block(x, channels)
-    net.conv(x, 12, kernel=1)
-    return net
-
-
-def fcn8() -> Network:
-    """Return an FCN-8 on a VGG-16 for images of 416 × 608."""
-    net, x = image(3, 416, 608)
-    pooled = []
-    for channels, convs in VGG[16]:
-        for _ in range(convs):
-            x = net.same("relu", net.conv(x, channels))
-        pooled.append(x := net.pool(x))
-    for kernel in (7, 1):
-        x = net.same("relu", net.conv(x, 4096, kernel=kernel))
-    x = net.conv(x, 12, kernel=1)
-    for skip in (pooled[3], pooled[2]):
-        x = net.same("add", net.up(x), net.conv(skip, 12, kernel=1))
-    net.up(x, 8)
-    return net
-
-
-NETWORKS: dict[str, Callable[[], Network]] = {
-    "vgg16": lambda: vgg(16),
-    "vgg19": lambda: vgg(19),
-    "mobilenet": mobilenet,
-    "resnet18": lambda: resnet((2, 2, 2, 2), bottleneck=False),
-    "resnet50": lambda: resnet((3, 4, 6, 3), bottleneck=True),
-    "unet": unet,
-    "segnet": segnet,
-    "fcn8": fcn8,
-}
+def layers_of(name: str) -> list[Layer]:
+    """Return the layers of a network in evaluation mode, where dropout does nothing. ``name``: a key of `NETWORKS`."""
+    make, size = NETWORKS[name]
+    with torch.device("meta"), torch.no_grad():
+        batch, model = torch.empty(BATCH, 3, *size), make().eval()
+        with Recorder(batch) as recorder:
+            model(batch)
+    return recorder.layers
 
 
 def training_graph(name: str, phases: bool) -> TrainingGraph:
@@ -232,13 +170,12 @@ def training_graph(name: str, phases: bool) -> TrainingGraph:
     ``name``: a key of `NETWORKS`. ``phases``: whether ops state that they belong to the forward or the backward; if
     not, the planner may reorder them across both halves.
     """
-    layers = NETWORKS[name]().layers
+    layers = layers_of(name)
     last = len(layers) - 1
-    bytes_ = [FLOAT * BATCH * math.prod(layer.shape) for layer in layers]
-    tensors = [Tensor(f"t{i}", size) for i, size in enumerate(bytes_)] + [Tensor("loss", FLOAT)]
+    tensors = [ir.Tensor(f"t{i}", layer.bytes_) for i, layer in enumerate(layers)] + [ir.Tensor("loss", 4)]
     forward, backward = ("forward", "backward") if phases else (None, None)
     ops = [
-        Op(f"{layer.kind}{i}", tuple(f"t{j}" for j in layer.reads), (f"t{i}",), layer.flops, phase=forward)
+        Op(f"{layer.kind}{i}", tuple(f"t{j}" for j in layer.reads), (f"t{i}",), layer.cost[0], phase=forward)
         for i, layer in enumerate(layers)
         if layer.reads
     ]
@@ -250,11 +187,10 @@ def training_graph(name: str, phases: bool) -> TrainingGraph:
             continue
         reads = dict.fromkeys([*gradients[i], *(f"t{j}" for j in layer.reads), f"t{i}"])
         for j in layer.reads:
-            tensors.append(Tensor(f"d{i}_{j}", bytes_[j]))
+            tensors.append(ir.Tensor(f"d{i}_{j}", layers[j].bytes_))
             gradients.setdefault(j, []).append(f"d{i}_{j}")
-        cost = layer.flops * (2 if layer.kind in COMPUTING else 1)
         writes = tuple(f"d{i}_{j}" for j in layer.reads)
-        ops.append(Op(f"d_{layer.kind}{i}", tuple(reads), writes, cost, phase=backward))
+        ops.append(Op(f"d_{layer.kind}{i}", tuple(reads), writes, layer.cost[1], phase=backward))
     inputs = [i for i, layer in enumerate(layers) if not layer.reads]
     return TrainingGraph(
         name=name,
