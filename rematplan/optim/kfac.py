@@ -16,12 +16,12 @@ from rematplan.optim.communication import Alone, Exchange
 from rematplan.optim.factor_report import SideReport, rows_of
 from rematplan.optim.inversion_schedule import Refresh
 from rematplan.optim.layer import BOTH, Layer, layers_of
-from rematplan.optim.optimizer_state_bytes import state_bytes
 from rematplan.optim.options import MakeOthers, OptionNames, Options, check_others, check_settings
 from rematplan.optim.param_groups import OTHERS, Group, split_groups
 from rematplan.optim.planned_source import PlannedSource, source_of
 from rematplan.optim.statistics_source import Source
 from rematplan.optim.update import clipped, finite, move, preconditioned
+from rematplan.runtime.costs.optimizer_memory import optimizer_memory
 from rematplan.runtime.graph.warn import warn
 from rematplan.runtime.statistics.factors import Factors, Statistics
 
@@ -365,8 +365,14 @@ class KFAC(Optimizer):
             for p in group["params"]
             if group["momentum"]
         )
-        theirs = self.param_groups[self._ours :]
-        return factors + momentum + (state_bytes(theirs, self._others) if self._others is not None else 0)
+        return factors + momentum + self._bytes_of_others()
+
+    def _bytes_of_others(self) -> int:
+        if self._others is None:
+            return 0
+        devices = {p.device for group in self._others.param_groups for p in group["params"]}
+        memories = [optimizer_memory(self._others, device) for device in devices]
+        return sum(m.to_come + sum(t.nbytes for t in m.tensors) for m in memories)
 
     def report(self) -> tuple[SideReport, ...]:
         """Report, for each Kronecker factor that this process averages, its size, its effective rank and the form of

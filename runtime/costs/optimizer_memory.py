@@ -1,9 +1,9 @@
 """The memory of optimizers: bytes of their state, and bytes that their step allocates temporarily.
 
 An optimizer allocates its state in its first step. Before that step, the bytes are computed by `KINDS`, a table with
-one row for each class of optimizers. The step of PyTorch's optimizers has one of three forms: a loop over the
-parameters (``for-loop``), kernels for lists of tensors (``foreach``, the default on accelerators), or one kernel for
-all arithmetic (``fused``), which makes no copies.
+one row for each class of optimizers, or for other classes by a step of a copy (`optimizer_trial`). The step of
+PyTorch's optimizers has one of three forms: a loop over the parameters (``for-loop``), kernels for lists of tensors
+(``foreach``, the default on accelerators), or one kernel for all arithmetic (``fused``), which makes no copies.
 
 The numbers of temporary copies were measured at the peak of a step, with PyTorch 2.13 and bitsandbytes 0.50, for
 parameters in float32 and bfloat16. tests/runtime/costs/test_optimizer_bytes.py measures them again.
@@ -14,12 +14,14 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
 from types import MappingProxyType
 from typing import Any, TypeAlias
 
 import torch
 
 from rematplan.ir import UsageError
+from rematplan.runtime.costs.optimizer_trial import Like, state_by_trial
 from rematplan.runtime.graph.allocator_rounding import allocated
 
 Group: TypeAlias = Mapping[str, Any]
@@ -88,14 +90,16 @@ def optimizer_memory(optimizer: torch.optim.Optimizer, device: torch.device) -> 
         device: the device.
 
     Raises:
-        UsageError: the optimizer's class is not in the table `KINDS`, and it has not allocated its state yet.
+        UsageError: the optimizer's class is not in the table `KINDS`, it has not allocated its state yet, and a step of
+            a copy on parameters without memory fails.
     """
     kind = _kind_of(optimizer)
+    trial = cache(lambda: _trial(optimizer))
     tensors: list[torch.Tensor] = []
     to_come, transient = 0, 0
     # bitsandbytes keeps some options in `args`.
     settings = vars(optimizer.args) if hasattr(optimizer, "args") else {}
-    for options in optimizer.param_groups:
+    for at, options in enumerate(optimizer.param_groups):
         group = {**settings, **options}
         here = [p for p in group["params"] if p.requires_grad and p.device == device]
         for p in here:
@@ -103,10 +107,7 @@ def optimizer_memory(optimizer: torch.optim.Optimizer, device: torch.device) -> 
             if made:
                 tensors += (t for t in made if t.device == device)
             elif kind is None:
-                raise UsageError(
-                    f"reserved: the bytes of a {type(optimizer).__name__} are not known before its first step; "
-                    f"state its bytes instead, such as '1GiB'"
-                )
+                to_come += sum(_tried_sizes(trial()[at, p.shape, p.dtype], p, group))
             else:
                 to_come += sum(_state_sizes(kind, p, group))
         transient = max(transient, _transient(kind, here, group))
@@ -132,6 +133,23 @@ def _state_sizes(kind: OptimizerKind, p: torch.Tensor, group: Group) -> Iterator
     yield from (allocated(size, p.device) for size in kind.state(p, group))
     if p.device.type == "cpu" or group.get("capturable") or group.get("fused"):
         yield kind.scalars * allocated(4, p.device)
+
+
+def _trial(optimizer: torch.optim.Optimizer) -> Mapping[Like, Mapping[str, Any]]:
+    try:
+        return state_by_trial(optimizer)
+    except Exception as error:  # the step of an unknown class may raise anything
+        raise UsageError(
+            f"reserved: the bytes of a {type(optimizer).__name__} are not known before its first step; "
+            f"state its bytes instead, such as '1GiB'"
+        ) from error
+
+
+def _tried_sizes(state: Mapping[str, Any], p: torch.Tensor, group: Group) -> Iterator[int]:
+    scalars_here = p.device.type == "cpu" or group.get("capturable") or group.get("fused")
+    for t in plain_tensors(state):
+        if t.is_meta or scalars_here:
+            yield allocated(t.nbytes, p.device)
 
 
 def _transient(kind: OptimizerKind | None, params: Sequence[torch.Tensor], group: Group) -> int:

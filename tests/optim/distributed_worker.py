@@ -112,7 +112,7 @@ def assert_owners_hold_all_factors_once(kfac: KFAC) -> None:
     assert sorted(inverses) == sorted(kfac.layers)
     resident = sum(nbytes(t) for s in sides.values() for t in (s.total, s.inverse and s.inverse.matrix))
     momentum = sum(state[MOMENTUM].nbytes for state in kfac.state.values())
-    others = sum(t.nbytes for s in kfac._others.state.values() for t in s.values() if t.dim())
+    others = sum(t.nbytes for s in kfac._others.state.values() for t in s.values())
     sent = (kfac.layers[name].no_sums(which=which).nbytes for name, which in kfac._exchange.parts())
     early = sum(sent) if kfac._exchange.early else 0
     assert kfac.reserved_bytes() == resident + momentum + others + early

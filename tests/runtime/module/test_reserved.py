@@ -178,7 +178,7 @@ def test_an_unknown_optimizer_is_refused_until_it_has_its_state() -> None:
 
         def step(self, closure: object = None) -> None:
             for p in self.param_groups[0]["params"]:
-                self.state[p]["kept"] = torch.zeros_like(p)
+                self.state[p]["kept"] = torch.full_like(p, float(p.sum()))  # reads values
 
     model = network()
     optimizer = Unknown(list(model.parameters()))
