@@ -204,13 +204,14 @@ def leave_during_the_backward() -> None:
     options = {"budget": "1GiB", "strategy": "store_all", "costs": "roofline"}
     statistics = rematplan.Kronecker(fisher="empirical")
     model = rematplan.plan_module(wide, (x,), statistics=statistics, **options)
-    KFAC(model, 0.05, exchange=Ranks(early=True), **OPTIONS)
+    optimizer = KFAC(model, 0.05, exchange=Ranks(early=True), **OPTIONS)
     events: list[str] = []
     real = distributed.reduce
     distributed.reduce = lambda *args, **kwargs: events.append("sent") or real(*args, **kwargs)
     model[0].weight.register_post_accumulate_grad_hook(lambda _: events.append("first layer"))
     model(x).square().mean().backward()
     distributed.reduce = real
+    assert optimizer.reserved_bytes()  # the module does not keep its listener alive
     assert events.count("sent") == 4, events
     assert events.index("sent") < events.index("first layer"), events
 
