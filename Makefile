@@ -32,8 +32,12 @@ wheels:  ## fetch what a machine with PyTorch and without a network may lack: ma
 		--dest wheels ortools immutabledict platformdirs absl-py protobuf
 
 gpu:  ## everything about a CUDA device in 8 minutes, by the PyTorch of $(PYTHON): gpu.json, gpu.md
-	$(PYTHON) -c 'import ortools, platformdirs' 2>/dev/null || $(PYTHON) -m pip install --quiet --no-index --no-deps \
-		--target build/gpu wheels/*.whl
+	@$(PYTHON) -c 'import sys, torch; sys.exit(not torch.cuda.is_available())' 2>/dev/null || \
+		{ echo "make gpu: $(PYTHON) has no PyTorch that finds a CUDA device" >&2; exit 1; }
+	@$(PYTHON) -c 'import ortools, platformdirs' 2>/dev/null || ls wheels/*.whl >/dev/null 2>&1 || \
+		{ echo "make gpu: $(PYTHON) lacks ortools; run 'make wheels' where there is a network" >&2; exit 1; }
+	@$(PYTHON) -c 'import ortools, platformdirs' 2>/dev/null || \
+		$(PYTHON) -m pip install --quiet --no-index --no-deps --target build/gpu wheels/*.whl
 	PYTHONPATH="$(CURDIR):$(CURDIR)/build/gpu" $(PYTHON) benchmarks/gpu.py --json gpu.json --table gpu.md
 
 lint: $(READY)  ## ruff, and strict types of the package

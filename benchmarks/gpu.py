@@ -354,7 +354,7 @@ def main() -> None:
     parser.add_argument("--small", action="store_true", help="tiny networks, for a quick look")
     options = parser.parse_args()
     if options.device == "cuda" and not torch.cuda.is_available():
-        parser.error("no CUDA device is here; --device cpu --small shows what would be measured")
+        parser.exit(2, "gpu.py: no CUDA device is here; --device cpu --small shows what would be measured\n")
     bench = Bench(options)
     bench.run()
     synchronize(bench.device)

@@ -36,5 +36,6 @@ def test_a_missing_device_is_said(tmp_path: Path) -> None:
         command, cwd=ROOT, capture_output=True, text=True, env={"CUDA_VISIBLE_DEVICES": "", "PATH": ""}
     )
     assert done.returncode == 2
-    assert "no CUDA device is here" in done.stderr
+    assert done.stderr.startswith("gpu.py: no CUDA device is here")
+    assert done.stderr.count("\n") == 1
     assert not (tmp_path / "gpu.json").exists()
