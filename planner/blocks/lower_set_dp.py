@@ -28,7 +28,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rematplan.planner.blocks.forward_graph import ForwardGraph, bits
-from rematplan.planner.blocks.lower_sets import blocks_of, boundary
 from rematplan.planner.caches.numba_kernels import kernel
 
 Ints = NDArray[np.int64]
@@ -36,25 +35,6 @@ Flags = NDArray[np.bool_]
 Words = NDArray[np.uint64]
 
 NEVER = np.int64(2**62)  # no chain reaches this entry
-
-
-def formula(view: ForwardGraph, chain: Sequence[int], charge_last: bool = True) -> tuple[int, float]:
-    """Return the peak (bytes) and the recomputation cost of a chain of lower sets by the formulas of Kusumoto et al.
-    2019. These are estimates; the simulator may find other values for the schedule.
-
-    Args:
-        view: the forward graph.
-        chain: the lower sets L_1 ⊂ … ⊂ L_k as bit masks of nodes.
-        charge_last: whether the cost counts the recomputation of the last block, as in the paper.
-    """
-    peak, time, cached = 0, 0.0, 0
-    for block, mask in zip(blocks_of(chain), chain, strict=True):
-        peak = max(peak, _sum(view.bytes, cached) + 2 * _sum(view.bytes, block) + _transient(view, mask))
-        edge = boundary(view, mask)
-        if charge_last or mask != view.everything:
-            time += sum(view.cost[v] for v in bits(block & ~edge))
-        cached |= edge
-    return peak, time
 
 
 class Family(NamedTuple):

@@ -32,8 +32,6 @@ from rematplan.runtime.graph.warn import warn
 
 Progress = Callable[[float, str], None]
 
-ATEN = torch.ops.aten
-
 _ROUNDS = 2
 """Each distinct call is timed in at least this many rounds: in each round until its executions have taken
 `_ENOUGH_SECONDS`, but at most `_MOST_RUNS` times."""
