@@ -337,9 +337,17 @@ def test_plan_module_loads_no_reports() -> None:
     assert not loaded_by("from rematplan import plan_module") & {"onnx", "onnx_ir", "matplotlib", "rich"}
 
 
-@pytest.mark.parametrize("argv", [["--help"], ["plan", "missing.onnx", "--budget", "60%"]], ids=" ".join)
-def test_help_and_simple_mistakes_need_no_torch(argv: list[str]) -> None:
-    program = f"from rematplan.cli import main\ntry: main({argv!r})\nexcept SystemExit: pass\nprint()"
+SIMPLE = (
+    "--help",
+    "plan missing.onnx --budget 60%",
+    "plan unet --budget 60% --device-model abacus",
+    "plan unet --budget 60% --device tpu",
+)
+
+
+@pytest.mark.parametrize("argv", SIMPLE)
+def test_help_and_simple_mistakes_need_no_torch(argv: str) -> None:
+    program = f"from rematplan.cli import main\ntry: main({argv.split()!r})\nexcept SystemExit: pass\nprint()"
     printed = f"{program}\nimport sys; print(*sys.modules)"
     done = subprocess.run(
         [sys.executable, "-c", printed], check=True, capture_output=True, text=True, cwd=ROOT

@@ -16,7 +16,6 @@ def run(args: argparse.Namespace, out: Output) -> int:
     """Run ``rematplan devices``: list the device models with which the roofline model computes the costs of ops. Return
     the exit status 0."""
     del args
-    import torch  # imported here, since `rematplan --help` does not need it
 
     from rematplan.report.tables import devices_table
     from rematplan.runtime.costs.device_models import DEFAULT_DEVICE_MODEL, DEVICE_MODELS
@@ -26,8 +25,8 @@ def run(args: argparse.Namespace, out: Output) -> int:
             "name": model.name,
             "summary": model.summary,
             "default": model.name == DEFAULT_DEVICE_MODEL,
-            "teraflops_float32": model.flops[torch.float32],
-            "teraflops_float16": model.flops[torch.float16],
+            "teraflops_float32": model.flops["float32"],
+            "teraflops_float16": model.flops["float16"],
             "gigabytes_a_second": model.bandwidth,
             "launch_microseconds": model.launch,
         }

@@ -26,6 +26,7 @@ from rematplan.planner.arrays.phases import contradiction
 from rematplan.planner.auto.auto_strategy import Auto
 from rematplan.planner.core.inversion_error import with_anchors
 from rematplan.planner.strategies.reversible import Reversible
+from rematplan.runtime.costs.device_models import DEFAULT_DEVICE_MODEL, device_model
 
 if TYPE_CHECKING:
     from rematplan.api import LoadedStep
@@ -197,13 +198,18 @@ def load_model(
         RematplanError: the model cannot be read.
     """
     check_reachable(args.model, args.device)
-    from rematplan import api  # imported here, since problem files are planned without torch
-    from rematplan.plans.op_costs import check_costs
-    from rematplan.runtime.costs.device_models import device_model
-
-    check_costs(getattr(args, "costs", None) or PROFILE)
     if getattr(args, "device_model", None) is not None:
         device_model(args.device_model)
+    from rematplan.models import ZOO  # imported here, since problem files are planned without torch
+
+    if args.model not in ZOO and not Path(args.model).exists():  # said before the rest is loaded
+        raise UsageError(
+            f"{args.model!r} is neither an ONNX file nor a network of the zoo ({', '.join(ZOO)})"
+        )
+    from rematplan import api
+    from rematplan.plans.op_costs import check_costs
+
+    check_costs(getattr(args, "costs", None) or PROFILE)
     with out.progress("capturing the training step"), zoo_errors():
         return api.load_step(
             args.model,
@@ -265,7 +271,6 @@ def price(
         UsageError: the costs or the device model are unknown, or the file of costs lacks an op of the step.
     """
     from rematplan import api
-    from rematplan.runtime.costs.device_models import DEFAULT_DEVICE_MODEL
 
     with out.progress("measuring ops" if costs == PROFILE else "computing the ops' costs") as progress:
         device = device_model or DEFAULT_DEVICE_MODEL

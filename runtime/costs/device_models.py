@@ -1,27 +1,32 @@
-"""A table of CPUs and GPUs for the roofline model: peak arithmetic, memory bandwidth, launch time."""
+"""A table of CPUs and GPUs for the roofline model: peak arithmetic, memory bandwidth, launch time.
+
+The table does not need torch, so that the command line can refuse an unknown name before it loads torch.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-
-import torch
+from typing import TYPE_CHECKING
 
 from rematplan.ir import UsageError
+
+if TYPE_CHECKING:
+    import torch
 
 
 @dataclass(frozen=True, slots=True)
 class DeviceModel:
     """A device for the roofline model. Figures of GPUs are from their vendors' data sheets.
 
-    ``name``, ``summary``: its name, and one line for lists. ``flops``: peak rate for dense operands by dtype, in 10¹²
-    operations per second (float32 without tensor cores). ``bandwidth``: of the memory, in 10⁹ bytes per second.
-    ``launch``: the fixed time of each op, in microseconds.
+    ``name``, ``summary``: its name, and one line for lists. ``flops``: peak rate for dense operands by the name of
+    their type (``float32``, without tensor cores), in 10¹² operations per second. ``bandwidth``: of the memory, in 10⁹
+    bytes per second. ``launch``: the fixed time of each op, in microseconds.
     """
 
     name: str
     summary: str
-    flops: Mapping[torch.dtype, float]
+    flops: Mapping[str, float]
     bandwidth: float
     launch: float
 
@@ -33,12 +38,12 @@ class DeviceModel:
             moved: the bytes that the op reads and writes.
             dtype: the type of its operands; the rate of float32 applies to types that the model lacks.
         """
-        rate = self.flops.get(dtype, self.flops[torch.float32])
+        rate = self.flops.get(str(dtype).removeprefix("torch."), self.flops["float32"])
         return self.launch + max(flops / (rate * 1e6), moved / (self.bandwidth * 1e3))
 
 
-def _rates(f64: float, f32: float, f16: float) -> dict[torch.dtype, float]:
-    return {torch.float64: f64, torch.float32: f32, torch.float16: f16, torch.bfloat16: f16}
+def _rates(f64: float, f32: float, f16: float) -> dict[str, float]:
+    return {"float64": f64, "float32": f32, "float16": f16, "bfloat16": f16}
 
 
 _MODELS = (

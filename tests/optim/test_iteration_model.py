@@ -12,7 +12,7 @@ from rematplan.runtime.statistics.insert import with_statistics
 from rematplan.runtime.statistics.options import Kronecker
 from rematplan.runtime.statistics.recorder import shapes
 
-DEVICE = DeviceModel("slow", "10⁹ operations and 10⁹ bytes a second", {torch.float32: 1e-3}, 1.0, 0.0)
+DEVICE = DeviceModel("slow", "10⁹ operations and 10⁹ bytes a second", {"float32": 1e-3}, 1.0, 0.0)
 FEATURES = 3
 
 
