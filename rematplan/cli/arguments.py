@@ -72,8 +72,8 @@ def dimension(text: str) -> tuple[str, int]:
 
 
 def dimension_or_range(text: str) -> tuple[str, int | range]:
-    """Read the name of a dimension with its size or with a range of sizes: ``batch=8`` becomes ``("batch", 8)``, and
-    ``batch=1..64`` becomes ``("batch", range(1, 65))``.
+    """Read the name of a dimension with its size or with a range of sizes: ``batch=8`` becomes ``("batch", 8)``,
+    ``batch=1..64`` becomes ``("batch", range(1, 65))``, and ``length=8..64..8`` has the multiples of 8.
 
     A range includes both ends, and has 2 to `MOST_SIZES` sizes.
 
@@ -81,15 +81,16 @@ def dimension_or_range(text: str) -> tuple[str, int | range]:
         ArgumentTypeError: ``text`` does not have one of these forms, or the range has too few or too many sizes.
     """
     name, equals, sizes = text.rpartition("=")
-    low, dots, high = sizes.partition("..")
-    if not (name and equals and dots):
+    ends = sizes.split("..")
+    if not (name and equals and 2 <= len(ends) <= 3):
         return dimension(text)
-    first, last = positive(low), positive(high)
-    if last - first >= MOST_SIZES or last <= first:
+    first, last, step = *map(positive, ends), *([1] * (3 - len(ends)))
+    found = range(first, last + 1, step)
+    if not 2 <= len(found) <= MOST_SIZES or found[-1] != last:
         raise argparse.ArgumentTypeError(
-            f"{text[:40]!r} is not a range of 2 to {MOST_SIZES} sizes, such as batch=1..64"
+            f"{text[:40]!r} is not a range of 2 to {MOST_SIZES} sizes, such as batch=1..64 or length=8..64..8"
         )
-    return name, range(first, last + 1)
+    return name, found
 
 
 def dimensions(pairs: Sequence[tuple[str, int]]) -> dict[str, int]:

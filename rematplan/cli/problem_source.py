@@ -77,7 +77,11 @@ def add_model(parser: argparse.ArgumentParser, *, problem_file: bool, ranges: bo
         action="append",
         metavar="NAME=SIZE",
         help="the size of a symbolic dimension of an ONNX file, such as batch=8; may be repeated"
-        + ("; one may have a range of sizes, such as batch=1..64" if ranges else ""),
+        + (
+            "; one may have a range of sizes, such as batch=1..64, or every 8th one, length=8..64..8"
+            if ranges
+            else ""
+        ),
     )
     parser.add_argument(
         "--device",

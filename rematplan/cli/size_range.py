@@ -12,7 +12,7 @@ from typing import Any
 from rematplan.cli.arguments import one_strategy, strategy_options
 from rematplan.cli.output import Output
 from rematplan.cli.problem_source import load
-from rematplan.ir import TrainingGraph, UnfitSizes, UsageError
+from rematplan.ir import ModelError, TrainingGraph, UnfitSizes, UsageError
 from rematplan.ir.problem_json import write_whole
 from rematplan.planner.auto.auto_strategy import Auto
 from rematplan.planner.caches.plan_store import PlanStore
@@ -105,7 +105,11 @@ def draw_sizes(args: argparse.Namespace, out: Output) -> int:
 
 
 def _problems(args: argparse.Namespace, out: Output) -> tuple[ProblemRange, tuple[str, ...]]:
-    """Return the planning problems of all sizes of the range that ``--dim`` states, and notes for the user."""
+    """Return the planning problems of all sizes of the range that ``--dim`` states, and notes for the user.
+
+    Raises:
+        ModelError: the network cannot have one of these sizes. The message names the size.
+    """
     found = spanned(args)
     assert found is not None
     name, sizes = found
@@ -113,7 +117,10 @@ def _problems(args: argparse.Namespace, out: Output) -> tuple[ProblemRange, tupl
     notes: dict[str, None] = {}
 
     def capture(size: int) -> TrainingGraph:
-        source = load(argparse.Namespace(**{**vars(args), "dim": [*others, (name, size)]}), out)
+        try:
+            source = load(argparse.Namespace(**{**vars(args), "dim": [*others, (name, size)]}), out)
+        except ModelError as error:
+            raise ModelError(f"--dim {name}={size}: {error}") from error
         notes.update(dict.fromkeys(source.notes))
         return source.graph
 

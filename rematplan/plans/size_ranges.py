@@ -62,7 +62,7 @@ def problems_over(
 
     Args:
         dimension: the dimension's name, for messages.
-        sizes: all whole numbers from the smallest to the largest size, in ascending order.
+        sizes: whole numbers in ascending order, at equal distances.
         capture: returns the planning problem at a size.
     """
     captured = {size: capture(size) for size in _samples(sizes)}

@@ -5,7 +5,9 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
+from onnx import TensorProto, helper, numpy_helper, save
 
 from rematplan import api
 from rematplan.cli import main
@@ -117,10 +119,50 @@ def test_what_does_not_go_with_a_range(ranged, refused, argv, why, monkeypatch) 
 
 
 @pytest.mark.parametrize(
-    "text", ["batch=5..5", "batch=9..1", "batch=1..9999", "batch=0..3", "batch=1..x", "..=1"]
+    "text",
+    [
+        "batch=5..5",
+        "batch=9..1",
+        "batch=1..9999",
+        "batch=0..3",
+        "batch=1..x",
+        "..=1",
+        "batch=2..9..3",
+        "b=1..2..1..1",
+    ],
 )
 def test_a_malformed_range_is_refused(call, refused, chain_file, text) -> None:
     refused(call("plan", chain_file, "--dim", text, "--budget", "1GB"), 2)
+
+
+@pytest.fixture(scope="module")
+def pairs_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A network that puts the rows of its input together in pairs."""
+    path = tmp_path_factory.mktemp("onnx") / "pairs.onnx"
+    sizes = {"x": ("batch", 8), "y": ("half", 16)}
+    x, y = (helper.make_tensor_value_info(n, TensorProto.FLOAT, list(s)) for n, s in sizes.items())
+    weight = numpy_helper.from_array(np.full((16, 16), 0.1, dtype=np.float32), "w")
+    shape = numpy_helper.from_array(np.array([-1, 16]), "shape")
+    nodes = [
+        helper.make_node("Reshape", ["x", "shape"], ["pairs"]),
+        helper.make_node("MatMul", ["pairs", "w"], ["z"]),
+        helper.make_node("Tanh", ["z"], ["y"]),
+    ]
+    graph = helper.make_graph(nodes, "pairs", [x], [y], [weight, shape])
+    save(helper.make_model(graph, opset_imports=[helper.make_opsetid("", 17)], ir_version=9), path)
+    return path
+
+
+def test_sizes_that_must_be_multiples_have_a_range_with_a_distance(call, refused, pairs_file) -> None:
+    options = ("--budget", "1GB", "--device-model", "a100", "--json")
+    result = call("plan", pairs_file, "--dim", "batch=2..32..2", *options)
+    assert result.status == 0, result.err
+    table = result.data["ranges"][0]["table"]
+    assert [row["size"] for row in table] == list(range(2, 33, 2))
+    assert any(not row["captured"] for row in table)
+    result = call("plan", pairs_file, "--dim", "batch=2..9", *options[:-1])
+    refused(result, 2)
+    assert "--dim batch=3: " in result.err
 
 
 def test_commands_for_one_size_refuse_a_range(call, refused, chain_file) -> None:
