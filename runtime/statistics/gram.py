@@ -210,8 +210,9 @@ class Gram:
         yield from ((start, min(step, first - start)) for start in range(0, first, max(1, step)))
 
     def __str__(self) -> str:
-        # Everything its cost depends on: its key in a profile.
-        how = "shifts" if self._shifts(torch.float32) else "rows" if self.places == "each" else "sums"
+        # Everything its cost depends on: its key in a profile. A new algorithm needs a new name, since workspaces and
+        # times that were measured before are kept on disk.
+        how = "shifts of rows" if self._shifts(torch.float32) else "rows" if self.places == "each" else "sums"
         more = f"{self.places} {self.share} {self.ones} {self.scale != 1} {self.diagonal}"
         return f"statistics.gram by {how} {self.read} {more}"
 

@@ -175,44 +175,46 @@ class Shifts:
             out: the packed matrices, (groups, `packing.packed_size`), changed in place.
             scale: a factor of the sum.
         """
+        groups, channels = self.read.groups, self.read.channels // self.read.groups
         count = math.prod(self.read.kernel)
-        for (one, other), own in self.pairs.items():
-            if not own:
-                continue
-            (first, _), *rest = own
-            entry = terms[first]
-            if rest:
-                entry = entry.clone()
-            for term, sign in rest:
-                entry.add_(terms[term], alpha=sign)
-            if self.read.flipped:
-                one, other = count - 1 - one, count - 1 - other
-            _add_entry(out, entry, one, other, count, scale)
-            if one != other:
-                _add_entry(out, entry.mT, other, one, count, scale)
+        for row in range(count):
+            entries = out.new_zeros(groups, count, channels, channels)
+            for column in range(count):
+                self._add_entry(entries[:, column], terms, row, column)
+            # The position in the kernel becomes the faster index of the columns: one copy of all entries, since adding
+            # each of them with a stride takes several times as long.
+            _add_rows(out, entries.permute(0, 2, 3, 1).reshape(groups, channels, -1), row, count, scale)
+
+    def _add_entry(self, entry: Tensor, terms: Mapping[Term, Tensor], row: int, column: int) -> None:
+        """Add to ``entry``, (groups, channels / groups, channels / groups), the sum for one pair of kernel positions.
+
+        Args:
+            entry: changed in place.
+            terms: the products of the input with its shifted copies, summed over the batch.
+            row: the number of the kernel position of the entry's rows, as packed.
+            column: that of the entry's columns.
+        """
+        count = math.prod(self.read.kernel)
+        one, other = (count - 1 - k if self.read.flipped else k for k in (row, column))
+        for term, sign in self.pairs[min(one, other), max(one, other)]:
+            entry.add_(terms[term] if one <= other else terms[term].mT, alpha=sign)
 
 
-def _add_entry(out: Tensor, entry: Tensor, row: int, column: int, count: int, scale: float) -> None:
-    """Add the sum for one pair of kernel positions to packed matrices, in place. A row or column of the packed matrices
-    belongs to a channel and a kernel position; the position is the faster index.
+def _add_rows(out: Tensor, rows: Tensor, position: int, count: int, scale: float) -> None:
+    """Add to packed matrices, in place, the rows that belong to one kernel position. A row or column of the packed
+    matrices belongs to a channel and a kernel position; the position is the faster index.
 
     Args:
         out: the packed matrices, (groups, `packing.packed_size`).
-        entry: the sum, (groups, channels / groups, channels / groups).
-        row: the number of the first kernel position.
-        column: the number of the second one.
+        rows: (groups, channels / groups, columns), one row for each channel.
+        position: the number of the kernel position.
         count: the number of all kernel positions.
-        scale: a factor of the sum.
+        scale: a factor of the rows.
     """
-    features = entry.shape[-1] * count
-    for start, end, offset in block_columns(features):
-        block = block_column(out, features, start, end, offset)
-        top, left, right = (
-            max(0, -((at - own) // -count)) for at, own in ((start, row), (start, column), (end, column))
-        )
-        if left < right:
-            part = block[:, top * count + row - start :: count, left * count + column - start :: count]
-            part.add_(entry[:, top:, left:right], alpha=scale)
+    for start, end, offset in block_columns(rows.shape[-1]):
+        block = block_column(out, rows.shape[-1], start, end, offset)
+        top = max(0, -((start - position) // -count))
+        block[:, top * count + position - start :: count].add_(rows[:, top:, start:end], alpha=scale)
 
 
 @functools.lru_cache(maxsize=1024)
