@@ -240,7 +240,7 @@ class Search:
         began, rising = effort.spent(), schedule.rising_share * length
         until = began + rising
         annealer.limit_growth(math.pow(schedule.rising_factor, 1 / max(1.0, rising * effort.rate)))
-        while effort.spent() < until and not annealer.feasible and not self._satisfied():
+        while effort.spent() < until and not (annealer.feasible or effort.ended() or self._satisfied()):
             most = max(1, int((until - effort.spent()) * effort.rate))
             effort.done += annealer.cool(
                 min(most, effort.slice_), hot, hot, UNTIL_FEASIBLE
@@ -287,7 +287,8 @@ class Search:
         """
         began = effort.spent()
         hot, cold = heat
-        while (spent := effort.spent() - began) < length and not self._satisfied():
+        # Once the budget has ended, `spent` stays the same, and less than `length` if earlier stages took too long.
+        while (spent := effort.spent() - began) < length and not (effort.ended() or self._satisfied()):
             moves = effort.next_slice(length - spent)
             share = spent / length
             end = min(1.0, share + (moves if effort.moves else SLICE) / length)

@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rematplan.ir import InfeasibleBudget, Op, Tensor, TrainingGraph, problem_to_json
-from rematplan.planner.annealing.annealer import Annealer
+from rematplan.planner.annealing.annealer import ALL_MOVES, Annealer
 from rematplan.planner.annealing.restarts import Search
 from rematplan.planner.annealing.search_budget import SearchBudget
 from rematplan.planner.auto.auto_strategy import Auto
@@ -256,6 +256,28 @@ def test_the_second_thread_ends_with_the_search(monkeypatch):
     assert sorted(begun) == [5, 6]
     assert threading.active_count() == before
     assert search.twin.best is None or search.overhead <= search.twin.best.estimate.overhead
+
+
+@pytest.mark.parametrize("stage", ["_stage", "_raise_price_slowly"])
+def test_a_stopped_search_ends_within_a_stage_that_is_longer_than_what_is_left(stage: str) -> None:
+    graph = network(12)
+    search = Search(graph, peak_of_base(graph) // 2)
+    search.prepare([])
+    search.annealer.load(search.base, search.budget)
+    effort, slices = SearchBudget(60.0), []
+
+    def stop(*_: object) -> None:
+        slices.append(effort.done)
+        effort.stop()
+        assert len(slices) < 9
+
+    search.report = stop
+    if stage == "_stage":
+        search._stage(ALL_MOVES, (1.0, 0.1), 1000.0, effort, lambda _share: None)
+    else:
+        search.annealer.load(search.base, 1)
+        search._raise_price_slowly(1.0, 1000.0 / search.schedule.rising_share, effort)
+    assert len(slices) == 1
 
 
 def test_a_search_ends_if_the_needed_ops_fit_without_recomputation() -> None:
