@@ -1,12 +1,16 @@
 """Training on random lengths: how long a new shape waits before its step, whether peaks stay within the budget, and
 the time of the whole loop, against eager mode and PyTorch's own methods of saving memory.
 
-Each network is planned for its largest size, at a share of that size's peak, and then trained on random sizes. Outputs
-and gradients of each step are compared with eager mode's bit by bit, in the same loop. The waiting time of a step is
-that of `prepare` for its batch: ``known member`` where the plan's source was compiled before, ``new member`` where it
-was compiled for this step, ``planned`` where a plan had to be searched or a step to be made. Times are CPU seconds,
-so that a busy machine does not count: of the calling thread for the waiting, of this process for the loops. The process
-that refines plans is not in them.
+Each network is planned for its largest size, at a share of that size's peak, and then trained on random sizes. After
+each step gradients and buffers are compared with eager mode's bit by bit, in the same loop. The waiting time of a
+step is that of `prepare` for its batch: ``known member`` where the plan's source was compiled before, ``new member``
+where it was compiled for this step, ``planned`` where a plan had to be searched or a step to be made. Times are CPU
+seconds, so that a busy machine does not count: of the calling thread for the waiting, of this process for the loops.
+The process that refines plans is not in them. A loop's ratio to eager mode is also shown without the waiting, and
+divided by what the plans in use predict: eager mode's time of each step plus the overhead of the step's plan.
+
+With ``--ranges``, the range of sizes is stated when the network is planned (`shape_ranges`), so that the capture with
+open sizes is made then and not in the loop.
 
 Rivals, on the same batches: `torch.utils.checkpoint` for each block; ``torch.compile(dynamic=True)`` with
 ``activation_memory_budget``, the min-cut partitioner and no compiler of kernels, whose compilation is in its loop.
@@ -15,6 +19,7 @@ With ``--lengths``, no rivals: a small model is trained on that many random leng
 resident memory and the numbers of what is kept are printed.
 
 usage: python benchmarks/shapes.py [NAME ...] [--steps 100] [--budget 70%] [--seed 0] [--activation-budget 0.3]
+                                   [--ranges] [--alone]
        python benchmarks/shapes.py --lengths 1000
 """
 
@@ -23,6 +28,7 @@ from __future__ import annotations
 import argparse
 import copy
 import gc
+import inspect
 import random
 import resource
 import statistics
@@ -35,6 +41,7 @@ from pathlib import Path
 
 import torch
 from torch import Tensor, nn
+from torch._decomp import get_decompositions
 from torch._dynamo.backends.common import aot_autograd
 from torch._dynamo.backends.debugging import boxed_nop
 from torch._functorch import config as functorch_config
@@ -53,6 +60,8 @@ KINDS = ("captured", "planned", "new member", "known member", "known shape")
 EAGER, PLANNED = "eager", "planned"
 CHECKPOINTED, COMPILED = "checkpoint for each block", "torch.compile, activation budget"
 """Names of methods."""
+RIVALS = 10
+"""Of the rivals' steps, every tenth has its peak measured."""
 
 
 @dataclass(frozen=True)
@@ -128,22 +137,28 @@ CASES: Mapping[str, Case] = {
 @dataclass
 class Loop:
     """What one model's loop has shown. ``seconds``: of all steps, compilation included. ``peaks``: bytes, with
-    parameters, buffers and batch. ``different``: the number of steps that differ from eager mode's in some bit."""
+    parameters, buffers and batch. ``different``: the number of steps that differ from eager mode's in some bit.
+    ``error``: why the loop ended early; empty if it did not. ``last``: seconds of the last step."""
 
     model: nn.Module
     seconds: float = 0.0
     peaks: list[int] = field(default_factory=list)
     different: int = 0
+    error: str = ""
+    last: float = 0.0
 
 
 @dataclass
 class Result:
     """What a benchmark has shown. ``loops``: by the name of the method; the first is eager mode. ``waits``: seconds
-    before a step, by kind."""
+    before a step, by kind. ``first``: seconds until the network was planned for its largest size. ``budget``: bytes.
+    ``predicted``: seconds of the planned loop without waiting, as eager mode's times and the plans' overheads predict.
+    """
 
     loops: dict[str, Loop]
     first: float = 0.0
     budget: int = 0
+    predicted: float = 0.0
     waits: dict[str, list[float]] = field(default_factory=lambda: {kind: [] for kind in KINDS})
 
 
@@ -173,8 +188,13 @@ def _checkpointed(model: nn.Module, block: str) -> nn.Module:
 
 
 def _compiled(model: nn.Module) -> nn.Module:
-    """Return the model under ``torch.compile(dynamic=True)``, without a compiler of kernels."""
+    """Return the model under ``torch.compile(dynamic=True)``, without a compiler of kernels. Batch norm is decomposed,
+    because its backward reads statistics that the forward has changed, which AOTAutograd refuses."""
+    aten = torch.ops.aten
     backend = aot_autograd(
+        decompositions=get_decompositions(
+            [aten._native_batch_norm_legit_functional, aten.native_batch_norm_backward]
+        ),
         fw_compiler=boxed_nop,
         bw_compiler=boxed_nop,
         partition_fn=partial(min_cut_rematerialization_partition, compiler="inductor"),
@@ -182,7 +202,19 @@ def _compiled(model: nn.Module) -> nn.Module:
     return torch.compile(model, backend=backend, dynamic=True)  # type: ignore[return-value]
 
 
-def train(case: Case, steps: int, budget: str, seed: int) -> tuple[Result, rematplan.PlanningStats]:
+def _ranges(model: nn.Module, case: Case) -> dict[str, dict[int, tuple[int, int]]]:
+    """Return the smallest and the largest size of each dimension of the batch that varies, as for `plan_module`."""
+    names = list(inspect.signature(type(model).forward).parameters)[1:]
+    ends = zip(names, case.batch(case.least), case.batch(case.largest), strict=False)
+    return {
+        name: {dim: (a, b) for dim, (a, b) in enumerate(zip(low.shape, high.shape, strict=True)) if a < b}
+        for name, low, high in ends
+    }
+
+
+def train(
+    case: Case, steps: int, budget: str, seed: int, ranges: bool, rivals: bool
+) -> tuple[Result, rematplan.PlanningStats]:
     """Train one network on ``steps`` batches of random size, next to a copy in eager mode.
 
     Return the measurements, the planning statistics, and the budget in bytes.
@@ -191,10 +223,12 @@ def train(case: Case, steps: int, budget: str, seed: int) -> tuple[Result, remat
     model, sizes = case.make().train(), random.Random(seed)
     copies = [copy.deepcopy(model) for _ in range(3)]
     began = time.process_time()
-    planned = rematplan.plan_module(model, case.batch(case.largest), budget=budget)
+    stated = {"shape_ranges": _ranges(model, case)} if ranges else {}
+    planned = rematplan.plan_module(model, case.batch(case.largest), budget=budget, **stated)
     first = time.process_time() - began
     others = {CHECKPOINTED: _checkpointed(copies[1], case.block), COMPILED: _compiled(copies[2])}
-    loops = {name: Loop(one) for name, one in {EAGER: copies[0], PLANNED: planned, **others}.items()}
+    trained = {EAGER: copies[0], PLANNED: planned, **(others if rivals else {})}
+    loops = {name: Loop(one) for name, one in trained.items()}
     result = Result(loops, first, planned.plan.budget or planned.plan.peak)
     for at in range(steps):
         size = sizes.randrange(case.least, case.largest + 1, case.step)
@@ -202,15 +236,30 @@ def train(case: Case, steps: int, budget: str, seed: int) -> tuple[Result, remat
         before = rematplan.planning(planned).stats()
         wait = _seconds(lambda batch=batch: planned.prepare(*batch), time.thread_time)  # type: ignore[misc]
         result.waits[_kind(before, rematplan.planning(planned).stats())].append(wait)
-        loops[PLANNED].seconds += wait
-        for loop in loops.values():
-            torch.manual_seed(at)
-            loop.seconds += _seconds(lambda loop=loop, batch=batch: _step(loop.model, batch))  # type: ignore[misc]
-            pairs = zip(loops[EAGER].model.parameters(), loop.model.parameters(), strict=True)
-            loop.different += any(_differ(a.grad, b.grad) for a, b in pairs)
-        for loop in loops.values():
-            loop.peaks.append(_peak(loop.model, batch))
+        for name, loop in loops.items():
+            _train_once(loop, loops[EAGER].model, batch, at)
+            if name == EAGER:
+                result.predicted += loop.last * (1 + planned.plan.estimate.overhead)
+        for name, loop in loops.items():
+            if not loop.error and (name in (EAGER, PLANNED) or at % RIVALS == 0):
+                loop.peaks.append(_peak(loop.model, batch))
     return result, rematplan.planning(planned).stats()
+
+
+def _train_once(loop: Loop, eager: nn.Module, batch: tuple[Tensor, ...], seed: int) -> None:
+    """Train a loop's model on a batch, and compare it with the model in eager mode, which was trained on it before."""
+    if loop.error:
+        return
+    torch.manual_seed(seed)
+    try:
+        loop.last = _seconds(lambda: _step(loop.model, batch))
+    except RuntimeError as error:
+        loop.error = str(error).splitlines()[0]
+        return
+    loop.seconds += loop.last
+    pairs = [(a.grad, b.grad) for a, b in zip(eager.parameters(), loop.model.parameters(), strict=True)]
+    pairs += zip(eager.buffers(), loop.model.buffers(), strict=True)
+    loop.different += any(_differ(a, b) for a, b in pairs)
 
 
 def _kind(before: rematplan.PlanningStats, after: rematplan.PlanningStats) -> str:
@@ -224,12 +273,16 @@ def _kind(before: rematplan.PlanningStats, after: rematplan.PlanningStats) -> st
 
 
 def _peak(model: nn.Module, batch: tuple[Tensor, ...]) -> int:
-    """Return the peak of a step, with parameters, buffers and batch; gradients begin and end as None."""
+    """Return the peak of a step, with parameters, buffers and batch; gradients begin and end as None, and buffers are
+    restored."""
     for parameter in model.parameters():
         parameter.grad = None
+    before = [buffer.clone() for buffer in model.buffers()]
     peak = peak_above_entry(lambda: _step(model, batch), CPU)[0]
     for parameter in model.parameters():
         parameter.grad = None
+    for buffer, value in zip(model.buffers(), before, strict=True):
+        buffer.copy_(value)
     return peak + sum(t.nbytes for t in (*model.parameters(), *model.buffers(), *batch))
 
 
@@ -250,11 +303,19 @@ def show(name: str, result: Result, stats: rematplan.PlanningStats) -> None:
         f"{stats.instances}, carried {stats.carried}, sources {stats.sources}, exchanged {stats.swaps}"
         + "".join(f"; {reason}" for reason in stats.reasons)
     )
-    eager = result.loops[EAGER]
+    eager, waited = result.loops[EAGER], sum(map(sum, result.waits.values()))
+    steps = result.loops[PLANNED].seconds
+    result.loops[PLANNED].seconds += waited
+    print(
+        f"  waiting {waited:.2f} s; without it {steps / eager.seconds:.3f} of eager's time and "
+        f"{steps / result.predicted:.3f} of the predicted time; with it {(steps + waited) / result.predicted:.3f}"
+    )
     for method, loop in result.loops.items():
         print(
             f"  {method:34} loop {loop.seconds / eager.seconds:5.2f} of eager's {eager.seconds:.1f} s, peak "
-            f"{max(loop.peaks) / result.budget:.3f} of the budget, {loop.different} steps differ",
+            f"{max(loop.peaks, default=0) / result.budget:.3f} of the budget, {loop.different} steps differ"
+            + f"; ended early: {loop.error}"
+            * bool(loop.error),
             flush=True,
         )
 
@@ -290,6 +351,8 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--activation-budget", type=float, default=0.3, help="of torch.compile: 0 to 1")
     parser.add_argument("--lengths", type=int, default=0, help="only train a small model on so many lengths")
+    parser.add_argument("--ranges", action="store_true", help="state the range of sizes when planning")
+    parser.add_argument("--alone", action="store_true", help="no rivals except eager mode")
     asked = parser.parse_args()
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")
@@ -299,7 +362,10 @@ def main() -> None:
     torch._dynamo.config.recompile_limit = 64
     with functorch_config.patch(activation_memory_budget=asked.activation_budget):
         for name in asked.names:
-            show(name, *train(CASES[name], asked.steps, asked.budget, asked.seed))
+            show(
+                name,
+                *train(CASES[name], asked.steps, asked.budget, asked.seed, asked.ranges, not asked.alone),
+            )
 
 
 if __name__ == "__main__":
