@@ -18,6 +18,9 @@ from torch.autograd.graph import saved_tensors_hooks
 from rematplan.runtime.capture.restore_state import same_attributes, same_buffers, same_draws, same_gradients
 from rematplan.runtime.graph.compat import TorchDynamoException, pytree
 
+TRACED = "FunctionalTensor"
+"""A name in the errors that a tracer's tensors cause outside of its trace."""
+
 
 def own_error(
     model: nn.Module, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -69,8 +72,8 @@ def _raised(
         try:
             forward(*args, **kwargs)
         except Exception as error:
-            # TorchDynamo's errors are a tracer's, not the model's.
-            return None if isinstance(error, TorchDynamoException) else error
+            # Errors of TorchDynamo, or of a tensor that a trace left in a cache, are a tracer's, not the model's.
+            return None if isinstance(error, TorchDynamoException) or TRACED in str(error) else error
     return None
 
 

@@ -94,6 +94,30 @@ def test_an_error_of_the_tracer_alone_is_a_model_error() -> None:
         planned(Careful("tracing"), torch.ones(5, 4))
 
 
+TABLES: dict[int, Tensor] = {}
+
+
+class Remembering(nn.Module):
+    """Keeps a table for each length."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return features of the same shape, for x (length, 4)."""
+        if len(x) not in TABLES:
+            TABLES[len(x)] = torch.arange(len(x)).cos()
+        y: Tensor = self.linear(x) * TABLES[len(x)][:, None]
+        return y
+
+
+def test_a_tensor_that_is_kept_outside_of_the_module_is_the_reason() -> None:
+    with pytest.raises(ModelError, match="Remembering: its forward leaves tensors"):
+        rematplan.plan_module(Remembering(), (torch.randn(5, 4),), budget="1GiB")
+    TABLES.clear()
+
+
 def test_searching_for_the_model_s_error_changes_nothing() -> None:
     model = Careful("loss")
     before, state, python = copy.deepcopy(model.state_dict()), torch.get_rng_state(), random.getstate()

@@ -87,6 +87,13 @@ def _resized(x: Tensor, size: Sequence[int]) -> Tensor:
     return again + rows[:, :, None]
 
 
+def overwritten(model: Any, x: Tensor) -> Tensor:
+    """Half of the features are those of the input."""
+    y, half = x * model.w, x.shape[1] // 2
+    y[:, :half] = x[:, :half]
+    return y
+
+
 Inputs = Callable[[int, int], tuple[Tensor, ...]]
 OPEN: dict[str, tuple[Callable[[], nn.Module], Inputs]] = {
     "mlp": (mlp, sequence),
@@ -152,6 +159,7 @@ FIXED: dict[str, tuple[Callable[[], nn.Module], str]] = {
         lambda: Of(lambda m, x: (x * m.w)[:, : int(x.shape[1] * 0.3 + 1)]),
         "may round|1 of argument 0",
     ),
+    "a part overwritten": (lambda: Of(overwritten), "other calls"),
     "recurrent": (lambda: Of(lambda m, x: m.parts[0](x)[0], nn.LSTM(WIDTH, WIDTH)), "numel"),
 }
 """Models of which some size has to be known, and what the stats say of it."""
