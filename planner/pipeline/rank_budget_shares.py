@@ -31,13 +31,15 @@ class RankBudgetShares:
         backward, and between the two parts of a split backward (I and W).
 
         ``share``: 0 to 1. The first limit is the least that any plan keeps, plus ``share`` of the difference to the
-        plan without recomputation. The second limit is ``share`` of what the plan without recomputation keeps between I
-        and W, but at least the first limit.
+        plan without recomputation. The second limit is what the plan without recomputation keeps between I and W,
+        minus the same number of bytes, but at least the first limit: tensors that the stage does not keep before the
+        backward need not be kept during it, while gradients that an I passes to its W cannot be computed again.
         """
         found = []
         for stage, most in zip(self.stages, self.all, strict=True):
-            kept = stage.least_kept + int(share * max(0, most.kept_bytes - stage.least_kept))
-            found.append((kept, max(kept, int(share * most.deferred_bytes))))
+            span = max(0, most.kept_bytes - stage.least_kept)
+            kept = stage.least_kept + int(share * span)
+            found.append((kept, max(kept, most.deferred_bytes - span + int(share * span))))
         return found
 
     def stage_budget(self, at: int, budget: int, bounds: Sequence[Bounds], relaxed: bool = False) -> int:
