@@ -12,13 +12,13 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
 
-from rematplan import api
 from rematplan.ir import ProblemError, TrainingGraph, UsageError
 from rematplan.pipeline.captured_stages import CapturedStage
 from rematplan.pipeline.step_chain import WRAPPER, NamedChain, named_chain
 from rematplan.planner.core.plan import Plan, plan_from_runs
 from rematplan.planner.pipeline.pipeline_file import PlannedPipeline
 from rematplan.planner.pipeline.stage_slices import BOUNDARY, WEIGHTS, StageSlice
+from rematplan.plans.op_costs import priced
 from rematplan.runtime.graph.captured_step import Call, CapturedStep
 from rematplan.runtime.problem import loss_boundary
 
@@ -69,30 +69,26 @@ class FilePlans:
             raise ProblemError(f"stage {number} is not the one that the file's plan is of: {error}") from None
 
 
-def file_plans(file: PlannedPipeline, name: str) -> FilePlans:
-    """Capture the step of the whole model that a pipeline file divides, and return it with the file's plans.
+def file_plans(file: PlannedPipeline, step: CapturedStep) -> FilePlans:
+    """Return the captured step of the whole model that a pipeline file divides, with the file's plans.
 
     Args:
         file: the pipeline file's content.
-        name: the model's name in the zoo.
+        step: the captured step of the model with its loss.
 
     Raises:
         ProblemError: the captured step cannot be divided at the cuts of the file.
     """
-    model = file.model
-    loaded = api.load_step(
-        name, sizes=api.Sizes(**model.get("sizes", {})), loss=model.get("loss"), weightless=True
-    )
-    graph = api.problem(loaded)
+    graph = priced(step, "roofline")
     for wanted in ((), file.names):
-        chain = named_chain(loaded.step, graph, wanted)
+        chain = named_chain(step, graph, wanted)
         try:
             found = chain.positions(file.names)
         except UsageError:
             continue
         if found == file.cuts:
-            return FilePlans(file, loaded.step, chain)
-    raise ProblemError(f"the step of {name} has other blocks than those that the file divides")
+            return FilePlans(file, step, chain)
+    raise ProblemError(f"the step of {step.name} has other blocks than those that the file divides")
 
 
 def message_copies(step: CapturedStep, names: Sequence[str]) -> frozenset[str]:

@@ -14,7 +14,6 @@ import torch
 from torch import distributed
 
 from rematplan.ir import InfeasibleBudget, ProblemError, ProcessEnded, UsageError, show_bytes
-from rematplan.models import ZOO, build, example_inputs
 from rematplan.pipeline.captured_stages import CapturedStage
 from rematplan.pipeline.match_file_plans import file_plans
 from rematplan.pipeline.plan_pipeline import captured_pipeline
@@ -25,12 +24,13 @@ from rematplan.planner.pipeline.messages import CHANNELS
 from rematplan.planner.pipeline.pipeline_file import PlannedPipeline
 from rematplan.plans.budgets import parse_budget
 from rematplan.plans.options import PlanOptions
-from rematplan.runtime.capture.with_loss import WithLoss, with_loss
+from rematplan.runtime.capture.with_loss import WithLoss
 from rematplan.runtime.costs.measure import peak_above_entry
 from rematplan.runtime.execute.compile import named_tensors
 from rematplan.runtime.pipeline.dataflow_schedule import gradient_error_of
 from rematplan.runtime.pipeline.random_seeds import Seeded
 from rematplan.runtime.pipeline.stage_modules import stage_modules
+from rematplan.step_loading import LoadedStep, Sizes, load_step
 
 SEED = 0
 LOST = ("Connection closed by peer", "Connection reset by peer", "Broken pipe", "gloo")
@@ -77,21 +77,18 @@ def run_on_all_ranks(plan: PlannedPipeline, *, verify: bool, time_limit: float) 
         time_limit: seconds of search for each rank that cannot use the file's plans.
 
     Raises:
-        UsageError: the model is not a network of the zoo.
+        UsageError: there is no such network of the zoo or ONNX file.
         InfeasibleBudget: no plans are found with which this rank stays within the budget.
         ProcessEnded: another process has ended.
     """
-    name = _network(plan)
     distributed.init_process_group("gloo")
     try:
-        return reports_of_step(plan, name, int(os.environ["RANK"]), verify=verify, time_limit=time_limit)
+        return reports_of_step(plan, int(os.environ["RANK"]), verify=verify, time_limit=time_limit)
     finally:
         distributed.destroy_process_group()
 
 
-def reports_of_step(
-    plan: PlannedPipeline, name: str, rank: int, *, verify: bool, time_limit: float
-) -> list[RankReport]:
+def reports_of_step(plan: PlannedPipeline, rank: int, *, verify: bool, time_limit: float) -> list[RankReport]:
     """Run one pipeline step as one rank of the default process group, and return the reports of all ranks.
 
     Cuts, schedule, budget and plans are those of ``plan``. A rank searches for other plans within the budget if the
@@ -100,7 +97,6 @@ def reports_of_step(
 
     Args:
         plan: the pipeline.
-        name: the model's name in the zoo.
         rank: this process's rank.
         verify: whether to compare the results with those of a single process.
         time_limit: seconds of search for each rank that cannot use the plans of ``plan``.
@@ -110,7 +106,7 @@ def reports_of_step(
         ProcessEnded: another process has ended.
     """
     try:
-        report = _run(plan, name, rank, verify, time_limit)
+        report = _run(plan, rank, verify, time_limit)
         gathered: list[Any] = [None] * plan.schedule.ranks
         distributed.all_gather_object(gathered, report)
         return gathered
@@ -123,22 +119,15 @@ def reports_of_step(
         ) from None
 
 
-def _network(plan: PlannedPipeline) -> str:
-    name = str(plan.model.get("model"))
-    if name not in ZOO:
-        raise UsageError(
-            f"{name}: pipeline-step runs only networks of the zoo; use rematplan.plan_pipeline for other models"
-        )
-    return name
-
-
-def _run(plan: PlannedPipeline, name: str, rank: int, verify: bool, time_limit: float) -> RankReport:
+def _run(plan: PlannedPipeline, rank: int, verify: bool, time_limit: float) -> RankReport:
     order = plan.schedule
-    module, inputs, target = _model(plan, name)
+    loaded = _loaded(plan)
+    module = loaded.module
+    inputs, target = _whole_batch(loaded, order.microbatches)
     asked = PlanOptions(budget="min", time_limit=time_limit, costs=str(plan.model.get("costs", "profile")))
     budget = parse_budget(str(plan.budget))
     pipe = captured_pipeline(module.model, inputs, None, order, budget, plan.names, asked, ranks=[rank])
-    found, anew = _rank_plan(plan, name, pipe, rank, asked)
+    found, anew = _rank_plan(plan, loaded, pipe, rank, asked)
     pipe = replace(pipe, ranks={rank: found})
     plain = copy.deepcopy(module) if verify else None
     stages = pipe.stages()
@@ -160,10 +149,11 @@ def _run(plan: PlannedPipeline, name: str, rank: int, verify: bool, time_limit: 
     )
     if plain is None:
         return report
-    names = {n for s in stages for n, _ in (*s.submod.named_parameters(), *s.submod.named_buffers())}
+    of_stages = {n for s in stages for n, _ in (*s.submod.named_parameters(), *s.submod.named_buffers())}
     expected = _expected_error(pipe, stages)
     wanted = _in_one_process(plain, inputs, target, pipe)
     ours, theirs = named_tensors(module.model), named_tensors(plain.model)
+    names = of_stages & ours.keys()  # a stage has the constants of its forward, too
     errors = _gradient_errors(ours, theirs, names)
     different = sorted(n for n in names if not torch.equal(ours[n], theirs[n]) or errors[n] > expected)
     if losses and list(report.losses) != wanted:
@@ -178,7 +168,7 @@ def _run(plan: PlannedPipeline, name: str, rank: int, verify: bool, time_limit: 
 
 
 def _rank_plan(
-    plan: PlannedPipeline, name: str, pipe: Pipeline, rank: int, asked: PlanOptions
+    plan: PlannedPipeline, loaded: LoadedStep, pipe: Pipeline, rank: int, asked: PlanOptions
 ) -> tuple[RankPlan, str]:
     """Return plans for the stages of a rank, and the reason why they are not the plans of the pipeline file.
 
@@ -186,7 +176,7 @@ def _rank_plan(
 
     Args:
         plan: the pipeline as read from the file.
-        name: the model's name in the zoo.
+        loaded: the whole model with the captured step of one micro-batch.
         pipe: the pipeline with the stages that this process captured.
         rank: this process's rank.
         asked: the options of the search.
@@ -198,7 +188,7 @@ def _rank_plan(
     try:
         if pipe.order.name in CHANNELS:
             raise ProblemError("a stage of a dataflow finds the inverses of its ops where it runs")
-        file = file_plans(plan, name)
+        file = file_plans(plan, loaded.step)
         own = [file.plan(number, part) for number, part in parts if isinstance(part, CapturedStage)]
         return measured_rank_plan(pipe.order, rank, pipe.parts, pipe.budget, own), ""
     except InfeasibleBudget as error:
@@ -220,22 +210,49 @@ def _expected_error(pipe: Pipeline, stages: Sequence[Any]) -> float:
     return gradient_error_of(gathered)
 
 
-def _model(plan: PlannedPipeline, name: str) -> tuple[WithLoss, tuple[torch.Tensor, ...], torch.Tensor]:
-    """Return the network with its loss, the inputs of a whole batch (all micro-batches), and its targets.
+def _loaded(plan: PlannedPipeline) -> LoadedStep:
+    """Load the network or the ONNX file that a pipeline file names, with data, and capture its step of one micro-batch.
 
-    Weights and data are random with a fixed seed, so that they are equal in all processes. A loss without targets gets
-    zeros.
+    Random weights and data are drawn with a fixed seed, so that they are equal in all processes.
+
+    Raises:
+        UsageError: there is no such network or file.
     """
-    sizes: Mapping[str, int] = plan.model.get("sizes", {})
-    one = sizes.get("batch") or len(example_inputs(name, **sizes)[0])
-    whole = {**sizes, "batch": one * plan.schedule.microbatches}
-    with torch.random.fork_rng():
-        torch.manual_seed(SEED)
-        model = build(name, **sizes)
-    inputs = example_inputs(name, seed=SEED, **whole)
-    module, batch = with_loss(model, inputs, plan.model.get("loss") or ZOO[name].loss, SEED)
-    targets = batch[len(inputs) :]
-    return module, inputs, targets[0] if targets else torch.zeros(len(inputs[0]))
+    model = plan.model
+    return load_step(
+        str(model.get("model")),
+        sizes=Sizes(**model.get("sizes", {})),
+        dims={str(name): int(size) for name, size in model.get("dims", ())},
+        loss=model.get("loss"),
+        seed=SEED,
+        bn=model.get("bn") or "as-is",
+        dropout=model.get("dropout") or "as-is",
+    )
+
+
+def _whole_batch(loaded: LoadedStep, microbatches: int) -> tuple[tuple[torch.Tensor, ...], torch.Tensor]:
+    """Return the inputs and the targets of all micro-batches. The tensors of the micro-batches are joined along their
+    first dimension.
+
+    The first micro-batch is that of ``loaded``. The others have the same numbers in another, random order. A loss
+    without targets gets zeros.
+
+    Raises:
+        UsageError: an input has no dimensions.
+    """
+    generator = torch.Generator().manual_seed(SEED)
+
+    def joined(one: torch.Tensor) -> torch.Tensor:
+        if not one.ndim:
+            raise UsageError(
+                f"{loaded.step.name} has an input without dimensions, which has no micro-batches"
+            )
+        orders = [torch.randperm(one.numel(), generator=generator) for _ in range(microbatches - 1)]
+        return torch.cat([one, *(one.flatten()[order].view(one.shape) for order in orders)])
+
+    count = loaded.module.inputs
+    inputs, targets = loaded.batch[:count], loaded.batch[count:]
+    return tuple(map(joined, inputs)), joined(targets[0]) if targets else torch.zeros(microbatches)
 
 
 def _in_one_process(

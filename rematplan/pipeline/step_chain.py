@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import difflib
+import math
 from collections import Counter
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 from rematplan.ir import TrainingGraph, UsageError
 from rematplan.planner.arrays.indexed import indexed
 from rematplan.planner.pipeline.stage_chain import StageChain, blocks_at, stage_chain
 from rematplan.runtime.graph.captured_step import CapturedStep
+from rematplan.runtime.graph.module_names import prefixes
 
 MOST_BLOCKS = 64
 """The largest number of blocks. Modules begin blocks from the outermost inwards, as long as there are not more
@@ -101,7 +103,8 @@ def _begins(
 
     Two kinds of modules are excluded: those between whose forward ops other ops run, and those that run first in the
     step. Of the rest, the modules in ``wanted`` are used first, then the outermost modules, then the modules inside
-    them, and so on by depth. A depth is used only if there are then fewer than `MOST_BLOCKS` modules.
+    them, and so on by depth. A depth is used only if there are then fewer than `MOST_BLOCKS` modules; if the outermost
+    modules are more, some of them are chosen.
 
     Args:
         step: the captured step.
@@ -116,7 +119,8 @@ def _begins(
     last: dict[str, int] = {}
     count: Counter[str] = Counter()
     for at, o in enumerate(forward):
-        for name in _modules(step.call[graph.ops[o].name].module, prefix):
+        module = step.call[graph.ops[o].name].module
+        for name in prefixes(module.removeprefix(prefix) if module.startswith(prefix) else ""):
             first.setdefault(name, at)
             last[name] = at
             count[name] += 1
@@ -129,15 +133,22 @@ def _begins(
         depth.setdefault(first[name], -1 if name in wanted else name.count("."))
         found.setdefault(first[name], name)
     most = max((d for d in range(9) if sum(x <= d for x in depth.values()) < MOST_BLOCKS), default=0)
-    return {forward[at]: name for at, name in found.items() if depth[at] <= most}
+    chosen = {forward[at]: name for at, name in found.items() if depth[at] <= most}
+    return chosen if len(chosen) < MOST_BLOCKS else _narrowest(graph, chosen, wanted)
 
 
-def _modules(module: str, prefix: str) -> Iterator[str]:
-    """Yield the names of the modules of which ``module`` is a part, from the outermost to ``module`` itself.
+def _narrowest(graph: TrainingGraph, begins: Mapping[int, str], wanted: Sequence[str]) -> dict[int, str]:
+    """Return fewer than `MOST_BLOCKS` of the places in ``begins``, and those of the modules in ``wanted``. Of each
+    group of consecutive places, the one is chosen at which the forward would send the fewest bytes.
 
-    For ``model.a.b`` and the prefix ``model.``, these are ``a`` and ``a.b``. Nothing is yielded for a name without
-    the prefix.
+    Args:
+        graph: the planning problem.
+        begins: names of modules, by the positions in ``graph`` of their first ops.
+        wanted: names of modules whose places are returned in any case.
     """
-    inside = module.removeprefix(prefix) if module.startswith(prefix) else ""
-    parts = inside.split(".") if inside else []
-    return (".".join(parts[: k + 1]) for k in range(len(parts)))
+    places = sorted(begins)
+    sends = dict(zip(places, stage_chain(graph, blocks_at(graph, places)).sends[1:], strict=False))
+    size = math.ceil(len(places) / (MOST_BLOCKS - 1))
+    groups = (places[at : at + size] for at in range(0, len(places), size))
+    chosen = {min(group, key=sends.__getitem__) for group in groups}
+    return {at: name for at, name in begins.items() if at in chosen or name in wanted}

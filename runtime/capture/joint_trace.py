@@ -26,7 +26,7 @@ from rematplan.runtime.capture.patches.eager_kernels import native_kernels
 from rematplan.runtime.capture.patches.fake_layouts import InPlaceLayouts, TrueLayouts
 from rematplan.runtime.capture.patches.size_text import no_size_as_text
 from rematplan.runtime.capture.patches.size_types import sizes_have_plain_types
-from rematplan.runtime.capture.read_fx import MODULE, read_joint_graph
+from rematplan.runtime.capture.read_fx import read_joint_graph
 from rematplan.runtime.capture.restore_state import check_no_sizes_kept, same_attributes
 from rematplan.runtime.capture.untied_module import UntiedModule
 from rematplan.runtime.graph.captured_step import CapturedStep
@@ -38,6 +38,7 @@ from rematplan.runtime.graph.compat import (
     inductor_config,
     tracing,
 )
+from rematplan.runtime.graph.module_names import MODULE
 from rematplan.runtime.graph.quiet_logs import quiet
 from rematplan.runtime.guards.assertions import VALUES_DECIDE, SpeculatedAssertions
 from rematplan.runtime.guards.decisions_by_values import ValueGuardRecorder

@@ -3,7 +3,6 @@ creates which storage, and which calls return views."""
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
@@ -27,11 +26,9 @@ from rematplan.runtime.graph.captured_step import (
     refs,
 )
 from rematplan.runtime.graph.compat import FakeTensor, FunctionalTensor, HigherOrderOperator
+from rematplan.runtime.graph.module_names import module_name
 from rematplan.runtime.graph.passes import with_phases, without_dead_calls
 from rematplan.runtime.symbols.expressions import ExpressionTable
-
-MODULE = "rematplan.module"
-"""The key under which a node's annotations have the name of its module."""
 
 MARKERS = frozenset({"profiler"})
 """Namespaces of ops that only mark the ranges of a profile."""
@@ -217,7 +214,7 @@ class _Reader:
             results=names,
             single=isinstance(node.meta["val"], torch.Tensor),
             seeded=torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ()) and _draws(node),
-            module=_module_of(node),
+            module=module_name(node),
             indexed=bool((node.meta.get("custom") or {}).get(INDEXED)),
         )
         made = [self.values[n] for n in names if n]
@@ -325,16 +322,6 @@ def _check_plannable(node: fx.Node) -> None:
     schema = getattr(node.target, "_schema", None)
     if schema is not None and schema.is_mutable:
         raise ModelError(f"{node.target} changes its arguments in place, so it cannot be planned")
-
-
-def _module_of(node: fx.Node) -> str:
-    """Return the name of the submodule whose forward calls the op of ``node``: as capture recorded it, otherwise as
-    TorchDynamo did. Empty if neither did."""
-    own = (node.meta.get("custom") or {}).get(MODULE)
-    if own is not None:
-        return str(own)
-    stack = list((node.meta.get("nn_module_stack") or {}).values())
-    return re.sub(r"^L\['\w+'\]\.?", "", str(stack[-1][0])) if stack else ""
 
 
 def _draws(node: fx.Node) -> bool:

@@ -10,11 +10,13 @@ from urllib.parse import quote, unquote
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.fx.traceback import annotate
 
 from rematplan.ir.errors import ModelError
 from rematplan.ir.onnx.graph import Graph, Weight
 from rematplan.ir.onnx.weight_roles import differentiated
 from rematplan.runtime.costs.measure import check_fits
+from rematplan.runtime.graph.module_names import ONNX_NODE, dotted
 from rematplan.runtime.guards.assertions import VALUES_DECIDE
 from rematplan.runtime.onnx.init_weights import first_readers, initialise
 from rematplan.runtime.onnx.instructions import Instruction, program_of
@@ -99,13 +101,8 @@ class OnnxModule(nn.Module):
             ModelError: the number of inputs is wrong, or a node cannot run on its inputs.
         """
         values = self.start(inputs)
-        updates: dict[str, Tensor] = {}
-        self._execute(self.program, values, updates)
-        outputs = tuple(self._tensor(o.name, values[o.name]) for o in self.graph.outputs)
-        with torch.no_grad():
-            for buffer, value in updates.items():
-                self._weight(buffer).copy_(value)
-        return outputs
+        self._execute(self.program, values)
+        return tuple(self._tensor(o.name, values[o.name]) for o in self.graph.outputs)
 
     def start(self, inputs: Sequence[Tensor]) -> dict[str, Value]:
         """Return the values that exist before the first node runs (the graph's inputs and the weights), by name.
@@ -123,21 +120,20 @@ class OnnxModule(nn.Module):
     def _weights(self) -> dict[str, Value]:
         return {**{name: self._weight(name) for name in self.names}, **self.known}
 
-    def _execute(
-        self, program: Iterable[Instruction], values: dict[str, Value], updates: dict[str, Tensor]
-    ) -> None:
-        """Execute nodes in order, and change ``values`` and ``updates`` in place.
+    def _execute(self, program: Iterable[Instruction], values: dict[str, Value]) -> None:
+        """Execute nodes in order, and write the new running statistics of batch norms to their buffers. A trace records
+        the name of the node of each op.
 
         Args:
             program: the nodes.
             values: the values that exist, by name. Results are added; values that no later node reads are removed.
-            updates: receives the new contents of buffers (running statistics of batch norms), by the buffer's ONNX
-                name.
         """
         for step in program:
-            results = self.advance(step, values)
-            for place, buffer in step.statistics:
-                values[buffer] = updates[buffer] = results[place]
+            with annotate({ONNX_NODE: dotted(step.node.name)}):
+                results = self.advance(step, values)
+                for place, buffer in step.statistics:
+                    values[buffer] = results[place]
+                    self._weight(buffer).copy_(results[place].detach())
             for name in step.last:
                 values.pop(name, None)
 
@@ -224,7 +220,7 @@ class OnnxModule(nn.Module):
             values = self._weights() | dict(
                 zip((*names.xs, *names.zs), (*by, *tensors[len(by) :]), strict=True)
             )
-            self._execute(step.inner, values, {})
+            self._execute(step.inner, values)
             y = self._tensor(names.y, values[names.y])
             return torch.autograd.grad(y, by, torch.ones_like(y), create_graph=again, materialize_grads=True)
 

@@ -18,10 +18,13 @@ from rematplan.runtime.graph.compat import HigherOrderOperator
 NO_GRAD = "wrap_with_set_grad_enabled"
 """The name of the call that runs a region in which gradients are switched off, or on again."""
 
+CHECK = torch.ops.aten._assert_tensor_metadata.default
+"""An op by which an exported graph checks the type of a tensor that it converts. It has no result."""
+
 
 def without_regions(module: fx.GraphModule, model: str) -> fx.Graph:
     """Return the module's graph, changed in place, with the ops of each region under `torch.no_grad` in place of the
-    region.
+    region, and without ops that only check types.
 
     The ops read detached tensors, so that their results require no gradients. Buffers are read as they are, because ops
     may write them.
@@ -34,6 +37,8 @@ def without_regions(module: fx.GraphModule, model: str) -> fx.Graph:
         ModelError: the forward has a region of another kind, such as `torch.autocast` or `torch.cond`.
     """
     graph = module.graph
+    for node in graph.find_nodes(op="call_function", target=CHECK):
+        graph.erase_node(node)
     for node in list(graph.nodes):
         if node.op != "call_function" or not isinstance(node.target, HigherOrderOperator):
             continue

@@ -15,13 +15,13 @@ from typing import Any
 
 import torch
 from torch import fx, nn
+from torch.fx.traceback import preserve_node_meta
 
 from rematplan.ir import ModelError, UsageError
 from rematplan.runtime.graph.compat import OpOverload, pytree
+from rematplan.runtime.graph.module_names import module_names
 from rematplan.runtime.pipeline.export_regions import without_regions
 
-MODULES = "nn_module_stack"
-"""The key under which an exported graph's nodes have the stack of their modules."""
 WITHOUT_GRADIENT = frozenset({torch.ops.aten.detach.default, torch.ops.aten.detach_.default})
 """Ops whose results do not require gradients even if their arguments do."""
 
@@ -54,7 +54,8 @@ def exported(model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -
             tensor nor a tuple or list of tensors, or its forward has a region that `without_regions` refuses.
     """
     try:
-        program = torch.export.export(model, tuple(args), dict(kwargs))
+        with preserve_node_meta():
+            program = torch.export.export(model, tuple(args), dict(kwargs))
     except Exception as error:
         reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
         raise ModelError(
@@ -83,7 +84,7 @@ def cut_names(graph: fx.Graph) -> tuple[str, ...]:
     count: dict[str, int] = {}
     ops = [node for node in graph.nodes if node.op == "call_function"]
     for at, node in enumerate(ops):
-        for name in _modules(node):
+        for name in module_names(node):
             first.setdefault(name, at)
             last[name] = at
             count[name] = count.get(name, 0) + 1
@@ -156,17 +157,12 @@ def _ops(graph: fx.Graph) -> list[fx.Node]:
     return [node for node in graph.nodes if node.op == "call_function"]
 
 
-def _modules(node: fx.Node) -> tuple[str, ...]:
-    """Return the names of the modules that contain a node, from outer to inner. The model itself is left out."""
-    return tuple(name for name, _ in node.meta.get(MODULES, {}).values() if name)
-
-
 def cut_places(graph: fx.Graph) -> dict[str, int]:
     """Return a dict from the name of each module in the graph to the position of its first op among all ops of the
     graph."""
     first: dict[str, int] = {}
     for at, node in enumerate(_ops(graph)):
-        for name in _modules(node):
+        for name in module_names(node):
             first.setdefault(name, at)
     return first
 

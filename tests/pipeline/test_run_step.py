@@ -38,7 +38,7 @@ def step(rank: int, path: Path, dies: bool = False) -> list[RankReport]:
     plan = load_pipeline(path)
     if dies and rank == 2:
         PipelineStage.backward_one_chunk = lambda *_, **__: os._exit(1)  # type: ignore[method-assign]
-    return reports_of_step(plan, str(plan.model["model"]), rank, verify=not dies, time_limit=1)
+    return reports_of_step(plan, rank, verify=not dies, time_limit=1)
 
 
 def changed(file: Path, folder: Path, change: Any) -> Path:
@@ -90,6 +90,14 @@ def test_a_dataflow_is_within_the_predicted_error(workers: Workers, tmp_path: Pa
     reports = workers.run(step, path=path)[0]
     check(reports)
     assert all(0 < one.error <= one.expected for one in reports[:-1])
+
+
+def test_a_step_of_an_onnx_file_has_the_bits_of_one_process(workers: Workers, tmp_path: Path) -> None:
+    path, model = tmp_path / "pipe.json", str(tmp_path / "net.onnx")
+    assert main(["export", "resnet18", "--image", "32", "--width", "8", "-o", model, "--quiet"]) == 0
+    assert main(["pipeline", model, "--dim", "batch=4", *ASKED, "--budget", "1GiB", "-o", str(path)]) == 0
+    reports = workers.run(step, path=path)[0]
+    check(reports)
 
 
 def test_a_rank_that_ends_takes_all_with_it_in_seconds(workers: Workers, file: Path) -> None:

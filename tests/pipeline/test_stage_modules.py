@@ -48,7 +48,7 @@ class Checkpointed(nn.Module):
         self.layer = nn.Linear(WIDTH, WIDTH)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return x + checkpoint(self.layer, x, use_reentrant=False)
+        return x + checkpoint(self.layer, x.to(torch.float64).float(), use_reentrant=False)
 
 
 class Nested(nn.Module):
