@@ -15,7 +15,7 @@ from rematplan.planner.auto.min_budget_plan import MIN_BUDGET, cheapest_near_sma
 from rematplan.planner.auto.smallest_peak_search import find_smallest_peak
 from rematplan.planner.bounds.cut_bounds import min_peak_bound
 from rematplan.planner.caches.plan_store import PlanStore
-from rematplan.planner.core.plan import Plan
+from rematplan.planner.core.plan import Plan, by_peak
 from rematplan.planner.core.strategy import Progress, Strategy, silent
 from rematplan.planner.peak_report import floor_text
 from rematplan.planner.registry import LIMIT
@@ -204,7 +204,8 @@ def plan_within(
         if hurried and strategy.resumes:
             check_floor(strategy, graph, budget)
         known_ones = (*starts, *known_plans(strategy, graph, store))
-        plan = _plan_or_lower(strategy, graph, budget, progress, known_ones)
+        stored = (*starts, *_stored_plans(strategy, graph, store))
+        plan = _plan_or_lower(strategy, graph, budget, progress, known_ones, stored)
     except InfeasibleBudget as error:
         if error.plan is not None and strategy.lasting:
             store.keep(graph, error.plan)
@@ -217,26 +218,49 @@ def plan_within(
 
 
 def _plan_or_lower(
-    strategy: Strategy, graph: TrainingGraph, budget: int, progress: Progress, starts: Sequence[Plan]
+    strategy: Strategy,
+    graph: TrainingGraph,
+    budget: int,
+    progress: Progress,
+    starts: Sequence[Plan],
+    stored: Sequence[Plan],
 ) -> Plan:
     """Return the plan of the strategy. If `Anneal`, limited in moves, finds none that fits, the search for the smallest
-    peak follows, with as many moves as for the budget ``min``; so a budget that ``min`` can meet is not refused.
+    peak follows, with as many moves as for the budget ``min``. If that finds none either, the whole search for ``min``
+    follows, because its last stage may find a smaller peak. So a budget that ``min`` can meet is not refused.
+
+    ``starts``: plans that the strategy starts from. ``stored``: plans that the search for ``min`` starts from.
 
     Raises:
-        InfeasibleBudget: no plan was found that fits.
+        InfeasibleBudget: no plan was found that fits. Its smallest peak is at most that of the plan for ``min``.
     """
     try:
         return strategy.plan(graph, budget, progress, starts)
     except InfeasibleBudget as error:
         if not isinstance(strategy, Anneal) or not strategy.moves:
             raise
-        effort = SearchBudget(strategy.time_limit, -(-strategy.moves // 2))
-        order, seed = strategy.keep_order, strategy.seed
+        moves, order, seed = strategy.moves, strategy.keep_order, strategy.seed
+        effort = SearchBudget(strategy.time_limit, -(-moves // 2))
         least = find_smallest_peak(
-            graph, effort, starts, progress, enough=budget, keep_order=order, seed=seed
+            graph, effort, stored, progress, enough=budget, keep_order=order, seed=seed
         )
+        if least.peak > budget:
+            near = cheapest_near_smallest_peak(
+                graph,
+                strategy.time_limit,
+                progress,
+                slack=LEAN["min"],
+                moves=moves,
+                keep_order=order,
+                seed=seed,
+                starts=stored,
+            )
+            least = min(least, near, key=by_peak)
         if least.peak <= budget:
-            return strategy.plan(graph, budget, progress, (least, *starts))
+            try:
+                return strategy.plan(graph, budget, progress, (least, *starts))
+            except InfeasibleBudget:  # the plan fits nevertheless
+                return replace(least, budget=budget)
         if least.peak < error.smallest:
             raise error.changed(smallest=least.peak, plan=least) from None
         raise
@@ -250,6 +274,11 @@ def known_plans(strategy: Strategy, graph: TrainingGraph, store: PlanStore) -> t
     """
     if not strategy.resumes:
         return ()
+    return _stored_plans(strategy, graph, store)
+
+
+def _stored_plans(strategy: Strategy, graph: TrainingGraph, store: PlanStore) -> tuple[Plan, ...]:
+    """Return the stored plans of a problem: those in memory, then those on disk if the strategy uses plans on disk."""
     return (*store.nearest(graph), *(store.kept(graph) if strategy.lasting else ()))
 
 
@@ -284,7 +313,7 @@ def least_plan(
     store, slack = PlanStore() if store is None else store, LEAN[kind]
     if isinstance(strategy, (Auto, Anneal, ILP)):
         limit = strategy.time_limit if time_limit is None else time_limit
-        known = (*starts, *store.nearest(graph), *(store.kept(graph) if strategy.lasting else ()))
+        known = (*starts, *_stored_plans(strategy, graph, store))
         moves = strategy.moves if isinstance(strategy, Anneal) else 0
         order = not isinstance(strategy, ILP) and strategy.keep_order
 

@@ -246,3 +246,15 @@ def test_an_interrupt_between_the_searches_keeps_the_best_plan(monkeypatch: pyte
     graph = problems.unet(3)
     plan = min_budget_plan.cheapest_near_smallest_peak(graph, 1.0, slack=0.01)
     assert plan.estimate.peak < no_recompute(graph).estimate.peak
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_annealing_of_counted_moves_refuses_no_peak_that_min_finds(seed: int) -> None:
+    graph = problems.random_training(random.Random(seed), 6)
+    anneal = Anneal(moves=2000)
+    with pytest.raises(InfeasibleBudget) as refused:
+        plan_within(anneal, graph, min_peak_bound(graph).bytes - 1)
+    found = least_plan(anneal, graph).peak
+    assert refused.value.smallest <= found
+    for budget in {found, refused.value.smallest}:
+        assert plan_within(anneal, graph, budget).peak <= budget
