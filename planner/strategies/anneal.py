@@ -39,6 +39,12 @@ class Anneal(SearchStrategy):
 
     carried: ClassVar[int] = 2
 
+    @property
+    def lasting(self) -> bool:
+        """Whether plans are saved on disk, as starts for searches in later processes. Those of a search limited in
+        moves are not: its result must not depend on what earlier processes found."""
+        return not self.moves
+
     def share(self, count: int) -> Self:
         """Return this strategy with its time limit and its number of moves divided by ``count``, moves rounded up."""
         return replace(super().share(count), moves=-(-self.moves // count))

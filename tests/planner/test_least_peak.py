@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 import problems
@@ -22,6 +22,7 @@ from rematplan.planner.auto.eviction_simulation import Simulation, random_policy
 from rematplan.planner.auto.min_budget_plan import MIN_BUDGET, cheapest_near_smallest_peak
 from rematplan.planner.auto.smallest_peak_search import find_smallest_peak
 from rematplan.planner.bounds.cut_bounds import min_peak_bound
+from rematplan.planner.caches.plan_store import PlanStore
 from rematplan.planner.core.plan import plan_from_runs
 from rematplan.planner.core.schedule import runs_of
 from rematplan.planner.core.strategy import Enough
@@ -258,3 +259,18 @@ def test_annealing_of_counted_moves_refuses_no_peak_that_min_finds(seed: int) ->
     assert refused.value.smallest <= found
     for budget in {found, refused.value.smallest}:
         assert plan_within(anneal, graph, budget).peak <= budget
+
+
+def test_searches_of_counted_moves_depend_on_no_plan_on_disk() -> None:
+    graph, anneal = problems.random_training(random.Random(0), 6), Anneal(moves=200)
+
+    def outcome() -> tuple[Sequence[str], int]:
+        with pytest.raises(InfeasibleBudget) as refused:
+            plan_within(anneal, graph, min_peak_bound(graph).bytes - 1)
+        return runs_of(least_plan(anneal, graph).schedule), refused.value.smallest
+
+    before = outcome()
+    leaner = least_plan(Anneal(moves=20_000), graph, kind="least")
+    assert leaner.peak < before[1]
+    PlanStore().keep(graph, leaner)
+    assert outcome() == before
