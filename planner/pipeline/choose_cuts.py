@@ -286,7 +286,7 @@ class PipelineSearch:
             if isinstance(plan, InfeasibleBudget):
                 plan = self._rank_plan(rank, self._intervals(cuts, rank), self.planner)
             if isinstance(plan, InfeasibleBudget):
-                raise InfeasibleBudget(f"rank {rank}", plan.budget, plan.smallest, plan.known, plan.floor)
+                raise plan.changed(strategy=f"rank {rank}")
             plans.append(plan)
         stages = sorted((stage for plan in plans for stage in plan.stages), key=lambda one: one.stage)
         times = [(s.forward, s.backward, s.weight) for s in stages]

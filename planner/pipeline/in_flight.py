@@ -25,7 +25,7 @@ from dataclasses import dataclass, replace
 from itertools import pairwise, product
 from typing import Protocol, TypeAlias
 
-from rematplan.ir import InfeasibleBudget, TrainingGraph
+from rematplan.ir import CHEAP, InfeasibleBudget, TrainingGraph
 from rematplan.planner.bounds.cut_bounds import min_peak_bound
 from rematplan.planner.core.plan import Plan
 from rematplan.planner.core.simulator import simulate
@@ -55,6 +55,8 @@ class RankSearchLimits:
     """All combinations of one candidate plan for each stage are tried if there are at most this many."""
     lowered: int = 12
     """The largest number of budgets to try when searching for a rank's smallest budget."""
+    cheaper: int = 3
+    """The number of budgets to try when searching for the smallest budget at which a rank recomputes little."""
     peak_weights: tuple[float, ...] = (0.0, 0.5, 1.0)
     """In the search for a rank's smallest budget, a plan of small peak is searched for with each of these weights. The
     weight sets the workspace of the op between forward and backward: with 0 only the peak counts, with 1 the plan must
@@ -135,7 +137,7 @@ class RankSearch:
         starts: Sequence[Sequence[Plan]] = (),
         kept: Sequence[int] = (),
     ) -> None:
-        self.until = time.monotonic() + seconds
+        self.seconds, self.until = seconds, time.monotonic() + seconds
         self.stages, self.actions, self.budget, self.planner = tuple(stages), actions, budget, planner
         self.found: list[list[_Candidate]] = [[] for _ in self.stages]
         self.kept = tuple(kept) or (math.inf,) * len(self.stages)
@@ -149,7 +151,8 @@ class RankSearch:
         """Return the cheapest plans found with which the rank stays within the budget.
 
         Raises:
-            InfeasibleBudget: no plans are found that fit. The error states the smallest budget found for the rank.
+            InfeasibleBudget: no plans are found that fit. The error states the smallest budget found for the rank, and
+                a budget at which recomputation takes at most 5 % of the time.
         """
         if (best := self._best()) is None or _extra(best) > 0:
             self._search()
@@ -158,7 +161,8 @@ class RankSearch:
             smallest = self.least()
             best = self._best()  # the search for the smallest budget may find plans that fit this one
             if best is None:
-                raise InfeasibleBudget("in_flight", self.budget, smallest, "searched")
+                cheap = self._least_cheap(smallest)
+                raise InfeasibleBudget("in_flight", self.budget, smallest, "searched", cheap=cheap)
         figures, plans = tuple(c.figures for c in best), tuple(c.plan for c in best)
         extra = _extra(best)
         floor = min(extra, self._floor()) if extra > 0 else 0.0
@@ -187,12 +191,36 @@ class RankSearch:
                 break
         return high
 
+    def _least_cheap(self, smallest: int) -> int:
+        """Return the smallest peak of the rank, in bytes, of plans found whose recomputation takes at most `CHEAP`
+        (5 %) of the time of the rank's stages without recomputation.
+
+        ``smallest``: bytes. `LIMITS.cheaper` budgets above it are tried. Together they take about as long as `run` may.
+        """
+        allowed = CHEAP * math.fsum(stage.graph.base_cost for stage in self.stages)
+
+        def peak() -> int:
+            return self._peak(self._choose(lambda c: (max(0.0, _extra(c) - allowed), self._peak(c))))
+
+        low, high = smallest, peak()
+        for _ in range(LIMITS.cheaper):
+            other = self._with_budget((low + high) // 2)
+            other.until = time.monotonic() + self.seconds / LIMITS.cheaper  # this search's own time is over
+            other._search()
+            low, high = (low, peak()) if peak() <= other.budget else (other.budget, high)
+        return high
+
+    def _with_budget(self, budget: int) -> RankSearch:
+        """Return a search like this one for another budget, in bytes. Both have the same lists of candidates."""
+        other = copy(self)
+        other.budget = budget
+        return other
+
     def _at(self, budget: int) -> int | None:
         """Search for plans within a budget of ``budget`` bytes, which may differ from that of the rank. Return the
         rank's peak with the plans found, in bytes; None if none fit. The search starts from all known plans, and its
         plans become candidates."""
-        other = copy(self)  # the copy shares the lists of candidates
-        other.budget = budget
+        other = self._with_budget(budget)
         if other._best() is None:
             other._search()
         best = other._best()

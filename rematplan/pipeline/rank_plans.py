@@ -119,7 +119,7 @@ def rank_plan(
         seconds = asked.time_limit
         return RankSearch(problems, actions, budget, planner, seconds, starts, kept).run()
     except InfeasibleBudget as error:
-        raise InfeasibleBudget(f"rank {rank}", budget, error.smallest, error.known) from None
+        raise error.changed(strategy=f"rank {rank}") from None
 
 
 def stated_rank_plan(

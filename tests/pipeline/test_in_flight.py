@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from replay import replayed
 from stage_chains import WEIGHTS, chain_stage, in_turn
 
-from rematplan.ir import InfeasibleBudget, TrainingGraph
+from rematplan.ir import CHEAP, InfeasibleBudget, TrainingGraph
 from rematplan.planner.core.plan import Plan, plan_from_runs
 from rematplan.planner.core.schedule import Run
 from rematplan.planner.ilp.exhaustive import exhaustive
@@ -119,6 +119,15 @@ def test_one_byte_below_the_least_budget_is_refused() -> None:
     with pytest.raises(InfeasibleBudget) as again:
         searched([stage], 3, least - 1)
     assert again.value.smallest == least
+
+
+def test_a_refusal_names_a_budget_at_which_little_is_recomputed() -> None:
+    stage = free(chain_stage([3, 5, 2, 4], [50.0, 1.0, 50.0, 50.0]))
+    with pytest.raises(InfeasibleBudget) as refused:
+        searched([stage], 3, 0)
+    cheap = refused.value.cheap
+    assert refused.value.smallest < cheap <= 140 < rank_peak(in_turn(3, 6), [all_kept(stage)]) == 165
+    assert searched([stage], 3, cheap).extra <= CHEAP * stage.graph.base_cost
 
 
 def test_the_stages_of_a_rank_share_one_budget() -> None:
