@@ -31,7 +31,7 @@ from rematplan.planner.bounds.loss_cut_start import cut_start
 from rematplan.planner.core.plan import Plan, by_cost, plan_from_runs
 from rematplan.planner.core.schedule import runs_of
 from rematplan.planner.core.strategy import INTERRUPTS, Progress
-from rematplan.planner.ilp.exhaustive import exhaustive
+from rematplan.planner.ilp.exhaustive import MOST_STATES, exhaustive
 from rematplan.planner.strategies.reversible import Reversible
 from rematplan.planner.strategies.store_all import no_recompute
 
@@ -91,7 +91,8 @@ class AutoSession:
             try:
                 if not self.finished and not self.solved_exhaustively():
                     self.gather()
-                    self.search()
+                    if not self.finished and not self.solved_exhaustively(SHARES.states):
+                        self.search()
             except INTERRUPTS:
                 if self.best is None:
                     raise
@@ -224,11 +225,12 @@ class AutoSession:
         self.take((plan,))
         return plan.estimate.overhead <= floor + SHARES.near
 
-    def solved_exhaustively(self) -> bool:
+    def solved_exhaustively(self, most_states: int = MOST_STATES) -> bool:
         """Solve a problem of very few ops by trying all schedules. Return whether that was done: it is not for larger
-        problems, nor if ops have a required order."""
-        ordered = self.graph.ordered or self.options.keep_order
-        exact = None if ordered else exhaustive(self.graph, self.budget)
+        problems (see `exhaustive`), nor if all ops must keep their order."""
+        until = time.monotonic() + SHARES.exhaustive * self.options.time_limit
+        keep = self.options.keep_order
+        exact = None if keep else exhaustive(self.graph, self.budget, most_states, until)
         if exact is None:
             return False
         floor = math.inf

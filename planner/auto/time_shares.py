@@ -51,6 +51,11 @@ class TimeShares:
     """The number of cores from which on a second annealing runs, after the search for the lower bound has ended."""
     few_ops: int = 200
     """With fewer ops than this, the block strategies take almost no time, and there is no annealing before them."""
+    exhaustive: float = 0.2
+    """The largest share for trying all schedules of a small problem."""
+    states: int = 100_000
+    """If the plans from which annealing would start are not proven optimal, all schedules of a small problem are tried,
+    through at most this many sets of resident tensors. That takes 2 to 5 seconds."""
     near: float = 0.005
     """In a problem of more than `VAST` ops, no block plans are made if the plan from the minimum cut at the loss
     exceeds the lower bound by at most this. It is an overhead: a share of the step's time without recomputation."""

@@ -1,7 +1,8 @@
 """Find the optimal schedule of a tiny problem by an exhaustive search; give up if the problem is not tiny.
 
-The search is A*. Its states are the sets of resident tensors. A transition frees tensors until an op fits the budget,
-then runs the op and costs as much as the op. So the search covers every order, any number of repetitions, and inverses.
+The search is A*. Its states are the sets of resident tensors, and for ops whose runs are restricted, whether they have
+run. A transition frees tensors until an op fits the budget, then runs the op and costs as much as the op. So the search
+covers every order, any number of repetitions, and inverses.
 
 A resident tensor does no harm until an op needs its bytes. So only minimal sets are freed: sets that would not free
 enough bytes without one of their tensors. A result is not kept if nothing reads it and it is not an output. The
@@ -13,6 +14,7 @@ from __future__ import annotations
 
 import heapq
 import math
+import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
@@ -36,19 +38,19 @@ class Optimum:
     runs: tuple[str, ...]
 
 
-def exhaustive(graph: TrainingGraph, budget: int, most_states: int = MOST_STATES) -> Optimum | None:
+def exhaustive(
+    graph: TrainingGraph, budget: int, most_states: int = MOST_STATES, until: float = math.inf
+) -> Optimum | None:
     """Return the optimal schedule within ``budget`` bytes of a tiny problem, found by a search (A*) over all sets of
     resident tensors.
 
     Return None if the problem is too large: if it has more than `MOST_TENSORS` tensors (without inputs; an op that
-    writes nothing counts as a tensor), or if the search reaches more than ``most_states`` sets of resident tensors.
-    Also return None if the problem has ops that may run only once, because a set of resident tensors does not tell
-    which ops have run. The order of random ops (``graph.ordered``) is ignored.
+    writes nothing, may run only once, or has its place in ``graph.ordered`` counts as a tensor), or if the search
+    reaches more than ``most_states`` sets of resident tensors, or lasts longer than ``until`` (of `time.monotonic`).
     """
-    bits = len(graph.tensors) - len(graph.inputs) + sum(not op.writes for op in graph.ops)
-    if graph.never_rerun or bits > MOST_TENSORS:
-        return None
     masks = _Masks(graph)
+    if masks.bits > MOST_TENSORS:
+        return None
     if graph.input_bytes > budget:
         return Optimum(math.inf, ())
     best: dict[int, float] = {0: 0.0}
@@ -60,9 +62,11 @@ def exhaustive(graph: TrainingGraph, budget: int, most_states: int = MOST_STATES
             continue
         if mask & masks.goal == masks.goal:
             return Optimum(cost, _path(came, mask))
+        if time.monotonic() > until:
+            return None
         resident = graph.input_bytes + masks.bytes(mask)
         for op, reads, writes in masks.recipes:
-            if mask & reads != reads or not writes & masks.useful & ~mask:
+            if mask & reads != reads or not writes & masks.useful & ~mask or masks.forbids(op.name, mask):
                 continue
             total, during = cost + op.cost, mask | writes
             short = resident + masks.bytes(writes & ~mask) + op.workspace - budget
@@ -81,27 +85,36 @@ class _Masks:
     """A problem whose sets of tensors are bit masks: one bit for each tensor that is not an input.
 
     An op that writes nothing runs for its side effect, and must run. So it gets a further bit of 0 bytes, which it sets
-    and which is part of ``goal``. ``recipes``: each op and inverse that may run, with the masks of what it reads and
-    writes. ``sizes``: pairs of a tensor's bit and its bytes, largest first, without tensors of 0 bytes. ``goal``: the
-    bits that must be set at the end. ``useful``: the bits of ``goal`` and of all tensors that an op or inverse reads.
+    and which is part of ``goal``. An op that may run only once, or whose first run has its place in an order, gets such
+    a bit too, outside of ``goal``: the bit tells whether the op has run. ``bits``: the number of bits. ``recipes``:
+    each op and inverse that may run, with the masks of what it reads and writes. ``sizes``: pairs of a tensor's bit and
+    its bytes, largest first, without tensors of 0 bytes. ``goal``: the bits that must be set at the end. ``useful``:
+    the bits of ``goal``, of ops that have run, and of all tensors that an op or inverse reads.
     """
 
     def __init__(self, graph: TrainingGraph) -> None:
         inputs = set(graph.inputs)
         names = [t.name for t in graph.tensors if t.name not in inputs]
-        silent = [op.name for op in graph.ops if not op.writes]
+        silent = {op.name for op in graph.ops if not op.writes}
+        marked = [op.name for op in graph.ops if op.name in silent.union(graph.ordered, graph.never_rerun)]
         bit = {t: 1 << i for i, t in enumerate(names)}
-        mark = {name: 1 << i for i, name in enumerate(silent, len(names))}
+        mark = {name: 1 << i for i, name in enumerate(marked, len(names))}
+        self.bits = len(names) + len(marked)
         self.sizes = sorted(
             ((bit[t], graph.size[t]) for t in names if graph.size[t]), key=lambda row: -row[1]
         )
         self.recipes: list[tuple[Op, int, int]] = [
-            (op, sum(bit.get(t, 0) for t in op.reads), sum(bit[t] for t in op.writes) or mark.get(op.name, 0))
+            (op, sum(bit.get(t, 0) for t in op.reads), sum(bit[t] for t in op.writes) + mark.get(op.name, 0))
             for op in (*graph.ops, *graph.inverses)
             if inputs.isdisjoint(op.writes)  # an inverse that writes an input may never run
         ]
-        self.goal = sum(bit.get(t, 0) for t in graph.outputs) + sum(mark.values())
-        self.useful = self.goal
+        self.goal = sum(bit.get(t, 0) for t in graph.outputs) + sum(mark[name] for name in silent)
+        self.useful = self.goal | sum(mark.values())
+        self._again = {name: mark[name] for name in graph.never_rerun}
+        self._first = {
+            name: (mark[name], sum(mark[later] for later in graph.ordered[i + 1 :]))
+            for i, name in enumerate(graph.ordered)
+        }
         for _, reads, _ in self.recipes:
             self.useful |= reads
         several = {t for inverse in graph.inverses for t in inverse.writes}
@@ -109,6 +122,12 @@ class _Masks:
             (op.cost, reads, writes & ~sum(bit[t] for t in op.writes if t in several))
             for op, reads, writes in reversed(self.recipes[: len(graph.ops)])
         ]
+
+    def forbids(self, name: str, mask: int) -> bool:
+        """Return whether an op may not run in the state ``mask``: it has run and may not run again, or it has not run
+        and an op whose first run must come later has."""
+        own, later = self._first.get(name, (0, 0))
+        return bool(mask & self._again.get(name, 0) or (mask & later and not mask & own))
 
     def bytes(self, mask: int) -> int:
         """Return the total bytes of the set of tensors ``mask``."""

@@ -10,13 +10,15 @@ from rematplan.ir import TrainingGraph
 
 def cheapest(graph: TrainingGraph, budget: int) -> float:
     """The least cost of any schedule within the budget, infinite if none fits: Dijkstra's algorithm, by single runs and
-    frees, over what is resident and which of the ops that write nothing have run."""
+    frees, over what is resident and which of the ops have run that write nothing, may run once or have an order."""
     inputs = set(graph.inputs)
     size = {t.name: t.bytes for t in graph.tensors if t.name not in inputs}
-    size |= {op.name: 0 for op in graph.ops if not op.writes}
+    marked = [op.name for op in graph.ops if not op.writes or op.name in (*graph.ordered, *graph.never_rerun)]
+    size |= dict.fromkeys(marked, 0)
     bit = {name: 1 << at for at, name in enumerate(size)}
+    ran = {name: bit[name] for name in marked}
     recipes = [
-        (sum(bit.get(t, 0) for t in op.reads), sum(bit[t] for t in op.writes or (op.name,)), op)
+        (sum(bit.get(t, 0) for t in op.reads), sum(bit[t] for t in op.writes) + ran.get(op.name, 0), op)
         for op in (*graph.ops, *graph.inverses)
         if inputs.isdisjoint(op.writes)
     ]
@@ -25,6 +27,14 @@ def cheapest(graph: TrainingGraph, budget: int) -> float:
     def held(mask: int) -> int:
         return graph.input_bytes + sum(size[name] for name, b in bit.items() if mask & b)
 
+    def allowed(name: str, mask: int) -> bool:
+        if name in graph.never_rerun and mask & ran[name]:
+            return False
+        if name not in graph.ordered or mask & ran[name]:
+            return True
+        later = graph.ordered[graph.ordered.index(name) + 1 :]
+        return not any(mask & ran[other] for other in later)
+
     best, queue = {0: 0.0}, [(0.0, 0)] if held(0) <= budget else []
     while queue:
         cost, mask = heapq.heappop(queue)
@@ -32,11 +42,13 @@ def cheapest(graph: TrainingGraph, budget: int) -> float:
             continue
         if mask & goal == goal:
             return cost
-        moves = [(cost, mask & ~b) for b in bit.values() if mask & b]
+        moves = [(cost, mask & ~b) for name, b in bit.items() if mask & b and name not in ran]
         moves += [
             (cost + op.cost, mask | writes)
             for reads, writes, op in recipes
-            if mask & reads == reads and held(mask | writes) + op.workspace <= budget
+            if mask & reads == reads
+            and held(mask | writes) + op.workspace <= budget
+            and allowed(op.name, mask)
         ]
         for total, then in moves:
             if total < best.get(then, math.inf):

@@ -11,7 +11,7 @@ from brute_force import cheapest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rematplan.ir import Op, Tensor, TrainingGraph
+from rematplan.ir import InfeasibleBudget, Op, Tensor, TrainingGraph
 from rematplan.planner.auto.auto_strategy import Auto
 from rematplan.planner.bounds.cut_bounds import min_peak_bound
 from rematplan.planner.core.plan import plan_from_runs
@@ -23,14 +23,16 @@ LAWS = settings(derandomize=True, deadline=None, max_examples=200)
 
 
 @LAWS
-@given(st.integers(0, 10**6), st.floats(0, 1), st.booleans())
-def test_the_cost_equals_that_of_a_plain_search_over_runs_and_frees(problems, seed, share, inverses):
+@given(st.integers(0, 10**6), st.floats(0, 1), st.booleans(), st.booleans())
+def test_the_cost_equals_that_of_a_plain_search_over_runs_and_frees(problems, seed, share, inverses, limited):
     rng = Random(seed)
     graph = problems.scrambled(rng, rng.randint(2, 5))
     made = [t for op in graph.ops for t in op.writes]
     if inverses and made:
         undo = Op("undo", tuple({rng.choice(made), rng.choice(made)}), (rng.choice(made),), 1.0)
         graph = replace(graph, inverses=(undo,))
+    if limited:
+        graph = restricted(rng, graph)
     base = plan_from_runs(graph, [op.name for op in graph.ops], "base").estimate.peak
     least = min_peak_bound(graph).bytes
     budget = int(least + share * (base - least))
@@ -40,6 +42,45 @@ def test_the_cost_equals_that_of_a_plain_search_over_runs_and_frees(problems, se
         plan = plan_from_runs(graph, found.runs, "exhaustive")
         assert plan.estimate.peak <= budget
         assert plan.estimate.cost == pytest.approx(found.cost)
+
+
+def restricted(rng, graph):
+    """The problem with some ops that may run only once, and some whose first runs have an order."""
+    names = [op.name for op in graph.ops]
+    once, ordered = ([name for name in names if rng.random() < 0.4] for _ in range(2))
+    return replace(graph, never_rerun=tuple(once), ordered=tuple(ordered))
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_auto_refuses_no_budget_that_a_small_problem_with_restricted_ops_fits(problems, seed):
+    rng = Random(seed)
+    graph = problems.scrambled(rng, 5)
+    graph = restricted(rng, replace(graph, ops=tuple(op for op in graph.ops if op.writes), ordered=()))
+    base = plan_from_runs(graph, [op.name for op in graph.ops], "base").estimate.peak
+    for budget in range(min_peak_bound(graph).bytes, base + 1, max(1, base // 8)):
+        cost = cheapest(graph, budget)
+        if math.isfinite(cost):
+            plan = Auto(time_limit=5, reuse=False).plan(graph, budget)
+            assert (plan.estimate.cost, plan.status) == (pytest.approx(cost), "optimal")
+        else:
+            with pytest.raises(InfeasibleBudget) as refused:
+                Auto(time_limit=5, reuse=False).plan(graph, budget)
+            assert refused.value.known == "proven"
+
+
+@pytest.mark.parametrize(("seed", "layers", "share"), [(12, 5, 0.5), (13, 5, 0.2)])
+def test_auto_proves_plans_optimal_that_take_more_than_a_few_thousand_sets_of_tensors(
+    problems, seed, layers, share
+):
+    """Linear relaxations do not prove these plans optimal."""
+    graph = problems.random_training(Random(seed), layers)
+    base = plan_from_runs(graph, [op.name for op in graph.ops], "base").estimate.peak
+    least = min_peak_bound(graph).bytes
+    budget = int(least + share * (base - least))
+    assert exhaustive(graph, budget) is None
+    plan = Auto(time_limit=30, reuse=False).plan(graph, budget)
+    assert plan.status == "optimal"
+    assert plan.estimate.cost == pytest.approx(exhaustive(graph, budget, 10**6).cost)
 
 
 def test_small_training_steps_are_solved(problems):
