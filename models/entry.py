@@ -1,4 +1,5 @@
-"""The entry of one network in the zoo (a collection of networks): its name, its sizes, and functions of the sizes."""
+"""The entry of one network in the zoo (a collection of networks): its name, its sizes, and functions that make
+the network and a random batch for given sizes."""
 
 from __future__ import annotations
 

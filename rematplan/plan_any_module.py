@@ -102,8 +102,9 @@ def plan_module(
         budget: bytes, or text: ``8GiB``; ``60%`` of the peak without recomputation; ``50% of activations``, which
             keeps inputs, outputs and gradients whole and half of the rest of that peak; ``least``, the smallest peak
             found; or ``min``, for the cheapest plan within 1 % of it. A percentage becomes bytes here, for the
-            peak of ``args``. These bytes apply to all later plans, also of copies and pickles of the module, so
-            ``args`` should be the largest batch. ``least`` and ``min`` are determined for each plan separately.
+            peak of ``args`` or of the largest sizes in ``shape_ranges``. These bytes apply to all later plans, also of
+            copies and pickles of the module, so ``args`` should be the largest batch. ``least`` and ``min`` are
+            determined for each plan separately.
         strategy: the name of a planning algorithm; ``auto`` combines several.
         time_limit: seconds of search for a plan. With ``refine`` the search runs in another process while training
             runs. The search for another shape starts from the earlier plans, and is given a quarter of the time if one
@@ -119,12 +120,13 @@ def plan_module(
         shape_ranges: the sizes that calls may have, by argument and dimension:
             ``{"input_ids": {1: (16, 512)}}``. Other sizes are refused. Plans are made here for the largest sizes
             first (``args`` and ``kwargs`` are repeated along these dimensions), then for those given and for the
-            smallest, so that training does not wait for the capture that serves all sizes, which is made for the
-            second shape.
-            For every combination of sizes from 2 on it is checked here that a known plan fits; if there are very many
-            combinations, for those in which all dimensions except one are at their largest. Where no plan fits, more
-            are searched. If some sizes remain without a plan, an error names them, or a warning does if
-            ``on_infeasible`` is ``least`` or ``eager``. (Nothing is checked with a saved plan, inverses,
+            smallest. This also makes, before training, the capture that serves all sizes, which would otherwise be made
+            at the second shape.
+            For every combination of sizes from 2 on it is checked here that a known plan fits; if there are more than
+            12 combinations apart from the dimension with the most sizes, for those in which all dimensions except one
+            are at their largest. Dimensions of the same number and range are assumed to have equal sizes. Where no plan
+            fits, ``auto`` searches for more. If some sizes remain without a plan, an error names them, or a warning
+            does if ``on_infeasible`` is ``least`` or ``eager``. (Nothing is checked with a saved plan, inverses,
             accumulation, several micro-batches in flight or a budget ``min`` or ``least``.)
         max_plans: the largest number of plans that are kept. Beyond it, the least recently used plan is dropped; it is
             made again when it is needed.
@@ -168,7 +170,9 @@ def plan_module(
         verbose: also print what the logger ``rematplan`` records about each plan, and show a progress bar if
             standard error is a terminal. Otherwise nothing is printed.
         in_flight: for pipeline schedules: how many micro-batches may be between the start of their forward and the
-            end of their backward. The budget holds for all of them together, in addition to accumulated gradients.
+            end of their backward. The budget bounds all of them together with the parameters' gradients, which are
+            counted once. It must be bytes or a percentage; inverses, ``overlap`` and saved plans are refused, and a
+            budget that no plan fits raises.
         deferred: the largest number of micro-batches whose weight gradients are still to be computed after their
             backward. A backward then computes only the gradients of the inputs, and `finish_weights` computes those of
             the weights later. None: a backward computes both.

@@ -67,9 +67,12 @@ class Bound:
 class CutBounds:
     """Proven lower bounds of the overhead at one budget. ``best`` is the best of them so far.
 
-    Each bound is proven by a set of *cuts*. A cut at an op is the constraint that the bytes resident at the op's first
-    execution fit the budget. The best bound for each budget is cached as long as the problem exists. A bound for one
-    budget also holds for smaller budgets. `stop` may be called from another thread.
+    ``best`` begins with the overhead of the ops that every schedule must run, or with the bound known for this or a
+    larger budget. It is infinite if `min_peak_bound` exceeds the budget. Better bounds are proven by sets of *cuts*. A
+    cut at an op is the constraint that the bytes resident at the op's first execution fit the budget. A maximum flow
+    proves the bound of one cut (`price`), an integer program or its relaxation that of a set (`solve`). The best bound
+    for each budget is cached as long as the problem exists. A bound for one budget also holds for smaller budgets.
+    `stop` may be called from another thread.
 
     ``rounded``: the order of execution (names of ops and inverses, repeats included) that the solution of the last
     integer program describes; empty if it has none. ``nearest``: such an order for the last integer program that was

@@ -22,8 +22,8 @@ def one_forward_one_backward(stages: int, microbatches: int) -> PipelineSchedule
     """Return the 1F1B schedule, with one stage per rank: stage s has ``stages`` − s micro-batches in flight, at most
     ``microbatches``.
 
-    This is the smallest number with which stages of equal time need not pause between two actions, if messages take no
-    time.
+    With fewer in flight, the step takes longer. With this number, stages of equal time pause only before their first
+    backward and after their last forward, if messages take no time.
     """
     return one_stage_a_rank("1f1b", [stages - s for s in range(stages)], microbatches)
 

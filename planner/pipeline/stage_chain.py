@@ -296,8 +296,8 @@ class _Assignment:
             self.at[o] = to
 
     def _comes_only_for(self, t: int, o: int, to: int) -> bool:
-        """Return whether tensor ``t`` is a gradient that would be sent as far as block ``to`` only for op ``o``,
-        because all other ops that read it are in later blocks."""
+        """Return whether tensor ``t`` is a gradient that would be sent back to the earlier block ``to`` only for op
+        ``o``, if that op moved there: all other ops that read it are in blocks after ``to``."""
         p = self.ix.producer[t]
         return (
             p >= 0 and not self.ix.forward[p] and all(self.at[r] > to for r in self.ix.readers[t] if r != o)

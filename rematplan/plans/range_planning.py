@@ -75,7 +75,7 @@ class RangePlan:
 
     @property
     def members(self) -> int:
-        """The number of known plans, counted over all structures."""
+        """The number of known plans in all groups of ``families``."""
         return sum(map(len, self.families.values()))
 
     @property

@@ -139,8 +139,8 @@ class Writer(Emitter):
         self.drop_dead()
 
     def _not_read_from(self, start: int, outputs: Sequence[str] = ()) -> list[str]:
-        """Return the values among ``outputs`` and the step's inputs whose storages nothing reads from position
-        ``start`` of the schedule on. Schedules have no frees for inputs and outputs, so the caller drops them."""
+        """Return those of ``outputs`` and of the step's inputs whose storages are no longer read at position ``start``
+        of the schedule or later. Schedules have no frees for inputs and outputs, so the caller drops them."""
         late = read_from(self.step, self.schedule, start)
         ends = [*(i.value for i in self.step.inputs), *outputs]
         return [v for v in ends if self.step.values[v].storage not in late]

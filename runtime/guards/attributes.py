@@ -235,7 +235,7 @@ class Reads:
         """Return the records (objects that exist for their attributes, such as a configuration) that the forward read.
 
         For each record, all positions are returned at which it was found: the position of a module and a path of
-        attribute names. A record that is no longer at one of these positions is left out.
+        attribute names. A record is left out unless it is still at all of these positions.
         """
         attributes = [vars(module) for module in self.modules]
         return [

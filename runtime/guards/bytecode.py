@@ -5,7 +5,7 @@ from __future__ import annotations
 import dis
 import site
 import sys
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Iterator
 from functools import cache
 from types import CodeType
 from typing import Any
@@ -40,8 +40,17 @@ def variables_in(code: CodeType) -> Names:
 
 
 def strings_in(code: CodeType) -> Names:
-    """Return the string constants of a code object, without those of nested functions."""
-    return frozenset(const for const in code.co_consts if isinstance(const, str))
+    """Return the string constants of a code object, those in constant tuples and sets included, without those of nested
+    functions."""
+    return frozenset(_strings(code.co_consts))
+
+
+def _strings(constants: Iterable[object]) -> Iterator[str]:
+    for constant in constants:
+        if isinstance(constant, str):
+            yield constant
+        elif isinstance(constant, (tuple, frozenset)):
+            yield from _strings(constant)
 
 
 def packages_of(things: Iterable[Any]) -> Names:

@@ -16,8 +16,9 @@ ATEN = torch.ops.aten
 
 
 class Tape(Protocol):
-    """Those methods of `decisions_by_values.OpTape` that the functions in this file need. An `OpTape` records the calls
-    of a traced forward and computes known values from the real tensors."""
+    """The part of `decisions_by_values.OpTape` that the functions in this file need. An `OpTape` records the calls of a
+    traced forward, and computes on real tensors the values that depend neither on trained parameters nor on random
+    numbers."""
 
     drawn: dict[int, torch.Tensor]
     """By id, results of ``rand`` that no call has written to since."""

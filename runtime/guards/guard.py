@@ -127,7 +127,8 @@ def _tables(rows: Sequence[tuple[int, Found]], fetch: Callable[[Any, str], Any] 
 def _numbered(
     pairs: Sequence[tuple[Any, Found]], fetch: Callable[[Any, str], Any] = getitem
 ) -> tuple[Namespaces, list[Table]]:
-    """Return a list of namespaces, and the tables (`_tables`) with positions in this list.
+    """Return the namespaces as a list, one for each pair, and the tables (`_tables`) that compare what was found in
+    them. The tables name a namespace by its position in this list.
 
     Args:
         pairs: the namespaces, each with what was found in it.

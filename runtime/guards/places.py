@@ -69,7 +69,7 @@ class Attribute:
     owner: Owner
 
     def find(self, attributes: Attributes) -> dict[str, Any]:
-        """Return the ``__dict__`` of the module or record as it is now.
+        """Return the ``__dict__`` of this place's module or record as it is now.
 
         ``attributes``: the ``__dict__`` of each module, by position.
 
@@ -137,7 +137,8 @@ class ByName(Mapping[str, Any]):
 class AttributesByName(ByName):
     """A read-only mapping whose values are attributes of objects, such as the contents of closure cells.
 
-    ``where``: by name, the object and the name of its attribute. A guard reads them without this mapping, in C.
+    ``where``: by name, the object and the name of its attribute. A guard does not use this mapping:
+    it reads the attributes from the objects with ``getattr``, called from C.
     """
 
     def __init__(self, where: Mapping[str, tuple[Any, str]]) -> None:

@@ -60,7 +60,8 @@ class _StepStructure:
     sources: OrderedDict[bytes, CompiledPlan] = field(default_factory=OrderedDict)
 
     def compiled(self, key: bytes, schedule: Schedule, most: int) -> CompiledPlan:
-        """Return a schedule, compiled so that it serves all sizes. It is compiled only if it is not in ``sources``.
+        """Return the compiled plan of a schedule, which serves all sizes: the one in ``sources``, otherwise a new one,
+        which is added.
 
         ``key``: the schedule's key in ``sources``. ``most``: the largest number of compiled plans that are kept.
         """

@@ -232,8 +232,9 @@ def mapped(product: Product, chain: Chain) -> Placement:
 
 
 def _replayed(product: Product, chain: Chain) -> tuple[torch.Tensor, list[tuple[int, int]]]:
-    """Apply the views and sums of ``chain`` to an empty contiguous tensor with the shape of the product's result. A sum
-    takes one entry of each dimension instead, so that the strides of the other dimensions stay.
+    """Apply the views and sums of ``chain`` to an empty contiguous tensor with the shape of the product's result. Each
+    sum is replaced by taking the first entry along the dimensions that it sums over, so that the strides of the other
+    dimensions stay.
 
     Return the resulting tensor, and the size and stride of each dimension over which the chain sums.
     """

@@ -1,9 +1,10 @@
 """The entries (`Row`) of the table that implements ONNX ops, and helpers for their functions.
 
 An entry's function implements one version of an op on torch tensors. It is called as ``run(node, *inputs)``, with the
-node's inputs in order (None for an absent one), and returns a tensor or a tuple of tensors. It never changes an input.
-The entry's other fields say which inputs arrive as NumPy arrays or Python numbers instead of tensors: values that do
-not depend on data, such as shapes, axes and pads.
+node's inputs in order (None for an absent one), and returns a tensor or a tuple of tensors; functions of ops on
+sequences may also return a list or a NumPy array. It never changes an input. The entry also states the op, the opset
+version from which on it is valid, and which inputs arrive as NumPy arrays or Python numbers instead of tensors: values
+that do not depend on data, such as shapes, axes and pads.
 """
 
 from __future__ import annotations

@@ -254,7 +254,7 @@ class Holding(Part):
         self.answering = Answering(by=2.0, inner=Answering(by=1.5), noted=0)
         self.present = SimpleNamespace(by=2.0)
         self.acts = [nn.LeakyReLU(0.5), nn.Sequential(nn.Dropout(0.5).eval(), nn.LeakyReLU(0.5))]
-        self.by = 2.0
+        self.by = self.one = self.other = 2.0
 
     def forward(self, x: Tensor) -> Tensor:
         y = self.method(self.times(super().forward(x)))
@@ -264,6 +264,8 @@ class Holding(Part):
         for act in self.acts:
             y = act(y - 1)
         y = y * vars(self)["by"] * self.__dict__.get("further", 1.0)
+        for name in ("one", "other"):
+            y = y * vars(self)[name]
         return y * self.slotted.by * self.listed[0].by * self.unsized[0] * float(self.numbers.sum())
 
 
@@ -282,6 +284,7 @@ OBJECTS: dict[str, Callable[[Holding], Any]] = {
     "the mode of a module in a list": lambda m: m.acts[1].train(),
     "what is read in the dictionary of attributes": lambda m: setattr(m, "by", 3.0),
     "what comes to the dictionary of attributes": lambda m: setattr(m, "further", 3.0),
+    "what is read by a name out of a tuple": lambda m: setattr(m, "other", 3.0),
     "an array's numbers": lambda m: m.numbers.__setitem__(2, 5.0),
 }
 
