@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from typing import Any, Literal
 
+LONGEST = 4000
+"""The number of characters up to which a message is shown whole; of longer ones, the beginning and the end are."""
+
 
 class RematplanError(Exception):
     """Base class of every error that a user's input or budget causes, as opposed to a bug in rematplan.
@@ -15,8 +18,11 @@ class RematplanError(Exception):
     exit_status = 2
 
     def __init__(self, message: object = "") -> None:
-        # Names from a file may contain line breaks; the message must stay one line.
-        super().__init__(" ".join(str(message).splitlines()))
+        # Names from a file may contain line breaks, or be very long; the message must stay one line that can be read.
+        line = " ".join(str(message).splitlines())
+        super().__init__(
+            line if len(line) <= LONGEST else f"{line[: LONGEST // 2]} … {line[-LONGEST // 2 :]}"
+        )
 
 
 class ProblemError(RematplanError):

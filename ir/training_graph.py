@@ -11,6 +11,7 @@ import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
+from itertools import pairwise
 from typing import Literal
 
 from rematplan.ir.errors import ProblemError
@@ -184,6 +185,12 @@ def check(graph: TrainingGraph) -> None:
         for name in names:
             if name not in known:
                 raise ProblemError(f"{what} op {name!r} is not among the ops")
+    position = {o.name: i for i, o in enumerate(graph.ops)}
+    for first, then in pairwise(graph.ordered):
+        if position[first] >= position[then]:
+            raise ProblemError(
+                f"ordered: {first!r} stands before {then!r}; the list must have the order of the ops"
+            )
 
 
 def _check_order(graph: TrainingGraph) -> set[str]:

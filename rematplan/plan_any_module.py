@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
-from rematplan.ir import UsageError
+from rematplan.ir import ModelError, UsageError
 from rematplan.planner.core.plan import Plan
 from rematplan.plans.held_by_others import Reserved
 from rematplan.plans.options import PlanOptions
@@ -182,8 +182,9 @@ def plan_module(
         UsageError: no budget, a malformed budget or loss memory; an unknown strategy, option, kind of costs, overlap,
             module or op; statistics together with a saved plan.
         ProblemError: the saved plan belongs to another graph.
-        ModelError: the model cannot be captured. An exception of the model itself for these arguments is raised
-            unchanged (if capture fails, the model is run once, without gradients, to find out).
+        ModelError: the model has no data (it is on the meta device), or cannot be captured. An exception of the model
+            itself for these arguments is raised unchanged (if capture fails, the model is run once, without gradients,
+            to find out).
     """
     if not isinstance(model, nn.Module):
         raise UsageError(f"model is a {type(model).__name__}; it must be a torch.nn.Module")
@@ -191,6 +192,10 @@ def plan_module(
         raise UsageError(
             f"args is a {type(args).__name__}; write the arguments of the model as a tuple, such as (x,)"
         )
+    named = {f"model.{name}": tensor for name, tensor in named_tensors(model).items()}
+    for name, tensor in named.items():
+        if tensor.is_meta:
+            raise ModelError(f"{name} is on the meta device, without data; plan the model where it trains")
     asked = PlanOptions(
         budget=budget,
         strategy=strategy,
@@ -218,7 +223,6 @@ def plan_module(
         print_log()
     if statistics is not None and plan is not None:
         raise UsageError("a saved plan cannot be used together with statistics; state a budget instead")
-    named = {f"model.{name}": tensor for name, tensor in named_tensors(model).items()}
     shapes = ShapeOptions(dynamic, max_plans, shape_ranges or {})
     planner = StepPlanner(asked, named=named)
     planned = planned_module(model, planner, shapes, statistics)

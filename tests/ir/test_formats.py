@@ -195,6 +195,11 @@ REFUSED = {
         lambda d: [o.update(cost=1.7e308) for o in d["ops"]],
         "costs sum to more than 1e\\+300",
     ),
+    "ordered against the ops": (
+        put("ordered", ["g", "f"]),
+        "ordered: 'g' stands before 'f'; the list must have the order of the ops",
+    ),
+    "ordered twice": (put("ordered", ["f", "f"]), "ordered: 'f' stands before 'f'"),
     "cost a bool": (put("ops", 0, "cost", True), "op 'f': cost is 'True'"),
     "cost a text": (put("ops", 0, "cost", "1"), "op 'f': cost is '1'"),
     "phase unknown": (put("ops", 0, "phase", "sideways"), "op 'f': phase is 'sideways'"),
@@ -246,6 +251,14 @@ def test_what_is_wrong_is_said_in_one_line(case):
         problem_from_json(data)
     assert "\n" not in str(caught.value)
     assert caught.value.exit_status == 2
+
+
+def test_a_message_about_a_very_long_name_stays_short():
+    data = example()
+    data["inputs"].append("n" * 10**7)
+    with pytest.raises(ProblemError, match=r"^input 'nnn.* … .*nnn' is not among the tensors$") as caught:
+        problem_from_json(data)
+    assert len(str(caught.value)) < 5000
 
 
 @pytest.mark.parametrize("data", [None, [], "text", 3, True, {}])
