@@ -51,7 +51,7 @@ class TimeShares:
     """The number of cores from which on a second annealing runs, after the search for the lower bound has ended."""
     few_ops: int = 200
     """With fewer ops than this, the block strategies take almost no time, and there is no annealing before them."""
-    exhaustive: float = 0.2
+    exhaustive: float = 0.1
     """The largest share for trying all schedules of a small problem."""
     states: int = 100_000
     """If the plans from which annealing would start are not proven optimal, all schedules of a small problem are tried,
