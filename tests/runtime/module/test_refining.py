@@ -163,12 +163,14 @@ def test_two_modules_in_two_threads_exchange_plans_that_a_third_thread_finds(els
     ]
     assert len(plans) == 2
     entries = [m._rematplan.last for m in modules]
-    training, failed = threading.Event(), list[BaseException]()
+    training, arrived, failed = threading.Event(), threading.Event(), list[BaseException]()
 
     def train(model: nn.Module) -> None:
         try:
             optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-            for _ in range(100):
+            for k in range(100):
+                if k == 50:
+                    arrived.wait(60)  # so that a plan is exchanged, however slowly the third thread runs
                 model(X).backward()
                 optimizer.step()
                 optimizer.zero_grad()
@@ -182,6 +184,8 @@ def test_two_modules_in_two_threads_exchange_plans_that_a_third_thread_finds(els
             for (_, _, heard), entry, found in zip(elsewhere.searches, entries, plans, strict=True):
                 entry.running.refinement._best = float("inf")  # so that any plan counts as better
                 heard(found[k % len(found)], False)
+            if k == 2:
+                arrived.set()
             time.sleep(0.001)
 
     finder = threading.Thread(target=find)
