@@ -73,6 +73,6 @@ def _fit(name: str, option: str, value: object, kind: Any) -> object:
         or value != value  # not a number
     ):
         raise UsageError(f"{name}: {option} is {value!r}, not of type {kind.__name__}")
-    if kind is float and value < 0:
+    if kind is float and option != "gap" and value < 0:  # a negative gap means: search until the time limit
         raise UsageError(f"{name}: {option} is {value!r}; it must be at least 0")
     return value

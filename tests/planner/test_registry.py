@@ -37,7 +37,6 @@ def test_options_are_fields_and_read_from_text():
         ("exact_dp", {"ticks": 1.5}, "ticks is 1.5, not of type int"),
         ("auto", {"time_limit": "nan"}, "time_limit is nan, not of type float"),
         ("auto", {"time_limit": -1}, "time_limit is -1; it must be at least 0"),
-        ("auto", {"gap": "-0.1"}, "gap is -0.1; it must be at least 0"),
         ("exact_dp", {"ticks": 0}, "ticks is 0; it must be at least 1"),
         ("approx_dp", {"budgets": -1}, "budgets is -1; it must be at least 1"),
         ("exact_dp", {"max_lower_sets": 1}, "max_lower_sets is 1; it must be at least 2"),
