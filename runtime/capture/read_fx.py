@@ -37,7 +37,15 @@ SIZES = (int, float, torch.SymInt, torch.SymFloat, torch.SymBool)
 """Types of the results of nodes that compute with sizes."""
 
 # Ops that return their argument unchanged once autograd has finished. They become aliases of the argument.
-SAME = frozenset({torch.ops.aten.detach.default, torch.ops.aten.alias.default})
+SAME = frozenset(
+    {
+        torch.ops.aten.detach.default,
+        torch.ops.aten.alias.default,
+        # It copies a constant, such as torch.tensor([1, 2]) in a forward, so that ops in place do not change the
+        # constant. A captured step has no ops in place. The fake tracer takes the copy for the constant itself.
+        torch.ops.aten.lift_fresh_copy.default,
+    }
+)
 
 
 def read_joint_graph(

@@ -97,3 +97,33 @@ def test_the_copy_of_a_gradient_with_other_strides_is_charged(order: tuple[int, 
     ours.zero_grad()
     resident = x.nbytes + tangent.nbytes + ours.weight.nbytes
     assert resident + peak_above_entry(step, torch.device("cpu"))[0] <= ours.plan.estimate.peak
+
+
+class Table(nn.Linear):
+    """Makes a tensor of numbers in its forward, as large as all else, and returns it too."""
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        table = torch.tensor([0.5] * 4096)
+        self.made = torch.tensor([1.0, 2.0])
+        table[0] = 1.0
+        return super().forward(x).tanh() * table[:4], self.made
+
+
+def test_a_tensor_of_numbers_made_in_a_forward_is_held_once_and_not_changed_by_the_caller() -> None:
+    ours, plain = planned_and_plain(Table(8, 4), X)
+    for _ in range(2):
+        grads = []
+        for model in (ours, plain):
+            model.zero_grad()
+            y, made = model(X)
+            assert made.tolist() == [1.0, 2.0] == model.made.tolist()
+            made.zero_()
+            model.made.add_(1)
+            y.square().sum().backward()
+            grads.append((y.detach(), *(p.grad for p in model.parameters())))
+        assert all(map(torch.equal, *grads))
+    model, step = ours, rematplan.planning(ours).plan
+    model.zero_grad()
+    above, _ = peak_above_entry(lambda: model(X)[0].square().sum().backward(), torch.device("cpu"))
+    inputs = X.nbytes + sum(p.nbytes for p in model.parameters())
+    assert inputs + above <= step.peak
