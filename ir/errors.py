@@ -5,7 +5,8 @@ from __future__ import annotations
 from typing import Any, Literal
 
 LONGEST = 4000
-"""The number of characters up to which a message is shown whole; of longer ones, the beginning and the end are."""
+"""The largest number of characters of a message. Of a longer message, the first half and the last half of this number
+are shown."""
 
 
 class RematplanError(Exception):

@@ -189,7 +189,7 @@ def check(graph: TrainingGraph) -> None:
     for first, then in pairwise(graph.ordered):
         if position[first] >= position[then]:
             raise ProblemError(
-                f"ordered: {first!r} stands before {then!r}; the list must have the order of the ops"
+                f"ordered: {first!r} comes before {then!r}; the list must have the order of the ops"
             )
 
 

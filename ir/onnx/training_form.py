@@ -142,8 +142,8 @@ def _trained(node: Node, more: _Additions) -> Node | None:
 def _own_statistics(node: Node, more: _Additions) -> Node:
     """Return a batch norm node with a separate copy of each running statistic that other nodes read too.
 
-    In training form each batch norm updates its running statistics with those of its own input, so they cannot be
-    shared. ``more``: gets the copies as initialisers.
+    In training form each batch norm updates its running statistics from its input, so two batch norms cannot share
+    them. ``more``: gets the copies as initialisers.
     """
     inputs = list(node.inputs)
     shared = Counter(i for n in more.draft.nodes for i in n.inputs)

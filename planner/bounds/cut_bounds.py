@@ -69,8 +69,9 @@ class CutBounds:
 
     ``best`` begins with the overhead of the ops that every schedule must run, or with the bound known for this or a
     larger budget. It is infinite if `min_peak_bound` exceeds the budget. Better bounds are proven by sets of *cuts*. A
-    cut at an op is the constraint that the bytes resident at the op's first execution fit the budget. A maximum flow
-    proves the bound of one cut (`price`), an integer program or its relaxation that of a set (`solve`). The best bound
+    cut at an op is the constraint that the bytes resident at the op's first execution fit the budget. For one cut,
+    a maximum flow proves the bound (`price`). For a set of cuts, an integer program or its relaxation proves it
+    (`solve`). The best bound
     for each budget is cached as long as the problem exists. A bound for one budget also holds for smaller budgets.
     `stop` may be called from another thread.
 

@@ -230,9 +230,8 @@ def _names(graph: TrainingGraph) -> tuple[tuple[str, ...], tuple[str, ...]]:
 
 
 def _with_latest(met: tuple[Amounts, ...], amounts: Amounts) -> tuple[Amounts, ...]:
-    """Return ``met``, the sizes, workspaces and costs of several problems, with those of a further problem
-    (``amounts``) at the end. If these are more than `LIMITS.sizes_met` problems, only the one with the most bytes
-    (first) and the latest ones are returned."""
+    """Return ``met`` with ``amounts`` at the end. Each entry has the sizes, workspaces and costs of one problem. If
+    there are more than `LIMITS.sizes_met` entries, return only the one with the most bytes (first) and the latest."""
     met = (*(known for known in met if not known.equals(amounts)), amounts)
     if len(met) <= LIMITS.sizes_met:
         return met

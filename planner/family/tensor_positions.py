@@ -15,9 +15,9 @@ class TensorPositions:
     """Positions in ``graph.tensors`` of a problem.
 
     ``written``: of the tensors that ops write, in the order in which ops write them. ``inputs``: of the inputs.
-    ``moved``: of the tensors that the first op reads and writes, then of those of the second op, and so on, inverses
-    last. ``counts``: how many entries of ``moved`` each op or inverse has. ``ends``: the index in ``moved`` after the
-    last entry of each.
+    ``moved``: of the tensors that the first op reads and writes, then of the tensors that the second op reads and
+    writes, and so on; inverses follow the ops. ``counts``: how many entries of ``moved`` each op or inverse has.
+    ``ends``: the index in ``moved`` after the last entry of each op or inverse.
     """
 
     written: Ints

@@ -175,9 +175,9 @@ class StageProgram:
         """Add the rows that keep each stage k within the budget while op k runs for the first time.
 
         A continuous variable for each stage k is the share of the budget (without inputs) that the tensors resident at
-        the stage's end take. One row computes the variable from that of stage k − 1 and from the tensors that become
-        resident or are freed. Another row limits the variable, with the workspace of op k and the tensors that op k
-        reads or writes added.
+        the stage's end take. One row computes the variable of stage k from the variable of stage k − 1 and from the
+        tensors that become resident or are freed. Another row limits the variable, with the workspace of op k and the
+        tensors that op k reads or writes added.
         """
         previous, constant = -1, 0.0
         present: dict[str, int] = {}

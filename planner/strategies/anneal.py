@@ -41,8 +41,8 @@ class Anneal(SearchStrategy):
 
     @property
     def lasting(self) -> bool:
-        """Whether plans are saved on disk, as starts for searches in later processes. Those of a search limited in
-        moves are not: its result must not depend on what earlier processes found."""
+        """Whether plans are saved on disk, as starts for searches in later processes. False if the search is limited in
+        moves, because its result must not depend on plans that earlier processes found."""
         return not self.moves
 
     def share(self, count: int) -> Self:

@@ -29,9 +29,9 @@ class ChenGreedy(BlockStrategy):
     A cut point is a node v through which all data passes: the nodes that must run after v read only v and each other.
 
     Options: ``grid``: the number of thresholds. Half of them, rounded down but at least one, form a geometric
-    progression from half the bytes of the largest node to the bytes of all nodes. The others are near √(x·y), for x
-    bytes kept between blocks and y bytes of the largest block. x and y are those of the division with the smallest
-    x + y that the first half of the thresholds gives.
+    progression from half the bytes of the largest node to the bytes of all nodes. The others are near √(x·y), where
+    x is the number of bytes kept between blocks, and y the bytes of the largest block. x and y are taken from the
+    division into blocks with the smallest x + y among those that the first half of the thresholds gives.
     """
 
     name: ClassVar[str] = "chen_greedy"

@@ -204,13 +204,7 @@ def load_model(
     check_reachable(args.model, args.device)
     if getattr(args, "device_model", None) is not None:
         device_model(args.device_model)
-    from rematplan.models import ZOO  # imported here, since problem files are planned without torch
-
-    if args.model not in ZOO and not Path(args.model).exists():  # said before the rest is loaded
-        raise UsageError(
-            f"{args.model!r} is neither an ONNX file nor a network of the zoo ({', '.join(ZOO)})"
-        )
-    from rematplan import api
+    from rematplan import api  # imported here, since problem files are planned without torch
     from rematplan.plans.op_costs import check_costs
 
     check_costs(getattr(args, "costs", None) or PROFILE)

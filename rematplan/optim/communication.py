@@ -39,7 +39,8 @@ class Exchange(Protocol):
     def owned(self) -> Collection[FactorKey]:
         """Return the Kronecker factors that this process averages and inverts.
 
-        Each is a pair of a weight name and 0 (the factor of the inputs) or 1 (that of the outputs' gradients).
+        Each is a pair of a weight name and 0 (the factor of the inputs) or 1 (the factor of the
+        outputs' gradients).
         """
 
     def worked(self) -> Collection[str]:

@@ -191,7 +191,7 @@ class IterationModel:
         """The microseconds to invert each Kronecker factor: n³ operations, or n if only the diagonal is inverted.
 
         The factor is read, and the inverse is written: n² numbers each, or n for a diagonal. The keys are pairs of a
-        weight name and 0 (the factor of the inputs) or 1 (that of the outputs' gradients).
+        weight name and 0 (the factor of the inputs) or 1 (the factor of the outputs' gradients).
         """
         return {
             (name, at): self.device.time(side.cost, 2 * side.inverse_bytes(), side.dtype)

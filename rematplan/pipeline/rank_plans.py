@@ -98,8 +98,8 @@ def rank_plan(
 ) -> RankPlan:
     """Search for plans of a rank's stages with which the rank stays within ``budget`` bytes.
 
-    In a dataflow pipeline (inverses recover activations in the backward), no plan keeps more bytes between forward and
-    backward than those of a few known plans that keep the fewest (`starting_plans`).
+    In a dataflow pipeline, inverses recover activations in the backward. There, no plan may keep more bytes between
+    forward and backward than the known plan that keeps the fewest (`starting_plans`).
 
     Args:
         order: the pipeline's schedule.

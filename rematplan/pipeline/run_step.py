@@ -91,9 +91,9 @@ def run_on_all_ranks(plan: PlannedPipeline, *, verify: bool, time_limit: float) 
 def reports_of_step(plan: PlannedPipeline, rank: int, *, verify: bool, time_limit: float) -> list[RankReport]:
     """Run one pipeline step as one rank of the default process group, and return the reports of all ranks.
 
-    Cuts, schedule, budget and plans are those of ``plan``. A rank searches for other plans within the budget if the
-    model or the rank's stages, captured here, have other ops than those of ``plan``, if the rank's peak would exceed
-    the budget, or if the schedule is ``dataflow``.
+    ``plan`` states the cuts, the schedule, the budget and the plans. A rank searches for other plans within the budget
+    in three cases: the captured model or stages have other ops than ``plan`` states, the rank's peak would exceed the
+    budget, or the schedule is ``dataflow``.
 
     Args:
         plan: the pipeline.
@@ -234,8 +234,8 @@ def _whole_batch(loaded: LoadedStep, microbatches: int) -> tuple[tuple[torch.Ten
     """Return the inputs and the targets of all micro-batches. The tensors of the micro-batches are joined along their
     first dimension.
 
-    The first micro-batch is that of ``loaded``. The others have the same numbers in another, random order. A loss
-    without targets gets zeros.
+    The first micro-batch is the batch of ``loaded``. Each further micro-batch has the same numbers in a random order.
+    For a loss without targets, zeros are returned as targets.
 
     Raises:
         UsageError: an input has no dimensions.

@@ -138,8 +138,9 @@ def _begins(
 
 
 def _narrowest(graph: TrainingGraph, begins: Mapping[int, str], wanted: Sequence[str]) -> dict[int, str]:
-    """Return fewer than `MOST_BLOCKS` of the places in ``begins``, and those of the modules in ``wanted``. Of each
-    group of consecutive places, the one is chosen at which the forward would send the fewest bytes.
+    """Divide the places in ``begins`` into fewer than `MOST_BLOCKS` groups of consecutive places, and return from each
+    group the place at which the forward would send the fewest bytes. Also return the places of the modules in
+    ``wanted``.
 
     Args:
         graph: the planning problem.

@@ -138,7 +138,7 @@ def _state_sizes(kind: OptimizerKind, p: torch.Tensor, group: Group) -> Iterator
 def _trial(optimizer: torch.optim.Optimizer) -> Mapping[Like, Mapping[str, Any]]:
     try:
         return state_by_trial(optimizer)
-    except Exception as error:  # the step of an unknown class may raise anything
+    except Exception as error:  # the step of a user's class may raise any exception, which stays as the cause
         raise UsageError(
             f"reserved: the bytes of a {type(optimizer).__name__} are not known before its first step; "
             f"state its bytes instead, such as '1GiB'"

@@ -7,7 +7,7 @@ between the ops of one flat graph.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import fx
@@ -66,7 +66,7 @@ def _inline(module: fx.GraphModule, region: fx.Node, inner: fx.Graph) -> None:
     assert isinstance(called, fx.Node)
     assert isinstance(results, Sequence)
     for user in list(region.users):  # each takes one of the results
-        result = results[user.args[1]]  # type: ignore[index]
+        result = results[cast(int, user.args[1])]
         user.replace_all_uses_with(copies[result])
         module.graph.erase_node(user)
     module.graph.erase_node(region)

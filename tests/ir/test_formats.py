@@ -197,9 +197,9 @@ REFUSED = {
     ),
     "ordered against the ops": (
         put("ordered", ["g", "f"]),
-        "ordered: 'g' stands before 'f'; the list must have the order of the ops",
+        "ordered: 'g' comes before 'f'; the list must have the order of the ops",
     ),
-    "ordered twice": (put("ordered", ["f", "f"]), "ordered: 'f' stands before 'f'"),
+    "ordered twice": (put("ordered", ["f", "f"]), "ordered: 'f' comes before 'f'"),
     "cost a bool": (put("ops", 0, "cost", True), "op 'f': cost is 'True'"),
     "cost a text": (put("ops", 0, "cost", "1"), "op 'f': cost is '1'"),
     "phase unknown": (put("ops", 0, "phase", "sideways"), "op 'f': phase is 'sideways'"),

@@ -6,7 +6,7 @@ import gc
 import math
 import weakref
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -329,7 +329,7 @@ def test_ranges_that_make_no_sense_are_refused(ranges: Any, message: str) -> Non
 def test_many_lengths_leave_a_bounded_number_of_plans() -> None:
     options = {"max_plans": 5, "strategy": "store_all", "budget": "1GiB"}
     planned, _ = planned_and_plain(mlp(), torch.randn(2, WIDTH), **options)
-    runner = planned._rematplan  # type: ignore[attr-defined]
+    runner = cast(Any, planned)._rematplan
     alive = []
     for rows in (*range(2, 210), 209, 2):
         planned(torch.randn(rows, WIDTH)).sum().backward()
@@ -347,7 +347,7 @@ def test_many_ranges_of_lengths_leave_a_bounded_number_of_captures() -> None:
     model = Of(lambda m, x: (x * m.w)[(None,) * (x.shape[1] // 20 + 1)].sum(0))
     options = {"max_plans": 3, "strategy": "store_all", "budget": "1GiB", "costs": "roofline"}
     planned, plain = planned_and_plain(model, *sequence(2, 2), **options)
-    captures = planned._rematplan.captures  # type: ignore[attr-defined]
+    captures = cast(Any, planned)._rematplan.captures
     alive: list[weakref.ref[Any]] = []
     for length in (n for begin in range(0, 160, 20) for n in (begin + 2, begin + 9, begin + 5)):
         batch = sequence(2, length)
