@@ -161,12 +161,14 @@ def plan_module(
         refine: start training with a plan that is found in about two seconds, while another process, at low priority,
             searches for better ones for up to ``time_limit`` seconds. A better plan takes effect between two steps:
             after an optimizer's step, when no backward is pending. Gradients are bit-equal under any of these plans.
-            It is off with inverses, a saved plan, ``overlap`` other than ``off``, a budget ``min`` or ``least``, and
-            strategies other than ``auto``.
-        gap: a search ends when the plan's overhead minus a proven lower bound on any plan's overhead is at most this
-            share of the step's time.
-        deterministic: make the same plans at the same steps in every process, given equal ``costs``: the search
-            counts moves instead of seconds, and plans are not refined.
+            It is off with ``deterministic``, ``in_flight`` above 1, ``deferred``, inverses, a saved plan, ``overlap``
+            other than ``off``, a budget ``min`` or ``least``, a ``time_limit`` of at most 1.5 seconds, and strategies
+            other than ``auto``.
+        gap: a search of ``auto`` ends when the plan's overhead minus a proven lower bound on any plan's overhead is at
+            most this share of the step's time. Other strategies do not use it.
+        deterministic: make the same plans at the same steps in every process, given equal ``costs``: ``auto`` makes a
+            fixed number of moves for each second of ``time_limit`` instead of watching the clock, and plans are not
+            refined.
         verbose: also print what the logger ``rematplan`` records about each plan, and show a progress bar if
             standard error is a terminal. Otherwise nothing is printed.
         in_flight: for pipeline schedules: how many micro-batches may be between the start of their forward and the
@@ -179,12 +181,14 @@ def plan_module(
 
     Raises:
         InfeasibleBudget: the strategy finds no plan that fits. The error has the smallest peak found.
-        UsageError: no budget, a malformed budget or loss memory; an unknown strategy, option, kind of costs, overlap,
-            module or op; statistics together with a saved plan.
+        UnfitSizes: for some sizes in ``shape_ranges`` no known plan fits.
+        UsageError: an argument is malformed (no budget, an unknown strategy, module or op, a size that
+            ``shape_ranges`` cannot have), or two arguments exclude each other, such as ``statistics`` and ``plan``.
         ProblemError: the saved plan belongs to another graph.
         ModelError: the model has no data (it is on the meta device), or cannot be captured. An exception of the model
             itself for these arguments is raised unchanged (if capture fails, the model is run once, without gradients,
-            to find out).
+            to find out). With a version of PyTorch that was not tested, the first step runs on a copy of the model and
+            is compared with eager mode; this error is raised if they differ.
     """
     if not isinstance(model, nn.Module):
         raise UsageError(f"model is a {type(model).__name__}; it must be a torch.nn.Module")
