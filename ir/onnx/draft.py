@@ -46,7 +46,8 @@ class Array:
 
 @dataclass(frozen=True, slots=True)
 class Origin:
-    """What torch's exporter recorded about an initialiser, a tensor that is stored in the ONNX file.
+    """What torch's exporter recorded about an initialiser (a tensor that is stored in the ONNX file), or about a tensor
+    of the exported module that it folded into initialisers.
 
     ``kind``: torch.export's kind of input, such as ``PARAMETER``; empty if not recorded. ``folded_from``: the names
     of the tensors from which the exporter computed it.
@@ -88,7 +89,7 @@ class Draft:
 
     ``inputs``, ``outputs``: as the file declares them. ``initialisers``: stored tensors by name. ``nodes``: first in
     the file's order; the loader sorts them. ``producer``: the exporter's name. ``origins``: what the exporter recorded
-    about each initialiser, by its name. ``scopes``: what the exporter recorded about each node, by node name.
+    about initialisers and the module's tensors, by name. ``scopes``: what it recorded about each node, by node name.
     ``bodies``: subgraphs, by node name and then by attribute; node names are unique across all graphs. ``stated``:
     shapes of values that nodes write, stated in the file or inferred; filled only if the file has subgraphs.
     """
@@ -109,9 +110,9 @@ class Draft:
 class Edit:
     """The content of an ONNX file's main graph while the loader changes it in place.
 
-    ``initialisers``: stored tensors by name. ``origins``: what the exporter recorded about each initialiser, by its
-    name. ``nodes``: in topological order. ``scopes``: what the exporter recorded about each node, by the node's name.
-    ``used``: all names of values in use.
+    ``initialisers``: stored tensors by name. ``origins``: what the exporter recorded about initialisers and the
+    module's tensors, by name. ``nodes``: in topological order. ``scopes``: what it recorded about each node, by the
+    node's name. ``used``: all names of values in use.
     """
 
     initialisers: dict[str, Array]

@@ -4,7 +4,7 @@ The steps, in order, with the modules that do them: read the file (`protobuf`), 
 (`batch_dimension`, `bound_dimensions`), sort the nodes, unroll control flow (`control_flow`), restore the weights that
 the exporter changed (`tied_weights`, `folded_weights`), set batch norm and dropout (`training_form`), remove Identity
 nodes and nodes that no output needs, fold constants (`constant_folding`), decide which tensors are trained
-(`weight_roles`, `weight_origins`), and collect notes for the user.
+(`weight_roles`, `weight_origins`), and collect notes for the user (`weight_notes`).
 """
 
 from __future__ import annotations
@@ -31,6 +31,7 @@ from rematplan.ir.onnx.graph import Graph, Node, Role, Value, Weight
 from rematplan.ir.onnx.protobuf import read_onnx, read_proto
 from rematplan.ir.onnx.tied_weights import untangled
 from rematplan.ir.onnx.training_form import Forms, in_form
+from rematplan.ir.onnx.weight_notes import weight_notes
 from rematplan.ir.onnx.weight_origins import Evidence
 
 AS_IS = Forms()
@@ -355,4 +356,5 @@ def _notes(draft: Draft, weights: Sequence[Weight], nodes: Sequence[Node]) -> tu
         promoted and f"{len(promoted)} weights are stored in Constant nodes and are trained all the same",
         unused and f"{unused} float initialisers are read by nothing that an output needs and are dropped",
     )
-    return tuple(text for text in said if text)
+    reached = roles.differentiable_values(nodes, [d.name for d in draft.outputs])
+    return (*(text for text in said if text), *weight_notes(draft, weights, reached))

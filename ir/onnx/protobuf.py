@@ -11,6 +11,7 @@ import itertools
 import logging
 import math
 import os
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -144,21 +145,26 @@ def _initialisers(graph: Any, path: Path) -> dict[str, Array]:
 # ------------------------------------------------------------------ what torch's exporter notes in the metadata
 
 KIND = "pkg.torch.export.graph_signature.InputSpec.kind"
+SIGNATURE = "pkg.torch.export.ExportedProgram.graph_signature"
+STATED_KIND = re.compile(r"^\S+: ([A-Z_]+) target='([^'\n]+)'", re.MULTILINE)  # a line of the signature
 FOLDED = "pkg.onnxscript.optimizer.folded_from"
 SCOPES, OPERATORS = "pkg.torch.onnx.name_scopes", "pkg.torch.onnx.class_hierarchy"
 
 
 def _origins(proto: onnx.ModelProto) -> dict[str, Origin]:
-    """Return what the metadata of an ONNX file say about its initialisers, by initialiser name.
+    """Return what the metadata of an ONNX file say about the exported module's tensors and about initialisers, by name.
 
-    Exporters write the metadata into the initialiser's entry or into its ``value_info`` entry. Initialisers without
-    such metadata are absent.
+    The graph's metadata contain the kind of each tensor of the module, also of those that the exporter folded into
+    others. Further metadata are in the initialiser's entry or in its ``value_info`` entry. Initialisers without
+    metadata are absent.
     """
+    signature = next((p.value for p in proto.graph.metadata_props if p.key == SIGNATURE), "")
+    stated = {name: Origin(kind) for kind, name in STATED_KIND.findall(signature)}
     said: dict[str, dict[str, str]] = {t.name: {} for t in proto.graph.initializer}
     for entry in (*proto.graph.value_info, *proto.graph.initializer):
         if entry.name in said and entry.metadata_props:
             said[entry.name].update((p.key, p.value) for p in entry.metadata_props)
-    return {
+    return stated | {
         name: Origin(props.get(KIND, ""), _listed(props.get(FOLDED, "")))
         for name, props in said.items()
         if KIND in props or FOLDED in props

@@ -148,11 +148,12 @@ def _source(
     if shape is None:
         return ""
     dotted = [s for s in edit.origins.get(copy.name, Origin()).folded_from if "." in s]
-    if len(dotted) == 1 and (view is BROADCAST or scope.operator.startswith("aten.linear")):
+    if len(dotted) == 1:
         stated = edit.initialisers.get(dotted[0])
-        if stated is None:
+        if stated is not None:
+            return dotted[0] if view is TRANSPOSED and _is_transposed(stated, copy) else ""
+        if view is BROADCAST or scope.operator.startswith("aten.linear"):
             return dotted[0] if dotted[0] not in edit.used else ""
-        return dotted[0] if view is TRANSPOSED and _is_transposed(stated, copy) else ""
     if view is BROADCAST or not GENERATED.match(copy.name):
         return ""
     return next((t for t in tables.get(shape, ()) if _is_transposed(edit.initialisers[t], copy)), "")

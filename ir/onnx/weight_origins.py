@@ -1,9 +1,10 @@
 """Decide which floating-point initialisers of an ONNX file are weights, and which are constants of the computation.
 
-Torch's dynamo exporter records in the file's metadata the kind of each initialiser (parameter, buffer, constant), and
-from which tensors it computed others. Without metadata, names decide. A tensor whose name the exporter generated
-(``val_71``, ``onnx::Mul_12``) is a weight if a layer reads it in an input for weights, or if it has several elements
-and does not look like a mask.
+Torch's dynamo exporter records in the file's metadata the kind of each tensor of the module (parameter, buffer,
+constant), and from which tensors it computed others. Without metadata, names and values decide. A tensor with the name
+of a buffer, or with values of an attention mask, is no weight. A tensor whose name the exporter generated (``val_71``,
+``onnx::Mul_12``) is a weight if a layer reads it in an input for weights, or if it has several elements and does not
+look like a mask.
 """
 
 from __future__ import annotations
@@ -30,7 +31,9 @@ BUFFER = re.compile(
 )
 
 # Those buffer names that no weight has. They are used also in files that record no kinds.
-SURELY_BUFFER = re.compile(r"(inv_freq|(cos|sin)(_cached)?|running_\w+|\w*relative_position_index)$")
+SURELY_BUFFER = re.compile(
+    r"(inv_freq|(cos|sin)(_cached)?|running_\w+|(\w*_)?mask|\w*relative_position_index)$"
+)
 
 
 class Evidence:
@@ -57,29 +60,30 @@ class Evidence:
         if not self.tells and (SURELY_BUFFER.match(array.name.rpartition(".")[2]) or _is_sinusoidal(array)):
             return False
         generated = bool(GENERATED.match(array.name))
-        if not array.shape:
-            return self.torch and not generated
-        if not generated or roles.in_weight_input(array.name, self.used):
+        if array.shape and roles.in_weight_input(array.name, self.used):
             return True
+        if not generated:
+            return bool(array.shape or self.torch) and (self.tells or not _forbids(array))
         return math.prod(array.shape) > 1 and not _is_mask(array)
 
     def _folded_from_weight(self, origin: Origin) -> bool:
         """Return whether a weight is among the tensors from which the exporter computed a tensor (its sources).
 
-        If sources have qualified names (``layer.0.weight``), the answer is True if one of them does not look like a
-        buffer's name. Otherwise the following rules are applied in order. It is True if a source is recorded as a
-        parameter. It is False if a source is recorded with another kind, or made by a call such as ``arange``. Else it
-        is True if there is a source that no node writes. Sources with names that the exporter generated are ignored.
+        The answer is True if a source is recorded as a parameter. Sources of another recorded kind are no weights. If
+        others have qualified names (``layer.0.weight``), the answer is True if one of these does not look like a
+        buffer's name. Otherwise it is False if a source is recorded with a kind, or made by a call such as ``arange``.
+        Else it is True if there is a source that no node writes. Sources with names that the exporter generated are
+        ignored.
 
         ``origin``: what the exporter recorded about the tensor.
         """
         sources = [s for s in origin.folded_from if not GENERATED.match(s)]
-        qualified = [s for s in sources if "." in s]
+        stated = {s: self.origins[s].kind for s in sources if s in self.origins and self.origins[s].kind}
+        if "PARAMETER" in stated.values():
+            return True
+        qualified = [s for s in sources if "." in s and s not in stated]
         if qualified:
             return any(not BUFFER.match(s.rpartition(".")[2]) for s in qualified)
-        stated = [self.origins[s].kind for s in sources if s in self.origins]
-        if "PARAMETER" in stated:
-            return True
         if stated or any(FACTORY.match(s) for s in sources):
             return False
         return any(s not in self.written for s in sources)
@@ -90,6 +94,15 @@ def _is_mask(array: Array) -> bool:
         return False
     values = np.asarray(array.load(), np.float32)
     return not bool(np.all(np.abs(values) < LARGE))
+
+
+def _forbids(array: Array) -> bool:
+    """Return whether a tensor has values that are not finite, or as negative as those of an attention mask at forbidden
+    positions."""
+    if math.prod(array.shape) > MAX_MASK:
+        return False
+    values = np.asarray(array.load(), np.float32)
+    return not bool(np.all(np.isfinite(values) & (values > -LARGE)))
 
 
 def _is_sinusoidal(array: Array) -> bool:

@@ -302,3 +302,36 @@ def test_notes_say_what_a_person_should_know(tmp_path):
         [weight("w", 4, 3, 3, 3), weight("v", 4, 4, 3, 3), weight("b", 4)],
     )
     assert any("looks like a folded inference export" in n for n in graph.notes)
+
+
+def test_equal_weights_are_trained_separately_and_named(tmp_path):
+    nodes = [node("Gather", "table i", "e"), node("MatMul", "e head", "y"), node("Add", "y ones", "z")]
+    table = weight("table", 6, 6)
+    head = numpy_helper.from_array(numpy_helper.to_array(table), "head")
+    ones = numpy_helper.from_array(np.ones((1, 6), np.float32), "ones")
+    shape = [info("i", [3], TensorProto.INT64)], [info("z", [3, 6])]
+    graph = load(tmp_path, nodes, *shape, [table, head, ones])
+    assert [roles(graph)[n] for n in ("table", "head", "ones")] == ["parameter"] * 3
+    assert any("weights with equal values are trained separately (table, head)" in n for n in graph.notes)
+    other = load(tmp_path, nodes, *shape, [table, weight("head", 6, 6), ones])
+    assert not any("equal" in n for n in other.notes)
+
+
+def test_weights_that_an_export_computed_from_another_are_named(tmp_path):
+    nodes = [node("Add", "x w", "h"), node("Mul", "h doubled", "y")]
+    path = write(tmp_path, nodes, [info("x", [4])], [info("y", [4])], [weight("w", 4), weight("doubled", 4)])
+    model = onnx.load(path)
+    model.producer_name = "pytorch"
+    for owner, key, value in (
+        (
+            model.graph,
+            "pkg.torch.export.ExportedProgram.graph_signature",
+            "# inputs\np_w: PARAMETER target='w'\n",
+        ),
+        (model.graph.initializer[1], "pkg.onnxscript.optimizer.folded_from", "['w', 'val_1']"),
+    ):
+        owner.metadata_props.add(key=key, value=value)
+    onnx.save(model, path)
+    graph = load_onnx(path)
+    assert roles(graph) == {"w": "parameter", "doubled": "parameter"}
+    assert any("from other weights are trained separately from these (doubled)" in n for n in graph.notes)

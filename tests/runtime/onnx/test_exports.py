@@ -107,7 +107,19 @@ class Cells(nn.Module):
         return self.head(h)
 
 
+class Tied(nn.Module):
+    """A head that multiplies by the transpose of the embedding, without a linear layer."""
+
+    def __init__(self):
+        super().__init__()
+        self.tokens, self.inner = nn.Embedding(15, 8), nn.Linear(8, 8)
+
+    def forward(self, i):
+        return torch.tanh(self.inner(self.tokens(i))) @ self.tokens.weight.t()
+
+
 NETS = {
+    "tied": (Tied, lambda: torch.randint(0, 15, (2, 5))),
     "cells": (Cells, lambda: torch.randn(2, 3, 6)),
     "encoder": (Encoder, lambda: torch.randn(2, 5, 8)),
     "convolutional": (Convolutional, lambda: torch.randn(2, 3, 16, 16)),
@@ -127,6 +139,7 @@ CASES = [
     *(("convolutional", e) for e in ("dynamo", "script-13", "script-17")),
     *(("language", e) for e in ("dynamo", "dynamo-20", "dynamo-23", "dynamo-batch", "script-17")),
     *(("copies", e) for e in ("dynamo", "script-13")),
+    *(("tied", e) for e in ("dynamo", "script-17")),
     *(("encoder", e) for e in ("dynamo", "dynamo-23", "script-17")),
 ]
 
@@ -237,3 +250,32 @@ def test_a_table_of_sines_is_no_weight(tmp_path, training):
     roles = {w.name: w.role for w in load_onnx(path).weights}
     assert roles["pe"] == "constant"
     assert roles["learned"] == "parameter"
+
+
+class Masked(nn.Module):
+    """A float mask of attention, kept as a buffer under the name ``name``."""
+
+    def __init__(self, name, forbidden):
+        super().__init__()
+        self.name, self.scores, self.bias = name, nn.Linear(6, 6), nn.Parameter(torch.randn(6, 6))
+        self.register_buffer(name, torch.triu(torch.full((6, 6), forbidden), 1))
+
+    def forward(self, x):
+        return torch.softmax(self.scores(x) + getattr(self, self.name)[None] + self.bias, -1)
+
+
+@pytest.mark.parametrize("dynamo", [True, False])
+@pytest.mark.parametrize(
+    ("name", "forbidden"), [("mask", -1e9), ("causal_mask", 0.5), ("band", -torch.inf), ("band", -1e4)]
+)
+def test_a_float_mask_is_no_weight(tmp_path, name, forbidden, dynamo):
+    net, path = Masked(name, forbidden), tmp_path / "n.onnx"
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        torch.onnx.export(
+            net, (torch.randn(2, 6, 6),), path, dynamo=dynamo, do_constant_folding=False, verbose=False
+        )
+    graph = load_onnx(path)
+    trained = sum(w.load().size for w in graph.weights if w.role == "parameter")
+    assert trained == sum(p.numel() for p in net.parameters())
+    assert dynamo or any(f"are not trained ({name})" in note for note in graph.notes)
