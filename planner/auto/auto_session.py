@@ -23,6 +23,7 @@ from rematplan.planner.auto.bound_thread import Proof
 from rematplan.planner.auto.eviction import lower_by_eviction
 from rematplan.planner.auto.refusal_plans import RefusalSearch
 from rematplan.planner.auto.second_annealer import SecondSearch
+from rematplan.planner.auto.smallest_peak_search import is_small
 from rematplan.planner.auto.time_shares import SHARES, SessionOptions
 from rematplan.planner.auto.without_inverses_first import search_without_inverses_first
 from rematplan.planner.bounds.bound_search import BoundSearch
@@ -75,7 +76,7 @@ class AutoSession:
         self.two_threads = graph.has_phases and cores  # without phases one search has two threads
         self.proof = Proof(self.bound, (SHARES.bound if cores else 1.0) * options.time_limit, options.gap)
         self.take((*starts, *known))
-        self.refusal = RefusalSearch(options, self.problem, graph, self.known, self.take, progress)
+        self.refusal = RefusalSearch(options, self.problem, graph, starts, self.known, self.take, progress)
 
     def plan(self) -> Plan:
         """Search for plans within the time limit, and return the cheapest plan that fits the budget, with a proven
@@ -192,14 +193,17 @@ class AutoSession:
 
     def lower_the_peak(self) -> None:
         """Search for the smallest peak, until a plan fits the budget or it is proven that none fits. The search gets as
-        many seconds as for the budget ``min``, because a budget that ``min`` can meet must not be refused.
+        many seconds as for the budget ``min``, because a budget that ``min`` can meet must not be refused. A small
+        problem gets them even if less of the time limit is left.
 
         Raises:
             KeyboardInterrupt, Enough: this ended the search, and no known plan fits the budget.
         """
-        if self.finished or not self.left:
+        seconds = SHARES.smallest_peak * self.options.time_limit
+        if not is_small(self.problem):
+            seconds = min(self.left, seconds)
+        if self.finished or not seconds:
             return
-        seconds = min(self.left, SHARES.smallest_peak * self.options.time_limit)
         interrupted = self.refusal.lower_for(seconds, self.budget, lambda: self.bound.best.unreachable)
         if interrupted and self.best is None:
             raise interrupted

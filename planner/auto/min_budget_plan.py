@@ -12,7 +12,7 @@ from rematplan.planner.arrays.phases import infer_phases
 from rematplan.planner.auto.auto_strategy import Auto
 from rematplan.planner.auto.compile_kernels import compile_kernels
 from rematplan.planner.auto.eviction import plan_by_eviction
-from rematplan.planner.auto.smallest_peak_search import find_smallest_peak
+from rematplan.planner.auto.smallest_peak_search import find_smallest_peak, search_smallest_peak
 from rematplan.planner.auto.time_shares import SHARES
 from rematplan.planner.core.plan import Plan
 from rematplan.planner.core.strategy import INTERRUPTS, Progress, Strategy, silent
@@ -53,7 +53,7 @@ def cheapest_near_smallest_peak(
     """Search for the smallest peak, and return the cheapest plan found whose peak is at most ``1 + slack`` times as
     large.
 
-    The search for the smallest peak (`find_smallest_peak`) takes at most half of the time. The rest lowers the
+    The search for the smallest peak (`search_smallest_peak`) takes at most half of the time. The rest lowers the
     overhead.
 
     Args:
@@ -74,13 +74,20 @@ def cheapest_near_smallest_peak(
     """
     compile_kernels(progress)  # before the clock starts
     effort = SearchBudget(time_limit)
-    share = SearchBudget(SHARES.smallest_peak * time_limit, -(-moves // 2))
     marked = infer_phases(graph)
     stated = graph if graph.has_phases else marked
-    least = find_smallest_peak(stated, share, starts, progress, keep_order=keep_order, seed=seed)
+    share = SearchBudget(time_limit, -(-moves // 2))
+    if moves:
+        least = find_smallest_peak(stated, share, starts, progress, keep_order=keep_order, seed=seed)
+        interrupted = share.interrupted
+    else:
+        seconds = SHARES.smallest_peak * time_limit
+        least, interrupted = search_smallest_peak(
+            stated, seconds, starts, progress, keep_order=keep_order, seed=seed
+        )
     budget = int((1 + slack) * least.estimate.peak)
     known = [*starts, least]
-    if share.interrupted:
+    if interrupted:
         return replace(least, budget=budget)
     try:
         if moves:

@@ -13,7 +13,7 @@ from rematplan.ir import TrainingGraph
 from rematplan.planner.annealing.cheap_plan import CHEAP_SHARE, cheap_plan
 from rematplan.planner.annealing.search_budget import SearchBudget
 from rematplan.planner.auto.block_starts import leanest_plans
-from rematplan.planner.auto.smallest_peak_search import find_smallest_peak
+from rematplan.planner.auto.smallest_peak_search import is_small, search_smallest_peak
 from rematplan.planner.auto.time_shares import SHARES, SessionOptions
 from rematplan.planner.core.plan import Plan
 from rematplan.planner.core.strategy import Progress
@@ -24,13 +24,14 @@ class RefusalSearch:
     """The search that follows if no plan fits a budget. It finds the plans that the error `InfeasibleBudget` names.
 
     ``options``: the options of the strategy ``auto``. ``problem``: the problem as stated. ``graph``: the same with
-    inferred phases. ``known``: all plans known so far. ``take``: adds plans to ``known``. ``progress``: called with the
+    inferred phases. ``starts``: the plans that the caller of the strategy passed. ``known``: all plans known so far. ``take``: adds plans to ``known``. ``progress``: called with the
     fraction done (0 to 1) and a short text.
     """
 
     options: SessionOptions
     problem: TrainingGraph
     graph: TrainingGraph
+    starts: Sequence[Plan]
     known: list[Plan]
     take: Callable[[Sequence[Plan]], None]
     progress: Progress
@@ -41,7 +42,8 @@ class RefusalSearch:
 
         The search takes the time that is left. If it is proven that no plan fits, it may instead take half of the time
         limit, from now. It then begins with block plans, and lowers their peak in rounds: the first takes a few
-        seconds, each further one twice as long. They end when a round gains little.
+        seconds, each further one twice as long. They end when a round gains little. A small problem is searched by the
+        stages of `search_smallest_peak` instead, as for the budget ``min``.
 
         Args:
             left: the seconds that are left.
@@ -50,7 +52,11 @@ class RefusalSearch:
         if not proven:
             self.lower_for(left)
             return
-        until = time.monotonic() + SHARES.smallest_peak * self.options.time_limit
+        seconds = SHARES.smallest_peak * self.options.time_limit
+        if is_small(self.problem):
+            self.lower_for(seconds)
+            return
+        until = time.monotonic() + seconds
         self.take(leanest_plans(self.problem, min(until, time.monotonic() + SHARES.refused_blocks)))
         seconds, before = SHARES.round_seconds, min((p.peak for p in self.known), default=math.inf)
         while (left := until - time.monotonic()) > 0:
@@ -66,18 +72,26 @@ class RefusalSearch:
         """Search for the smallest peak, and add the plan found to the known ones. Return the exception by which Ctrl-C
         or the progress callback ended the search, or None.
 
+        A small problem is searched from ``starts`` only, because then the search is the one for the budget ``min`` and
+        finds the same peak.
+
         Args:
             seconds: the time limit.
             enough: bytes; the search also ends when a peak is this small.
             ended: the search also ends when this returns True.
         """
-        effort, report = SearchBudget(seconds, ended=ended), partial(_looking, self.progress)
-        order, seed = self.options.keep_order, self.options.seed
-        found = find_smallest_peak(
-            self.problem, effort, self.known, report, enough=enough, keep_order=order, seed=seed
+        found, interrupted = search_smallest_peak(
+            self.problem,
+            seconds,
+            self.starts if is_small(self.problem) else self.known,
+            partial(_looking, self.progress),
+            enough=enough,
+            ended=ended,
+            keep_order=self.options.keep_order,
+            seed=self.options.seed,
         )
         self.take((found,))
-        return effort.interrupted
+        return interrupted
 
     def cheap(self) -> Plan:
         """Return the plan with the smallest peak found among plans with little overhead. The error `InfeasibleBudget`

@@ -7,12 +7,16 @@ plan fits, and searches for tight budgets all use this search. So none of them r
 Four methods lower the peak, one after another. First, block strategies make plans with small peaks. Second, eviction is
 simulated. Third, *descents* aim slightly below the smallest peak so far, again and again. Fourth, when descents gain
 nothing more, ordinary searches try budgets clearly below the smallest peak so far.
+
+A search of a small problem counts moves, not seconds (`search_smallest_peak`). So a peak that was found for the budget
+``min`` is found again for a budget of so many bytes, in any process and however busy the machine is.
 """
 
 from __future__ import annotations
 
 import math
 import os
+import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -57,9 +61,84 @@ class PeakSearchOptions:
     leaps: tuple[float, ...] = (0.03, 0.01)
     """After the descents, plans are searched within budgets below the smallest peak so far: below it by each of these
     shares of it."""
+    small: int = 500
+    """Problems of at most this many ops, inverses included, are searched in stages of counted moves."""
+    first_stage: int = 10_000
+    """The number of moves of the first stage. Each further stage has twice as many as the one before."""
+    moves_per_second: int = 40_000
+    """All stages together have at most this many moves for each second of the time limit. An idle machine makes two to
+    four times as many, with one thread and 40 to 450 ops; a busy one still makes as many."""
+    stage_gain: float = 1e-4
+    """A stage that lowers the peak by less than this share of it counts as one without gain."""
+    stale_stages: int = 2
+    """The stages end after so many in a row without gain."""
+    patience: float = 4.0
+    """The stages end after this multiple of the time limit, although they count moves: for machines on which a move
+    takes ten times as long."""
 
 
 PEAK_SEARCH = PeakSearchOptions()
+
+
+def is_small(graph: TrainingGraph) -> bool:
+    """Return whether `search_smallest_peak` counts moves for this problem, so that its result does not depend on the
+    speed of the machine."""
+    return len(graph.ops) + len(graph.inverses) <= PEAK_SEARCH.small
+
+
+def search_smallest_peak(
+    graph: TrainingGraph,
+    seconds: float,
+    starts: Sequence[Plan] = (),
+    progress: Progress = silent,
+    *,
+    enough: int = 0,
+    ended: Callable[[], bool] = lambda: False,
+    keep_order: bool = False,
+    seed: int = 0,
+) -> tuple[Plan, BaseException | None]:
+    """Search for the plan with the smallest peak, as `find_smallest_peak` does, within a time limit.
+
+    A small problem (`is_small`) is searched in stages. Each stage makes twice as many moves as the one before, and
+    starts from the plan that the one before found. The time limit determines the number of stages, but the clock does
+    not. So a search with the same starts finds the same plan again, and a longer one finds no larger peak. A search
+    that ends at ``enough`` bytes finds a plan within them if the same search without ``enough`` does.
+
+    Args:
+        graph: the problem, as for `find_smallest_peak`.
+        seconds: the time limit. A small problem may take more on a busy machine, or less if stages gain nothing.
+        starts: known plans of the problem.
+        progress: called with the fraction done (0 to 1) and a short text.
+        enough: bytes; the search ends with the first plan found whose peak is this small.
+        ended: the search also ends when this returns True.
+        keep_order: whether the first runs of all ops keep the problem's order.
+        seed: the seed of the random choices.
+
+    Returns:
+        The plan, and the exception by which Ctrl-C or the progress callback ended the search, or None.
+
+    Raises:
+        KeyboardInterrupt: before any plan was found.
+    """
+    options = {"enough": enough, "keep_order": keep_order, "seed": seed}
+    if not is_small(graph):
+        effort = SearchBudget(seconds, ended=ended)
+        return find_smallest_peak(graph, effort, starts, progress, **options), effort.interrupted
+    until = time.monotonic() + PEAK_SEARCH.patience * seconds
+    left, moves = int(PEAK_SEARCH.moves_per_second * seconds), PEAK_SEARCH.first_stage
+    blocks, stale, least = leanest_plans(graph, math.inf), 0, None
+    while least is None or (left >= moves and stale < PEAK_SEARCH.stale_stages):
+        effort = SearchBudget(
+            seconds, max(1, min(left, moves)), ended=lambda: ended() or time.monotonic() > until
+        )
+        known = starts if least is None else [*starts, least]
+        found = find_smallest_peak(graph, effort, known, progress, blocks=blocks, **options)
+        gained = least is None or found.peak < (1 - PEAK_SEARCH.stage_gain) * least.peak
+        stale, least = 0 if gained else stale + 1, found if least is None else min(found, least, key=by_peak)
+        left, moves = left - moves, 2 * moves
+        if effort.interrupted or effort.ended() or least.peak <= max(enough, min_peak_bound(graph).bytes):
+            return least, effort.interrupted
+    return least, None
 
 
 def find_smallest_peak(
@@ -71,6 +150,7 @@ def find_smallest_peak(
     enough: int = 0,
     keep_order: bool = False,
     seed: int = 0,
+    blocks: Sequence[Plan] | None = None,
 ) -> Plan:
     """Search for the plan with the smallest peak, however much it recomputes, and return the best one found.
 
@@ -89,14 +169,15 @@ def find_smallest_peak(
             finds a plan within it (exactly so if moves are counted, and nearly so if seconds are).
         keep_order: whether the first runs of all ops keep the problem's order.
         seed: the seed of the random choices.
+        blocks: what `leanest_plans` returns for the problem; None if it is to be called.
 
     Raises:
         KeyboardInterrupt: before any plan was found. Later, Ctrl-C ends the search with the best plan so far, and
             ``effort.interrupted`` is set.
     """
-    blocks = leanest_plans(
-        graph, math.inf if effort.moves else effort.began + PEAK_SEARCH.blocks * effort.total
-    )
+    if blocks is None:
+        until = math.inf if effort.moves else effort.began + PEAK_SEARCH.blocks * effort.total
+        blocks = leanest_plans(graph, until)
     graph = infer_phases(graph)
     lean = min((p.estimate.peak for p in blocks), default=math.inf)
     inverses = {inverse.name for inverse in graph.inverses}

@@ -198,13 +198,14 @@ def plan_within(
     """
     store = PlanStore() if store is None else store
     limit = float(getattr(strategy, LIMIT, 0.0))
-    if (refusal := store.refusal(graph, budget, limit)) and not _outdated(refusal, graph, store):
+    stored = (*starts, *_stored_plans(strategy, graph, store))
+    refusal = store.refusal(graph, budget, limit)
+    if refusal and all(plan.peak >= refusal.smallest for plan in stored):
         raise refusal
+    known_ones = stored if strategy.resumes else starts
     try:
         if hurried and strategy.resumes:
-            check_floor(strategy, graph, budget)
-        known_ones = (*starts, *known_plans(strategy, graph, store))
-        stored = (*starts, *_stored_plans(strategy, graph, store))
+            check_floor(strategy, graph, budget, stored)
         plan = _plan_or_lower(strategy, graph, budget, progress, known_ones, stored)
     except InfeasibleBudget as error:
         if error.plan is not None and strategy.lasting:
@@ -280,12 +281,6 @@ def known_plans(strategy: Strategy, graph: TrainingGraph, store: PlanStore) -> t
 def _stored_plans(strategy: Strategy, graph: TrainingGraph, store: PlanStore) -> tuple[Plan, ...]:
     """Return the stored plans of a problem: those in memory, then those on disk if the strategy uses plans on disk."""
     return (*store.nearest(graph), *(store.kept(graph) if strategy.lasting else ()))
-
-
-def _outdated(refusal: InfeasibleBudget, graph: TrainingGraph, store: PlanStore) -> bool:
-    """Return whether the store has a plan with a smaller peak than the smallest that was known when a budget was
-    refused."""
-    return any(plan.estimate.peak < refusal.smallest for plan in store.nearest(graph))
 
 
 def least_plan(

@@ -46,7 +46,7 @@ def _lean_plans(graph: TrainingGraph, until: float) -> list[Plan]:
     return found
 
 
-def check_floor(strategy: Strategy, graph: TrainingGraph, budget: int) -> None:
+def check_floor(strategy: Strategy, graph: TrainingGraph, budget: int, known: Iterable[Plan] = ()) -> None:
     """Raise an error if a lower bound proves that no plan can fit within the budget.
 
     The bound is the bytes of the inputs plus the larger of two numbers: what a single op needs, and the bytes of the
@@ -56,12 +56,13 @@ def check_floor(strategy: Strategy, graph: TrainingGraph, budget: int) -> None:
         strategy: its name is stated in the error.
         graph: the problem.
         budget: bytes.
+        known: known plans of the problem.
 
     Raises:
         InfeasibleBudget: the bound exceeds the budget. The error has a plan with a small peak, and the peak of a
             cheap plan.
     """
     if min_peak_bound(graph).bytes > budget:
-        plan = leanest_plan(graph)
+        plan = min((leanest_plan(graph), *known), key=by_peak)
         effort = SearchBudget(CHEAP_SECONDS)
         raise refusal(strategy.name, graph, budget, plan, effort, known="proven")

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import math
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
+from pathlib import Path
 
 import problems
 import pytest
@@ -14,13 +15,14 @@ from hypothesis import strategies as st
 
 from rematplan.ir import InfeasibleBudget, Op, Tensor, TrainingGraph
 from rematplan.planner.annealing.search_budget import SearchBudget
-from rematplan.planner.auto import min_budget_plan, refusal_plans
+from rematplan.planner.auto import min_budget_plan
 from rematplan.planner.auto.auto_strategy import Auto
 from rematplan.planner.auto.block_starts import leanest_plans
 from rematplan.planner.auto.eviction import EVICTION, lower_by_eviction, plan_by_eviction
 from rematplan.planner.auto.eviction_simulation import Simulation, random_policy, tables_of
 from rematplan.planner.auto.min_budget_plan import MIN_BUDGET, cheapest_near_smallest_peak
-from rematplan.planner.auto.smallest_peak_search import find_smallest_peak
+from rematplan.planner.auto.smallest_peak_search import find_smallest_peak, search_smallest_peak
+from rematplan.planner.auto.time_shares import SHARES
 from rematplan.planner.bounds.cut_bounds import min_peak_bound
 from rematplan.planner.caches.plan_store import PlanStore
 from rematplan.planner.core.plan import plan_from_runs
@@ -196,15 +198,32 @@ def smallest_found(auto: Auto, graph: TrainingGraph, budget: int) -> int:
 
 
 @pytest.mark.parametrize("graph", several(), ids=lambda graph: graph.name)
-def test_the_bytes_that_min_found_get_a_plan(graph: TrainingGraph, monkeypatch: pytest.MonkeyPatch) -> None:
-    def counted(_seconds: float, **ended: Callable[[], bool]) -> SearchBudget:
-        return SearchBudget(1.0, 40_000, **ended)
+def test_the_bytes_that_min_found_get_a_plan(graph: TrainingGraph) -> None:
+    least, _ = search_smallest_peak(graph, SHARES.smallest_peak * 2.0)
+    auto = Auto(time_limit=2.0, reuse=False)
+    assert auto.plan(graph, least.peak).peak <= least.peak
+    assert smallest_found(auto, graph, least.peak * 99 // 100) <= least.peak
+    assert smallest_found(auto, graph, min_peak_bound(graph).bytes - 1) <= least.peak
 
-    least = cheapest_near_smallest_peak(graph, moves=40_000).estimate.peak
-    monkeypatch.setattr(refusal_plans, "SearchBudget", counted)
-    auto = Auto(time_limit=1.0, reuse=False)
-    assert auto.plan(graph, least).estimate.peak <= least
-    assert smallest_found(auto, graph, least * 99 // 100) <= least
+
+@pytest.mark.parametrize("graph", several(), ids=lambda graph: graph.name)
+def test_a_longer_search_for_the_smallest_peak_finds_no_larger_one(graph: TrainingGraph) -> None:
+    peaks = [search_smallest_peak(graph, seconds)[0].peak for seconds in (0.0, 0.3, 1.0, 1.0)]
+    assert peaks == sorted(peaks, reverse=True)
+    assert peaks[2] == peaks[3]
+
+
+@pytest.mark.parametrize("reuse", [False, True])
+def test_a_plan_that_was_found_is_not_refused(
+    reuse: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    graph, store, auto = problems.unet(3), PlanStore(), Auto(time_limit=0.5, reuse=reuse)
+    with pytest.raises(InfeasibleBudget) as refused:
+        plan_within(auto, graph, min_peak_bound(graph).bytes - 1, store=store)
+    hasty = replace(auto, time_limit=0.0)
+    for later in (store, PlanStore()) if reuse else (store,):
+        assert plan_within(hasty, graph, refused.value.smallest, store=later).peak <= refused.value.smallest
 
 
 @settings(max_examples=8, deadline=None, derandomize=True)
