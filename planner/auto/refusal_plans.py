@@ -24,8 +24,8 @@ class RefusalSearch:
     """The search that follows if no plan fits a budget. It finds the plans that the error `InfeasibleBudget` names.
 
     ``options``: the options of the strategy ``auto``. ``problem``: the problem as stated. ``graph``: the same with
-    inferred phases. ``starts``: the plans that the caller of the strategy passed. ``known``: all plans known so far. ``take``: adds plans to ``known``. ``progress``: called with the
-    fraction done (0 to 1) and a short text.
+    inferred phases. ``starts``: the plans that the caller of the strategy passed. ``known``: all plans known so far.
+    ``take``: adds plans to ``known``. ``progress``: called with the fraction done (0 to 1) and a short text.
     """
 
     options: SessionOptions

@@ -64,7 +64,8 @@ class PeakSearchOptions:
     small: int = 500
     """Problems of at most this many ops, inverses included, are searched in stages of counted moves."""
     first_stage: int = 10_000
-    """The number of moves of the first stage. Each further stage has twice as many as the one before."""
+    """The number of moves of the first stage, whatever the time limit is. Each further stage has twice as many as the
+    one before."""
     moves_per_second: int = 40_000
     """All stages together have at most this many moves for each second of the time limit. An idle machine makes two to
     four times as many, with one thread and 40 to 450 ops; a busy one still makes as many."""
@@ -120,19 +121,19 @@ def search_smallest_peak(
     Raises:
         KeyboardInterrupt: before any plan was found.
     """
-    options = {"enough": enough, "keep_order": keep_order, "seed": seed}
+    search = partial(
+        find_smallest_peak, graph, progress=progress, enough=enough, keep_order=keep_order, seed=seed
+    )
     if not is_small(graph):
         effort = SearchBudget(seconds, ended=ended)
-        return find_smallest_peak(graph, effort, starts, progress, **options), effort.interrupted
+        return search(effort, starts), effort.interrupted
     until = time.monotonic() + PEAK_SEARCH.patience * seconds
     left, moves = int(PEAK_SEARCH.moves_per_second * seconds), PEAK_SEARCH.first_stage
     blocks, stale, least = leanest_plans(graph, math.inf), 0, None
     while least is None or (left >= moves and stale < PEAK_SEARCH.stale_stages):
-        effort = SearchBudget(
-            seconds, max(1, min(left, moves)), ended=lambda: ended() or time.monotonic() > until
-        )
+        effort = SearchBudget(seconds, moves, ended=lambda: ended() or time.monotonic() > until)
         known = starts if least is None else [*starts, least]
-        found = find_smallest_peak(graph, effort, known, progress, blocks=blocks, **options)
+        found = search(effort, known, blocks=blocks)
         gained = least is None or found.peak < (1 - PEAK_SEARCH.stage_gain) * least.peak
         stale, least = 0 if gained else stale + 1, found if least is None else min(found, least, key=by_peak)
         left, moves = left - moves, 2 * moves
