@@ -39,9 +39,11 @@ class StageProblem:
     ``template``.
 
     ``between``: bytes outside of the graph that exist for each micro-batch from its forward to its backward, such as
-    tensors that a loss saves. ``copies``: for the name of an op, the bytes that each micro-batch keeps from forward to
-    backward if the op runs again after the boundary, such as the old content of a buffer or a random generator state.
-    ``leaving``: tensors that are outputs of the graph, but are freed at the boundary, such as new contents of buffers.
+    tensors that a loss saves. ``loss_forward``: bytes that the boundary op needs in addition to its workspace if it is
+    counted to the forward, as the computation of a loss is. ``copies``: for the name of an op, the bytes that each
+    micro-batch keeps from forward to backward if the op runs again after the boundary, such as the old content of a
+    buffer or a random generator state. ``leaving``: tensors that are outputs of the graph, but are freed at the
+    boundary, such as new contents of buffers.
 
     ``gradients``: for the name of each 0-byte marker, the name of a parameter's gradient. The op that writes the
     gradient also writes the marker; then the gradient is added to that of earlier micro-batches and freed. ``waiting``:
@@ -56,6 +58,7 @@ class StageProblem:
     per_microbatch: tuple[str, ...] = ()
     tangents: tuple[str, ...] = ()
     between: int = 0
+    loss_forward: int = 0
     weights: str | None = None
     copies: Mapping[str, int] = field(default_factory=dict)
     leaving: tuple[str, ...] = ()
@@ -150,7 +153,8 @@ def _measured(problem: StageProblem, plan: Plan) -> StagePlan:
     return replace(
         problem.template,
         kept_bytes=kept,
-        transient_forward=max([*beyond[: boundary + 1], kept - saved]) + saved,
+        transient_forward=max([*beyond[:boundary], beyond[boundary] + problem.loss_forward, kept - saved])
+        + saved,
         transient_backward=max([*beyond[boundary:split], kept - saved]) + saved + passed,
         first_backward=max([*first[boundary:split], kept - saved]) + saved + passed,
         gradients=problem.gradient_bytes,

@@ -29,7 +29,7 @@ from rematplan.runtime.problem.accumulation import (
 from rematplan.runtime.problem.constraints import ops_that_run_once
 from rematplan.runtime.problem.layout_copies import NONE
 from rematplan.runtime.problem.loss_boundary import with_loss_boundary
-from rematplan.runtime.problem.loss_memory import NO_LOSS
+from rematplan.runtime.problem.loss_memory import NO_LOSS, LossMemory
 
 
 class _Recorded(Exception):
@@ -107,7 +107,14 @@ class CapturedStage:
 
 
 def captured_stage(
-    stage: StageModule, planner: StepPlanner, template: StagePlan, *, last: bool, split: bool, beyond: int
+    stage: StageModule,
+    planner: StepPlanner,
+    template: StagePlan,
+    *,
+    last: bool,
+    split: bool,
+    beyond: int,
+    loss: LossMemory | None = None,
 ) -> CapturedStage:
     """Capture a pipeline stage, and return it with its planning problem.
 
@@ -119,6 +126,7 @@ def captured_stage(
         split: whether the backward computes weight gradients later than the gradients of inputs.
         beyond: bytes that a micro-batch occupies outside of the stage from its forward to its backward, without those
             of the loss. Negative if the next stage is on the same rank: it counts this stage's outputs as its inputs.
+        loss: the memory of the loss; None: what the planner's options state. Ignored unless the stage is the last.
 
     Raises:
         ModelError: the stage cannot be captured.
@@ -129,7 +137,7 @@ def captured_stage(
         step = with_separate_weights(step)
     costs = planner.options.costs
     graph = priced(step, costs)
-    loss = planner.loss(step, graph) if last else NO_LOSS
+    loss = (loss or planner.loss(step, graph)) if last else NO_LOSS
     copies = copies_priced(step, graph, costs) if last else NONE
     graph = with_loss_boundary(step, graph, loss, copies)
     graph = replace(graph, never_rerun=tuple(dict.fromkeys((*graph.never_rerun, *ops_that_run_once(step)))))
@@ -137,7 +145,14 @@ def captured_stage(
         graph = with_weight_boundary(step, graph)
     template = replace(template, left=template.left + loss.kept)
     tangents = ("tangent",) if last else ()
-    problem = stage_problem(step, graph, tangents=tangents, between=loss.peak + beyond, template=template)
+    problem = stage_problem(
+        step,
+        graph,
+        tangents=tangents,
+        between=loss.between + beyond,
+        loss_forward=loss.forward,
+        template=template,
+    )
     return CapturedStage(stage, step, problem, _targets(captured))
 
 

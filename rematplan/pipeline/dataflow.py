@@ -34,6 +34,7 @@ from rematplan.runtime.pipeline.stage_modules import StageModule
 from rematplan.runtime.problem.accumulation import adding_problem, earlier_gradients
 from rematplan.runtime.problem.constraints import ops_that_run_once
 from rematplan.runtime.problem.loss_boundary import LOSS
+from rematplan.runtime.problem.loss_memory import LossMemory
 
 STATES = ("parameter", "buffer", "constant", LIBRARIES)
 """The kinds of inputs that exist during the whole step."""
@@ -74,7 +75,12 @@ class DataflowPart:
 
 
 def dataflow_part(
-    stage: StageModule, planner: StepPlanner, template: StagePlan, number: int, stages: int
+    stage: StageModule,
+    planner: StepPlanner,
+    template: StagePlan,
+    number: int,
+    stages: int,
+    loss: LossMemory | None = None,
 ) -> DataflowPart:
     """Capture a stage of a dataflow pipeline, where inverses recover activations in the backward, and make its planning
     problem.
@@ -85,6 +91,7 @@ def dataflow_part(
         template: the memory of the stage that does not depend on the plan.
         number: the stage's number, from 0.
         stages: the number of stages of the pipeline.
+        loss: the memory of the loss; None: what the planner's options state. Ignored unless the stage is the last.
 
     Raises:
         ModelError: the stage cannot be captured.
@@ -96,7 +103,8 @@ def dataflow_part(
     loss_bytes = 0
     if last:
         tangents = (step.values[i.value].fake for i in step.inputs if i.kind == "tangent")
-        loss_bytes = planner.loss(step, graph).peak + sum(allocated(t.nbytes, t.device) for t in tangents)
+        loss = loss or planner.loss(step, graph)
+        loss_bytes = loss.peak + loss.forward + sum(allocated(t.nbytes, t.device) for t in tangents)
         template = replace(template, left=template.left + allocated(LOSS_BYTES, step.device))
     if any(call.seeded for call in step.calls):
         template = replace(template, torch_bytes=template.torch_bytes + STATE)

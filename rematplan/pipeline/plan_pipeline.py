@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch import nn
@@ -25,9 +25,12 @@ from rematplan.planner.pipeline.actions import PipelineSchedule
 from rematplan.plans.budgets import Budget, parse_budget
 from rematplan.plans.options import PlanOptions
 from rematplan.plans.step_planner import StepPlanner
-from rematplan.runtime.pipeline.stage_modules import stage_modules
+from rematplan.runtime.pipeline.stage_modules import StageModule, stage_modules
+from rematplan.runtime.problem.loss_memory import LossMemory
 
 AUTO = "auto"
+LossFunction: TypeAlias = Callable[..., torch.Tensor]
+"""A function from the outputs and the targets of a micro-batch to a scalar."""
 
 
 def plan_pipeline(
@@ -44,6 +47,8 @@ def plan_pipeline(
     costs: str = "profile",
     time_limit: float = 30.0,
     loss_memory: str | int | None = None,
+    loss_fn: LossFunction | None = None,
+    target: torch.Tensor | None = None,
     ranks: Iterable[int] | None = None,
     plans: Mapping[int, Mapping[str, Any]] | None = None,
     hop: float = 0.0,
@@ -76,7 +81,11 @@ def plan_pipeline(
         strategy: the planning algorithm, as for `plan_module`.
         costs: how the costs of ops are determined: ``profile``, ``roofline`` or a file, as for `plan_module`.
         time_limit: seconds of search for each rank, and for the cuts.
-        loss_memory: the memory of the loss, such as ``3x`` or ``1GiB``, as for `plan_module`.
+        loss_memory: the memory of the loss, such as ``3x`` or ``1GiB``, as for `plan_module`. In addition, a tensor of
+            the outputs' size is assumed to stay allocated for each micro-batch until the end of the step.
+        loss_fn: the loss that `Pipeline.schedule` will get. It is run once on random outputs, and its memory is
+            measured; so the predicted peak is exact. It replaces ``loss_memory``, and needs ``target``.
+        target: the targets of a batch, which ``step`` will get.
         ranks: the ranks to plan; by default all. A process that runs one rank needs only that.
         plans: plans that were made before, as JSON data like `StagePlan.plan`, by the stage's number. They are used
             instead of a search.
@@ -94,8 +103,8 @@ def plan_pipeline(
         InfeasibleBudget: no plans are found with which some rank stays within the budget. The error names the rank and
             the smallest peak found for it.
         UsageError: an unknown schedule or cut, a batch that cannot be divided evenly, a malformed budget, impossible
-            shards or replicas.
-        ModelError: the model cannot be divided into stages.
+            shards or replicas, a loss without targets, or ``plans`` that lack a stage of a rank.
+        ModelError: the model cannot be divided into stages, or the loss cannot be computed.
     """
     asked = PlanOptions(
         budget="min",
@@ -108,7 +117,8 @@ def plan_pipeline(
     order = _order(schedule, stages, microbatches, hop)
     budgeted = parse_budget(str(budget))
     parallel = DataParallel(shards, replicas)
-    pipe = captured_pipeline(model, args, kwargs, order, budgeted, cuts, asked, ranks, parallel)
+    loss = _loss_and_target(loss_fn, target, loss_memory)
+    pipe = captured_pipeline(model, args, kwargs, order, budgeted, cuts, asked, ranks, parallel, loss)
     wanted = range(order.ranks) if ranks is None else sorted(set(ranks))
     made = {
         rank: rank_plan(order, rank, pipe.parts, pipe.budget, asked)
@@ -129,6 +139,7 @@ def captured_pipeline(
     asked: PlanOptions,
     ranks: Iterable[int] | None = None,
     parallel: DataParallel = ALONE,
+    loss: tuple[LossFunction, torch.Tensor] | None = None,
 ) -> Pipeline:
     """Cut a model into stages, capture the stages of ``ranks``, and return a pipeline without plans.
 
@@ -144,6 +155,7 @@ def captured_pipeline(
         ranks: the ranks whose stages are captured; None for all. If ranks are stated and ``cuts`` is ``auto``, rank 0
             of the default process group chooses the cuts for all processes.
         parallel: over how many processes each stage is sharded or replicated.
+        loss: the loss and the targets of a batch, to measure the memory of the loss; None: it is as ``asked`` says.
 
     Raises:
         UsageError: a budget that is neither bytes nor a percentage, impossible cuts, or a batch that cannot be divided
@@ -168,8 +180,34 @@ def captured_pipeline(
     wanted = range(order.ranks) if ranks is None else sorted(set(ranks))
     needed = {s for rank in wanted for s in order.stage_of_rank[rank]}
     every = range(stages) if stated.kind != "bytes" else sorted(needed)
-    parts = {number: captured_part(order, planner, number, modules[number], parallel) for number in every}
+    memory = None
+    if loss is not None and stages - 1 in every:
+        memory = _measured_loss(modules[-1], *loss, microbatches)
+    parts = {
+        number: captured_part(order, planner, number, modules[number], parallel, memory) for number in every
+    }
     return Pipeline(order, tuple(cuts), budget_bytes(stated, order, parts), parts, {})
+
+
+def _loss_and_target(
+    loss_fn: LossFunction | None, target: torch.Tensor | None, loss_memory: str | int | None
+) -> tuple[LossFunction, torch.Tensor] | None:
+    if loss_fn is None and target is None:
+        return None
+    if loss_fn is None or target is None:
+        raise UsageError("state both loss_fn and target, or neither")
+    if loss_memory is not None:
+        raise UsageError("state loss_memory or loss_fn, not both")
+    return loss_fn, target
+
+
+def _measured_loss(
+    stage: StageModule, loss_fn: LossFunction, target: torch.Tensor, microbatches: int
+) -> LossMemory:
+    """Measure the memory of the loss of one micro-batch. ``stage``: the last stage. ``target``: of a batch."""
+    (first,), _ = _first_microbatch((target,), {}, microbatches)
+    device = next((t.device for t in stage.module.parameters()), torch.device("cpu"))
+    return LossMemory.measured(stage.outputs, first, loss_fn, device)
 
 
 def _order(schedule: str, stages: int, microbatches: int, hop: float) -> PipelineSchedule:

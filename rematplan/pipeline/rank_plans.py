@@ -26,6 +26,7 @@ from rematplan.plans.in_flight import stage_planner
 from rematplan.plans.options import PlanOptions
 from rematplan.plans.step_planner import StepPlanner
 from rematplan.runtime.pipeline.stage_modules import StageModule
+from rematplan.runtime.problem.loss_memory import LossMemory
 
 Part = CapturedStage | DataflowPart
 """A stage with its planning problem."""
@@ -37,6 +38,7 @@ def captured_part(
     number: int,
     stage: StageModule,
     parallel: DataParallel = ALONE,
+    loss: LossMemory | None = None,
 ) -> Part:
     """Capture a stage of a pipeline, and return it with its planning problem.
 
@@ -46,6 +48,7 @@ def captured_part(
         number: the stage's number, from 0.
         stage: the stage's module and arguments.
         parallel: over how many processes the stage is sharded or replicated, which needs further memory.
+        loss: the memory of the loss of the last stage's outputs; None: as the options of ``planner`` state it.
 
     Raises:
         ModelError: the stage cannot be captured.
@@ -54,10 +57,11 @@ def captured_part(
     template = stage_torch_memory(order, number, stage, device)
     template = replace(template, states=template.states + parallel.resident(stage, device))
     if order.name in CHANNELS:
-        return dataflow_part(stage, planner, template, number, order.stages)
+        return dataflow_part(stage, planner, template, number, order.stages, loss)
     last = number == order.stages - 1
     beyond = parallel.copied(output_bytes(stage, device)) - handed_on(order, number, stage, device)
-    return captured_stage(stage, planner, template, last=last, split=order.name in SPLIT, beyond=beyond)
+    split = order.name in SPLIT
+    return captured_stage(stage, planner, template, last=last, split=split, beyond=beyond, loss=loss)
 
 
 def check_budget(stated: Budget) -> None:
@@ -141,8 +145,14 @@ def stated_rank_plan(
     Raises:
         InfeasibleBudget: the rank's peak with these plans exceeds the budget.
         ProblemError: a plan belongs to another stage.
+        UsageError: ``plans`` has no plan of a stage of the rank.
     """
     mine = order.stage_of_rank[rank]
+    if missing := [s for s in mine if s not in plans]:
+        raise UsageError(
+            f"plans has no plan of stage {missing[0]}, which rank {rank} runs; it has plans of stages "
+            f"{', '.join(map(str, sorted(plans))) or 'none'}"
+        )
     own = [plan_from_json(dict(plans[s]), parts[s].problem.graph) for s in mine]
     return measured_rank_plan(order, rank, parts, budget, own)
 

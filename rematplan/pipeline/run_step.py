@@ -126,7 +126,9 @@ def _run(plan: PlannedPipeline, rank: int, verify: bool, time_limit: float) -> R
     inputs, target = _whole_batch(loaded, order.microbatches)
     asked = PlanOptions(budget="min", time_limit=time_limit, costs=str(plan.model.get("costs", "profile")))
     budget = parse_budget(str(plan.budget))
-    pipe = captured_pipeline(module.model, inputs, None, order, budget, plan.names, asked, ranks=[rank])
+    pipe = captured_pipeline(
+        module.model, inputs, None, order, budget, plan.names, asked, ranks=[rank], loss=(module.of, target)
+    )
     found, anew = _rank_plan(plan, loaded, pipe, rank, asked)
     pipe = replace(pipe, ranks={rank: found})
     plain = copy.deepcopy(module) if verify else None

@@ -92,7 +92,7 @@ def plan_in_flight(
     """
     template = StagePlan(0, 0, 0, 0, left=loss.kept)
     problem = stage_problem(
-        step, graph, per_microbatch=("batch",), tangents=("tangent",), between=loss.peak, template=template
+        step, graph, per_microbatch=("batch",), tangents=("tangent",), between=loss.between, template=template
     )
     actions = with_in_flight(in_flight, deferred)
     if budget.kind == "bytes":

@@ -25,6 +25,7 @@ def stage_problem(
     per_microbatch: Collection[str] = (),
     tangents: Collection[str] = (),
     between: int = 0,
+    loss_forward: int = 0,
     template: StagePlan,
 ) -> StageProblem:
     """Make the planning problem of a pipeline stage, for one micro-batch while other micro-batches are in flight.
@@ -41,6 +42,8 @@ def stage_problem(
             counted by the caller, except parameters, buffers and constants.
         between: bytes outside of the graph that a micro-batch occupies from its forward to its backward, such as
             those of a loss.
+        loss_forward: bytes by which a loss exceeds the workspace of the boundary op while it is computed
+            (`LossMemory.forward`).
         template: the memory of the stage that does not depend on the plan.
     """
     added, _ = earlier_gradients(step)
@@ -57,6 +60,7 @@ def stage_problem(
         per_microbatch=of(*per_microbatch),
         tangents=of(*tangents),
         between=between,
+        loss_forward=loss_forward,
         weights=WEIGHTS if WEIGHTS in graph.op else None,
         copies=_copies(step, adding),
         leaving=_leaving(step, adding),

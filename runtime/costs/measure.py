@@ -64,16 +64,27 @@ def peak_above_entry(call: Callable[[], T], device: torch.device) -> tuple[int, 
     On a CPU the peak is the largest running sum of the tensor allocator's events. It includes the workspaces of
     operators, but not memory that a library takes from the system directly. On CUDA it is the caching allocator's peak.
     """
+    peak, _, result = peak_and_rest_above_entry(call, device)
+    return peak, result
+
+
+def peak_and_rest_above_entry(call: Callable[[], T], device: torch.device) -> tuple[int, int, T]:
+    """Run ``call``. Return the peak of the allocated bytes while it runs and the bytes that are allocated at its end,
+    both minus the bytes that were allocated at its start; and the result of ``call``, which keeps its bytes allocated.
+
+    The bytes are those of `peak_above_entry`.
+    """
     if device.type == "cuda":
         torch.cuda.synchronize(device)
         torch.cuda.reset_peak_memory_stats(device)
         before = torch.cuda.memory_allocated(device)
         result = call()
         torch.cuda.synchronize(device)
-        return torch.cuda.max_memory_allocated(device) - before, result
+        peak, rest = torch.cuda.max_memory_allocated(device), torch.cuda.memory_allocated(device)
+        return peak - before, rest - before, result
     with _allocations() as sizes:
         result = call()
-    return max(0, *accumulate(sizes)) if sizes else 0, result
+    return max(0, *accumulate(sizes)) if sizes else 0, sum(sizes), result
 
 
 def unprofiled(call: Callable[[], T]) -> T:

@@ -1,12 +1,16 @@
-"""The bytes that a plan reserves for a loss outside of the planned module: those at the loss's peak, and those that
-stay allocated until the step ends."""
+"""The bytes that a plan reserves for a loss outside of the planned module: those at the loss's peak, those between the
+loss and its backward, and those that stay allocated until the step ends."""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
+from rematplan.ir import ModelError
+from rematplan.runtime.costs.measure import peak_and_rest_above_entry
 from rematplan.runtime.graph.allocator_rounding import allocated
 from rematplan.runtime.graph.captured_step import CapturedStep
 from rematplan.runtime.graph.losses_among_outputs import in_own_losses
@@ -33,11 +37,20 @@ class LossMemory:
     ``peak``: the bytes at the loss's peak. ``kept``: the bytes that stay allocated until the step ends, because the
     caller keeps the loss and its gradient while the backward runs. (The scalar that `mse_loss` or `smooth_l1_loss`
     returns keeps a storage of the outputs' size alive.) ``peak`` includes ``kept``, unless ``peak`` is too small for
-    that.
+    that. ``saved``: the bytes that are allocated between the computation of the loss and its backward, if other
+    micro-batches run in between; None: not known, so ``peak`` is assumed. ``forward``: bytes by which the loss exceeds
+    ``peak`` while it is computed, before its backward. Only `measured` tells the two apart.
     """
 
     peak: int
     kept: int
+    saved: int | None = None
+    forward: int = 0
+
+    @property
+    def between(self) -> int:
+        """The bytes that are allocated between the computation of the loss and its backward."""
+        return self.peak if self.saved is None else self.saved
 
     @classmethod
     def of_peak(cls, step: CapturedStep, peak: int, used: frozenset[str] = frozenset()) -> LossMemory:
@@ -88,8 +101,60 @@ class LossMemory:
         ample = cls.of_copies(step, COPIES, used)
         return ample if ample.peak <= AMPLE_SHARE * peak else cls.of_copies(step, FEWER, used)
 
+    @classmethod
+    def measured(
+        cls,
+        outputs: Sequence[torch.Tensor],
+        target: Any,
+        loss_fn: Callable[..., torch.Tensor],
+        device: torch.device,
+    ) -> LossMemory:
+        """Run a loss and its backward once on random outputs, and return the memory that it needs.
+
+        The result does not include the gradients of the outputs.
+
+        Args:
+            outputs: tensors with the shapes, strides, types and ``requires_grad`` of the outputs, for example on the
+                device ``meta``.
+            target: the second argument of the loss.
+            loss_fn: a function from the output (from a tuple of the outputs, if there are several) and the target to a
+                scalar.
+            device: where the loss is computed.
+
+        Raises:
+            ModelError: the loss cannot be computed of such outputs.
+        """
+        with torch.random.fork_rng([device] if device.type == "cuda" else []):
+            given = tuple(_random(one, device) for one in outputs)
+            learned = [one for one in given if one.requires_grad]
+            try:
+                peak, saved, loss = peak_and_rest_above_entry(
+                    lambda: loss_fn(given[0] if len(given) == 1 else given, target), device
+                )
+                if not loss.requires_grad:
+                    return cls(peak, saved, saved)
+                back, rest, gradients = peak_and_rest_above_entry(
+                    lambda: torch.autograd.grad(loss, learned, allow_unused=True), device
+                )
+            except Exception as error:
+                reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
+                raise ModelError(f"the loss of a micro-batch cannot be computed: {reason}") from error
+        passed = sum(allocated(g.untyped_storage().nbytes(), device) for g in gradients if g is not None)
+        scalar = allocated(loss.nbytes, device)  # the gradient of the loss, which the backward begins with
+        kept = saved + rest - passed + scalar
+        backward = max(saved + back - passed, saved, kept)
+        return cls(backward, kept, saved, max(0, peak - backward))
+
 
 NO_LOSS = LossMemory(0, 0)
+
+
+def _random(like: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """Return a tensor with the shape, strides, type and ``requires_grad`` of the tensor ``like``, filled with random
+    numbers if its type is real, otherwise with zeros."""
+    made = torch.empty_strided(like.shape, like.stride(), dtype=like.dtype, device=device)
+    made = made.normal_() if made.is_floating_point() else made.zero_()
+    return made.requires_grad_(like.requires_grad)
 
 
 def _outputs_read(step: CapturedStep, used: frozenset[str]) -> list[torch.Tensor]:

@@ -18,7 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 import rematplan
 from rematplan.runtime.pipeline.stage_modules import stage_modules
 
-ASKED: dict[str, Any] = {"costs": "roofline", "loss_memory": "3x"}
+ASKED: dict[str, Any] = {"costs": "roofline", "loss_fn": loss}
 SCALE = 0.25
 """An argument that is no tensor."""
 
@@ -44,7 +44,7 @@ class Net(nn.Module):
     """Blocks between an embedding and a head.
 
     ``frozen``: blocks that need no gradients. ``skips``: pairs of blocks; the first one's output is added to the second
-    one's input.
+    one's input. ``outputs``: of each row.
     """
 
     def __init__(
@@ -55,10 +55,11 @@ class Net(nn.Module):
         frozen: tuple[int, ...] = (),
         embed: bool = True,
         skips: tuple[tuple[int, int], ...] = (),
+        outputs: int = 1,
     ) -> None:
         super().__init__()
         self.skips = skips
-        self.embed, self.head = nn.Linear(5, width), nn.Linear(width, 1)
+        self.embed, self.head = nn.Linear(5, width), nn.Linear(width, outputs)
         self.blocks = nn.ModuleList(Block(width, dropout) for _ in range(blocks))
         self.embed.requires_grad_(embed)
         for at in frozen:
@@ -84,8 +85,9 @@ def planned(rows: int, sizes: dict[str, Any] | None = None, **asked: Any) -> Any
     """The pipeline of a fresh network, in equal stages if no cuts are given."""
     stages = asked["stages"]
     cuts = tuple(f"blocks.{8 * k // stages}" for k in range(1, stages))
+    x, y = data(rows)
     return rematplan.plan_pipeline(
-        net(**(sizes or {})), (data(rows)[0], SCALE), **ASKED | {"cuts": cuts} | asked
+        net(**(sizes or {})), (x, SCALE), **ASKED | {"cuts": cuts, "target": y} | asked
     )
 
 
@@ -131,7 +133,7 @@ def run_step(
     """
     model, plain = net(**(sizes or {})), net(**(sizes or {}))
     x, y = data(rows)
-    pipe = rematplan.plan_pipeline(model, (x, SCALE), ranks=[rank], **ASKED | asked)
+    pipe = rematplan.plan_pipeline(model, (x, SCALE), ranks=[rank], target=y, **ASKED | asked)
     seeded = bool((sizes or {}).get("dropout"))
     microbatches = asked["microbatches"]
     stages = pipe.stages(wrap=(lambda module: Seeding(module, rank, microbatches)) if seeded else None)
@@ -194,7 +196,7 @@ def run_data_parallel(
     del rank
     mesh, batches, (x, y) = two_pipelines(rows)
     model, plain, at = net(), net(), mesh["pipeline"].get_local_rank()
-    pipe = rematplan.plan_pipeline(model, (x, SCALE), ranks=[at], **ASKED | asked)
+    pipe = rematplan.plan_pipeline(model, (x, SCALE), ranks=[at], target=y, **ASKED | asked)
     stages = pipe.stages(mesh["pipeline"], wrap=lambda module: wrap(module, mesh["data"]))
     step = step_of(pipe.schedule(stages, loss), stages, (x, SCALE), y, [])
     peak = measured(stages, step)

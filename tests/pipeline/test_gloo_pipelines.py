@@ -61,6 +61,11 @@ def test_a_step_has_the_bits_of_one_process_and_the_promised_peaks(
     assert (budget == "100%") != any(answer["extra"] for answer in found)
 
 
+def test_outputs_that_are_larger_than_the_rest_are_charged_as_long_as_they_stay(workers: Workers) -> None:
+    asked = {"schedule": "1f1b", "stages": 4, "microbatches": 16, "rows": 128, "sizes": {"outputs": 256}}
+    check(run(workers, "100%", "store_all", **asked))
+
+
 def test_fifty_steps_of_training_with_a_frozen_stage_have_the_bits_of_one_process(workers: Workers) -> None:
     asked = {"schedule": "1f1b", "stages": 4, "microbatches": 4, "rows": 32, "sizes": {"frozen": (2, 3)}}
     found = run(workers, "100%", "store_all", steps=50, rate=0.05, **asked)

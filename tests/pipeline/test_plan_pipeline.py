@@ -7,7 +7,7 @@ from typing import Any
 import planned_tasks
 import pytest
 import torch
-from one_process import CUTS
+from one_process import CUTS, data, loss
 from torch import nn
 
 import rematplan
@@ -47,6 +47,15 @@ def planned(model: nn.Module | None = None, rows: int = 64, **more: Any) -> rema
         ),
         ({"budget": "min"}, UsageError, "in bytes or as a percentage, not as 'min'"),
         ({"budget": "1KiB"}, InfeasibleBudget, "rank 0: budget 1.00 KiB"),
+        ({"plans": {}}, UsageError, "no plan of stage 0, which rank 0 runs; it has plans of stages none"),
+        ({"loss_fn": loss}, UsageError, "both loss_fn and target"),
+        ({"loss_fn": loss, "target": data(64)[1], "loss_memory": "3x"}, UsageError, "not both"),
+        ({"loss_fn": loss, "target": data(60)[1]}, UsageError, "cannot be divided into 8 equal"),
+        (
+            {"loss_fn": nn.functional.binary_cross_entropy, "target": data(64)[1]},
+            ModelError,
+            "loss of a micro-batch cannot be",
+        ),
     ],
 )
 def test_what_cannot_be_is_refused_in_a_line(
