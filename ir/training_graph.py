@@ -19,6 +19,9 @@ from rematplan.ir.errors import ProblemError
 Phase = Literal["forward", "backward"]
 
 MAX_BYTES = 2**63 - 1  # sizes are summed in 64-bit integers
+MIN_COST = (
+    1e-100  # a smaller cost other than 0 could make the scales by which solvers multiply costs infinite
+)
 MAX_COST = 1e300  # a schedule may run an op many times, and the sum of costs must be finite in 64-bit floats
 
 
@@ -152,7 +155,7 @@ def check(graph: TrainingGraph) -> None:
     Raises:
         ProblemError: the first fault found: duplicate names, unknown tensors or ops, double writes, missing
             producers, an order that is not topological (which includes every cycle), sizes or costs that are
-            negative, not finite or too large.
+            negative, not finite or too large, costs other than 0 that are too small.
     """
     sizes = _unique((t.name for t in graph.tensors), "tensor")
     for tensor in graph.tensors:
@@ -185,6 +188,7 @@ def check(graph: TrainingGraph) -> None:
         for name in names:
             if name not in known:
                 raise ProblemError(f"{what} op {name!r} is not among the ops")
+    _unique(graph.never_rerun, "never_rerun op")
     position = {o.name: i for i, o in enumerate(graph.ops)}
     for first, then in pairwise(graph.ordered):
         if position[first] >= position[then]:
@@ -223,6 +227,8 @@ def _check_op(op: Op, known: set[str]) -> None:
             raise ProblemError(f"op {op.name!r} names {t!r}, which is not among the tensors")
     if len(set(op.writes)) != len(op.writes):
         raise ProblemError(f"op {op.name!r} writes a tensor twice")
+    if 0 < op.cost < MIN_COST:
+        raise ProblemError(f"op {op.name!r}: cost is {op.cost}; it must be 0 or at least {MIN_COST:g}")
     if not (math.isfinite(op.cost) and op.cost >= 0):
         raise ProblemError(f"op {op.name!r}: cost is {op.cost}; it must be finite and not negative")
     for what, amount in (("gain", op.gain), ("noise", op.noise)):

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import ClassVar
 
-from rematplan.ir import TrainingGraph
+from rematplan.ir import TrainingGraph, UsageError
 from rematplan.planner.annealing.cheap_plan import CHEAP_SHARE, refusal
 from rematplan.planner.annealing.restarts import Search
 from rematplan.planner.annealing.search_budget import SearchBudget
@@ -66,6 +66,10 @@ class ILP(SearchStrategy):
 
     name: ClassVar[str] = "ilp"
     summary: ClassVar[str] = "integer program of the whole schedule (after Checkmate, Jain et al. 2020)"
+
+    def __post_init__(self) -> None:
+        if self.upstream < 0:
+            raise UsageError(f"{self.name}: upstream is {self.upstream}; it must be at least 0")
 
     def plan(
         self, graph: TrainingGraph, budget: int, progress: Progress = silent, starts: Sequence[Plan] = ()

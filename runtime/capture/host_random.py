@@ -14,15 +14,14 @@ from typing import Any
 from unittest.mock import patch
 
 import numpy as np
-import torch
 
 from rematplan.ir import ModelError
 from rematplan.runtime.graph.compat import get_torch_obj_rule_map
+from rematplan.runtime.graph.host_generators import seeding_functions
 
+SEEDING = seeding_functions()
 _SEEDS = "the forward seeds the random numbers, or asks for their seed, which a fixed graph cannot repeat"
-_OF_SEEDS = frozenset(
-    {"manual_seed", "seed", "initial_seed", "set_state", "set_offset", "graphsafe_set_state"}
-)
+_OF_SEEDS = frozenset({name for _, name in SEEDING} | {"set_state", "set_offset", "graphsafe_set_state"})
 """Methods of a generator that seed it, set its state, or return its seed."""
 
 
@@ -74,8 +73,9 @@ def _set_state(generator: Any, state: Any) -> None:
 
 
 def check_default_generator(names: Collection[str]) -> None:
-    """Refuse a forward whose code mentions `torch.default_generator` and a method that seeds a generator or returns
-    its seed, even in a branch that is not taken: methods of that object cannot be replaced as in `no_seeding`.
+    """Refuse a forward whose code mentions `torch.default_generator`, or a variable that refers to one of PyTorch's
+    seeding functions, and a method that seeds a generator or returns its seed. It is refused even if the code is in a
+    branch that is not taken: neither can be replaced as in `no_seeding`.
 
     Args:
         names: all names that the code of the forward mentions.
@@ -89,9 +89,9 @@ def check_default_generator(names: Collection[str]) -> None:
 
 @contextmanager
 def no_seeding() -> Iterator[None]:
-    """Refuse, inside the block and in this thread, calls of ``manual_seed``, ``seed``, ``initial_seed`` and
-    ``set_rng_state`` of `torch` and `torch.random`. Methods of `torch.default_generator` are not covered;
-    `check_default_generator` refuses them.
+    """Refuse, inside the block and in this thread, calls of the `SEEDING` functions. Methods of
+    `torch.default_generator`, and names that were bound to a function before (``from torch import manual_seed``), are
+    not covered; `check_default_generator` refuses them.
 
     Raises:
         ModelError: the block calls one of these functions.
@@ -110,7 +110,6 @@ def no_seeding() -> Iterator[None]:
     # Dynamo caches a table of these functions. Build it before they are replaced, or it would be wrong for good.
     get_torch_obj_rule_map()
     with ExitStack() as stack:
-        for owner in (torch, torch.random):
-            for name in ("manual_seed", "seed", "initial_seed", "set_rng_state"):
-                stack.enter_context(patch.object(owner, name, refusing(getattr(owner, name))))
+        for owner, name in SEEDING:
+            stack.enter_context(patch.object(owner, name, refusing(getattr(owner, name))))
         yield

@@ -1,10 +1,26 @@
-"""The classes of Python's and NumPy's random number generators. Their states are in host memory and are unknown to
-PyTorch."""
+"""What a captured graph cannot reproduce: the classes of Python's and NumPy's random number generators, whose states
+are in host memory and unknown to PyTorch, and PyTorch's functions that seed its generators."""
 
 from __future__ import annotations
 
 import random
+from types import ModuleType
 
 import numpy as np
+import torch
 
 GENERATORS = (random.Random, np.random.RandomState, np.random.Generator)
+_DEVICES = ("cuda", "xpu", "mtia", "mps")
+_SEEDING = (
+    *("manual_seed", "manual_seed_all", "seed", "seed_all", "initial_seed"),
+    *("set_rng_state", "set_rng_state_all"),
+)
+
+
+def seeding_functions() -> tuple[tuple[ModuleType, str], ...]:
+    """Return all places of PyTorch's functions that seed a generator, set its state or return its seed, for the CPU and
+    for each kind of device, as pairs (module, name)."""
+    parts = (torch, *(getattr(torch, name) for name in _DEVICES if hasattr(torch, name)))
+    inner = (getattr(part, "random", None) for part in parts)
+    owners = (*parts, *(part for part in inner if isinstance(part, ModuleType)))
+    return tuple((owner, name) for owner in owners for name in _SEEDING if hasattr(owner, name))

@@ -22,7 +22,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from rematplan.runtime.graph.host_generators import GENERATORS
+from rematplan.runtime.graph.host_generators import GENERATORS, seeding_functions
 from rematplan.runtime.graph.warn import warn
 from rematplan.runtime.guards.attributes import BOOKKEEPING, is_record
 from rematplan.runtime.guards.bytecode import (
@@ -36,6 +36,7 @@ from rematplan.runtime.guards.bytecode import (
 from rematplan.runtime.guards.places import AttributesByName, ByName, Fixed, Found
 from rematplan.runtime.guards.snapshots import PLAIN, is_data, kept, parts_of, unchanged
 
+_SEEDING = frozenset(getattr(owner, name) for owner, name in seeding_functions())
 _UNNAMED = frozenset({"__call__", "forward", "backward", "setup_context"})
 """Methods that are called without being named."""
 _ENVIRONMENT = frozenset({"environ", "getenv"})
@@ -135,6 +136,8 @@ class GlobalReads:
             self.generators[id(thing)] = thing
         if thing is torch.default_generator:
             self.names |= {"default_generator"}  # found in a variable
+        if isinstance(thing, FunctionType) and thing in _SEEDING:
+            self.names |= {"default_generator", thing.__name__}
         if (id(thing), names) not in self.met:
             self.met.add((id(thing), names))
             self.waiting.append((thing, names))

@@ -41,6 +41,7 @@ def test_options_are_fields_and_read_from_text():
         ("approx_dp", {"budgets": -1}, "budgets is -1; it must be at least 1"),
         ("exact_dp", {"max_lower_sets": 1}, "max_lower_sets is 1; it must be at least 2"),
         ("chen_greedy", {"grid": 0}, "grid is 0; it must be at least 1"),
+        ("ilp", {"upstream": -1}, "upstream is -1; it must be at least 0"),
     ],
 )
 def test_errors_for_wrong_names_and_options_list_the_right_ones(name, options, message):

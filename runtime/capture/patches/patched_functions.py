@@ -9,6 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from rematplan.runtime.graph.compat import CHECKPOINT_GENERATOR, TORCH
+from rematplan.runtime.graph.host_generators import seeding_functions
 
 _ROOM = "rematplan.runtime"
 _OWN = "compares the thread: takes effect only in the one that captures, others get PyTorch's original"
@@ -125,11 +126,7 @@ PATCHES = (
         f"{_ROOM}.guards.attributes",
     ),
     Patch(
-        tuple(
-            f"{owner}.{name}"
-            for owner in ("torch", "torch.random")
-            for name in ("manual_seed", "seed", "initial_seed", "set_rng_state")
-        ),
+        tuple(f"{owner.__name__}.{name}" for owner, name in seeding_functions()),
         "a graph cannot seed the generator at each step, so a forward that does so is refused",
         f"{_ROOM}.capture.host_random",
     ),

@@ -19,7 +19,7 @@ X = torch.randn(8, 16, generator=torch.Generator().manual_seed(1))
 
 
 GENERATOR = np.random.default_rng(3)
-DEFAULT = torch.default_generator
+DEFAULT, seed_of_all_devices = torch.default_generator, torch.manual_seed
 
 
 def planned(model: nn.Module, given: Any = X) -> nn.Module:
@@ -187,6 +187,9 @@ def test_what_a_plan_would_get_wrong_is_refused() -> None:
             "seeds the random numbers",
         ),
         (Drawing(lambda: DEFAULT.seed()), X, "seeds the random numbers"),
+        (Drawing(lambda: torch.cuda.manual_seed(3)), X, "seeds the random numbers"),
+        (Drawing(lambda: torch.mps.manual_seed(3)), X, "seeds the random numbers"),
+        (Drawing(lambda: seed_of_all_devices(3)), X, "seeds the random numbers"),
         (Loose(), X, "none of its parameters"),
         (Carrying(None), X, "make them buffers"),
         (Counting(), X, "make it a buffer"),
