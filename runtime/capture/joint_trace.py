@@ -24,6 +24,7 @@ from rematplan.runtime.capture.host_random import no_host_draws
 from rematplan.runtime.capture.patches.checkpoint import without_checkpoints
 from rematplan.runtime.capture.patches.eager_kernels import native_kernels
 from rematplan.runtime.capture.patches.fake_layouts import InPlaceLayouts, TrueLayouts
+from rematplan.runtime.capture.patches.size_arithmetic import sizes_computed_once
 from rematplan.runtime.capture.patches.size_text import no_size_as_text
 from rematplan.runtime.capture.patches.size_types import sizes_have_plain_types
 from rematplan.runtime.capture.read_fx import read_joint_graph
@@ -149,6 +150,7 @@ def _traced(request: TraceRequest) -> Traced:
         native_kernels(symbols is not None),
         no_size_as_text() if symbols else nullcontext(),
         sizes_have_plain_types(request.module) if symbols else nullcontext(),
+        sizes_computed_once() if symbols else nullcontext(),
         without_checkpoints(),
         quiet(),
         torch.enable_grad(),

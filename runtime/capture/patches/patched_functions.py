@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from rematplan.runtime.capture.patches.size_arithmetic import OPERATIONS
 from rematplan.runtime.graph.compat import CHECKPOINT_GENERATOR, TORCH
 from rematplan.runtime.graph.host_generators import seeding_functions
 
@@ -95,6 +96,11 @@ PATCHES = (
         tuple(f"torch.{name}.__repr__" for name in ("SymInt", "SymFloat", "SymBool")),
         "a symbolic size has another text than the size, so a model that reads the text would be traced wrongly",
         f"{_ROOM}.capture.patches.size_text",
+    ),
+    Patch(
+        tuple(f"torch.fx.experimental.sym_node.SymNode.{name}" for name in OPERATIONS),
+        "PyTorch computes the same expressions of symbolic sizes for each tensor again, which takes a third of the time",
+        f"{_ROOM}.capture.patches.size_arithmetic",
     ),
     Patch(
         ("isinstance in the model's Python modules",),

@@ -15,6 +15,8 @@ import torch
 import torch.utils.checkpoint
 from torch import nn
 from torch._guards import TracingContext
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, StatelessSymbolicContext
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 from rematplan import ModelError, plan_module
@@ -23,6 +25,7 @@ from rematplan.runtime.capture.patches import PATCHES
 from rematplan.runtime.capture.patches.autocast_cache import casting_once
 from rematplan.runtime.capture.patches.checkpoint import without_checkpoints
 from rematplan.runtime.capture.patches.eager_kernels import native_kernels
+from rematplan.runtime.capture.patches.size_arithmetic import OPERATIONS, sizes_computed_once
 from rematplan.runtime.capture.patches.size_types import sizes_have_plain_types
 from rematplan.runtime.guards.attributes import reads_of
 
@@ -100,6 +103,7 @@ def test_a_capture_leaves_pytorch_as_it_was() -> None:
     every = kernels()
     planned = plan_module(Tiny(), (torch.randn(2, 3, 4),), budget="1GiB", costs="roofline")
     planned(torch.randn(2, 3, 4)).backward()
+    planned(torch.randn(2, 5, 4)).backward()  # captured with open sizes
     for name in NAMES:
         assert current(name) == before[name], name
     assert kernels() == every
@@ -158,6 +162,40 @@ def test_sizes_have_plain_types_only_inside_the_block_and_in_its_thread() -> Non
         raise ValueError("inside")
     assert current("isinstance in the model's Python modules") == before
     assert not plain()
+
+
+def sizes() -> tuple[torch.SymInt, torch.SymInt]:
+    """Two symbolic sizes of one tensor."""
+    fake = FakeTensorMode(shape_env=ShapeEnv()).from_tensor(
+        torch.ones(3, 5), symbolic_context=StatelessSymbolicContext([DimDynamic.DYNAMIC] * 2)
+    )
+    return fake.shape[0], fake.shape[1]  # type: ignore[return-value]
+
+
+def test_sizes_are_computed_once_only_inside_the_block_and_in_its_thread() -> None:
+    a, b = (size.node for size in sizes())
+    for name in OPERATIONS[:-3]:
+        operation = getattr(type(a), name)
+        outside = operation(a, b)
+        with sizes_computed_once():
+            first = getattr(a, name)(b)
+            assert getattr(a, name)(b) is first
+            assert str(first) == str(outside)
+            assert first.hint == outside.hint
+            assert getattr(b, name)(a) is not first
+            assert elsewhere(lambda name=name: getattr(a, name)(b)) is not first
+        assert getattr(type(a), name) is operation
+
+
+def test_sizes_that_are_computed_once_keep_their_guards() -> None:
+    a, b = sizes()
+    with sizes_computed_once():
+        guards = a.node.shape_env.guards
+        assert a + b == 8
+        assert len(guards) == 1
+        assert a * b != 8
+        assert a + b == 8
+        assert len(guards) == 2
 
 
 @pytest.mark.parametrize("reentrant", [True, False])

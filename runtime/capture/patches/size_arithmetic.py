@@ -1,0 +1,50 @@
+"""Arithmetic of symbolic sizes during a capture with open sizes, computed once for each pair of operands.
+
+For each tensor that is traced, PyTorch computes with its sizes again whether it is contiguous, how many elements it has,
+and so on: 110,000 operations with 1,200 different pairs of operands for a BERT of 6 layers, which were more than a
+third of the capture's time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from threading import get_ident
+from typing import Any
+from unittest.mock import patch
+
+from torch.fx.experimental.proxy_tensor import get_proxy_mode
+from torch.fx.experimental.sym_node import SymNode
+
+OPERATIONS = ("add", "sub", "mul", "eq", "ne", "lt", "le", "gt", "ge", "and_", "or_", "sym_max")
+"""The operations of two sizes whose results are kept. None of them makes an assumption about the sizes (a guard): only
+the evaluation of a condition does."""
+
+
+@contextmanager
+def sizes_computed_once() -> Iterator[None]:
+    """Inside the block, compute each of `OPERATIONS` on sizes once for each pair of expressions and each tracer, and
+    return the same result later. Operations of other threads are not changed.
+
+    A tracer records the operation in its graph when it is computed first, which is before all later uses.
+    """
+    tracing = get_ident()
+
+    def kept(name: str) -> Any:
+        original, results = getattr(SymNode, name), dict[Any, Any]()
+
+        def operation(a: Any, b: Any) -> Any:
+            if get_ident() != tracing:
+                return original(a, b)
+            key = a._expr, b._expr, get_proxy_mode()
+            found = results.get(key)
+            if found is None:
+                found = results[key] = original(a, b)
+            return found
+
+        return operation
+
+    with ExitStack() as stack:
+        for name in OPERATIONS:
+            stack.enter_context(patch.object(SymNode, name, kept(name)))
+        yield
