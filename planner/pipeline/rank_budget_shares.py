@@ -65,7 +65,8 @@ class RankBudgetShares:
         ]
         stage = self.stages[at]
         saved, passed = stage.bytes(stage.per_microbatch), stage.bytes(stage.tangents)
-        own = {"F": saved, "B": saved + passed, "I": saved + passed, "W": saved}
+        forward = 0 if relaxed else stage.loss_forward  # beyond the workspace of the graph's boundary op
+        own = {"F": saved + forward, "B": saved + passed, "I": saved + passed, "W": saved}
         left: dict[str, int] = {}
         for action, others in zip(self.actions, rank_bytes(self.actions, idle), strict=False):
             if action.stage == me:

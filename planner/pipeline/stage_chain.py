@@ -277,8 +277,9 @@ class _Assignment:
         return min([block, *(self.owner[t] for t in ix.writes[o] if t in self.owner)])
 
     def _sink(self, o: int) -> None:
-        """Move the backward op ``o`` to an earlier block: the last of the blocks that read its results. A parameter's
-        gradient counts as read by the block that reads the parameter.
+        """Move the backward op ``o`` to an earlier block: the last of the blocks that read its results, or, if it is
+        later, the first block at which everything from the forward that it reads is available. A parameter's gradient
+        counts as read by the block that reads the parameter.
 
         The op is not moved if something that it reads is not available in that block, or if messages would become
         larger. If the op is moved, gradients that it reads are sent as far as that block, perhaps only for this op; its
@@ -287,8 +288,8 @@ class _Assignment:
         ix = self.ix
         wanted = [self.owner.get(t, self.at[o]) for t in ix.writes[o] if ix.is_output[t]]
         wanted += [self.at[r] for t in ix.writes[o] for r in ix.readers[t]]
-        to = max(wanted, default=self.at[o])
         spans = [self.span[t] for t in ix.reads[o] if t in self.span]
+        to = max([*wanted, *(first for first, _ in spans)], default=self.at[o])
         if to >= self.at[o] or any(not first <= to <= last for first, last in spans):
             return
         more = sum(ix.bytes[t] for t in ix.reads[o] if self._comes_only_for(t, o, to))

@@ -60,8 +60,9 @@ class FilePlans:
             copies = message_copies(part.step, others)
             pairs = matched(self.step, own, part.step, [o for o in others if o not in copies])
             runs = _runs(self.file, number, pairs, loss)
-            boundary = runs.index(loss_boundary.LOSS) if loss_boundary.LOSS in runs else len(runs)
-            runs[boundary:boundary] = [o for o in others if o in copies]
+            for end, backward in ((loss_boundary.WEIGHTS, True), (loss_boundary.LOSS, False)):
+                at = runs.index(end) if end in runs else len(runs)
+                runs[at:at] = [o for o in others if o in copies and part.step.call[o].backward == backward]
             return plan_from_runs(
                 part.problem.graph, runs, str(_plan(self.file, number).get("strategy", "file"))
             )
@@ -94,7 +95,9 @@ def file_plans(file: PlannedPipeline, step: CapturedStep) -> FilePlans:
 def message_copies(step: CapturedStep, names: Sequence[str]) -> frozenset[str]:
     """Return which of the ops ``names`` copy a tensor only to send it. The step of the whole model has no such op.
 
-    A message must be contiguous, so the forward of a stage ends with a copy of each other output. No op reads it.
+    A message must be contiguous, so the forward of a stage ends with a copy of each other output. Each gradient of an
+    input needs a separate storage. So the backward copies it if it is another input's gradient, too, as with two inputs
+    that the stage adds. No op reads such a copy.
 
     Args:
         step: the captured step of a stage.
@@ -105,7 +108,6 @@ def message_copies(step: CapturedStep, names: Sequence[str]) -> frozenset[str]:
         name
         for name in names
         if str(step.call[name].target) == "aten.clone.default"
-        and not step.call[name].backward
         and read.isdisjoint(step.writes(step.call[name]))
     )
 

@@ -98,6 +98,7 @@ def test_a_step_of_an_onnx_file_has_the_bits_of_one_process(workers: Workers, tm
     assert main(["pipeline", model, "--dim", "batch=4", *ASKED, "--budget", "1GiB", "-o", str(path)]) == 0
     reports = workers.run(step, path=path)[0]
     check(reports)
+    assert [one.anew for one in reports] == [""] * 4
 
 
 def test_a_rank_that_ends_takes_all_with_it_in_seconds(workers: Workers, file: Path) -> None:
