@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 
+from rematplan.ir import ModelError
 from rematplan.runtime.graph.compat import (
     DataDependentOutputException,
     FunctionalTensor,
@@ -141,8 +142,12 @@ class OpTape:
         If the op returns a number to Python and its arguments' values are known, the number is computed from the real
         tensors and recorded as a decision. If the shape of the op's result depends on values, a call with a fixed shape
         is executed instead (`data_dependent_shapes.STATIC`).
+
+        Raises:
+            ModelError: the number is that of a buffer which the forward has changed before.
         """
         if torch.Tag.data_dependent_output in func.tags and self.knows((args, kwargs)):
+            self._check_counters(args)
             return self._decided(func, args, kwargs)
         instead = STATIC.get(func)
         if instead is not None:
@@ -189,6 +194,22 @@ class OpTape:
         self.entries.append(replace(asked, expected=value))
         self.made = len(self.entries)
         return value
+
+    def _check_counters(self, args: tuple[Any, ...]) -> None:
+        """Refuse a forward that changes a buffer and then reads it as a number: each call would need a graph of its
+        own. A truth value is allowed, since it changes rarely.
+
+        Raises:
+            ModelError: one of the tensors in ``args`` is in the memory of such a buffer.
+        """
+        for tensor in pytree.tree_leaves(args):
+            place = self.memory[self.places[id(tensor)]] if isinstance(tensor, torch.Tensor) else None
+            source = self.sources.get(place) if place in self.written and tensor.dtype != torch.bool else None
+            if isinstance(source, tuple) and source[0] == "buffer":
+                raise ModelError(
+                    f"the forward changes the buffer {source[1]} and reads it as a number, so each call would need a "
+                    f"plan of its own; compute with the tensor (a batch norm needs a momentum other than None)"
+                )
 
     def _note(self, func: Any, args: Any, kwargs: Any, result: Any, written: list[torch.Tensor]) -> None:
         viewed = _viewed(func, args, kwargs)

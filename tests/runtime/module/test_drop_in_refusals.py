@@ -193,6 +193,11 @@ def test_what_a_plan_would_get_wrong_is_refused() -> None:
         (Loose(), X, "none of its parameters"),
         (Carrying(None), X, "make them buffers"),
         (Counting(), X, "make it a buffer"),
+        (
+            nn.Sequential(nn.Linear(16, 16), nn.BatchNorm1d(16, momentum=None)),
+            X,
+            "changes the buffer 1.num_batches_tracked and reads it as a number",
+        ),
         (Carrying(torch.zeros(8, 16)), X, "make them buffers"),
         (Boxed(16, 16), Box(), "is called with a Box"),
         (Boxed(16, 16), BoxOfBoxes(), "is called with a BoxOfBoxes"),
