@@ -151,8 +151,9 @@ def plan_module(
             plan, which is made here too.
         reserved: objects outside of the model whose memory the budget also bounds: optimizers (their state,
             present or future, and the temporary memory of their step), modules (parameters and buffers that the model
-            does not share, such as a teacher's), objects with a method ``reserved_bytes() -> int``, and bytes
-            (``"1GiB"`` or a number). A percentage then refers to a peak that includes them. A saved plan must be loaded
+            does not share, such as a teacher's), objects with a method ``reserved_bytes() -> int`` (and perhaps
+            ``step_bytes() -> int``, for temporary memory of the optimizer's step), and bytes (``"1GiB"`` or a number).
+            A percentage then refers to a peak that includes them. A saved plan must be loaded
             with the same kinds of reserved objects.
         on_infeasible: what a call does if no plan fits the budget. ``raise`` raises the error; ``least`` uses the
             plan of the smallest found peak; ``eager`` uses a plan that recomputes nothing. The last two warn with the

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from rematplan.optim.assignment import FactorKey, Part
 from rematplan.optim.layer import BOTH, Layer
+from rematplan.optim.step_memory import Copies
 
 
 class Exchange(Protocol):
@@ -54,6 +55,10 @@ class Exchange(Protocol):
 
         If they are, `sums` ignores its argument and returns the totals of the statistics that `begin` sent.
         """
+
+    @property
+    def copies(self) -> Copies:
+        """The tensors that the methods allocate temporarily in a step."""
 
     def begin(self, part: Part, sums: Tensor, step: int) -> None:
         """Start to send statistics that a backward has just computed to the owner of their factors, while the backward
@@ -141,6 +146,7 @@ class Alone:
         return self._names
 
     early = False
+    copies = Copies()
 
     def begin(self, part: Part, sums: Tensor, step: int) -> None:
         """Do nothing. It is not called: a single process sends no statistics during a backward (`early` is false)."""

@@ -129,6 +129,7 @@ def cholesky(factor: Tensor, damping: float, _before: Inverse | None = None) -> 
         damped = factor.clone()
         damped.diagonal(dim1=-2, dim2=-1).add_(damping)
         lower, info = torch.linalg.cholesky_ex(damped)
+        del damped  # before the inverse, which needs as much memory, is allocated
         if not info.any():
             return Dense(torch.cholesky_inverse(lower))
         damping = max(MORE_DAMPING * damping, least)
@@ -195,8 +196,8 @@ def diagonal(factor: Tensor, damping: float, _before: Inverse | None = None) -> 
 def hierarchical(factor: Tensor, damping: float, _before: Inverse | None = None) -> Inverse:
     """Return (``factor`` + λ I)⁻¹ approximately, with off-diagonal blocks of low rank (`hodlr`).
 
-    Batches of factors (more than two dimensions), and factors of at most 64 rows, are inverted by Cholesky
-    factorisation.
+    Batches of factors (more than two dimensions), factors of at most 64 rows, and factors of which this form would be
+    larger than a dense inverse, are inverted by Cholesky factorisation.
 
     Args:
         factor: (n, n) or (…, n, n), symmetric.
@@ -208,7 +209,8 @@ def hierarchical(factor: Tensor, damping: float, _before: Inverse | None = None)
     """
     if factor.dim() > 2 or factor.shape[-1] <= hodlr.LEAF:
         return cholesky(factor, damping)
-    return Hierarchical(*hodlr.inverse(factor, damping))
+    form = Hierarchical(*hodlr.inverse(factor, damping))
+    return form if inverse_bytes(form) < factor.nbytes else cholesky(factor, damping)
 
 
 INVERSES: Mapping[str, Make] = MappingProxyType(

@@ -40,6 +40,7 @@ from rematplan.optim.early_sums import EarlySums, Pending
 from rematplan.optim.grid import Grid
 from rematplan.optim.inverse_routes import InverseRoutes
 from rematplan.optim.layer import Layer
+from rematplan.optim.step_memory import Copies
 
 Key = TypeVar("Key")
 ROWS = "(rows)"
@@ -62,6 +63,9 @@ class Ranks:
         UsageError: there is no process group, or ``grad_workers`` is no divisor of the number of processes.
         ProcessEnded: from any method, if another process has ended or cannot be reached.
     """
+
+    copies = Copies(sums=3, inverses=1, gradients=3, others=1)
+    """The buffers of the collectives, and what is copied into and out of them."""
 
     def __init__(
         self,

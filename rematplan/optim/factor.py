@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -159,10 +160,9 @@ class Factor:
             return INVERSES["diagonal"](mean, damping, None)
         if self.how == AUTO:
             return self._measured(mean, damping) or cholesky(mean, damping)
-        try:
+        with suppress(NotDefinite):
             return INVERSES[self.how](mean, damping, self.inverse)
-        except NotDefinite:
-            return cholesky(mean, damping)
+        return cholesky(mean, damping)  # here the exception's frames, which hold matrices, are gone
 
     def _measured(self, mean: Tensor, damping: float) -> Inverse | None:
         """Return a low-rank inverse of ``mean`` + ``damping`` I, for the method ``auto``; None if a dense inverse is

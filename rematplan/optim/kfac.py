@@ -20,8 +20,9 @@ from rematplan.optim.options import MakeOthers, OptionNames, Options, check_othe
 from rematplan.optim.param_groups import OTHERS, Group, split_groups
 from rematplan.optim.planned_source import PlannedSource, source_of
 from rematplan.optim.statistics_source import Source
+from rematplan.optim.step_memory import step_bytes, sums_bytes
 from rematplan.optim.update import clipped, finite, move, preconditioned
-from rematplan.runtime.costs.optimizer_memory import optimizer_memory
+from rematplan.runtime.costs.optimizer_memory import OptimizerMemory, optimizer_memory
 from rematplan.runtime.graph.warn import warn
 from rematplan.runtime.statistics.factors import Factors, Statistics
 
@@ -227,6 +228,7 @@ class KFAC(Optimizer):
         for (name, which), total in self._exchange.sums(self._sums(found.factors)):
             if total.isfinite().all():
                 self._layers[name].fold(total, self._options.decay, which)
+            del total  # before the next layer's is computed
 
     def _hand_over(self, found: Statistics) -> None:
         """Give the parameters of layers for which no statistics come to the optimizer ``others``, with a warning.
@@ -346,8 +348,9 @@ class KFAC(Optimizer):
         """Return the bytes of this process's state between steps, whether the state exists already or not.
 
         The state consists of the moving averages of the Kronecker factors, their inverses, momentum, and the state of
-        the optimizer ``others``. If ``exchange`` sends statistics during a backward, their vectors count, too. Because
-        of this method the optimizer can be given to ``plan_module(..., reserved=[optimizer])``.
+        the optimizer ``others``. If ``exchange`` sends statistics during a backward, their vectors count, too, and what
+        computing one of them needs. Because of this method and `step_bytes` the optimizer can be given to
+        ``plan_module(..., reserved=[optimizer])``.
         """
         worked, owned = self._exchange.worked(), self._exchange.owned()
         factors = sum(
@@ -359,20 +362,33 @@ class KFAC(Optimizer):
         if self._exchange.early:
             parts = ((self._layers[n], which) for n, which in self._exchange.parts() if n in self._layers)
             factors += sum(layer.no_sums("meta", which).nbytes for layer, which in parts)
+            factors += max(map(sums_bytes, self._layers.values()), default=0)
         momentum: int = sum(
             p.numel() * p.element_size()
             for group in self.param_groups[: self._ours]
             for p in group["params"]
             if group["momentum"]
         )
-        return factors + momentum + self._bytes_of_others()
+        memory = self._memory_of_others()
+        return factors + momentum + sum(m.to_come + sum(t.nbytes for t in m.tensors) for m in memory)
 
-    def _bytes_of_others(self) -> int:
+    def step_bytes(self) -> int:
+        """Return an upper bound of the bytes that `step` allocates temporarily in this process, in addition to
+        parameters, gradients, statistics and the state.
+
+        ``plan_module(..., reserved=[optimizer])`` counts them while the optimizer's step runs.
+        """
+        owned = {name for name, _ in self._exchange.owned() if name in self._layers}
+        others = max((m.transient for m in self._memory_of_others()), default=0)
+        rest = sum(p.nbytes for group in self.param_groups[self._ours :] for p in group["params"])
+        return step_bytes(self._layers, owned, self._exchange.copies, others, rest)
+
+    def _memory_of_others(self) -> list[OptimizerMemory]:
+        """Return the memory of the optimizer ``others`` on each device of its parameters."""
         if self._others is None:
-            return 0
+            return []
         devices = {p.device for group in self._others.param_groups for p in group["params"]}
-        memories = [optimizer_memory(self._others, device) for device in devices]
-        return sum(m.to_come + sum(t.nbytes for t in m.tensors) for m in memories)
+        return [optimizer_memory(self._others, device) for device in devices]
 
     def report(self) -> tuple[SideReport, ...]:
         """Report, for each Kronecker factor that this process averages, its size, its effective rank and the form of

@@ -35,8 +35,9 @@ class Reserved:
     """Objects other than the model whose memory the budget includes. Their bytes are counted each time a plan is
     made.
 
-    ``items``: optimizers, modules, objects with a method ``reserved_bytes() -> int``, numbers of bytes, text such as
-    ``1GiB``, and `Counted` (bytes of optimizers and modules, counted when a `Reserved` was pickled or copied).
+    ``items``: optimizers, modules, objects with a method ``reserved_bytes() -> int`` (and, for a step's temporary
+    bytes, ``step_bytes() -> int``), numbers of bytes, text such as ``1GiB``, and `Counted` (bytes of optimizers and
+    modules, counted when a `Reserved` was pickled or copied).
 
     Raises:
         UsageError: an item is something else, or a text is not a number of bytes.
@@ -75,8 +76,8 @@ class Reserved:
         """Return the bytes that the items occupy on a device, in addition to a model's tensors.
 
         A storage that several items share counts once, and a storage of the model does not count. Numbers of bytes
-        and results of ``reserved_bytes()`` count on every device. If several optimizers are listed, only the largest
-        temporary memory of one optimizer's step counts.
+        and results of ``reserved_bytes()`` and ``step_bytes()`` count on every device. If several optimizers are
+        listed, only the largest temporary memory of one optimizer's step counts.
 
         Args:
             device: the device.
@@ -84,7 +85,7 @@ class Reserved:
 
         Raises:
             UsageError: an optimizer has no state yet, and the size of its state cannot be determined; or a
-                ``reserved_bytes()`` does not return a number of bytes.
+                ``reserved_bytes()`` or ``step_bytes()`` does not return a number of bytes.
         """
         tensors: list[torch.Tensor] = []
         always, stepping = 0, 0
@@ -95,7 +96,8 @@ class Reserved:
             elif isinstance(item, (str, Integral)):
                 always += _bytes(item)
             elif _says(item):
-                always += _said(item)
+                said = Stated.by(item)
+                always, stepping = always + said.always, max(stepping, said.stepping)
             elif isinstance(item, torch.optim.Optimizer):
                 memory = optimizer_memory(item, device)
                 tensors += memory.tensors
@@ -114,12 +116,13 @@ class Reserved:
     def __reduce__(self) -> Any:
         """Pickle or copy numbers of bytes instead of optimizers, modules and other objects.
 
-        Their bytes are counted now: those of ``reserved_bytes()`` as a number, which counts on every device; those of
-        optimizers and modules on each device of `devices`, as a `Counted`.
+        Their bytes are counted now: those of ``reserved_bytes()`` and ``step_bytes()`` as a `Stated`, which counts on
+        every device; those of optimizers and modules on each device of `devices`, as a `Counted`.
         """
-        items = [_said(item) if _says(item) else item for item in self.items]
-        kept = tuple(i for i in items if isinstance(i, (str, Integral, Counted)))
-        others = Reserved(tuple(i for i in items if not isinstance(i, (str, Integral, Counted))))
+        items = [Stated.by(item) if _says(item) else item for item in self.items]
+        plain = (str, Integral, Counted, Stated)
+        kept = tuple(i for i in items if isinstance(i, plain))
+        others = Reserved(tuple(i for i in items if not isinstance(i, plain)))
         counted = Counted({str(d): others.on(d, {}) for d in others.devices()})
         return Reserved, ((*kept, counted) if others.items else kept,)
 
@@ -145,15 +148,44 @@ class Counted:
     by_device: Mapping[str, OtherBytes]
 
 
+@dataclass(frozen=True)
+class Stated:
+    """What an object with methods ``reserved_bytes()`` and, perhaps, ``step_bytes()`` says about its memory.
+
+    ``always``: bytes during the whole training step. ``stepping``: further bytes while the optimizer's step runs.
+    """
+
+    always: int
+    stepping: int
+
+    @classmethod
+    def by(cls, item: Any) -> Stated:
+        """Ask an object.
+
+        Raises:
+            UsageError: a method does not return a number of bytes.
+        """
+        methods = ("reserved_bytes", "step_bytes")
+        return cls(*(_said(item, name) if callable(getattr(item, name, None)) else 0 for name in methods))
+
+    def reserved_bytes(self) -> int:
+        """Return the bytes during the whole training step."""
+        return self.always
+
+    def step_bytes(self) -> int:
+        """Return the further bytes while the optimizer's step runs."""
+        return self.stepping
+
+
 def _says(item: object) -> bool:
     return callable(getattr(item, "reserved_bytes", None)) and not isinstance(item, type)
 
 
-def _said(item: Any) -> int:
-    bytes_ = item.reserved_bytes()
+def _said(item: Any, name: str) -> int:
+    bytes_ = getattr(item, name)()
     if not isinstance(bytes_, Integral) or int(bytes_) < 0:
         raise UsageError(
-            f"reserved: reserved_bytes() of a {type(item).__name__} returned {bytes_!r}, not a whole number of bytes"
+            f"reserved: {name}() of a {type(item).__name__} returned {bytes_!r}, not a whole number of bytes"
         )
     return int(bytes_)
 

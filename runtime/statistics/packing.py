@@ -71,6 +71,29 @@ def unpack(packed: Tensor, d: int, border: bool = False) -> Tensor:
     return dense
 
 
+def diagonal_blocks(packed: Tensor, d: int, count: int) -> Tensor:
+    """Return the ``count`` equal blocks on the diagonal of a packed symmetric d × d matrix, (count, d / count, d /
+    count), without the dense matrix.
+
+    Args:
+        packed: the packed matrix, (`packed_size`,), without a border.
+        d: its number of rows, a multiple of ``count``.
+        count: the number of blocks.
+    """
+    size = d // count
+    blocks = packed.new_empty((count, size, size))
+    for start, end, offset in block_columns(d):
+        column = block_column(packed, d, start, end, offset)
+        for at in range(start // size, -(-end // size)):
+            top, bottom = at * size, (at + 1) * size
+            left, right = max(start, top), min(end, bottom)
+            part = column[left - start : bottom - start, left - start : right - start]
+            block, first, last = blocks[at], left - top, right - top
+            block[first:, first:last] = part
+            block[first:last, last:] = part[last - first :].mT
+    return blocks
+
+
 def packed_trace(packed: Tensor, d: int) -> Tensor:
     """Return the traces, of shape (...), of packed d × d matrices without a border (..., `packed_size`)."""
     diagonals = (

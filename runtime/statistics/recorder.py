@@ -24,7 +24,7 @@ from rematplan.runtime.statistics.factors import Factors, Statistics
 from rematplan.runtime.statistics.fisher_output_gradients import Draws
 from rematplan.runtime.statistics.insert import Layer, StatisticsStep, Sums
 from rematplan.runtime.statistics.options import Kronecker
-from rematplan.runtime.statistics.packing import unpack
+from rematplan.runtime.statistics.packing import diagonal_blocks, unpack
 
 Listener = Callable[[Mapping[str, Factors], int], None]
 """A function that receives the factors that a backward has just completed, by weight name (maybe none), and the number
@@ -122,11 +122,9 @@ class PackedFactors(Mapping[str, Factors]):
         tensor = self._tensors[sums.g]
         if sums.diagonal[1]:
             return tensor if sums.count == 1 else tensor[0].unflatten(0, (sums.count, -1))
-        dense = unpack(tensor, sums.d_out)
         if sums.count == 1:
-            return dense
-        cut = dense[0].unflatten(0, (sums.count, -1)).unflatten(2, (sums.count, -1))
-        return torch.stack([cut[at, :, at] for at in range(sums.count)])
+            return unpack(tensor, sums.d_out)
+        return diagonal_blocks(tensor[0], sums.d_out, sums.count)
 
 
 def shapes(of: StatisticsStep) -> Mapping[str, Factors]:

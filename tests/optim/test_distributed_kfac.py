@@ -53,9 +53,10 @@ def run(size: int, folder: Path, *checks: str) -> list[tuple[int, str, str]]:
                 "planned_and_sharded",
                 "other_size",
                 "counted",
+                "bounded",
             ],
         ),
-        (4, ["unequal", "two_workers", "all_workers", "data_parallel", "sharded", "counted"]),
+        (4, ["unequal", "two_workers", "all_workers", "data_parallel", "sharded", "counted", "bounded"]),
     ],
 )
 def test_fifty_steps_are_those_of_one_process(size: int, checks: list[str], tmp_path: Path) -> None:

@@ -120,11 +120,18 @@ def test_a_hierarchical_form_that_is_not_definite_is_refused() -> None:
     assert whole.inverse.kind == "dense"
 
 
+def test_a_hierarchical_form_larger_than_the_dense_inverse_is_not_used() -> None:
+    inverse = INVERSES["hierarchical"](torch.eye(130, dtype=F64), 0.1, None)
+    assert inverse.kind == "dense"
+    torch.testing.assert_close(inverse.apply(torch.eye(130, dtype=F64)), torch.eye(130, dtype=F64) / 1.1)
+
+
 @pytest.mark.parametrize("name", INVERSES)
 def test_inverses_survive_being_saved(name: str) -> None:
-    matrix = torch.eye(130, dtype=F64) + 0.01 * spectrum(torch.rand(130))
+    matrix = torch.eye(600, dtype=F64) + 0.01 * spectrum(torch.rand(600))
     inverse = INVERSES[name](matrix.diagonal() if name == "diagonal" else matrix, 0.1, None)
-    x = torch.randn(130, 2, dtype=F64)
+    x = torch.randn(600, 2, dtype=F64)
+    assert name != "hierarchical" or inverse.kind == name
     assert torch.equal(restored(saved(inverse), x.device).apply(x), inverse.apply(x))
     assert inverse_bytes(inverse) > 0
 

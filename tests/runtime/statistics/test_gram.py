@@ -10,7 +10,7 @@ from torch import Tensor
 
 from rematplan.runtime.statistics import shifts
 from rematplan.runtime.statistics.gram import Gram
-from rematplan.runtime.statistics.packing import unpack
+from rematplan.runtime.statistics.packing import diagonal_blocks, pack, unpack
 from rematplan.runtime.statistics.reading import Patches, Rows
 from rematplan.runtime.statistics.shifts import Shifts
 
@@ -121,3 +121,12 @@ def test_samples_that_are_matrices_are_read_without_a_copy(places: int) -> None:
     rows = x.permute(1, 2, 0, 3).flatten(2)
     close(unpack(gram(x), 5), rows @ rows.mT)
     assert len(list(gram._chunks(F64))) == (4 if places == 300 else 1)
+
+
+@pytest.mark.parametrize(("rows", "count"), [(6, 3), (150, 3), (1100, 2), (1040, 260)])
+def test_diagonal_blocks_are_read_without_the_dense_matrix(rows: int, count: int) -> None:
+    some = torch.randn(rows, 7, dtype=torch.float64)
+    dense = some @ some.mT
+    size = rows // count
+    expected = [dense[at * size : (at + 1) * size, at * size : (at + 1) * size] for at in range(count)]
+    close(diagonal_blocks(pack(dense), rows, count), torch.stack(expected))
