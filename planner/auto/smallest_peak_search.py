@@ -61,21 +61,21 @@ class PeakSearchOptions:
     leaps: tuple[float, ...] = (0.03, 0.01)
     """After the descents, plans are searched within budgets below the smallest peak so far: below it by each of these
     shares of it."""
-    small: int = 500
+    small: int = 200
     """Problems of at most this many ops, inverses included, are searched in stages of counted moves."""
     first_stage: int = 10_000
     """The number of moves of the first stage, whatever the time limit is. Each further stage has twice as many as the
     one before."""
-    moves_per_second: int = 40_000
-    """All stages together have at most this many moves for each second of the time limit. An idle machine makes two to
-    four times as many, with one thread and 40 to 450 ops; a busy one still makes as many."""
+    moves_per_second: int = 140_000
+    """All stages together have at most this many moves for each second of the time limit. With 100 to 160 ops, an idle
+    machine makes 100,000 to 190,000 per second in one thread."""
     stage_gain: float = 1e-4
     """A stage that lowers the peak by less than this share of it counts as one without gain."""
     stale_stages: int = 2
     """The stages end after so many in a row without gain."""
-    patience: float = 4.0
-    """The stages end after this multiple of the time limit, although they count moves: for machines on which a move
-    takes ten times as long."""
+    patience: tuple[float, float] = (4.0, 10.0)
+    """Although the stages count moves, they end after this multiple of the time limit (the first number) or this many
+    seconds (the second), whichever is longer. This is for machines that are very slow or busy."""
 
 
 PEAK_SEARCH = PeakSearchOptions()
@@ -127,7 +127,7 @@ def search_smallest_peak(
     if not is_small(graph):
         effort = SearchBudget(seconds, ended=ended)
         return search(effort, starts), effort.interrupted
-    until = time.monotonic() + PEAK_SEARCH.patience * seconds
+    until = time.monotonic() + max(PEAK_SEARCH.patience[0] * seconds, PEAK_SEARCH.patience[1])
     left, moves = int(PEAK_SEARCH.moves_per_second * seconds), PEAK_SEARCH.first_stage
     blocks, stale, least = leanest_plans(graph, math.inf), 0, None
     while least is None or (left >= moves and stale < PEAK_SEARCH.stale_stages):
