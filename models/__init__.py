@@ -3,25 +3,31 @@
 Batch, image size, width and other sizes are arguments. The networks can be exported to ONNX.
 """
 
-from rematplan.models.bert import BERT
-from rematplan.models.chain import Chain
-from rematplan.models.densenet import DenseNet
-from rematplan.models.diffusion_unet import DiffusionUNet
-from rematplan.models.efficientnet import EfficientNet
-from rematplan.models.entry import SIZES, ZooEntry
-from rematplan.models.errors import ZooError
-from rematplan.models.export import export_onnx
-from rematplan.models.googlenet import GoogLeNet
-from rematplan.models.gpt import GPT
-from rematplan.models.lstm import UnrolledLSTM
-from rematplan.models.mobilenet import MobileNetV2
-from rematplan.models.pspnet import PSPNet
-from rematplan.models.resnet import ResNet
-from rematplan.models.swin import Swin
-from rematplan.models.unet import UNet
-from rematplan.models.vgg import VGG
-from rematplan.models.vit import ViT
-from rematplan.models.zoo import ZOO, build, entry, example_inputs
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from rematplan.models.names import SIZES, ZooError
+
+if TYPE_CHECKING:
+    from rematplan.models.bert import BERT
+    from rematplan.models.chain import Chain
+    from rematplan.models.densenet import DenseNet
+    from rematplan.models.diffusion_unet import DiffusionUNet
+    from rematplan.models.efficientnet import EfficientNet
+    from rematplan.models.entry import ZooEntry
+    from rematplan.models.export import export_onnx
+    from rematplan.models.googlenet import GoogLeNet
+    from rematplan.models.gpt import GPT
+    from rematplan.models.lstm import UnrolledLSTM
+    from rematplan.models.mobilenet import MobileNetV2
+    from rematplan.models.pspnet import PSPNet
+    from rematplan.models.resnet import ResNet
+    from rematplan.models.swin import Swin
+    from rematplan.models.unet import UNet
+    from rematplan.models.vgg import VGG
+    from rematplan.models.vit import ViT
+    from rematplan.models.zoo import ZOO, build, example_inputs
 
 __all__ = [
     "BERT",
@@ -44,7 +50,14 @@ __all__ = [
     "ZooEntry",
     "ZooError",
     "build",
-    "entry",
     "example_inputs",
     "export_onnx",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in __all__:
+        raise AttributeError(f"module 'rematplan.models' has no attribute {name!r}")
+    from rematplan.models import export, zoo  # imported at the first use of a network, since they load torch
+
+    return getattr(export if name == "export_onnx" else zoo, name)

@@ -11,14 +11,7 @@ from typing import Literal
 import torch
 from torch import Generator, Tensor, nn
 
-from rematplan.models.errors import ZooError
-
-SIZES = ("batch", "image", "tokens", "depth", "width", "classes", "vocabulary")
-"""The names of sizes; each network has some of them.
-
-``image``: side of the image in pixels. ``tokens``: length of the sequence. ``depth``: number of layers. ``width``:
-channels, or features of a token.
-"""
+from rematplan.models.names import SUMMARIES, ZooError
 
 Sizes = Mapping[str, int]
 """Sizes by name."""
@@ -51,7 +44,6 @@ class ZooEntry:
 
     Attributes:
         name: the network's name.
-        summary: one line about the network.
         output: the kind of its output, such as scores per image (``"classes"``) or per pixel (``"pixels"``).
         make: returns the network for a dict of sizes by name.
         sizes: the default of each size, by name. The network has only these sizes.
@@ -64,7 +56,6 @@ class ZooEntry:
     """
 
     name: str
-    summary: str
     output: OutputKind
     make: Callable[[Sizes], nn.Module]
     sizes: Sizes
@@ -74,6 +65,11 @@ class ZooEntry:
     least: Sizes = field(default_factory=lambda: MappingProxyType({}))
     stride: int | None = None
     loss: str = "cross_entropy"
+
+    @property
+    def summary(self) -> str:
+        """One line about the network."""
+        return SUMMARIES[self.name]
 
     def complete(self, requested: Mapping[str, int | None]) -> dict[str, int]:
         """Return all sizes by name: those requested, and the defaults for sizes that are missing or None.

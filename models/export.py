@@ -15,7 +15,7 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from rematplan.models.errors import ZooError
+from rematplan.models.names import ZooError
 
 OPSET = 17
 FILE_LIMIT = 2**31 - 2**24

@@ -12,7 +12,7 @@ from typing import cast
 import torch
 from torch import Tensor, nn
 
-from rematplan.models.errors import ZooError
+from rematplan.models.names import ZooError
 from rematplan.models.transformer import Block, DropPath, SelfAttention, heads_of
 
 BLOCKS = (2, 2, 6, 2)

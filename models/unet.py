@@ -13,7 +13,7 @@ from typing import cast
 import torch
 from torch import Tensor, nn
 
-from rematplan.models.errors import ZooError
+from rematplan.models.names import ZooError
 
 LEVELS = 4
 """The number of poolings by two.

@@ -6,7 +6,7 @@ from typing import cast
 
 from torch import Tensor, nn
 
-from rematplan.models.errors import ZooError
+from rematplan.models.names import ZooError
 
 CONFIGURATION_E = ((1, 2), (2, 2), (4, 4), (8, 4), (8, 4))
 """Stages of 3×3 convolutions, each ended by a 2×2 pooling: (channels ÷ width, number of convolutions)."""

@@ -15,11 +15,11 @@ from rematplan.models.densenet import DenseNet
 from rematplan.models.diffusion_unet import CONTEXT, GROUPS, LATENT, MULTIPLES, DiffusionUNet
 from rematplan.models.efficientnet import EfficientNet
 from rematplan.models.entry import Sizes, ZooEntry, rows, tokens
-from rematplan.models.errors import ZooError
 from rematplan.models.googlenet import GoogLeNet
 from rematplan.models.gpt import GPT
 from rematplan.models.lstm import UnrolledLSTM
 from rematplan.models.mobilenet import MobileNetV2
+from rematplan.models.names import check_known
 from rematplan.models.pspnet import PSPNet
 from rematplan.models.resnet import DEPTHS as RESNET_DEPTHS
 from rematplan.models.resnet import ResNet
@@ -39,7 +39,6 @@ TINY = {"batch": 2, "image": 64, "width": 8, "classes": 10}
 def _resnet(depth: int) -> ZooEntry:
     return ZooEntry(
         f"resnet{depth}",
-        f"ResNet-{depth}, image classification (He et al. 2016)",
         "classes",
         lambda s: ResNet(depth, s["width"], s["classes"]),
         IMAGENET,
@@ -51,7 +50,6 @@ def _resnet(depth: int) -> ZooEntry:
 def _densenet(depth: int) -> ZooEntry:
     return ZooEntry(
         f"densenet{depth}",
-        f"DenseNet-{depth}, image classification (Huang et al. 2017)",
         "classes",
         lambda s: DenseNet(depth, s["width"], s["classes"]),
         IMAGENET | {"width": DENSENET_DEPTHS[depth][0]},
@@ -61,10 +59,9 @@ def _densenet(depth: int) -> ZooEntry:
     )
 
 
-def _mobile(name: str, summary: str, network: type[MobileNetV2] | type[EfficientNet]) -> ZooEntry:
+def _mobile(name: str, network: type[MobileNetV2] | type[EfficientNet]) -> ZooEntry:
     return ZooEntry(
         name,
-        f"{summary}, image classification",
         "classes",
         lambda s: network(s["width"], s["classes"]),
         IMAGENET | {"width": 32},
@@ -73,10 +70,9 @@ def _mobile(name: str, summary: str, network: type[MobileNetV2] | type[Efficient
     )
 
 
-def _vit(name: str, summary: str, width: int) -> ZooEntry:
+def _vit(name: str, width: int) -> ZooEntry:
     return ZooEntry(
         name,
-        summary,
         "classes",
         lambda s: ViT(s["image"], s["depth"], s["width"], s["classes"]),
         IMAGENET | {"depth": 12, "width": width},
@@ -89,7 +85,6 @@ def _vit(name: str, summary: str, width: int) -> ZooEntry:
 def _gpt(depth: int, width: int) -> ZooEntry:
     return ZooEntry(
         f"gpt{depth}",
-        f"GPT-2 of {depth} layers, tied embeddings (Radford et al. 2019)",
         "tokens",
         lambda s: GPT(s["depth"], s["width"], s["vocabulary"], s["tokens"]),
         {"batch": 8, "tokens": 1024, "depth": depth, "width": width, "vocabulary": 50257},
@@ -98,10 +93,9 @@ def _gpt(depth: int, width: int) -> ZooEntry:
     )
 
 
-def _bert(name: str, summary: str, vocabulary: int, spare: int, kinds: int) -> ZooEntry:
+def _bert(name: str, vocabulary: int, spare: int, kinds: int) -> ZooEntry:
     return ZooEntry(
         name,
-        summary,
         "tokens",
         lambda s: BERT(s["depth"], s["width"], s["vocabulary"], s["tokens"] + spare, kinds),
         {"batch": 8, "tokens": 512, "depth": 12, "width": 768, "vocabulary": vocabulary},
@@ -128,7 +122,6 @@ def _diffusion_inputs(sizes: Sizes, generator: Generator) -> tuple[Tensor, ...]:
 _ENTRIES = (
     ZooEntry(
         "unet",
-        "U-Net with batch norm, segmentation (Ronneberger et al. 2015)",
         "pixels",
         lambda s: UNet(s["width"], s["classes"]),
         {"batch": 2, "image": 192, "width": 64, "classes": 2},
@@ -140,7 +133,6 @@ _ENTRIES = (
     *map(_resnet, RESNET_DEPTHS),
     ZooEntry(
         "vgg19",
-        "VGG-19 with dropout, image classification (Simonyan, Zisserman 2015)",
         "classes",
         lambda s: VGG(s["image"], s["width"], s["classes"]),
         IMAGENET,
@@ -149,7 +141,6 @@ _ENTRIES = (
     ),
     ZooEntry(
         "pspnet",
-        "PSPNet on a dilated ResNet-101, segmentation (Zhao et al. 2017)",
         "pixels",
         lambda s: PSPNet(s["width"], s["classes"]),
         {"batch": 2, "image": 713, "width": 64, "classes": 19},
@@ -159,19 +150,17 @@ _ENTRIES = (
     *map(_densenet, (121, 161)),
     ZooEntry(
         "googlenet",
-        "GoogLeNet without batch norm, image classification (Szegedy et al. 2015)",
         "classes",
         lambda s: GoogLeNet(s["width"], s["classes"]),
         IMAGENET,
         TINY,
     ),
-    _mobile("mobilenet_v2", "MobileNetV2 (Sandler et al. 2018)", MobileNetV2),
-    _mobile("efficientnet_b0", "EfficientNet-B0 (Tan, Le 2019)", EfficientNet),
-    _vit("vit_s", "Vision Transformer, small, patches of 16 (Touvron et al. 2021)", 384),
-    _vit("vit_b", "Vision Transformer, base, patches of 16 (Dosovitskiy et al. 2021)", 768),
+    _mobile("mobilenet_v2", MobileNetV2),
+    _mobile("efficientnet_b0", EfficientNet),
+    _vit("vit_s", 384),
+    _vit("vit_b", 768),
     ZooEntry(
         "swin_t",
-        "Swin Transformer, tiny, image classification (Liu et al. 2021)",
         "classes",
         lambda s: Swin(s["image"], s["width"], s["classes"]),
         IMAGENET | {"width": 96},
@@ -181,11 +170,10 @@ _ENTRIES = (
     ),
     _gpt(12, 768),
     _gpt(24, 1024),
-    _bert("bert", "BERT-base with its head for masked tokens (Devlin et al. 2019)", 30522, 0, 2),
-    _bert("roberta", "RoBERTa-base with its head for masked tokens (Liu et al. 2019)", 50265, 2, 1),
+    _bert("bert", 30522, 0, 2),
+    _bert("roberta", 50265, 2, 1),
     ZooEntry(
         "diffusion_unet",
-        "U-Net of Stable Diffusion 1, noise in latents from a text (Rombach et al. 2022)",
         "noise",
         lambda s: DiffusionUNet(s["width"], _context(s["width"])),
         {"batch": 4, "image": 64, "tokens": 77, "width": 320},
@@ -197,7 +185,6 @@ _ENTRIES = (
     ),
     ZooEntry(
         "lstm",
-        "LSTM language model, unrolled, a cell a step (Zaremba et al. 2014)",
         "tokens",
         lambda s: UnrolledLSTM(s["depth"], s["width"], s["vocabulary"]),
         {"batch": 20, "tokens": 64, "depth": 2, "width": 650, "vocabulary": 10000},
@@ -206,7 +193,6 @@ _ENTRIES = (
     ),
     ZooEntry(
         "chain",
-        "a plain chain of layers, orthogonal and tanh (Pennington et al. 2017)",
         "classes",
         lambda s: Chain(s["depth"], s["width"], s["classes"]),
         {"batch": 256, "depth": 1000, "width": 128, "classes": 10},
@@ -227,8 +213,7 @@ def entry(name: str) -> ZooEntry:
     Raises:
         ZooError: the zoo has no network with this name. The message lists the names.
     """
-    if name not in ZOO:
-        raise ZooError(f"unknown network {name!r}; known: {', '.join(ZOO)}")
+    check_known(name)
     return ZOO[name]
 
 

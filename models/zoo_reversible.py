@@ -18,10 +18,9 @@ IMAGENET = {"batch": 8, "image": 224, "width": 64, "classes": 1000}
 TINY = {"batch": 2, "image": 64, "width": 8, "classes": 10}
 
 
-def _revnet(name: str, summary: str, depth: int, reversible: int) -> ZooEntry:
+def _revnet(name: str, depth: int, reversible: int) -> ZooEntry:
     return ZooEntry(
         name,
-        summary,
         "classes",
         lambda s: RevNet(depth, s["width"], s["classes"], reversible),
         CIFAR,
@@ -33,12 +32,11 @@ def _revnet(name: str, summary: str, depth: int, reversible: int) -> ZooEntry:
 
 
 ENTRIES = (
-    _revnet("revnet38", "RevNet-38 for CIFAR (Gomez et al. 2017)", 38, 3),
-    _revnet("revnet110", "RevNet-110 for CIFAR (Gomez et al. 2017)", 110, 3),
-    _revnet("hybrid38", "RevNet-38 whose last stage is an ordinary ResNet's", 38, 2),
+    _revnet("revnet38", 38, 3),
+    _revnet("revnet110", 110, 3),
+    _revnet("hybrid38", 38, 2),
     ZooEntry(
         "revvit_s",
-        "Reversible Vision Transformer, small (Mangalam et al. 2022)",
         "classes",
         lambda s: RevViT(s["image"], s["depth"], s["width"], s["classes"]),
         IMAGENET | {"depth": 12, "width": 384},
@@ -48,7 +46,6 @@ ENTRIES = (
     ),
     ZooEntry(
         "revswin_t",
-        "Swin Transformer, tiny, on two reversible streams",
         "classes",
         lambda s: RevSwin(s["image"], s["width"], s["classes"]),
         IMAGENET | {"width": 96},
@@ -58,7 +55,6 @@ ENTRIES = (
     ),
     ZooEntry(
         "revbert",
-        "an encoder like RoBERTa's on two reversible streams",
         "tokens",
         lambda s: RevBERT(s["depth"], s["width"], s["vocabulary"], s["tokens"]),
         {"batch": 8, "tokens": 512, "depth": 12, "width": 768, "vocabulary": 50265},
@@ -67,7 +63,6 @@ ENTRIES = (
     ),
     ZooEntry(
         "revcol_t",
-        "RevCol, tiny, four columns (Cai et al. 2023)",
         "classes",
         lambda s: RevCol(s["width"], s["classes"]),
         IMAGENET,

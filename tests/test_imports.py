@@ -340,6 +340,8 @@ def test_plan_module_loads_no_reports() -> None:
 SIMPLE = (
     "--help",
     "plan missing.onnx --budget 60%",
+    "plan lenet --budget 60%",
+    "export lenet -o lenet.onnx",
     "plan unet --budget 60% --device-model abacus",
     "plan unet --budget 60% --device tpu",
 )

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any, Literal, NoReturn
 
 from rematplan.ir import UsageError
+from rematplan.models.names import SIZES
 from rematplan.planner.core.strategy import Strategy
 from rematplan.planner.registry import LIMIT, STRATEGIES, strategy
 
@@ -104,18 +105,6 @@ def dimensions(pairs: Sequence[tuple[str, int]]) -> dict[str, int]:
         if bound.setdefault(name, size) != size:
             raise UsageError(f"--dim {name} has two sizes, {bound[name]} and {size}; state one")
     return bound
-
-
-SIZES = {
-    "batch": "samples in a batch",
-    "image": "side of the image",
-    "width": "channels, or features of a token",
-    "tokens": "length of the sequence",
-    "depth": "layers",
-    "classes": "classes to score",
-    "vocabulary": "distinct tokens",
-}
-"""Sizes of the zoo's networks, with their meanings. They are repeated here because `rematplan.models` loads torch."""
 
 
 def add_sizes(parser: argparse.ArgumentParser) -> None:

@@ -10,6 +10,7 @@ from rematplan.cli.arguments import add_sizes, check_outputs, given_sizes
 from rematplan.cli.output import Output
 from rematplan.cli.problem_source import zoo_errors
 from rematplan.ir import show_bytes
+from rematplan.models.names import check_known
 
 
 def add(parser: argparse.ArgumentParser) -> None:
@@ -63,6 +64,7 @@ def write_network(
         ZooError: an unknown name, or sizes that the network cannot have.
         OSError: the file cannot be written.
     """
+    check_known(name)
     import torch  # imported here, since `rematplan --help` does not need it
 
     from rematplan.models import build, example_inputs, export_onnx

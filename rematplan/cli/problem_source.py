@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from rematplan.cli.arguments import (
-    SIZES,
     add_sizes,
     dimension,
     dimension_or_range,
@@ -22,6 +21,7 @@ from rematplan.cli.arguments import (
 )
 from rematplan.cli.output import Output
 from rematplan.ir import TrainingGraph, UsageError, load_problem
+from rematplan.models.names import SIZES, SUMMARIES, ZooError
 from rematplan.planner.arrays.phases import contradiction
 from rematplan.planner.auto.auto_strategy import Auto
 from rematplan.planner.core.inversion_error import with_anchors
@@ -223,16 +223,21 @@ def load_model(
 
 
 def check_reachable(model: str, device: str | None) -> None:
-    """Check that the model's file and the device exist. This is done before torch is loaded, which takes seconds.
+    """Check that the network or the model's file, and the device, exist. This is done before torch is loaded, which
+    takes seconds.
 
     ``model``: the argument MODEL: a path or the name of a network. ``device``: the value of ``--device``, or None.
 
     Raises:
-        UsageError: ``model`` looks like a path and there is no such file; or ``device`` is neither CPU nor CUDA, or it
+        UsageError: there is neither a network nor a file called ``model``; or ``device`` is neither CPU nor CUDA, or it
             is CUDA and this machine has no driver for it.
     """
     if (Path(model).suffix or Path(model).name != model) and not Path(model).exists():
         raise UsageError(f"{model}: there is no such file")
+    if model not in SUMMARIES and not Path(model).exists():
+        raise UsageError(
+            f"{model!r} is neither an ONNX file nor a network of the zoo ({', '.join(SUMMARIES)})"
+        )
     kind = (device or "cpu").partition(":")[0]
     if kind not in ("cpu", "cuda") or (kind == "cuda" and not _has_driver()):
         raise UsageError(f"there is no device {device!r} here; write cpu, cuda or cuda:1")
@@ -280,8 +285,6 @@ def price(
 def zoo_errors() -> Iterator[None]:
     """A context that replaces a `ZooError` raised in it by a `UsageError` with the same text. (The zoo does not depend
     on rematplan, so it has an error class of its own.)"""
-    from rematplan.models import ZooError
-
     try:
         yield
     except ZooError as error:
