@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 from matplotlib.axes import Axes
-from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
 from rematplan.ir import show_bytes
@@ -65,6 +64,10 @@ def save_trade_off(
 ) -> None:
     """Write a diagram of the overhead of plans against their peak to a PNG file. A failure leaves no partial file.
 
+    Each strategy is a staircase, because a plan serves every budget from its peak upwards. The strategy ``auto`` is
+    drawn on top. The region that no schedule can reach is shaded. If the overhead at one small budget would flatten all
+    other plans, the vertical axis is cut, and a small panel shows the whole range.
+
     Args:
         path: the file.
         title: the diagram's title.
@@ -76,31 +79,7 @@ def save_trade_off(
     Raises:
         ProblemError: the file cannot be written.
     """
-    write_whole(path, trade_off_png(title, curves, base, measured, floors))
-
-
-def trade_off_png(
-    title: str,
-    curves: Mapping[str, Sequence[Plan]],
-    base: Plan,
-    measured: Sequence[MeasuredPoint] = (),
-    floors: Floors = Floors(),
-) -> bytes:
-    """Return a PNG image that shows the overhead of plans against their peak.
-
-    Each strategy is a staircase, because a plan serves every budget from its peak upwards. The strategy ``auto`` is
-    drawn on top. The region that no schedule can reach is shaded. If the overhead at one small budget would flatten all
-    other plans, the vertical axis is cut, and a small panel shows the whole range.
-
-    Args:
-        title: the diagram's title.
-        curves: plans by strategy, in any order.
-        base: the plan without recomputation.
-        measured: the measurements of plans that were run.
-        floors: proven lower bounds for all schedules.
-    """
     figure = Figure(figsize=(11, 5.6), layout="constrained")
-    FigureCanvasAgg(figure)
     grid = figure.add_gridspec(2, 2, width_ratios=(3.4, 1), height_ratios=(1.5, 1))
     axes, side = figure.add_subplot(grid[:, 0]), figure.add_subplot(grid[0, 1])
     picture = _Picture(curves, base, measured, floors)
@@ -122,9 +101,18 @@ def trade_off_png(
     handles, labels = axes.get_legend_handles_labels()
     side.legend(handles, labels, loc="upper left", fontsize=8, frameon=False, borderaxespad=0)
     side.text(0, 0, picture.summary(), transform=side.transAxes, fontsize=8, va="bottom", parse_math=False)
+    save_png(figure, path)
+
+
+def save_png(figure: Figure, path: Path) -> None:
+    """Write a figure to a PNG file. A failure leaves no partial file.
+
+    Raises:
+        ProblemError: the file cannot be written.
+    """
     out = io.BytesIO()
     figure.savefig(out, format="png", dpi=130, metadata={"Software": "rematplan"})
-    return out.getvalue()
+    write_whole(path, out.getvalue())
 
 
 class _Picture:

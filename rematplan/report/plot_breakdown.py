@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import io
 from collections.abc import Sequence
 from pathlib import Path
 
-from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
-from rematplan.ir.problem_json import write_whole
 from rematplan.optim.iteration_model import PARTS, Iteration
-from rematplan.report.plot import COLOURS
+from rematplan.report.plot import COLOURS, save_png
 
 BAR = 0.38
 GREY = "#BBBBBB"
@@ -28,7 +25,6 @@ def save_breakdown(path: Path, title: str, pairs: Sequence[tuple[Iteration, Iter
         ProblemError: the file cannot be written.
     """
     figure = Figure(figsize=(max(7.0, 1.0 * len(pairs) + 3), 5), layout="constrained")
-    FigureCanvasAgg(figure)
     axes = figure.add_subplot()
     colours = (*COLOURS, GREY)
     for side, offset in enumerate((-BAR / 2 - 0.01, BAR / 2 + 0.01)):
@@ -50,6 +46,4 @@ def save_breakdown(path: Path, title: str, pairs: Sequence[tuple[Iteration, Iter
     axes.grid(axis="y", alpha=0.3)
     axes.set_axisbelow(True)
     figure.legend(loc="outside right upper")
-    out = io.BytesIO()
-    figure.savefig(out, format="png", dpi=130, metadata={"Software": "rematplan"})
-    write_whole(path, out.getvalue())
+    save_png(figure, path)

@@ -3,17 +3,14 @@ extra time, and peak against error."""
 
 from __future__ import annotations
 
-import io
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from matplotlib.axes import Axes
-from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
-from rematplan.ir.problem_json import write_whole
-from rematplan.report.plot import COLOURS, MARKERS, TOP_COLOUR, unit_of
+from rematplan.report.plot import COLOURS, MARKERS, TOP_COLOUR, save_png, unit_of
 
 if TYPE_CHECKING:
     from rematplan.report.comparison_row import Rival
@@ -40,7 +37,6 @@ def save_comparison(path: Path, title: str, rivals: Sequence[Rival], budget: int
         ProblemError: the file cannot be written.
     """
     figure = Figure(figsize=(11, 5.2), layout="constrained")
-    FigureCanvasAgg(figure)
     times, errors = figure.subplots(1, 2)
     unit, scale = unit_of(max(r.plan.peak for r in rivals))
     for i, rival in enumerate(rivals):
@@ -77,9 +73,7 @@ def save_comparison(path: Path, title: str, rivals: Sequence[Rival], budget: int
     errors.set_ylim(bottom=LEAST / 10)
     figure.suptitle(title, parse_math=False)
     figure.legend(loc="outside lower center", ncols=3)
-    out = io.BytesIO()
-    figure.savefig(out, format="png", dpi=130, metadata={"Software": "rematplan"})
-    write_whole(path, out.getvalue())
+    save_png(figure, path)
 
 
 def _name(axes: Axes, x: str, y: str) -> None:

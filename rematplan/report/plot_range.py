@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-import io
 from collections.abc import Sequence
 from pathlib import Path
 
-from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
 from rematplan.ir import show_bytes
-from rematplan.ir.problem_json import write_whole
 from rematplan.plans.range_planning import RangePlan
-from rematplan.report.plot import COLOURS, MARKERS, unit_of
+from rematplan.report.plot import COLOURS, MARKERS, save_png, unit_of
 
 
 def save_range(path: Path, title: str, plans: Sequence[RangePlan]) -> None:
@@ -26,7 +23,6 @@ def save_range(path: Path, title: str, plans: Sequence[RangePlan]) -> None:
         ProblemError: the file cannot be written.
     """
     figure = Figure(figsize=(11, 4.6), layout="constrained")
-    FigureCanvasAgg(figure)
     times, peaks = figure.subplots(1, 2)
     rows = plans[0].proof.rows
     unit, scale = unit_of(max(row.base_peak for row in rows))
@@ -46,6 +42,4 @@ def save_range(path: Path, title: str, plans: Sequence[RangePlan]) -> None:
         axes.set_ylim(bottom=0)
     times.legend(title="budget", fontsize=8)
     figure.suptitle(title, parse_math=False)
-    out = io.BytesIO()
-    figure.savefig(out, format="png", dpi=130, metadata={"Software": "rematplan"})
-    write_whole(path, out.getvalue())
+    save_png(figure, path)

@@ -2,21 +2,18 @@
 
 from __future__ import annotations
 
-import io
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from matplotlib.axes import Axes
-from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 
 from rematplan.ir import show_bytes
-from rematplan.ir.problem_json import write_whole
 from rematplan.planner.pipeline.pipeline_file import PlannedPipeline
 from rematplan.planner.pipeline.timeline import Timeline
-from rematplan.report.plot import COLOURS, unit_of
+from rematplan.report.plot import COLOURS, save_png, unit_of
 
 KINDS: Mapping[str, tuple[str, str]] = {
     "F": ("forward", COLOURS[5]),
@@ -38,7 +35,6 @@ def save_timeline(path: Path, plan: PlannedPipeline) -> None:
     """
     ranks = plan.schedule.ranks
     figure = Figure(figsize=(13, 1.8 + 0.55 * ranks), layout="constrained")
-    FigureCanvasAgg(figure)
     times, peaks = figure.subplots(1, 2, width_ratios=(5, 1))
     draw_timeline(times, plan.timeline)
     unit, scale = unit_of(max(plan.peaks))
@@ -55,9 +51,7 @@ def save_timeline(path: Path, plan: PlannedPipeline) -> None:
         f"{show_bytes(plan.budget)} a rank",
         parse_math=False,
     )
-    out = io.BytesIO()
-    figure.savefig(out, format="png", dpi=130, metadata={"Software": "rematplan"})
-    write_whole(path, out.getvalue())
+    save_png(figure, path)
 
 
 def draw_timeline(axes: Axes, line: Timeline) -> None:

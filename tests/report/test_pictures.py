@@ -14,7 +14,7 @@ from rematplan.planner.bounds.cut_bounds import min_peak_bound
 from rematplan.planner.core.plan import Plan
 from rematplan.planner.registry import strategy
 from rematplan.plans.tradeoff import trace_curves
-from rematplan.report.plot import Floors, MeasuredPoint, _Picture, _proven, trade_off_png
+from rematplan.report.plot import Floors, MeasuredPoint, _Picture, _proven, save_trade_off
 
 Curves = dict[str, tuple[Plan, ...]]
 
@@ -57,13 +57,14 @@ def test_no_plan_is_in_the_shaded_region(graph: TrainingGraph, curves: Curves) -
 
 
 def test_the_axis_is_cut_where_one_small_budget_would_flatten_all_else(
-    graph: TrainingGraph, curves: Curves
+    graph: TrainingGraph, curves: Curves, tmp_path: Path
 ) -> None:
     base = rematplan.no_recompute(graph)
     picture = _Picture(curves, base, [MeasuredPoint(base.estimate.peak, -0.1, 0.0, 0.2)], Floors())
     assert picture.cut >= 20.0  # every measured point is shown whole
     assert picture.bottom <= -10.0
-    assert trade_off_png("small", curves, base).startswith(b"\x89PNG")
+    save_trade_off(tmp_path / "t.png", "small", curves, base)
+    assert (tmp_path / "t.png").read_bytes().startswith(b"\x89PNG")
 
 
 def test_a_comparison_says_which_rows_fit(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
