@@ -99,7 +99,7 @@ PATCHES = (
     ),
     Patch(
         tuple(f"torch.fx.experimental.sym_node.SymNode.{name}" for name in OPERATIONS),
-        "PyTorch computes the same expressions of symbolic sizes for each tensor again, which takes a third of the time",
+        "PyTorch computes the same expressions of symbolic sizes again for each tensor: a third of a capture's time",
         f"{_ROOM}.capture.patches.size_arithmetic",
     ),
     Patch(

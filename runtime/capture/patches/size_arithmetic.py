@@ -1,7 +1,7 @@
 """Arithmetic of symbolic sizes during a capture with open sizes, computed once for each pair of operands.
 
-For each tensor that is traced, PyTorch computes with its sizes again whether it is contiguous, how many elements it has,
-and so on: 110,000 operations with 1,200 different pairs of operands for a BERT of 6 layers, which were more than a
+For each tensor that is traced, PyTorch computes with its sizes again whether it is contiguous, how many elements it
+has, and so on: 110,000 operations with 1,200 different pairs of operands for a BERT of 6 layers, which were more than a
 third of the capture's time.
 """
 
