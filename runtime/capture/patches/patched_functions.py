@@ -1,4 +1,5 @@
-"""A table of all changes that capture makes in PyTorch, for the whole process or for one thread.
+"""A table of all changes that rematplan makes in PyTorch, nearly all during a capture, for the whole process or for one
+thread.
 
 Every new patch gets a row here. tests/runtime/capture/test_patches.py captures a model and checks that everything that
 the rows name is the same before and after.
@@ -190,11 +191,18 @@ PATCHES = (
         threads=_LOCAL,
     ),
     Patch(
+        ("torch.optim.optimizer._global_optimizer_post_hooks",),
+        "an optimizer's step ends the training step of which statistics are taken, and only a hook tells of it",
+        f"{_ROOM}.statistics.recorder",
+        threads="all optimizers call the hook; it ignores those that have no parameter of a planned module",
+        undone="never: the first planned module with statistics registers the hook",
+    ),
+    Patch(
         ("logger torch._subclasses.fake_tensor",),
         "it prints a traceback for each op that fails on fakes, though we catch the error and report it in one line",
         f"{_ROOM}.graph.quiet_logs",
         threads=f"{_ALL}: other messages of this logger are dropped",
     ),
 )
-"""The rows, from kernels to settings. One change is made at import and never undone; its row says so. (The ops in
-torch.ops.rematplan are also defined at import, but they change nothing of PyTorch.)"""
+"""The rows, from kernels to settings. Two changes are never undone; their rows say so. (The ops in torch.ops.rematplan
+are also defined at import, but they change nothing of PyTorch.)"""
