@@ -86,12 +86,16 @@ def _written_whole(path: Path) -> Iterator[Path]:
 
 @contextlib.contextmanager
 def _untouched(model: nn.Module) -> Iterator[None]:
-    """Restore module modes, buffers and random state after the block, which traces the network in training mode.
+    """Restore module modes, buffers, random state and autocast's cache after the block, which traces the network in
+    training mode.
 
     In the block the network has copies of its buffers, because its forward updates batch norm statistics. The original
     buffers are restored as soon as the forward ends. So the exporter, which reads the buffers after the forward, writes
     the statistics from before it.
+
+    The exporter switches autocast's cache off, and leaves it off if the network raises.
     """
+    casts_once = torch.is_autocast_cache_enabled()
     modes = [(module, module.training) for module in model.modules()]
     buffers = [
         (module, name, buffer)
@@ -114,6 +118,7 @@ def _untouched(model: nn.Module) -> Iterator[None]:
         try:
             yield
         finally:
+            torch.set_autocast_cache_enabled(casts_once)
             hook.remove()
             restore()
             for module, mode in modes:

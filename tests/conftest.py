@@ -32,6 +32,24 @@ def _own_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
         yield
 
 
+def _settings() -> tuple[object, ...]:
+    return (
+        torch.is_autocast_cache_enabled(),
+        torch.is_grad_enabled(),
+        torch.get_default_dtype(),
+        torch.get_deterministic_debug_mode(),
+        torch.get_num_threads(),
+    )
+
+
+@pytest.fixture(autouse=True)
+def _settings_stay() -> Iterator[None]:
+    """A test that leaves another setting of PyTorch behind changes the tests after it, which depend on their order."""
+    before = _settings()
+    yield
+    assert _settings() == before
+
+
 @pytest.fixture(scope="session")
 def checker() -> ModuleType:
     """The independent checker of problem and plan files."""

@@ -117,6 +117,7 @@ def test_nothing_is_left_when_it_fails(tmp_path: Path) -> None:
         export_onnx(Broken(), (torch.zeros(1),), old)
     assert [p.name for p in tmp_path.iterdir()] == ["m.onnx"]
     assert old.read_bytes() == b"old"
+    assert torch.is_autocast_cache_enabled()
 
 
 def test_replaces_an_old_file_with_a_readable_one(tmp_path: Path) -> None:
