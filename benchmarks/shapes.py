@@ -202,13 +202,13 @@ def _compiled(model: nn.Module) -> nn.Module:
     return torch.compile(model, backend=backend, dynamic=True)  # type: ignore[return-value]
 
 
-def _ranges(model: nn.Module, case: Case) -> dict[str, dict[int, tuple[int, int]]]:
-    """Return the smallest and the largest size of each dimension of the batch that varies, as for `plan_module`."""
+def _ranges(model: nn.Module, case: Case) -> dict[str, dict[tuple[int, ...], tuple[int, int, int]]]:
+    """Return the sizes of the dimensions of the batch that vary, as for `plan_module`."""
     names = list(inspect.signature(type(model).forward).parameters)[1:]
-    ends = zip(names, case.batch(case.least), case.batch(case.largest), strict=False)
+    sizes = case.least, case.largest, case.step
     return {
-        name: {dim: (a, b) for dim, (a, b) in enumerate(zip(low.shape, high.shape, strict=True)) if a < b}
-        for name, low, high in ends
+        name: {tuple(dim for dim, size in enumerate(low.shape) if size == case.least): sizes}
+        for name, low in zip(names, case.batch(case.least), strict=False)
     }
 
 

@@ -118,7 +118,9 @@ def plan_module(
         plan: a file that `save_plan` wrote. Its plan is used, without a search, and its budget applies.
         dynamic: whether other shapes, types and modes get further plans; otherwise they are refused.
         shape_ranges: the sizes that calls may have, by argument and dimension:
-            ``{"input_ids": {1: (16, 512)}}``. Other sizes are refused. Plans are made here for the largest sizes
+            ``{"input_ids": {1: (16, 512)}}``; or with the distance between sizes: ``{"images": {2: (64, 256, 32)}}``
+            allows the heights 64, 96, ..., 256, and with ``(2, 3)`` in place of 2 square images of these sizes. Other
+            sizes are refused. Plans are made here for the largest sizes
             first (``args`` and ``kwargs`` are repeated along these dimensions), then for those given and for the
             smallest. This also makes, before training, the capture that serves all sizes, which would otherwise be made
             at the second shape.

@@ -126,12 +126,13 @@ def _lines(axes: Sequence[Axis]) -> list[tuple[Axis, Sizes]]:
 
 
 def _sizes(axis: Axis) -> range:
-    _, low, high = axis
-    return range(max(low, SMALLEST), high + 1)
+    """Return the sizes of a dimension from `SMALLEST` on."""
+    sizes = axis[1]
+    return sizes[sum(size < SMALLEST for size in sizes[:SMALLEST]) :]
 
 
 def _named(axis: Axis, fixed: Mapping[Axis, int] = MappingProxyType({})) -> str:
-    others = " and ".join(f"size {size} of dimension {dim}" for (dim, _, _), size in fixed.items())
+    others = " and ".join(f"size {size} of dimension {dim}" for (dim, _), size in fixed.items())
     return f"dimension {axis[0]}{others and f' with {others}'}"
 
 
@@ -146,7 +147,7 @@ def prove_step(
     Args:
         planner: plans the step. Its budget, costs, constraints and known plans are used for all sizes.
         dimension: the name of the dimension, for messages.
-        sizes: all whole numbers from the smallest to the largest size, in ascending order.
+        sizes: whole numbers in ascending order, at equal distances.
         step_at: returns the captured step at a size. It is called for few sizes if the bytes of each tensor are a
             polynomial of the size; otherwise for more, up to all.
 

@@ -15,10 +15,13 @@ from rematplan.ir import UsageError
 
 MAX_PLANS = 64
 """The default number of plans that a planned module keeps."""
-Axis = tuple[int, int, int]
-"""A dimension of an argument, its smallest and its largest size."""
-Ranges = Mapping[str, Mapping[int, tuple[int, int]]]
-"""By the name of an argument of a forward and a dimension, the smallest and the largest size."""
+Dimension = int | tuple[int, ...]
+"""A dimension of a tensor, or several dimensions of equal size, such as (2, 3) for square images."""
+Axis = tuple[Dimension, range]
+"""A dimension of an argument, and its sizes in ascending order."""
+Ranges = Mapping[str, Mapping[Dimension, tuple[int, int] | tuple[int, int, int]]]
+"""By the name of an argument of a forward and a dimension, the smallest and the largest size; or these and the distance
+between sizes, such as (32, 160, 16) for 32, 48, ..., 160."""
 
 
 @dataclass(frozen=True)
@@ -29,10 +32,10 @@ class ShapeOptions:
     ``max_plans``: the largest number of plans that are kept, and of captures with symbolic sizes. Those that were not
     used for longest are dropped.
     ``ranges``: the sizes that calls may have. For the name of an argument, a dictionary from a dimension to the
-    smallest and the largest size.
+    smallest size, the largest size, and the distance between sizes (1 if it is missing).
 
     Raises:
-        UsageError: ``max_plans`` is no positive number, or a range is empty.
+        UsageError: ``max_plans`` is no positive number, or a range is empty or malformed.
     """
 
     dynamic: bool = True
@@ -43,10 +46,15 @@ class ShapeOptions:
         if self.max_plans < 1:
             raise UsageError(f"max_plans is {self.max_plans}; it must be 1 or more")
         for name, dims in self.ranges.items():
-            for dim, (low, high) in dims.items():
-                if not 0 <= low <= high:
+            for dim, stated in dims.items():
+                if len(stated) not in (2, 3) or min(stated) < 0 or 0 in stated[2:]:
                     raise UsageError(
-                        f"shape_ranges: dimension {dim} of {name} has no sizes from {low} to {high}"
+                        f"shape_ranges: dimension {dim} of {name} has {stated}; write the smallest and the largest "
+                        f"size, such as (16, 512), or also the distance between sizes, such as (32, 160, 16)"
+                    )
+                if not _sizes(stated):
+                    raise UsageError(
+                        f"shape_ranges: dimension {dim} of {name} has no sizes from {stated[0]} to {stated[1]}"
                     )
 
     def check(self, model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
@@ -59,19 +67,30 @@ class ShapeOptions:
             kwargs: its keyword arguments.
 
         Raises:
-            UsageError: an argument has a size outside of its range, lacks a dimension that has a range, or is no
-                tensor; or the forward has no argument of a name in ``ranges``.
+            UsageError: an argument has a size outside of its range, different sizes where ``ranges`` says that they
+                are equal, lacks a dimension that has a range, or is no tensor; or the forward has no argument of a
+                name in ``ranges``.
         """
         for name, tensor in self._tensors(model, args, kwargs).items():
-            for dim, (low, high) in self.ranges[name].items():
-                if not -tensor.ndim <= dim < tensor.ndim:
+            for key, stated in self.ranges[name].items():
+                dims, allowed = _dims(key), _sizes(stated)
+                for dim in dims:
+                    if not -tensor.ndim <= dim < tensor.ndim:
+                        raise UsageError(
+                            f"shape_ranges: {name} has {tensor.ndim} dimensions, so no dimension {dim}"
+                        )
+                    if tensor.shape[dim] not in allowed:
+                        raise UsageError(
+                            f"{name} has size {tensor.shape[dim]} in dimension {dim}; shape_ranges allows "
+                            f"{allowed[0]} to {allowed[-1]}"
+                            + f" in steps of {allowed.step}"
+                            * (allowed.step > 1)
+                        )
+                sizes = [tensor.shape[dim] for dim in dims]
+                if len(set(sizes)) > 1:
                     raise UsageError(
-                        f"shape_ranges: {name} has {tensor.ndim} dimensions, so no dimension {dim}"
-                    )
-                size = tensor.shape[dim]
-                if not low <= size <= high:
-                    raise UsageError(
-                        f"{name} has size {size} in dimension {dim}; shape_ranges allows {low} to {high}"
+                        f"{name} has the sizes {sizes} in dimensions {list(dims)}; shape_ranges says that they are "
+                        f"equal"
                     )
 
     def first_calls(
@@ -82,8 +101,8 @@ class ShapeOptions:
         arguments.
 
         The arguments of the first and last call are the given tensors, resized in the dimensions that have ranges (see
-        `call_of_sizes`). A smallest size of 0 or 1 is replaced by 2, if the range has 2. The reason is that PyTorch
-        treats the sizes 0 and 1 specially, so that they need a separate capture.
+        `call_of_sizes`). A smallest size of 0 or 1 is replaced by the next one from 2 on, if the range has one. The
+        reason is that PyTorch treats the sizes 0 and 1 specially, so that they need a separate capture.
 
         Args:
             model: the model, for the names of the forward's arguments.
@@ -97,7 +116,7 @@ class ShapeOptions:
         if not self.ranges:
             return [arguments]
         self.check(model, args, kwargs)
-        smallest = {axis: min(axis[2], max(axis[1], 2)) for axis in self.axes}
+        smallest = {axis: next((size for size in axis[1] if size >= 2), axis[1][-1]) for axis in self.axes}
         return [
             self.call_of_sizes(model, args, kwargs, {}),
             arguments,
@@ -106,10 +125,10 @@ class ShapeOptions:
 
     @property
     def axes(self) -> tuple[Axis, ...]:
-        """The dimensions that vary, as tuples (dimension, smallest size, largest size), each once. Arguments that have
-        the same range for the same dimension, such as tokens and their mask, have one common tuple: their sizes are
-        assumed to be equal."""
-        rows = ((dim, *sizes) for dims in self.ranges.values() for dim, sizes in dims.items())
+        """The dimensions that vary, as pairs of a dimension and its sizes, each once. Arguments that have the same
+        range for the same dimension, such as tokens and their mask, have one common pair: their sizes are assumed to
+        be equal."""
+        rows = ((dim, _sizes(stated)) for dims in self.ranges.values() for dim, stated in dims.items())
         return tuple(dict.fromkeys(rows))
 
     def call_of_sizes(
@@ -129,8 +148,12 @@ class ShapeOptions:
             UsageError: the forward has no argument of a name in ``ranges``, or that argument is no tensor.
         """
         wanted = {
-            name: {dim: sizes.get((dim, low, high), high) for dim, (low, high) in dims.items()}
-            for name, dims in self.ranges.items()
+            name: {
+                dim: sizes.get((key, _sizes(stated)), _sizes(stated)[-1])
+                for key, stated in ranges.items()
+                for dim in _dims(key)
+            }
+            for name, ranges in self.ranges.items()
         }
         tensors = self._tensors(model, args, kwargs)
         other = {id(tensor): _resized(tensor, wanted[name]) for name, tensor in tensors.items()}
@@ -164,6 +187,17 @@ class ShapeOptions:
                 raise UsageError(f"shape_ranges: {name} is a {type(arguments[name]).__name__}, not a tensor")
             found[name] = arguments[name]
         return found
+
+
+def _dims(dimension: Dimension) -> tuple[int, ...]:
+    """Return the dimensions that an element of `Axis` names: one, or several of equal size."""
+    return dimension if isinstance(dimension, tuple) else (dimension,)
+
+
+def _sizes(stated: Sequence[int]) -> range:
+    """Return the sizes of a range. ``stated``: the smallest and the largest size, and the distance, if there is one."""
+    low, high, *step = stated
+    return range(low, high + 1, *step)
 
 
 def _resized(tensor: torch.Tensor, sizes: Mapping[int, int]) -> torch.Tensor:

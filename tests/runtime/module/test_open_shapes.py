@@ -318,6 +318,12 @@ def test_sizes_outside_their_range_are_refused_and_the_capture_is_made_before_tr
         ({"other": {0: (1, 9)}}, "no argument other"),
         ({"input": {2: (1, 9)}}, "no dimension 2"),
         ({"input": {0: (9, 1)}}, "no sizes from 9 to 1"),
+        ({"input": {(0, 1): (1, 9)}}, r"has the sizes \[4, 8\] in dimensions \[0, 1\]; shape_ranges says"),
+        ({"input": {(0, 2): (1, 9)}}, "no dimension 2"),
+        ({"input": {0: (1, 9, 0)}}, r"has \(1, 9, 0\); write"),
+        ({"input": {0: (-1, 9)}}, r"has \(-1, 9\); write"),
+        ({"input": {0: (9,)}}, r"has \(9,\); write"),
+        ({"input": {0: (1, 9, 2)}}, "has size 4 in dimension 0; shape_ranges allows 1 to 9 in steps of 2"),
         ({"input": {0: (5, 9)}}, "has size 4"),
     ],
 )

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 
 import rematplan
 from rematplan.ir import UnfitSizes, UsageError
@@ -192,6 +193,49 @@ def test_each_combination_of_two_sizes_is_proven(monkeypatch: pytest.MonkeyPatch
     ]
     assert all(proof.proof.holds and len(proof.proof.rows) == 15 for _, proof in proofs)
     assert len({proof.proof.budget for _, proof in proofs}) == 1
+
+
+class Quartered(Layers):
+    """The same plus the means of four neighbours each, for numbers of tokens that are multiples of 4."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Its loss."""
+        return super().forward(x + x.unflatten(1, (-1, 4)).mean(2).repeat_interleave(4, 1))
+
+
+@pytest.mark.parametrize(("ends", "count"), [((0, 24, 4), 6), ((4, 99, 4), 24)])
+def test_sizes_at_a_distance_are_proven(
+    monkeypatch: pytest.MonkeyPatch, ends: tuple[int, int, int], count: int
+) -> None:
+    proofs = product(monkeypatch, Quartered(), {"x": {1: ends}}, (2, 4))
+    (_, proof), *more = proofs
+    assert not more
+    assert [row.size for row in proof.proof.rows] == list(range(4, ends[1] + 1, 4))
+    assert len(proof.proof.rows) == count
+    assert proof.proof.holds
+
+
+class Square(nn.Module):
+    """Convolutions and coarser copies, for images whose sides are multiples of 4."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Conv2d(8, 8, 3, padding=1) for _ in range(6))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Its loss for x (batch, side, side, 8)."""
+        x = x.permute(0, 3, 1, 2)
+        for layer in self.layers:
+            x = layer(x).tanh().sin()
+        return (x + F.interpolate(F.avg_pool2d(x, 4), scale_factor=4.0)).pow(2).mean()
+
+
+def test_dimensions_of_equal_size_vary_together(monkeypatch: pytest.MonkeyPatch) -> None:
+    (name, proof), *more = product(monkeypatch, Square(), {"x": {(1, 2): (4, 24, 4)}}, (2, 8, 8))
+    assert not more
+    assert name == "the size of dimension (1, 2)"
+    assert [row.size for row in proof.proof.rows] == list(range(4, 25, 4))
+    assert proof.proof.holds
 
 
 def test_sizes_of_two_inputs_are_combined(monkeypatch: pytest.MonkeyPatch) -> None:
