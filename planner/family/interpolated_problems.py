@@ -5,6 +5,9 @@ bytes are a polynomial of the size: of degree 1 in most tensors, of degree 2 in 
 (attention scores, images). A polynomial through three captured sizes is used only if it gives the bytes of every tensor
 exactly at further captured sizes. Where dimensions are rounded (strides, paddings) it does not, and then every size has
 to be captured.
+
+A workspace is the larger one of those at the two nearest captured sizes, because kernels that work in blocks need
+workspaces that grow in steps: flash attention on a CPU needs four times as many bytes from 768 words on as below.
 """
 
 from __future__ import annotations
@@ -20,12 +23,6 @@ import numpy as np
 
 from rematplan.ir import Op, ProblemError, TrainingGraph
 from rematplan.planner.family.amounts_by_position import Amounts, amounts_of
-from rematplan.planner.family.interpolated_workspaces import (
-    Workspaces,
-    traffic_of,
-    workspaces_between,
-    workspaces_of,
-)
 from rematplan.planner.family.tensor_positions import TensorPositions, tensor_positions
 
 DEGREE = 2
@@ -88,26 +85,21 @@ class Between:
 
     def amounts(self, size: int) -> Amounts:
         """Return the bytes, workspaces and costs of the problem at a size, without building the problem itself. They
-        are interpolated as in `problem`, but at captured sizes as well, where workspaces may get a margin.
+        are computed as in `problem`, but at captured sizes as well, where workspaces may be larger.
 
         ``size``: above the smallest captured size, at most the largest.
 
         Raises:
-            ProblemError: the size is outside of this range; a tensor would not have a whole number of bytes; or an
-                op's workspace cannot be interpolated. A workspace cannot be interpolated if it differs between the two
-                nearest captured sizes, but the bytes that the op reads and writes at ``size`` are not between those at
-                these two sizes.
+            ProblemError: the size is outside of this range, or a tensor would not have a whole number of bytes.
         """
         below, above = self._neighbours(size)
         here = np.array(self.bytes_at(size), dtype=np.int64)
         at = self._positions
-        moved = np.concatenate(([0], np.cumsum(here[at.moved])))
-        traffic = moved[at.ends] - moved[at.ends - at.counts]
-        (a, measured_a), (b, measured_b) = self._known[below], self._known[above]
+        a, b = self._known[below], self._known[above]
         costs = a.costs + (size - below) / (above - below) * (b.costs - a.costs)
         return Amounts(
             sizes=here[at.written],
-            workspaces=workspaces_between(measured_a, measured_b, traffic),
+            workspaces=np.maximum(a.workspaces, b.workspaces),
             costs=costs,
             fixed=int(here[at.inputs].sum()),
             base_cost=math.fsum(costs[: len(self.captured[below].ops)].tolist()),
@@ -118,14 +110,11 @@ class Between:
         """Return the problem at a size from the smallest captured one to the largest.
 
         At a captured size this is the captured problem. At other sizes, the bytes of tensors are computed from
-        polynomials, costs are interpolated linearly between the two nearest captured sizes, and workspaces are
-        interpolated linearly in the bytes that an op reads and writes, plus a margin.
+        polynomials, and costs are interpolated linearly between the two nearest captured sizes. The workspace of an op
+        is the larger one of its workspaces at these two sizes.
 
         Raises:
-            ProblemError: the size is outside of this range; a tensor would not have a whole number of bytes; or an
-                op's workspace cannot be interpolated. A workspace cannot be interpolated if it differs between the two
-                nearest captured sizes, but the bytes that the op reads and writes at ``size`` are not between those at
-                these two sizes.
+            ProblemError: the size is outside of this range, or a tensor would not have a whole number of bytes.
         """
         if size in self.captured:
             return self.captured[size]
@@ -133,12 +122,11 @@ class Between:
         low, high = self.captured[below], self.captured[above]
         tensors = tuple(replace(t, bytes=b) for t, b in zip(low.tensors, self.bytes_at(size), strict=True))
         bare = replace(low, tensors=tensors, fixed_split={})
-        workspaces = workspaces_between(workspaces_of(low), workspaces_of(high), traffic_of(bare))
         share = (size - below) / (above - below)
         count = len(low.ops)
         recipes = [
-            replace(a, cost=a.cost + share * (b.cost - a.cost), workspace=int(w))
-            for a, b, w in zip(_recipes(low), _recipes(high), workspaces, strict=True)
+            replace(a, cost=a.cost + share * (b.cost - a.cost), workspace=max(a.workspace, b.workspace))
+            for a, b in zip(_recipes(low), _recipes(high), strict=True)
         ]
         return replace(bare, ops=tuple(recipes[:count]), inverses=tuple(recipes[count:]))
 
@@ -149,8 +137,8 @@ class Between:
         return self.sizes[at - 1], self.sizes[at]
 
     @cached_property
-    def _known(self) -> dict[int, tuple[Amounts, Workspaces]]:
-        return {size: (amounts_of(graph), workspaces_of(graph)) for size, graph in self.captured.items()}
+    def _known(self) -> dict[int, Amounts]:
+        return {size: amounts_of(graph) for size, graph in self.captured.items()}
 
     @cached_property
     def _positions(self) -> TensorPositions:

@@ -26,6 +26,13 @@ class TensorPositions:
     counts: Ints
     ends: Ints
 
+    def traffic(self, sizes: Ints) -> Ints:
+        """Return the bytes that each op, then each inverse, reads and writes. ``sizes``: the bytes of each tensor of
+        the problem, in the order of ``graph.tensors``."""
+        moved = np.concatenate(([0], np.cumsum(sizes[self.moved])))
+        found: Ints = moved[self.ends] - moved[self.ends - self.counts]
+        return found
+
 
 def tensor_positions(graph: TrainingGraph) -> TensorPositions:
     """Return the positions of the tensors that a problem's ops and inverses read and write, and of its inputs."""

@@ -2,9 +2,10 @@
 step.
 
 The bytes of the step's storages are expressions of the sizes, and so are exact. Costs and workspaces are
-interpolated between two known sizes: costs linearly in the bytes that an op reads and writes, workspaces with a
-margin (`workspaces_between`). No plan is evaluated if an op that chooses among several kernels has a workspace,
-because it may change in jumps.
+computed from those at two known sizes. Costs are interpolated linearly in the bytes that an op reads and writes. A
+workspace is the larger one of the two: it grows in steps where a kernel works in blocks, and may depend on one size of
+several (flash attention's on a CPU on the length, but not on the number of samples). No plan is evaluated if an op that
+chooses among several kernels has a workspace, because it may not grow with the sizes.
 """
 
 from __future__ import annotations
@@ -17,11 +18,10 @@ from itertools import combinations
 
 import numpy as np
 
-from rematplan.ir import ProblemError, Tensor, TrainingGraph
+from rematplan.ir import Tensor, TrainingGraph
 from rematplan.planner.core.plan import Plan
 from rematplan.planner.core.schedule import Run, Schedule
 from rematplan.planner.family.amounts_by_position import Amounts, Bools, Floats, Ints, amounts_of
-from rematplan.planner.family.interpolated_workspaces import Workspaces, workspaces_between, workspaces_of
 from rematplan.planner.family.plan_family import PlanFamily
 from rematplan.planner.family.tensor_positions import TensorPositions, tensor_positions
 from rematplan.plans.rechoosing import Rechoosing
@@ -32,7 +32,7 @@ from rematplan.runtime.problem.accumulation import Refinement, StepPlan
 CORNERS = 8
 """The largest number of sizes whose amounts are kept: the smallest, the largest and the latest sizes."""
 ONE_KERNEL = re.compile("flash_attention_for_cpu")
-"""Ops that `KERNELS` matches, but whose workspace is linear in the bytes that they read and write."""
+"""Ops that `KERNELS` matches, but whose workspace grows with each size."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -41,15 +41,15 @@ class Corner:
 
     ``sizes``: the values, at these sizes, of all expressions of sizes in the step. ``nominal``: the bytes of the
     step's storages, from these expressions. ``bytes``: the bytes of the problem's tensors, which may be more than
-    those of their storages. ``amounts``: bytes, workspaces and costs of the problem. ``workspaces``: the workspaces
-    of its ops and inverses, and the bytes that each reads and writes.
+    those of their storages. ``amounts``: bytes, workspaces and costs of the problem. ``traffic``: the bytes that each
+    op and inverse reads and writes.
     """
 
     sizes: Ints
     nominal: Ints
     bytes: Ints
     amounts: Amounts
-    workspaces: Workspaces
+    traffic: Ints
 
 
 @dataclass(eq=False)
@@ -109,12 +109,13 @@ class Resizing:
             or list(problem.op) != list(mine.op)
         ):
             return False
+        bytes_ = np.array([t.bytes for t in problem.tensors], dtype=np.int64)
         corner = Corner(
             np.array(sizes, dtype=np.int64),
             nominal,
-            np.array([t.bytes for t in problem.tensors], dtype=np.int64),
+            bytes_,
             amounts_of(problem),
-            workspaces_of(problem),
+            self._positions.traffic(bytes_),
         )
         others = [c for c in self.corners if not np.array_equal(c.sizes, corner.sizes)]
         self.corners = _kept([*others, corner])
@@ -196,19 +197,12 @@ class Resizing:
         if pair is None:
             return None
         low, high = pair
-        stepped = self._stepped & ((low.workspaces.bytes > 0) | (high.workspaces.bytes > 0))
-        if stepped.any():
+        workspaces = np.maximum(low.amounts.workspaces, high.amounts.workspaces)
+        if (self._stepped & (workspaces > 0)).any():
             return None
         here = self._bytes(low, high, nominal)
-        moved = np.concatenate(([0], np.cumsum(here[self._positions.moved])))
-        traffic = moved[self._positions.ends] - moved[self._positions.ends - self._positions.counts]
-        try:
-            workspaces = workspaces_between(low.workspaces, high.workspaces, traffic)
-        except ProblemError:
-            return None
-        costs = _line(
-            low.workspaces.traffic, low.amounts.costs, high.workspaces.traffic, high.amounts.costs, traffic
-        )
+        traffic = self._positions.traffic(here)
+        costs = _line(low.traffic, low.amounts.costs, high.traffic, high.amounts.costs, traffic)
         return Amounts(
             sizes=here[self._positions.written],
             workspaces=workspaces,

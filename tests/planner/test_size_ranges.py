@@ -15,15 +15,9 @@ from rematplan.planner.core.schedule import runs_of, with_frees
 from rematplan.planner.core.simulator import simulate
 from rematplan.planner.family.amounts_by_position import amounts_of
 from rematplan.planner.family.interpolated_problems import CHECKS, DEGREE, between
-from rematplan.planner.family.interpolated_workspaces import (
-    MARGIN,
-    Workspaces,
-    traffic_of,
-    workspaces_between,
-    workspaces_of,
-)
 from rematplan.planner.family.plan_family import PlanFamily
 from rematplan.planner.family.range_proof import RangeProof, range_row
+from rematplan.planner.family.tensor_positions import tensor_positions
 from rematplan.planner.strategies.approx_dp import ApproxDP
 from rematplan.planner.strategies.store_all import no_recompute
 
@@ -38,7 +32,8 @@ def family_of(graph: TrainingGraph) -> PlanFamily:
 
 
 def sized(graph: TrainingGraph, rng: Random):
-    """A function from sizes to problems: tensors' bytes are polynomials of the size, workspaces and costs lines."""
+    """A function from sizes to problems: tensors' bytes are polynomials of the size, costs lines, workspaces
+    grow in steps."""
     terms = [
         (rng.randint(0, 99), rng.randint(0, 99), rng.choice((0, rng.randint(0, 9)))) for _ in graph.tensors
     ]
@@ -50,9 +45,9 @@ def sized(graph: TrainingGraph, rng: Random):
             for t, (c, b, a) in zip(graph.tensors, terms, strict=True)
         ]
         bare = replace(graph, tensors=tuple(tensors))
-        traffic = traffic_of(bare)
+        traffic = tensor_positions(bare).traffic(np.array([t.bytes for t in bare.tensors]))
         ops = [
-            replace(op, workspace=int(k * n), cost=c + d * size)
+            replace(op, workspace=int(k * (n // 50)), cost=c + d * size)
             for op, (k, c, d), n in zip(graph.ops, lines, traffic, strict=True)
         ]
         return replace(bare, ops=tuple(ops))
@@ -139,28 +134,10 @@ def test_too_few_sizes_or_other_ops_say_nothing(problems):
         known.problem(1)
 
 
-def workspaces(traffic, bytes_):
-    return Workspaces(np.array(traffic), np.array(bytes_))
-
-
-def test_workspaces_follow_what_ops_read_and_write():
-    low, high = workspaces([100, 10, 50, 40], [0, 8, 7, 20]), workspaces([200, 30, 50, 80], [1000, 8, 9, 10])
-    found = workspaces_between(low, high, np.array([150, 99, 50, 60]))
-    assert found.tolist() == [500 + MARGIN * 1000, 8, 9, 16]
-    ends = workspaces_between(low, high, low.traffic), workspaces_between(low, high, high.traffic)
-    assert (ends[0] >= low.bytes).all()
-    assert (ends[1] >= high.bytes).all()
-
-
-@pytest.mark.parametrize("traffic", [99, 201])
-def test_a_workspace_outside_of_what_was_measured_is_refused(traffic):
-    with pytest.raises(ProblemError, match=f"reads and writes {traffic} bytes.*between 100 and 200"):
-        workspaces_between(workspaces([100], [1]), workspaces([200], [2]), np.array([traffic]))
-
-
-def test_measured_workspaces_are_those_of_ops_and_inverses(problems):
+def test_the_bytes_that_ops_and_inverses_read_and_write(problems):
     graph = problems.chain(3)
     op = graph.ops[0]
     graph = replace(graph, inverses=(replace(op, name="i", reads=op.writes, writes=(), workspace=77),))
-    assert workspaces_of(graph).bytes[-1] == 77
-    assert workspaces_of(graph).traffic[-1] == graph.size[op.writes[0]]
+    found = tensor_positions(graph).traffic(np.array([t.bytes for t in graph.tensors]))
+    recipes = (*graph.ops, *graph.inverses)
+    assert found.tolist() == [sum(graph.size[t] for t in (*r.reads, *r.writes)) for r in recipes]

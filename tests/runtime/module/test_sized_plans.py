@@ -321,6 +321,39 @@ def test_peaks_at_carried_lengths_stay_within_the_budget() -> None:
         assert peak(planned, batch) <= last(planned).plan.budget
 
 
+class Causal(nn.Module):
+    """Fused attention, whose workspace grows in steps with the length and not with the number of samples."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            heads = layer(x)[:, None]
+            x = x + F.scaled_dot_product_attention(heads, heads, heads, is_causal=True)[:, 0]
+        return x
+
+
+def test_no_workspace_is_larger_than_planned() -> None:
+    def inputs(b: int, t: int) -> tuple[Tensor, ...]:
+        return (torch.randn(b, t, WIDTH),)
+
+    options = {"strategy": "store_all", "budget": "1GiB", "costs": "profile"}
+    planned, plain = planned_and_plain(Causal(), *inputs(6, 1024), **options)
+    for sizes in ((6, 1024), (2, 64), (2, 16)):
+        follow(planned, plain, inputs(*sizes))
+    for sizes in ((6, 800), (3, 1000), (2, 300)):
+        batch = inputs(*sizes)
+        follow(planned, plain, batch)
+        entry = last(planned)
+        assert entry.carried
+        alone = planned._rematplan.planner.problem(entry.compiled.step)  # type: ignore[attr-defined]
+        assert entry.plan.peak >= simulate(alone, entry.plan.schedule).peak
+        assert entry.plan.peak >= peak(planned, batch)
+
+
 def test_sixty_lengths_leave_bounded_numbers() -> None:
     planned, _, inputs = begun("language", max_plans=6)
     before, lengths = rematplan.planning(planned).stats().carried, random.Random(0)
