@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections import Counter
 from typing import Any
 
@@ -17,7 +18,7 @@ MAX_FUNCTION_NODES = 1_000_000  # after inlining; nested calls can otherwise gro
 def check_tensors(proto: onnx.ModelProto) -> None:
     """Check that the data of each tensor in an ONNX file match its shape, before memory is allocated for the shape.
 
-    Tensors in subgraphs and local functions are included. The data of external tensors are not checked.
+    Tensors in subgraphs and local functions are included. Of external tensors only offset and length are checked.
 
     Raises:
         ModelError: the data of a tensor do not match, a shape or data type is invalid, or a tensor is sparse.
@@ -54,6 +55,9 @@ def _check_tensor(tensor: onnx.TensorProto) -> None:
     except (ValueError, TypeError):
         raise ModelError(f"{what} has the unknown data type {tensor.data_type}") from None
     if tensor.data_location == onnx.TensorProto.EXTERNAL:
+        for entry in tensor.external_data:
+            if entry.key in ("offset", "length") and not re.fullmatch("[0-9]{1,19}", entry.value):
+                raise ModelError(f"{what}: the {entry.key} of its external data is {entry.value[:40]!r}")
         return
     elements = math.prod(tensor.dims)
     if tensor.HasField("raw_data"):

@@ -140,6 +140,15 @@ def external(model: onnx.ModelProto, location: str, **more: int) -> onnx.ModelPr
     return model
 
 
+@pytest.mark.parametrize("more", [{"offset": "x"}, {"offset": -4}, {"length": "4.0"}, {"length": 2**70}])
+def test_external_data_with_offsets_that_are_no_numbers(tmp_path, more):
+    (tmp_path / "w.bin").write_bytes(b"s" * 4096)
+    (key,) = more
+    assert f"the {key} of its external data is" in refused_model(
+        tmp_path, external(small_model(), "w.bin", **more)
+    )
+
+
 @pytest.mark.parametrize("location", ["../secret.bin", "/etc/passwd", "a/../../secret.bin", "", "."])
 def test_external_data_outside_the_folder(tmp_path, location):
     (tmp_path / "secret.bin").write_bytes(b"s" * 4096)
