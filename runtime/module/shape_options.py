@@ -96,13 +96,14 @@ class ShapeOptions:
     def first_calls(
         self, model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]
     ) -> list[tuple[tuple[Any, ...], dict[str, Any]]]:
-        """Return the arguments of three calls that are planned first: one with the largest sizes of the ranges, one
-        with the sizes of the given arguments, and one with the smallest sizes. Without ranges, return only the given
-        arguments.
+        """Return the arguments of four calls that are planned first: with the largest sizes of the ranges, the sizes
+        of the given arguments, the smallest sizes, and sizes between. Without ranges, return only the given arguments.
 
-        The arguments of the first and last call are the given tensors, resized in the dimensions that have ranges (see
-        `call_of_sizes`). A smallest size of 0 or 1 is replaced by the next one from 2 on, if the range has one. The
-        reason is that PyTorch treats the sizes 0 and 1 specially, so that they need a separate capture.
+        Except in the second call, the arguments are the given tensors, resized in the dimensions that have ranges (see
+        `call_of_sizes`). The sizes between are there because the ends of a range are often powers of two and equal to
+        sizes of the model, which gives their steps another structure (see `sized_plans`). A smallest size of 0 or 1 is
+        replaced by the next one from 2 on, if the range has one. The reason is that PyTorch treats the sizes 0 and 1
+        specially, so that they need a separate capture.
 
         Args:
             model: the model, for the names of the forward's arguments.
@@ -117,11 +118,9 @@ class ShapeOptions:
             return [arguments]
         self.check(model, args, kwargs)
         smallest = {axis: next((size for size in axis[1] if size >= 2), axis[1][-1]) for axis in self.axes}
-        return [
-            self.call_of_sizes(model, args, kwargs, {}),
-            arguments,
-            self.call_of_sizes(model, args, kwargs, smallest),
-        ]
+        between = {axis: axis[1][min(len(axis[1]) - 1, len(axis[1]) // 2 | 1)] for axis in self.axes}
+        first, *others = (self.call_of_sizes(model, args, kwargs, sizes) for sizes in ({}, smallest, between))
+        return [first, arguments, *others]
 
     @property
     def axes(self) -> tuple[Axis, ...]:
@@ -135,8 +134,8 @@ class ShapeOptions:
         self, model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any], sizes: Mapping[Axis, int]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Return the arguments of a call with other sizes, made from the given ones. In each dimension that has a
-        range, the entries of a given tensor are repeated from the first on to reach a larger size, or the last ones are
-        left out.
+        range, entries of a given tensor are left out or repeated evenly, so that a mask of padded words has about the
+        same share of padding, and the forward takes the same branches.
 
         Args:
             model: the model, for the names of the forward's arguments.
@@ -201,13 +200,14 @@ def _sizes(stated: Sequence[int]) -> range:
 
 
 def _resized(tensor: torch.Tensor, sizes: Mapping[int, int]) -> torch.Tensor:
-    """Return a new tensor with other sizes in some dimensions. In each of these, the entries are those of ``tensor`` in
-    order: repeated from the first on if the new size is larger, else without the last ones.
+    """Return a new tensor with other sizes in some dimensions. In each of these, the entries are the nearest ones of
+    ``tensor``, if the first and the last entries of both are at the same places.
 
     ``sizes``: the new sizes, by dimension.
     """
     other = tensor.detach()
     for dim, size in sizes.items():
-        present = max(1, other.shape[dim])
-        other = other.index_select(dim, torch.arange(size, device=other.device) % present)
+        last, most = max(0, other.shape[dim] - 1), max(1, size - 1)
+        nearest = (torch.arange(size, device=other.device) * last + most // 2) // most
+        other = other.index_select(dim, nearest)
     return other.requires_grad_(tensor.requires_grad)

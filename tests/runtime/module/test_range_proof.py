@@ -127,6 +127,26 @@ def test_a_module_with_ranges_is_proven_with_few_captures(monkeypatch: pytest.Mo
         assert planned.plan.peak <= planned.plan.budget == proof.proof.budget
 
 
+class Padded(Layers):
+    """The same for sequences with a mask, which has no effect if no word is padding."""
+
+    def forward(self, x: Tensor, mask: Tensor) -> Tensor:
+        """Its loss."""
+        return super().forward(x) if mask.all() else super().forward(x * mask[..., None])
+
+
+def test_a_padded_mask_is_padded_at_all_sizes_that_are_planned_first() -> None:
+    mask = torch.ones(4, 20, dtype=torch.bool)
+    mask[0, -3:] = False
+    ranges = {name: {1: (2, 50)} for name in ("x", "mask")}
+    options: dict[str, Any] = {"budget": "1GiB", "costs": "roofline", "refine": False}
+    planned = rematplan.plan_module(
+        Padded(), (torch.ones(4, 20, 8), mask), shape_ranges=ranges, strategy="store_all", **options
+    )
+    stats = rematplan.planning(planned).stats()
+    assert (stats.captures, stats.open_captures) == (1, 1)
+
+
 @pytest.mark.parametrize("reaction", [None, "raise", "least"])
 def test_sizes_without_a_plan_are_an_error_or_a_warning(
     monkeypatch: pytest.MonkeyPatch, reaction: str | None
