@@ -23,6 +23,7 @@ from rematplan.runtime.capture.read_fx import fixed_size, read_flat_joint_graph
 from rematplan.runtime.execute.fx_graphs import plan_graphs
 from rematplan.runtime.graph.captured_step import CapturedStep
 from rematplan.runtime.graph.compat import (
+    COMPILED_BACKWARDS_KEEP_TANGENTS,
     CompileContext,
     CustomPartitionerFn,
     aot_autograd,
@@ -289,4 +290,4 @@ def backend(
     )
     if compiler not in COMPILERS:
         raise UsageError(f"unknown compiler {compiler!r}; known: {', '.join(COMPILERS)}")
-    return PlanningBackend(StepPlanner(asked), compiler)
+    return PlanningBackend(StepPlanner(asked, keeps_tangents=COMPILED_BACKWARDS_KEEP_TANGENTS), compiler)

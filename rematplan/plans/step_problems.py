@@ -40,6 +40,8 @@ class StepProblems:
     """Names of parameters that have gradients before the step. The step adds its gradients to them."""
     held: Mapping[str, int] = field(default_factory=dict)
     """Bytes that are allocated during the whole step in addition to the step's tensors, by a name for each."""
+    keeps_tangents: bool = False
+    """Whether the gradients of outputs stay allocated until the backward ends, instead of until their last use."""
     sized: SizedCosts = field(default_factory=SizedCosts, compare=False)
     """Measured costs of ops. Costs of the same steps at other sizes are interpolated from them."""
 
@@ -65,6 +67,9 @@ class StepProblems:
         asked = self.options
         error = asked.max_inversion_error
         priced_ = priced(step, asked.costs, progress=progress, max_inversion_error=error, sized=self.sized)
+        if self.keeps_tangents:
+            tangents = (step.values[i.value].storage for i in step.inputs if i.kind == "tangent")
+            priced_ = replace(priced_, outputs=tuple(dict.fromkeys((*priced_.outputs, *tangents))))
         copies = copies_priced(step, priced_, asked.costs)
         graph = with_loss_boundary(step, priced_, self.loss(step, priced_), copies)
         once = ops_that_run_once(step, asked.keep, asked.never_rerun)

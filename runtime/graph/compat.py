@@ -27,6 +27,10 @@ PIPELINES_SEND_TO_THEMSELVES = torch.torch_version.TorchVersion(torch.__version_
 """Whether PyTorch's pipeline schedules, before their first step, send a message from a rank to itself where two
 neighbouring stages are on one rank. Gloo cannot send it. PyTorch 2.11 does; 2.12 was not tried."""
 
+COMPILED_BACKWARDS_KEEP_TANGENTS = torch.torch_version.TorchVersion(torch.__version__) < "2.13"
+"""Whether the gradients of outputs stay allocated until the backward of a graph that `torch.compile` compiled ends.
+Otherwise they are freed after their last use. With PyTorch 2.11 they stay; 2.12 was not tried."""
+
 
 def is_tested(version: str = torch.__version__) -> bool:
     """Return whether the test suite was run with this version of PyTorch. Only its first two numbers are
@@ -199,6 +203,7 @@ def parametrizations_are_cached() -> bool:
 
 __all__ = [
     "CHECKPOINT_GENERATOR",
+    "COMPILED_BACKWARDS_KEEP_TANGENTS",
     "COMPILING_FLAG",
     "TESTED",
     "AutoDispatchBelowAutograd",

@@ -12,6 +12,10 @@ from torch.nn import functional
 
 import rematplan
 from rematplan.ir import InfeasibleBudget, UsageError
+from rematplan.planner.strategies.store_all import no_recompute
+from rematplan.plans.options import PlanOptions
+from rematplan.plans.step_problems import StepProblems
+from rematplan.runtime.capture.capture import capture
 from rematplan.runtime.costs.measure import peak_above_entry
 from rematplan.runtime.problem.loss_boundary import reserved_for_loss
 
@@ -301,3 +305,14 @@ def test_a_step_with_bags_of_embeddings_is_within_its_least_budget(mode: str) ->
 
     measured(planned, x, loss)
     assert measured(planned, x, loss) <= planned.plan.budget
+
+
+def test_gradients_of_outputs_may_stay_until_the_backward_ends() -> None:
+    step = capture(large_outputs(), (words(),), "large")
+    freed, kept = (
+        StepProblems(PlanOptions(budget="100%", costs="roofline"), keeps_tangents=keeps).problem(step)
+        for keeps in (False, True)
+    )
+    (tangent,) = (step.values[i.value].storage for i in step.inputs if i.kind == "tangent")
+    assert tangent in set(kept.outputs) - set(freed.outputs)
+    assert no_recompute(freed).estimate.peak <= no_recompute(kept).estimate.peak
