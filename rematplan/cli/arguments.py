@@ -9,7 +9,7 @@ import typing
 from collections.abc import Mapping, Sequence
 from dataclasses import MISSING, Field, fields
 from pathlib import Path
-from typing import Any, Literal, NoReturn
+from typing import Any, Literal
 
 from rematplan.ir import UsageError
 from rematplan.models.names import SIZES
@@ -20,18 +20,6 @@ MOST_SIZES = 4096
 """The largest number of sizes of a range such as ``batch=1..64``."""
 LARGEST = 2**31 - 1
 """The largest size or count that an option accepts."""
-
-
-class Parser(argparse.ArgumentParser):
-    """An argument parser that raises a `UsageError` for wrong arguments, so that the error is shown in one line.
-    Options must be written in full, without abbreviation."""
-
-    def __init__(self, **more: Any) -> None:
-        super().__init__(allow_abbrev=False, **more)
-
-    def error(self, message: str) -> NoReturn:
-        """Raise a `UsageError` with ``message`` instead of printing the usage and exiting."""
-        raise UsageError(f"{message} (see {self.prog} --help)")
 
 
 def positive(text: str) -> int:

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+import argparse
 import io
 import os
 import sys
 from collections.abc import Sequence
 from importlib import import_module, metadata
+from typing import Any, NoReturn
 
-from rematplan.cli.arguments import Parser
 from rematplan.cli.output import Output
-from rematplan.ir import RematplanError
+from rematplan.ir import RematplanError, UsageError
 
 CANNOT = 2
 """The exit status if an argument, a file or a problem is at fault."""
@@ -37,6 +38,18 @@ COMMANDS = {
 The module `rematplan.cli.NAME` (with _ for -) has the functions ``add`` (adds its arguments) and ``run`` (returns the
 exit status).
 """
+
+
+class Parser(argparse.ArgumentParser):
+    """An argument parser that raises a `UsageError` for wrong arguments, so that the error is shown in one line.
+    Options must be written in full, without abbreviation."""
+
+    def __init__(self, **more: Any) -> None:
+        super().__init__(allow_abbrev=False, **more)
+
+    def error(self, message: str) -> NoReturn:
+        """Raise a `UsageError` with ``message`` instead of printing the usage and exiting."""
+        raise UsageError(f"{message} (see {self.prog} --help)")
 
 
 def run(argv: Sequence[str] | None = None) -> int:
