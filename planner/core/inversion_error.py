@@ -31,13 +31,14 @@ WITHIN = 30.0
 
 
 def gradient_error(error: float) -> float:
-    """Return the largest relative error (L2 norm) that a gradient may have if the tensors that inverses recover have
-    the relative error ``error``: 30·√``error``, at most 0.5.
+    """Return the predicted relative error (L2 norm) of a gradient if the tensors that inverses recover have the
+    relative error ``error``: 30·√``error``, at most 0.5.
 
     Where the network is smooth, a gradient has about the same relative error as the tensors it is computed from. But
     a ReLU or maximum has a kink: a share of about ``error`` of its arguments is so close to the kink that they change
     sides, and their gradients are entirely wrong. These contribute √``error`` to the norm. The factor 30 is a safety
-    factor.
+    factor. In tensors of few elements, a single argument that changes sides contributes more: a RevNet-38 of width 8
+    with a batch of 4 differed by 3.8e-2, where 7.3e-3 is predicted.
     """
     return min(WITHIN * math.sqrt(error), 0.5)
 

@@ -134,8 +134,8 @@ def plan_table(graph: TrainingGraph, plan: Plan, base: Plan, error: float = 0.0)
         )
     if error:
         rows["gradients"] = (
-            f"not bit-equal: predicted relative error at most {gradient_error(error):.1e} where a ReLU or a maximum "
-            f"reads tensors wrong by {error:.1e}; as small as that where all is smooth"
+            f"not bit-equal: predicted relative error {gradient_error(error):.1e} where a ReLU or a maximum reads "
+            f"tensors wrong by {error:.1e}, and more in tensors of few elements; {error:.1e} where all is smooth"
         )
     if plan.lanes:
         rows["two lanes"] = show_lanes(plan)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -125,7 +126,13 @@ class Verification:
                 f"{gradient_error(self.predicted):.2e}, since recomputed tensors with an error of "
                 f"{self.predicted:.2e} may be on the other side of a ReLU's kink"
             )
-        return f"{differ}; the largest difference is {worst.relative:.2e} relative ({worst.name})"
+        largest = f"{differ}; the largest difference is {worst.relative:.2e} relative ({worst.name})"
+        if not self.predicted or worst.relative == math.inf:
+            return largest
+        return (
+            f"{largest}; {gradient_error(self.predicted):.2e} was predicted, and tensors of few elements may differ by "
+            f"more, if one argument of a ReLU is on the other side of its kink"
+        )
 
 
 def verify(

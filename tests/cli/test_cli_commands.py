@@ -165,6 +165,14 @@ def test_a_failed_verification_is_exit_status_1(call, monkeypatch) -> None:
     assert "model.head.weight" in result.err
 
 
+def test_a_difference_beyond_the_prediction_is_explained() -> None:
+    difference = Difference("gradient model.head.weight", 0.5, 0.1)
+    beyond = Verification(10, (difference,), predicted=6e-8)
+    assert not beyond.passed
+    assert "7.35e-03 was predicted" in str(beyond)
+    assert "predicted" not in str(Verification(10, (difference,)))
+
+
 def test_step_refuses_a_budget_below_the_smallest_peak(call, refused) -> None:
     result = call("step", *SMALL, "--budget", "10%", "--quiet")
     refused(result, 3)

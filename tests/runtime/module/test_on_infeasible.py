@@ -21,6 +21,7 @@ from rematplan.planner.strategies.store_all import no_recompute
 from rematplan.plans.options import PlanOptions
 from rematplan.plans.step_planner import StepPlanner
 from rematplan.runtime.capture.capture import capture
+from rematplan.runtime.costs.measure import peak_above_entry
 
 WIDTH, CLASSES = 64, 10
 
@@ -148,6 +149,23 @@ def test_accumulation_goes_on_too() -> None:
     assert len(planned.plans) == 2
     for ours, eager in zip(planned.parameters(), plain.parameters(), strict=True):
         assert torch.equal(ours.grad, eager.grad)
+
+
+@pytest.mark.parametrize("how", ["least", "eager"])
+def test_accumulation_keeps_to_the_bytes_that_the_warning_states(how: str) -> None:
+    stated = {"budget": 1000, "accumulate": True, "on_infeasible": how, "loss_memory": "3x"}
+    with pytest.warns(UserWarning, match="above the budget") as said:
+        planned = planned_for(256, costs="profile", **stated)
+    needed = planned.plan.peak
+    assert any(f"its peak is {show_bytes(needed)} ({needed} bytes)" in str(one.message) for one in said)
+    x = rows(256)
+    for _ in range(3):
+        held = [x, *planned.parameters(), *(p.grad for p in planned.parameters() if p.grad is not None)]
+        above, _ = peak_above_entry(
+            lambda: functional.cross_entropy(planned(x), torch.arange(256) % CLASSES).backward(),
+            torch.device("cpu"),
+        )
+        assert sum(t.nbytes for t in held) + above <= needed
 
 
 @pytest.mark.parametrize("strategy", ["auto", "ilp"])
