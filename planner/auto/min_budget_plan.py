@@ -85,7 +85,7 @@ def cheapest_near_smallest_peak(
         least, interrupted = search_smallest_peak(
             stated, seconds, starts, progress, keep_order=keep_order, seed=seed
         )
-    budget = int((1 + slack) * least.estimate.peak)
+    budget = least.estimate.peak + int(slack * least.estimate.peak)  # exact for a slack of 0, however large
     known = [*starts, least]
     if interrupted:
         return replace(least, budget=budget)

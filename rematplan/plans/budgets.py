@@ -78,7 +78,8 @@ class Budget:
                 needed only for a budget such as ``50% of activations``, which reduces only the other part.
         """
         if self.is_lean:
-            return int((1 + LEAN[self.kind]) * smallest())
+            peak = smallest()
+            return peak + int(LEAN[self.kind] * peak)
         if self.kind == "activations":
             assert whole is not None, "a share of activations is asked for, and nobody says what is none"
             return whole + int(self.amount * (base_peak - whole))
@@ -330,6 +331,6 @@ def least_plan(
         try:
             plan = strategy.plan(graph, 0, progress)
         except InfeasibleBudget as error:
-            plan = strategy.plan(graph, int((1 + slack) * error.smallest), progress)
+            plan = strategy.plan(graph, error.smallest + int(slack * error.smallest), progress)
     store.put(graph, kind, plan, lasting=strategy.lasting)
     return plan

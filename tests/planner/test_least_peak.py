@@ -29,6 +29,7 @@ from rematplan.planner.core.plan import plan_from_runs
 from rematplan.planner.core.schedule import runs_of
 from rematplan.planner.core.strategy import Enough
 from rematplan.planner.ilp.exhaustive import exhaustive
+from rematplan.planner.registry import strategy
 from rematplan.planner.strategies.anneal import Anneal
 from rematplan.planner.strategies.nested_dp import NestedDP
 from rematplan.planner.strategies.store_all import no_recompute
@@ -293,3 +294,16 @@ def test_searches_of_counted_moves_depend_on_no_plan_on_disk() -> None:
     assert leaner.peak < before[1]
     PlanStore().keep(graph, leaner)
     assert outcome() == before
+
+
+@pytest.mark.parametrize("name", ["auto", "nested_dp"])
+def test_the_least_of_peaks_that_no_float_represents(name: str) -> None:
+    blocks = [2**57 + 3 * i + 5 for i in range(8)]
+    tensors = [Tensor("x", 8), *(Tensor(f"{kind}{i}", n) for kind in "tg" for i, n in enumerate(blocks))]
+    ops = [Op(f"f{i}", (f"t{i - 1}" if i else "x",), (f"t{i}",), 1.0, 0, "forward") for i in range(8)]
+    for i in reversed(range(8)):
+        reads = (f"t{i}", f"g{i + 1}") if i < 7 else (f"t{i}",)
+        ops.append(Op(f"b{i}", reads, (f"g{i}",), 1.0, 0, "backward"))
+    graph = TrainingGraph("huge", tuple(tensors), ("x",), ("g0",), tuple(ops))
+    plan = least_plan(strategy(name), graph, kind="least", time_limit=1.0)
+    assert plan.budget == plan.estimate.peak > int(1.0 * plan.estimate.peak)  # the float is smaller
