@@ -6,7 +6,8 @@ devices.
 Plans are for an A100 by its roofline model, without workspaces. 1F1B runs on 4 ranks with 16 micro-batches.
 Checkpointing runs each block of the network again (in reversible networks each pair of couplings); the budget of the
 plans is the largest peak of a rank with checkpointing. ``training`` runs small networks in one process, action by
-action in the order of the timeline.
+action in the order of the timeline. ``peaks``, ``zbv`` and ``timeline`` run gloo processes: planned stages whose peaks
+are measured, and stages that sleep, whose makespan is compared with the simulated one.
 """
 
 from __future__ import annotations
@@ -18,8 +19,10 @@ from pathlib import Path
 import torch
 from dataflow_training import errors, training
 from fpga_energy import energy
+from pipeline_gloo import peaks, zbv
 from pipeline_latency import latency
 from pipeline_memory import depth, memory
+from pipeline_sleep import sleeping
 
 PARTS: dict[str, Callable[[bool, Path | None], None]] = {
     "memory": memory,
@@ -28,6 +31,9 @@ PARTS: dict[str, Callable[[bool, Path | None], None]] = {
     "errors": errors,
     "training": training,
     "energy": energy,
+    "peaks": peaks,
+    "zbv": zbv,
+    "timeline": sleeping,
 }
 
 

@@ -140,6 +140,7 @@ def run_step(
     losses: list[torch.Tensor] = []
     step = step_of(pipe.schedule(stages, loss), stages, (x, SCALE), y, losses)
     peak = one = None
+    sums: list[float] = []
     for number in range(steps):
         for p in (*model.parameters(), *plain.parameters()):
             if rate and p.grad is not None:
@@ -147,6 +148,7 @@ def run_step(
             p.grad = None
         losses.clear()
         peak = step() if number else measured(stages, step)
+        sums.append(sum(v.item() for v in losses))
         forward = plain_forward(plain, x, pipe, number) if seeded else lambda _, part: plain(part, SCALE)
         one = in_one_process(plain, x, y, microbatches, forward)
     mine = {n for s in stages for n, _ in (*s.submod.named_parameters(), *s.submod.named_buffers())}
@@ -163,7 +165,8 @@ def run_step(
     return {
         "different": different,
         "losses": equal_losses(losses, one or []),
-        "loss": sum(v.item() for v in losses),
+        "loss": sums[-1],
+        "first loss": sums[0],
         "peak": peak,
         "promise": plan.peak,
         "extra": plan.extra,

@@ -70,9 +70,8 @@ def test_fifty_steps_of_training_with_a_frozen_stage_have_the_bits_of_one_proces
     asked = {"schedule": "1f1b", "stages": 4, "microbatches": 4, "rows": 32, "sizes": {"frozen": (2, 3)}}
     found = run(workers, "100%", "store_all", steps=50, rate=0.05, **asked)
     assert [answer["different"] for answer in found] == [[]] * 4
-    once = run(workers, "100%", "store_all", **asked)
     assert found[3]["losses"]
-    assert found[3]["loss"] < 0.9 * once[3]["loss"]
+    assert found[3]["loss"] < 0.9 * found[3]["first loss"]
 
 
 def test_dropout_that_runs_again_drops_the_same(workers: Workers) -> None:
