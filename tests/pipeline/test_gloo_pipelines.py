@@ -16,7 +16,7 @@ CASES = [
     ("1f1b", 4, 4, "90%"),
     ("1f1b", 4, 32, "92%"),
     ("interleaved", 8, 8, "100%"),
-    ("zbv", 8, 8, "100%"),
+    ("interleaved-zb", 8, 8, "100%"),
     ("dualpipev", 8, 8, "100%"),
 ]
 TIGHT = 0.97 if torch.__version__ < (2, 15) else 0.5
@@ -95,4 +95,5 @@ def test_pipelines_side_by_side_share_their_gradients(
     found = workers.run(planned_tasks.run_data_parallel, wrap=wrap, **asked)
     assert [one["different"] for one in found] == [[]] * 4
     assert min(one["compared"] for one in found) > 20
-    assert all(0.97 * one["promise"] <= one["peak"] <= one["promise"] for one in found)
+    peaks = [(one["peak"], one["promise"]) for one in found]
+    assert all(0.97 * promise <= peak <= promise for peak, promise in peaks), peaks
