@@ -138,7 +138,7 @@ def captured_stage(
     costs = planner.options.costs
     graph = priced(step, costs)
     loss = (loss or planner.loss(step, graph)) if last else NO_LOSS
-    copies = copies_priced(step, graph, costs) if last else NONE
+    copies = copies_priced(step, graph, costs) if last and not loss.dense else NONE
     graph = with_loss_boundary(step, graph, loss, copies)
     graph = replace(graph, never_rerun=tuple(dict.fromkeys((*graph.never_rerun, *ops_that_run_once(step)))))
     if split:

@@ -80,7 +80,8 @@ def with_weight_boundary(step: CapturedStep, graph: TrainingGraph) -> TrainingGr
 
     The first part has all backward ops that the inputs' gradients depend on, and those that read an input's gradient,
     even if they compute a weight's gradient. Each of them runs only once. At `WEIGHTS`, the outputs and the inputs'
-    gradients are handed to the caller, and can be freed from then on.
+    gradients are handed to the caller, and can be freed from then on. Ops after it read `WEIGHTS` instead of outputs
+    that they read only so that the outputs exist at the loss boundary.
 
     Args:
         step: the captured step.
@@ -102,10 +103,15 @@ def with_weight_boundary(step: CapturedStep, graph: TrainingGraph) -> TrainingGr
     made = {t for op in first for t in op.writes}
     boundary = Op(WEIGHTS, (*(t for t in gone if t in made), LOSS), (WEIGHTS,), 0.0, 0, "backward")
     inputs = set(graph.inputs)
+
+    def after_weights(op: Op) -> Op:
+        read = set(step.reads(step.call[op.name])) if op.name in step.call else {*op.reads}
+        return replace(op, reads=(*(t for t in op.reads if t not in gone or t in read), WEIGHTS))
+
     return replace(
         graph,
         tensors=(*graph.tensors, Tensor(WEIGHTS, 0)),
         outputs=tuple(t for t in graph.outputs if t not in gone or t in inputs),
-        ops=(*first, boundary, *(replace(op, reads=(*op.reads, WEIGHTS)) for op in later)),
+        ops=(*first, boundary, *map(after_weights, later)),
         never_rerun=tuple(dict.fromkeys((*graph.never_rerun, *sorted(sooner), WEIGHTS))),
     )

@@ -39,13 +39,15 @@ class LossMemory:
     returns keeps a storage of the outputs' size alive.) ``peak`` includes ``kept``, unless ``peak`` is too small for
     that. ``saved``: the bytes that are allocated between the computation of the loss and its backward, if other
     micro-batches run in between; None: not known, so ``peak`` is assumed. ``forward``: bytes by which the loss exceeds
-    ``peak`` while it is computed, before its backward. Only `measured` tells the two apart.
+    ``peak`` while it is computed, before its backward. Only `measured` tells the two apart. ``dense``: whether the
+    gradients of the outputs are known to have the outputs' strides, so that the backward need not copy them.
     """
 
     peak: int
     kept: int
     saved: int | None = None
     forward: int = 0
+    dense: bool = False
 
     @property
     def between(self) -> int:
@@ -143,7 +145,10 @@ class LossMemory:
         scalar = allocated(loss.nbytes, device)  # the gradient of the loss, which the backward begins with
         kept = saved + rest - passed + scalar
         backward = max(saved + back - passed, saved, kept)
-        return cls(backward, kept, saved, max(0, peak - backward))
+        dense = all(
+            g is not None and g.stride() == one.stride() for g, one in zip(gradients, learned, strict=True)
+        )
+        return cls(backward, kept, saved, max(0, peak - backward), dense)
 
 
 NO_LOSS = LossMemory(0, 0)

@@ -119,3 +119,15 @@ def test_a_gradient_of_an_input_that_a_weights_gradient_reads_leaves_at_the_boun
     theirs = {n: p.grad for n, p in planned.stage.module.named_parameters() if p.grad is not None}
     assert gradients.keys() == theirs.keys()
     assert all(torch.equal(gradients[n], theirs[n]) for n in theirs)
+
+
+def test_weight_gradients_read_outputs_only_where_their_calls_do() -> None:
+    """The caller keeps the outputs, so a micro-batch that waits for its weight gradients need not keep them, too."""
+    part = pipe(planned_tasks.net(), planned_tasks.data(32)[0], cuts=CUTS).parts[3]
+    order = [op.name for op in part.problem.graph.ops]
+    outputs = {part.step.values[o.value].storage for o in part.step.outputs if o.kind == "output"}
+    later = order[order.index(WEIGHTS) + 1 :]
+    assert any(call.name in later for call in part.step.calls)
+    for name in later:
+        read = outputs.intersection(part.problem.graph.op[name].reads)
+        assert read <= {*part.step.reads(part.step.call[name])}

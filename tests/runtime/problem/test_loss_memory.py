@@ -68,3 +68,9 @@ def test_a_loss_that_cannot_be_computed_is_refused_and_random_numbers_stay_as_th
     with pytest.raises(ModelError, match="loss of a micro-batch cannot be computed: The size of tensor"):
         LossMemory.measured([torch.empty(3, device="meta")], torch.ones(4), lambda o, t: (o - t).sum(), CPU)
     assert torch.equal(before, torch.random.get_rng_state())
+
+
+def test_gradients_with_the_outputs_strides_need_no_copies() -> None:
+    output, target = torch.empty(8, 4, device="meta").requires_grad_(), torch.ones(8, 4)
+    assert LossMemory.measured([output], target, functional.mse_loss, CPU).dense
+    assert not LossMemory.measured([output], target, lambda o, t: o.sum(), CPU).dense
