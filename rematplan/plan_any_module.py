@@ -121,9 +121,9 @@ def plan_module(
             ``{"input_ids": {1: (16, 512)}}``; or with the distance between sizes: ``{"images": {2: (64, 256, 32)}}``
             allows the heights 64, 96, ..., 256, and with ``(2, 3)`` in place of 2 square images of these sizes. Other
             sizes are refused. Plans are made here for the largest sizes first (entries of ``args`` and ``kwargs`` are
-            repeated evenly along these dimensions), then for those given, the smallest, and one between. This also
-            makes, before training, the capture that serves all sizes, which would otherwise be made at the second
-            shape.
+            repeated evenly along these dimensions), then for those given, the smallest, and one between, or for all
+            sizes if there are at most 12. This also makes, before training, the capture that serves all sizes, which
+            would otherwise be made at the second shape.
             For every combination of sizes from 2 on it is checked here that a known plan fits; if there are more than
             12 combinations apart from the dimension with the most sizes, for those in which all dimensions except one
             are at their largest. Dimensions of the same number and range are assumed to have equal sizes. Where no plan

@@ -4,6 +4,8 @@ plans are kept."""
 from __future__ import annotations
 
 import inspect
+import itertools
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -15,6 +17,8 @@ from rematplan.ir import UsageError
 
 MAX_PLANS = 64
 """The default number of plans that a planned module keeps."""
+FEW = 12
+"""If ranges allow at most this many combinations of sizes, all of them are planned before training."""
 Dimension = int | tuple[int, ...]
 """A dimension of a tensor, or several dimensions of equal size, such as (2, 3) for square images."""
 Axis = tuple[Dimension, range]
@@ -96,8 +100,9 @@ class ShapeOptions:
     def first_calls(
         self, model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]
     ) -> list[tuple[tuple[Any, ...], dict[str, Any]]]:
-        """Return the arguments of four calls that are planned first: with the largest sizes of the ranges, the sizes
-        of the given arguments, the smallest sizes, and sizes between. Without ranges, return only the given arguments.
+        """Return the arguments of the calls that are planned first: with the largest sizes of the ranges, the sizes of
+        the given arguments, the smallest sizes, and sizes between, or all sizes if these are few (`FEW`). Without
+        ranges, return only the given arguments.
 
         Except in the second call, the arguments are the given tensors, resized in the dimensions that have ranges (see
         `call_of_sizes`). The sizes between are there because the ends of a range are often powers of two and equal to
@@ -119,8 +124,13 @@ class ShapeOptions:
         self.check(model, args, kwargs)
         smallest = {axis: next((size for size in axis[1] if size >= 2), axis[1][-1]) for axis in self.axes}
         between = {axis: axis[1][min(len(axis[1]) - 1, len(axis[1]) // 2 | 1)] for axis in self.axes}
-        first, *others = (self.call_of_sizes(model, args, kwargs, sizes) for sizes in ({}, smallest, between))
-        return [first, arguments, *others]
+        every = [[size for size in axis[1] if size >= smallest[axis]] for axis in self.axes]
+        if math.prod(map(len, every)) <= min(FEW, self.max_plans):
+            others = [dict(zip(self.axes, sizes, strict=True)) for sizes in itertools.product(*every)]
+        else:
+            others = [smallest, between]
+        first, *more = (self.call_of_sizes(model, args, kwargs, sizes) for sizes in ({}, *others))
+        return [first, arguments, *more]
 
     @property
     def axes(self) -> tuple[Axis, ...]:

@@ -147,6 +147,23 @@ def test_a_padded_mask_is_padded_at_all_sizes_that_are_planned_first() -> None:
     assert (stats.captures, stats.open_captures) == (1, 1)
 
 
+def test_few_sizes_are_all_planned_before_training() -> None:
+    ranges = {"x": {0: (1, 4), 1: (4, 16, 4)}}
+    options: dict[str, Any] = {
+        "budget": "1GiB",
+        "strategy": "store_all",
+        "costs": "roofline",
+        "refine": False,
+    }
+    planned = rematplan.plan_module(Layers(), (torch.zeros(4, 16, 8),), shape_ranges=ranges, **options)
+    before = rematplan.planning(planned).stats()
+    assert (before.plans, before.captures, before.open_captures) == (12, 1, 1)
+    for tokens in (4, 8, 12, 16):
+        planned(torch.ones(3, tokens, 8)).backward()
+        planned.zero_grad()
+    assert rematplan.planning(planned).stats().instances == before.instances
+
+
 @pytest.mark.parametrize("reaction", [None, "raise", "least"])
 def test_sizes_without_a_plan_are_an_error_or_a_warning(
     monkeypatch: pytest.MonkeyPatch, reaction: str | None
