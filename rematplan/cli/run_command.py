@@ -6,7 +6,9 @@ import argparse
 import io
 import os
 import sys
-from collections.abc import Sequence
+import warnings
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from importlib import import_module, metadata
 from typing import Any, NoReturn
 
@@ -65,7 +67,8 @@ def run(argv: Sequence[str] | None = None) -> int:
         sys.stdout.reconfigure(errors="backslashreplace")
     try:
         args = parser(sys.argv[1:] if argv is None else argv).parse_args(argv)
-        status: int = args.run(args, Output(json=args.json, quiet=args.quiet))
+        with _warnings_in_one_line():
+            status: int = args.run(args, Output(json=args.json, quiet=args.quiet))
         sys.stdout.flush()
         return status
     except SystemExit as exit_:  # --help, --version
@@ -81,6 +84,17 @@ def run(argv: Sequence[str] | None = None) -> int:
         if not _out_of_memory(error):
             raise
         return _fail("this machine does not have enough memory; try a smaller batch, image or width", CANNOT)
+
+
+@contextmanager
+def _warnings_in_one_line() -> Iterator[None]:
+    """In this context, a warning is printed as one line, without the place in the code that raised it."""
+    before = warnings.formatwarning
+    warnings.formatwarning = lambda message, *_, **__: f"rematplan: {message}\n"
+    try:
+        yield
+    finally:
+        warnings.formatwarning = before
 
 
 def parser(argv: Sequence[str]) -> Parser:
