@@ -14,7 +14,7 @@ import torch
 from torch import fx
 
 from rematplan.compile_for_sizes import Shapes, SymbolicGraph, parameter_shapes
-from rematplan.ir import InfeasibleBudget, UsageError
+from rematplan.ir import InfeasibleBudget, ModelError, UsageError
 from rematplan.planner.core.plan import Plan
 from rematplan.plans.held_by_others import Reserved
 from rematplan.plans.options import PlanOptions
@@ -53,8 +53,8 @@ the same time: a ResNet-18 took 1.23 times its budget, but 1.02 times its budget
 class PlanningBackend:
     """A backend of `torch.compile` that plans the recomputation of each graph it compiles. Made by `backend`.
 
-    ``planner``: makes a plan for a captured step. ``compiler``: ``eager`` or ``inductor``. ``plans``: every plan for
-    which a graph was compiled.
+    ``planner``: makes a plan for a captured step. ``compiler``: ``eager`` or ``inductor``. ``dynamic``: whether graphs
+    with symbolic sizes are compiled; otherwise they are refused. ``plans``: every plan for which a graph was compiled.
 
     TorchDynamo numbers the functions that it compiles (frames). It also numbers the compilations of each frame: a frame
     is compiled again for other sizes or modes. ``compiled``: for each frame's number, the numbers of its compilations.
@@ -64,8 +64,8 @@ class PlanningBackend:
     in the order in which they occurred.
     """
 
-    def __init__(self, planner: StepPlanner, compiler: str) -> None:
-        self.planner, self.compiler = planner, compiler
+    def __init__(self, planner: StepPlanner, compiler: str, dynamic: bool = True) -> None:
+        self.planner, self.compiler, self.dynamic = planner, compiler, dynamic
         self.plans: list[Plan] = []
         self.compiled: dict[int, set[int]] = {}
         self.frames: set[int] = set()
@@ -80,9 +80,15 @@ class PlanningBackend:
         Raises:
             InfeasibleBudget: no plan fits the budget, and the option ``on_infeasible`` says that this is an error. By
                 default it is an error only while the compiled function has no plan yet.
+            ModelError: the graph has symbolic sizes, and ``dynamic`` is false.
         """
         self._say_limit()
         if any(isinstance(given, torch.SymInt) for given in inputs):
+            if not self.dynamic:
+                raise ModelError(
+                    "a call has other sizes than the compiled ones, and the backend was made with dynamic=False; make "
+                    "it with dynamic=True, or pass dynamic=False to torch.compile too, for a plan for each size"
+                )
             try:
                 return SymbolicGraph(self, module, inputs)
             except NotSymbolic as error:
@@ -241,15 +247,16 @@ def backend(
     keep: Iterable[Name] = (),
     never_rerun: Iterable[Name] = (),
     compiler: str = "eager",
+    dynamic: bool = True,
     loss_memory: str | int | None = None,
     reserved: Iterable[object] = (),
     on_infeasible: str | None = None,
 ) -> PlanningBackend:
     """Return a backend for `torch.compile` that recomputes in the backward as a plan within ``budget`` says.
 
-    The arguments are those of `plan_module`, except ``compiler``. By default, it is an error if no plan fits
-    the budget and the compiled function has no plan yet. If it has one, further graphs of this function get the plan
-    with the smallest peak that was found (as with ``on_infeasible="least"``).
+    The arguments are those of `plan_module`, except ``compiler`` and ``dynamic``. By default, it is an error if no plan
+    fits the budget and the compiled function has no plan yet. If it has one, further graphs of this function get the
+    plan with the smallest peak that was found (as with ``on_infeasible="least"``).
 
     The budget applies to each compiled graph, hence to the whole model only if there is no graph break. A percentage
     refers to the peak without recomputation of a graph at the sizes for which it is first compiled. The resulting
@@ -263,7 +270,8 @@ def backend(
     graphs with symbolic sizes to the backend. Such a graph is compiled for all sizes, and the bytes of its plan are
     computed for each new size. It is compiled again only if a size needs another plan: if no compiled plan fits the
     budget, or if a known plan has less overhead by more than 1 % of the step's time. `PlanningBackend.reasons` says why
-    a graph was compiled for fixed sizes, if one was.
+    a graph was compiled for fixed sizes, if one was. A backend made with ``dynamic=False`` refuses graphs with symbolic
+    sizes.
 
     TorchDynamo compiles a function for at most ``torch._dynamo.config.recompile_limit`` (8) fixed sizes and modes, and
     runs further ones without a plan. A warning is given when the last one is compiled.
@@ -290,4 +298,6 @@ def backend(
     )
     if compiler not in COMPILERS:
         raise UsageError(f"unknown compiler {compiler!r}; known: {', '.join(COMPILERS)}")
-    return PlanningBackend(StepPlanner(asked, keeps_tangents=COMPILED_BACKWARDS_KEEP_TANGENTS), compiler)
+    return PlanningBackend(
+        StepPlanner(asked, keeps_tangents=COMPILED_BACKWARDS_KEEP_TANGENTS), compiler, dynamic
+    )

@@ -299,7 +299,9 @@ class _Reader:
         if isinstance(args, fx.Node):
             if self.table and isinstance(args.meta.get("val"), SIZES):
                 return self.table.add(args.meta["val"])
-            return self.sizes.get(args.name) or Ref(self.alias.get(args.name, args.name))
+            if args.name in self.sizes:
+                return self.sizes[args.name]
+            return Ref(self.alias.get(args.name, args.name))
         if isinstance(args, (tuple, list)):
             return type(args)(self._refs(a) for a in args)
         if isinstance(args, Mapping):
@@ -323,8 +325,13 @@ def _check_plannable(node: fx.Node) -> None:
     """Refuse a call that cannot be planned.
 
     Raises:
-        ModelError: the call takes functions, returns nothing, or changes its arguments in place.
+        ModelError: the call takes functions, returns nothing or a size, or changes its arguments in place.
     """
+    if isinstance(node.meta.get("val"), SIZES):
+        raise ModelError(
+            "the graph computes numbers from sizes, and one of its ops depends on the value of a size; compile it with "
+            "torch.compile(dynamic=False)"
+        )
     if isinstance(node.target, HigherOrderOperator) or "val" not in node.meta:
         raise ModelError(f"{node.target} takes functions or only checks values, so it cannot be planned here")
     schema = getattr(node.target, "_schema", None)

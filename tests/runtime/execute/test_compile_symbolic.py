@@ -295,3 +295,23 @@ def test_inductor_compiles_once_for_all_sizes(monkeypatch: pytest.MonkeyPatch) -
     assert counters["stats"]["unique_graphs"] == 1
     assert not backend.reasons
     assert len(made[0].versions) == len(backend.plans) <= 3
+
+
+def test_a_backend_that_is_not_dynamic_refuses_symbolic_sizes() -> None:
+    backend = rematplan.backend(budget="100%", dynamic=False, **QUICK)
+    plain = Attention()
+    ours = torch.compile(copy.deepcopy(plain), backend=backend)
+    check_bits(ours, plain, sequences(4, 16))
+    with pytest.raises(torch._dynamo.exc.BackendCompilerFailed, match="made with dynamic=False"):
+        ours(sequences(4, 12))
+
+
+def test_numbers_computed_from_fixed_sizes_are_refused() -> None:
+    class Named(nn.Linear):
+        def forward(self, x: Tensor) -> tuple[Tensor, int]:
+            picked = super().forward(x).view(-1)[torch.arange(5) if x.shape[0] > 3 else torch.arange(3)]
+            return picked * len(range(x.shape[0])), 2 * x.shape[1]
+
+    ours = torch.compile(Named(4, 4), backend=rematplan.backend(budget="100%", **QUICK), dynamic=True)
+    with pytest.raises(torch._dynamo.exc.BackendCompilerFailed, match="compile it with"):
+        ours(torch.randn(6, 3, 4))
