@@ -19,9 +19,7 @@ from rematplan.ir.errors import ProblemError
 Phase = Literal["forward", "backward"]
 
 MAX_BYTES = 2**63 - 1  # sizes are summed in 64-bit integers
-MIN_COST = (
-    1e-100  # a smaller cost other than 0 could make the scales by which solvers multiply costs infinite
-)
+MIN_COST = 1e-300  # the scales by which solvers multiply costs must be finite, if costs are not 0
 MAX_COST = 1e300  # a schedule may run an op many times, and the sum of costs must be finite in 64-bit floats
 
 

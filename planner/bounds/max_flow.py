@@ -29,6 +29,8 @@ from rematplan.planner.arrays.precedence import Precedence, working_sets
 
 SCALE = 2.0**40
 """The cost of running each op once, in units of capacity. Capacities are integers, rounded down."""
+MAX_SCALE = 1e300
+"""The largest factor from costs to units of capacity, so that it is finite for tiny costs."""
 NEVER = 2.0
 """The cost assigned to running again an op that may run only once, as a multiple of the cost of running each op once.
 No schedule repeats such an op."""
@@ -110,7 +112,7 @@ class CutNetwork:
     """
 
     def __init__(self, graph: TrainingGraph, order: Precedence, cut: int, slope: float = 0.0) -> None:
-        self.scale = SCALE / graph.base_cost
+        self.scale = min(SCALE / graph.base_cost, MAX_SCALE)
         needed = [v for v in range(len(graph.ops)) if order.needed >> v & 1]
         self.constant = math.fsum(graph.ops[v].cost for v in needed)
         earlier, once = order.before[cut], set(graph.never_rerun)

@@ -141,7 +141,7 @@ def test_step_predicts_the_errors_of_inverses(call) -> None:
     )
     text = " ".join(said.out.split())
     assert said.status == 0
-    assert "gradients not bit-equal: predicted relative error at most" in text
+    assert "gradients not bit-equal: predicted relative error" in text
     assert "differ from plain autograd, as predicted" in text
     exact = call(
         "step", *small, "--verify", "--budget", "100%", "--strategy", "store_all", "--steps", "1"

@@ -92,7 +92,7 @@ def graphs(draw: st.DrawFn) -> TrainingGraph:
     ops, known = [], tensors[:first]
     for i, t in enumerate(tensors[first:]):
         reads = draw(st.lists(st.sampled_from(known), unique=True, max_size=3)) if known else []
-        cost = draw(st.just(0.0) | st.floats(1e-100, 1e12))
+        cost = draw(st.just(0.0) | st.floats(1e-300, 1e12))
         phase = draw(st.sampled_from([None, "forward", "backward"]))
         ops.append(Op(f"op {i}", tuple(reads), (t,), cost, draw(st.integers(0, 2**40)), phase))
         known = [*known, t]
@@ -201,7 +201,7 @@ REFUSED = {
     ),
     "ordered twice": (put("ordered", ["f", "f"]), "ordered: 'f' comes before 'f'"),
     "never_rerun twice": (put("never_rerun", ["f", "f"]), "two never_rerun ops share the name 'f'"),
-    "cost tiny": (put("ops", 0, "cost", 5e-324), "op 'f': cost is 5e-324; it must be 0 or at least 1e-100"),
+    "cost tiny": (put("ops", 0, "cost", 5e-324), "op 'f': cost is 5e-324; it must be 0 or at least 1e-300"),
     "cost a bool": (put("ops", 0, "cost", True), "op 'f': cost is 'True'"),
     "cost a text": (put("ops", 0, "cost", "1"), "op 'f': cost is '1'"),
     "phase unknown": (put("ops", 0, "phase", "sideways"), "op 'f': phase is 'sideways'"),
