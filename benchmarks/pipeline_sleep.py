@@ -33,13 +33,15 @@ class Sleep(torch.autograd.Function):
     """Sleeps in the forward and in the backward, and postpones the sleep of the gradients of weights."""
 
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, stage: SleepingStage) -> torch.Tensor:  # noqa: D102
+    def forward(ctx: Any, x: torch.Tensor, stage: SleepingStage) -> torch.Tensor:
+        """Sleep as long as the forward of ``stage``, and return a copy of ``x``."""
         ctx.stage = stage
         time.sleep(stage.times.forward / 1e6)
         return x.clone()
 
     @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:  # type: ignore[override] # noqa: D102
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:  # type: ignore[override]
+        """Sleep as long as the backward of the stage, and return a copy of ``gradient``."""
         time.sleep(ctx.stage.times.backward / 1e6)
         return gradient.clone(), None
 

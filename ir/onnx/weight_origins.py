@@ -63,8 +63,8 @@ class Evidence:
         if array.shape and roles.in_weight_input(array.name, self.used):
             return True
         if not generated:
-            return bool(array.shape or self.torch) and (self.tells or not _forbids(array))
-        return math.prod(array.shape) > 1 and not _is_mask(array)
+            return bool(array.shape or self.torch) and (self.tells or not _exceeds(array, -LARGE, math.inf))
+        return math.prod(array.shape) > 1 and not _exceeds(array, -LARGE, LARGE)
 
     def _folded_from_weight(self, origin: Origin) -> bool:
         """Return whether a weight is among the tensors from which the exporter computed a tensor (its sources).
@@ -89,20 +89,13 @@ class Evidence:
         return any(s not in self.written for s in sources)
 
 
-def _is_mask(array: Array) -> bool:
+def _exceeds(array: Array, low: float, high: float) -> bool:
+    """Return whether a small tensor has a value that is not above ``low`` and below ``high``, as attention masks have
+    (a very negative or infinite one, or NaN)."""
     if math.prod(array.shape) > MAX_MASK:
         return False
     values = np.asarray(array.load(), np.float32)
-    return not bool(np.all(np.abs(values) < LARGE))
-
-
-def _forbids(array: Array) -> bool:
-    """Return whether a tensor has values that are not finite, or as negative as those of an attention mask at forbidden
-    positions."""
-    if math.prod(array.shape) > MAX_MASK:
-        return False
-    values = np.asarray(array.load(), np.float32)
-    return not bool(np.all(np.isfinite(values) & (values > -LARGE)))
+    return not bool(np.all((values > low) & (values < high)))
 
 
 def _is_sinusoidal(array: Array) -> bool:

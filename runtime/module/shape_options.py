@@ -84,11 +84,10 @@ class ShapeOptions:
                             f"shape_ranges: {name} has {tensor.ndim} dimensions, so no dimension {dim}"
                         )
                     if tensor.shape[dim] not in allowed:
+                        steps = f" in steps of {allowed.step}" if allowed.step > 1 else ""
                         raise UsageError(
                             f"{name} has size {tensor.shape[dim]} in dimension {dim}; shape_ranges allows "
-                            f"{allowed[0]} to {allowed[-1]}"
-                            + f" in steps of {allowed.step}"
-                            * (allowed.step > 1)
+                            f"{allowed[0]} to {allowed[-1]}{steps}"
                         )
                 sizes = [tensor.shape[dim] for dim in dims]
                 if len(set(sizes)) > 1:

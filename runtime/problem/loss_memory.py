@@ -138,7 +138,7 @@ class LossMemory:
                 back, rest, gradients = peak_and_rest_above_entry(
                     lambda: torch.autograd.grad(loss, learned, allow_unused=True), device
                 )
-            except Exception as error:
+            except Exception as error:  # any error in the user's loss is reported in one line
                 reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
                 raise ModelError(f"the loss of a micro-batch cannot be computed: {reason}") from error
         passed = sum(allocated(g.untyped_storage().nbytes(), device) for g in gradients if g is not None)
