@@ -11,7 +11,7 @@ from torch import Tensor
 
 from rematplan.ir.onnx.graph import Node
 from rematplan.runtime.graph.index_to_slice import Slice, picked_slice
-from rematplan.runtime.onnx.ops.rows import Rows, integer, refuse, text
+from rematplan.runtime.onnx.ops.rows import Rows, by_attributes, integer, refuse, text
 from rematplan.runtime.onnx.ops.values import SAME_WIDTH, WIDER, constant_tensor, signed
 
 ROWS = Rows()
@@ -59,7 +59,7 @@ def gather_elements(node: Node, x: Tensor, indices: Tensor) -> Tensor:
     return torch.gather(x, axis, _wrapped(indices, x.shape[axis]))
 
 
-@ROWS.add("GatherND", 12, 13)
+@ROWS.add("GatherND", 11, 12, 13)
 def gather_nd(node: Node, x: Tensor, indices: Tensor) -> Tensor:
     """Run ONNX GatherND: select slices of ``x`` by tuples of indices, which are the last axis of ``indices``.
 
@@ -76,13 +76,6 @@ def gather_nd(node: Node, x: Tensor, indices: Tensor) -> Tensor:
     parts = [_wrapped(p, flat.shape[k + 1]) for k, p in enumerate(tuples.unbind(-1))]
     found = flat[(rows, *parts)]
     return found.reshape((*indices.shape[:-1], *found.shape[2:]))
-
-
-@ROWS.add("GatherND", 11)
-def gather_nd_without_batch(node: Node, x: Tensor, indices: Tensor) -> Tensor:
-    """Run ONNX GatherND of opset 11, without batch axes: select slices of ``x`` by tuples of indices, which are the
-    last axis of ``indices``."""
-    return gather_nd(node, x, indices)
 
 
 @ROWS.add("ReverseSequence", 10, 28)
@@ -233,10 +226,7 @@ def top_k(node: Node, x: Tensor, k: np.ndarray) -> tuple[Tensor, Tensor]:
     return torch.gather(x, axis, places), places
 
 
-@ROWS.add("TopK", 1)
-def top_k_by_attribute(node: Node, x: Tensor) -> tuple[Tensor, Tensor]:
-    """Run ONNX TopK of opsets below 10: the k largest elements along ``axis`` and their indices; k is an attribute."""
-    return top_k(node, x, np.asarray([integer(node, "k", 1)]))
+ROWS.add("TopK", 1)(by_attributes(top_k, "k"))
 
 
 @ROWS.add("Compress", 9, 11, 28)

@@ -91,7 +91,7 @@ def bernoulli(node: Node, x: Tensor) -> Tensor:
 DOMAIN = "ai.onnx.preview.training"
 
 
-def _alone(node: Node, *tensors: Tensor) -> Tensor:  # noqa: ARG001
+def _alone(node: Node, *tensors: Tensor) -> Tensor:
     raise refuse(node, "it has no meaning without its graph")
 
 

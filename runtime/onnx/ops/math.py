@@ -1,6 +1,5 @@
 """Elementwise ONNX ops (arithmetic, activations, comparisons) as functions on torch tensors."""
 
-# ruff: noqa: ARG001  (every handler takes the node, whether it reads it or not)
 from __future__ import annotations
 
 import math

@@ -1,6 +1,5 @@
 """ONNX ops for pooling as functions on torch tensors, with ONNX's rules for padding, ceiling, dilation and indices."""
 
-# ruff: noqa: ARG001  (every handler takes the node, whether it reads it or not)
 from __future__ import annotations
 
 import math

@@ -99,7 +99,7 @@ def dequantize_linear(node: Node, x: Tensor, scale: Tensor, zero: Tensor | None 
 
 
 @ROWS.add("DynamicQuantizeLinear", 11)
-def dynamic_quantize_linear(node: Node, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:  # noqa: ARG001
+def dynamic_quantize_linear(node: Node, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Run ONNX DynamicQuantizeLinear: quantise to uint8 over the range of the input, extended to include zero.
 
     Return the bytes, the scale and the zero point.
@@ -113,7 +113,7 @@ def dynamic_quantize_linear(node: Node, x: Tensor) -> tuple[Tensor, Tensor, Tens
 
 @ROWS.add("MatMulInteger", 10)
 def matmul_integer(
-    node: Node,  # noqa: ARG001
+    node: Node,
     a: Tensor,
     b: Tensor,
     a_zero: Tensor | None = None,

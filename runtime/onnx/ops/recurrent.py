@@ -128,7 +128,7 @@ def _clipped(
 # ------------------------------------------------------------------ one step of each kind
 
 
-def _rnn_step(node: Node, act: Sequence[Activation], x: Tensor, state: State, w: Weights) -> State:  # noqa: ARG001
+def _rnn_step(node: Node, act: Sequence[Activation], x: Tensor, state: State, w: Weights) -> State:
     return (act[0](x + F.linear(state[0], w.r, w.bias)),)
 
 

@@ -1,6 +1,5 @@
 """Implementations of ONNX ops on torch tensors: reductions, cumulative sums, softmax and matrix products."""
 
-# ruff: noqa: ARG001  (every handler takes the node, whether it reads it or not)
 from __future__ import annotations
 
 import math

@@ -18,7 +18,17 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from rematplan.ir.onnx.graph import Node
-from rematplan.runtime.onnx.ops.rows import Known, Rows, integer, ints, known_ints, number, refuse, text
+from rematplan.runtime.onnx.ops.rows import (
+    Known,
+    Rows,
+    by_attributes,
+    integer,
+    ints,
+    known_ints,
+    number,
+    refuse,
+    text,
+)
 
 ROWS = Rows()
 
@@ -293,42 +303,25 @@ def _sizes(
     return [math.floor(scale * x.shape[a] + 0.5) for a in along], [scale] * len(along)
 
 
-def _upsampled(node: Node, x: Tensor, scales: Sequence[float]) -> Tensor:
-    wanted = [math.floor(n * s) for n, s in zip(x.shape, scales, strict=True)]
+@ROWS.add("Resize", 10, known=(1,))
+@ROWS.add("Upsample", 9, 10, known=(1,))
+def upsample(node: Node, x: Tensor, scales: np.ndarray) -> Tensor:
+    """Run ONNX Resize of opset 10, or Upsample, its older name: multiply the size of each axis by its number in
+    ``scales``, and round down. Position i of the result maps to i ÷ scale in the input, which the mode ``nearest``
+    rounds down.
+
+    Raises:
+        ModelError: the mode is unknown.
+    """
+    factors = [float(s) for s in scales]
+    wanted = [math.floor(n * s) for n, s in zip(x.shape, factors, strict=True)]
     axes = [
-        Axis(a, x.shape[a], out, s) for a, (out, s) in enumerate(zip(wanted, scales, strict=True)) if s != 1.0
+        Axis(a, x.shape[a], out, s)
+        for a, (out, s) in enumerate(zip(wanted, factors, strict=True))
+        if s != 1.0
     ]
     rule = Rule(text(node, "mode", "nearest"), "asymmetric", "floor", -0.75, False, False, 0.0)
     return _resized(node, x, axes, rule)
 
 
-@ROWS.add("Resize", 10, known=(1,))
-def resize_by_scales(node: Node, x: Tensor, scales: np.ndarray) -> Tensor:
-    """Run ONNX Resize of opset 10: multiply the size of each axis by its number in ``scales``, and round down. Position
-    i of the result maps to i ÷ scale in the input, which the mode ``nearest`` rounds down.
-
-    Raises:
-        ModelError: the mode is unknown.
-    """
-    return _upsampled(node, x, [float(s) for s in scales])
-
-
-@ROWS.add("Upsample", 9, 10, known=(1,))
-def upsample(node: Node, x: Tensor, scales: np.ndarray) -> Tensor:
-    """Run ONNX Upsample, the older name of Resize: multiply the size of each axis by its number in ``scales``, and
-    round down. Position i of the result maps to i ÷ scale in the input, which the mode ``nearest`` rounds down.
-
-    Raises:
-        ModelError: the mode is unknown.
-    """
-    return _upsampled(node, x, [float(s) for s in scales])
-
-
-@ROWS.add("Upsample", 7)
-def upsample_by_attribute(node: Node, x: Tensor) -> Tensor:
-    """Run ONNX Upsample of opset 7. It is the same as `upsample`, but the scales are an attribute.
-
-    Raises:
-        ModelError: the mode is unknown.
-    """
-    return _upsampled(node, x, tuple(node.attributes["scales"]))  # type: ignore[arg-type]
+ROWS.add("Upsample", 7)(by_attributes(upsample, "scales"))

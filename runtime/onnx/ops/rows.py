@@ -106,6 +106,25 @@ class Rows:
         return collect
 
 
+def by_attributes(run: Handler, *names: str) -> Handler:
+    """Return the form of a handler for older opsets, in which all inputs but the first are attributes.
+
+    Args:
+        run: the handler of the newer form. The inputs in question are NumPy arrays or None.
+        names: the attributes, in the order of the inputs. An absent attribute is an absent input.
+    """
+
+    def older(node: Node, x: torch.Tensor) -> Any:
+        given = [node.attributes.get(name) for name in names]
+        return run(node, x, *(None if v is None else np.asarray(_meant(v)) for v in given))
+
+    return older
+
+
+def _meant(value: Any) -> Any:
+    return intended(value) if isinstance(value, float) else value
+
+
 def refuse(node: Node, why: str) -> ModelError:
     """Return an error for a node that cannot run. The caller raises it. Its message names the node, its op and its
     opset. ``why``: the reason, as the end of the message."""

@@ -4,7 +4,6 @@ it makes no calls in a captured graph.
 The functions get their inputs unchanged: tensors, or NumPy arrays for small values that do not depend on data.
 """
 
-# ruff: noqa: ARG001  (every handler takes the node, whether it reads it or not)
 from __future__ import annotations
 
 from collections.abc import Sequence

@@ -1,7 +1,6 @@
 """Implementations of ONNX ops on shapes: a tensor's sizes as values, reshapes and other views, moves between channels
 and space, and type conversions."""
 
-# ruff: noqa: ARG001  (every handler takes the node, whether it reads it or not)
 from __future__ import annotations
 
 import math
@@ -15,6 +14,7 @@ from rematplan.ir.onnx.graph import Node
 from rematplan.runtime.onnx.ops.rows import (
     Known,
     Rows,
+    by_attributes,
     integer,
     ints,
     known_ints,
@@ -117,10 +117,7 @@ def reshape(node: Node, x: Tensor, shape: np.ndarray) -> Tensor:
     return x.reshape(sizes)
 
 
-@ROWS.add("Reshape", 1)
-def reshape_by_attribute(node: Node, x: Tensor) -> Tensor:
-    """Run ONNX Reshape of opsets below 5, with the shape as an attribute."""
-    return reshape(node, x, np.asarray(ints(node, "shape") or (), np.int64))
+ROWS.add("Reshape", 1)(by_attributes(reshape, "shape"))
 
 
 @ROWS.add("Flatten", 1, 9, 11, 13, 21, 23, 24, 25)
@@ -154,14 +151,7 @@ def unsqueeze(node: Node, x: Tensor, axes: np.ndarray) -> Tensor:
     return x
 
 
-@ROWS.add("Unsqueeze", 1, 11)
-def unsqueeze_by_attribute(node: Node, x: Tensor) -> Tensor:
-    """Run ONNX Unsqueeze of opsets below 13: insert axes of size 1, at the positions in the attribute ``axes``.
-
-    Raises:
-        ModelError: two positions are equal, or a position is outside of the result.
-    """
-    return unsqueeze(node, x, np.asarray(ints(node, "axes") or (), np.int64))
+ROWS.add("Unsqueeze", 1, 11)(by_attributes(unsqueeze, "axes"))
 
 
 @ROWS.add("Squeeze", 13, 21, 23, 24, 25, known=(1,))
@@ -178,16 +168,7 @@ def squeeze(node: Node, x: Tensor, axes: Known = None) -> Tensor:
     return x.squeeze(wanted)
 
 
-@ROWS.add("Squeeze", 1, 11)
-def squeeze_by_attribute(node: Node, x: Tensor) -> Tensor:
-    """Run ONNX Squeeze of opsets below 13: drop the axes of size 1 that the attribute ``axes`` lists. Without the
-    attribute, drop all axes of size 1.
-
-    Raises:
-        ModelError: a listed axis is not of size 1.
-    """
-    axes = ints(node, "axes")
-    return squeeze(node, x, None if axes is None else np.asarray(axes, np.int64))
+ROWS.add("Squeeze", 1, 11)(by_attributes(squeeze, "axes"))
 
 
 def _expanded_size(x: np.ndarray, shape: np.ndarray) -> int:

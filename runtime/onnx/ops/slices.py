@@ -1,9 +1,6 @@
 """Rows for joining, splitting, slicing and padding tensors along axes."""
 
-# ruff: noqa: ARG001  (every handler takes the node, whether it reads it or not)
 from __future__ import annotations
-
-from collections.abc import Sequence
 
 import numpy as np
 import torch
@@ -14,10 +11,10 @@ from rematplan.ir.onnx.graph import Node
 from rematplan.runtime.onnx.ops.rows import (
     Known,
     Rows,
+    by_attributes,
     integer,
     ints,
     known_ints,
-    number,
     present,
     refuse,
     text,
@@ -29,44 +26,22 @@ ROWS = Rows()
 # ------------------------------------------------------------------ joining and splitting
 
 
-@ROWS.add("Concat", 4, 11, 13)
+@ROWS.add("Concat", 1, 4, 11, 13)
 def concat(node: Node, *tensors: Tensor) -> Tensor:
-    """Run ONNX Concat: concatenate the tensors along ``axis``."""
+    """Run ONNX Concat: concatenate the tensors along ``axis``, which only opsets below 4 may omit (then it is 1)."""
     return torch.cat(present(tensors), integer(node, "axis", 1))
 
 
-@ROWS.add("Concat", 1)
-def concat_default(node: Node, *tensors: Tensor) -> Tensor:
-    """Run ONNX Concat of opsets below 4: concatenate the tensors along ``axis``, by default 1."""
-    return concat(node, *tensors)
-
-
-def _split(node: Node, x: Tensor, sizes: Sequence[int] | None) -> tuple[Tensor, ...]:
-    axis = integer(node, "axis", 0)
-    if not sizes:
+@ROWS.add("Split", 1, 2, 11, 13, 18, known=(1,))
+def split(node: Node, x: Tensor, sizes: Known = None) -> tuple[Tensor, ...]:
+    """Run ONNX Split: split ``x`` along ``axis`` into parts of the given sizes; None: as many equal parts as outputs.
+    Opsets below 13 may have the sizes in the attribute ``split``."""
+    axis, wanted = integer(node, "axis", 0), ints(node, "split") or known_ints(sizes)
+    if not wanted:
         parts = integer(node, "num_outputs", len(node.outputs))
         each = -(-x.shape[axis] // parts)
-        sizes = [max(0, min(each, x.shape[axis] - each * i)) for i in range(parts)]
-    return torch.split(x, list(sizes), axis)
-
-
-@ROWS.add("Split", 13, 18, known=(1,))
-def split(node: Node, x: Tensor, sizes: Known = None) -> tuple[Tensor, ...]:
-    """Run ONNX Split: split ``x`` along ``axis`` into parts of the given sizes; None: as many equal parts as
-    outputs."""
-    return _split(node, x, known_ints(sizes))
-
-
-@ROWS.add("Split", 2, 11)
-def split_by_attribute(node: Node, x: Tensor) -> tuple[Tensor, ...]:
-    """Run ONNX Split of opsets 2 to 12: as `split`, with the sizes in the attribute ``split``."""
-    return _split(node, x, ints(node, "split"))
-
-
-@ROWS.add("Split", 1, known=(1,))
-def split_by_either(node: Node, x: Tensor, sizes: Known = None) -> tuple[Tensor, ...]:
-    """Run ONNX Split of opset 1: as `split`, with the sizes in the attribute ``split`` or as an input."""
-    return _split(node, x, ints(node, "split") or known_ints(sizes))
+        wanted = tuple(max(0, min(each, x.shape[axis] - each * i)) for i in range(parts))
+    return torch.split(x, list(wanted), axis)
 
 
 # ------------------------------------------------------------------ slicing
@@ -100,31 +75,9 @@ def _slice_of(x: Tensor, axis: int, picked: range) -> Tensor:
     return x[tuple(whole)]
 
 
-@ROWS.add("Slice", 1)
-def slice_by_attributes(node: Node, x: Tensor) -> Tensor:
-    """Run ONNX Slice of opsets below 10: as `slice_`, with starts, ends and axes as attributes, and no steps."""
-    starts, ends, axes = (ints(node, k) for k in ("starts", "ends", "axes"))
-    return slice_(node, x, *(None if v is None else np.asarray(v, np.int64) for v in (starts, ends, axes)))  # type: ignore[arg-type]
-
+ROWS.add("Slice", 1)(by_attributes(slice_, "starts", "ends", "axes"))
 
 PAD_MODES = {"constant": "constant", "reflect": "reflect", "edge": "replicate", "wrap": "circular"}
-
-
-def _pad(node: Node, x: Tensor, pads: Sequence[int], value: float, axes: Sequence[int] | None) -> Tensor:
-    """Pad each axis before and after; negative padding crops."""
-    mode, rank = text(node, "mode", "constant"), x.dim()
-    along = [a % rank for a in (axes if axes is not None else range(rank))]
-    before, after = dict(zip(along, pads, strict=False)), dict(zip(along, pads[len(along) :], strict=True))
-    if mode not in PAD_MODES:
-        raise refuse(node, f"the mode {mode!r} is not supported")
-    if mode == "constant":
-        pairs = [p for a in reversed(range(rank)) for p in (before.get(a, 0), after.get(a, 0))]
-        return F.pad(x, pairs, value=value) if any(pairs) else x
-    for axis in along:  # one gather per axis, since torch's modes support fewer ranks
-        n, low, high = x.shape[axis], before[axis], after[axis]
-        if low or high:
-            x = x.index_select(axis, _mirror(mode, n, low, high).to(x.device))
-    return x
 
 
 def _mirror(mode: str, n: int, low: int, high: int) -> Tensor:
@@ -146,20 +99,25 @@ def pad(node: Node, x: Tensor, pads: np.ndarray, value: Known = None, axes: Know
     Raises:
         ModelError: the mode is none of ``constant``, ``reflect``, ``edge`` and ``wrap``.
     """
+    mode, rank = text(node, "mode", "constant"), x.dim()
     fill = 0.0 if value is None or not value.size else value.reshape(()).item()
-    return _pad(node, x, known_ints(pads) or (), fill, known_ints(axes))
+    along = [a % rank for a in (range(rank) if axes is None else known_ints(axes) or ())]
+    ends = known_ints(pads) or ()
+    before, after = dict(zip(along, ends, strict=False)), dict(zip(along, ends[len(along) :], strict=True))
+    if mode not in PAD_MODES:
+        raise refuse(node, f"the mode {mode!r} is not supported")
+    if mode == "constant":
+        pairs = [p for a in reversed(range(rank)) for p in (before.get(a, 0), after.get(a, 0))]
+        return F.pad(x, pairs, value=fill) if any(pairs) else x
+    for axis in along:  # one gather per axis, since torch's modes support fewer ranks
+        n, low, high = x.shape[axis], before[axis], after[axis]
+        if low or high:
+            x = x.index_select(axis, _mirror(mode, n, low, high).to(x.device))
+    return x
 
 
-@ROWS.add("Pad", 2)
-def pad_by_attributes(node: Node, x: Tensor) -> Tensor:
-    """Run ONNX Pad of opsets 2 to 10: as `pad`, with ``pads`` and ``value`` as attributes."""
-    return _pad(node, x, ints(node, "pads") or (), number(node, "value", 0.0), None)
-
-
-@ROWS.add("Pad", 1)
-def pad_by_old_attributes(node: Node, x: Tensor) -> Tensor:
-    """Run ONNX Pad of opset 1: as `pad`, with the attributes ``paddings`` and ``value``."""
-    return _pad(node, x, ints(node, "paddings") or (), number(node, "value", 0.0), None)
+ROWS.add("Pad", 2)(by_attributes(pad, "pads", "value"))
+ROWS.add("Pad", 1)(by_attributes(pad, "paddings", "value"))
 
 
 @ROWS.add("CenterCropPad", 18, known=(1,))
