@@ -21,6 +21,7 @@ from torch import distributed, multiprocessing, nn
 import rematplan
 from rematplan.ir import InfeasibleBudget, show_bytes
 from rematplan.models import build, example_inputs
+from rematplan.pipeline.one_process import step_in_one_process
 from rematplan.pipeline.schedules import VIRTUAL
 from rematplan.planner.pipeline import in_flight
 from rematplan.planner.pipeline.in_flight import RankSearchLimits
@@ -153,7 +154,9 @@ def run(rank: int, case: Case, budget: int, plans: Plans | None) -> dict[str, An
     gc.collect()  # tensors of earlier cases that are freed during the step would lower its peak
     peak, _ = peak_above_entry(lambda: schedule.step(*given, **more), torch.device("cpu"))
     states = [t for s in stages for t in (*s.submod.parameters(), *s.submod.buffers())]
-    wanted = in_one_process(plain, x, y, case.microbatches)
+    wanted = step_in_one_process(
+        plain.parameters(), lambda _, part, its: loss(plain(part), its), (x, y), case.microbatches
+    )
     ours, theirs = (dict([*m.named_parameters(), *m.named_buffers()]) for m in (model, plain))
     mine = {n for s in stages for n, _ in (*s.submod.named_parameters(), *s.submod.named_buffers())} & {*ours}
     different = [n for n in sorted(mine) if not equal(ours[n], theirs[n])]
@@ -172,19 +175,6 @@ def equal(one: torch.Tensor, other: torch.Tensor) -> bool:
     if one.grad is None or other.grad is None:
         return torch.equal(one, other) and one.grad is other.grad
     return torch.equal(one, other) and torch.equal(one.grad, other.grad)
-
-
-def in_one_process(model: nn.Module, x: torch.Tensor, y: torch.Tensor, microbatches: int) -> list[float]:
-    """Run a step of plain PyTorch with the same micro-batches, and return their losses."""
-    losses = []
-    for part, target in zip(x.tensor_split(microbatches), y.tensor_split(microbatches), strict=True):
-        one = loss(model(part), target)
-        one.backward()
-        losses.append(one.item())
-    for p in model.parameters():
-        if p.grad is not None:
-            p.grad.div_(microbatches)
-    return losses
 
 
 def worker(rank: int, rendezvous: str, ranks: int, tasks: Sequence[Task], results: Any) -> None:

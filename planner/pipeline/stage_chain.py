@@ -48,9 +48,9 @@ class StageChain:
     ``graph``: the planning problem. ``block``: the block of each op, by the op's position in ``graph.ops``.
     ``passages``: for each tensor that an op computes, the blocks that compute and read it. ``readers``: for the
     position of each input tensor, the blocks that read it, ascending. ``gradient_of``: for the name of each gradient,
-    the name of its parameter. ``whole``: for the name of each parameter that the forward of several blocks reads, the
-    first and the last of these blocks; they must be in one stage. ``labels``: for names of parameters, the names to use
-    in messages to the user. ``narrow``: if True, a stage may begin only at a block at which no more bytes are sent than
+    the name of its parameter. ``whole``: for the name of each parameter that ops of several blocks read, the first and
+    the last of these blocks; they must be in one stage. ``labels``: for names of parameters, the names to use in
+    messages to the user. ``narrow``: if True, a stage may begin only at a block at which no more bytes are sent than
     at the blocks before and after it.
     """
 
@@ -96,8 +96,8 @@ class StageChain:
     def allowed(self) -> tuple[int, ...]:
         """Return the blocks at which a stage other than the first may begin.
 
-        All forward ops that read one parameter must be in one stage. With ``narrow``, a stage may also begin only where
-        the forward sends no more bytes than at the block before and at the block after.
+        All ops that read one parameter must be in one stage. With ``narrow``, a stage may also begin only where the
+        forward sends no more bytes than at the block before and at the block after.
         """
         inside = {at for first, last in self.whole.values() for at in range(first + 1, last + 1)}
         inner = {at: self.sends[at] for at in range(1, self.blocks)}
@@ -108,11 +108,11 @@ class StageChain:
         return tuple(at for at in inner if at not in inside and (not self.narrow or is_narrow(at)))
 
     def check_cuts(self, cuts: Iterable[int]) -> None:
-        """Check that the forward ops that read one parameter are all in one stage. ``cuts``: the blocks at which the
-        second and each later stage begin.
+        """Check that the ops that read one parameter, in forward and backward, are all in one stage. ``cuts``: the
+        blocks at which the second and each later stage begin.
 
         Raises:
-            UsageError: the forward of two stages reads the same parameter. The message names the parameter.
+            UsageError: two stages read the same parameter. The message names the parameter.
         """
         for at in cuts:
             for name, (first, last) in self.whole.items():
@@ -190,7 +190,7 @@ def stage_chain(
     }
     whole = {}
     for name in pairs.values():
-        at = {of[o] for o in ix.readers[assigned.tensor[name]] if o in of}
+        at = {assigned.at[o] for o in ix.readers[assigned.tensor[name]]}
         if len(at) > 1:
             whole[name] = min(at), max(at)
     return StageChain(

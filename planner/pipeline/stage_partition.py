@@ -66,9 +66,10 @@ def partitions(chain: StageChain, stages: int, time: StageTime, link: Link = FRE
     """
     places = chain.allowed()
     if len(places) < stages - 1:
-        tied = f"; {chain.label(next(iter(chain.whole)))} is read at several of them" if chain.whole else ""
+        tied = chain.label(next(iter(chain.whole))) if chain.whole else ""
         raise UsageError(
-            f"{chain.graph.name} can be divided into at most {len(places) + 1} stages, not {stages}{tied}"
+            f"{chain.graph.name} cannot be divided into {stages} stages, only into {len(places) + 1}"
+            f"{f': stages cannot share {tied}, which several parts read; untie it' if tied else ''}"
         )
     begins = (0, *places)
     front = {0: [Partition((), 0.0, 0.0)]}

@@ -17,6 +17,7 @@ from torch import distributed
 from rematplan.ir import InfeasibleBudget, ProblemError, ProcessEnded, UsageError, show_bytes
 from rematplan.pipeline.captured_stages import CapturedStage
 from rematplan.pipeline.match_file_plans import file_plans
+from rematplan.pipeline.one_process import step_in_one_process
 from rematplan.pipeline.plan_pipeline import captured_pipeline
 from rematplan.pipeline.rank_plans import measured_rank_plan, rank_plan
 from rematplan.pipeline.runnable_pipeline import Pipeline
@@ -268,23 +269,19 @@ def _in_one_process(
     Gradients are averaged over the micro-batches. For ``dataflow``, the model is cut as in the pipeline, so that each
     stage draws the same random numbers as there.
     """
-    losses, microbatches = [], pipe.order.microbatches
-    parts = [t.tensor_split(microbatches) for t in (*inputs, target)]
-    first = [t[0] for t in parts[:-1]]
+    first = [t.tensor_split(pipe.order.microbatches)[0] for t in inputs]
     channels = pipe.order.name in CHANNELS
     cut = [one.module for one in stage_modules(module.model, first, {}, pipe.cuts)] if channels else []
-    for m, (*some, its) in enumerate(zip(*parts, strict=True)):
+
+    def loss_of(number: int, *parts: torch.Tensor) -> torch.Tensor:
+        *some, its = parts
         arguments: Any = tuple(some)
         for stage, part in enumerate(cut):
-            with Seeded(0, 0, m, stage):
+            with Seeded(0, 0, number, stage):
                 arguments = part(*(arguments if isinstance(arguments, tuple) else (arguments,)))
-        loss = module.of(arguments if cut else module.model(*arguments), its)
-        loss.backward()
-        losses.append(loss.item())
-    for p in module.parameters():
-        if p.grad is not None:
-            p.grad.div_(microbatches)
-    return losses
+        return module.of(arguments if cut else module.model(*arguments), its)
+
+    return step_in_one_process(module.parameters(), loss_of, (*inputs, target), pipe.order.microbatches)
 
 
 def _gradient_errors(

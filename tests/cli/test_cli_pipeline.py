@@ -155,7 +155,7 @@ def test_all_schedules_can_be_planned(call, schedule) -> None:
         (("--link", "fast"), "link 'fast' is not understood"),
         (("--budget", "min"), "in bytes or as a percentage, not as 'min'"),
         (("--stages", "3", "--schedule", "zbv"), "zbv has 2 stages on each rank"),
-        (("--stages", "99", "--microbatches", "99"), "stages, not 99"),
+        (("--stages", "99", "--microbatches", "99"), "cannot be divided into 99 stages, only into"),
         (("--microbatches", "1"), "1f1b needs at least as many micro-batches as ranks"),
         (("--overhead", "-1"), "--overhead -1.0 is not a number"),
     ],
@@ -170,7 +170,7 @@ def test_tied_weights_are_refused_by_name(call) -> None:
     small = ("gpt12", "--depth", "2", "--width", "32", "--tokens", "8", "--batch", "1", "--costs", "roofline")
     done = call("pipeline", *small, "--stages", "2", "--microbatches", "2", "--budget", "1GiB")
     assert done.status == 2
-    assert "embedding.weight is read at several of them" in done.err
+    assert "stages cannot share embedding.weight, which several parts read; untie it" in done.err
 
 
 def test_an_onnx_file_is_divided_into_stages(call, tmp_path) -> None:

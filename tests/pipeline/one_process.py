@@ -10,6 +10,7 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
+from rematplan.pipeline.one_process import step_in_one_process
 from rematplan.runtime.costs.measure import peak_above_entry
 
 CPU = torch.device("cpu")
@@ -43,16 +44,11 @@ def in_one_process(
 
     ``forward``: from a micro-batch's number and its input to its output; the model itself by default.
     """
-    losses = []
-    parts = zip(x.tensor_split(microbatches), y.tensor_split(microbatches), strict=True)
-    for m, (part, target) in enumerate(parts):
-        one = loss(model(part) if forward is None else forward(m, part), target)
-        one.backward()
-        losses.append(one.item())
-    for p in model.parameters():
-        if p.grad is not None:
-            p.grad.div_(microbatches)
-    return losses
+
+    def loss_of(number: int, part: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+        return loss(model(part) if forward is None else forward(number, part), target)
+
+    return step_in_one_process(model.parameters(), loss_of, (x, y), microbatches)
 
 
 def step_of(

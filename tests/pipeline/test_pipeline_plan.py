@@ -130,5 +130,5 @@ def test_states_grow_with_the_optimizer_and_buffers_with_micro_batches() -> None
 
 
 def test_impossible_cuts_are_refused() -> None:
-    with pytest.raises(UsageError, match="at most 8 stages, not 9"):
+    with pytest.raises(UsageError, match="into 9 stages, only into 8"):
         search(chained(), "1f1b", AMPLE, ranks=9).run()

@@ -108,27 +108,74 @@ def test_skips_of_a_unet_pass_through_every_stage_between() -> None:
     assert {indexed(graph).bytes[t] for t in gradients} == {indexed(graph).bytes[t] for t in skips}
 
 
+Row = tuple[str, tuple[str, ...], tuple[str, ...]]
+
+
+def step_of(
+    name: str, forward: list[Row], backward: list[Row], inputs: tuple[str, ...], outputs: tuple[str, ...]
+) -> TrainingGraph:
+    """A step of ops (name, reads, writes) that cost 1 and write 8 bytes a tensor."""
+    ops = tuple(
+        Op(n, r, w, 1.0, 0, phase)
+        for phase, rows in (("forward", forward), ("backward", backward))
+        for n, r, w in rows
+    )
+    names = dict.fromkeys(t for op in ops for t in (*op.reads, *op.writes))
+    return TrainingGraph(name, tuple(Tensor(t, 8) for t in names), inputs, outputs, ops)
+
+
 def tied() -> TrainingGraph:
     """An embedding whose weight is the head's, too, with a layer between."""
-    rows = [
+    forward: list[Row] = [
         ("e", ("x", "w"), ("a",)),
         ("h", ("a", "v"), ("b",)),
         ("o", ("b", "w"), ("c",)),
         ("l", ("c",), ("loss",)),
     ]
-    back = [
+    backward: list[Row] = [
         ("dl", ("c",), ("dc",)),
         ("do", ("dc", "b", "w"), ("db", "dw2")),
         ("dh", ("db", "a", "v"), ("da", "dv")),
         ("de", ("da", "x", "dw2"), ("dw",)),
     ]
-    ops = [Op(n, r, w, 1.0, 0, "forward") for n, r, w in rows] + [
-        Op(n, r, w, 1.0, 0, "backward") for n, r, w in back
+    return step_of("tied", forward, backward, ("x", "w", "v"), ("loss", "dw", "dv"))
+
+
+def read_late(read: str) -> StageChain:
+    """Three layers, of which the backward of the last one reads ``read``, too: the value s that the first layer makes,
+    or the first layer's weight u. No other forward op reads either."""
+    forward: list[Row] = [
+        ("f", ("x", "u"), ("a", "s")),
+        ("g", ("a", "v"), ("b",)),
+        ("h", ("b", "w"), ("c", "t")),
     ]
-    names = dict.fromkeys(t for op in ops for t in (*op.reads, *op.writes))
-    return TrainingGraph(
-        "tied", tuple(Tensor(t, 8) for t in names), ("x", "w", "v"), ("loss", "dw", "dv"), tuple(ops)
-    )
+    backward: list[Row] = [
+        ("dh", ("t", read, "w"), ("db", "dw")),
+        ("dg", ("db", "a", "v"), ("da", "dv")),
+        ("df", ("da", "x"), ("du",)),
+    ]
+    graph = step_of("late", forward, backward, ("x", "u", "v", "w"), ("c", "s", "du", "dv", "dw"))
+    return stage_chain(graph, one_op_a_block(graph), {"du": "u", "dv": "v", "dw": "w"})
+
+
+@pytest.mark.parametrize("split", [False, True])
+def test_a_value_that_only_the_backward_of_a_later_stage_reads_is_sent_to_it(split: bool) -> None:
+    chain = read_late("s")
+    names = indexed(chain.graph).tensors
+    assert dict(zip((op.name for op in chain.graph.ops), chain.block, strict=True))["dh"] == 2
+    chain.check_cuts([1, 2])
+    pieces = slices(chain, [1, 2])
+    assert [{names[t] for t in piece.received} for piece in pieces] == [set(), {"a", "s"}, {"b", "s"}]
+    run_in_parts(chain.graph, pieces, problems_of(pieces, split), split)
+
+
+def test_a_weight_that_only_the_backward_of_a_later_stage_reads_is_refused_by_name() -> None:
+    """The later stage would compute with a copy that its owner's update does not reach."""
+    chain = read_late("u")
+    assert chain.allowed() == ()
+    for cuts in ([1], [2], [1, 2]):
+        with pytest.raises(UsageError, match="late: u is read by several stages"):
+            chain.check_cuts(cuts)
 
 
 def test_tied_weights_are_refused_by_name() -> None:
@@ -143,23 +190,20 @@ def test_tied_weights_are_refused_by_name() -> None:
 
 
 def test_a_bias_gradient_is_made_where_its_bias_is() -> None:
-    rows = [("f", ("x", "w", "b"), ("y",)), ("g", ("y", "v"), ("z",)), ("l", ("z",), ("loss",))]
-    back = [
+    forward: list[Row] = [
+        ("f", ("x", "w", "b"), ("y",)),
+        ("g", ("y", "v"), ("z",)),
+        ("l", ("z",), ("loss",)),
+    ]
+    backward: list[Row] = [
         ("dl", ("z",), ("dz",)),
         ("dg", ("dz", "y", "v"), ("dy", "dv")),
         ("sum", ("dy",), ("db",)),
         ("df", ("dy", "x"), ("dw",)),
     ]
-    ops = [Op(n, r, w, 1.0, 0, "forward") for n, r, w in rows] + [
-        Op(n, r, w, 1.0, 0, "backward") for n, r, w in back
-    ]
-    names = dict.fromkeys(t for op in ops for t in (*op.reads, *op.writes))
-    outputs = ("loss", "dv", "db", "dw")
-    graph = TrainingGraph(
-        "bias", tuple(Tensor(t, 8) for t in names), ("x", "w", "b", "v"), outputs, tuple(ops)
-    )
+    graph = step_of("bias", forward, backward, ("x", "w", "b", "v"), ("loss", "dv", "db", "dw"))
     chain = stage_chain(graph, one_op_a_block(graph), {"dv": "v", "db": "b", "dw": "w"})
-    assert dict(zip([op.name for op in ops], chain.block, strict=True))["sum"] == 0
+    assert dict(zip((op.name for op in graph.ops), chain.block, strict=True))["sum"] == 0
     first, second = problems_of(slices(chain, [1]), False)
     assert first.gradients == {"(db added)": "db", "(dw added)": "dw"}
     assert second.gradients == {"(dv added)": "dv"}

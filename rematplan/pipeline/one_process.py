@@ -1,0 +1,35 @@
+"""Run a step of a pipeline's micro-batches in one process with plain PyTorch, to compare a pipeline's results with."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+
+import torch
+from torch import nn
+
+
+def step_in_one_process(
+    parameters: Iterable[nn.Parameter],
+    loss_of: Callable[..., torch.Tensor],
+    batch: Sequence[torch.Tensor],
+    microbatches: int,
+) -> list[float]:
+    """Run the forward and backward of each micro-batch in turn, and return the losses.
+
+    Gradients are added to those that exist, and then divided by ``microbatches``, as PyTorch's schedules do.
+
+    Args:
+        parameters: the parameters whose gradients are divided.
+        loss_of: computes the loss of one micro-batch. It takes the micro-batch's number and its parts of ``batch``.
+        batch: tensors of the whole batch, such as inputs and targets, which are divided along their first dimension.
+        microbatches: the number of micro-batches.
+    """
+    losses = []
+    for number, parts in enumerate(zip(*(t.tensor_split(microbatches) for t in batch), strict=True)):
+        loss = loss_of(number, *parts)
+        loss.backward()
+        losses.append(loss.item())
+    for p in parameters:
+        if p.grad is not None:
+            p.grad.div_(microbatches)
+    return losses
