@@ -22,6 +22,8 @@ KINDS: Mapping[str, tuple[str, str]] = {
     "W": ("gradients of the weights", COLOURS[2]),
 }
 """For each kind of action (forward, backward or a part of it), its name in the legend and its colour."""
+LIGHT = 0.55
+"""The opacity of the last stage of a rank that has several; the first one has 1."""
 NUMBERED = 1 / 90
 """An action that takes at least this share of the makespan is labelled with its micro-batch's number."""
 
@@ -48,7 +50,7 @@ def save_timeline(path: Path, plan: PlannedPipeline) -> None:
     order, line = plan.schedule, plan.timeline
     figure.suptitle(
         f"{plan.problem}: {order.name}, {order.microbatches} micro-batches, bubble {100 * line.bubble:.1f} %, "
-        f"{show_bytes(plan.budget)} a rank",
+        f"budget {show_bytes(plan.budget)} a rank",
         parse_math=False,
     )
     save_png(figure, path)
@@ -68,7 +70,7 @@ def draw_timeline(axes: Axes, line: Timeline) -> None:
             for nth, stage in enumerate(stages):
                 spans = [s for s in row if s.action.kind == kind and s.action.stage == stage]
                 bars = [(s.start / scale, (s.end - s.start) / scale) for s in spans]
-                shade = 1 - 0.45 * nth / max(1, len(stages) - 1)
+                shade = 1 - (1 - LIGHT) * nth / max(1, len(stages) - 1)
                 style: dict[str, Any] = {"facecolors": KINDS[kind][1], "alpha": shade, "edgecolor": "white"}
                 axes.broken_barh(bars, (rank - 0.4, 0.8), linewidth=0.4, **style)
         for span in row:
@@ -78,6 +80,8 @@ def draw_timeline(axes: Axes, line: Timeline) -> None:
     axes.set_xlim(0, max(line.makespan, 1e-9) / scale)
     axes.set_xlabel(f"time ({unit})")
     handles = [Patch(color=KINDS[k][1], label=KINDS[k][0]) for k in KINDS if k in present]
+    if any(len(stages) > 1 for stages in line.schedule.stage_of_rank):
+        handles.append(Patch(color=KINDS["F"][1], alpha=LIGHT, label="lighter: a later stage of the rank"))
     axes.legend(
-        handles=handles, loc="lower center", bbox_to_anchor=(0.5, 1.0), ncols=4, fontsize=8, frameon=False
+        handles=handles, loc="lower center", bbox_to_anchor=(0.5, 1.0), ncols=5, fontsize=8, frameon=False
     )
