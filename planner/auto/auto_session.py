@@ -23,7 +23,6 @@ from rematplan.planner.auto.bound_thread import Proof
 from rematplan.planner.auto.eviction import lower_by_eviction
 from rematplan.planner.auto.refusal_plans import RefusalSearch
 from rematplan.planner.auto.second_annealer import SecondSearch
-from rematplan.planner.auto.smallest_peak_search import is_small
 from rematplan.planner.auto.time_shares import SHARES, SessionOptions
 from rematplan.planner.auto.without_inverses_first import search_without_inverses_first
 from rematplan.planner.bounds.bound_search import BoundSearch
@@ -193,15 +192,12 @@ class AutoSession:
 
     def lower_the_peak(self) -> None:
         """Search for the smallest peak, until a plan fits the budget or it is proven that none fits. The search gets as
-        many seconds as for the budget ``min``, because a budget that ``min`` can meet must not be refused. A small
-        problem gets them even if less of the time limit is left.
+        many seconds as for the budget ``min``, because a budget that ``min`` can meet must not be refused.
 
         Raises:
             KeyboardInterrupt, Enough: this ended the search, and no known plan fits the budget.
         """
-        seconds = SHARES.smallest_peak * self.options.time_limit
-        if not is_small(self.problem):
-            seconds = min(self.left, seconds)
+        seconds = self.refusal.seconds(self.left)
         if self.finished or not seconds:
             return
         interrupted = self.refusal.lower_for(seconds, self.budget, lambda: self.bound.best.unreachable)

@@ -6,7 +6,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 
 from rematplan.ir import TrainingGraph
@@ -35,6 +35,17 @@ class RefusalSearch:
     known: list[Plan]
     take: Callable[[Sequence[Plan]], None]
     progress: Progress
+    small: bool = field(init=False)
+    """Whether searches for the smallest peak count moves instead of seconds."""
+
+    def __post_init__(self) -> None:
+        self.small = is_small(self.problem)
+
+    def seconds(self, left: float) -> float:
+        """Return the time limit of a search for the smallest peak: that of the budget ``min``, but at most ``left``
+        seconds. A small problem gets them even if less is left."""
+        most = SHARES.smallest_peak * self.options.time_limit
+        return most if self.small else min(left, most)
 
     def lower(self, left: float, proven: bool) -> None:
         """Search for the smallest peak, after no plan was found that fits a budget. The plans found are added to the
@@ -49,14 +60,10 @@ class RefusalSearch:
             left: the seconds that are left.
             proven: whether it is proven that no plan fits the budget.
         """
-        if not proven:
-            self.lower_for(left)
+        if self.small or not proven:
+            self.lower_for(self.seconds(left) if proven else left)
             return
-        seconds = SHARES.smallest_peak * self.options.time_limit
-        if is_small(self.problem):
-            self.lower_for(seconds)
-            return
-        until = time.monotonic() + seconds
+        until = time.monotonic() + SHARES.smallest_peak * self.options.time_limit
         self.take(leanest_plans(self.problem, min(until, time.monotonic() + SHARES.refused_blocks)))
         seconds, before = SHARES.round_seconds, min((p.peak for p in self.known), default=math.inf)
         while (left := until - time.monotonic()) > 0:
@@ -83,7 +90,7 @@ class RefusalSearch:
         found, interrupted = search_smallest_peak(
             self.problem,
             seconds,
-            self.starts if is_small(self.problem) else self.known,
+            self.starts if self.small else self.known,
             partial(_looking, self.progress),
             enough=enough,
             ended=ended,
