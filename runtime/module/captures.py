@@ -21,7 +21,8 @@ from rematplan.runtime.module.plan_swaps import Running
 from rematplan.runtime.module.planner_interface import Planner
 from rematplan.runtime.module.sized_plans import SizedPlans
 from rematplan.runtime.module.steps import Steps
-from rematplan.runtime.module.symbolic_shapes import Found, Instance, OpenShapes
+from rematplan.runtime.module.symbolic_forward import Found, Instance
+from rematplan.runtime.module.symbolic_shapes import OpenShapes
 from rematplan.runtime.problem.accumulation import StepPlan
 from rematplan.runtime.symbols.expressions import NotSymbolic
 

@@ -29,7 +29,7 @@ from rematplan.runtime.graph.compat import pytree
 from rematplan.runtime.graph.warn import warn
 from rematplan.runtime.module.model_errors import own_error
 from rematplan.runtime.module.python_counters import check_counters
-from rematplan.runtime.module.symbolic_shapes import Found, OpenForward, open_constants
+from rematplan.runtime.module.symbolic_forward import Found, OpenForward, open_constants
 from rematplan.runtime.symbols.expressions import NotSymbolic, opened
 from rematplan.runtime.symbols.symbolic_batch import BatchSymbols
 from rematplan.runtime.symbols.symbolic_step import OpenStep

@@ -1,0 +1,204 @@
+"""A capture with symbolic sizes, and the captured steps with integer sizes that are made from it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Any
+
+import torch
+
+from rematplan.runtime import guards
+from rematplan.runtime.capture.flat_module import ArgumentLeaf, ModuleTensor, ResultTensor
+from rematplan.runtime.capture.hidden_tensors import Withheld, hides_tensors
+from rematplan.runtime.capture.patches.fake_layouts import check_layouts
+from rematplan.runtime.capture.read_fx import finished
+from rematplan.runtime.graph.captured_step import CapturedStep
+from rematplan.runtime.graph.compat import pytree
+from rematplan.runtime.graph.tracked_sizes import Sizes
+from rematplan.runtime.module.sized_plans import SizedPlans
+from rematplan.runtime.symbols.expressions import ExpressionTable, NotSymbolic, opened, resolved
+from rematplan.runtime.symbols.full_slices import without_full_slices
+from rematplan.runtime.symbols.symbolic_step import OpenStep
+
+PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, torch.layout)
+"""Types of values among a forward's outputs that cannot contain a hidden size."""
+
+
+@dataclass(frozen=True)
+class Found:
+    """The result of tracing a forward and its backward for one combination of sizes.
+
+    ``step``: the captured step, before planning. ``outputs``: the pytree structure of the forward's results, of the
+    attributes that it sets, and of the arguments that it changes (see `FlatModel`). ``constants``: the leaves of that
+    structure; a placeholder represents each tensor. ``guard``: the check that everything else on which the trace
+    depends is unchanged.
+    """
+
+    step: CapturedStep
+    outputs: pytree.TreeSpec
+    constants: tuple[Any, ...]
+    guard: guards.Guard
+    count: int
+    """The number of tensors that the step returns as outputs."""
+    instance: Instance | None = None
+    """Where the step comes from, if it is an instance of a forward with symbolic sizes."""
+
+
+@dataclass(frozen=True)
+class Instance:
+    """A capture with symbolic sizes together with the sizes of one batch, from which a captured step with integer sizes
+    can be made.
+
+    ``forward``: the capture. ``sizes``: the values, for this batch, of all size expressions in the capture. ``batch``:
+    the batch's tensors without their data: on the device ``meta``, with the same sizes, strides and storage sizes.
+    """
+
+    forward: OpenForward
+    sizes: Sizes
+    batch: Sequence[torch.Tensor]
+
+    def step(self) -> CapturedStep:
+        """Make the captured step for this batch, before planning. Each call makes another object.
+
+        Raises:
+            NotSymbolic: the sizes of the batch cannot be used.
+        """
+        return self.forward.step_at(self.batch, self.sizes)
+
+
+@dataclass(frozen=True)
+class _Shape:
+    """A `torch.Size` among a forward's results, some of whose sizes are expressions of the batch's sizes.
+
+    ``sizes``: integers, and `OpenSize` objects for the expressions.
+    """
+
+    sizes: tuple[Any, ...]
+
+
+@dataclass(frozen=True)
+class OpenForward:
+    """The result of tracing a forward and its backward with symbolic sizes: with expressions of the sizes of the
+    arguments in place of integers.
+
+    ``step``, ``constants``, ``guard``: as in `Found`, but with expressions in place of sizes. ``outputs``, ``count``:
+    as in `Found`. ``attributes``: the positions, as text, of output tensors that occur only in attributes set by the
+    forward.
+    """
+
+    step: OpenStep
+    outputs: pytree.TreeSpec
+    constants: tuple[Any, ...]
+    attributes: frozenset[str]
+    guard: guards.Guard
+    count: int
+
+    def found(self, state: guards.ModuleState | None, batch: Sequence[torch.Tensor]) -> Found | None:
+        """Return the trace for the sizes of a batch: a copy of this one in which each symbolic size is replaced by its
+        value. Return None if the batch or the module's state does not satisfy the guard, so that this trace is not
+        valid for it.
+
+        Args:
+            state: the module's state; None if it is known to satisfy the guard.
+            batch: the tensors among the arguments.
+
+        Raises:
+            NotSymbolic: the guard holds, but the trace cannot be made with the sizes of the batch.
+        """
+        accepted = self.accepted(state, batch)
+        if accepted is None:
+            return None
+        instance, guard = accepted
+        step = self.step_at(batch, instance.sizes)
+        return Found(step, self.outputs, self.constants_at(instance.sizes), guard, self.count, instance)
+
+    def accepted(
+        self, state: guards.ModuleState | None, batch: Sequence[torch.Tensor]
+    ) -> tuple[Instance, guards.Guard] | None:
+        """Return this capture with the sizes of a batch, as an `Instance` without a step, and the guard for these
+        sizes. Return None if the batch or the module's state does not satisfy the guard.
+
+        Args:
+            state: the module's state; None if it is known to satisfy the guard.
+            batch: the tensors among the arguments.
+        """
+        if not self.step.guard.holds(batch):
+            return None
+        sizes = self.step.sizes(batch)
+        guard = self.guard.mapped(lambda given: resolved(given, sizes))
+        if state is not None and not guard.holds(state, batch):
+            return None
+        return Instance(self, sizes, [_outline(tensor) for tensor in batch]), guard
+
+    def step_at(self, batch: Sequence[torch.Tensor], sizes: Sizes) -> CapturedStep:
+        """Make the captured step for a batch, before planning.
+
+        ``batch``: the tensors among the arguments. ``sizes``: the values, for this batch, of all size expressions in
+        ``step``.
+
+        Raises:
+            NotSymbolic: the sizes of the batch cannot be used.
+        """
+        step = finished(without_full_slices(self.step.at(batch, sizes)))
+        check_layouts(step)
+        return replace(step, attributes=self.attributes)
+
+    def constants_at(self, sizes: Sizes) -> tuple[Any, ...]:
+        """Return the leaves of the forward's results, like `FlatModel.constants`, with integers in place of expressions
+        of sizes. ``sizes``: the values of all size expressions."""
+        return tuple(_closed(c, sizes) for c in self.constants)
+
+    def plans(self, arrived: frozenset[str], most: int) -> SizedPlans:
+        """Return the object that uses plans of this capture's steps at other sizes. There is one for each set
+        ``arrived``.
+
+        ``arrived``: positions (as text) of outputs for which an earlier backward received an unexpected gradient.
+        ``most``: the largest number of compiled sources that are kept for one structure of steps.
+        """
+        return self._plans.setdefault(arrived, SizedPlans(self.step, most))
+
+    @cached_property
+    def _plans(self) -> dict[frozenset[str], SizedPlans]:
+        return {}
+
+
+def _outline(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a tensor on the device ``meta`` with the type, sizes, strides, offset and storage size of ``tensor``."""
+    storage = torch.UntypedStorage(tensor.untyped_storage().nbytes(), device="meta")
+    empty = torch.empty(0, dtype=tensor.dtype, device="meta")
+    return empty.set_(storage, tensor.storage_offset(), tensor.shape, tensor.stride())
+
+
+def open_constants(constants: Sequence[Any], table: ExpressionTable) -> list[Any]:
+    """Return the leaves of a forward's results with each symbolic size replaced by an integer, if it is constant, or
+    else by a reference to its expression in ``table``.
+
+    Args:
+        constants: the leaves, as in `FlatModel.constants`.
+        table: the expressions of the trace. An expression that it lacks is added.
+
+    Raises:
+        NotSymbolic: a leaf is of a type that may contain sizes which are not found.
+    """
+    return [_open(c, table) for c in constants]
+
+
+def _open(constant: Any, table: ExpressionTable) -> Any:
+    if isinstance(constant, torch.Size):
+        return _Shape(tuple(opened(list(constant), table.add)))
+    if isinstance(constant, torch.SymInt):
+        return table.add(constant)
+    seen = isinstance(
+        constant, (ResultTensor, ArgumentLeaf, ModuleTensor, Withheld, *PLAIN)
+    ) or hides_tensors(constant, called_later=True)
+    if not seen:
+        raise NotSymbolic(f"it gives a {type(constant).__name__}")
+    return constant
+
+
+def _closed(constant: Any, sizes: Sequence[int]) -> Any:
+    if isinstance(constant, _Shape):
+        return torch.Size(resolved(constant.sizes, sizes))
+    return resolved(constant, sizes) if not isinstance(constant, (list, tuple, dict)) else constant
