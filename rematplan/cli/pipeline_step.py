@@ -6,13 +6,19 @@ from __future__ import annotations
 import argparse
 import os
 import sys
+from collections.abc import Sequence
+from dataclasses import asdict
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from rematplan.cli.arguments import positive_number
 from rematplan.cli.output import Output
 from rematplan.cli.problem_source import ROOFLINE
 from rematplan.ir import ProblemError, UsageError
-from rematplan.planner.pipeline.pipeline_file import load_pipeline
+from rematplan.planner.pipeline.pipeline_file import PlannedPipeline, load_pipeline
+
+if TYPE_CHECKING:
+    from rematplan.pipeline.run_step import RankReport
 
 VERIFICATION_FAILED = 1
 
@@ -59,7 +65,6 @@ def run(args: argparse.Namespace, out: Output) -> int:
         )
     from rematplan.pipeline.run_step import run_on_all_ranks
     from rematplan.pipeline.schedules import require_torch_actions
-    from rematplan.report.pipeline_tables import measured_ranks_table
 
     try:
         require_torch_actions(plan.schedule)
@@ -68,42 +73,35 @@ def run(args: argparse.Namespace, out: Output) -> int:
     reports = run_on_all_ranks(plan, verify=args.verify, time_limit=args.time_limit)
     wrong = [f"rank {rank}: {name}" for rank, one in enumerate(reports) for name in one.different]
     if int(os.environ["RANK"]) == 0:
-        out.show(measured_ranks_table(plan, reports))
-        out.show(
-            *(f"rank {rank} was planned anew: {one.anew}" for rank, one in enumerate(reports) if one.anew)
-        )
-        if plan.model.get("costs") == ROOFLINE:
-            out.show(
-                "the roofline model has no workspaces, so peaks may be higher than promised; plan with --costs profile"
-            )
+        _show(plan, reports, out)
         if args.verify and not wrong:
-            compared = sum(one.compared for one in reports)
-            expected = max(one.expected for one in reports)
-            error = max(one.error for one in reports)
-            out.show(
-                f"within the predicted error {expected:.1e} of a single process: {compared} gradients (largest error "
-                f"{error:.1e}), buffers and losses (bit-equal)"
-                if expected
-                else f"bit-equal to a single process: {compared} gradients, buffers and losses"
-            )
-        out.data(
-            {
-                "ranks": [
-                    {
-                        "promised": one.promised,
-                        "measured": one.measured,
-                        "extra": one.extra,
-                        "losses": list(one.losses),
-                        "compared": one.compared,
-                        "different": list(one.different),
-                        "expected": one.expected,
-                        "error": one.error,
-                        "anew": one.anew,
-                    }
-                    for one in reports
-                ]
-            }
-        )
+            out.show(_agreement(reports))
+        out.data({"ranks": [asdict(one) for one in reports]})
         if wrong:
             print(f"rematplan: differs from a single process: {', '.join(wrong[:5])}", file=sys.stderr)
     return VERIFICATION_FAILED if wrong else 0
+
+
+def _show(plan: PlannedPipeline, reports: Sequence[RankReport], out: Output) -> None:
+    """Print a table of all ranks' peaks, and what they differ from the file in."""
+    from rematplan.report.pipeline_tables import measured_ranks_table
+
+    out.show(measured_ranks_table(plan, reports))
+    out.show(*(f"rank {rank} was planned anew: {one.anew}" for rank, one in enumerate(reports) if one.anew))
+    if plan.model.get("costs") == ROOFLINE:
+        out.show(
+            "the roofline model has no workspaces, so peaks may be higher than promised; plan with --costs profile"
+        )
+
+
+def _agreement(reports: Sequence[RankReport]) -> str:
+    """Return the sentence that says how exactly all ranks agree with a single process."""
+    compared = sum(one.compared for one in reports)
+    expected = max(one.expected for one in reports)
+    error = max(one.error for one in reports)
+    if not expected:
+        return f"bit-equal to a single process: {compared} gradients, buffers and losses"
+    return (
+        f"within the predicted error {expected:.1e} of a single process: {compared} gradients (largest error "
+        f"{error:.1e}), buffers and losses (bit-equal)"
+    )
