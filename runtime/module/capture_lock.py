@@ -6,9 +6,9 @@ one thread may capture, while no other thread reads.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
-from threading import Condition, get_ident
+from threading import Condition, RLock, get_ident
 
 
 class CaptureLock:
@@ -16,7 +16,9 @@ class CaptureLock:
     the state of modules; or one thread has it exclusively (`alone`), to capture a module."""
 
     def __init__(self) -> None:
-        self._changed = Condition()
+        self._lock = RLock()  # entered itself: a condition's ``with`` takes four times as long
+        self._changed = Condition(self._lock)
+        self._waiting = 0  # the number of threads that wait for a change
         self._sharing: dict[int, int] = {}  # thread → how often it holds the lock
         self._alone: int | None = None
         self._shared = _SharedMode(self)
@@ -25,23 +27,6 @@ class CaptureLock:
         """Return a context manager that runs the body of the ``with`` statement while no other thread has the lock
         exclusively. Several threads may do so at the same time."""
         return self._shared
-
-    def begin_sharing(self) -> None:
-        """Begin the shared mode of this thread, as soon as no other thread has the lock exclusively."""
-        me = get_ident()
-        with self._changed:
-            if self._alone not in (None, me):  # tested first, since every call comes here
-                self._changed.wait_for(lambda: self._alone in (None, me))
-            self._sharing[me] = self._sharing.get(me, 0) + 1
-
-    def end_sharing(self) -> None:
-        """End the shared mode of this thread, if this is called as often as `begin_sharing` was."""
-        me = get_ident()
-        with self._changed:
-            self._sharing[me] -= 1
-            if not self._sharing[me]:
-                del self._sharing[me]
-            self._changed.notify_all()
 
     @contextmanager
     def alone(self) -> Iterator[None]:
@@ -52,32 +37,52 @@ class CaptureLock:
         while the body runs, and has it again afterwards.
         """
         me = get_ident()
-        with self._changed:
+        with self._lock:
             # Give up the shared lock while waiting, so that two threads that share it can both wait for `alone`. That
             # is safe: this thread looks at nothing meanwhile, and a capture restores everything.
             mine = self._sharing.pop(me, 0)
-            self._changed.notify_all()
-            self._changed.wait_for(lambda: self._alone == me or (self._alone is None and not self._sharing))
+            self._tell()
+            self._wait(lambda: self._alone == me or (self._alone is None and not self._sharing))
             before, self._alone = self._alone, me
         try:
             yield
         finally:
-            with self._changed:
+            with self._lock:
                 self._alone = before
                 if mine:
                     self._sharing[me] = mine
-                self._changed.notify_all()
+                self._tell()
+
+    def _wait(self, condition: Callable[[], bool]) -> None:
+        self._waiting += 1
+        try:
+            self._changed.wait_for(condition)
+        finally:
+            self._waiting -= 1
+
+    def _tell(self) -> None:
+        if self._waiting:
+            self._changed.notify_all()
 
 
 class _SharedMode:
-    """The context manager of `CaptureLock.shared`. Every call of a planned module enters it, and a class takes half the
-    time of a generator."""
+    """The context manager of `CaptureLock.shared`. Every call of a planned module enters it twice, and a class takes
+    half the time of a generator."""
 
     def __init__(self, lock: CaptureLock) -> None:
-        self._lock = lock
+        self._of = lock
 
     def __enter__(self) -> None:
-        self._lock.begin_sharing()
+        of, me = self._of, get_ident()
+        with of._lock:
+            if of._alone not in (None, me):
+                of._wait(lambda: of._alone in (None, me))
+            of._sharing[me] = of._sharing.get(me, 0) + 1
 
     def __exit__(self, *_raised: object) -> None:
-        self._lock.end_sharing()
+        of, me = self._of, get_ident()
+        with of._lock:
+            of._sharing[me] -= 1
+            if not of._sharing[me]:
+                del of._sharing[me]
+            of._tell()
