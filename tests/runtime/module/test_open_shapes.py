@@ -333,11 +333,11 @@ def test_ranges_that_make_no_sense_are_refused(ranges: Any, message: str) -> Non
 
 
 def test_many_lengths_leave_a_bounded_number_of_plans() -> None:
-    options = {"max_plans": 5, "strategy": "store_all", "budget": "1GiB"}
+    options = {"max_plans": 5, "strategy": "store_all", "budget": "1GiB", "costs": "roofline"}
     planned, _ = planned_and_plain(mlp(), torch.randn(2, WIDTH), **options)
     runner = cast(Any, planned)._rematplan
     alive = []
-    for rows in (*range(2, 210), 209, 2):
+    for rows in (*range(2, 40), 39, 2):
         planned(torch.randn(rows, WIDTH)).sum().backward()
         alive.append(weakref.ref(runner.last))
     gc.collect()
