@@ -23,6 +23,7 @@ from rematplan.runtime.graph.compat import (
     is_functional_tensor,
     pytree,
 )
+from rematplan.runtime.graph.kernel_of import kernel_of
 from rematplan.runtime.guards.data_dependent_shapes import STATIC
 from rematplan.runtime.guards.tensor_reads import Plainly, asked
 from rematplan.runtime.guards.value_guard import (
@@ -239,7 +240,7 @@ class OpTape:
 
         args, kwargs = pytree.tree_map_only(torch.Tensor, at, (args, kwargs))
         reads = frozenset(self.memory[p] for p in places)
-        return RecordedCall(func, tuple(args), kwargs, results, reads, touches, expected)
+        return RecordedCall(kernel_of(func), tuple(args), kwargs, results, reads, touches, expected)
 
     def _place(self, tensor: torch.Tensor, viewed: torch.Tensor | None) -> int:
         """Return the number of a traced tensor; a new tensor gets the next number.
