@@ -27,6 +27,7 @@ from rematplan.runtime.capture.patches.fake_layouts import InPlaceLayouts, TrueL
 from rematplan.runtime.capture.patches.size_arithmetic import sizes_computed_once
 from rematplan.runtime.capture.patches.size_text import no_size_as_text
 from rematplan.runtime.capture.patches.size_types import sizes_have_plain_types
+from rematplan.runtime.capture.patches.tangent_strides import tangents_strided_as_outputs
 from rematplan.runtime.capture.read_fx import read_joint_graph
 from rematplan.runtime.capture.restore_state import check_no_sizes_kept, same_attributes
 from rematplan.runtime.capture.untied_module import UntiedModule
@@ -151,6 +152,7 @@ def _traced(request: TraceRequest) -> Traced:
         no_size_as_text() if symbols else nullcontext(),
         sizes_have_plain_types(request.module) if symbols else nullcontext(),
         sizes_computed_once() if symbols else nullcontext(),
+        tangents_strided_as_outputs() if symbols else nullcontext(),
         without_checkpoints(),
         quiet(),
         torch.enable_grad(),

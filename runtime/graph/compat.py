@@ -112,6 +112,7 @@ if TYPE_CHECKING:
     from torch._dynamo.source import LocalSource
     from torch._dynamo.trace_rules import get_torch_obj_rule_map
     from torch._functorch import config as functorch_config
+    from torch._functorch._aot_autograd.schemas import MemoryFormatMeta
     from torch._functorch.aot_autograd import aot_export_joint_with_descriptors
     from torch._inductor import config as inductor_config
     from torch._inductor.compile_fx import compile_fx
@@ -121,6 +122,7 @@ if TYPE_CHECKING:
 LATER = {
     "CustomPartitionerFn": ("torch._inductor.custom_graph_pass", "CustomPartitionerFn"),
     "LocalSource": ("torch._dynamo.source", "LocalSource"),
+    "MemoryFormatMeta": ("torch._functorch._aot_autograd.schemas", "MemoryFormatMeta"),
     "OptimizedModule": ("torch._dynamo", "OptimizedModule"),
     "TorchDynamoException": ("torch._dynamo.exc", "TorchDynamoException"),
     "aot_autograd": ("torch._dynamo.backends.common", "aot_autograd"),
@@ -220,6 +222,7 @@ __all__ = [
     "FunctionalTensor",
     "HigherOrderOperator",
     "LocalSource",
+    "MemoryFormatMeta",
     "OpOverload",
     "OptimizedModule",
     "ProfilerConfig",

@@ -113,6 +113,7 @@ class OpenShapes:
             ModelError: the step cannot be captured.
         """
         shapes = tuple(t.shape for t in batch)
+        before = self.limited, self.reason
         try:
             found = self._instance(state, batch)
             if found is None and self.known and not self.reason and shapes not in self.met:
@@ -121,7 +122,10 @@ class OpenShapes:
             self.exceptions[str(error)] = None
             found = None
         if found is None:
+            # A forward that refuses these sizes, even fixed ones, says nothing about symbols.
+            why, (self.limited, self.reason) = (self.limited, self.reason), before
             found = self._fixed(fixed)
+            self.limited, self.reason = why
         self.met[shapes] = None
         if len(self.met) > SHAPES_MET:
             del self.met[next(iter(self.met))]

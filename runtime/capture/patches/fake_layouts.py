@@ -100,6 +100,12 @@ REFUSED = frozenset({ATEN._grouped_mm.default, ATEN._ctc_loss.default})
 numbers."""
 INTERPOLATED = frozenset(_op(name) for name in _NAMES if name.startswith("upsample_"))
 """Ops whose fakes refuse symbolic sizes. Their third argument is the shape of the result."""
+WHOLE_STORAGES = frozenset(
+    getattr(ATEN, name).default
+    for name in ("copy", "slice_scatter", "select_scatter", "diagonal_scatter", "as_strided_scatter")
+)
+"""Ops whose result has a storage as large as that of their first argument, and its offset there. The fake mode's cache
+remembers neither."""
 DIVIDING = frozenset({ATEN.floor_divide.default, ATEN.div.Tensor_mode})
 
 
@@ -126,6 +132,8 @@ class TrueLayouts(FakeTensorMode):
             if self.symbols and func in INTERPOLATED:
                 with self:
                     result = args[0].new_empty(args[2])
+            elif func in WHOLE_STORAGES:
+                result = self._dispatch_impl(func, types, args, kwargs)
             else:
                 result = super()._cached_dispatch_impl(func, types, args, kwargs)
             if self.symbols:

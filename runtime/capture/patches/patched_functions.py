@@ -104,9 +104,16 @@ PATCHES = (
         f"{_ROOM}.capture.patches.size_arithmetic",
     ),
     Patch(
-        ("isinstance in the model's Python modules",),
-        "a symbolic size is no int, so a branch by isinstance(size, int) would be traced wrongly; Python modules of "
-        "the model's packages, and those outside of installed packages, get a global variable isinstance",
+        ("torch._functorch._aot_autograd.schemas.MemoryFormatMeta.from_tensor",),
+        "PyTorch assumes contiguous gradients of outputs where sizes are symbols, so the backward of an output that is "
+        "not contiguous would make other calls",
+        f"{_ROOM}.capture.patches.tangent_strides",
+    ),
+    Patch(
+        ("isinstance in the model's Python modules", "len in the model's Python modules"),
+        "a symbolic size is no int, so a branch by isinstance(size, int) would be traced wrongly, and len(tensor) "
+        "makes it an int; Python modules of the model's packages, and those outside of installed packages, "
+        "get global variables isinstance and len",
         f"{_ROOM}.capture.patches.size_types",
         threads="compares the thread: others get what the builtin answers",
     ),

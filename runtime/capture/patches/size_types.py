@@ -1,5 +1,5 @@
-"""What a model learns of a size's type in a capture with open sizes: ``isinstance`` answers as for a plain number, and
-code that compares ``type(...)`` is refused."""
+"""What a model learns of a size's type in a capture with open sizes: ``isinstance`` answers as for a plain number,
+``len`` of a tensor stays a symbolic size, and code that compares ``type(...)`` is refused."""
 
 from __future__ import annotations
 
@@ -20,7 +20,6 @@ from torch import nn
 from rematplan.runtime.guards.bytecode import is_library, named_in, packages_of
 from rematplan.runtime.symbols.expressions import NotSymbolic
 
-NAME = "isinstance"
 _NUMBERS: dict[type, int | float] = {torch.SymInt: 0, torch.SymFloat: 0.0, torch.SymBool: False}
 """By the class of a symbolic size, a number of the class that it has in eager mode."""
 _METHODS = (staticmethod, classmethod, MethodType)
@@ -32,8 +31,9 @@ _OPERANDS = ("LOAD_", "BUILD_", "PRECALL", "CALL", "PUSH_NULL")
 @contextmanager
 def sizes_have_plain_types(model: nn.Module) -> Iterator[None]:
     """Inside the block, ``isinstance`` of a symbolic size answers as for the plain number, if this thread calls it in
-    a Python module of the model's packages or outside of installed packages. (Such a Python module gets a global
-    variable ``isinstance``; one that has such a variable is left as it is.)
+    a Python module of the model's packages or outside of installed packages, and ``len`` of a tensor returns its first
+    size, a symbol or not. (Such a Python module gets global variables ``isinstance`` and ``len``; one that has such a
+    variable is left as it is.)
 
     Raises:
         NotSymbolic: when code that the forward may call compares ``type(...)`` with ``int``. Only the code is
@@ -50,12 +50,21 @@ def sizes_have_plain_types(model: nn.Module) -> Iterator[None]:
             thing = _NUMBERS[type(thing)]
         return builtins.isinstance(thing, kinds)
 
+    def open_len(thing: Any) -> Any:
+        """Return the length. The builtin would make an integer of a symbolic size, and so fix the size."""
+        if builtins.isinstance(thing, torch.Tensor) and thing.ndim and get_ident() == tracing:
+            return thing.shape[0]
+        return builtins.len(thing)
+
+    given = {"isinstance": plain_isinstance, "len": open_len}
     imported = [vars(m) for m in tuple(sys.modules.values()) if isinstance(m, ModuleType)]
     with ExitStack() as stack:
         for space in (*imported, *(function.__globals__ for function in functions)):
-            if NAME not in space and not is_library(space.get("__name__"), own):
-                space[NAME] = plain_isinstance
-                stack.callback(space.pop, NAME, None)
+            if is_library(space.get("__name__"), own):
+                continue
+            for name in given.keys() - space.keys():
+                space[name] = given[name]
+                stack.callback(space.pop, name, None)
         yield
 
 

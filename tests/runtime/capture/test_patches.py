@@ -30,6 +30,7 @@ from rematplan.runtime.capture.patches.size_types import sizes_have_plain_types
 from rematplan.runtime.guards.attributes import reads_of
 
 ATEN = "torch.ops.aten."
+IN_MODULES = " in the model's Python modules"
 NAMES = sorted({name for row in PATCHES for name in row.what})
 
 
@@ -53,8 +54,9 @@ def current(name: str) -> Any:
         return list(_get_current_dispatch_mode_stack())
     if name == "tracing context":
         return TracingContext.try_get()
-    if name.startswith("isinstance "):
-        return [space for space, held in sys.modules.items() if "isinstance" in getattr(held, "__dict__", ())]
+    if name.endswith(IN_MODULES):
+        word = name.removesuffix(IN_MODULES)
+        return [space for space, held in sys.modules.items() if word in getattr(held, "__dict__", ())]
     if name.startswith("logger "):
         return logging.getLogger(name.removeprefix("logger ")).disabled
     if name.startswith(ATEN):

@@ -94,6 +94,16 @@ def overwritten(model: Any, x: Tensor) -> Tensor:
     return y
 
 
+def shifted(model: Any, x: Tensor) -> Tensor:
+    """Each place has the features of the place before, scaled; new ones at three places."""
+    y = x * model.w
+    z = torch.zeros_like(y)
+    z[..., 1:, :] = y[:, :-1]
+    z[:, 0, None, :3] = 1.0
+    z[:, :, 2] += 0.5
+    return z.relu()
+
+
 Inputs = Callable[[int, int], tuple[Tensor, ...]]
 OPEN: dict[str, tuple[Callable[[], nn.Module], Inputs]] = {
     "mlp": (mlp, sequence),
@@ -141,6 +151,14 @@ OPEN: dict[str, tuple[Callable[[], nn.Module], Inputs]] = {
     ),
     "all pairs": (lambda: Of(lambda m, x: (x @ x.transpose(-1, -2)).softmax(-1) @ (x * m.w)), sequence),
     "padded": (lambda: Of(lambda m, x: F.pad(x * m.w, (0, 0, 0, -x.shape[1] % 4)).sum(1)), sequence),
+    "a part overwritten": (lambda: Of(overwritten), sequence),
+    "a length by len": (lambda: Of(lambda m, x: m.w.expand(len(x), -1) * x.sum(1) / len(x)), sequence),
+    "shifted in place": (lambda: Of(shifted), sequence),
+    "transposed features": (
+        lambda: Of(lambda m, x: m.parts[0]((x * m.w).mT).mT.relu(), nn.Conv1d(WIDTH, 4, 3, padding=1)),
+        sequence,
+    ),
+    "repeated outputs": (lambda: Of(lambda m, x: (x * m.w).sum(1, keepdim=True).expand_as(x)), sequence),
     "a branch": (
         lambda: Of(lambda m, x: (x * m.w).relu() if x.shape[1] > 5 else (x * m.w).tanh()),
         sequence,
@@ -159,7 +177,6 @@ FIXED: dict[str, tuple[Callable[[], nn.Module], str]] = {
         lambda: Of(lambda m, x: (x * m.w)[:, : int(x.shape[1] * 0.3 + 1)]),
         "may round|1 of argument 0",
     ),
-    "a part overwritten": (lambda: Of(overwritten), "other calls"),
     "recurrent": (lambda: Of(lambda m, x: m.parts[0](x)[0], nn.LSTM(WIDTH, WIDTH)), "numel"),
 }
 """Models of which some size has to be known, and what the stats say of it."""
@@ -249,6 +266,26 @@ def test_each_shape_follows_eager_mode(name: str, shapes: list[tuple[int, int]],
     for sizes in (*shapes, shapes[0]):
         batch = inputs(*sizes)
         equal_after(lambda model, batch=batch: _step(model, batch), planned, plain)
+
+
+def test_the_features_of_a_recurrent_layer_are_served_for_each_number_of_samples() -> None:
+    model = Of(lambda m, x: m.parts[0](x * m.w)[0], nn.GRU(WIDTH, WIDTH, batch_first=True))
+    planned, plain = planned_and_plain(model, *sequence(2, 3))
+    for rows in (4, 3, 5):
+        batch = sequence(rows, 3)
+        equal_after(lambda model, batch=batch: _step(model, batch), planned, plain)
+    assert rematplan.planning(planned).stats().captures == 1
+
+
+def test_sizes_that_the_model_refuses_do_not_end_captures_with_open_sizes() -> None:
+    model = Of(lambda m, x: m.parts[0]((x * m.w).mT), nn.InstanceNorm1d(WIDTH))
+    planned, plain = planned_and_plain(model, *sequence(4, 6))
+    with pytest.raises(ValueError, match="spatial"):
+        planned(*sequence(4, 1))
+    for sizes in ((4, 5), (3, 4)):
+        batch = sequence(*sizes)
+        equal_after(lambda model, batch=batch: _step(model, batch), planned, plain)
+    assert rematplan.planning(planned).stats().reasons == ()
 
 
 def test_sizes_that_are_equal_by_accident_stay_apart() -> None:
