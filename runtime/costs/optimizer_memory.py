@@ -12,16 +12,16 @@ parameters in float32 and bfloat16. tests/runtime/costs/test_optimizer_bytes.py 
 from __future__ import annotations
 
 import inspect
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cache
 from types import MappingProxyType
 from typing import Any, TypeAlias
 
 import torch
 
 from rematplan.ir import UsageError
-from rematplan.runtime.costs.optimizer_trial import Like, state_by_trial
+from rematplan.runtime.costs.optimizer_trial import Trial, try_steps
 from rematplan.runtime.graph.allocator_rounding import allocated
 
 Group: TypeAlias = Mapping[str, Any]
@@ -32,12 +32,9 @@ Sizes: TypeAlias = Callable[[torch.Tensor, Group], Sequence[int]]
 QUANTISED_BLOCK = 256
 """The number of elements that share a scale in 8-bit state."""
 QUANTISED_MAP = 256 * 4
-"""Bytes of the lookup table for the codes of 8-bit state."""
+"""Bytes of a lookup table for the codes of 8-bit state. All parameters share it."""
 SCALARS = 64
 """Bytes of scalars that every step allocates: learning rates, bias corrections."""
-UNKNOWN_COPIES = 3.0
-"""Assumed temporary memory of an unknown optimizer's step, in copies of a group's parameters: as many as Adadelta with
-weight decay needs."""
 
 
 @dataclass(frozen=True)
@@ -55,6 +52,7 @@ class OptimizerKind:
     - ``scalars``: the number of float32 scalars in the state of each parameter. They are on the parameter's device if
       the option ``capturable`` or ``fused`` is set, else on the CPU.
     - ``kernels``: whether the class has fused kernels on accelerators that it always uses there.
+    - ``shared``: bytes of state that all parameters share.
     - ``foreach_extra``: further temporary bytes of the foreach form, as two factors: of the bytes of the largest
       parameter, and of the bytes of all state tensors.
     """
@@ -64,6 +62,7 @@ class OptimizerKind:
     foreach: Callable[[Group], float] = lambda _: 0.0
     scalars: int = 1
     kernels: bool = False
+    shared: int = 0
     foreach_extra: tuple[float, float] = (0.0, 0.0)
 
 
@@ -90,33 +89,36 @@ def optimizer_memory(optimizer: torch.optim.Optimizer, device: torch.device) -> 
         device: the device.
 
     Raises:
-        UsageError: the optimizer's class is not in the table `KINDS`, it has not allocated its state yet, and a step of
-            a copy on parameters without memory fails.
+        UsageError: the optimizer's class is not in the table `KINDS`, and a step of a copy on parameters without memory
+            fails.
     """
     kind = _kind_of(optimizer)
-    trial = cache(lambda: _trial(optimizer))
+    made = {p: [t for v in of.values() for t in plain_tensors(v)] for p, of in optimizer.state.items()}
     tensors: list[torch.Tensor] = []
     to_come, transient = 0, 0
     # bitsandbytes keeps some options in `args`.
     settings = vars(optimizer.args) if hasattr(optimizer, "args") else {}
-    for at, options in enumerate(optimizer.param_groups):
+    for options in optimizer.param_groups:
         group = {**settings, **options}
         here = [p for p in group["params"] if p.requires_grad and p.device == device]
-        for p in here:
-            made = [t for value in optimizer.state.get(p, {}).values() for t in plain_tensors(value)]
-            if made:
-                tensors += (t for t in made if t.device == device)
-            elif kind is None:
-                to_come += sum(_tried_sizes(trial()[at, p.shape, p.dtype], p, group))
-            else:
-                to_come += sum(_state_sizes(kind, p, group))
-        transient = max(transient, _transient(kind, here, group))
+        tensors += (t for p in here for t in made.get(p, ()) if t.device == device)
+        if here and kind is not None:
+            new = [p for p in here if not made.get(p)]
+            to_come += sum(size for p in new for size in _state_sizes(kind, p, group))
+            if new:
+                to_come += kind.shared
+            transient = max(transient, _transient(kind, here, group))
+        elif here:
+            trial = _trial(optimizer, device)  # of all groups
+            exists = sum(allocated(t.nbytes, device) for of in made.values() for t in of)
+            to_come, transient = max(0, trial.kept - exists), trial.transient
     return OptimizerMemory(tuple(tensors), to_come, transient + allocated(SCALARS, device))
 
 
 def plain_tensors(value: object) -> Iterator[torch.Tensor]:
     """Yield the plain tensors of which an object consists. A plain tensor is yielded itself. A tensor subclass that
-    wraps other tensors (quantised or distributed) and a mapping are searched recursively. Other objects yield nothing.
+    wraps other tensors (quantised or distributed), mappings and lists are searched recursively. Other objects yield
+    nothing.
     """
     if isinstance(value, torch.Tensor):
         if hasattr(value, "__tensor_flatten__"):
@@ -124,8 +126,8 @@ def plain_tensors(value: object) -> Iterator[torch.Tensor]:
                 yield from plain_tensors(getattr(value, name))
         else:
             yield value
-    elif isinstance(value, Mapping):
-        for one in value.values():
+    elif isinstance(value, (Mapping, list, tuple, deque)):
+        for one in value.values() if isinstance(value, Mapping) else value:
             yield from plain_tensors(one)
 
 
@@ -135,38 +137,26 @@ def _state_sizes(kind: OptimizerKind, p: torch.Tensor, group: Group) -> Iterator
         yield kind.scalars * allocated(4, p.device)
 
 
-def _trial(optimizer: torch.optim.Optimizer) -> Mapping[Like, Mapping[str, Any]]:
+def _trial(optimizer: torch.optim.Optimizer, device: torch.device) -> Trial:
     try:
-        return state_by_trial(optimizer)
+        return try_steps(optimizer, device)
     except Exception as error:  # the step of a user's class may raise any exception, which stays as the cause
         raise UsageError(
-            f"reserved: the bytes of a {type(optimizer).__name__} are not known before its first step; "
-            f"state its bytes instead, such as '1GiB'"
+            f"reserved: the bytes of a {type(optimizer).__name__} are not known, because its step fails on tensors "
+            f"without values; state its bytes instead, such as '1GiB'"
         ) from error
 
 
-def _tried_sizes(state: Mapping[str, Any], p: torch.Tensor, group: Group) -> Iterator[int]:
-    scalars_here = p.device.type == "cpu" or group.get("capturable") or group.get("fused")
-    for t in plain_tensors(state):
-        if t.is_meta or scalars_here:
-            yield allocated(t.nbytes, p.device)
-
-
-def _transient(kind: OptimizerKind | None, params: Sequence[torch.Tensor], group: Group) -> int:
+def _transient(kind: OptimizerKind, params: Sequence[torch.Tensor], group: Group) -> int:
     """Return the temporary bytes that an optimizer's step needs for one of its parameter groups.
 
     Args:
-        kind: the memory of the optimizer's class; None if the class is unknown. Then `UNKNOWN_COPIES` × the bytes of
-            ``params`` are assumed.
-        params: the parameters of the group that are on the device.
+        kind: the memory of the optimizer's class.
+        params: the parameters of the group that are on the device; at least one.
         group: the options of the group.
     """
-    if not params:
-        return 0
     device = params[0].device
     every = sum(allocated(p.nbytes, device) for p in params)
-    if kind is None:
-        return int(UNKNOWN_COPIES * every)
     if group.get("fused") or (kind.kernels and device.type != "cpu"):
         return 0
     loop = max(allocated(int(kind.loop(p, group)), device) for p in params)
@@ -226,21 +216,45 @@ def _hf_adafactor(p: torch.Tensor, group: Group) -> list[int]:
     return [*_factors(p, 4), 4, *([4 * p.numel()] if group.get("beta1") is not None else [])]
 
 
-def _quantised(states: int) -> Sizes:
-    """Return a function for `OptimizerKind.state` for a bitsandbytes optimizer that has ``states`` state tensors for
-    each parameter.
+def _quantised(*copies: int) -> Sizes:
+    """Return a function for `OptimizerKind.state` for a bitsandbytes optimizer whose state tensors hold as many values
+    per element of the parameter as ``copies`` states: one number for each tensor.
 
-    Each takes one byte per element, one float32 scale per block and a lookup table. For small parameters, or if 32
-    bits are requested, it is a float32 tensor.
+    A value takes one byte, and each block of values one float32 scale; or four bytes where `_in_8_bits` is false. If
+    updates are bounded by the norm of the parameter (``max_unorm``), there is one more float32.
     """
 
     def sizes(p: torch.Tensor, group: Group) -> list[int]:
-        numel, bits = p.numel(), group.get("optim_bits", 8)
-        if bits == 32 or numel < group.get("min_8bit_size", 4096):
-            return [4 * numel] * states
-        return [numel, 4 * -(-numel // QUANTISED_BLOCK), QUANTISED_MAP] * states
+        norm = [4] if group.get("max_unorm") else []
+        if not _in_8_bits(p, group):
+            return [4 * p.numel() * n for n in copies] + norm
+        blocks = -(-p.numel() // QUANTISED_BLOCK)
+        return [size for n in copies for size in (n * p.numel(), 4 * n * blocks)] + norm
 
     return sizes
+
+
+def _in_8_bits(p: torch.Tensor, group: Group) -> bool:
+    """Return whether a bitsandbytes optimizer stores the state of parameter ``p`` in 8 bits: if 32 bits are not
+    requested, and the parameter is not small."""
+    return group.get("optim_bits", 8) == 8 and p.numel() >= int(group.get("min_8bit_size", 4096))
+
+
+def _unquantised(in_8_bits: float, in_32_bits: float) -> Callable[[torch.Tensor, Group], float]:
+    """Return a function for `OptimizerKind.loop` for a bitsandbytes optimizer on the CPU.
+
+    Args:
+        in_8_bits: the number of float32 copies of a float32 parameter that its step makes, if the state has 8 bits.
+            Parameters of fewer bits need one copy more.
+        in_32_bits: the same if the state has 32 bits.
+    """
+
+    def size(p: torch.Tensor, group: Group) -> float:
+        eight = _in_8_bits(p, group)
+        scales = 4 * -(-p.numel() // QUANTISED_BLOCK) * eight
+        return 4 * p.numel() * ((in_8_bits if eight else in_32_bits) + (p.itemsize < 4)) + 3 * scales
+
+    return size
 
 
 def _muon(p: torch.Tensor, group: Group) -> float:
@@ -287,13 +301,13 @@ KINDS: Mapping[str, OptimizerKind] = MappingProxyType(
         ),
         "lion_pytorch.lion_pytorch.Lion": _LION,
         "bitsandbytes.optim.optimizer.Optimizer1State": OptimizerKind(
-            _quantised(1), lambda p, _: 6 * 4 * p.numel(), scalars=1, kernels=True
+            _quantised(1), _unquantised(5, 4), scalars=0, kernels=True, shared=QUANTISED_MAP
         ),
         "bitsandbytes.optim.optimizer.Optimizer2State": OptimizerKind(
-            _quantised(2), lambda p, _: 6 * 4 * p.numel(), scalars=1, kernels=True
+            _quantised(1, 1), _unquantised(5, 3), scalars=0, kernels=True, shared=2 * QUANTISED_MAP
         ),
         "bitsandbytes.optim.ademamix.AdEMAMix": OptimizerKind(
-            _quantised(3), lambda p, _: 11 * 4 * p.numel(), scalars=1, kernels=True
+            _quantised(2, 1), _unquantised(9.25, 4), scalars=0, kernels=True, shared=2 * QUANTISED_MAP
         ),
     }
 )

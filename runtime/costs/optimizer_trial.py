@@ -1,62 +1,122 @@
-"""The state of an optimizer of any class after its first step, found by a step of a copy without memory."""
+"""The memory of an optimizer of any class, found by two steps of a copy on parameters without memory."""
 
 from __future__ import annotations
 
 import copy
 import warnings
+import weakref
 from collections import OrderedDict, defaultdict
-from collections.abc import Mapping
-from typing import Any, TypeAlias
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_leaves
 
-Like: TypeAlias = tuple[int, torch.Size, torch.dtype]
-"""The index of a parameter group, and the shape and type of a parameter in it."""
-_FORMS = ("foreach", "fused", "capturable")
-"""Options that choose the form of a step. Tensors of the device ``meta`` have only the loop; the state is the same."""
+from rematplan.runtime.graph.allocator_rounding import allocated
+from rematplan.runtime.graph.compat import TorchDispatchMode
+
+_NOT_ON_META = ("fused", "capturable")
+"""Options of a step that tensors of the device ``meta`` do not have. Without them, the state is the same and the
+temporary memory is not less."""
+DECOMPOSITION = 2.25
+"""Temporary memory of a matrix decomposition, in bytes of its results: as measured for ``eigh``; ``svd``, ``qr`` and
+``inv`` need less."""
 
 
-def state_by_trial(optimizer: torch.optim.Optimizer) -> Mapping[Like, dict[str, Any]]:
-    """Return the state that an optimizer would have for parameters of each shape and type after its first step.
+@dataclass(frozen=True)
+class Trial:
+    """What two steps of a copy of an optimizer allocated.
 
-    A copy of the optimizer makes one step on parameters of the device ``meta``, which have no memory. Everything to
-    which the optimizer refers is copied, too, so that nothing else changes; tensors are copied to that device.
+    ``kept``: bytes that stay allocated after a step, wherever the optimizer keeps them. ``transient``: temporary bytes
+    at the peak of a step, in addition to parameters, gradients and what is kept.
+    """
 
-    Returns:
-        By parameter group, shape and type, the entry of the optimizer's ``state``. Its tensors are on the device
-            ``meta``, or on the CPU if the optimizer keeps them there for parameters of all devices, such as the number
-            of steps.
+    kept: int
+    transient: int
+
+
+def try_steps(optimizer: torch.optim.Optimizer, device: torch.device) -> Trial:
+    """Return the memory that an optimizer would have, and that its step would need.
+
+    A copy of the optimizer without state makes two steps on parameters of the device ``meta``, which have no memory:
+    the first may only allocate the state. Everything to which the optimizer refers is copied, too, so that nothing else
+    changes; tensors are copied to that device. The memory that kernels allocate inside is not seen; that of matrix
+    decompositions is assumed to be `DECOMPOSITION` × their results.
+
+    Args:
+        optimizer: the optimizer.
+        device: the device whose allocator rounds sizes.
 
     Raises:
         Exception: what the step raises, for example because it reads values of parameters or requires a closure.
     """
     twin: Any = object.__new__(type(optimizer))
-    state: dict[Any, Any] = defaultdict(dict)
     groups: list[dict[str, Any]] = []
-    copies: dict[int, Any] = {id(optimizer.state): state, id(optimizer.param_groups): groups}
-    like: dict[Like, torch.nn.Parameter] = {}
-    for at, group in enumerate(optimizer.param_groups):
+    copies: dict[int, Any] = {id(optimizer.state): defaultdict(dict), id(optimizer.param_groups): groups}
+    for group in optimizer.param_groups:
+        params = []
         for p in group["params"]:
-            one = torch.nn.Parameter(torch.empty_like(p, device="meta"))
-            one.grad = torch.empty_like(one)
-            copies[id(p)] = like.setdefault((at, p.shape, p.dtype), one)
-        params = [one for key, one in like.items() if key[0] == at]
-        groups.append({k: v for k, v in group.items() if k not in _FORMS} | {"params": params})
-        groups[-1] |= {name: False for name in _FORMS if name in group}
+            one = torch.nn.Parameter(torch.empty_like(p, device="meta"), p.requires_grad)
+            one.grad = torch.empty_like(one) if p.requires_grad else None
+            copies[id(p)] = one
+            params.append(one)
+        options = {name: False for name in _NOT_ON_META if name in group}
+        if group.get("foreach", False) is None and any(p.device.type != "cpu" for p in group["params"]):
+            options["foreach"] = True  # the default on accelerators
+        groups.append({**group, **options, "params": params})
         copies[id(group)] = groups[-1]
     kept = {k: v for k, v in vars(optimizer).items() if k != "step"}  # which learning rate schedules replace
     hooks: dict[str, Any] = {
         k: OrderedDict() for k in kept if k.startswith("_optimizer_") and k.endswith("_hooks")
     }
+    transient = 0
     with warnings.catch_warnings(), torch.no_grad():
         warnings.simplefilter("ignore")
         with _ToMeta():
             vars(twin).update(
                 copy.deepcopy({k: v for k, v in kept.items() if k not in hooks}, copies) | hooks
             )
-        type(optimizer).step(twin)
-    return {key: state.get(one, {}) for key, one in like.items()}
+        with _Allocated(device) as memory:
+            for _ in range(2):
+                memory.peak = memory.live
+                type(optimizer).step(twin)
+                transient = max(transient, memory.peak - memory.live)
+    return Trial(memory.live, transient)
+
+
+class _Allocated(TorchDispatchMode):
+    """Counts the bytes of the storages that ops allocate: ``live`` now, and at the ``peak``."""
+
+    def __init__(self, device: torch.device) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.live = self.peak = 0
+        self._device = device
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        del types
+        result = func(*args, **(kwargs or {}))
+        new = func is torch.ops.aten.lift_fresh.default  # of `torch.tensor`
+        given = {} if new else _storages((args, kwargs))
+        before = self.live
+        for key, storage in _storages(result).items():
+            counts = storage.device.type in ("meta", self._device.type)
+            if counts and key not in given:  # neither changed in place nor a view
+                size = allocated(storage.nbytes(), self._device)
+                self.live += size
+                weakref.finalize(storage, self._free, size)
+        inside = int(DECOMPOSITION * (self.live - before)) if "linalg" in func.__name__ else 0
+        self.peak = max(self.peak, self.live + inside)
+        return result
+
+    def _free(self, size: int) -> None:
+        self.live -= size
+
+
+def _storages(tree: Any) -> dict[int, torch.UntypedStorage]:
+    """Return the storages of the tensors in a nested structure by their addresses."""
+    found = (t.untyped_storage() for t in tree_leaves(tree) if isinstance(t, torch.Tensor))
+    return {storage._cdata: storage for storage in found}
 
 
 class _ToMeta(TorchFunctionMode):

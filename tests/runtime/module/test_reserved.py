@@ -30,7 +30,13 @@ MAKERS: dict[str, Callable[[list[nn.Parameter]], optim.Optimizer]] = {
     "RMSprop": optim.RMSprop,
     "Adafactor": optim.Adafactor,
     "Adadelta, foreach": lambda p: optim.Adadelta(p, foreach=True),
+    "Adam8bit": lambda p: bitsandbytes_kind("Adam8bit")(p, lr=1e-3),
+    "Lion of pytorch_optimizer": lambda p: pytest.importorskip("pytorch_optimizer").Lion(p),
 }
+
+
+def bitsandbytes_kind(name: str) -> type[optim.Optimizer]:
+    return getattr(pytest.importorskip("bitsandbytes").optim, name)
 
 
 def network() -> nn.Module:
@@ -45,7 +51,8 @@ def batch(rows: int) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def state(optimizer: optim.Optimizer) -> int:
-    return sum(t.nbytes for of in optimizer.state.values() for t in plain_tensors(of))
+    every = (t for of in optimizer.state.values() for t in plain_tensors(of))
+    return sum({t.untyped_storage().data_ptr(): t.nbytes for t in every}.values())
 
 
 def planned_within(
@@ -171,21 +178,22 @@ def test_what_is_no_bytes_is_refused(reserved: list[object], said: str) -> None:
         planned_within("100%", network(), 8, reserved)
 
 
-def test_an_unknown_optimizer_is_refused_until_it_has_its_state() -> None:
+def test_an_optimizer_that_reads_values_is_refused_until_its_bytes_are_stated() -> None:
     class Unknown(optim.Optimizer):
         def __init__(self, params: list[nn.Parameter]) -> None:
             super().__init__(params, {})
 
         def step(self, closure: object = None) -> None:
             for p in self.param_groups[0]["params"]:
-                self.state[p]["kept"] = torch.full_like(p, float(p.sum()))  # reads values
+                self.state[p]["kept"] = torch.full_like(p, float(p.sum()))
 
     model = network()
     optimizer = Unknown(list(model.parameters()))
-    with pytest.raises(UsageError, match=r"a Unknown are not known .* such as '1GiB'"):
-        planned_within("100%", model, 512, [optimizer])
-    optimizer.step()
-    planned = planned_within("100%", model, 512, [optimizer])
+    for _ in range(2):  # without and with its state
+        with pytest.raises(UsageError, match=r"a Unknown are not known.* such as '1GiB'"):
+            planned_within("100%", model, 512, [optimizer])
+        optimizer.step()
+    planned = planned_within("100%", model, 512, [state(optimizer)])
     assert max(peaks(planned, optimizer, 512)) <= planned.plan.budget
 
 
