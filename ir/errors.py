@@ -96,10 +96,11 @@ class InfeasibleBudget(RematplanError):
         plan: the plan whose peak is ``smallest``, if there is one; else None.
         cheap: the smallest peak in bytes of the plans found that need at most 5 % (`CHEAP`) more time than a step
             without recomputation; 0 if unknown.
+        cheap_plan: the plan whose peak is ``cheap``, if there is one; else None.
     """
 
     exit_status = 3
-    _FIELDS = ("strategy", "budget", "smallest", "known", "floor", "hint", "plan", "cheap")
+    _FIELDS = ("strategy", "budget", "smallest", "known", "floor", "hint", "plan", "cheap", "cheap_plan")
 
     def __init__(
         self,
@@ -111,9 +112,11 @@ class InfeasibleBudget(RematplanError):
         hint: str = "",
         plan: Any = None,
         cheap: int = 0,
+        cheap_plan: Any = None,
     ) -> None:
         self.strategy, self.budget, self.smallest = strategy, budget, smallest
         self.known, self.floor, self.hint, self.plan, self.cheap = known, floor, hint, plan, cheap
+        self.cheap_plan = cheap_plan
         reason = _REFUSED[known].format(_exactly(smallest))
         super().__init__(
             f"{strategy}: budget {_exactly(budget)} {reason}"
@@ -125,6 +128,11 @@ class InfeasibleBudget(RematplanError):
             + (f"; the proven least is {floor}" if floor else "")
             + (f"; {hint}" if hint else "")
         )
+
+    @property
+    def plans(self) -> tuple[Any, ...]:
+        """The plans of the peaks ``smallest`` and ``cheap``, as far as there are any."""
+        return tuple(dict.fromkeys(p for p in (self.plan, self.cheap_plan) if p is not None))
 
     def changed(self, **fields: Any) -> InfeasibleBudget:
         """Return a copy of this error with some attributes replaced, such as ``hint="..."``."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import typing
 from collections.abc import Mapping
 from dataclasses import fields
@@ -67,12 +68,12 @@ def _fit(name: str, option: str, value: object, kind: Any) -> object:
             value = kind(value)
         except ValueError:
             raise UsageError(f"{name}: {option} is {value!r}, not of type {kind.__name__}") from None
-    if (
-        isinstance(value, bool) is not (kind is bool)
-        or not isinstance(value, (int, float) if kind is float else kind)
-        or value != value  # not a number
+    if isinstance(value, bool) is not (kind is bool) or not isinstance(
+        value, (int, float) if kind is float else kind
     ):
         raise UsageError(f"{name}: {option} is {value!r}, not of type {kind.__name__}")
+    if kind is float and not -math.inf < value < math.inf:
+        raise UsageError(f"{name}: {option} is {value!r}, not a finite number")
     if kind is float and option != "gap" and value < 0:  # a negative gap means: search until the time limit
         raise UsageError(f"{name}: {option} is {value!r}; it must be at least 0")
     return value

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
-from rematplan.ir import ModelError, UsageError
+from rematplan.ir import UsageError
 from rematplan.planner.core.plan import Plan
 from rematplan.plans.held_by_others import Reserved
 from rematplan.plans.options import PlanOptions
@@ -200,9 +200,6 @@ def plan_module(
             f"args is a {type(args).__name__}; write the arguments of the model as a tuple, such as (x,)"
         )
     named = {f"model.{name}": tensor for name, tensor in named_tensors(model).items()}
-    for name, tensor in named.items():
-        if tensor.is_meta:
-            raise ModelError(f"{name} is on the meta device, without data; plan the model where it trains")
     asked = PlanOptions(
         budget=budget,
         strategy=strategy,

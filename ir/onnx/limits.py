@@ -14,6 +14,26 @@ from rematplan.ir.errors import ModelError
 
 MAX_FUNCTION_NODES = 1_000_000  # after inlining; nested calls can otherwise grow exponentially
 
+NEWEST_IR, NEWEST_OPSET = 14, 28
+"""The newest version of the file format, and of ONNX's own operators, whose meaning is known here (ONNX 1.23)."""
+
+
+def check_versions(proto: onnx.ModelProto) -> None:
+    """Check that an ONNX file is of versions whose meaning is known. A newer one may have changed any operator.
+
+    Raises:
+        ModelError: the file's IR version or the version of ONNX's own operators is newer.
+    """
+    opsets = (o.version for o in proto.opset_import if o.domain in ("", "ai.onnx"))
+    for what, version, newest in (
+        ("IR version", proto.ir_version, NEWEST_IR),
+        *(("opset", version, NEWEST_OPSET) for version in opsets),
+    ):
+        if version > newest:
+            raise ModelError(
+                f"its {what} is {version}; the newest known is {newest}: export it with an older one"
+            )
+
 
 def check_tensors(proto: onnx.ModelProto) -> None:
     """Check that the data of each tensor in an ONNX file match its shape, before memory is allocated for the shape.

@@ -25,7 +25,7 @@ import onnx_ir.passes.common as onnx_passes
 from rematplan.ir.errors import ModelError
 from rematplan.ir.onnx.draft import Array, Body, Declared, Draft, Origin, Scope
 from rematplan.ir.onnx.graph import Attribute, Node
-from rematplan.ir.onnx.limits import check_expansion, check_names, check_tensors, check_types
+from rematplan.ir.onnx.limits import check_expansion, check_names, check_tensors, check_types, check_versions
 from rematplan.ir.onnx.subgraph_shapes import inferred_shapes
 
 MAX_METADATA = 1 << 16  # longer metadata entries are ignored (characters)
@@ -52,6 +52,7 @@ def read_proto(proto: onnx.ModelProto, path: Path) -> Draft:
         ModelError: the model violates the format.
     """
     try:
+        check_versions(proto)
         check_tensors(proto)
         check_types(proto.graph)
         check_names(proto.graph)

@@ -96,4 +96,6 @@ def refusal(
     """
     cheap = cheap_plan(graph, [least], effort, seed=seed, keep_order=keep_order)
     least = min(least, cheap, key=by_peak)
-    return InfeasibleBudget(strategy, budget, least.peak, known, plan=least, cheap=cheap.peak)
+    return InfeasibleBudget(
+        strategy, budget, least.peak, known, plan=least, cheap=cheap.peak, cheap_plan=cheap
+    )

@@ -103,7 +103,13 @@ class AutoSession:
             least = self.smallest
             assert least is not None
             raise InfeasibleBudget(
-                self.options.name, self.budget, least.peak, known, plan=least, cheap=cheap.peak
+                self.options.name,
+                self.budget,
+                least.peak,
+                known,
+                plan=least,
+                cheap=cheap.peak,
+                cheap_plan=cheap,
             )
         return _with_bound(replace(self.best, budget=self.budget), self.bound.best)
 

@@ -117,8 +117,8 @@ class PlanStore:
             self.keep(problem, plan, seconds)
 
     def refuse(self, problem: TrainingGraph, error: InfeasibleBudget, seconds: float) -> None:
-        """Record in memory that no plan was found for a problem within the budget that the error states, and the plan
-        of the smallest peak that the search found.
+        """Record in memory that no plan was found for a problem within the budget that the error states, and the plans
+        that the error names.
 
         ``seconds``: the time limit of the search that failed; 0 for a strategy without time limit.
         """
@@ -126,8 +126,8 @@ class PlanStore:
         self._refused[key] = [*self._refused.pop(key, ()), (error, seconds)][-NEAREST:]
         while len(self._refused) > IN_MEMORY:
             del self._refused[next(iter(self._refused))]
-        if error.plan is not None:
-            self.family(problem).add(problem, error.plan)
+        for plan in error.plans:
+            self.family(problem).add(problem, plan)
 
     def refusal(self, problem: TrainingGraph, budget: int, seconds: float) -> InfeasibleBudget | None:
         """Return the error to raise instead of a search, if an earlier search or proof shows that ``budget`` is too

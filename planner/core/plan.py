@@ -119,7 +119,8 @@ def plan_to_json(plan: Plan) -> dict[str, Any]:
 
 
 def plan_from_json(data: object, graph: TrainingGraph) -> Plan:
-    """Build a plan of ``graph`` from plain JSON data. Its peak and cost are not read but simulated.
+    """Build a plan of ``graph`` from plain JSON data. Its peak and cost are not read but simulated. Its status and its
+    bound are not read: they were proven for the costs and sizes of another problem, and anybody may have edited them.
 
     Raises:
         ProblemError: the data violates the format, the plan was made for another problem, it is not a valid schedule
@@ -142,8 +143,6 @@ def plan_from_json(data: object, graph: TrainingGraph) -> Plan:
             schedule=schedule,
             estimate=simulate(graph, schedule),
             budget=None if data["budget"] is None else int(data["budget"]),
-            lower_bound=None if data["lower_bound"] is None else float(data["lower_bound"]),
-            status="optimal" if data["status"] == "optimal" else "feasible",
             blocks=tuple(tuple(b) for b in data["blocks"]) if "blocks" in data else None,
             fingerprint=fingerprint,
             lanes=lanes_from_json(data["lanes"]) if "lanes" in data else None,

@@ -109,10 +109,16 @@ class FamilyStrategy(Strategy):
         del starts
         found = self.around(graph, budget, progress)
         if found[0].estimate.peak > budget:
-            cheap = min(
-                (p.estimate.peak for p in self.curve(graph, ()) if p.estimate.overhead <= CHEAP), default=0
+            affordable = (p for p in self.curve(graph, ()) if p.estimate.overhead <= CHEAP)
+            cheap = min(affordable, key=lambda p: p.estimate.peak, default=None)
+            raise InfeasibleBudget(
+                self.name,
+                budget,
+                found[-1].estimate.peak,
+                plan=found[-1],
+                cheap=cheap.estimate.peak if cheap else 0,
+                cheap_plan=cheap,
             )
-            raise InfeasibleBudget(self.name, budget, found[-1].estimate.peak, plan=found[-1], cheap=cheap)
         return replace(found[0], budget=budget)
 
     def around(self, graph: TrainingGraph, budget: int, progress: Progress = silent) -> tuple[Plan, ...]:

@@ -209,8 +209,8 @@ def plan_within(
             check_floor(strategy, graph, budget, stored)
         plan = _plan_or_lower(strategy, graph, budget, progress, known_ones, stored)
     except InfeasibleBudget as error:
-        if error.plan is not None and strategy.lasting:
-            store.keep(graph, error.plan)
+        for known_one in error.plans if strategy.lasting else ():
+            store.keep(graph, known_one)
         known = "proven" if budget < min_peak_bound(graph).bytes else error.known
         error = error.changed(budget=budget, known=known, floor=floor_text(graph))
         store.refuse(graph, error, limit)

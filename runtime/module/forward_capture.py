@@ -79,6 +79,11 @@ class Tracing:
             ModelError: the model or an argument cannot be planned. The message has the reason.
         """
         check_traceable(self.model)
+        for name, tensor in self.state.named.items():
+            if tensor.is_meta:
+                raise ModelError(
+                    f"{self.name}: {name} is on the meta device, without data; plan and call it where it trains"
+                )
         check_dense(
             (*self.state.named.values(), *tensors_in(self.leaves)), f"{self.name} has, or is called with,"
         )

@@ -121,6 +121,15 @@ def test_domains_without_an_opset(tmp_path):
     assert "'com.example'" in refused_model(tmp_path, model)
 
 
+def test_versions_newer_than_known(tmp_path):
+    model = small_model()
+    model.ir_version = 99
+    assert "its IR version is 99; the newest known is" in refused_model(tmp_path, model)
+    model = small_model()
+    model.opset_import[0].version = 99
+    assert "its opset is 99; the newest known is" in refused_model(tmp_path, model)
+
+
 @pytest.mark.parametrize("dims", [[10**15], [2**40, 2**40], [-1], [4, 3, 3, 4]])
 def test_shapes_that_the_data_do_not_fill(tmp_path, dims):
     model = small_model()

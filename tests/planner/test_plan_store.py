@@ -93,7 +93,8 @@ def test_plans_over_the_budget_are_stored_too(problems):
     graph = problems.chain(8)
     with pytest.raises(InfeasibleBudget) as caught:
         within(Auto(time_limit=0.1), graph, graph.input_bytes + 1)
-    assert [p.estimate.peak for p in PlanStore().kept(again(graph))] == [caught.value.smallest]
+    named = {caught.value.smallest, caught.value.cheap}
+    assert {p.estimate.peak for p in PlanStore().kept(again(graph))} == named
 
 
 @pytest.mark.parametrize(

@@ -13,6 +13,7 @@ from rematplan.planner.annealing.search_budget import SearchBudget
 from rematplan.planner.auto.auto_strategy import Auto
 from rematplan.planner.auto.compile_kernels import compile_kernels
 from rematplan.planner.bounds.cut_bounds import min_peak_bound
+from rematplan.planner.caches.plan_store import PlanStore
 from rematplan.planner.core.strategy import Strategy
 from rematplan.planner.strategies.anneal import Anneal
 from rematplan.planner.strategies.chen_sqrt import ChenSqrt
@@ -48,6 +49,17 @@ def test_the_named_budgets_can_be_planned(problems: ModuleType, strategy: Strate
     assert error.plan.peak == error.smallest <= error.cheap <= no_recompute(graph).peak
     assert strategy.plan(graph, error.cheap).estimate.overhead <= CHEAP
     assert f"({error.cheap} bytes)" in str(error)
+
+
+def test_the_named_budgets_need_no_search_afterwards(problems: ModuleType) -> None:
+    graph, store = problems.residual((2, 2)), PlanStore()
+    with pytest.raises(InfeasibleBudget) as caught:
+        plan_within(Anneal(moves=60_000), graph, min_peak_bound(graph).bytes - 1, store=store)
+    error = caught.value
+    for budget, plan in ((error.smallest, error.plan), (error.cheap, error.cheap_plan)):
+        assert plan.peak == budget
+        hurried = plan_within(Anneal(moves=1), graph, budget, store=store)
+        assert hurried.estimate.cost <= plan.estimate.cost
 
 
 def test_the_cheap_plan_is_the_leanest_of_those_known_or_leaner(problems: ModuleType) -> None:
