@@ -11,10 +11,9 @@ from typing import Any
 
 import torch
 from torch.overrides import TorchFunctionMode
-from torch.utils._pytree import tree_leaves
 
 from rematplan.runtime.graph.allocator_rounding import allocated
-from rematplan.runtime.graph.compat import TorchDispatchMode
+from rematplan.runtime.graph.compat import TorchDispatchMode, pytree
 
 _NOT_ON_META = ("fused", "capturable")
 """Options of a step that tensors of the device ``meta`` do not have. Without them, the state is the same and the
@@ -115,7 +114,7 @@ class _Allocated(TorchDispatchMode):
 
 def _storages(tree: Any) -> dict[int, torch.UntypedStorage]:
     """Return the storages of the tensors in a nested structure by their addresses."""
-    found = (t.untyped_storage() for t in tree_leaves(tree) if isinstance(t, torch.Tensor))
+    found = (t.untyped_storage() for t in pytree.tree_leaves(tree) if isinstance(t, torch.Tensor))
     return {storage._cdata: storage for storage in found}
 
 
