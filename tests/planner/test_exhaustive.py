@@ -68,15 +68,12 @@ def test_auto_refuses_no_budget_that_a_small_problem_with_restricted_ops_fits(pr
             assert refused.value.known == "proven"
 
 
-@pytest.mark.parametrize(("seed", "layers", "share"), [(12, 5, 0.5), (13, 5, 0.2)])
-def test_auto_proves_plans_optimal_that_take_more_than_a_few_thousand_sets_of_tensors(
-    problems, seed, layers, share
-):
-    """Linear relaxations do not prove these plans optimal."""
-    graph = problems.random_training(Random(seed), layers)
+def test_auto_proves_plans_optimal_that_take_more_than_a_few_thousand_sets_of_tensors(problems):
+    """Linear relaxations do not prove this plan optimal."""
+    graph = problems.random_training(Random(12), 5)
     base = plan_from_runs(graph, [op.name for op in graph.ops], "base").estimate.peak
     least = min_peak_bound(graph).bytes
-    budget = int(least + share * (base - least))
+    budget = (least + base) // 2
     assert exhaustive(graph, budget) is None
     plan = Auto(time_limit=30, reuse=False).plan(graph, budget)
     assert plan.status == "optimal"
