@@ -77,7 +77,8 @@ def check(found: Statistics, wanted: dict[str, Any], terms: int) -> None:
 @pytest.mark.parametrize(
     ("name", "approx", "reduction"),
     [
-        *itertools.product(("mlp", "cnn", "gpt"), ("expand", "reduce"), ("mean", "sum")),
+        *itertools.product(("cnn",), ("expand", "reduce"), ("mean", "sum")),
+        *((name, *each) for name in ("mlp", "gpt") for each in (("expand", "mean"), ("reduce", "sum"))),
         *itertools.product(("lines", "volumes"), ("expand", "reduce"), ("mean",)),
     ],
 )
