@@ -64,7 +64,8 @@ class RankBudgetShares:
             for most, (kept, deferred) in zip(self.all, bounds, strict=True)
         ]
         stage = self.stages[at]
-        saved, passed = stage.bytes(stage.per_microbatch), stage.bytes(stage.tangents)
+        saved = stage.bytes(stage.per_microbatch)
+        passed = 0 if relaxed and stage.frees_tangents else stage.bytes(stage.tangents)
         forward = 0 if relaxed else stage.loss_forward  # beyond the workspace of the graph's boundary op
         own = {"F": saved + forward, "B": saved + passed, "I": saved + passed, "W": saved}
         left: dict[str, int] = {}

@@ -35,8 +35,9 @@ class StageProblem:
     ``states``: inputs that exist during the whole step (parameters, buffers). ``per_microbatch``: inputs of which each
     micro-batch needs its own contents from its forward to the end of its backward, such as random generator states, or
     a batch that is not stored elsewhere. ``tangents``: inputs that each micro-batch needs only in its backward (the
-    gradients of the outputs). The bytes of all other inputs, such as receive buffers of torch, are counted in
-    ``template``.
+    gradients of the outputs). They are freed at the end of the backward, or of the I if the W does not read them.
+    ``frees_tangents``: whether each is freed as soon as no later op reads it, because only the backward has it. The
+    bytes of all other inputs, such as receive buffers of torch, are counted in ``template``.
 
     ``between``: bytes outside of the graph that exist for each micro-batch from its forward to its backward, such as
     tensors that a loss saves. ``loss_forward``: bytes that the boundary op needs in addition to its workspace if it is
@@ -57,6 +58,7 @@ class StageProblem:
     states: tuple[str, ...] = ()
     per_microbatch: tuple[str, ...] = ()
     tangents: tuple[str, ...] = ()
+    frees_tangents: bool = False
     between: int = 0
     loss_forward: int = 0
     weights: str | None = None
@@ -142,21 +144,26 @@ def _measured(problem: StageProblem, plan: Plan) -> StagePlan:
         [bytes_ - gone for bytes_ in series[boundary + 1 :]] for series in (beyond, first)
     )
     split = len(schedule) if problem.weights is None else runs[problem.weights]
-    passed = problem.bytes(problem.tangents)
+    tangents = _tangent_bytes(problem, schedule, split)
+    back, first_back = (
+        [own + given for own, given in zip(series, tangents, strict=True)] for series in (beyond, first)
+    )
     again = {step.op for step in schedule[boundary:] if isinstance(step, Run)}
     saved = problem.bytes(problem.per_microbatch) + sum(n for op, n in problem.copies.items() if op in again)
     kept = _across(graph, problem.boundary, beyond[boundary]) + saved + problem.between - gone
     costs = [graph.op[step.op].cost if isinstance(step, Run) else 0.0 for step in schedule]
     late: dict[str, Any] = {}
     if problem.weights is not None:
-        late = _split_figures(problem, schedule, split, beyond, first, saved) | {"weight": sum(costs[split:])}
+        late = _split_figures(problem, schedule, split, back, first_back, saved) | {
+            "weight": sum(costs[split:])
+        }
     return replace(
         problem.template,
         kept_bytes=kept,
         transient_forward=max([*beyond[:boundary], beyond[boundary] + problem.loss_forward, kept - saved])
         + saved,
-        transient_backward=max([*beyond[boundary:split], kept - saved]) + saved + passed,
-        first_backward=max([*first[boundary:split], kept - saved]) + saved + passed,
+        transient_backward=max([*back[boundary:split], kept - saved + tangents[boundary]]) + saved,
+        first_backward=max([*first_back[boundary:split], kept - saved + tangents[boundary]]) + saved,
         gradients=problem.gradient_bytes,
         states=problem.template.states + problem.bytes(problem.states),
         forward=sum(costs[:boundary]),
@@ -186,7 +193,7 @@ def _split_figures(
         problem: the stage.
         schedule: a schedule of its graph.
         split: the index of the second boundary op in the schedule.
-        beyond: for each step of the schedule, the resident bytes without the graph's inputs.
+        beyond: for each step of the schedule, the resident bytes without the graph's inputs, but with tangents.
         first: the same in the first backward of a training step, in which gradients are created and stay.
         saved: bytes of inputs that the micro-batch keeps from its forward on.
     """
@@ -195,17 +202,37 @@ def _split_figures(
         start += 1
     across = beyond[split] - graph.op[problem.weights or ""].workspace
     deferred = beyond[start - 1] if start > split + 1 else across
-    late = {t for step in schedule[start:] if isinstance(step, Run) for t in graph.op[step.op].reads}
-    own = saved + problem.bytes(late.intersection(problem.tangents))
     sooner = {t for step in schedule[:split] if isinstance(step, Run) for t in graph.op[step.op].writes}
     early = problem.bytes(gradient for mark, gradient in problem.gradients.items() if mark in sooner)
     return {
-        "deferred_bytes": deferred + own,
-        "transient_weight": max([deferred, *beyond[start:]]) + own,
-        "first_weight": max([deferred, *(bytes_ - early for bytes_ in first[start:])]) + own,
+        "deferred_bytes": deferred + saved,
+        "transient_weight": max([deferred, *beyond[start:]]) + saved,
+        "first_weight": max([deferred, *(bytes_ - early for bytes_ in first[start:])]) + saved,
         "whole": across - deferred,
         "early_gradients": early,
     }
+
+
+def _tangent_bytes(problem: StageProblem, schedule: Schedule, split: int) -> list[int]:
+    """Return, for each step of a schedule, the bytes of tangents that exist if the step is in the backward.
+
+    ``split``: the index of the second boundary op in the schedule, or the length of the schedule.
+    """
+    sizes, outputs = problem.graph.size, {*problem.graph.outputs, *problem.gradients.values()}
+    reads = {
+        t: at
+        for at, step in enumerate(schedule)
+        if isinstance(step, Run)
+        for t in problem.graph.op[step.op].reads
+    }
+
+    def end(t: str) -> int:
+        if problem.frees_tangents and t in reads and t not in outputs:
+            return reads[t] + 1
+        return split if reads.get(t, 0) < split else len(schedule)
+
+    ends = [(end(t), sizes[t]) for t in problem.tangents]
+    return [sum(size for until, size in ends if at < until) for at in range(len(schedule))]
 
 
 def _freed_gradients(problem: StageProblem, schedule: Schedule) -> list[int]:

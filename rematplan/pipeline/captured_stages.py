@@ -153,6 +153,8 @@ def captured_stage(
         loss_forward=loss.forward,
         template=template,
     )
+    # The loss makes the gradients of the outputs, and only the stage's backward has them.
+    problem = replace(problem, frees_tangents=True)
     return CapturedStage(stage, step, problem, _targets(captured))
 
 

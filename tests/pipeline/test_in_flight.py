@@ -84,6 +84,31 @@ def optimum(stage: StageProblem, k: int, budget: int) -> float:
     return min(costs, default=math.inf) - base
 
 
+def test_a_tangent_that_only_the_backward_has_is_charged_to_its_last_read() -> None:
+    """The peak of the backward is in the first layer, and only the last layer reads the tangent, of 8 bytes."""
+    held = free(chain_stage([40, 2, 8], [1.0, 1.0, 1.0]))
+    freed = replace(held, frees_tangents=True)
+    figures, wanted = all_kept(freed), all_kept(held)
+    assert wanted.transient_backward - figures.transient_backward == 8
+    assert replace(figures, transient_backward=0, first_backward=0) == replace(
+        wanted, transient_backward=0, first_backward=0
+    )
+    returned = replace(freed, graph=replace(freed.graph, outputs=(*freed.graph.outputs, "g")))
+    assert all_kept(returned) == wanted
+    budget = rank_peak(in_turn(2, 4), [figures])
+    found = searched([freed], 2, budget)
+    assert (found.extra, found.floor, found.peak) == (0, 0, budget)
+    assert searched([held], 2, budget).extra > 0
+
+
+def test_a_tangent_that_weight_gradients_read_is_charged_until_then() -> None:
+    split = chain_stage([40, 2, 8], [1.0, 1.0, 1.0], split=True)
+    held, freed = all_kept(split), all_kept(replace(split, frees_tangents=True))
+    assert held.transient_backward == freed.transient_backward
+    assert held.deferred_bytes == freed.deferred_bytes
+    assert held.transient_weight - freed.transient_weight in (0, 8)
+
+
 SMALL = st.lists(st.tuples(st.integers(1, 6), st.integers(1, 9)), min_size=2, max_size=2)
 
 
