@@ -114,6 +114,7 @@ def captured_stage(
     last: bool,
     split: bool,
     beyond: int,
+    frees_tangents: bool = True,
     loss: LossMemory | None = None,
 ) -> CapturedStage:
     """Capture a pipeline stage, and return it with its planning problem.
@@ -126,6 +127,8 @@ def captured_stage(
         split: whether the backward computes weight gradients later than the gradients of inputs.
         beyond: bytes that a micro-batch occupies outside of the stage from its forward to its backward, without those
             of the loss. Negative if the next stage is on the same rank: it counts this stage's outputs as its inputs.
+        frees_tangents: whether the backward frees each gradient of the last stage's outputs when it has read it. False
+            if a module around the stage may still hold it.
         loss: the memory of the loss; None: what the planner's options state. Ignored unless the stage is the last.
 
     Raises:
@@ -153,8 +156,7 @@ def captured_stage(
         loss_forward=loss.forward,
         template=template,
     )
-    # The loss makes the gradients of the outputs, and only the stage's backward has them.
-    problem = replace(problem, frees_tangents=True)
+    problem = replace(problem, frees_tangents=frees_tangents)
     return CapturedStage(stage, step, problem, _targets(captured))
 
 

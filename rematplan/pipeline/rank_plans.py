@@ -60,8 +60,16 @@ def captured_part(
         return dataflow_part(stage, planner, template, number, order.stages, loss)
     last = number == order.stages - 1
     beyond = parallel.copied(output_bytes(stage, device)) - handed_on(order, number, stage, device)
-    split = order.name in SPLIT
-    return captured_stage(stage, planner, template, last=last, split=split, beyond=beyond, loss=loss)
+    return captured_stage(
+        stage,
+        planner,
+        template,
+        last=last,
+        split=order.name in SPLIT,
+        beyond=beyond,
+        frees_tangents=parallel == ALONE,
+        loss=loss,
+    )
 
 
 def check_budget(stated: Budget) -> None:

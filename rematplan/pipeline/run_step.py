@@ -7,12 +7,14 @@ import copy
 import gc
 import math
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
-from torch import distributed
+from torch import distributed, nn
 
 from rematplan.ir import InfeasibleBudget, ProblemError, ProcessEnded, UsageError, show_bytes
 from rematplan.pipeline.captured_stages import CapturedStage
@@ -30,7 +32,7 @@ from rematplan.runtime.capture.with_loss import WithLoss
 from rematplan.runtime.costs.measure import peak_above_entry
 from rematplan.runtime.execute.compile import named_tensors
 from rematplan.runtime.pipeline.dataflow_schedule import gradient_error_of
-from rematplan.runtime.pipeline.random_seeds import Seeded
+from rematplan.runtime.pipeline.random_seeds import Seeded, seed_of
 from rematplan.runtime.pipeline.stage_modules import stage_modules
 from rematplan.step_loading import LoadedStep, Sizes, load_step
 
@@ -135,6 +137,9 @@ def _run(plan: PlannedPipeline, rank: int, verify: bool, time_limit: float) -> R
     pipe = replace(pipe, ranks={rank: found})
     plain = copy.deepcopy(module) if verify else None
     stages = pipe.stages()
+    random = any(call.seeded for call in loaded.step.calls)
+    if random and order.name not in CHANNELS:  # a dataflow seeds each random call itself
+        _seed_forwards(pipe, rank, stages)
     schedule = pipe.schedule(stages, module.of)
     first, last = any(s.is_first for s in stages), any(s.is_last for s in stages)
     losses: list[torch.Tensor] = []
@@ -156,7 +161,7 @@ def _run(plan: PlannedPipeline, rank: int, verify: bool, time_limit: float) -> R
         return report
     of_stages = {n for s in stages for n, _ in (*s.submod.named_parameters(), *s.submod.named_buffers())}
     expected = _expected_error(pipe, stages)
-    wanted = _in_one_process(plain, inputs, target, pipe)
+    wanted = _in_one_process(plain, inputs, target, pipe, random)
     ours, theirs = named_tensors(module.model), named_tensors(plain.model)
     names = of_stages & ours.keys()  # a stage has the constants of its forward, too
     errors = _gradient_errors(ours, theirs, names)
@@ -260,24 +265,41 @@ def _whole_batch(loaded: LoadedStep, microbatches: int) -> tuple[tuple[torch.Ten
     return tuple(map(joined, inputs)), joined(targets[0]) if targets else torch.zeros(microbatches)
 
 
+def _seed_forwards(pipe: Pipeline, rank: int, stages: Sequence[Any]) -> None:
+    """Seed PyTorch's generator before each forward of each of a rank's stages, by the micro-batch and the stage. So a
+    single process can draw the same random numbers.
+
+    ``stages``: the rank's stages, which have not run yet.
+    """
+    for number, stage in zip(pipe.order.stage_of_rank[rank], stages, strict=True):
+        forwards = (a for a in pipe.order.actions[rank] if (a.kind, a.stage) == ("F", number))
+        seeds = iter([seed_of(SEED, 0, a.microbatch, number, 0) for a in forwards])
+        stage.submod.register_forward_pre_hook(partial(_seed_next, seeds))
+
+
+def _seed_next(seeds: Iterator[int], _module: nn.Module, _inputs: Any) -> None:
+    torch.manual_seed(next(seeds))
+
+
 def _in_one_process(
-    module: WithLoss, inputs: Sequence[torch.Tensor], target: torch.Tensor, pipe: Pipeline
+    module: WithLoss, inputs: Sequence[torch.Tensor], target: torch.Tensor, pipe: Pipeline, random: bool
 ) -> list[float]:
     """Run one step in plain PyTorch with the same micro-batches as the pipeline, and return the losses of the
     micro-batches.
 
-    Gradients are averaged over the micro-batches. For ``dataflow``, the model is cut as in the pipeline, so that each
-    stage draws the same random numbers as there.
+    Gradients are averaged over the micro-batches. If the model draws random numbers (``random``), it is cut as in the
+    pipeline, so that each stage draws the same numbers as there.
     """
     first = [t.tensor_split(pipe.order.microbatches)[0] for t in inputs]
     channels = pipe.order.name in CHANNELS
-    cut = [one.module for one in stage_modules(module.model, first, {}, pipe.cuts)] if channels else []
+    cut = [one.module for one in stage_modules(module.model, first, {}, pipe.cuts)] if random else []
 
     def loss_of(number: int, *parts: torch.Tensor) -> torch.Tensor:
         *some, its = parts
         arguments: Any = tuple(some)
         for stage, part in enumerate(cut):
-            with Seeded(0, 0, number, stage):
+            torch.manual_seed(seed_of(SEED, 0, number, stage, 0))
+            with Seeded(SEED, 0, number, stage) if channels else nullcontext():
                 arguments = part(*(arguments if isinstance(arguments, tuple) else (arguments,)))
         return module.of(arguments if cut else module.model(*arguments), its)
 

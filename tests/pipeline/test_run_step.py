@@ -5,11 +5,14 @@ from __future__ import annotations
 import json
 import os
 import time
+import warnings
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from gloo_workers import Workers
+from torch import nn
 from torch.distributed.pipelining.stage import PipelineStage
 
 from rematplan.cli import main
@@ -99,6 +102,22 @@ def test_a_step_of_an_onnx_file_has_the_bits_of_one_process(workers: Workers, tm
     reports = workers.run(step, path=path)[0]
     check(reports)
     assert [one.anew for one in reports] == [""] * 4
+
+
+def test_dropout_draws_in_each_stage_what_it_draws_in_one_process(workers: Workers, tmp_path: Path) -> None:
+    layers = [(nn.Linear(8, 32), nn.ReLU(), nn.Dropout(0.3), nn.Linear(32, 8)) for _ in range(4)]
+    net = nn.Sequential(*(nn.Sequential(*some) for some in layers))
+    model, path = tmp_path / "net.onnx", tmp_path / "pipe.json"
+    how: dict[str, Any] = {"input_names": ["x"], "dynamic_axes": {"x": {0: "batch"}}}
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        training = torch.onnx.TrainingMode.TRAINING
+        torch.onnx.export(net, (torch.zeros(4, 8),), model, dynamo=False, training=training, **how)
+    budget = ("--dim", "batch=32", "--budget", "90%", "--cuts", "1,2,3")
+    assert main(["pipeline", str(model), *ASKED, *budget, "-o", str(path)]) == 0
+    reports = workers.run(step, path=path)[0]
+    assert [one.different for one in reports] == [()] * 4
+    assert sum(one.compared for one in reports) == 4 * 4 + 4
 
 
 def test_a_rank_that_ends_takes_all_with_it_in_seconds(workers: Workers, file: Path) -> None:
