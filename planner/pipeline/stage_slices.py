@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
@@ -130,7 +130,12 @@ class _Builder:
             name=f"{self.graph.name}, blocks {piece.start} to {piece.end - 1}",
             tensors=tuple(Tensor(t, sizes[t]) for t in sizes if t in used),
             inputs=(*inputs, *messages),
-            outputs=(*marks, *self._outputs(set(marks.values())), *(op.name for op in self._return())),
+            outputs=(
+                *marks,
+                *self._outputs(set(marks.values())),
+                *(op.name for op in self._return()),
+                *self._unread(ops),
+            ),
             ops=ops,
             inverses=(
                 *self._answer(),
@@ -210,6 +215,12 @@ class _Builder:
         order = {name: at for at, name in enumerate(self.ix.tensors)}
         found = {t for t in (*results, *leaving) if t not in gradients}
         return tuple(sorted(found, key=order.__getitem__))
+
+    def _unread(self, ops: Sequence[Op]) -> list[str]:
+        """Return the names of the boundary ops whose results no op reads: a search would leave them out if their
+        results were not outputs. The second one is unread if a stage can postpone no gradient."""
+        read = {t for op in ops for t in op.reads}
+        return [op.name for op in ops if op.name in (BOUNDARY, WEIGHTS) and op.name not in read]
 
     def _ops(self) -> tuple[Op, ...]:
         graph, marks = self.graph, self._marks()

@@ -111,7 +111,10 @@ def with_weight_boundary(step: CapturedStep, graph: TrainingGraph) -> TrainingGr
     return replace(
         graph,
         tensors=(*graph.tensors, Tensor(WEIGHTS, 0)),
-        outputs=tuple(t for t in graph.outputs if t not in gone or t in inputs),
+        outputs=(
+            *(t for t in graph.outputs if t not in gone or t in inputs),
+            *(() if later else (WEIGHTS,)),  # unread, a search would leave it out
+        ),
         ops=(*first, boundary, *map(after_weights, later)),
         never_rerun=tuple(dict.fromkeys((*graph.never_rerun, *sorted(sooner), WEIGHTS))),
     )

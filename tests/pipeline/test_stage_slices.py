@@ -79,6 +79,9 @@ def test_stages_do_together_what_the_step_does(
     pieces = slices(chain, cuts)
     stages = problems_of(pieces, split)
     run_in_parts(graph, pieces, stages, split)
+    for stage in stages:  # else a search leaves the boundary out
+        needed = {*stage.graph.outputs, *(t for op in stage.graph.ops for t in op.reads)}
+        assert {BOUNDARY, *([WEIGHTS] if split else [])} <= needed
     ours = [op.name for s in stages for op in s.graph.ops if op.name in graph.op]
     assert sorted(ours) == sorted(op.name for op in graph.ops)
     for piece, cut in zip(pieces[1:], cuts, strict=True):
