@@ -85,22 +85,22 @@ class Rows:
         """
 
         def collect(handler: H) -> H:
-            for version in since:
-                self.rows.append(
-                    Row(
-                        "",
-                        op,
-                        version,
-                        handler,
-                        frozenset(known),
-                        scalars,
-                        size,
-                        random,
-                        frozenset(literal),
-                        check,
-                        raw,
-                    )
+            self.rows += [
+                Row(
+                    "",
+                    op,
+                    version,
+                    handler,
+                    known=frozenset(known),
+                    scalars=scalars,
+                    size=size,
+                    random=random,
+                    literal=frozenset(literal),
+                    check=check,
+                    raw=raw,
                 )
+                for version in since
+            ]
             return handler
 
         return collect
