@@ -122,7 +122,8 @@ class _Builder:
         received = dict.fromkeys((*(() if self.recovers else piece.received), *piece.answered))
         messages = [name(t) for t in received if t not in self.made]
         ops = (*self._receive(), *self._ops())
-        used = {t for op in ops for t in (*op.reads, *op.writes)} | {*inputs, *messages}
+        written = {t for op in ops for t in op.writes}
+        used = {t for op in ops for t in op.reads} | {*written, *inputs, *messages}
         marks = self._marks()
         sizes = self.graph.size | dict.fromkeys((BOUNDARY, WEIGHTS, SEND, RETURN, *marks), 0)
         known = {op.name for op in ops}
@@ -139,7 +140,11 @@ class _Builder:
             ops=ops,
             inverses=(
                 *self._answer(),
-                *(i for i in self.graph.inverses if used.issuperset((*i.reads, *i.writes))),
+                *(
+                    i
+                    for i in self.graph.inverses
+                    if used.issuperset(i.reads) and written.issuperset(i.writes)
+                ),
             ),
             ordered=tuple(o for o in self.graph.ordered if o in known),
             never_rerun=tuple(

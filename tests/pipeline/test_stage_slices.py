@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from itertools import pairwise
 from random import Random
 
@@ -11,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rematplan.ir import Op, ProblemError, Tensor, TrainingGraph, UsageError
+from rematplan.ir.recoverable import recoveries
 from rematplan.planner.arrays.indexed import indexed
 from rematplan.planner.pipeline.actions import StagePlan
 from rematplan.planner.pipeline.stage_chain import StageChain, blocks_at, stage_chain
@@ -190,6 +192,18 @@ def test_tied_weights_are_refused_by_name() -> None:
         UsageError, match="tied: w is read by several stages; choose cuts that keep all its readers in one"
     ):
         chain.check_cuts([2])
+
+
+def test_only_a_stage_that_recovers_its_input_inverts_to_it() -> None:
+    """Other stages receive the input into a buffer of torch, which stays."""
+    chain = read_late("s")
+    back = Op("a from b", ("b", "v"), ("a",), 1.0)
+    chain = replace(chain, graph=replace(chain.graph, inverses=(back,)))
+    second = StageSlice(chain, 1, 2)
+    ordinary, recovering = (stage_problem(second, StagePlan(1, 0, 0, 0), recovers=r) for r in (False, True))
+    assert ordinary.graph.inverses == ()
+    assert recoveries(ordinary.graph) == {}
+    assert back in recovering.graph.inverses
 
 
 def test_a_bias_gradient_is_made_where_its_bias_is() -> None:
