@@ -148,9 +148,10 @@ class StagePlan:
 
     ``states``: bytes of parameters, buffers, optimizer states and everything else that exists during the whole step,
     except ``torch_bytes``: buffers in which torch, or a channel of the pipeline, receives messages. ``left``: bytes
-    that each B or I leaves in memory until the end of the step: returned outputs, and sent tensors that torch keeps
-    until then. ``pending``: bytes of a message that each B or I leaves in memory until the end of the stage's next B or
-    I. ``closing``: additional bytes at the end of the step, when the outputs of all micro-batches are joined.
+    that each B or I leaves in memory until the end of the step: returned outputs, and the loss. ``sending``: bytes of
+    sent tensors that each B or I leaves in memory until all actions are done. ``pending``: bytes of a message that each
+    B or I leaves in memory until the end of the stage's next B or I. ``closing``: additional bytes when all actions are
+    done, and the outputs of all micro-batches are joined.
 
     ``forward``, ``backward``, ``weight``: the times of F, I and W. If ``weight`` is 0, ``backward`` is the time of a B.
     ``extra``: the time of recomputation, which is included in these times. ``plan``: the plan as JSON data; None if
@@ -176,6 +177,7 @@ class StagePlan:
     first_backward: int | None = None
     first_weight: int | None = None
     left: int = 0
+    sending: int = 0
     pending: int = 0
     closing: int = 0
 

@@ -2,8 +2,8 @@
 
 The rules were read off `torch.distributed.pipelining` (2.13). Buffers that receive the messages of all micro-batches
 are allocated before the first micro-batch. A sent tensor stays in memory until torch waits for the end of its sending.
-In 1F1B this is at the next message; in GPipe and in schedules with several stages per rank, at the end of the step. The
-outputs of the last stage are kept, and joined at the end of the step. Neighbouring stages on one rank pass tensors to
+In 1F1B this is at the next message; in GPipe and in schedules with several stages per rank, after the last action. The
+outputs of the last stage are kept, and joined after that. Neighbouring stages on one rank pass tensors to
 each other without messages; such a tensor takes the place of the receive buffer.
 
 The dataflow schedule uses channels with *credits*: the number of messages that may be sent and not yet read. For each
@@ -51,8 +51,8 @@ class MessageBytes:
 
 def message_memory(schedule: PipelineSchedule, stage: int, size: MessageBytes) -> StagePlan:
     """Return the bytes of memory that a stage needs for messages to and from other stages, as the fields
-    ``torch_bytes``, ``left``, ``closing`` and ``pending`` of a `StagePlan`. The field ``stage`` is the stage's number;
-    all other fields are 0.
+    ``torch_bytes``, ``left``, ``sending``, ``closing`` and ``pending`` of a `StagePlan`. The field ``stage`` is the
+    stage's number; all other fields are 0.
 
     Args:
         schedule: the pipeline's schedule.
@@ -83,7 +83,7 @@ def message_memory(schedule: PipelineSchedule, stage: int, size: MessageBytes) -
         schedule.name in ONE_MESSAGE
     ):  # the message of the last forward before the first backward waits for all others
         return replace(plan, pending=leaving)
-    return replace(plan, left=plan.left + leaving)
+    return replace(plan, sending=leaving)
 
 
 @lru_cache(maxsize=256)

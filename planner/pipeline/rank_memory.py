@@ -1,9 +1,9 @@
 """The bytes that a rank of a pipeline holds while it runs its actions.
 
     bytes during an action = Σ states + Σ torch_bytes + Σ gradients
-                             + Σ over stages (in flight · K + deferred · D + finished · left + pending)
+                             + Σ over stages (in flight · K + deferred · D + finished · (left + sending) + pending)
                              + the action's transient
-    bytes at the end       = the same without a transient + Σ closing
+    bytes at the end       = the same without a transient; then without ``sending``, but with Σ closing
 
 The terms except the numbers of micro-batches are fields of `StagePlan`; K is ``kept_bytes``, D is ``deferred_bytes``.
 Of a stage's ``gradients``, ``early_gradients`` count once the stage has finished a B or I, the others once it has
@@ -39,6 +39,7 @@ def rank_bytes(actions: Iterable[Action], plans: Iterable[StagePlan]) -> Iterato
         set()
     )  # a stage and "I" or "W": the gradients that this action computes exist
     pending: dict[int, int] = {}
+    sending = 0
     for action in actions:
         stage = stages[action.stage]
         resident -= _taken_over(stage, action)
@@ -49,8 +50,9 @@ def rank_bytes(actions: Iterable[Action], plans: Iterable[StagePlan]) -> Iterato
         resident += (stage.gradients - stage.early_gradients) * ("W" in new)
         if action.kind in "BI":
             pending[action.stage] = stage.pending
+            sending += stage.sending
         resident += _handed_on(stage, action)
-    yield resident + sum(p.closing for p in stages.values())
+    yield resident + max(0, sum(p.closing for p in stages.values()) - sending)
 
 
 def rank_peak(actions: Iterable[Action], plans: Iterable[StagePlan]) -> int:
@@ -93,8 +95,8 @@ def _handed_on(stage: StagePlan, action: Action) -> int:
     the step."""
     return {
         "F": stage.kept_bytes,
-        "B": stage.left,
-        "I": stage.deferred_bytes + stage.left,
+        "B": stage.left + stage.sending,
+        "I": stage.deferred_bytes + stage.left + stage.sending,
         "W": 0,
     }[action.kind]
 

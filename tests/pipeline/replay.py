@@ -35,7 +35,8 @@ def replayed(actions: tuple[Action, ...], plans: dict[int, StagePlan]) -> list[i
                 ledger["gradients", "W", a.stage] = p.gradients - p.early_gradients
             if a.kind != "W":
                 ledger["gradients", "I", a.stage] = p.early_gradients
-                ledger["left", *mine] = p.left
+                ledger["left", *mine], ledger["sent", *mine] = p.left, p.sending
                 ledger["message", a.stage] = p.pending
     ended = sum(size for key, size in ledger.items() if key[0] != "message")
-    return [*series, ended + sum(p.closing for p in plans.values())]
+    joined = sum(size for key, size in ledger.items() if key[0] not in ("message", "sent"))
+    return [*series, max(ended, joined + sum(p.closing for p in plans.values()))]

@@ -4,7 +4,7 @@ import re
 from dataclasses import fields, replace
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from replay import replayed
 
@@ -40,6 +40,7 @@ def ranks(draw: st.DrawFn) -> tuple[tuple[Action, ...], dict[int, StagePlan]]:
     return tuple(actions), plans
 
 
+@settings(deadline=None)
 @given(ranks())
 def test_the_bytes_of_each_action_are_those_of_an_independent_account(
     rank: tuple[tuple[Action, ...], dict[int, StagePlan]],
@@ -58,6 +59,13 @@ def test_one_forward_one_backward_holds_all_but_one_of_the_micro_batches_in_flig
     assert rank_peak(schedule.actions[0], [plan]) == 100 + 10 + 19
     late = replace(plan, gradients=7, first_backward=25)
     assert rank_peak(schedule.actions[0], [late]) == 100 + 7 + 10 + 19
+
+
+def test_sent_tensors_are_gone_when_the_outputs_are_joined() -> None:
+    actions = tuple(Action(kind, 0, m) for m in range(3) for kind in "FB")  # type: ignore[arg-type]
+    plan = StagePlan(0, 4, 9, 9, states=100, left=10, sending=7, closing=30)
+    assert [*rank_bytes(actions, [plan])][-2:] == [100 + 2 * 17 + 9, 100 + 3 * 10 + 30]
+    assert [*rank_bytes(actions, [replace(plan, closing=0)])][-1] == 100 + 3 * 17
 
 
 def both_gradients() -> StageProblem:
