@@ -24,8 +24,7 @@ from rematplan.planner.auto.auto_strategy import Auto
 from rematplan.planner.auto.compile_kernels import compile_kernels
 from rematplan.planner.auto.min_budget_plan import cheapest_near_smallest_peak
 from rematplan.planner.bounds.bound_search import lower_bound
-from rematplan.planner.bounds.cut_bounds import CLOSED
-from rematplan.planner.core.plan import Plan
+from rematplan.planner.core.plan import CLOSED, Plan
 from rematplan.planner.peak_report import floor_text
 
 GOALS: dict[str, dict[float, float]] = {

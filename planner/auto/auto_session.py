@@ -26,9 +26,9 @@ from rematplan.planner.auto.second_annealer import SecondSearch
 from rematplan.planner.auto.time_shares import SHARES, SessionOptions
 from rematplan.planner.auto.without_inverses_first import search_without_inverses_first
 from rematplan.planner.bounds.bound_search import BoundSearch
-from rematplan.planner.bounds.cut_bounds import CLOSED, Bound, min_peak_bound
+from rematplan.planner.bounds.cut_bounds import Bound, min_peak_bound
 from rematplan.planner.bounds.loss_cut_start import cut_start
-from rematplan.planner.core.plan import Plan, by_cost, plan_from_runs
+from rematplan.planner.core.plan import CLOSED, Plan, by_cost, plan_from_runs, with_bound
 from rematplan.planner.core.schedule import runs_of
 from rematplan.planner.core.strategy import INTERRUPTS, Progress
 from rematplan.planner.ilp.exhaustive import MOST_STATES, exhaustive
@@ -111,7 +111,7 @@ class AutoSession:
                 cheap=cheap.peak,
                 cheap_plan=cheap,
             )
-        return _with_bound(replace(self.best, budget=self.budget), self.bound.best)
+        return with_bound(replace(self.best, budget=self.budget), self.bound.best.overhead)
 
     def take(self, plans: Sequence[Plan]) -> None:
         """Add plans to the known plans, and report the overhead of the best one to the search for a lower bound. If the
@@ -335,18 +335,6 @@ class AutoSession:
         """Call the progress callback with ``text`` and the share of the time limit that is spent."""
         spent = (time.monotonic() - self.began) / max(self.options.time_limit, 1e-9)
         self.progress(min(1.0, spent), text)
-
-
-def _with_bound(plan: Plan, bound: Bound) -> Plan:
-    """Return the plan with a proven lower bound of the overhead, and with the status ``optimal`` if its overhead equals
-    the bound. If the bound exceeds the plan's overhead, it is wrong, and the plan is returned unchanged."""
-    overhead = plan.estimate.overhead
-    if bound.overhead > overhead + CLOSED:  # the solver's result is wrong: no schedule is below a true bound
-        return plan
-    closed = overhead <= bound.overhead + CLOSED
-    return replace(
-        plan, lower_bound=min(bound.overhead, overhead), status="optimal" if closed else "feasible"
-    )
 
 
 def _is_before(until: float) -> bool:

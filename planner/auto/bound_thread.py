@@ -8,7 +8,7 @@ import threading
 from types import TracebackType
 
 from rematplan.planner.bounds.bound_search import BoundSearch
-from rematplan.planner.bounds.cut_bounds import CLOSED
+from rematplan.planner.core.plan import CLOSED
 
 LAST_WORDS = 0.5
 """Seconds to wait for the thread after its search was stopped. A search that is just writing an integer program ends

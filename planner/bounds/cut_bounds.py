@@ -20,6 +20,7 @@ from rematplan.planner.bounds.max_flow import flow_bound
 from rematplan.planner.bounds.multi_cut_program import COST_UNIT, CutProgram
 from rematplan.planner.bounds.rounding import rounded_runs
 from rematplan.planner.caches.graph_cache import cached_on
+from rematplan.planner.core.plan import CLOSED
 from rematplan.planner.ilp.solver import Solver
 
 MARGIN = 0.01
@@ -42,10 +43,6 @@ VAST = 3000
 """In problems with more ops, no integer programs are solved: one program of this size may prove nothing for a minute.
 """
 VAST_PLACES = 8
-
-CLOSED = 1e-6
-"""A plan counts as optimal if its overhead is at most this much above the lower bound: one ten-thousandth of a
-percent of the cost of running each op once."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,6 +19,10 @@ PLAN_FORMAT = "rematplan.plan/1"
 STEPS: dict[str, type[Run] | type[Free]] = {"run": Run, "free": Free}
 Status = Literal["optimal", "feasible", "refining"]
 
+CLOSED = 1e-6
+"""A plan counts as optimal if its overhead is at most this much above the lower bound: one ten-thousandth of a
+percent of the cost of running each op once."""
+
 
 @dataclass(frozen=True, slots=True)
 class Plan:
@@ -66,6 +70,17 @@ class Plan:
             f"{self.strategy} plan of {self.problem}: {budget}, peak {show_bytes(e.peak)}, "
             f"overhead {100 * e.overhead:.2f} % ({bound}), {e.reruns} ops recomputed, {self.status}"
         )
+
+
+def with_bound(plan: Plan, bound: float) -> Plan:
+    """Return the plan with a lower bound of the overhead of any schedule, and with the status ``optimal`` if its
+    overhead equals the bound (`CLOSED`). A bound above the plan's overhead is wrong, and is not taken.
+    """
+    overhead = plan.estimate.overhead
+    if not bound <= overhead + CLOSED:
+        return plan
+    closed = overhead <= bound + CLOSED
+    return replace(plan, lower_bound=min(bound, overhead), status="optimal" if closed else "feasible")
 
 
 def by_cost(plan: Plan) -> tuple[float, int]:
@@ -119,8 +134,9 @@ def plan_to_json(plan: Plan) -> dict[str, Any]:
 
 
 def plan_from_json(data: object, graph: TrainingGraph) -> Plan:
-    """Build a plan of ``graph`` from plain JSON data. Its peak and cost are not read but simulated. Its status and its
-    bound are not read: they were proven for the costs and sizes of another problem, and anybody may have edited them.
+    """Build a plan of ``graph`` from plain JSON data. Its peak and cost are not read but simulated. If they are not
+    those that the data state, the costs or sizes have changed since the plan was made, and its lower bound is not read:
+    it was proven for another problem. The status ``optimal`` is read only if the bound proves it.
 
     Raises:
         ProblemError: the data violates the format, the plan was made for another problem, it is not a valid schedule
@@ -147,13 +163,19 @@ def plan_from_json(data: object, graph: TrainingGraph) -> Plan:
             fingerprint=fingerprint,
             lanes=lanes_from_json(data["lanes"]) if "lanes" in data else None,
         )
+        bound = None if data["lower_bound"] is None else float(data["lower_bound"])
+        status: Status = "optimal" if data["status"] == "optimal" else "feasible"
+        same = (data["peak"], data["cost"]) == (plan.estimate.peak, plan.estimate.cost)
     except (KeyError, TypeError, ValueError) as error:
         raise ProblemError(f"a field is missing or of another type: {error!r}") from None
     if plan.lanes:
         plan = replace(plan, lanes=checked_lanes(graph, plan.schedule, plan.lanes))
     if plan.budget is not None and plan.peak > plan.budget:
         raise ProblemError(_over(plan, graph, data.get("peak")))
-    return plan
+    if not same or bound is None:
+        return plan
+    proven = with_bound(plan, bound)
+    return proven if status == "optimal" else replace(proven, status=status)
 
 
 def _over(plan: Plan, graph: TrainingGraph, stated: object) -> str:

@@ -16,9 +16,8 @@ from rematplan.planner.annealing.search_budget import SearchBudget
 from rematplan.planner.arrays.phases import infer_phases
 from rematplan.planner.arrays.precedence import without_inverses
 from rematplan.planner.bounds.bound_search import BoundSearch
-from rematplan.planner.bounds.cut_bounds import CLOSED
 from rematplan.planner.bounds.loss_cut_start import cut_start
-from rematplan.planner.core.plan import Plan, plan_from_runs
+from rematplan.planner.core.plan import CLOSED, Plan, plan_from_runs, with_bound
 from rematplan.planner.core.schedule import runs_of
 from rematplan.planner.core.strategy import INTERRUPTS, Progress, SearchStrategy, silent
 from rematplan.planner.ilp.solver import Solver
@@ -104,11 +103,7 @@ class ILP(SearchStrategy):
             blocks = NestedDP().around(plain, budget) if plain.has_phases else ()
             least = min((best.least, *blocks), key=lambda plan: plan.peak)
             raise refusal(self.name, plain, budget, least, effort)
-        floor = min(best.bound, best.plan.estimate.overhead)
-        closed = best.plan.estimate.overhead <= floor + CLOSED
-        return replace(
-            best.plan, budget=budget, lower_bound=floor, status="optimal" if closed else "feasible"
-        )
+        return with_bound(replace(best.plan, budget=budget), min(best.bound, best.plan.estimate.overhead))
 
     def _search(self, graph: TrainingGraph, budget: int, best: _Best) -> None:
         """Search for plans and record them in ``best``: by one integer program over all orders if the problem is small,

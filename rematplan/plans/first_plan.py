@@ -11,7 +11,7 @@ from rematplan.planner.arrays.precedence import must_run
 from rematplan.planner.auto.compile_kernels import kernels_are_ready
 from rematplan.planner.auto.uncompiled_plans import uncompiled_plan
 from rematplan.planner.caches.plan_store import PlanStore
-from rematplan.planner.core.plan import Plan
+from rematplan.planner.core.plan import Plan, with_bound
 from rematplan.planner.strategies.store_all import no_recompute
 
 LOG = logging.getLogger("rematplan")
@@ -54,6 +54,4 @@ def _with_floor(plan: Plan, graph: TrainingGraph) -> Plan:
         return plan
     needed = must_run(graph)
     floor = math.fsum(op.cost for op in graph.ops if op.name in needed) / graph.base_cost - 1
-    if plan.estimate.overhead <= floor:
-        return replace(plan, lower_bound=plan.estimate.overhead, status="optimal")
-    return replace(plan, lower_bound=floor)
+    return with_bound(plan, min(floor, plan.estimate.overhead))

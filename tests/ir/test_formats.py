@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import json
 import math
-from dataclasses import replace
 
 import pytest
 from hypothesis import given, settings
@@ -119,8 +118,7 @@ def test_problems_round_trip_through_text(graph):
 @given(graph=graphs())
 def test_plans_round_trip_through_text(graph):
     plan = plan_from_runs(graph, [op.name for op in graph.ops], "store_all", budget=2**63, lower_bound=0.0)
-    read = plan_from_json(json.loads(json.dumps(plan_to_json(plan))), graph)
-    assert read == replace(plan, lower_bound=None)
+    assert plan_from_json(json.loads(json.dumps(plan_to_json(plan))), graph) == plan
 
 
 def test_a_read_stated_twice_is_one_read():
@@ -307,8 +305,9 @@ def test_plan_files_are_priced_anew(tmp_path):
     assert (plan.estimate.peak, plan.estimate.cost) == (12 + 16 + 2 + 8, 15.5)
     save_plan(plan, tmp_path / "plan.json")
     assert load_plan(tmp_path / "plan.json", graph) == plan
-    data = plan_to_json(plan) | {"peak": 1, "cost": 0.0, "status": "optimal", "lower_bound": 99.0}
-    assert plan_from_json(data, graph) == plan  # which is not said to be proven
+    for stale in ({"peak": 1}, {"cost": 0.0}, {"lower_bound": 99.0}):
+        data = plan_to_json(plan) | {"status": "optimal", "lower_bound": 0.0} | stale
+        assert plan_from_json(data, graph) == plan  # which is not said to be proven
 
 
 @pytest.mark.parametrize(
