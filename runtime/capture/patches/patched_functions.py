@@ -104,6 +104,12 @@ PATCHES = (
         f"{_ROOM}.capture.patches.size_arithmetic",
     ),
     Patch(
+        ("sympy.core.expr.Expr.is_number",),
+        "SymPy searches an expression of sizes for symbols whenever PyTorch asks whether it is a number",
+        f"{_ROOM}.capture.patches.size_arithmetic",
+        threads="affects all threads: each expression is searched once",
+    ),
+    Patch(
         ("torch._functorch._aot_autograd.schemas.MemoryFormatMeta.from_tensor",),
         "PyTorch assumes contiguous gradients of outputs where sizes are symbols, so the backward of an output that is "
         "not contiguous would make other calls",
