@@ -236,6 +236,10 @@ class _Partitioner(CustomPartitionerFn):
     def uuid(self) -> Any | None:
         return "rematplan"  # Inductor's cache knows the planned graphs by their content
 
+    def __reduce__(self) -> tuple[type[str], tuple[str]]:
+        # Inductor pickles its settings, this object among them, for the key of its cache.
+        return str, ("rematplan",)
+
 
 def backend(
     *,

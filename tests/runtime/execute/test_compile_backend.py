@@ -1,6 +1,7 @@
 """Laws of the backend of torch.compile: the same bits as eager mode, the plan's own graphs, errors that say what."""
 
 import copy
+import pickle
 import warnings
 from collections.abc import Iterator
 from typing import Any
@@ -12,6 +13,7 @@ from torch._inductor import config
 from torch.nn import functional
 
 import rematplan
+from rematplan.compile_backend import _Partitioner
 from rematplan.ir import InfeasibleBudget, TrainingGraph, UsageError
 from rematplan.planner.auto.auto_strategy import Auto
 from rematplan.planner.core.plan import Plan
@@ -167,6 +169,10 @@ def test_inductor_holds_what_the_plan_says_of_convolutions() -> None:
     peak, _ = peak_above_entry(lambda: compiled(x).backward(tangent), torch.device("cpu"))
     assert resident + peak <= backend.plans[0].budget * 1.02
     assert backend.plans[0].estimate.reruns > 0
+
+
+def test_the_key_of_inductors_cache_has_no_plan_in_it() -> None:
+    assert pickle.loads(pickle.dumps(_Partitioner(lambda: None))) == "rematplan"
 
 
 def test_what_cannot_be_is_said() -> None:
