@@ -65,16 +65,24 @@ class StageSlice:
 
 
 def late_ops(piece: StageSlice) -> frozenset[int]:
-    """Return the positions of the backward ops that a stage can postpone, because no tensor that it sends to the
-    previous stage in the backward depends on them. They compute gradients of weights."""
+    """Return the positions of the backward ops that a stage can postpone: no tensor that it sends to the previous stage
+    in the backward depends on them, and they do not read such a tensor. They compute gradients of weights."""
     ix = indexed(piece.chain.graph)
     backward = [o for o in piece.ops if not ix.forward[o]]
     needed, early = set(piece.returned), set()
+    for o in _reading(piece):
+        needed.update(ix.writes[o])
     for o in reversed(backward):
         if not needed.isdisjoint(ix.writes[o]):
             early.add(o)
             needed.update(ix.reads[o])
     return frozenset(backward) - early
+
+
+def _reading(piece: StageSlice) -> list[int]:
+    """Return the positions of the backward ops that read a tensor that the stage sends to the previous stage."""
+    ix, returned = indexed(piece.chain.graph), set(piece.returned)
+    return [o for o in piece.ops if not ix.forward[o] and not returned.isdisjoint(ix.reads[o])]
 
 
 def stage_problem(
@@ -146,7 +154,7 @@ class _Builder:
                     if used.issuperset(i.reads) and written.issuperset(i.writes)
                 ),
             ),
-            ordered=tuple(o for o in self.graph.ordered if o in known),
+            ordered=self._ordered(ops),
             never_rerun=tuple(
                 dict.fromkeys((*(o for o in self.graph.never_rerun if o in known), *self._once()))
             ),
@@ -156,6 +164,13 @@ class _Builder:
         return StageProblem(
             graph, BOUNDARY, states=states, weights=weights, gradients=marks, template=template
         )
+
+    def _ordered(self, ops: Iterable[Op]) -> tuple[str, ...]:
+        """Return the names of the ops that run for the first time in this order. In a split backward, ops that read
+        what the stage returns run before the second boundary op, where it is handed over."""
+        reading = [self.ix.ops[o] for o in _reading(self.piece)] if self.split else []
+        names = {*self.graph.ordered, *reading, *([WEIGHTS] if reading else ())}
+        return tuple(op.name for op in ops if op.name in names)
 
     def _marks(self) -> dict[str, str]:
         """Return, for the name of each 0-byte marker tensor, the name of a parameter's gradient. The op that computes

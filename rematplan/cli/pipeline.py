@@ -5,17 +5,21 @@ from __future__ import annotations
 
 import argparse
 import time
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from rematplan.cli.arguments import check_outputs, given_sizes, positive, positive_number
 from rematplan.cli.output import Output
 from rematplan.cli.problem_source import PROFILE, ROOFLINE, add_costs, add_model, costs_of, load_model, price
-from rematplan.ir import UsageError, show_bytes
+from rematplan.ir import TrainingGraph, UsageError, show_bytes
 from rematplan.pipeline.options import OPTIMIZERS, optimizer_copies, parse_link
-from rematplan.pipeline.schedules import SCHEDULES
+from rematplan.pipeline.schedules import SCHEDULES, SPLIT
 from rematplan.planner.pipeline.pipeline_file import PlannedPipeline, pipeline_to_json, save_pipeline
 from rematplan.plans.budgets import parse_budget
+
+if TYPE_CHECKING:
+    from rematplan.runtime.graph.captured_step import CapturedStep
 
 AUTO, DATAFLOW = "auto", "dataflow"
 
@@ -106,13 +110,20 @@ def run(args: argparse.Namespace, out: Output) -> int:
         raise UsageError(f"--overhead {args.overhead} is not a number of microseconds from 0 to 1e12")
     if args.device_model is not None and costs_of(args) != ROOFLINE:
         raise UsageError("--device-model can only be combined with --costs roofline, not with measured costs")
-    from rematplan.pipeline.planning import Asked, plan_stages
+    from rematplan.pipeline.planning import Asked, plan_stages, step_for
 
     began = time.perf_counter()
     costs = costs_of(args)
     inverses = args.inverses or args.schedule == DATAFLOW
     loaded = load_model(args, out, weightless=costs != PROFILE, inverses=inverses)
-    source = price(loaded, out, costs, args.device_model, args.max_inversion_error)
+    priced: dict[str, tuple[CapturedStep, TrainingGraph]] = {}
+    for names in (tuple(name for name in SCHEDULES if name not in SPLIT), SPLIT):
+        if asked_for := [name for name in names if args.schedule in (AUTO, name)]:
+            step = step_for(asked_for[0], loaded.step)
+            source = price(
+                replace(loaded, step=step), out, costs, args.device_model, args.max_inversion_error
+            )
+            priced |= dict.fromkeys(asked_for, (step, source.graph))
     cuts = None if args.cuts == AUTO else tuple(args.cuts.split(","))
     asked = Asked(
         args.schedule,
@@ -125,9 +136,9 @@ def run(args: argparse.Namespace, out: Output) -> int:
         optimizer,
         args.time_limit,
     )
-    with out.progress(f"planning {source.graph.name}") as progress:
-        plan = plan_stages(loaded.step, source.graph, asked, _model(args, costs), progress)
-    _show(plan, (*source.notes, *kept_inputs(plan)), out)
+    with out.progress(f"planning {loaded.step.name}") as progress:
+        plan = plan_stages(priced, asked, _model(args, costs), progress)
+    _show(plan, (*loaded.notes, *kept_inputs(plan)), out)
     if args.output:
         save_pipeline(plan, args.output)
         out.show(f"pipeline: {args.output}")

@@ -5,6 +5,7 @@ machine.
 from __future__ import annotations
 
 import argparse
+from dataclasses import replace
 from pathlib import Path
 
 from rematplan.cli.arguments import check_outputs
@@ -30,9 +31,13 @@ def run(args: argparse.Namespace, out: Output) -> int:
     step = load_model(args, out).step
     from rematplan.runtime.costs.profile import profile_costs
     from rematplan.runtime.costs.profile_json import profile_of, save_profile
+    from rematplan.runtime.pipeline.weight_gradients import with_separate_weights
 
+    separate = with_separate_weights(step)  # as some schedules of pipelines run it
     with out.progress("measuring ops") as progress:
         profile = profile_of(step, profile_costs(step, progress))
+        others = profile_of(separate, profile_costs(separate, progress))
+    profile = replace(profile, calls={**profile.calls, **others.calls})
     save_profile(profile, args.output)
     out.show(f"{args.output}: {len(profile.calls)} distinct ops of {step.name}, measured on {profile.device}")
     out.data(

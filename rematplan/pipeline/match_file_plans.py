@@ -55,7 +55,10 @@ class FilePlans:
         names = [graph.ops[o].name for o in ops]
         loss = loss_ops(self.step, graph, names) if number == len(bounds) - 1 else frozenset()
         own = [name for name in names if name not in loss]
-        others = [op.name for op in part.problem.graph.ops if op.name in part.step.call]
+        planned = {op.name for op in part.problem.graph.ops}
+        others = [
+            call.name for call in part.step.calls if call.name in planned
+        ]  # the graph may order them anew
         try:
             copies = message_copies(part.step, others)
             pairs = matched(self.step, own, part.step, [o for o in others if o not in copies])
@@ -75,7 +78,7 @@ def file_plans(file: PlannedPipeline, step: CapturedStep) -> FilePlans:
 
     Args:
         file: the pipeline file's content.
-        step: the captured step of the model with its loss.
+        step: the captured step of the model with its loss, as the file's schedule runs it (`step_for`).
 
     Raises:
         ProblemError: the captured step cannot be divided at the cuts of the file.

@@ -12,7 +12,13 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from rematplan.ir import InfeasibleBudget, TrainingGraph, UsageError
-from rematplan.pipeline.schedules import ONE_STAGE, SCHEDULES, STAGES_A_RANK, VIRTUAL, schedule_named
+from rematplan.pipeline.schedules import (
+    ONE_STAGE,
+    SPLIT,
+    STAGES_A_RANK,
+    VIRTUAL,
+    schedule_named,
+)
 from rematplan.pipeline.step_chain import NamedChain, named_chain
 from rematplan.planner.core.strategy import Progress, silent
 from rematplan.planner.pipeline.actions import PipelineSchedule
@@ -24,6 +30,7 @@ from rematplan.planner.pipeline.stage_partition import Cuts, partitions
 from rematplan.planner.pipeline.timeline import Link
 from rematplan.plans.budgets import Budget
 from rematplan.runtime.graph.captured_step import CapturedStep
+from rematplan.runtime.pipeline.weight_gradients import with_separate_weights
 
 AUTO = "auto"
 QUESTIONS = 48
@@ -57,16 +64,25 @@ class Asked:
     seconds: float
 
 
+def step_for(schedule: str, step: CapturedStep) -> CapturedStep:
+    """Return the captured step of a micro-batch as a schedule runs it: if the schedule computes weight gradients later
+    than the inputs', calls that compute both are divided in two (`with_separate_weights`)."""
+    return with_separate_weights(step) if schedule in SPLIT else step
+
+
 def plan_stages(
-    step: CapturedStep, graph: TrainingGraph, asked: Asked, model: Mapping[str, Any], progress: Progress
+    steps: Mapping[str, tuple[CapturedStep, TrainingGraph]],
+    asked: Asked,
+    model: Mapping[str, Any],
+    progress: Progress,
 ) -> PlannedPipeline:
     """Divide a captured step into pipeline stages, and plan what each stage recomputes.
 
     Of the pipelines that are found, the one with the least makespan (simulated duration of a step) is returned.
 
     Args:
-        step: the captured step of one micro-batch.
-        graph: its planning problem.
+        steps: for the name of each schedule that ``asked`` allows, the captured step of one micro-batch as the schedule
+            runs it (`step_for`), and its planning problem.
         asked: the user's options.
         model: how the model was loaded, as JSON data; it is stored in the result.
         progress: called with the fraction done (0 to 1) and a short text.
@@ -76,18 +92,22 @@ def plan_stages(
             and the smallest budget found for it.
         UsageError: impossible cuts or numbers of stages or micro-batches.
     """
-    chain = named_chain(step, graph, asked.cuts or ())
-    cuts = None if asked.cuts is None else chain.positions(asked.cuts)
-    if cuts is not None and len(cuts) != asked.stages - 1:
-        raise UsageError(f"{asked.stages} stages need {asked.stages - 1} cuts, not {len(cuts)}")
-    found = _best(chain, asked, cuts, progress)
-    return replace(found, names=tuple(chain.names[cut] for cut in found.cuts), model=model)
+    chains = {name: named_chain(*priced, asked.cuts or ()) for name, priced in steps.items()}
+    cuts = None
+    if asked.cuts is not None:
+        cuts = {name: chain.positions(asked.cuts) for name, chain in chains.items()}
+        if len(asked.cuts) != asked.stages - 1:
+            raise UsageError(f"{asked.stages} stages need {asked.stages - 1} cuts, not {len(asked.cuts)}")
+    return replace(_best(chains, asked, cuts, progress), model=model)
 
 
-def _best(chain: NamedChain, asked: Asked, cuts: Cuts | None, progress: Progress) -> PlannedPipeline:
-    """Return the pipeline with the least makespan that is found with the schedules that ``asked`` allows.
+def _best(
+    chains: Mapping[str, NamedChain], asked: Asked, cuts: Mapping[str, Cuts] | None, progress: Progress
+) -> PlannedPipeline:
+    """Return the pipeline with the least makespan that is found with the schedules in ``chains``.
 
-    ``cuts``: the positions in the chain at which stages begin; None: each search chooses them.
+    ``chains``: for the name of each schedule, the step of one micro-batch as a chain of blocks. ``cuts``: for each
+    schedule, the positions in its chain at which stages begin; None: each search chooses them.
 
     Raises:
         InfeasibleBudget: with no schedule, plans are found that fit the budget.
@@ -96,7 +116,7 @@ def _best(chain: NamedChain, asked: Asked, cuts: Cuts | None, progress: Progress
     """
     refused: list[InfeasibleBudget] = []
     best: PlannedPipeline | None = None
-    searches = sorted(_searches(chain, asked, progress), key=lambda s: s.least_makespan)
+    searches = sorted(_searches(chains, asked, progress), key=lambda s: s.least_makespan)
     until = time.monotonic() + asked.seconds
     for number, search in enumerate(searches):
         if best is not None and search.least_makespan >= best.timeline.makespan:
@@ -104,23 +124,23 @@ def _best(chain: NamedChain, asked: Asked, cuts: Cuts | None, progress: Progress
         left = max(0.0, until - time.monotonic()) / (1 if best else len(searches) - number)
         search.planner = _planner(left, search.schedule.ranks)
         search.seconds = left
+        name = search.schedule.name
         try:
-            found = search.run(cuts)
+            found = search.run(None if cuts is None else cuts[name])
         except InfeasibleBudget as error:
             refused.append(error)
             continue
         if best is None or found.timeline.makespan < best.timeline.makespan:
-            best = found
+            best = replace(found, names=tuple(chains[name].names[cut] for cut in found.cuts))
     if best is None:
         raise min(refused, key=lambda error: error.smallest)
     return best
 
 
-def _searches(chain: NamedChain, asked: Asked, progress: Progress) -> Iterator[PipelineSearch]:
-    names = SCHEDULES if asked.schedule == AUTO else (asked.schedule,)
+def _searches(chains: Mapping[str, NamedChain], asked: Asked, progress: Progress) -> Iterator[PipelineSearch]:
     errors: list[UsageError] = []
     some = False
-    for name in names:
+    for name, chain in chains.items():
         if asked.schedule == AUTO and name == "dataflow" and not chain.chain.graph.inverses:
             continue  # nothing could be recovered
         try:

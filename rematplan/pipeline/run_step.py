@@ -21,6 +21,7 @@ from rematplan.pipeline.captured_stages import CapturedStage
 from rematplan.pipeline.match_file_plans import file_plans
 from rematplan.pipeline.one_process import step_in_one_process
 from rematplan.pipeline.plan_pipeline import captured_pipeline
+from rematplan.pipeline.planning import step_for
 from rematplan.pipeline.rank_plans import measured_rank_plan, rank_plan
 from rematplan.pipeline.runnable_pipeline import Pipeline
 from rematplan.planner.pipeline.in_flight import RankPlan
@@ -198,7 +199,7 @@ def _rank_plan(
     try:
         if pipe.order.name in CHANNELS:
             raise ProblemError("a stage of a dataflow finds the inverses of its ops where it runs")
-        file = file_plans(plan, loaded.step)
+        file = file_plans(plan, step_for(plan.schedule.name, loaded.step))
         own = [file.plan(number, part) for number, part in parts if isinstance(part, CapturedStage)]
         return measured_rank_plan(pipe.order, rank, pipe.parts, pipe.budget, own), ""
     except InfeasibleBudget as error:

@@ -79,8 +79,9 @@ def with_weight_boundary(step: CapturedStep, graph: TrainingGraph) -> TrainingGr
     those of the weights. The op `WEIGHTS` is added between the two parts.
 
     The first part has all backward ops that the inputs' gradients depend on, and those that read an input's gradient,
-    even if they compute a weight's gradient. Each of them runs only once. At `WEIGHTS`, the outputs and the inputs'
-    gradients are handed to the caller, and can be freed from then on. Ops after it read `WEIGHTS` instead of outputs
+    even if they compute a weight's gradient. Each of them runs only once, and the latter run before `WEIGHTS` by an
+    order of first executions. At `WEIGHTS`, the outputs and the inputs' gradients are handed to the caller, and can be
+    freed from then on. Ops after it read `WEIGHTS` instead of outputs
     that they read only so that the outputs exist at the loss boundary.
 
     Args:
@@ -91,7 +92,7 @@ def with_weight_boundary(step: CapturedStep, graph: TrainingGraph) -> TrainingGr
     gone = tuple(dict.fromkeys(step.values[v].storage for v in leaving))
     after = step.after_loss
     returned = {step.values[o.value].storage for o in step.outputs if o.kind == "input gradient"}
-    reading = (op for op in graph.ops if op.name in after and not returned.isdisjoint(op.reads))
+    reading = [op for op in graph.ops if op.name in after and not returned.isdisjoint(op.reads)]
     wanted = returned.union(*(op.writes for op in reading))
     sooner: set[str] = set()
     for op in reversed(graph.ops):
@@ -108,6 +109,8 @@ def with_weight_boundary(step: CapturedStep, graph: TrainingGraph) -> TrainingGr
         read = set(step.reads(step.call[op.name])) if op.name in step.call else {*op.reads}
         return replace(op, reads=(*(t for t in op.reads if t not in gone or t in read), WEIGHTS))
 
+    ops = (*first, boundary, *map(after_weights, later))
+    ordered = {*graph.ordered, *((*(op.name for op in reading), WEIGHTS) if reading else ())}
     return replace(
         graph,
         tensors=(*graph.tensors, Tensor(WEIGHTS, 0)),
@@ -115,6 +118,7 @@ def with_weight_boundary(step: CapturedStep, graph: TrainingGraph) -> TrainingGr
             *(t for t in graph.outputs if t not in gone or t in inputs),
             *(() if later else (WEIGHTS,)),  # unread, a search would leave it out
         ),
-        ops=(*first, boundary, *map(after_weights, later)),
+        ops=ops,
+        ordered=tuple(op.name for op in ops if op.name in ordered),
         never_rerun=tuple(dict.fromkeys((*graph.never_rerun, *sorted(sooner), WEIGHTS))),
     )
