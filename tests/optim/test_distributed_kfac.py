@@ -68,10 +68,11 @@ def test_fifty_steps_are_those_of_one_process(size: int, checks: list[str], tmp_
 def test_a_process_that_fails_ends_all(tmp_path: Path) -> None:
     first, last = run(2, tmp_path, "failing")
     assert last[0] != 0
-    assert last[2].splitlines()[-1].endswith("ValueError: the last process fails")
     assert first[0] != 0
-    said = first[2].splitlines()[-1]
-    assert "ProcessEnded: rank 0 of 2: another process has ended or cannot be reached (" in said
+    # PyTorch's threads may print another line when the process ends.
+    assert "ValueError: the last process fails\n" in last[2]
+    said = "ProcessEnded: rank 0 of 2: another process has ended or cannot be reached ("
+    assert any(said in line for line in first[2].splitlines()[-2:])
 
 
 def test_without_a_process_group_it_is_refused() -> None:
