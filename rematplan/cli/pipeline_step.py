@@ -83,7 +83,7 @@ def run(args: argparse.Namespace, out: Output) -> int:
 
 
 def _show(plan: PlannedPipeline, reports: Sequence[RankReport], out: Output) -> None:
-    """Print a table of all ranks' peaks, and what they differ from the file in."""
+    """Print a table of all ranks' peaks, and why ranks did not follow the plans of the file."""
     from rematplan.report.pipeline_tables import measured_ranks_table
 
     out.show(measured_ranks_table(plan, reports))

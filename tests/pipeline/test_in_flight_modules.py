@@ -11,9 +11,15 @@ from torch import nn
 
 import rematplan
 from rematplan.ir import InfeasibleBudget, UsageError
+from rematplan.planner.core.schedule import runs_of
 from rematplan.planner.pipeline.actions import RankActions
 from rematplan.plans.in_flight import with_in_flight
+from rematplan.runtime.costs.device_models import device_model
 from rematplan.runtime.costs.measure import peak_above_entry
+from rematplan.runtime.costs.roofline import roofline_costs
+from rematplan.runtime.pipeline.weight_gradients import with_weight_boundary
+from rematplan.runtime.problem.loss_boundary import WEIGHTS, with_loss_boundary
+from rematplan.runtime.problem.planning_problem import training_graph
 
 ASKED: dict[str, Any] = {"costs": "roofline", "strategy": "approx_dp", "loss_memory": "4x"}
 ROWS, WIDTH = 64, 32
@@ -134,6 +140,37 @@ def test_more_in_flight_keep_less_within_the_same_bytes() -> None:
 def test_what_cannot_be_asked_is_refused(more: dict[str, Any], message: str) -> None:
     with pytest.raises(UsageError, match=message):
         rematplan.plan_module(model(), (example(),), **{"budget": "100%", "costs": "roofline"} | more)
+
+
+class Shifted(nn.Module):
+    """Layers of which the first adds a weight, whose gradient is a sum of the input's gradient."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.shift, self.rest = nn.Parameter(torch.ones(WIDTH)), Mlp(2)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = self.rest(x + self.shift)
+        return out
+
+
+def test_weight_gradients_that_read_the_inputs_gradient_come_with_it() -> None:
+    plain = Shifted()
+    asked = {**ASKED, "strategy": "anneal", "time_limit": 0.5}
+    planned = rematplan.plan_module(
+        copy.deepcopy(plain), (example(),), budget="100%", in_flight=2, deferred=1, **asked
+    )
+    step, runs = planned._rematplan.last.compiled.step, runs_of(planned.plan.schedule)
+    (returned,) = (step.values[o.value].storage for o in step.outputs if o.kind == "input gradient")
+    (reading,) = (call.name for call in step.calls if returned in step.reads(call))
+    assert runs.index(reading) < runs.index(WEIGHTS)
+    graph = with_loss_boundary(step, training_graph(step, roofline_costs(step, device_model("laptop-cpu"))))
+    assert with_weight_boundary(step, graph).ordered == (reading, WEIGHTS)
+    actions = with_in_flight(2, 1)
+    run(planned, actions)
+    run(plain, tuple(a for a in actions if a.kind != "W"))
+    for ours, theirs in zip(planned.parameters(), plain.parameters(), strict=True):
+        assert torch.equal(ours.grad, theirs.grad)  # type: ignore[arg-type]
 
 
 def test_nothing_left_to_finish_is_said() -> None:

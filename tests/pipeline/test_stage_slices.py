@@ -194,6 +194,21 @@ def test_tied_weights_are_refused_by_name() -> None:
         chain.check_cuts([2])
 
 
+def test_an_op_that_reads_what_a_stage_returns_runs_before_its_second_boundary() -> None:
+    """The stage before takes the returned tensor at the boundary, and the bias gradient is a sum of it."""
+    forward: list[Row] = [("f", ("x", "u"), ("a",)), ("g", ("a", "v"), ("b",))]
+    backward: list[Row] = [
+        ("dg", ("b", "v"), ("da",)),
+        ("gw", ("da", "a"), ("dv",)),
+        ("df", ("da", "x"), ("du",)),
+    ]
+    graph = step_of("reading", forward, backward, ("x", "u", "v"), ("b", "du", "dv"))
+    chain = stage_chain(graph, one_op_a_block(graph), {"du": "u", "dv": "v"})
+    first, last = (problem.graph for problem in problems_of(slices(chain, [1]), split=True))
+    assert last.ordered == ("gw", WEIGHTS)
+    assert first.ordered == ()  # it returns nothing
+
+
 def test_only_a_stage_that_recovers_its_input_inverts_to_it() -> None:
     """Other stages receive the input into a buffer of torch, which stays."""
     chain = read_late("s")

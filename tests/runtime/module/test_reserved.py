@@ -7,8 +7,10 @@ import pickle
 from collections.abc import Callable
 from pathlib import Path
 
+import bitsandbytes
 import numpy
 import pytest
+import pytorch_optimizer
 import torch
 from torch import nn, optim
 from torch.nn import functional
@@ -30,13 +32,9 @@ MAKERS: dict[str, Callable[[list[nn.Parameter]], optim.Optimizer]] = {
     "RMSprop": optim.RMSprop,
     "Adafactor": optim.Adafactor,
     "Adadelta, foreach": lambda p: optim.Adadelta(p, foreach=True),
-    "Adam8bit": lambda p: bitsandbytes_kind("Adam8bit")(p, lr=1e-3),
-    "Lion of pytorch_optimizer": lambda p: pytest.importorskip("pytorch_optimizer").Lion(p),
+    "Adam8bit": lambda p: bitsandbytes.optim.Adam8bit(p, lr=1e-3),
+    "Lion of pytorch_optimizer": pytorch_optimizer.Lion,
 }
-
-
-def bitsandbytes_kind(name: str) -> type[optim.Optimizer]:
-    return getattr(pytest.importorskip("bitsandbytes").optim, name)
 
 
 def network() -> nn.Module:
