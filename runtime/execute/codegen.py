@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterable, Sequence
-from typing import Any
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, TypeAlias
 
 import torch
 
@@ -14,12 +14,14 @@ from rematplan.planner.core.schedule import Free, Run, Schedule
 from rematplan.runtime.execute.buffers_once import renewed_buffers
 from rematplan.runtime.execute.emitter import Emitter
 from rematplan.runtime.execute.in_place import overwriting_calls
-from rematplan.runtime.execute.missing_tangents import Unused
+from rematplan.runtime.execute.missing_tangents import ALL_USED, Unused
 from rematplan.runtime.execute.random_replay import first_draw, later_draw, replay_functions
 from rematplan.runtime.graph.captured_step import Call, CapturedStep, Ref
 from rematplan.runtime.graph.kernel_of import kernel_of
 from rematplan.runtime.graph.tracked_sizes import TrackedSize, shape_of, stride_of, without_values
 from rematplan.runtime.problem.backward_segments import Segment
+
+Note: TypeAlias = Callable[[str, torch.Tensor], None]
 
 
 class Writer(Emitter):
@@ -33,11 +35,22 @@ class Writer(Emitter):
         schedule: a schedule of its planning problem.
         for_any_sizes: whether each written function has a first argument ``s``: the values of all size expressions in
             the step.
+        unused: op executions that are left out, because gradients are missing.
+        overwrite: whether calls may write their result into an operand that nothing reads again.
+        note: the source calls it with the name and the tensor of each value that it computes; None to call nothing.
     """
 
-    def __init__(self, step: CapturedStep, schedule: Schedule, for_any_sizes: bool = False) -> None:
+    def __init__(
+        self,
+        step: CapturedStep,
+        schedule: Schedule,
+        for_any_sizes: bool = False,
+        unused: Unused = ALL_USED,
+        overwrite: bool = True,
+        note: Note | None = None,
+    ) -> None:
         super().__init__(step, schedule)
-        self.for_any_sizes = for_any_sizes
+        self.for_any_sizes, self.unused = for_any_sizes, unused
         self.lines: list[str] = []
         self.scope: dict[str, Any] = {"torch": torch, "inf": math.inf, "nan": math.nan}
         self.targets: dict[Any, str] = {}
@@ -46,12 +59,11 @@ class Writer(Emitter):
         self.variable: dict[str, str] = {}  # value → its variable
         self.taken: set[str] = set()  # names of all variables
         self.states: set[str] = set()
-        self.unused = Unused()
-        self.overwriting = overwriting_calls(step, schedule)
+        self.overwriting = overwriting_calls(step, schedule) if overwrite else {}
         self.ends: dict[int, list[str]] = {}  # position → storages freed after it without a Free
-        self.noting = False
-        """Whether the source calls ``note(name, tensor)`` for each value that it computes. ``note`` must then be in
-        `scope`."""
+        self.noting = note is not None
+        if note:
+            self.scope["note"] = note
 
     def write(self) -> str:
         """Return the source of the whole schedule as one function ``step(*inputs)``, which returns a tuple of the
@@ -240,8 +252,8 @@ class Writer(Emitter):
         self._made(call)
 
     def _made(self, call: Call) -> None:
-        """Record that the results of a call are in variables. If `noting` is set, also write a call of ``note`` for
-        each result."""
+        """Record that the results of a call are in variables. Also write a call of ``note`` for each result if that was
+        asked for."""
         for result in filter(None, call.results):
             self.mark_alive(result)
             if self.noting:

@@ -16,7 +16,7 @@ from rematplan.ir import ProblemError
 from rematplan.planner.core.lane_schedule import Lanes
 from rematplan.planner.core.schedule import Schedule, runs_of
 from rematplan.runtime.execute.buffers_once import renewed_buffers
-from rematplan.runtime.execute.codegen import Writer, read_from
+from rematplan.runtime.execute.codegen import Note, Writer, read_from
 from rematplan.runtime.execute.missing_tangents import unused_by
 from rematplan.runtime.execute.two_lane_codegen import LaneWriter
 from rematplan.runtime.graph.captured_step import CapturedStep, StepOutput
@@ -133,7 +133,7 @@ def compile_halves(
     lanes: Lanes | None = None,
     spare: Sequence[int] = (),
     overwrite: bool = True,
-    note: Callable[[str, torch.Tensor], None] | None = None,
+    note: Note | None = None,
     for_any_sizes: bool = False,
 ) -> Halves:
     """Compile a schedule into a forward and a backward half.
@@ -152,7 +152,8 @@ def compile_halves(
         spare: the unused bytes of the budget at each position of the schedule. Gradients that wait for the end of
             their segment (a part of the backward) may occupy them; empty for no limit.
         overwrite: whether calls may write their result into an operand that nothing reads again.
-        note: is called with the name and the tensor of each value when it is computed; None to call nothing.
+        note: is called with the name and the tensor of each value when it is computed; None to call nothing. Ignored
+            with lanes.
         for_any_sizes: whether the functions take the values of all size expressions in the step as an argument
             (`Halves.at`), so that they serve all sizes of the batch. Ignored with lanes.
 
@@ -164,14 +165,11 @@ def compile_halves(
     schedule, lanes = own.schedule, own.lanes
     left = [spare[at] for at in own.positions if spare]
     segments = gradient_segments(step, schedule, own.boundary, left, late=own.late)
-    writer = Writer(step, schedule, for_any_sizes)
+    unused = unused_by(step, schedule, segments[0].start, missing)
     if lanes and not missing:
-        writer = LaneWriter(step, schedule, lanes, segments[0].start)
-    if not overwrite:
-        writer.overwriting = {}
-    if note:
-        writer.noting, writer.scope["note"] = True, note
-    writer.unused = unused_by(step, schedule, segments[0].start, missing)
+        writer: Writer = LaneWriter(step, schedule, lanes, segments[0].start, unused, overwrite)
+    else:
+        writer = Writer(step, schedule, for_any_sizes, unused, overwrite, note)
     source = writer.write_halves(segments)
     scope = _defined(step, source, writer.scope)
     renewed = renewed_buffers(step)

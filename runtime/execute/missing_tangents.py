@@ -30,6 +30,9 @@ class Unused:
     same: tuple[tuple[str, str], ...] = ()
 
 
+ALL_USED = Unused()
+
+
 def unused_by(step: CapturedStep, schedule: Schedule, start: int, missing: Iterable[str]) -> Unused:
     """Return which op executions of a backward are superfluous, and which values are zero, if some tangents (gradients
     of outputs) are missing. The first execution of a random op is never superfluous, since it advances the generator.

@@ -34,6 +34,7 @@ from rematplan.planner.core.lane_schedule import (
 from rematplan.planner.core.schedule import Run, Schedule, runs_of
 from rematplan.runtime.execute.codegen import Writer
 from rematplan.runtime.execute.lane_threads import stream_recorder, two_lanes
+from rematplan.runtime.execute.missing_tangents import ALL_USED, Unused
 from rematplan.runtime.graph.captured_step import CapturedStep
 
 LANE = ("gradients", "recovery")
@@ -90,23 +91,7 @@ class _Stretch:
         return set(self.needs[other][: len(self.where.lanes[other])])
 
 
-class _Locked(Writer):
-    """A writer of source that encloses random calls in a lock, so that two lanes do not use the random number
-    generator at the same time."""
-
-    locked = True
-
-    def run(self, run: Run, at: int) -> None:
-        """Write one execution of an op, with the lock if the op is random. ``run``: the execution. ``at``: its
-        position in the schedule."""
-        before = len(self.lines)
-        super().run(run, at)
-        if self.locked and self.step.call[run.op].seeded:
-            self.scope["draws"] = DRAWS
-            self.lines[before:] = ["with draws:", *_indented(self.lines[before:])]
-
-
-class LaneWriter(_Locked):
+class LaneWriter(Writer):
     """Writes a schedule as source for two lanes (threads on the CPU, streams on CUDA). The second lane starts at an op
     execution called the fork. Op executions before the fork, or before position ``start``, are written one after the
     other; all others on the two lanes.
@@ -119,15 +104,23 @@ class LaneWriter(_Locked):
         schedule: a schedule of its planning problem.
         lanes: the fork, the lane of each op execution, and for which op executions of the other lane it waits.
         start: the first position of the schedule that may be on two lanes.
+        unused: as for `Writer`.
+        overwrite: as for `Writer`.
 
     Raises:
         ProblemError: the lanes do not fit the schedule.
     """
 
-    locked = False
-
-    def __init__(self, step: CapturedStep, schedule: Schedule, lanes: Lanes, start: int = 0) -> None:
-        super().__init__(step, schedule)
+    def __init__(
+        self,
+        step: CapturedStep,
+        schedule: Schedule,
+        lanes: Lanes,
+        start: int = 0,
+        unused: Unused = ALL_USED,
+        overwrite: bool = True,
+    ) -> None:
+        super().__init__(step, schedule, unused=unused, overwrite=overwrite)
         self.runs, self.lanes = runs_of(schedule), lanes
         self.where = placed(lanes.fork, lanes.recovery, len(self.runs))
         self.step_of = [k for k, one in enumerate(schedule) if isinstance(one, Run)]
@@ -191,9 +184,9 @@ class LaneWriter(_Locked):
             self._lane(self, here, MAIN)
             return
         inner = self._inner_writer()
-        before, self.lines, self.locked = self.lines, [], True
+        before, self.lines = self.lines, []
         self._lane(self, here, MAIN)
-        on_main, self.lines, self.locked = self.lines, [], False
+        on_main, self.lines = self.lines, []
         self._lane(inner, here, RECOVERY)
         hands = [hand for values in here.handed.values() for hand in values.values()]
         self.scope["two_lanes"] = partial(two_lanes, self.step.device)
@@ -211,7 +204,7 @@ class LaneWriter(_Locked):
     def _inner_writer(self) -> Writer:
         """Return a writer for the inner function, which the recovery lane runs. The function can read the step's
         inputs and the saved random states of the enclosing function. All its other variables are separate."""
-        inner = _Locked(self.step, self.schedule)
+        inner = Writer(self.step, self.schedule)
         inner.scope, inner.targets = self.scope, self.targets
         inner.variable, inner.taken = self.variable, self.taken
         inner.states, inner.overwriting = self.states, self.overwriting
@@ -233,7 +226,7 @@ class LaneWriter(_Locked):
                 had = here.needs[lane][k]
                 writer.lines.append(f"{LANE[1 - lane]}.wait({had})")
             self._take(writer, here, lane, k)
-            writer.run(Run(self.runs[at]), self.step_of[at])
+            self._run(writer, here, at)
             for copy in here.gives[lane, k]:
                 self._give(writer, here, copy)
             ends = self.ends.get(self.step_of[at], ()) if lane == MAIN else ()
@@ -242,6 +235,14 @@ class LaneWriter(_Locked):
             writer.drop_dead()
             if k + 1 in awaited:
                 writer.lines.append(f"{LANE[lane]}.reached({k + 1})")
+
+    def _run(self, writer: Writer, here: _Stretch, at: int) -> None:
+        """Write one op execution, enclosed in a lock if the op is random and both lanes run. ``at``: its index."""
+        before = len(writer.lines)
+        writer.run(Run(self.runs[at]), self.step_of[at])
+        if here.where.recovery and self.step.call[self.runs[at]].seeded:
+            writer.scope["draws"] = DRAWS
+            writer.lines[before:] = ["with draws:", *_indented(writer.lines[before:])]
 
     def _give(self, writer: Writer, here: _Stretch, copy: Copy) -> None:
         writer.lines += [f"{hand} = {writer.use(v)}" for v, hand in self._hands(here, copy).items()]
