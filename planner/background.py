@@ -12,6 +12,7 @@ import threading
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -178,11 +179,7 @@ class BackgroundSearch:
         search.heard(plan, bool(answer["done"]))
 
 
-_shared: list[BackgroundSearch] = []
-
-
+@cache
 def shared() -> BackgroundSearch:
     """Return the one `BackgroundSearch` of this Python process."""
-    if not _shared:
-        _shared.append(BackgroundSearch())
-    return _shared[0]
+    return BackgroundSearch()

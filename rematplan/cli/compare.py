@@ -8,12 +8,12 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from functools import cache, partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from rematplan.cli.arguments import check_outputs, positive, positive_number
 from rematplan.cli.output import Output
 from rematplan.cli.overlap_option import add_overlap, check_overlap, lane_sharing
-from rematplan.cli.problem_source import PROFILE, ROOFLINE, Source, add_costs, add_model, load_model, price
+from rematplan.cli.problem_source import PROFILE, Source, add_costs, add_model, costs_of, load_model, price
 from rematplan.ir import InfeasibleBudget
 from rematplan.planner.auto.auto_strategy import Auto
 from rematplan.planner.caches.plan_store import PlanStore
@@ -28,9 +28,6 @@ from rematplan.plans.budgets import least_plan, parse_budget, plan_within
 from rematplan.plans.two_lane_plans import ON, overlapped
 from rematplan.report.comparison_row import Rival
 from rematplan.report.tables import comparison_table
-
-if TYPE_CHECKING:
-    pass
 
 HALF = 50
 """The default budget of networks without inverses, in percent of the peak without recomputation."""
@@ -80,7 +77,7 @@ def run(args: argparse.Namespace, out: Output) -> int:
     check_overlap(args)
     args.overlap = args.overlap or ON
     wanted = parse_budget(args.budget) if args.budget else None
-    costs = args.costs or (PROFILE if args.device_model is None else ROOFLINE)
+    costs = costs_of(args)
     loaded = load_model(args, out, weightless=args.no_run and costs != PROFILE, inverses=True)
     assert loaded.without is not None
     plain, inverted = (

@@ -263,7 +263,11 @@ class OpTape:
         return all(self._is_known(t) for t in pytree.tree_leaves(value) if isinstance(t, torch.Tensor))
 
     def _is_known(self, tensor: torch.Tensor) -> bool:
-        if id(tensor) not in self.places and type(tensor) is torch.Tensor and not _is_functional(tensor):
+        if (
+            id(tensor) not in self.places
+            and type(tensor) is torch.Tensor
+            and not is_functional_tensor(tensor)
+        ):
             self.begin(tensor, tensor)  # not traced: made from numbers, or a plain attribute
         return id(tensor) in self.places and self.memory[self.places[id(tensor)]] not in self.lost
 
@@ -292,7 +296,3 @@ def _argument_of(
     named = [a.name for a in func._schema.arguments if a.alias_info is not None and which(a.alias_info)]
     leaves = pytree.tree_leaves([by_name.get(name) for name in named])
     return [t for t in leaves if isinstance(t, torch.Tensor)]
-
-
-def _is_functional(tensor: torch.Tensor) -> bool:
-    return bool(is_functional_tensor(tensor))

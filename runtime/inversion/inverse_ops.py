@@ -4,7 +4,7 @@ and writes it in one or several pieces."""
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, TypeAlias
 
@@ -217,13 +217,26 @@ def _normalised(
     x = x if bias is None else x - bias
     grown = None
     if weight is not None:
-        grown = _divide(scaled := torch.empty_like(x), x, weight)
+        scaled = torch.empty_like(x)
+        grown = _divide(scaled, x, weight)
         x = scaled
     out.copy_(mean + x / scale)
     return None if weight is None or grown is None else grown * float(weight.double().square().mean().sqrt())
 
 
-def _batch_norm(out: Tensor, y: Tensor, mean: Tensor, scale: Tensor, *affine: Any) -> float | None:
+def _weight_and_bias(
+    affine: Sequence[Any], shape: tuple[int, ...] | None = None
+) -> tuple[Tensor | None, Tensor | None]:
+    """Return the weight and the bias of a norm, viewed in ``shape`` if that is given; None for one that the norm lacks.
+
+    ``affine``: those that exist, then two booleans: whether the weight and the bias exist.
+    """
+    *tensors, has_weight, has_bias = affine
+    given = iter(tensors if shape is None else [t.view(shape) for t in tensors])
+    return next(given) if has_weight else None, next(given) if has_bias else None
+
+
+def _batch_norm(out: Tensor, y: Tensor, mean: Tensor, scale: Tensor, *given: Any) -> float | None:
     """Undo a batch norm: write its input into ``out``.
 
     Args:
@@ -231,39 +244,27 @@ def _batch_norm(out: Tensor, y: Tensor, mean: Tensor, scale: Tensor, *affine: An
         y: the result of the norm.
         mean: the mean of each channel.
         scale: the inverse standard deviation of each channel; for a frozen norm, the running variance.
-        affine: the weight and the bias, those that exist; then two booleans, whether the weight and the bias exist;
-            then ε for a frozen norm, else None.
+        given: as ``affine`` in `_weight_and_bias`, then ε for a frozen norm, else None.
 
     Returns:
         The factor by which the division by the weight multiplies relative errors; None without a weight.
     """
-    *tensors, has_weight, has_bias, eps = affine
+    *affine, eps = given
     shape = (1, -1, *(1,) * (y.dim() - 2))
-    given = iter(tensors)
-    weight = next(given).view(shape) if has_weight else None
-    bias = next(given).view(shape) if has_bias else None
     scale = scale if eps is None else torch.rsqrt(scale + eps)
-    return _normalised(out, y, mean.view(shape), scale.view(shape), weight, bias)
+    return _normalised(out, y, mean.view(shape), scale.view(shape), *_weight_and_bias(affine, shape))
 
 
 def _layer_norm(out: Tensor, y: Tensor, mean: Tensor, scale: Tensor, *affine: Any) -> float | None:
-    *tensors, has_weight, has_bias = affine
-    given = iter(tensors)
-    weight = next(given) if has_weight else None
-    bias = next(given) if has_bias else None
-    return _normalised(out, y, mean, scale, weight, bias)
+    return _normalised(out, y, mean, scale, *_weight_and_bias(affine))
 
 
 def _group_norm(out: Tensor, y: Tensor, mean: Tensor, scale: Tensor, *affine: Any) -> float | None:
-    *tensors, has_weight, has_bias = affine
     n, groups = mean.shape
     shape = (n, groups, y.shape[1] // groups, math.prod(y.shape[2:]))
-    given = iter(tensors)
-    weight = next(given).view(1, groups, -1, 1) if has_weight else None
-    bias = next(given).view(1, groups, -1, 1) if has_bias else None
     x = torch.empty(shape, dtype=out.dtype, device=out.device)
     statistics = mean.view(n, groups, 1, 1), scale.view(n, groups, 1, 1)
-    grown = _normalised(x, y.reshape(shape), *statistics, weight, bias)
+    grown = _normalised(x, y.reshape(shape), *statistics, *_weight_and_bias(affine, (1, groups, -1, 1)))
     out.copy_(x.view(y.shape))
     return grown
 

@@ -55,7 +55,7 @@ class LossMemory:
         return self.peak if self.saved is None else self.saved
 
     @classmethod
-    def of_peak(cls, step: CapturedStep, peak: int, used: frozenset[str] = frozenset()) -> LossMemory:
+    def of_peak(cls, step: CapturedStep, peak: int, unread: frozenset[str] = frozenset()) -> LossMemory:
         """Return the memory of a loss whose peak is known.
 
         The scalar loss, its gradient, and one tensor of the size of each output that the loss reads are assumed to stay
@@ -65,24 +65,24 @@ class LossMemory:
         Args:
             step: the captured step.
             peak: bytes, in addition to the outputs and their gradients.
-            used: positions (as text) of outputs that are excluded, since the loss does not read them.
+            unread: positions (as text) of outputs that the loss does not read.
         """
         scalars = 2 * _scalar(step)
-        return cls(peak, max(scalars, min(peak, _output_bytes(step, used) + scalars)))
+        return cls(peak, max(scalars, min(peak, _output_bytes(step, unread) + scalars)))
 
     @classmethod
-    def of_copies(cls, step: CapturedStep, copies: float, used: frozenset[str] = frozenset()) -> LossMemory:
+    def of_copies(cls, step: CapturedStep, copies: float, unread: frozenset[str] = frozenset()) -> LossMemory:
         """Return the memory of a loss that needs, at its peak, ``copies`` times the bytes of the outputs that it reads.
 
         Args:
             step: the captured step.
             copies: the factor. An output counts with 4 bytes per element, or more if its type is wider. The gradients
                 of the outputs are included in the factor, and a few scalars are added.
-            used: positions (as text) of outputs that are excluded, since the loss does not read them.
+            unread: positions (as text) of outputs that the loss does not read.
         """
-        tangents = sum(allocated(fake.nbytes, fake.device) for fake in _outputs_read(step, used))
-        more = max(0, int(copies * _output_bytes(step, used)) - tangents)
-        return cls.of_peak(step, more + SCALARS * _scalar(step), used)
+        tangents = sum(allocated(fake.nbytes, fake.device) for fake in _outputs_read(step, unread))
+        more = max(0, int(copies * _output_bytes(step, unread)) - tangents)
+        return cls.of_peak(step, more + SCALARS * _scalar(step), unread)
 
     @classmethod
     def usual(cls, step: CapturedStep, peak: int) -> LossMemory:
@@ -97,11 +97,11 @@ class LossMemory:
             step: the captured step.
             peak: bytes, of the step without recomputation and without a loss.
         """
-        used = in_own_losses(step) - step.arrived
-        if not _outputs_read(step, used):
+        unread = in_own_losses(step) - step.arrived
+        if not _outputs_read(step, unread):
             return cls.of_peak(step, 0)
-        ample = cls.of_copies(step, COPIES, used)
-        return ample if ample.peak <= AMPLE_SHARE * peak else cls.of_copies(step, FEWER, used)
+        ample = cls.of_copies(step, COPIES, unread)
+        return ample if ample.peak <= AMPLE_SHARE * peak else cls.of_copies(step, FEWER, unread)
 
     @classmethod
     def measured(
@@ -162,23 +162,23 @@ def _random(like: torch.Tensor, device: torch.device) -> torch.Tensor:
     return made.requires_grad_(like.requires_grad)
 
 
-def _outputs_read(step: CapturedStep, used: frozenset[str]) -> list[torch.Tensor]:
+def _outputs_read(step: CapturedStep, unread: frozenset[str]) -> list[torch.Tensor]:
     """Return, for each output that a loss is assumed to read, a fake tensor like the output's gradient.
 
-    ``used``: positions (as text) of outputs that are excluded. Outputs that the forward assigns to attributes (a
-    normalised weight, for example) are excluded, too: a loss seldom reads them.
+    ``unread``: positions (as text) of outputs that the loss does not read. Outputs that the forward assigns to
+    attributes (a normalised weight, for example) are excluded, too: a loss seldom reads them.
     """
-    others = used | step.attributes
+    others = unread | step.attributes
     return [step.values[i.value].fake for i in step.inputs if i.kind == "tangent" and i.target not in others]
 
 
-def _output_bytes(step: CapturedStep, used: frozenset[str] = frozenset()) -> int:
+def _output_bytes(step: CapturedStep, unread: frozenset[str] = frozenset()) -> int:
     """Return the bytes of one tensor for each output that a loss is assumed to read, with at least 4 bytes per element.
 
-    ``used``: positions (as text) of outputs that are excluded, since the loss does not read them.
+    ``unread``: positions (as text) of outputs that the loss does not read.
     """
     return sum(
-        allocated(fake.numel() * max(fake.itemsize, 4), fake.device) for fake in _outputs_read(step, used)
+        allocated(fake.numel() * max(fake.itemsize, 4), fake.device) for fake in _outputs_read(step, unread)
     )
 
 
