@@ -64,11 +64,9 @@ def read_proto(proto: onnx.ModelProto, path: Path) -> Draft:
         return replace(draft, stated=inferred_shapes(proto, draft))
     except ModelError as error:
         raise ModelError(f"{path}: {error}") from None
-    except (MemoryError, KeyboardInterrupt):
+    except MemoryError:
         raise
-    except (
-        Exception
-    ) as error:  # the reader libraries raise many types on broken input; all mean the same to a user
+    except Exception as error:  # the libraries raise many types on broken input; all mean the same to a user
         raise ModelError(f"{path}: is not a valid ONNX model: {_innermost(error)}") from None
 
 

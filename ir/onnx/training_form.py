@@ -23,7 +23,7 @@ import numpy as np
 from rematplan.ir.errors import ModelError, UsageError
 from rematplan.ir.onnx import weight_roles as roles
 from rematplan.ir.onnx.draft import Array, Draft, Origin, Scope
-from rematplan.ir.onnx.graph import Node
+from rematplan.ir.onnx.graph import Attribute, Node
 
 BN_FORMS = ("as-is", "train", "frozen")
 DROPOUT_FORMS = ("as-is", "on", "off")
@@ -60,23 +60,27 @@ def in_form(draft: Draft, forms: Forms) -> tuple[Draft, tuple[str, ...]]:
     Raises:
         ModelError: a batch norm cannot be frozen, because other nodes read the statistics of the batch.
     """
-    said: list[str] = []
-    for changed, text in (
-        _change_all(draft, "BatchNormalization", BATCH_NORM.get(forms.bn)),
-        _insert_folded_norms(draft) if forms.bn == "train" else (None, ""),
-    ):
-        if changed is not None:
-            draft = changed
-            said.append(text)
-    if forms.bn != "as-is" and not said and not any(n.op == "BatchNormalization" for n in draft.nodes):
-        said.append(f"no batch norm to put into the form {forms.bn!r}")
-    changed, text = _change_all(draft, "Dropout", DROPOUT.get(forms.dropout))
-    if changed is not None:
-        draft = changed
-        said.append(text)
-    elif forms.dropout == "on" and not any(n.op == "Dropout" for n in draft.nodes):
-        said.append("no dropout is left in the file to switch on")
-    return draft, tuple(said)
+    notes: list[str] = []
+    if forms.bn in BATCH_NORM:
+        draft, count = _change_all(draft, "BatchNormalization", BATCH_NORM[forms.bn])
+        if count:
+            notes.append(f"{count} batch norms were put into the form {forms.bn!r}")
+    if forms.bn == "train":
+        draft, count = _insert_folded_norms(draft)
+        if count:
+            notes.append(
+                f"{count} batch norms that the export had folded into Conv are batch norms again, with scale one: "
+                "their former scales are now factors of the kernels"
+            )
+    if forms.bn != "as-is" and not notes and not any(n.op == "BatchNormalization" for n in draft.nodes):
+        notes.append(f"no batch norm to put into the form {forms.bn!r}")
+    if forms.dropout in DROPOUT:
+        draft, count = _change_all(draft, "Dropout", DROPOUT[forms.dropout])
+        if count:
+            notes.append(f"{count} dropouts were put into the form {forms.dropout!r}")
+        elif forms.dropout == "on" and not any(n.op == "Dropout" for n in draft.nodes):
+            notes.append("no dropout is left in the file to switch on")
+    return draft, tuple(notes)
 
 
 @dataclass
@@ -100,14 +104,11 @@ class _Additions:
 Change = Callable[[Node, _Additions], Node | None]
 
 
-def _change_all(draft: Draft, op: str, change: Change | None) -> tuple[Draft | None, str]:
-    """Change all nodes of one op. Return the new content and a note for the user; None and "" if nothing changed.
+def _change_all(draft: Draft, op: str, change: Change) -> tuple[Draft, int]:
+    """Change all nodes of one op. Return the new content and the number of changed nodes.
 
-    ``change``: returns the changed node, or None if the node can remain as it is. If ``change`` itself is None, nothing
-    changes.
+    ``change``: returns the changed node, or None if the node can remain as it is.
     """
-    if change is None:
-        return None, ""
     read = {i for n in draft.nodes for i in n.inputs} | {o.name for o in draft.outputs}
     more = _Additions(draft, dict(draft.initialisers), [], frozenset(read))
     count = 0
@@ -115,12 +116,7 @@ def _change_all(draft: Draft, op: str, change: Change | None) -> tuple[Draft | N
         new = change(node, more) if node.op == op and not node.domain else None
         more.nodes.append(new or node)
         count += new is not None
-    if not count:
-        return None, ""
-    names = {"BatchNormalization": "batch norms were put", "Dropout": "dropouts were put"}[op]
-    form = next(k for k, v in (*BATCH_NORM.items(), *DROPOUT.items()) if v is change)
-    text = f"{count} {names} into the form {form!r}"
-    return replace(draft, initialisers=more.initialisers, nodes=tuple(more.nodes)), text
+    return replace(draft, initialisers=more.initialisers, nodes=tuple(more.nodes)), count
 
 
 # ------------------------------------------------------------------ batch norm
@@ -129,14 +125,17 @@ def _change_all(draft: Draft, op: str, change: Change | None) -> tuple[Draft | N
 def _trained(node: Node, more: _Additions) -> Node | None:
     if roles.trains_statistics(node):
         return None
-    y = node.outputs[0]
+    outputs = (node.outputs[0], "", "") if node.version >= 7 else node.outputs
+    return _own_statistics(replace(node, outputs=outputs, attributes=_with_mode(node, training=True)), more)
+
+
+def _with_mode(node: Node, training: bool) -> dict[str, Attribute]:
+    """Return a batch norm's attributes with the one that chooses its form; opsets 7 to 13 have none."""
     if node.version >= 14:
-        return _own_statistics(
-            replace(node, outputs=(y, "", ""), attributes={**node.attributes, "training_mode": 1}), more
-        )
-    if node.version >= 7:
-        return _own_statistics(replace(node, outputs=(y, "", "")), more)
-    return _own_statistics(replace(node, attributes={**node.attributes, "is_test": 0}), more)
+        return {**node.attributes, "training_mode": int(training)}
+    if node.version < 7:
+        return {**node.attributes, "is_test": int(not training)}
+    return dict(node.attributes)
 
 
 def _own_statistics(node: Node, more: _Additions) -> Node:
@@ -165,20 +164,19 @@ def _frozen(node: Node, more: _Additions) -> Node | None:
         if name in more.read and name:
             identity = Node(f"{node.name}.{out}", "Identity", "", node.version, (node.inputs[at],), (name,))
             more.nodes.append(identity)
-    flag = {"training_mode": 0} if node.version >= 14 else {"is_test": 1} if node.version < 7 else {}
-    return replace(node, outputs=node.outputs[:1], attributes={**node.attributes, **flag})
+    return replace(node, outputs=node.outputs[:1], attributes=_with_mode(node, training=False))
 
 
 BATCH_NORM: Mapping[str, Change] = {"train": _trained, "frozen": _frozen}
 
 
-def _insert_folded_norms(draft: Draft) -> tuple[Draft | None, str]:
+def _insert_folded_norms(draft: Draft) -> tuple[Draft, int]:
     """Insert a new batch norm after every convolution into which the exporter folded a batch norm.
 
     It has scale 1, the convolution's bias as shift, mean 0 and variance 1; the convolution loses its bias.
 
     Returns:
-        the new content and a note for the user; None and "" if there is no such convolution.
+        the new content and the number of these convolutions.
     """
     initialisers, origins, nodes = dict(draft.initialisers), dict(draft.origins), []
     readers = Counter(i for n in draft.nodes for i in n.inputs)
@@ -214,13 +212,7 @@ def _insert_folded_norms(draft: Draft) -> tuple[Draft | None, str]:
         )
         nodes.append(norm)
         count += 1
-    if not count:
-        return None, ""
-    text = (
-        f"{count} batch norms that the export had folded into Conv are batch norms again, with scale one: "
-        "their former scales are now factors of the kernels"
-    )
-    return replace(draft, initialisers=initialisers, origins=origins, nodes=tuple(nodes)), text
+    return replace(draft, initialisers=initialisers, origins=origins, nodes=tuple(nodes)), count
 
 
 def _was_folded(node: Node, scope: Scope, draft: Draft) -> bool:
@@ -250,8 +242,9 @@ def _switched_on(node: Node, more: _Additions) -> Node:
     return replace(node, version=max(node.version, 13), inputs=inputs, attributes={})
 
 
-def _switched_off(node: Node, more: _Additions) -> Node:  # noqa: ARG001
-    return replace(node, version=max(node.version, 13), inputs=node.inputs[:1], attributes={})
-
-
-DROPOUT: Mapping[str, Change] = {"on": _switched_on, "off": _switched_off}
+DROPOUT: Mapping[str, Change] = {
+    "on": _switched_on,
+    "off": lambda node, _: replace(
+        node, version=max(node.version, 13), inputs=node.inputs[:1], attributes={}
+    ),
+}
