@@ -92,9 +92,14 @@ class TrainingGraph:
         return {t.name: t.bytes for t in self.tensors}
 
     @cached_property
+    def recipes(self) -> tuple[Op, ...]:
+        """All ops, then all inverses: everything that can write a tensor."""
+        return (*self.ops, *self.inverses)
+
+    @cached_property
     def op(self) -> dict[str, Op]:
-        """All ops and inverses, by name."""
-        return {o.name: o for o in (*self.ops, *self.inverses)}
+        """All ops and inverses, by name, in the order of ``recipes``."""
+        return {o.name: o for o in self.recipes}
 
     @cached_property
     def producer(self) -> dict[str, int]:
@@ -118,7 +123,7 @@ class TrainingGraph:
         It covers the names, reads, writes and phases of ops and inverses, the inputs and outputs, and which ops are
         ordered or may not run again. It does not cover sizes, workspaces, costs and error models.
         """
-        rows = [[o.name, o.reads, o.writes, o.phase] for o in (*self.ops, *self.inverses)]
+        rows = [[o.name, o.reads, o.writes, o.phase] for o in self.recipes]
         parts = [rows, self.inputs, self.outputs, self.ordered, self.never_rerun]
         return hashlib.sha256(json.dumps(parts).encode()).hexdigest()
 
@@ -135,7 +140,7 @@ class TrainingGraph:
         op_number = {o.name: i for i, o in enumerate(self.ops)}
         rows = [
             [[number[t] for t in o.reads if t in number], [number.get(t, -1) for t in o.writes], o.phase]
-            for o in (*self.ops, *self.inverses)
+            for o in self.recipes
         ]
         outputs = sorted(number[t] for t in self.outputs if t in number)
         parts = [len(self.ops), rows, outputs, [op_number[name] for name in self.ordered]]
@@ -160,18 +165,18 @@ def check(graph: TrainingGraph) -> None:
         _check_bytes(tensor.bytes, f"tensor {tensor.name!r}: bytes")
     if sum(t.bytes for t in graph.tensors) > MAX_BYTES:
         raise ProblemError(f"the tensors' sizes sum to more than 2^63 − 1 bytes in problem {graph.name!r}")
-    _unique((o.name for o in (*graph.ops, *graph.inverses)), "op")
+    _unique((o.name for o in graph.recipes), "op")
     for kind, names in (("input", graph.inputs), ("output", graph.outputs)):
         _unique(names, kind)
         for t in names:
             if t not in sizes:
                 raise ProblemError(f"{kind} {t!r} is not among the tensors")
-    for op in (*graph.ops, *graph.inverses):
+    for op in graph.recipes:
         _check_op(op, sizes)
-    most = max((o.workspace for o in (*graph.ops, *graph.inverses)), default=0)
+    most = max((o.workspace for o in graph.recipes), default=0)
     if sum(t.bytes for t in graph.tensors) + most > MAX_BYTES:  # a peak is a number of 64 bits
         raise ProblemError(f"sizes and a workspace sum to more than 2^63 − 1 bytes in problem {graph.name!r}")
-    if sum(o.cost for o in (*graph.ops, *graph.inverses)) > MAX_COST:
+    if sum(o.cost for o in graph.recipes) > MAX_COST:
         raise ProblemError(f"the ops' costs sum to more than {MAX_COST:g} in problem {graph.name!r}")
     written = _check_order(graph)
     for t in graph.outputs:

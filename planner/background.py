@@ -18,7 +18,6 @@ from typing import Any, TypeAlias
 
 from rematplan.ir import ProblemError, TrainingGraph
 from rematplan.ir.problem_json import problem_to_json
-from rematplan.planner.caches.plan_store import recipe_names
 from rematplan.planner.core.plan import Plan
 from rematplan.planner.core.schedule import runs_of
 from rematplan.planner.search_job import plan_of
@@ -79,7 +78,7 @@ class BackgroundSearch:
             heard: called in another thread, with a better plan (or None) and with whether the search has ended. It is
                 called once at the end of every search, even if the process crashes.
         """
-        number = {name: k for k, name in enumerate(recipe_names(problem))}
+        number = {name: k for k, name in enumerate(problem.op)}
         with self._lock:
             process = self._begun()
             if process is None or process.stdin is None:

@@ -12,7 +12,7 @@ from rematplan.ir import InfeasibleBudget, TrainingGraph
 from rematplan.ir.problem_json import problem_from_json
 from rematplan.planner.annealing.adapt_to_size import polished
 from rematplan.planner.auto.compile_kernels import compile_kernels
-from rematplan.planner.caches.plan_store import PlanStore, recipe_names
+from rematplan.planner.caches.plan_store import PlanStore
 from rematplan.planner.core.plan import Plan, by_cost, plan_from_runs
 from rematplan.planner.core.schedule import runs_of
 from rematplan.planner.core.strategy import Enough
@@ -38,7 +38,7 @@ def plan_of(problem: TrainingGraph, answer: Mapping[str, Any], budget: int) -> P
     Raises:
         ProblemError, ValueError, LookupError: the answer does not describe a valid plan.
     """
-    names = recipe_names(problem)
+    names = list(problem.op)
     plan = plan_from_runs(problem, [names[k] for k in answer["runs"]], str(answer["strategy"]))
     bound = answer["lower_bound"]
     return replace(
@@ -53,10 +53,10 @@ def plan_of(problem: TrainingGraph, answer: Mapping[str, Any], budget: int) -> P
 def message_of(problem: TrainingGraph, plan: Plan) -> Answer:
     """Return the fields of the worker's answer that describe a plan, for JSON.
 
-    ``runs``: the executed ops and inverses in order. Each is a position, from 0, in the list of the problem's ops
-    with the list of the problem's inverses appended. ``strategy``, ``lower_bound``, ``status``: those of the plan.
+    ``runs``: the executed ops and inverses in order, as positions in the problem's ``recipes``. ``strategy``,
+    ``lower_bound``, ``status``: those of the plan.
     """
-    number = {name: k for k, name in enumerate(recipe_names(problem))}
+    number = {name: k for k, name in enumerate(problem.op)}
     return {
         "runs": [number[name] for name in runs_of(plan.schedule)],
         "strategy": plan.strategy,
@@ -84,7 +84,7 @@ class SearchJob:
         self.strategy = strategy(request["strategy"], **request["options"])
         self.limit = float(getattr(self.strategy, LIMIT))
         self.gap = float(getattr(self.strategy, "gap", 0.0))
-        names = recipe_names(self.problem)
+        names = list(self.problem.op)
         self.starts = [
             plan_from_runs(self.problem, [names[k] for k in runs], "start") for runs in request["starts"]
         ]

@@ -33,7 +33,7 @@ def precedence(graph: TrainingGraph) -> Precedence:
     before(v) is v and its ancestors. With inverses, these are the equations of dominators, and are iterated from the
     set of all ops downwards. O(passes · reads · n / 64).
     """
-    recipes = (*graph.ops, *graph.inverses)
+    recipes = graph.recipes
     makers: dict[str, list[int]] = {}
     for i, op in enumerate(recipes):
         for t in op.writes:

@@ -84,7 +84,7 @@ PEAK_SEARCH = PeakSearchOptions()
 def is_small(graph: TrainingGraph) -> bool:
     """Return whether `search_smallest_peak` counts moves for this problem, so that its result does not depend on the
     speed of the machine."""
-    return len(graph.ops) + len(graph.inverses) <= PEAK_SEARCH.small
+    return len(graph.recipes) <= PEAK_SEARCH.small
 
 
 def search_smallest_peak(

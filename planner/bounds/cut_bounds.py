@@ -68,9 +68,8 @@ class CutBounds:
     larger budget. It is infinite if `min_peak_bound` exceeds the budget. Better bounds are proven by sets of *cuts*. A
     cut at an op is the constraint that the bytes resident at the op's first execution fit the budget. For one cut,
     a maximum flow proves the bound (`price`). For a set of cuts, an integer program or its relaxation proves it
-    (`solve`). The best bound
-    for each budget is cached as long as the problem exists. A bound for one budget also holds for smaller budgets.
-    `stop` may be called from another thread.
+    (`solve`). The best bound for each budget is cached as long as the problem exists. A bound for one budget also holds
+    for smaller budgets. `stop` may be called from another thread.
 
     ``rounded``: the order of execution (names of ops and inverses, repeats included) that the solution of the last
     integer program describes; empty if it has none. ``nearest``: such an order for the last integer program that was
@@ -229,10 +228,8 @@ def _quantum(graph: TrainingGraph) -> float:
     The result is 0 if the costs are not multiples of a thousandth, or if the number is too small to raise a bound
     noticeably (below 1e-5 of the cost of running each op once).
     """
-    thousandths = [round(op.cost * 1000) for op in (*graph.ops, *graph.inverses)]
-    exact = all(
-        abs(op.cost * 1000 - n) <= 1e-9 * max(1, n)
-        for op, n in zip((*graph.ops, *graph.inverses), thousandths, strict=True)
-    )
+    thousandths = [round(op.cost * 1000) for op in graph.recipes]
+    rounded = zip(graph.recipes, thousandths, strict=True)
+    exact = all(abs(op.cost * 1000 - n) <= 1e-9 * max(1, n) for op, n in rounded)
     quantum = math.gcd(*thousandths) / 1000
     return quantum if exact and quantum > 10 * COST_UNIT * graph.base_cost else 0.0

@@ -226,7 +226,7 @@ class PlanStore:
         content = _read(file, problem)
         found = tuple(dict.fromkeys((plan, *content.plans)))
         front = pareto(found)
-        number = {name: k for k, name in enumerate(recipe_names(problem))}
+        number = {name: k for k, name in enumerate(problem.op)}
         rows = [[p.strategy, [number[name] for name in runs_of(p.schedule)]] for p in found if p in front]
         rows = rows[:PLANS_KEPT]
         while sum(len(runs) for _, runs in rows) > RUNS_KEPT and len(rows) > 1:
@@ -247,22 +247,17 @@ def _key(problem: TrainingGraph, budget: int | str) -> Key:
     """Return the key under which a plan of a problem is stored in memory: the budget, and everything in the problem
     that determines peaks."""
     sizes = tuple(t.bytes for t in problem.tensors)
-    workspaces = tuple(op.workspace for op in (*problem.ops, *problem.inverses))
+    workspaces = tuple(op.workspace for op in problem.recipes)
     return problem.fingerprint, sizes, workspaces, budget
 
 
 def _costs(problem: TrainingGraph) -> tuple[float, ...]:
-    return tuple(op.cost for op in (*problem.ops, *problem.inverses))
-
-
-def recipe_names(problem: TrainingGraph) -> list[str]:
-    """Return the names of a problem's ops, followed by the names of its inverses. Files on disk and messages to other
-    processes use positions in this list instead of names."""
-    return [op.name for op in (*problem.ops, *problem.inverses)]
+    return tuple(op.cost for op in problem.recipes)
 
 
 class _Content(NamedTuple):
-    """The content of a problem's file on disk.
+    """The content of a problem's file on disk. There and in messages to other processes, a number stands for the name
+    of an op or inverse: its position in `TrainingGraph.recipes`.
 
     ``plans``: the problem's plans. ``searches``: for each search, the budget in bytes, the lower bound of the
     overhead that it proved (-1 if none), and how many seconds it took.
@@ -278,7 +273,7 @@ def _read(file: Path, problem: TrainingGraph) -> _Content:
     content = read_cached(file)
     if content is None:
         return _Content()
-    names = recipe_names(problem)
+    names = list(problem.op)
     try:
         rows, searches = content.get("plans", ()), content.get("searches", ())  # type: ignore[attr-defined]
         return _Content(
@@ -292,6 +287,6 @@ def _read(file: Path, problem: TrainingGraph) -> _Content:
 
 def _file(problem: TrainingGraph) -> Path:
     sizes = [t.bytes for t in problem.tensors]
-    prices = [[op.cost, op.workspace] for op in (*problem.ops, *problem.inverses)]
+    prices = [[op.cost, op.workspace] for op in problem.recipes]
     digest = hashlib.sha256(json.dumps([problem.fingerprint, sizes, prices]).encode()).hexdigest()
     return cache_folder() / "plans" / f"{digest}.json"

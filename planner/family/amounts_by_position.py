@@ -51,7 +51,7 @@ class Amounts:
 
 def amounts_of(graph: TrainingGraph) -> Amounts:
     """Return the sizes, workspaces and costs of a problem, by the positions of its tensors, ops and inverses."""
-    size, recipes = graph.size, (*graph.ops, *graph.inverses)
+    size, recipes = graph.size, graph.recipes
     once = set(graph.never_rerun)
     return Amounts(
         sizes=np.array([size[t] for t in graph.producer], dtype=np.int64),

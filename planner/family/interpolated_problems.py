@@ -21,7 +21,7 @@ from functools import cached_property
 
 import numpy as np
 
-from rematplan.ir import Op, ProblemError, TrainingGraph
+from rematplan.ir import ProblemError, TrainingGraph
 from rematplan.planner.family.amounts_by_position import Amounts, amounts_of
 from rematplan.planner.family.tensor_positions import TensorPositions, tensor_positions
 
@@ -126,7 +126,7 @@ class Between:
         count = len(low.ops)
         recipes = [
             replace(a, cost=a.cost + share * (b.cost - a.cost), workspace=max(a.workspace, b.workspace))
-            for a, b in zip(_recipes(low), _recipes(high), strict=True)
+            for a, b in zip(low.recipes, high.recipes, strict=True)
         ]
         return replace(bare, ops=tuple(recipes[:count]), inverses=tuple(recipes[count:]))
 
@@ -167,7 +167,3 @@ def _weight(points: Sequence[int], k: int, x: int) -> Fraction:
         if j != k:
             weight *= Fraction(x - point, points[k] - point)
     return weight
-
-
-def _recipes(graph: TrainingGraph) -> tuple[Op, ...]:
-    return (*graph.ops, *graph.inverses)

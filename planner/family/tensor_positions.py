@@ -37,7 +37,7 @@ class TensorPositions:
 def tensor_positions(graph: TrainingGraph) -> TensorPositions:
     """Return the positions of the tensors that a problem's ops and inverses read and write, and of its inputs."""
     number = {t.name: i for i, t in enumerate(graph.tensors)}
-    moved = [[number[t] for t in (*op.reads, *op.writes)] for op in (*graph.ops, *graph.inverses)]
+    moved = [[number[t] for t in (*op.reads, *op.writes)] for op in graph.recipes]
     counts = np.array([len(row) for row in moved], dtype=np.int64)
     return TensorPositions(
         written=np.array([number[t] for t in graph.producer], dtype=np.int64),

@@ -105,7 +105,7 @@ class _Masks:
         )
         self.recipes: list[tuple[Op, int, int]] = [
             (op, sum(bit.get(t, 0) for t in op.reads), sum(bit[t] for t in op.writes) + mark.get(op.name, 0))
-            for op in (*graph.ops, *graph.inverses)
+            for op in graph.recipes
             if inputs.isdisjoint(op.writes)  # an inverse that writes an input may never run
         ]
         self.goal = sum(bit.get(t, 0) for t in graph.outputs) + sum(mark[name] for name in silent)

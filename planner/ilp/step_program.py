@@ -129,7 +129,7 @@ def _variables(
     which may run only once do so. An inverse that would write an input of the problem may not run.
     """
     inputs, outputs = set(graph.inputs), set(graph.outputs)
-    recipes = [op for op in (*graph.ops, *graph.inverses) if inputs.isdisjoint(op.writes)]
+    recipes = [op for op in graph.recipes if inputs.isdisjoint(op.writes)]
     tensors = {t.name: [model.new_bool_var("") for _ in range(steps + 1)] for t in graph.tensors}
     for t in inputs:
         del tensors[t]

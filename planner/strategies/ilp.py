@@ -108,7 +108,7 @@ class ILP(SearchStrategy):
     def _search(self, graph: TrainingGraph, budget: int, best: _Best) -> None:
         """Search for plans and record them in ``best``: by one integer program over all orders if the problem is small,
         else by annealing followed by an integer program with a fixed order of first executions."""
-        recipes = len(graph.ops) + len(graph.inverses)
+        recipes = len(graph.recipes)
         if recipes <= LIMITS.every_order and not graph.ordered:
             # Imported here, because CP-SAT loads pandas and few problems are so small.
             from rematplan.planner.ilp.step_program import solve_steps

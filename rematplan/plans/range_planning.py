@@ -7,7 +7,7 @@ Sizes at which no plan is found are reported.
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
 from rematplan.ir import InfeasibleBudget, show_bytes
@@ -244,16 +244,10 @@ class _RangeSearch:
                 graph = self.problems.problem(size)
                 self._say(size)
                 starts = self.families[self.structure[size]].starts(graph, self.budget, OPTIONS.starts)
-                self._take(
-                    size,
-                    list(
-                        polished(
-                            graph, self.budget, starts, seconds=OPTIONS.polish_seconds, seed=self.auto.seed
-                        )
-                    ),
-                )
+                seconds, seed = OPTIONS.polish_seconds, self.auto.seed
+                self._take(size, polished(graph, self.budget, starts, seconds=seconds, seed=seed))
 
-    def _take(self, size: int, plans: Sequence[Plan]) -> None:
+    def _take(self, size: int, plans: Iterable[Plan]) -> None:
         graph = self.problems.problem(size)
         for plan in plans:
             self.families[self.structure[size]].add(graph, plan)

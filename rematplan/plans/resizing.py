@@ -33,6 +33,8 @@ CORNERS = 8
 """The largest number of sizes whose amounts are kept: the smallest, the largest and the latest sizes."""
 ONE_KERNEL = re.compile("flash_attention_for_cpu")
 """Ops that `KERNELS` matches, but whose workspace grows with each size."""
+ROUNDING = 1e-6
+"""Interpolated bytes are rounded up, unless they exceed a whole number by less than this because of rounding errors."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -80,8 +82,8 @@ class Resizing:
         tensors = self.problem.tensors
         self._positions: TensorPositions = tensor_positions(self.problem)
         self._storage: Ints = np.array([number.get(t.name, -1) for t in tensors], dtype=np.int64)
-        recipes = (*self.problem.ops, *self.problem.inverses)
-        self._stepped: Bools = np.array([_has_kernels(self.step, op.name) for op in recipes], dtype=np.bool_)
+        recipes = self.problem.recipes
+        self._jumps: Bools = np.array([_has_kernels(self.step, op.name) for op in recipes], dtype=np.bool_)
         at = {t.name: k for k, t in enumerate(tensors)}
         self._made_from = {
             at[t]: [at[r] for r in op.reads if r in at]
@@ -89,8 +91,8 @@ class Resizing:
             for t in op.writes
             if self._storage[at[t]] < 0
         }
-        self._step = {Run(op.name): r for r, op in enumerate(recipes)}
-        self._freed = {name: -1 - t for t, name in enumerate(self.problem.producer)}
+        self._number = {op.name: r for r, op in enumerate(recipes)}
+        self._number_of_free = {name: -1 - t for t, name in enumerate(self.problem.producer)}
 
     def add(self, sizes: Sequence[int], nominal: Ints, problem: TrainingGraph) -> bool:
         """Add the problem at further sizes. Return False, and do not add it, if its ops, tensors or names differ
@@ -123,8 +125,10 @@ class Resizing:
 
     def key(self, schedule: Schedule) -> bytes:
         """Return a key of a schedule that depends on positions of ops and tensors, and not on their names."""
-        steps = [self._step[s] if isinstance(s, Run) else self._freed[s.tensor] for s in schedule]
-        return np.array(steps, dtype=np.int64).tobytes()
+        numbers = [
+            self._number[s.op] if isinstance(s, Run) else self._number_of_free[s.tensor] for s in schedule
+        ]
+        return np.array(numbers, dtype=np.int64).tobytes()
 
     def plan(self, sizes: Sequence[int], nominal: Ints) -> StepPlan | None:
         """Return the cheapest known plan that fits the budget at certain sizes, with the captured step of other
@@ -172,7 +176,7 @@ class Resizing:
         recipes = [
             replace(op, cost=cost, workspace=workspace)
             for op, cost, workspace in zip(
-                (*mine.ops, *mine.inverses), amounts.costs.tolist(), amounts.workspaces.tolist(), strict=True
+                mine.recipes, amounts.costs.tolist(), amounts.workspaces.tolist(), strict=True
             )
         ]
         return replace(
@@ -198,7 +202,7 @@ class Resizing:
             return None
         low, high = pair
         workspaces = np.maximum(low.amounts.workspaces, high.amounts.workspaces)
-        if (self._stepped & (workspaces > 0)).any():
+        if (self._jumps & (workspaces > 0)).any():
             return None
         here = self._bytes(low, high, nominal)
         traffic = self._positions.traffic(here)
@@ -257,10 +261,6 @@ class Resizing:
                 math.ceil(one + (x - a) / (b - a) * (other - one) - ROUNDING) if a != b else max(one, other)
             )
         return found
-
-
-ROUNDING = 1e-6
-"""Interpolated bytes are rounded up, unless they exceed a whole number by less than this because of rounding errors."""
 
 
 def _line(low: Ints, at_low: Floats, high: Ints, at_high: Floats, here: Ints) -> Floats:

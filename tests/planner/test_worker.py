@@ -12,7 +12,7 @@ from rematplan.ir import InfeasibleBudget
 from rematplan.ir.problem_json import problem_to_json
 from rematplan.planner.annealing.adapt_to_size import polished
 from rematplan.planner.auto.auto_strategy import Auto
-from rematplan.planner.caches.plan_store import PlanStore, recipe_names
+from rematplan.planner.caches.plan_store import PlanStore
 from rematplan.planner.core.schedule import runs_of
 from rematplan.planner.core.strategy import Enough
 from rematplan.planner.search_job import SHARES, plan_of
@@ -39,7 +39,7 @@ def polished_briefly(graph, budget, starts, **options):
 
 
 def request(graph, budget, starts, number=1):
-    position = {name: k for k, name in enumerate(recipe_names(graph))}
+    position = {name: k for k, name in enumerate(list(graph.op))}
     return {
         "id": number,
         "problem": problem_to_json(graph),

@@ -15,7 +15,7 @@ import rematplan
 from rematplan.ir.problem_json import problem_to_json
 from rematplan.planner.annealing.adapt_to_size import polished
 from rematplan.planner.auto.auto_strategy import Auto
-from rematplan.planner.caches.plan_store import PlanStore, recipe_names
+from rematplan.planner.caches.plan_store import PlanStore
 from rematplan.planner.core.plan import Plan
 from rematplan.planner.core.schedule import runs_of
 from rematplan.planner.search_job import SearchJob, plan_of
@@ -46,7 +46,7 @@ class InThisProcess:
 
     def submit(self, problem: Any, budget: int, strategy: str, options: Any, starts: Any, heard: Any) -> bool:
         """See `BackgroundSearch.submit`."""
-        position = {name: k for k, name in enumerate(recipe_names(problem))}
+        position = {name: k for k, name in enumerate(problem.op)}
         runs = [[position[name] for name in runs_of(plan.schedule)] for plan in starts]
         request = {"problem": problem_to_json(problem), "budget": budget, "starts": runs}
         job = SearchJob({**request, "strategy": strategy, "options": options}, PlanStore())
