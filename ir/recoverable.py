@@ -67,9 +67,9 @@ def recoveries(graph: TrainingGraph) -> dict[str, Recovery]:
     reads it. Recovering it is worth it if the recovery serves the backward half and frees more bytes than it keeps
     live. It serves the backward half if it computes a tensor that backward ops or another recovery read.
     """
-    look = _Look(graph)
+    tables = _StepTables(graph)
     targets = dict.fromkeys(t for inverse in graph.inverses for t in inverse.writes)
-    found = {t: r for t in targets if (r := look.recover(t)) is not None}
+    found = {t: r for t in targets if (r := tables.recover(t)) is not None}
     wanted = {t for op in graph.ops if op.phase == "backward" for t in op.reads}
     serving = _serving(found, wanted)
     while True:
@@ -84,7 +84,7 @@ def recoveries(graph: TrainingGraph) -> dict[str, Recovery]:
         if not more:
             break
         serving |= _serving(found, more)
-    return _gainful(look, {t: r for t, r in found.items() if t in serving}, wanted)
+    return _gainful(tables, {t: r for t, r in found.items() if t in serving}, wanted)
 
 
 def _serving(found: dict[str, Recovery], wanted: Iterable[str]) -> set[str]:
@@ -111,7 +111,7 @@ def last_forward_read(graph: TrainingGraph) -> dict[str, int]:
     return {t: i for i, op in forward for t in op.reads}
 
 
-def _gainful(look: _Look, found: dict[str, Recovery], wanted: set[str]) -> dict[str, Recovery]:
+def _gainful(tables: _StepTables, found: dict[str, Recovery], wanted: set[str]) -> dict[str, Recovery]:
     """Return those of the recoveries ``found`` that free more bytes than they keep live, by tensor name.
 
     If a recovery reads another recovered tensor, both recoveries are in one group, and a group is accepted or rejected
@@ -120,11 +120,11 @@ def _gainful(look: _Look, found: dict[str, Recovery], wanted: set[str]) -> dict[
     nothing, because both have the same size.
 
     Args:
-        look: the problem.
+        tables: the problem.
         found: how to recover each tensor, by name.
         wanted: names of the tensors that the backward half reads.
     """
-    size, inputs = look.graph.size, look.inputs
+    size, inputs = tables.graph.size, tables.inputs
     group = {t: t for t in found}
 
     def root(t: str) -> str:
@@ -144,13 +144,15 @@ def _gainful(look: _Look, found: dict[str, Recovery], wanted: set[str]) -> dict[
         spared.setdefault(root(t), set()).update(wanted & made)
         kept = (h for h in recovery.needed if h not in inputs and h not in found)
         resident.setdefault(root(t), set()).update(
-            h for h in kept if h not in wanted and h not in look.outputs
+            h for h in kept if h not in wanted and h not in tables.outputs
         )
     good = {g for g in spared if sum(size[t] for t in spared[g]) > sum(size[t] for t in resident[g])}
     return {t: r for t, r in found.items() if root(t) in good}
 
 
-class _Look:
+class _StepTables:
+    """What the searches for recoveries tables up about a planning problem: readers, writers and ancestors."""
+
     def __init__(self, graph: TrainingGraph) -> None:
         self.graph = graph
         self.inputs = set(graph.inputs)
@@ -193,24 +195,24 @@ class _RecoverySearch:
     writes their reads. Then it goes forwards from the live tensors, and finds which of the candidates can run.
     """
 
-    def __init__(self, look: _Look, target: str) -> None:
-        self.look, self.target = look, target
-        self.before = look.ancestors[look.graph.producer[target]]
-        self.moment = look.last_read[target]
-        self.limit = look.graph.size[target] // NEGLIGIBLE_RATIO
+    def __init__(self, tables: _StepTables, target: str) -> None:
+        self.tables, self.target = tables, target
+        self.before = tables.ancestors[tables.graph.producer[target]]
+        self.moment = tables.last_read[target]
+        self.limit = tables.graph.size[target] // NEGLIGIBLE_RATIO
 
     def _is_resident(self, tensor: str) -> bool:
-        look = self.look
-        if tensor in look.inputs:
+        tables = self.tables
+        if tensor in tables.inputs:
             return True
-        if tensor in look.never:
+        if tensor in tables.never:
             return False
-        if look.graph.size[tensor] <= self.limit:
+        if tables.graph.size[tensor] <= self.limit:
             return True
-        made = look.graph.producer[tensor]
+        made = tables.graph.producer[tensor]
         # A tensor that no forward op reads is live because the backward half or an output needs it.
-        last = look.last_read.get(tensor, len(look.graph.ops))
-        return made <= self.moment and (last > self.moment or tensor in look.outputs)
+        last = tables.last_read.get(tensor, len(tables.graph.ops))
+        return made <= self.moment and (last > self.moment or tensor in tables.outputs)
 
     def _recipes(self, tensor: str) -> Iterable[Op]:
         """Yield the ops and inverses that may compute ``tensor`` again after it has been freed.
@@ -219,11 +221,11 @@ class _RecoverySearch:
         the last forward read of the tensor to be recovered (the target), the target does not depend on it, and it may
         run more than once.
         """
-        producer = self.look.graph.producer[tensor]
-        op = self.look.graph.ops[producer]
-        if producer <= self.moment and not self.before >> producer & 1 and op.name not in self.look.once:
+        producer = self.tables.graph.producer[tensor]
+        op = self.tables.graph.ops[producer]
+        if producer <= self.moment and not self.before >> producer & 1 and op.name not in self.tables.once:
             yield op
-        yield from self.look.makers.get(tensor, ())
+        yield from self.tables.makers.get(tensor, ())
 
     def _wanted(self) -> dict[str, Op]:
         """Return the ops and inverses that may take part in recovering the target, by name.
@@ -231,7 +233,7 @@ class _RecoverySearch:
         These are the target's inverses, the ops and inverses that may write the tensors they read, and so on back to
         live tensors. The search stops after `MOST_TENSORS_SEARCHED` tensors.
         """
-        recipes = {r.name: r for r in self.look.makers[self.target]}
+        recipes = {r.name: r for r in self.tables.makers[self.target]}
         pending = [t for r in recipes.values() for t in r.reads]
         seen = {self.target}
         while pending and len(seen) < MOST_TENSORS_SEARCHED:
@@ -253,7 +255,7 @@ class _RecoverySearch:
             for t in lacks:
                 waiting.setdefault(t, []).append(name)
         ready = [name for name, lacks in missing.items() if not lacks]
-        by: dict[str, Op] = {}
+        maker: dict[str, Op] = {}
         ends: list[Op] = []
         while ready:
             recipe = recipes[ready.pop(0)]
@@ -261,20 +263,20 @@ class _RecoverySearch:
                 ends.append(recipe)
                 continue
             for t in recipe.writes:
-                if t not in by:
-                    by[t] = recipe
+                if t not in maker:
+                    maker[t] = recipe
                     for name in waiting.get(t, ()):
                         missing[name].discard(t)
                         if not missing[name]:
                             ready.append(name)
         if not ends:
             return None
-        return Recovery(self.target, ends[0], self._steps(ends[0], by), tuple(ends[1:]))
+        return Recovery(self.target, ends[0], self._steps(ends[0], maker), tuple(ends[1:]))
 
-    def _steps(self, end: Op, by: dict[str, Op]) -> tuple[Op, ...]:
+    def _steps(self, end: Op, maker: dict[str, Op]) -> tuple[Op, ...]:
         """Return the ops to run so that the inverse ``end`` can run, then ``end``: each once, in a valid order.
 
-        ``by``: for each tensor that can be computed from live tensors, the op or inverse that writes it.
+        ``maker``: for each tensor that can be computed from live tensors, the op or inverse that writes it.
         """
         order: dict[str, Op] = {}
         stack = [(end, False)]
@@ -286,5 +288,5 @@ class _RecoverySearch:
                 order[recipe.name] = recipe
                 continue
             stack.append((recipe, True))
-            stack += [(by[t], False) for t in recipe.reads if not self._is_resident(t)]
+            stack += [(maker[t], False) for t in recipe.reads if not self._is_resident(t)]
         return tuple(order.values())

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import math
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -29,7 +29,7 @@ EXPANDED = re.compile(r"expand(_\d+)?$")  # dynamo's name for the result of an e
 
 
 @dataclass(frozen=True)
-class Spread:
+class Repetition:
     """How a tensor of the shape ``shape``, in which elements repeat, is computed from a smaller weight.
 
     If ``rows`` is None, the weight is broadcast to ``shape``. Otherwise the weight is a matrix, and each vector of the
@@ -44,7 +44,7 @@ class Spread:
     mask: np.ndarray | None = None
 
 
-def gather_spread(edit: Edit, evidence: Evidence) -> int:
+def restore_repeated_weights(edit: Edit, evidence: Evidence) -> int:
     """Replace each initialiser that repeats the elements of a weight by that weight and nodes that repeat it.
 
     Args:
@@ -58,18 +58,18 @@ def gather_spread(edit: Edit, evidence: Evidence) -> int:
     for name in tuple(edit.initialisers):
         array = edit.float_weight(name)
         readers = evidence.used.readers.get(name)
-        if array is None or not readers or not _looks_spread(array, evidence):
+        if array is None or not readers or not _may_repeat(array, evidence):
             continue
         version = readers[0][0].version
-        whole = _repeated(edit, array)
-        spread = None if whole else spread_of(array.load(), bool(EXPANDED.match(name)))
+        whole = _broadcast_source(edit, array)
+        repetition = None if whole else repetition_of(array.load(), bool(EXPANDED.match(name)))
         if whole:
             del edit.initialisers[name]
             chain = _Chain(edit, name, version, whole)
             chain.add("Expand", np.asarray(array.shape, np.int64))
-            made[name] = chain.named(name)
-        elif spread is not None:
-            made[name] = _nodes(edit, array, spread, version)
+            made[name] = chain.ending_in(name)
+        elif repetition is not None:
+            made[name] = _replacement(edit, array, repetition, version)
     waiting = dict(made)
     nodes: list[Node] = []
     for node in edit.nodes:
@@ -80,7 +80,7 @@ def gather_spread(edit: Edit, evidence: Evidence) -> int:
     return len(made)
 
 
-def _looks_spread(array: Array, evidence: Evidence) -> bool:
+def _may_repeat(array: Array, evidence: Evidence) -> bool:
     """Return whether an initialiser may repeat the elements of a smaller weight, judged without its values.
 
     It must have two or more dimensions, 2 to ``MAX_ELEMENTS`` elements, and be made by the exporter from weights. It is
@@ -92,7 +92,7 @@ def _looks_spread(array: Array, evidence: Evidence) -> bool:
     return bool(made) and not roles.in_weight_input(array.name, evidence.used) and evidence.is_weight(array)
 
 
-def _repeated(edit: Edit, array: Array) -> str:
+def _broadcast_source(edit: Edit, array: Array) -> str:
     """Return the name of the weight that equals the tensor ``array`` if broadcast to its shape; '' if there is none.
 
     Only parameters from which the exporter computed the tensor are tried. For example, an exporter folds a linear layer
@@ -113,7 +113,7 @@ def _repeated(edit: Edit, array: Array) -> str:
 # ------------------------------------------------------------------ what the values say
 
 
-def spread_of(values: np.ndarray, expanded: bool = False) -> Spread | None:
+def repetition_of(values: np.ndarray, expanded: bool = False) -> Repetition | None:
     """Find out from a tensor's values how it repeats a smaller weight; None if no repetition is found.
 
     Args:
@@ -131,10 +131,10 @@ def spread_of(values: np.ndarray, expanded: bool = False) -> Spread | None:
     if rows is not None:
         table, places, axis = rows
         places = np.broadcast_to(places, values.shape[:axis] + values.shape[axis + 1 :])
-        return Spread(table, values.shape, np.ascontiguousarray(places), axis, mask)
+        return Repetition(table, values.shape, np.ascontiguousarray(places), axis, mask)
     if mask is None and small.shape == values.shape:
         return None
-    return Spread(small, values.shape, mask=mask)
+    return Repetition(small, values.shape, mask=mask)
 
 
 def _without_mask(values: np.ndarray, wide: np.ndarray) -> tuple[np.ndarray, np.ndarray | None]:
@@ -184,7 +184,7 @@ def _rows(values: np.ndarray) -> tuple[np.ndarray, np.ndarray, int] | None:
 # ------------------------------------------------------------------ as nodes
 
 
-def _nodes(edit: Edit, array: Array, spread: Spread, version: int) -> list[Node]:
+def _replacement(edit: Edit, array: Array, repetition: Repetition, version: int) -> list[Node]:
     """Replace the initialiser ``array`` by a smaller weight, and return the nodes that compute the tensor from it.
 
     The weight gets its original name if an expand of a single weight made the tensor. Otherwise it gets the tensor's
@@ -193,7 +193,7 @@ def _nodes(edit: Edit, array: Array, spread: Spread, version: int) -> list[Node]
     Args:
         edit: the file's content, changed in place; the nodes are not yet inserted.
         array: the tensor that repeats the weight.
-        spread: how the tensor is computed from the weight.
+        repetition: how the tensor is computed from the weight.
         version: the opset of the nodes.
     """
     del edit.initialisers[array.name]
@@ -201,21 +201,23 @@ def _nodes(edit: Edit, array: Array, spread: Spread, version: int) -> list[Node]
     sources = [s for s in folded_from if "." in s and not BUFFER.match(s.rpartition(".")[2])]
     whole = EXPANDED.match(array.name) and len(sources) == 1
     name = edit.fresh(sources[0] if whole else f"{array.name}.weight")
-    _store(edit, name, spread.weight.astype(array.dtype) if array.dtype != "bfloat16" else spread.weight)
+    _store(
+        edit, name, repetition.weight.astype(array.dtype) if array.dtype != "bfloat16" else repetition.weight
+    )
     edit.origins[name] = Origin("PARAMETER")
     chain = _Chain(edit, array.name, version, name)
-    if spread.rows is None:
-        chain.add("Expand", np.asarray(spread.shape, np.int64))
+    if repetition.rows is None:
+        chain.add("Expand", np.asarray(repetition.shape, np.int64))
     else:
-        chain.add("Gather", spread.rows, axis=0)
-        last = len(spread.shape) - 1
-        if spread.axis != last:
-            order = [k if k < spread.axis else k - 1 for k in range(last + 1)]
-            order[spread.axis] = last
+        chain.add("Gather", repetition.rows, axis=0)
+        last = len(repetition.shape) - 1
+        if repetition.axis != last:
+            order = [k if k < repetition.axis else k - 1 for k in range(last + 1)]
+            order[repetition.axis] = last
             chain.add("Transpose", perm=tuple(order))
-    if spread.mask is not None:
-        chain.add("Add", spread.mask)
-    return chain.named(array.name)
+    if repetition.mask is not None:
+        chain.add("Add", repetition.mask)
+    return chain.ending_in(array.name)
 
 
 def _store(edit: Edit, name: str, values: np.ndarray) -> str:
@@ -248,8 +250,6 @@ class _Chain:
         self.nodes.append(Node(out, op, "", self.version, inputs, (out,), attributes))
         self.last = out
 
-    def named(self, name: str) -> list[Node]:
+    def ending_in(self, name: str) -> list[Node]:
         """Return all nodes of the sequence, after renaming the result of the last one to ``name``."""
-        end = self.nodes[-1]
-        self.nodes[-1] = Node(end.name, end.op, "", end.version, end.inputs, (name,), end.attributes)
-        return self.nodes
+        return [*self.nodes[:-1], replace(self.nodes[-1], outputs=(name,))]

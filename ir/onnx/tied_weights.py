@@ -25,7 +25,7 @@ import numpy as np
 
 from rematplan.ir.onnx import weight_roles as roles
 from rematplan.ir.onnx.draft import Array, Draft, Edit, Origin, Scope
-from rematplan.ir.onnx.folded_weights import gather_spread
+from rematplan.ir.onnx.folded_weights import restore_repeated_weights
 from rematplan.ir.onnx.graph import Node
 from rematplan.ir.onnx.weight_origins import GENERATED, Evidence
 
@@ -48,7 +48,7 @@ def untangled(draft: Draft) -> tuple[Draft, tuple[str, ...]]:
     restored = _restore_folded(edit, draft)
     separated = _separate_aliases(edit) + _separate_shared(edit)
     evidence = Evidence(replace(draft, nodes=tuple(edit.nodes)), roles.uses(edit.nodes))
-    gathered = gather_spread(edit, evidence)
+    gathered = restore_repeated_weights(edit, evidence)
     said = (
         restored
         and f"{restored} weights that the export had transposed or reshaped have the module's layout again",

@@ -1,4 +1,4 @@
-"""A weight whose parts an exporter spread over constants becomes one weight again, and results are bit-equal."""
+"""A weight whose parts an exporter repeated in constants becomes one weight again, and results are bit-equal."""
 
 import numpy as np
 import onnx
@@ -6,19 +6,19 @@ import pytest
 from onnx import TensorProto, helper, numpy_helper
 from onnx.reference import ReferenceEvaluator
 
-from rematplan.ir.onnx.folded_weights import spread_of
+from rematplan.ir.onnx.folded_weights import repetition_of
 from rematplan.ir.onnx.load import graph_from_proto
 
 RNG = np.random.default_rng(0)
 
 
-def made(spread):
+def made(repetition):
     """The tensor that the recipe makes."""
-    if spread.rows is None:
-        values = np.broadcast_to(spread.weight, spread.shape)
+    if repetition.rows is None:
+        values = np.broadcast_to(repetition.weight, repetition.shape)
     else:
-        values = np.moveaxis(spread.weight[spread.rows], -1, spread.axis)
-    return values if spread.mask is None else (values + spread.mask).astype(values.dtype)
+        values = np.moveaxis(repetition.weight[repetition.rows], -1, repetition.axis)
+    return values if repetition.mask is None else (values + repetition.mask).astype(values.dtype)
 
 
 def positions(heads, side=3, kind=np.float32):
@@ -33,47 +33,47 @@ def positions(heads, side=3, kind=np.float32):
 @pytest.mark.parametrize("kind", [np.float16, np.float32, np.float64])
 def test_looked_up_tables(heads, kind):
     table, bias = positions(heads, kind=kind)
-    spread = spread_of(bias)
-    assert sorted(map(tuple, spread.weight)) == sorted(map(tuple, table))
-    assert np.array_equal(made(spread), bias)
-    assert spread.mask is None
+    repetition = repetition_of(bias)
+    assert sorted(map(tuple, repetition.weight)) == sorted(map(tuple, table))
+    assert np.array_equal(made(repetition), bias)
+    assert repetition.mask is None
 
 
 def test_a_mask_of_windows_is_taken_off():
     table, bias = positions(2)
     mask = np.where(RNG.random((4, 1, 9, 9)) < 0.3, np.float32(-100), np.float32(0))
     mask[0] = 0
-    spread = spread_of(bias + mask)
-    assert np.array_equal(made(spread), bias + mask)
-    assert spread.weight.shape == table.shape
-    assert np.unique(spread.mask).tolist() == [-100, 0]
+    repetition = repetition_of(bias + mask)
+    assert np.array_equal(made(repetition), bias + mask)
+    assert repetition.weight.shape == table.shape
+    assert np.unique(repetition.mask).tolist() == [-100, 0]
 
 
 def test_a_mask_of_large_numbers_is_taken_off():
     _, bias = positions(2)
     causal = np.triu(np.full((9, 9), np.finfo(np.float32).min), 1)
     values = (bias + causal).astype(np.float32)
-    assert np.array_equal(made(spread_of(values)), values)
-    assert np.abs(spread_of(values).weight).max() < 100
+    assert np.array_equal(made(repetition_of(values)), values)
+    assert np.abs(repetition_of(values).weight).max() < 100
 
 
 def test_repeated_axes_are_broadcast():
     token = RNG.standard_normal((1, 1, 8)).astype(np.float32)
-    spread = spread_of(np.repeat(token, 4, 0))
-    assert np.array_equal(spread.weight, token)
-    assert spread.rows is None
+    repetition = repetition_of(np.repeat(token, 4, 0))
+    assert np.array_equal(repetition.weight, token)
+    assert repetition.rows is None
 
 
 @pytest.mark.parametrize("value", [0.0, 1.0])
 def test_a_start_of_one_value_says_nothing_unless_it_was_expanded(value):
     values = np.full((2, 3, 8), value, np.float32)
-    assert spread_of(values) is None
-    assert spread_of(values, expanded=True).weight.shape == (1, 3, 8)
+    assert repetition_of(values) is None
+    assert repetition_of(values, expanded=True).weight.shape == (1, 3, 8)
 
 
 @pytest.mark.parametrize("shape", [(3, 4), (1, 12, 16), (2, 3, 4, 5)])
 def test_what_nothing_repeats_in_stays(shape):
-    assert spread_of(RNG.standard_normal(shape).astype(np.float32)) is None
+    assert repetition_of(RNG.standard_normal(shape).astype(np.float32)) is None
 
 
 @pytest.mark.parametrize(
