@@ -82,8 +82,7 @@ def run_step(
     Raises:
         UsageError: the step was loaded without weights.
     """
-    if is_weightless(loaded.batch):
-        raise UsageError(f"{loaded.step.name} was loaded without weights: it can be planned, but not run")
+    _check_runs(loaded)
     planned = PlannedStep(loaded.module, loaded.step, plan.schedule, plan.lanes)
     module, batch, device = loaded.module, loaded.batch, loaded.step.device
     losses: list[float] = []
@@ -92,10 +91,7 @@ def run_step(
         module.zero_grad(set_to_none=True)
         losses.append(float(planned(*batch)))
 
-    def run_eager() -> None:
-        module.zero_grad(set_to_none=True)
-        eager_step(module, batch)
-
+    run_eager = _eager(loaded)
     verification = None
     if check:
         progress(0.0, "comparing with plain autograd")
@@ -103,11 +99,7 @@ def run_step(
     resident = _held_bytes(loaded)
     with untouched(module):
         progress(0.3, "measuring peaks")
-        peaks = []
-        for run in (run_planned, run_eager):
-            module.zero_grad(set_to_none=True)
-            release_libraries(device)
-            peaks.append(resident + peak_above_entry(run, device)[0])
+        peaks = [resident + _peak_above_entry(loaded, run) for run in (run_planned, run_eager)]
         progress(0.6, "timing")
         losses.clear()
         timed: dict[str, Callable[[], None]] = {"planned": run_planned, "eager": run_eager}
@@ -141,26 +133,37 @@ def measure_plans(
     Raises:
         UsageError: the step was loaded without weights.
     """
-    if is_weightless(loaded.batch):
-        raise UsageError(f"{loaded.step.name} was loaded without weights: it can be planned, but not run")
-    module, batch, device = loaded.module, loaded.batch, loaded.step.device
-
-    def run_eager() -> None:
-        module.zero_grad(set_to_none=True)
-        eager_step(module, batch)
-
-    calls = {str(k): _one_lane(loaded, plan) for k, plan in enumerate(plans)} | {"eager": run_eager}
+    _check_runs(loaded)
+    calls = {str(k): _one_lane(loaded, plan) for k, plan in enumerate(plans)} | {"eager": _eager(loaded)}
     resident, peaks = _held_bytes(loaded), []
-    with untouched(module):
+    with untouched(loaded.module):
         for done, call in enumerate(calls.values()):
             progress(0.5 * done / len(calls), "measuring peaks")
-            module.zero_grad(set_to_none=True)
-            release_libraries(device)
-            peaks.append(resident + peak_above_entry(call, device)[0])
+            peaks.append(resident + _peak_above_entry(loaded, call))
         progress(0.5, "timing")
-        seconds = interleaved_rounds(calls, device, rounds).values()
+        seconds = interleaved_rounds(calls, loaded.step.device, rounds).values()
     rows = zip((*plans, None), peaks, seconds, strict=True)
     return tuple(MeasuredPlan(*row) for row in rows)
+
+
+def _check_runs(loaded: LoadedStep) -> None:
+    if is_weightless(loaded.batch):
+        raise UsageError(f"{loaded.step.name} was loaded without weights: it can be planned, but not run")
+
+
+def _peak_above_entry(loaded: LoadedStep, run: Callable[[], None]) -> int:
+    """Return the bytes that ``run``, a step of the module, allocates at its peak, gradients included."""
+    loaded.module.zero_grad(set_to_none=True)
+    release_libraries(loaded.step.device)
+    return peak_above_entry(run, loaded.step.device)[0]
+
+
+def _eager(loaded: LoadedStep) -> Callable[[], None]:
+    def run() -> None:
+        loaded.module.zero_grad(set_to_none=True)
+        eager_step(loaded.module, loaded.batch)
+
+    return run
 
 
 def _one_lane(loaded: LoadedStep, plan: Plan) -> Callable[[], None]:
