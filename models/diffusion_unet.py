@@ -46,10 +46,8 @@ class Residual(nn.Module):
 
     def __init__(self, in_channels: int, out_channels: int, time: int) -> None:
         super().__init__()
-        self.first, self.second = (
-            norm_silu_conv(in_channels, out_channels),
-            norm_silu_conv(out_channels, out_channels),
-        )
+        self.first = norm_silu_conv(in_channels, out_channels)
+        self.second = norm_silu_conv(out_channels, out_channels)
         self.time = nn.Sequential(nn.SiLU(), nn.Linear(time, out_channels))
         self.shortcut = (
             nn.Identity() if in_channels == out_channels else nn.Conv2d(in_channels, out_channels, 1)

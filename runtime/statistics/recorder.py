@@ -97,14 +97,14 @@ class PackedFactors(Mapping[str, Factors]):
         return Factors(
             a,
             g,
-            max(one_layer.rows),
-            self._samples,
-            layer.bias is not None,
-            layer.bias,
-            layer.groups,
-            layer.split,
-            layer.order,
-            layer.of_loss,
+            rows=max(one_layer.rows),
+            samples=self._samples,
+            bias=layer.bias is not None,
+            bias_name=layer.bias,
+            groups=layer.groups,
+            split=layer.split,
+            order=layer.order,
+            of_loss=layer.of_loss,
         )
 
     @staticmethod
@@ -228,7 +228,7 @@ class Recorder:
         """
         step, pending, reported = self.step, dict[str, Tensor | None](), set[str]()
 
-        def told(found: Mapping[str, Tensor | None], last: bool) -> None:
+        def receive(found: Mapping[str, Tensor | None], last: bool) -> None:
             pending.update(found)
             if of and step == self.step:
                 self._report(of, pending, reported)
@@ -240,7 +240,7 @@ class Recorder:
                 pending.clear()
                 reported.clear()
 
-        return told
+        return receive
 
     def _report(self, of: StatisticsStep, found: Mapping[str, Tensor | None], reported: set[str]) -> None:
         """Call the listener with the factors of all layers that are complete and were not reported before in this

@@ -39,7 +39,7 @@ def polished_briefly(graph, budget, starts, **options):
 
 
 def request(graph, budget, starts, number=1):
-    position = {name: k for k, name in enumerate(list(graph.op))}
+    position = {name: k for k, name in enumerate(graph.op)}
     return {
         "id": number,
         "problem": problem_to_json(graph),
