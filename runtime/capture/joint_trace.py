@@ -28,6 +28,7 @@ from rematplan.runtime.capture.patches.size_arithmetic import sizes_computed_onc
 from rematplan.runtime.capture.patches.size_text import no_size_as_text
 from rematplan.runtime.capture.patches.size_types import sizes_have_plain_types
 from rematplan.runtime.capture.patches.tangent_strides import tangents_strided_as_outputs
+from rematplan.runtime.capture.patches.trace_costs import only_what_is_read
 from rematplan.runtime.capture.read_fx import read_joint_graph
 from rematplan.runtime.capture.restore_state import check_no_sizes_kept, same_attributes
 from rematplan.runtime.capture.untied_module import UntiedModule
@@ -110,7 +111,7 @@ def trace_joint_graph(request: TraceRequest) -> Traced:
     if not any(t.requires_grad for t in (*request.module.parameters(), *request.batch)):
         raise ModelError(f"{name}: no trainable parameter, so there is no training step to plan")
     try:
-        with same_attributes(root, name), no_host_draws(name):
+        with same_attributes(root, name), no_host_draws(name), only_what_is_read():
             return _traced(request)
     except ModelError:
         raise

@@ -7,6 +7,7 @@ from types import CodeType
 from typing import Any
 
 import torch
+from torch.fx.experimental.sym_node import SymNode
 from torch.fx.experimental.symbolic_shapes import (
     SYMPY_INTERP,
     DimDynamic,
@@ -22,6 +23,26 @@ LONGEST = 300
 U-Nets have about 50. Windows of images (Swin) double them from layer to layer; simplifying them took minutes."""
 
 
+class _Outcomes(ShapeEnv):
+    """A shape environment that keeps the outcomes of all conditions on sizes. PyTorch's own keeps the last 256 of them,
+    which was an eighth of a U-Net's capture."""
+
+    def __init__(self) -> None:
+        super().__init__(allow_scalar_outputs=False, allow_dynamic_output_shape_ops=False)
+        self._outcomes: dict[Any, Any] = {}
+
+    def evaluate_sym_node(self, sym_node: SymNode, *how: Any, **named: Any) -> Any:
+        """Return the outcome of a condition, or the value of a size. The first time, what the outcome assumes about the
+        sizes is added to the guard, unless the tracer has suppressed that.
+
+        ``how``, ``named``: as PyTorch's method takes them.
+        """
+        key = sym_node.expr, how, tuple(named.items()), self._suppress_guards_tls()
+        if key not in self._outcomes:
+            self._outcomes[key] = super().evaluate_sym_node(sym_node, *how, **named)
+        return self._outcomes[key]
+
+
 class BatchSymbols:
     """Symbols for the sizes of a batch. Each dimension has a separate symbol, even if two sizes of the traced batch are
     equal.
@@ -33,7 +54,7 @@ class BatchSymbols:
 
     def __init__(self, varying: Collection[tuple[int, int]] | None = None) -> None:
         self.varying = varying
-        self.shapes = ShapeEnv(allow_scalar_outputs=False, allow_dynamic_output_shape_ops=False)
+        self.shapes = _Outcomes()
         self.fakes: list[torch.Tensor] = []
         self.places: dict[str, tuple[int, int]] = {}
         """For each symbol, by name: the position of its tensor in the batch, and the dimension."""

@@ -99,7 +99,7 @@ PATCHES = (
         f"{_ROOM}.capture.patches.size_text",
     ),
     Patch(
-        tuple(f"torch.fx.experimental.sym_node.SymNode.{name}" for name in OPERATIONS),
+        tuple(f"torch.fx.experimental.sym_node.SymNode.{name}" for name in (*OPERATIONS, "wrap_int")),
         "PyTorch computes the same expressions of symbolic sizes again for each tensor: a third of a capture's time",
         f"{_ROOM}.capture.patches.size_arithmetic",
     ),
@@ -108,6 +108,20 @@ PATCHES = (
         "SymPy searches an expression of sizes for symbols whenever PyTorch asks whether it is a number",
         f"{_ROOM}.capture.patches.size_arithmetic",
         threads="affects all threads: each expression is searched once",
+    ),
+    Patch(
+        ("torch.fx.experimental.proxy_tensor._extract_tensor_metadata",),
+        "a tracer describes each tensor a second time, for passes that do not run here: a twentieth of a capture's "
+        "time where sizes are symbols",
+        f"{_ROOM}.capture.patches.trace_costs",
+        threads=_TRACING,
+    ),
+    Patch(
+        ("garbage collector",),
+        "the many objects of a trace make Python search all objects for cycles again and again: a twelfth of a "
+        "capture's time",
+        f"{_ROOM}.capture.patches.trace_costs",
+        threads=f"{_ALL}: no thread collects cycles",
     ),
     Patch(
         ("torch._functorch._aot_autograd.schemas.MemoryFormatMeta.from_tensor",),

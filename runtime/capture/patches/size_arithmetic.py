@@ -29,7 +29,8 @@ def sizes_computed_once() -> Iterator[None]:
     return the same result later. Operations of other threads are not changed. Whether an expression is a number is also
     found once; that is so for all threads, since expressions never change.
 
-    A tracer records the operation in its graph when it is computed first, which is before all later uses.
+    A tracer records the operation in its graph when it is computed first, which is before all later uses. The operand
+    for an integer (`SymNode.wrap_int`) is also made once for each integer and tracer's sizes.
     """
     tracing = get_ident()
 
@@ -47,6 +48,17 @@ def sizes_computed_once() -> Iterator[None]:
 
         return operation
 
+    make, operands = SymNode.wrap_int, dict[Any, Any]()
+
+    def wrapped(node: Any, number: int) -> Any:
+        if get_ident() != tracing:
+            return make(node, number)
+        key = node.shape_env, type(number), number
+        found = operands.get(key)
+        if found is None:
+            found = operands[key] = make(node, number)
+        return found
+
     expressions: Any = sys.modules["sympy"].Expr  # PyTorch has loaded it
     search = expressions.is_number.fget
     numbers = dict[Any, bool]()
@@ -59,6 +71,7 @@ def sizes_computed_once() -> Iterator[None]:
 
     with ExitStack() as stack:
         stack.enter_context(patch.object(expressions, "is_number", property(is_number)))
+        stack.enter_context(patch.object(SymNode, "wrap_int", wrapped))
         for name in OPERATIONS:
             stack.enter_context(patch.object(SymNode, name, kept(name)))
         yield

@@ -1,5 +1,6 @@
 """What capture changes in PyTorch: the table names it, it is as before afterwards, and other threads do not see it."""
 
+import gc
 import logging
 import sys
 from collections.abc import Callable
@@ -27,7 +28,9 @@ from rematplan.runtime.capture.patches.checkpoint import without_checkpoints
 from rematplan.runtime.capture.patches.eager_kernels import native_kernels
 from rematplan.runtime.capture.patches.size_arithmetic import OPERATIONS, sizes_computed_once
 from rematplan.runtime.capture.patches.size_types import sizes_have_plain_types
+from rematplan.runtime.capture.patches.trace_costs import only_what_is_read
 from rematplan.runtime.guards.attributes import reads_of
+from rematplan.runtime.symbols.symbolic_batch import BatchSymbols
 
 ATEN = "torch.ops.aten."
 IN_MODULES = " in the model's Python modules"
@@ -57,6 +60,8 @@ def current(name: str) -> Any:
     if name.endswith(IN_MODULES):
         word = name.removesuffix(IN_MODULES)
         return [space for space, held in sys.modules.items() if word in getattr(held, "__dict__", ())]
+    if name == "garbage collector":
+        return gc.isenabled()
     if name.startswith("logger "):
         return logging.getLogger(name.removeprefix("logger ")).disabled
     if name.startswith(ATEN):
@@ -198,6 +203,26 @@ def test_sizes_that_are_computed_once_keep_their_guards() -> None:
         assert a * b != 8
         assert a + b == 8
         assert len(guards) == 2
+
+
+def test_outcomes_that_are_kept_add_their_guards_when_these_are_wanted() -> None:
+    symbols = BatchSymbols()
+    (x,) = symbols.begin(FakeTensorMode(shape_env=symbols.shapes), [torch.ones(3, 5)])
+    a, b = x.shape
+    with symbols.shapes.suppress_guards():
+        assert a + b == 8
+    assert not symbols.shapes.guards
+    for _ in range(2):
+        assert a + b == 8
+        assert len(symbols.shapes.guards) == 1
+
+
+def test_collecting_cycles_goes_on_only_if_it_was_on() -> None:
+    for on in (False, True):
+        (gc.enable if on else gc.disable)()
+        with only_what_is_read():
+            assert not gc.isenabled()
+        assert gc.isenabled() is on
 
 
 @pytest.mark.parametrize("reentrant", [True, False])

@@ -1,0 +1,28 @@
+"""Work of a trace that the captured step does not need."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Iterator
+from contextlib import contextmanager
+from unittest.mock import patch
+
+from torch.fx.experimental import proxy_tensor
+
+
+@contextmanager
+def only_what_is_read() -> Iterator[None]:
+    """Inside the block, Python does not search for cycles of objects, and tracers do not describe the tensors of their
+    graphs a second time (as ``tensor_meta``, beside ``val``)."""
+    collecting = gc.isenabled()
+    gc.disable()
+    try:
+        with patch.object(proxy_tensor, "_extract_tensor_metadata", _nothing):
+            yield
+    finally:
+        if collecting:
+            gc.enable()
+
+
+def _nothing(_tensor: object) -> None:
+    return None
