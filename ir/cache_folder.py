@@ -6,6 +6,7 @@ A cache file that cannot be read or written is not an error: its content is comp
 from __future__ import annotations
 
 import logging
+import os
 from functools import cache
 from pathlib import Path
 
@@ -30,7 +31,7 @@ def read_cached(file: Path) -> object:
 
     A damaged file is logged once per process.
     """
-    if not file.exists():
+    if not os.path.exists(file):  # Path.exists raises an error where the folder may not be searched
         return None
     try:
         return read_json(file)
@@ -48,7 +49,7 @@ def write_cached(file: Path, content: str) -> bool:
         file.parent.mkdir(parents=True, exist_ok=True)
         write_whole(file, content)
     except (OSError, ProblemError) as error:
-        reason = str(error).rpartition(": ")[2]
+        reason = error.strerror if isinstance(error, OSError) else str(error).rpartition(": ")[2]
         log_once(f"{file.parent} cannot be written, so nothing is kept there for later processes: {reason}")
         return False
     return True

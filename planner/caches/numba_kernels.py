@@ -101,6 +101,15 @@ class _Locator(caching.UserWideCacheLocator):
         super().__init__(py_func, py_file)  # type: ignore[no-untyped-call]
         self._cache_path = str(cache_folder() / "kernels" / f"numba-{numba.__version__}-{_sources()[:16]}")
 
+    def ensure_cache_path(self) -> None:
+        """Create the folder, and raise an `OSError` if it is of no use: neither writable nor with machine code to read.
+
+        numba itself refuses every folder that is not writable, so that code which was compiled when a container image
+        was made, or by another user, would be compiled again in each process.
+        """
+        if next(Path(self._cache_path).glob("*.nbi"), None) is None:
+            super().ensure_cache_path()  # type: ignore[no-untyped-call]
+
     def get_source_stamp(self) -> str:
         """Return the text whose change makes cached machine code invalid: a hash of all files with compiled
         functions, and a hash of this function's file."""

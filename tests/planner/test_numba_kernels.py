@@ -66,6 +66,21 @@ def test_a_full_disk_costs_a_compilation(tmp_path, monkeypatch, caplog):
     assert numba_kernels.are_compiled([loop])
 
 
+def test_machine_code_in_a_read_only_folder_is_used(cached, monkeypatch, caplog):
+    def read_only(*_, **__):
+        raise OSError(errno.EROFS, os.strerror(errno.EROFS))
+
+    monkeypatch.setattr("tempfile.TemporaryFile", read_only)
+    monkeypatch.setattr("numba.core.caching.IndexDataCacheFile._save_data", read_only)
+    loop = numba_kernels.compiled(increased)
+    assert numba_kernels.are_compiled([loop])
+    with caplog.at_level("INFO", "rematplan"):
+        assert loop(1) == 2
+    assert loop.stats.cache_hits
+    assert not caplog.records
+    assert loop(1.5) == 2.5  # other code is compiled
+
+
 def test_code_for_another_processor_does_not_count(cached, monkeypatch):
     loop = numba_kernels.compiled(increased)
     assert numba_kernels.are_compiled([loop])

@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 import rematplan
-from rematplan.ir.cache_folder import cache_folder
+from rematplan.ir.cache_folder import cache_folder, read_cached
 
 X = torch.randn(64, 16, generator=torch.Generator().manual_seed(1))
 
@@ -87,7 +87,21 @@ def test_a_read_only_home(
     monkeypatch.setattr(Path, "mkdir", read_only)
     said = trained(caplog)
     assert len(said) == 2
-    assert all("cannot be written" in line and "\n" not in line for line in said)
+    assert all(
+        line.endswith(
+            " cannot be written, so nothing is kept there for later processes: Read-only file system"
+        )
+        for line in said
+    )
+
+
+def test_a_folder_that_may_not_be_searched(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def forbidden(*_: Any, **__: Any) -> None:
+        raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "stat", forbidden)
+        assert read_cached(tmp_path / "costs.json") is None
 
 
 @pytest.mark.parametrize("kind", ["profile-*.json", "plans/*.json"])
