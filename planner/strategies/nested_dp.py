@@ -83,11 +83,11 @@ class NestedDP(CandidateStrategy):
             text = f"{len(chain)} blocks, table {at + 1} of {len(SCALES)}"
             progress(at / len(SCALES), text)
             table = solve(in_units(chain, most / scale, self.units), alike)
-            for k, m in enumerate(rooms := self._rooms(table)):
-                progress((at + k / len(rooms)) / len(SCALES), text)
+            for k, m in enumerate(rooms := self._rooms(table), 1):  # the smallest peak first
                 steps = table.steps(m, LONGEST * len(chain))
                 if len(steps):
                     yield Candidate(_runs(graph, chain, steps))
+                    progress((at + k / len(rooms)) / len(SCALES), text)
             if self.near and rooms:
                 return
 

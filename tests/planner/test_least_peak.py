@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from rematplan.ir import InfeasibleBudget, Op, Tensor, TrainingGraph
 from rematplan.planner.annealing.search_budget import SearchBudget
-from rematplan.planner.auto import min_budget_plan
+from rematplan.planner.auto import block_starts, min_budget_plan
 from rematplan.planner.auto.auto_strategy import Auto
 from rematplan.planner.auto.block_starts import leanest_plans
 from rematplan.planner.auto.eviction import EVICTION, lower_by_eviction, plan_by_eviction
@@ -148,8 +148,10 @@ def test_from_near_targets_eviction_lowers_the_peak_in_few_runs():
     assert near.estimate.peak < 0.75 * base.estimate.peak
 
 
-def test_block_plans_are_made_even_without_time(problems):
+@pytest.mark.parametrize("vast", [3000, 10])
+def test_block_plans_are_made_even_without_time(problems, monkeypatch, vast):
     graph = problems.residual((3, 4, 6, 3))
+    monkeypatch.setattr(block_starts, "VAST", vast)
     lean = leanest_plans(graph, 0.0)
     assert min(plan.peak for plan in lean) < 0.9 * no_recompute(graph).peak
 

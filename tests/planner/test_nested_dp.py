@@ -19,9 +19,11 @@ from rematplan.planner.auto.min_budget_plan import cheapest_near_smallest_peak
 from rematplan.planner.blocks.block_chain import block_chain, narrow_places
 from rematplan.planner.blocks.interval_dp import intervals
 from rematplan.planner.core.schedule import runs_of
+from rematplan.planner.core.strategy import Enough
 from rematplan.planner.ilp.exhaustive import exhaustive
 from rematplan.planner.registry import strategy
 from rematplan.planner.strategies.nested_dp import NestedDP
+from rematplan.planner.strategies.store_all import no_recompute
 
 SIZE = 1000
 
@@ -193,6 +195,18 @@ def test_an_interrupt_before_the_first_plan_is_raised(monkeypatch):
     monkeypatch.setattr(smallest_peak_search, "leanest_plans", interrupted)
     with pytest.raises(KeyboardInterrupt):
         cheapest_near_smallest_peak(equal_layers(20), moves=10)
+
+
+def test_a_search_that_is_stopped_after_its_table_has_a_plan():
+    graph, tables = equal_layers(60), []
+
+    def stop_after_the_table(_fraction, table):
+        if table in tables:
+            raise Enough
+        tables.append(table)
+
+    least = NestedDP(near=1).around(graph, 0, stop_after_the_table)[-1].peak
+    assert least < 0.5 * no_recompute(graph).peak
 
 
 @pytest.mark.parametrize("unit", [1e-60, 1e60])
