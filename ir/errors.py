@@ -71,7 +71,7 @@ is reserved for a loss that is computed outside of the model. The loss may need 
 
 _REFUSED: dict[Known, str] = {
     "least": "is below the smallest found, {}; this strategy has no smaller plan",
-    "searched": "is below the smallest found, {}; in more time a smaller one may be found",
+    "searched": "is below the smallest found, {}; with a larger time limit a smaller one may be found",
     "proven": "is proven to be too small for any plan; the smallest found is {}",
     "room": "is too small with the room for a loss outside of the model; the smallest found is {}",
 }

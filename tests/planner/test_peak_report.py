@@ -60,7 +60,7 @@ def test_a_refusal_states_the_lower_bound_of_the_peak():
             Anneal(time_limit=0.2),
             0,
             "searched",
-            "is below the smallest found, .*; in more time a smaller one may be found",
+            "is below the smallest found, .*; with a larger time limit a smaller one may be found",
         ),
         (
             Auto(time_limit=0.5, reuse=False),
