@@ -103,9 +103,8 @@ def _untouched(model: nn.Module) -> Iterator[None]:
         for name, buffer in module._buffers.items()
         if buffer is not None
     ]
-    copies = {
-        id(buffer): buffer.detach().clone() for _, _, buffer in buffers
-    }  # a shared buffer remains shared
+    # By id, so that a shared buffer remains shared.
+    copies = {id(buffer): buffer.detach().clone() for _, _, buffer in buffers}
 
     def restore(*_: object) -> None:
         for module, name, buffer in buffers:

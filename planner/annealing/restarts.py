@@ -65,6 +65,14 @@ class Search:
     """Whether the search gave up before its effort was spent, because too many rounds in a row improved nothing."""
     interrupted: bool = False
     """Whether a `KeyboardInterrupt` or `Enough` ended the search, so that `run` returned the best plan so far."""
+    annealer: Annealer = field(init=False)
+    """This and the next three are set by `prepare`."""
+    base: list[str] = field(init=False)
+    """The order without recomputation, as op names."""
+    starts: list[list[str]] = field(init=False)
+    """Sequences of op names to start from, ``base`` first."""
+    base_fits: bool = field(init=False)
+    """Whether ``base`` fits the budget."""
 
     @property
     def overhead(self) -> float:
@@ -242,9 +250,8 @@ class Search:
         annealer.limit_growth(math.pow(schedule.rising_factor, 1 / max(1.0, rising * effort.rate)))
         while effort.spent() < until and not (annealer.feasible or effort.ended() or self._satisfied()):
             most = max(1, int((until - effort.spent()) * effort.rate))
-            effort.done += annealer.cool(
-                min(most, effort.slice_), hot, hot, UNTIL_FEASIBLE
-            )  # too few for `made`
+            # These are too few moves to measure their speed by `effort.made`.
+            effort.done += annealer.cool(min(most, effort.slice_), hot, hot, UNTIL_FEASIBLE)
             self._report(effort)
         annealer.limit_growth(math.inf)
         self._take(annealer)

@@ -95,7 +95,9 @@ def needed_ops(graph: TrainingGraph) -> list[Op]:
 
 def without_inverses(graph: TrainingGraph) -> TrainingGraph:
     """Return the problem without its inverses (the further ops that compute a tensor from tensors that were computed
-    from it). Each call for one graph object returns the same object."""
+    from it). Each call for one graph object returns the same object: the graph itself if it has no inverses."""
+    if not graph.inverses:
+        return graph
     return cached_on(graph, "without inverses", lambda: replace(graph, inverses=()))
 
 

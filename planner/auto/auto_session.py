@@ -62,11 +62,9 @@ class AutoSession:
         self.options, self.problem, self.budget, self.progress = options, graph, budget, progress
         self.starts = starts
         self.began = time.monotonic()
-        self.for_blocks = (
-            without_inverses(graph) if graph.inverses else graph
-        )  # with the stated phases, if any
+        self.for_blocks = without_inverses(graph)  # with the stated phases, if any
         self.graph = graph = infer_phases(graph)
-        self.plain = without_inverses(graph) if graph.inverses else graph
+        self.plain = without_inverses(graph)
         self.known: list[Plan] = []
         self.order = Annealer(graph, keep_order=True) if options.keep_order else None
         self.bound = BoundSearch(graph, budget)
@@ -258,9 +256,8 @@ class AutoSession:
         """
         begun = self.best is not None and self.best in self.starts
         plain = self.graph.inverses and not begun
-        final = (
-            self.graph if self.problem.has_phases else self.problem
-        )  # without phases, ops may be reordered
+        # Without phases, ops may be reordered.
+        final = self.graph if self.problem.has_phases else self.problem
 
         def search_one(graph: TrainingGraph, share: float, _starts: Sequence[Plan]) -> Plan | None:
             if self.finished:

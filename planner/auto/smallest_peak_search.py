@@ -19,7 +19,7 @@ import os
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import TypeAlias
 
@@ -221,6 +221,7 @@ class _Lowering:
     enough: int
     seed: int
     keep_order: bool
+    least: Plan = field(init=False)
 
     def run(self, starts: Sequence[Plan], report: Report) -> Plan:
         """Search, and return the plan with the smallest peak found, ``starts`` included. Starts that are invalid or
@@ -282,9 +283,8 @@ class _Lowering:
         while gained and not self._ended and self.effort.spent() < self.until:
             peak, gained = self.least.estimate.peak, False
             targets = [max(self.aim, peak - max(1, int(share * peak))) for share in PEAK_SEARCH.leaps]
-            width = (
-                self._width if self.graph.has_phases else 1
-            )  # without phases a search has two threads itself
+            # Without phases, a search has two threads itself.
+            width = self._width if self.graph.has_phases else 1
             for k in range(0, len(targets), width):
                 if self._ended:
                     return

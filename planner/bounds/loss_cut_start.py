@@ -85,7 +85,5 @@ def _lower(graph: TrainingGraph, cut: int, again: Sequence[int]) -> Ints:
     for o in again:
         kept[traffic.writes[traffic.writes_at[o] : traffic.writes_at[o + 1]]] = False
     kept[traffic.reads[traffic.reads_at[cut] : traffic.reads_at[cut + 1]]] = True
-    one_block = np.where(
-        traffic.forward, 0, -1
-    )  # the first of two blocks; the results of the last stay resident
+    one_block = np.where(traffic.forward, 0, -1)  # the first of two; the results of the last stay resident
     return lowered(traffic, one_block, 2, kept | kept_always(graph))

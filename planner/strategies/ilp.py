@@ -118,7 +118,7 @@ class ILP(SearchStrategy):
                 best.offer(found.runs)
             return
         began = time.monotonic()
-        plain = without_inverses(graph) if graph.inverses else graph
+        plain = without_inverses(graph)
         search = BoundSearch(plain, budget)
         if search.loss_cut >= 0 and plain.base_cost:
             search.price(search.loss_cut)

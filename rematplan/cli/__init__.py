@@ -19,9 +19,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     ``argv``: the command and its arguments; None: those of the process.
     """
     try:
-        from rematplan.cli.run_command import (
-            run,
-        )  # imported here, so that Ctrl-C during the import is reported in one line, too
+        # Imported here, so that Ctrl-C during the import is reported in one line, too.
+        from rematplan.cli.run_command import run
 
         return run(argv)
     except KeyboardInterrupt:

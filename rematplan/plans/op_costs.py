@@ -90,8 +90,8 @@ def copies_priced(step: CapturedStep, graph: TrainingGraph, costs: str) -> Copie
             differ.
     """
 
-    def measured(lying: CapturedStep, names: Collection[str]) -> Mapping[str, int]:
-        return {name: cost.workspace for name, cost in profile_costs(lying, only=names).items()}
+    def measured(other_strides: CapturedStep, names: Collection[str]) -> Mapping[str, int]:
+        return {name: cost.workspace for name, cost in profile_costs(other_strides, only=names).items()}
 
     own = {op.name: op.workspace for op in graph.ops}
     copies = most_copied(step, own, measured if costs == "profile" else None)

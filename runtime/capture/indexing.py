@@ -64,9 +64,8 @@ def _is_basic(one: Any) -> bool:
 def _part(x: torch.Tensor, index: tuple[Any, ...]) -> torch.Tensor:
     """Return the part of ``x`` at an index of several dimensions, of which slices ``:`` are not traced."""
     dim = 0
-    left = sum(
-        one is not None and one is not ... for one in index
-    )  # the dimensions that the rest of the index has
+    # The number of dimensions that the rest of the index has.
+    left = sum(one is not None and one is not ... for one in index)
     for one in index:
         if one is ...:
             dim = x.ndim - left
