@@ -7,6 +7,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields
 from functools import cached_property
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -19,6 +20,8 @@ from rematplan.planner.pipeline.rank_memory import in_flight, rank_peak
 from rematplan.planner.pipeline.timeline import Link, StageTimes, Timeline, replay
 
 PIPELINE_FORMAT = "rematplan.pipeline/1"
+LARGEST = 2**62
+"""A bound of all numbers of a file: of bytes, microseconds and counts."""
 Record = TypeVar("Record", StagePlan, StageTimes)
 
 
@@ -142,38 +145,42 @@ def pipeline_from_json(data: object) -> PlannedPipeline:
     if not isinstance(data, dict) or data.get("format") != PIPELINE_FORMAT:
         raise ProblemError(f"not a {PIPELINE_FORMAT} file")
     try:
-        rows = [[(str(k), int(s), int(m)) for k, s, m in row] for row in data["actions"]]
+        rows = [
+            [(_text(k, "a kind"), _whole(s, "a stage"), _whole(m, "a micro-batch")) for k, s, m in row]
+            for row in data["actions"]
+        ]
         schedule = schedule_of_rows(
-            str(data["schedule"]), int(data["stages"]), int(data["microbatches"]), rows
+            _text(data["schedule"], "schedule"),
+            _whole(data["stages"], "stages"),
+            _whole(data["microbatches"], "microbatches"),
+            rows,
         )
         if data["ranks"] != schedule.ranks:
             raise ProblemError(f"ranks is {data['ranks']!r}, but there are actions of {schedule.ranks} ranks")
         if schedule.name not in FORMULAS:
             raise ProblemError(f"unknown schedule {schedule.name!r}; known: {', '.join(FORMULAS)}")
-        latency, bandwidth = float(data["link"]["latency"]), data["link"]["bandwidth"]
-        speed = math.inf if bandwidth is None else float(bandwidth)
-        overhead = float(data["overhead"])
-        if latency < 0 or speed <= 0 or overhead < 0:
-            raise ValueError("a link or an overhead below 0")
+        latency, bandwidth = data["link"]["latency"], data["link"]["bandwidth"]
+        speed = math.inf if bandwidth is None else _number(bandwidth, "bandwidth")
+        if not speed:
+            raise ValueError("bandwidth is 0")
         plan = PlannedPipeline(
-            problem=str(data["problem"]),
+            problem=_text(data["problem"], "problem"),
             schedule=schedule,
-            budget=int(data["budget"]),
-            cuts=tuple(map(int, data["cuts"])),
+            budget=_whole(data["budget"], "budget"),
+            cuts=tuple(_whole(one, "a cut") for one in data["cuts"]),
             stages=tuple(_record(StagePlan, row) for row in data["plans"]),
             times=tuple(_record(StageTimes, row) for row in data["times"]),
-            link=Link(latency, speed),
-            overhead=overhead,
-            floors=tuple(map(float, data["floors"])),
-            floor=math.inf if data["floor"] is None else float(data["floor"]),
-            names=tuple(map(str, data["names"])),
+            link=Link(_number(latency, "latency"), speed),
+            overhead=_number(data["overhead"], "overhead"),
+            floors=tuple(_number(one, "a floor") for one in data["floors"]),
+            floor=math.inf if data["floor"] is None else _number(data["floor"], "floor"),
+            names=tuple(_text(one, "a name") for one in data["names"]),
             model=dict(data["model"]),
         )
+        _check_stages(plan)
         peaks = plan.peaks
     except (KeyError, TypeError, ValueError, IndexError) as error:
-        raise ProblemError(f"a field is missing or of another type: {error!r}") from None
-    if not len(plan.stages) == len(plan.times) == schedule.stages == len(plan.cuts) + 1:
-        raise ProblemError(f"{schedule.stages} stages need as many plans and times, and one cut fewer")
+        raise ProblemError(f"a field is missing or of another type: {error}") from None
     for rank, peak in enumerate(peaks):
         if peak > plan.budget:
             raise ProblemError(
@@ -182,12 +189,34 @@ def pipeline_from_json(data: object) -> PlannedPipeline:
     return plan
 
 
+def _check_stages(plan: PlannedPipeline) -> None:
+    """Check that a pipeline has a plan and times for each stage, a floor for each rank, and a named cut before each
+    stage but the first.
+
+    Raises:
+        ProblemError: one is missing or too many, or the cuts, their names or the plans are not in the stages' order.
+    """
+    stages, ranks = plan.schedule.stages, plan.schedule.ranks
+    if not len(plan.stages) == len(plan.times) == stages == len(plan.cuts) + 1:
+        raise ProblemError(f"{stages} stages need as many plans and times, and one cut fewer")
+    if len(plan.names) != len(plan.cuts) or len(set(plan.names)) != len(plan.names):
+        raise ProblemError(f"{len(plan.cuts)} cuts need as many names, all different")
+    if len(plan.floors) != ranks:
+        raise ProblemError(f"{ranks} ranks need as many floors, not {len(plan.floors)}")
+    for number, (one, other) in enumerate(pairwise((0, *plan.cuts))):
+        if other <= one:
+            raise ProblemError(f"cut {number} is at block {other}, not after block {one}: cuts must ascend")
+    for number, stage in enumerate(plan.stages):
+        if stage.stage != number:
+            raise ProblemError(f"plan {number} is of stage {stage.stage}; plans must be in the stages' order")
+
+
 def _record(kind: type[Record], row: Mapping[str, Any]) -> Record:
     """Build a `StagePlan` or `StageTimes` (``kind``) from JSON data, whose keys are the names of its fields.
 
     Raises:
-        TypeError: a field is missing or unknown, a number of bytes is not whole, or a plan is no mapping.
-        ValueError: a number is negative.
+        TypeError: a field is missing or unknown, a number of bytes is not whole, or a plan has no steps.
+        ValueError: a number is negative, infinite or too large, or a plan's step is no pair.
     """
     made = kind(**row)
     for one in fields(made):
@@ -195,15 +224,33 @@ def _record(kind: type[Record], row: Mapping[str, Any]) -> Record:
         if value is None and "None" in str(one.type):
             continue
         if one.name == "plan":
-            if not isinstance(value, Mapping):
-                raise TypeError(f"plan is {value!r}")
-        elif isinstance(value, bool) or not isinstance(
-            value, int if "int" in str(one.type) else (int, float)
-        ):
-            raise TypeError(f"{one.name} is {value!r}")
-        elif value < 0:
-            raise ValueError(f"{one.name} is {value}, below 0")
+            for action, name in value["steps"]:
+                _text(action, "a plan's step")
+                _text(name, "a plan's step")
+        else:
+            (_whole if "int" in str(one.type) else _number)(value, one.name)
     return made
+
+
+def _whole(value: object, name: str) -> int:
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise TypeError(f"{name} is {str(value)[:40]!r}")
+    _number(value, name)
+    return value
+
+
+def _number(value: object, name: str) -> float:
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        raise TypeError(f"{name} is {str(value)[:40]!r}")
+    if not 0 <= value < LARGEST:
+        raise ValueError(f"{name} is {str(value)[:40]}, not from 0 to {LARGEST:.0e}")
+    return float(value)
+
+
+def _text(value: object, name: str) -> str:
+    if not isinstance(value, str):
+        raise TypeError(f"{name} is {str(value)[:40]!r}")
+    return value
 
 
 def save_pipeline(plan: PlannedPipeline, path: str | Path) -> None:

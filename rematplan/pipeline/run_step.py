@@ -9,7 +9,7 @@ import math
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -40,6 +40,16 @@ from rematplan.step_loading import LoadedStep, Sizes, load_step
 SEED = 0
 LOST = ("Connection closed by peer", "Connection reset by peer", "Broken pipe", "gloo")
 """What torch says, in a RuntimeError, if the connection to another process is lost."""
+MODEL_FIELDS: Mapping[str, Any] = {
+    "model": str,
+    "sizes": dict,
+    "dims": list,
+    "loss": str | None,
+    "bn": str | None,
+    "dropout": str | None,
+    "costs": str,
+}
+"""The fields of a file's model that are read, with their types."""
 LEAST_NORM = 1e-2
 """The error of a gradient is divided by the gradient's norm, but at least by this share of the norm of all
 gradients."""
@@ -129,7 +139,7 @@ def _run(plan: PlannedPipeline, rank: int, verify: bool, time_limit: float) -> R
     loaded = _loaded(plan)
     module = loaded.module
     inputs, target = _whole_batch(loaded, order.microbatches)
-    asked = PlanOptions(budget="min", time_limit=time_limit, costs=str(plan.model.get("costs", "profile")))
+    asked = PlanOptions(budget="min", time_limit=time_limit, costs=plan.model["costs"])
     budget = parse_budget(str(plan.budget))
     pipe = captured_pipeline(
         module.model, inputs, None, order, budget, plan.names, asked, ranks=[rank], loss=(module.of, target)
@@ -227,17 +237,28 @@ def _loaded(plan: PlannedPipeline) -> LoadedStep:
     Random weights and data are drawn with a fixed seed, so that they are equal in all processes.
 
     Raises:
+        ProblemError: the file's entry of the model has a field of another type.
         UsageError: there is no such network or file.
     """
-    model = plan.model
+    model: dict[str, Any] = {name: plan.model.get(name) for name in MODEL_FIELDS}
+    for name, kind in MODEL_FIELDS.items():
+        if not isinstance(model[name], kind):
+            raise ProblemError(f"the file's model has {str(model[name])[:40]!r} as {name}")
+    try:
+        sizes, dims = Sizes(**model["sizes"]), {str(name): size for name, size in model["dims"]}
+    except (TypeError, ValueError) as error:
+        raise ProblemError(f"the file's model has sizes that cannot be read: {error}") from None
+    for name, size in (asdict(sizes) | dims).items():
+        if size is not None and (isinstance(size, bool) or not isinstance(size, int) or size < 1):
+            raise ProblemError(f"the file's model has {str(size)[:40]!r} as {name}, not a positive number")
     return load_step(
-        str(model.get("model")),
-        sizes=Sizes(**model.get("sizes", {})),
-        dims={str(name): int(size) for name, size in model.get("dims", ())},
-        loss=model.get("loss"),
+        model["model"],
+        sizes=sizes,
+        dims=dims,
+        loss=model["loss"],
         seed=SEED,
-        bn=model.get("bn") or "as-is",
-        dropout=model.get("dropout") or "as-is",
+        bn=model["bn"] or "as-is",
+        dropout=model["dropout"] or "as-is",
     )
 
 

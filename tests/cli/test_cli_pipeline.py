@@ -86,7 +86,18 @@ def test_a_file_is_read_as_it_was_written(file, tmp_path) -> None:
         ("ranks", 3, "ranks is 3, but there are actions of 2 ranks"),
         ("ranks", "2", "ranks is '2', but there are actions of 2 ranks"),
         ("schedule", "best", "unknown schedule 'best'; known: gpipe"),
-        ("link", {"latency": 0, "bandwidth": 0}, "a link or an overhead below 0"),
+        ("link", {"latency": 0, "bandwidth": 0}, "bandwidth is 0"),
+        ("link", {"latency": -1, "bandwidth": 1}, "latency is -1, not from 0"),
+        ("overhead", 1e300, "overhead is 1e.300, not from 0"),
+        ("budget", -1, "budget is -1, not from 0"),
+        ("budget", 10**400, "budget is 10{39}, not from 0"),
+        ("budget", "1", "budget is '1'"),
+        ("stages", True, "stages is 'True'"),
+        ("cuts", [0], "cut 0 is at block 0, not after block 0: cuts must ascend"),
+        ("cuts", [1.5], "a cut is '1.5'"),
+        ("names", [], "1 cuts need as many names, all different"),
+        ("names", [7], "a name is '7'"),
+        ("floors", [0.0], "2 ranks need as many floors, not 1"),
     ],
 )
 def test_changed_files_are_refused(file, tmp_path, field, value, text) -> None:
@@ -96,12 +107,23 @@ def test_changed_files_are_refused(file, tmp_path, field, value, text) -> None:
         load_pipeline(tmp_path / "bad.json")
 
 
-@pytest.mark.parametrize(("field", "value"), [("kept_bytes", -1), ("kept_bytes", 1.5), ("plan", 7)])
-def test_figures_of_a_stage_that_cannot_be_are_refused(file, tmp_path, field, value) -> None:
+@pytest.mark.parametrize(
+    ("field", "value", "text"),
+    [
+        ("kept_bytes", -1, "a field is missing or of another type: .*kept_bytes is -1"),
+        ("kept_bytes", 1.5, "a field is missing or of another type: .*kept_bytes is '1.5'"),
+        ("extra", -0.5, "a field is missing or of another type: .*extra is -0.5"),
+        ("plan", 7, "a field is missing or of another type"),
+        ("plan", {"steps": [["run"]]}, "a field is missing or of another type"),
+        ("plan", {"steps": [["run", 3]]}, "a field is missing or of another type: a plan's step is '3'"),
+        ("stage", 1, "plan 0 is of stage 1; plans must be in the stages' order"),
+    ],
+)
+def test_figures_of_a_stage_that_cannot_be_are_refused(file, tmp_path, field, value, text) -> None:
     data = json.loads(file.read_text())
     data["plans"][0][field] = value
     (tmp_path / "bad.json").write_text(json.dumps(data))
-    with pytest.raises(ProblemError, match=rf"bad.json: a field is missing or of another type: .*{field} is"):
+    with pytest.raises(ProblemError, match=rf"bad.json: {text}"):
         load_pipeline(tmp_path / "bad.json")
 
 

@@ -6,6 +6,7 @@ import json
 import os
 import time
 import warnings
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from torch import nn
 from torch.distributed.pipelining.stage import PipelineStage
 
 from rematplan.cli import main
+from rematplan.ir import ProblemError
 from rematplan.pipeline.run_step import RankReport, reports_of_step
 from rematplan.planner.pipeline.pipeline_file import load_pipeline
 
@@ -82,6 +84,22 @@ def test_the_files_plans_run_where_weight_gradients_are_computed_apart(
     path = planned(tmp_path, "vit_s", *split, "--budget", "95%")
     reports = workers.run(step, path=path)[0]
     assert [(one.anew, one.different) for one in reports] == [("", ())] * 4
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "text"),
+    [
+        ("model", None, "has 'None' as model"),
+        ("sizes", {"batch": -1}, "has '-1' as batch, not a positive number"),
+        ("sizes", {"colour": 1}, "has sizes that cannot be read"),
+        ("dims", [["n", "1"]], "has '1' as n, not a positive number"),
+        ("costs", 7, "has '7' as costs"),
+    ],
+)
+def test_a_model_that_cannot_be_read_is_refused(file: Path, field: str, value: Any, text: str) -> None:
+    plan = load_pipeline(file)
+    with pytest.raises(ProblemError, match=f"the file's model {text}"):
+        reports_of_step(replace(plan, model={**plan.model, field: value}), 0, verify=False, time_limit=1)
 
 
 def test_a_stage_that_differs_is_planned_anew_and_that_is_said(
