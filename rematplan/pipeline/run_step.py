@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import copy
 import gc
+import logging
 import math
 import os
 from collections.abc import Iterator, Mapping, Sequence
@@ -96,6 +97,8 @@ def run_on_all_ranks(plan: PlannedPipeline, *, verify: bool, time_limit: float) 
         InfeasibleBudget: no plans are found with which this rank stays within the budget.
         ProcessEnded: another process has ended.
     """
+    schedules = logging.getLogger("torch.distributed.pipelining.schedules")
+    schedules.setLevel(logging.CRITICAL)  # it prints all actions of all ranks if one of them fails
     distributed.init_process_group("gloo")
     try:
         return reports_of_step(plan, int(os.environ["RANK"]), verify=verify, time_limit=time_limit)

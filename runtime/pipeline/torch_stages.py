@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import nn
@@ -12,6 +13,25 @@ from torch.distributed.pipelining import PipelineStage
 from rematplan.runtime.execute.autograd_function import finish_backward
 from rematplan.runtime.module.planning import compiled_plan
 from rematplan.runtime.pipeline.stage_modules import StageModule
+
+
+class _Stage(PipelineStage):
+    """A stage that takes keyword arguments only if it is the first one.
+
+    PyTorch passes those of ``step`` to all stages of a rank. If the first rank has a later stage, too, that stage's
+    module would refuse them.
+    """
+
+    def forward_one_chunk(
+        self,
+        fwd_chunk_id: int,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any] | None = None,
+        save_forward_output: bool = True,
+    ) -> Any:
+        """Run the forward of a micro-batch. ``args``, ``kwargs``: the model's arguments for it."""
+        named = kwargs if self.is_first else None
+        return super().forward_one_chunk(fwd_chunk_id, args, named, save_forward_output)
 
 
 def torch_stage(
@@ -37,7 +57,7 @@ def torch_stage(
         group: the process group; None for the default one.
         split: whether the backward is split: weight gradients are computed later, when the schedule asks for them.
     """
-    return PipelineStage(
+    return _Stage(
         module,
         number,
         stages,

@@ -52,13 +52,20 @@ def in_one_process(
 
 
 def step_of(
-    schedule: Any, stages: Sequence[Any], given: Sequence[Any], y: torch.Tensor, losses: list[torch.Tensor]
+    schedule: Any,
+    stages: Sequence[Any],
+    given: Sequence[Any],
+    y: torch.Tensor,
+    losses: list[torch.Tensor],
+    **named: Any,
 ) -> Callable[[], None]:
-    """A function that runs one step on this rank. ``given``: the model's arguments."""
+    """A function that runs one step on this rank. ``given``, ``named``: the model's arguments."""
     first, last = any(s.is_first for s in stages), any(s.is_last for s in stages)
 
     def step() -> None:
-        schedule.step(*(given if first else ()), **({"target": y, "losses": losses} if last else {}))
+        arguments = dict(named) if first else {}
+        arguments |= {"target": y, "losses": losses} if last else {}
+        schedule.step(*(given if first else ()), **arguments)
 
     return step
 

@@ -21,6 +21,7 @@ from rematplan.runtime.pipeline.stage_modules import stage_modules
 ASKED: dict[str, Any] = {"costs": "roofline", "loss_fn": loss}
 SCALE = 0.25
 """An argument that is no tensor."""
+NAMED = {"scale": SCALE}
 
 
 class Block(nn.Module):
@@ -87,7 +88,7 @@ def planned(rows: int, sizes: dict[str, Any] | None = None, **asked: Any) -> Any
     cuts = tuple(f"blocks.{8 * k // stages}" for k in range(1, stages))
     x, y = data(rows)
     return rematplan.plan_pipeline(
-        net(**(sizes or {})), (x, SCALE), **ASKED | {"cuts": cuts, "target": y} | asked
+        net(**(sizes or {})), (x,), NAMED, **ASKED | {"cuts": cuts, "target": y} | asked
     )
 
 
@@ -98,10 +99,10 @@ class Seeding(nn.Module):
         super().__init__()
         self.module, self.stage, self.microbatches, self.calls = module, stage, microbatches, 0
 
-    def forward(self, *given: Any) -> Any:
+    def forward(self, *given: Any, **named: Any) -> Any:
         seed(*divmod(self.calls, self.microbatches), self.stage)
         self.calls += 1
-        return self.module(*given)
+        return self.module(*given, **named)
 
 
 def seed(step: int, microbatch: int, stage: int) -> None:
@@ -111,13 +112,13 @@ def seed(step: int, microbatch: int, stage: int) -> None:
 def plain_forward(model: nn.Module, x: torch.Tensor, pipe: Any, step: int) -> Callable[..., torch.Tensor]:
     """The model's forward for a micro-batch, stage by stage, with the random numbers that the stages draw."""
     first = x.tensor_split(pipe.order.microbatches)[0]
-    parts = [part.module for part in stage_modules(model, (first, SCALE), {}, pipe.cuts)]
+    parts = [part.module for part in stage_modules(model, (first,), NAMED, pipe.cuts)]
 
     def forward(m: int, part: torch.Tensor) -> torch.Tensor:
-        given: tuple[Any, ...] = (part, SCALE)
+        given: tuple[Any, ...] = (part,)
         for stage, module in enumerate(parts):
             seed(step, m, stage)
-            given = (module(*given),)
+            given = (module(*given, **({} if stage else NAMED)),)
         return given[0]
 
     return forward
@@ -133,12 +134,12 @@ def run_step(
     """
     model, plain = net(**(sizes or {})), net(**(sizes or {}))
     x, y = data(rows)
-    pipe = rematplan.plan_pipeline(model, (x, SCALE), ranks=[rank], target=y, **ASKED | asked)
+    pipe = rematplan.plan_pipeline(model, (x,), NAMED, ranks=[rank], target=y, **ASKED | asked)
     seeded = bool((sizes or {}).get("dropout"))
     microbatches = asked["microbatches"]
     stages = pipe.stages(wrap=(lambda module: Seeding(module, rank, microbatches)) if seeded else None)
     losses: list[torch.Tensor] = []
-    step = step_of(pipe.schedule(stages, loss), stages, (x, SCALE), y, losses)
+    step = step_of(pipe.schedule(stages, loss), stages, (x,), y, losses, **NAMED)
     peak = one = None
     sums: list[float] = []
     for number in range(steps):
