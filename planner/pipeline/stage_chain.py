@@ -1,11 +1,11 @@
 """A training step as a chain of blocks, to be cut into the stages of a pipeline: each stage is an interval of blocks.
 
 A stage has the forward ops of its blocks and the backward ops that are assigned to them. Gradients travel from the last
-block to the first. A backward op is assigned to the last block at which everything that it reads is available. A tensor
-that the forward computes is available from the block that computes it to the last block whose forward reads it. An
-input that the forward of only one block reads, such as a parameter, is available only in that block. A backward op
-whose result is needed only in an earlier block, such as the sum for a bias's gradient, is moved there if no message
-becomes larger.
+block to the first. A backward op is assigned to the block of its forward op, if that is known: a rank's autograd runs
+it there. Otherwise it is assigned to the last block at which everything that it reads is available. A tensor that the
+forward computes is available from the block that computes it to the last block whose forward reads it. An input that
+the forward of only one block reads, such as a parameter, is available only in that block. A backward op whose result is
+needed only in an earlier block, such as the sum for a bias's gradient, is moved there if no message becomes larger.
 
 A tensor that is read several blocks later is a part of every message on its path: each stage between passes it on.
 """
@@ -160,6 +160,7 @@ def stage_chain(
     blocks: Groups | int,
     gradient_of: Mapping[str, str] | None = None,
     labels: Mapping[str, str] | None = None,
+    homes: Mapping[int, int] | None = None,
 ) -> StageChain:
     """Divide a training step into a chain of blocks, to be cut into the stages of a pipeline.
 
@@ -169,6 +170,8 @@ def stage_chain(
             Or the largest number of blocks; they are then chosen so that few bytes pass from one block to the next.
         gradient_of: for the name of each gradient, the name of its parameter, if known.
         labels: for names of parameters, the names to use in messages to the user.
+        homes: for positions of backward ops, the block of the forward op that each is the backward of, if known. The
+            op is assigned to this block if all that it reads can be there.
 
     Raises:
         ProblemError: the problem has no backward, or no forward.
@@ -182,7 +185,7 @@ def stage_chain(
     groups = block_chain(graph, blocks).forward if isinstance(blocks, int) else blocks
     of = {o: b for b, ops in enumerate(groups) for o in ops}
     pairs = {g: p for g, p in (gradient_of or {}).items() if g in graph.producer}
-    assigned = _Assignment(graph, ix, of, len(groups), pairs)
+    assigned = _Assignment(graph, ix, of, len(groups), pairs, homes or {})
     readers = {
         t: tuple(sorted({assigned.at[o] for o in ix.readers[t]}))
         for t, name in enumerate(ix.tensors)
@@ -219,13 +222,20 @@ def blocks_at(graph: TrainingGraph, firsts: Sequence[int]) -> tuple[tuple[int, .
 
 class _Assignment:
     """Assigns each op of a training step to a block of a chain. Forward ops are already assigned. A backward op goes to
-    the last block at which everything that it reads is available, or to an earlier block that needs its result.
+    its home, if that is known; else to the last block at which everything that it reads is available, or to an earlier
+    block that needs its result.
 
     ``at``: the block of each op, by the op's position.
     """
 
     def __init__(
-        self, graph: TrainingGraph, ix: Indexed, of: Mapping[int, int], blocks: int, pairs: Mapping[str, str]
+        self,
+        graph: TrainingGraph,
+        ix: Indexed,
+        of: Mapping[int, int],
+        blocks: int,
+        pairs: Mapping[str, str],
+        homes: Mapping[int, int],
     ) -> None:
         self.ix, self.blocks = ix, blocks
         self.tensor = {name: t for t, name in enumerate(ix.tensors)}
@@ -239,10 +249,15 @@ class _Assignment:
         self.span = dict(self._spans(of))
         last = {name: self.span[t][1] for name, t in self.tensor.items() if t in self.span}
         self.owner = {self.tensor[g]: last[p] for g, p in pairs.items() if p in last}
+        at_home = set()
         for o in ix.backward:
             self.at[o] = self._last_block(o)
+            if o in homes and self._can_be_in(o, homes[o]):
+                self.at[o] = homes[o]
+                at_home.add(o)
         for o in reversed(ix.backward):
-            self._sink(o)
+            if o not in at_home:
+                self._sink(o)
 
     def passages(self) -> Iterable[Passage]:
         """Yield, for each tensor that an op computes, the blocks that compute and read it."""
@@ -267,6 +282,17 @@ class _Assignment:
                 yield t, (of[p], max([of[p], *at]))
             elif p < 0 and at and (len(set(at)) == 1):
                 yield t, (at[0], at[0])
+
+    def _can_be_in(self, o: int, block: int) -> bool:
+        """Return whether everything that the backward op ``o`` reads can be in a block, and its results are needed
+        in no later one."""
+        ix = self.ix
+        spans = (self.span[t] for t in ix.reads[o] if t in self.span)
+        return (
+            all(self.at[p] >= block for p in ix.backward_before[o])
+            and all(first <= block <= last for first, last in spans)
+            and all(self.owner.get(t, block) >= block for t in ix.writes[o])
+        )
 
     def _last_block(self, o: int) -> int:
         ix = self.ix

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from rematplan.ir import InfeasibleBudget, UsageError
+from rematplan.ir import InfeasibleBudget, ModelError, UsageError
 from rematplan.pipeline.captured_stages import CapturedStage, captured_stage
 from rematplan.pipeline.data_parallel import ALONE, DataParallel
 from rematplan.pipeline.dataflow import DataflowPart, dataflow_part
@@ -51,8 +51,13 @@ def captured_part(
         loss: the memory of the loss of the last stage's outputs; None: as the options of ``planner`` state it.
 
     Raises:
-        ModelError: the stage cannot be captured.
+        ModelError: the stage cannot be captured, or its results need no gradients.
     """
+    if not any(one.requires_grad for one in stage.outputs):
+        raise ModelError(
+            f"stage {number} computes no gradients: neither its parameters nor those before it are trained; cut "
+            f"later, or run the frozen part before the pipeline"
+        )
     device = next((t.device for t in stage.module.parameters()), torch.device("cpu"))
     template = stage_torch_memory(order, number, stage, device)
     template = replace(template, states=template.states + parallel.resident(stage, device))

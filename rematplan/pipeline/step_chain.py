@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from rematplan.ir import TrainingGraph, UsageError
 from rematplan.planner.arrays.indexed import indexed
-from rematplan.planner.pipeline.stage_chain import StageChain, blocks_at, stage_chain
+from rematplan.planner.pipeline.stage_chain import Groups, StageChain, blocks_at, stage_chain
 from rematplan.runtime.graph.captured_step import CapturedStep
 from rematplan.runtime.graph.module_names import prefixes
 
@@ -87,8 +87,33 @@ def named_chain(
             first.setdefault(block, graph.ops[o].name)
         return NamedChain(chain, ("", *(first[b] for b in range(1, len(chain)))), batch)
     places = sorted(begins)
-    chain = stage_chain(graph, blocks_at(graph, places), gradients, labels)
+    blocks = blocks_at(graph, places)
+    chain = stage_chain(graph, blocks, gradients, labels, _homes(step, graph, blocks))
     return NamedChain(chain, ("", *(begins[at] for at in places)), batch)
+
+
+def _homes(step: CapturedStep, graph: TrainingGraph, blocks: Groups) -> dict[int, int]:
+    """Return, by the positions of backward ops, the block in which their forward ops are: that of all forward ops which
+    the same module calls itself. Ops of modules whose own forward ops are in several blocks are left out.
+
+    ``blocks``: the forward ops of each block.
+    """
+    block_of = {graph.ops[o].name: block for block, ops in enumerate(blocks) for o in ops}
+    of_module: dict[str, set[int]] = {}
+    before, views = 0, []
+    for call in step.calls:  # a view is no op of the problem: it may be in the block before it or after it
+        if call.name not in block_of:
+            views += [] if call.backward else [call.module]
+            continue
+        at = block_of[call.name]
+        of_module.setdefault(call.module, set()).add(at)
+        for module in views:
+            of_module.setdefault(module, set()).update((before, at))
+        before, views = at, []
+    modules = {
+        o: step.call[n].module for o in indexed(graph).backward if (n := graph.ops[o].name) in step.call
+    }
+    return {o: min(of_module[m]) for o, m in modules.items() if len(of_module.get(m, ())) == 1}
 
 
 def _begins(
