@@ -174,10 +174,10 @@ def plan_module(
             refined.
         verbose: also print what the logger ``rematplan`` records about each plan, and show a progress bar if
             standard error is a terminal. Otherwise nothing is printed.
-        in_flight: for pipeline schedules: how many micro-batches may be between the start of their forward and the
-            end of their backward. The budget bounds all of them together with the parameters' gradients, which are
-            counted once. It must be bytes or a percentage; inverses, ``overlap`` and saved plans are refused, and a
-            budget that no plan fits raises.
+        in_flight: how many calls may be between the start of their forward and the end of their backward: micro-batches
+            of a pipeline schedule, the views of a contrastive loss, real and generated samples. The budget bounds all
+            of them together with the parameters' gradients, which are counted once. It must be bytes or a percentage;
+            inverses, ``overlap`` and saved plans are refused, and a budget that no plan fits raises.
         deferred: the largest number of micro-batches whose weight gradients are still to be computed after their
             backward. A backward then computes only the gradients of the inputs, and `finish_weights` computes those of
             the weights later. None: a backward computes both.

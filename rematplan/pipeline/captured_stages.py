@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Set
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import nn
@@ -41,6 +41,8 @@ class _Recorded(Exception):
 
 
 class _Recorder:
+    bounds_one_call = False
+
     def __call__(self, step: CapturedStep, first: bool = False) -> StepPlan:
         del first
         raise _Recorded(step)
@@ -62,6 +64,8 @@ class _FixedPlan:
 
     plan: StepPlan
     calls: tuple[object, ...]
+    bounds_one_call: ClassVar[bool] = False
+    """The budget of a rank is for all micro-batches in flight."""
 
     def __call__(self, step: CapturedStep, first: bool = False) -> StepPlan:
         del first

@@ -50,6 +50,11 @@ class StepPlanner(StepProblems):
     """A key for budgets in percent. They refer to the peak of the first problem that was planned with the same store
     and key. The `torch.compile` backend uses one key for each graph."""
 
+    @property
+    def bounds_one_call(self) -> bool:
+        """Whether the budget is for one forward with its backward: unless it is for several micro-batches in flight."""
+        return not self.options.several
+
     def limit(self, graph: TrainingGraph) -> Budget:
         """Return the budget for a problem: in bytes, or ``min`` or ``least``, which depend on the smallest peak
         found for it.

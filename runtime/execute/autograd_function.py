@@ -113,6 +113,13 @@ class CompiledPlan:
         its graph, or segments of a backward have not run yet."""
         return any(call.start is not None or call.held is not None for call in list(self.calls))
 
+    @property
+    def held_bytes(self) -> int:
+        """The bytes of the values that forwards hold for a backward that has not begun or may be repeated, without the
+        step's inputs."""
+        held = [v for call in list(self.calls) for v in call.start or () if isinstance(v, torch.Tensor)]
+        return sum({s.data_ptr(): s.nbytes() for s in (t.untyped_storage() for t in held)}.values())
+
     def __call__(
         self,
         named: Mapping[str, torch.Tensor],

@@ -14,6 +14,10 @@ class Planner(Protocol):
     """Makes plans of captured training steps. A plan is a schedule of the step's planning problem with a loss boundary
     (the moment between forward and backward), as `loss_boundary.with_loss_boundary` makes it."""
 
+    @property
+    def bounds_one_call(self) -> bool:
+        """Whether the budget is for one forward with its backward. If not, other forwards may come between the two."""
+
     def __call__(self, step: CapturedStep, first: bool = False) -> StepPlan:
         """Return a plan of a step.
 

@@ -12,7 +12,7 @@ from typing import Any, cast
 import torch
 from torch import nn
 
-from rematplan.ir import ModelError
+from rematplan.ir import ModelError, show_bytes
 from rematplan.runtime import guards
 from rematplan.runtime.capture.flat_module import (
     ArgumentLeaf,
@@ -81,6 +81,8 @@ class Runner:
         self.last: CacheEntry
         self.arrived: frozenset[str] = frozenset()
         """The positions of outputs whose tangents arrived although their step had left them out."""
+        self.told_of_pending = False
+        """Whether the user was told that calls before the backward of earlier ones exceed the budget."""
         self.tree: guards.ModuleTree | None = None
         self.version: tuple[str, int | None] = ("", None)
         """A trained parameter's name and its version at the last call. An optimizer's step changes the
@@ -131,6 +133,8 @@ class Runner:
         entry = self._with_gradients(entry, state, tensors)
         if entry.running.refinement is not None:
             self._exchange(entry, state)
+        if not self.told_of_pending and self.planner.bounds_one_call:
+            self._warn_of_pending(entry)
         sink = self.recorder.sink(entry.statistics) if self.recorder else None
         flat = entry.compiled(
             state.named, tensors, lambda arrived: self._with_tangents(entry, arrived).compiled, sink
@@ -143,6 +147,22 @@ class Runner:
         if left is not None:
             refill((args, kwargs), left)
         return results
+
+    def _warn_of_pending(self, entry: CacheEntry) -> None:
+        """Warn, once, if earlier calls hold so much for their backward that it exceeds the budget together with the
+        peak of this call.
+
+        ``entry``: the entry that this call follows.
+        """
+        held, plan = sum(w.compiled.held_bytes for w in self.plans.all()), entry.plan
+        if held and plan.budget is not None and held + plan.peak > plan.budget:
+            self.told_of_pending = True
+            warn(
+                f"{self.name} is called again before the backward of an earlier call, which holds {show_bytes(held)}. "
+                f"This call needs up to {show_bytes(plan.peak)} in addition, and the budget of "
+                f"{show_bytes(plan.budget)} bounds one call. Plan for several calls: in_flight=2 for two before a "
+                f"backward"
+            )
 
     def _exchange(self, entry: CacheEntry, state: guards.ModuleState) -> None:
         """If a new training step begins and a search in the background has found a better plan, replace the entry's

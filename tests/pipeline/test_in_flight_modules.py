@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import warnings
 from typing import Any
 
 import pytest
@@ -177,3 +178,34 @@ def test_nothing_left_to_finish_is_said() -> None:
     planned = rematplan.plan_module(model(), (example(),), budget="100%", in_flight=2, deferred=1, **ASKED)
     with pytest.raises(UsageError, match="waits for its weight gradients"):
         rematplan.finish_weights(planned)
+
+
+def test_calls_before_a_backward_that_exceed_the_budget_together_are_told_once() -> None:
+    first, second = torch.randn(2, ROWS, WIDTH, generator=torch.Generator().manual_seed(0))
+    one, plain = rematplan.plan_module(model(), (first,), budget="100%", **ASKED), model()
+    budget = 2 * one.plan.budget
+    two = rematplan.plan_module(model(), (first,), budget=budget, in_flight=2, **ASKED)
+
+    def step(module: nn.Module) -> None:
+        (module(first) * module(second)).mean().backward()
+
+    step(plain)
+    for _ in range(2):  # a backward each: nothing is said
+        one(first).square().mean().backward()
+        one.zero_grad()
+    with pytest.warns(UserWarning, match="Mlp is called again before the backward of .* in_flight=2"):
+        step(one)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        one.zero_grad()
+        step(one)
+        step(two)
+    for module in (one, two):
+        assert all(
+            torch.equal(p.grad, q.grad)
+            for p, q in zip(module.parameters(), plain.parameters(), strict=True)
+            if p.grad is not None and q.grad is not None
+        )
+    two.zero_grad()
+    peak, _ = peak_above_entry(lambda: step(two), torch.device("cpu"))
+    assert peak + sum(t.nbytes for t in (*two.parameters(), first, second)) <= budget
