@@ -13,7 +13,7 @@ from torch.fx.experimental import proxy_tensor
 @contextmanager
 def only_what_is_read() -> Iterator[None]:
     """Inside the block, Python does not search for cycles of objects, and tracers do not describe the tensors of their
-    graphs a second time (as ``tensor_meta``, beside ``val``)."""
+    graphs a second time (as ``tensor_meta``, next to ``val``)."""
     collecting = gc.isenabled()
     gc.disable()
     try:
