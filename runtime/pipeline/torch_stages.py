@@ -16,10 +16,10 @@ from rematplan.runtime.pipeline.stage_modules import StageModule
 
 
 class _Stage(PipelineStage):
-    """A stage that takes keyword arguments only if it is the first one.
+    """A stage that takes keyword arguments only if it is the first one, and whose arguments need not be tensors.
 
-    PyTorch passes those of ``step`` to all stages of a rank. If the first rank has a later stage, too, that stage's
-    module would refuse them.
+    PyTorch passes the keyword arguments of ``step`` to all stages of a rank. If the first rank has a later stage, too,
+    that stage's module would refuse them. The planned module compares all arguments with those of its plan.
     """
 
     def forward_one_chunk(
@@ -32,6 +32,9 @@ class _Stage(PipelineStage):
         """Run the forward of a micro-batch. ``args``, ``kwargs``: the model's arguments for it."""
         named = kwargs if self.is_first else None
         return super().forward_one_chunk(fwd_chunk_id, args, named, save_forward_output)
+
+    def _validate_fwd_input(self, args: object, kwargs: object) -> None:
+        """PyTorch 2.11 refuses arguments of the first stage that are not tensors; later versions do not call this."""
 
 
 def torch_stage(

@@ -80,7 +80,7 @@ def test_the_files_plans_run_where_weight_gradients_are_computed_apart(
     workers: Workers, tmp_path: Path
 ) -> None:
     cuts = ",".join(f"blocks.{k}" for k in range(1, 8))
-    split = ("--schedule", "zbv", "--stages", "8", "--depth", "8", "--cuts", cuts)
+    split = ("--schedule", "interleaved-zb", "--stages", "8", "--depth", "8", "--cuts", cuts)
     path = planned(tmp_path, "vit_s", *split, "--budget", "95%")
     reports = workers.run(step, path=path)[0]
     assert [(one.anew, one.different) for one in reports] == [("", ())] * 4
