@@ -11,6 +11,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from threading import get_ident
+from traceback import walk_tb
 from typing import Any
 from unittest.mock import patch
 
@@ -33,6 +34,7 @@ from rematplan.runtime.capture.read_fx import read_joint_graph
 from rematplan.runtime.capture.restore_state import check_no_sizes_kept, same_attributes
 from rematplan.runtime.capture.untied_module import UntiedModule
 from rematplan.runtime.graph.captured_step import CapturedStep
+from rematplan.runtime.graph.code_line import code_line
 from rematplan.runtime.graph.compat import (
     COMPILING_FLAG,
     TracingContext,
@@ -46,7 +48,7 @@ from rematplan.runtime.graph.quiet_logs import quiet
 from rematplan.runtime.guards.assertions import VALUES_DECIDE, SpeculatedAssertions
 from rematplan.runtime.guards.decisions_by_values import ValueGuardRecorder
 from rematplan.runtime.guards.tensor_reads import undecided
-from rematplan.runtime.symbols.expressions import ExpressionTable
+from rematplan.runtime.symbols.expressions import ExpressionTable, NotSymbolic
 from rematplan.runtime.symbols.symbolic_batch import BatchSymbols
 
 _LEFT_BEHIND = (
@@ -68,6 +70,14 @@ IN_OTHER_WORDS = {
     "shape_env must not be None": _VARYING,
 }
 """What errors of the tracer mean, by a part of their text."""
+
+
+OF_OPEN_SIZES = {
+    "unhashable type: non-nested SymInt": "it looks up a size in a dictionary or a set",
+    "numel() on tensor with symbolic": "it calls an op that PyTorch cannot trace with open sizes, such as nn.LSTM",
+    "of type SymInt": "it computes with a size in NumPy",
+}
+"""What errors of the tracer mean if sizes are symbols, by a part of their text."""
 
 
 @dataclass(frozen=True)
@@ -113,6 +123,8 @@ def trace_joint_graph(request: TraceRequest) -> Traced:
     try:
         with same_attributes(root, name), no_host_draws(name), only_what_is_read():
             return _traced(request)
+    except NotSymbolic as error:
+        raise _at_line(str(error), error) from error
     except ModelError:
         raise
     except VALUES_DECIDE as error:
@@ -126,7 +138,20 @@ def trace_joint_graph(request: TraceRequest) -> Traced:
     except Exception as error:  # any error in the user's model is reported in one line
         first = f"{type(error).__name__}: {(str(error).strip().splitlines() or [''])[0]}"
         known = (why for what, why in IN_OTHER_WORDS.items() if what in first)
+        if request.symbols:
+            plain = (why for what, why in OF_OPEN_SIZES.items() if what in first)
+            why = [*plain, *known, f"PyTorch cannot trace it with open sizes: {first}"][0]
+            raise _at_line(why, error) from error
         raise ModelError(f"{name}: {next(known, f'cannot be traced: {first}')}") from error
+
+
+def _at_line(why: str, error: Exception) -> NotSymbolic:
+    """Return the error that sizes cannot be symbols, with the line of the model's code at which ``error`` was raised.
+
+    ``why``: the reason.
+    """
+    line = code_line(reversed(list(walk_tb(error.__traceback__))))
+    return NotSymbolic(f"{why} ({line})" if line else why)
 
 
 def _callable_parts(module: nn.Module) -> Iterator[str]:

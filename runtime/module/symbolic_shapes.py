@@ -232,8 +232,8 @@ class OpenShapes:
         self.misses = 0 if served else self.misses + (len(alike) > 1)
         if self.misses >= MISSES:
             varying = [
-                f"dimension {dim} of argument {at} ({size})"
-                for at, dim, size in forward.step.fixed
+                f"dimension {dim} of argument {at} ({', '.join(filter(None, [str(size), line]))})"
+                for at, dim, size, line in forward.step.fixed
                 if any(known[at].shape[dim] != size for known, _ in self.known)
             ]
             self.reason = ": ".join(("its graph depends on sizes", *filter(None, [", ".join(varying)])))

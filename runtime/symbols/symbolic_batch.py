@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
+from traceback import walk_stack
 from types import CodeType
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch.fx.experimental.sym_node import SymNode
@@ -15,12 +16,26 @@ from torch.fx.experimental.symbolic_shapes import (
     StatelessSymbolicContext,
 )
 
+from rematplan.runtime.graph.code_line import code_line
 from rematplan.runtime.graph.compat import FakeTensorMode, pytree
 from rematplan.runtime.symbols.expressions import ExpressionTable, NotSymbolic, check_whole, parts
 
 LONGEST = 300
 """The largest number of nodes of an assumption about sizes, as an expression tree. The longest of transformers and
 U-Nets have about 50. Windows of images (Swin) double them from layer to layer; simplifying them took minutes."""
+
+
+class FixedSize(NamedTuple):
+    """A size of a batch that a trace assumes not to change.
+
+    ``at``: the position of the tensor in the batch. ``dim``: the dimension. ``size``: the size. ``line``: the line of
+    the model's code that needs it as a number; empty if that is not known.
+    """
+
+    at: int
+    dim: int
+    size: int
+    line: str
 
 
 class _Outcomes(ShapeEnv):
@@ -30,6 +45,8 @@ class _Outcomes(ShapeEnv):
     def __init__(self) -> None:
         super().__init__(allow_scalar_outputs=False, allow_dynamic_output_shape_ops=False)
         self._outcomes: dict[Any, Any] = {}
+        self.lines: dict[Any, str] = {}
+        """The line of the model's code at which a symbol was replaced by a number or by another symbol."""
 
     def evaluate_sym_node(self, sym_node: SymNode, *how: Any, **named: Any) -> Any:
         """Return the outcome of a condition, or the value of a size. The first time, what the outcome assumes about the
@@ -39,7 +56,11 @@ class _Outcomes(ShapeEnv):
         """
         key = sym_node.expr, how, tuple(named.items()), self._suppress_guards_tls()
         if key not in self._outcomes:
+            before = len(self.replacements)
             self._outcomes[key] = super().evaluate_sym_node(sym_node, *how, **named)
+            if len(self.replacements) > before:
+                line = code_line(walk_stack(None))
+                self.lines = {symbol: self.lines.get(symbol, line) for symbol in self.replacements}
         return self._outcomes[key]
 
 
@@ -128,14 +149,16 @@ class BatchSymbols:
         return int(size.node.expr.xreplace(self._now))
 
     @property
-    def fixed(self) -> tuple[tuple[int, int, int], ...]:
-        """The sizes of the batch that the trace assumes not to change, each as a tuple: position of the tensor in the
-        batch, dimension, size."""
+    def fixed(self) -> tuple[FixedSize, ...]:
+        """The sizes of the batch that the trace assumes not to change."""
         return tuple(
-            (at, dim, int(size.node.expr if isinstance(size, torch.SymInt) else size))
+            FixedSize(at, dim, int(expression), self.shapes.lines.get(symbol, ""))
             for at, fake in enumerate(self.fakes)
             for dim, size in enumerate(fake.shape)
-            if not isinstance(size, torch.SymInt) or size.node.expr.is_number
+            for symbol, expression in [
+                (size.node._expr, size.node.expr) if isinstance(size, torch.SymInt) else (None, size)
+            ]
+            if symbol is None or expression.is_number
         )
 
     def guard(self) -> SizeGuard:

@@ -22,7 +22,7 @@ from rematplan.runtime.graph.captured_step import (
 from rematplan.runtime.graph.compat import FakeTensor, FakeTensorMode
 from rematplan.runtime.graph.tracked_sizes import TrackedSize, track
 from rematplan.runtime.symbols.expressions import ExpressionTable, NotSymbolic, OpenSize, has_open, tracked
-from rematplan.runtime.symbols.symbolic_batch import BatchSymbols, SizeGuard
+from rematplan.runtime.symbols.symbolic_batch import BatchSymbols, FixedSize, SizeGuard
 
 Size = int | OpenSize
 AS_STRIDED = torch.ops.aten.as_strided
@@ -58,8 +58,7 @@ class OpenStep:
     among their arguments. ``values``: the tensors by name. ``memories``: for each memory, by its number, the bytes.
     ``guard``: the condition on the batch's sizes and strides. ``expressions``: a function that takes the batch's open
     sizes and returns the values of all expressions. ``places``: for each argument of that function, the position of the
-    tensor in the batch and the dimension. ``fixed``: the sizes of the batch that are not open, each as the position of
-    the tensor, the dimension and the size.
+    tensor in the batch and the dimension. ``fixed``: the sizes of the batch that are not open.
     """
 
     name: str
@@ -72,7 +71,7 @@ class OpenStep:
     guard: SizeGuard
     expressions: Callable[..., tuple[int, ...]]
     places: tuple[tuple[int, int], ...]
-    fixed: tuple[tuple[int, int, int], ...]
+    fixed: tuple[FixedSize, ...]
 
     @staticmethod
     def of(step: CapturedStep, symbols: BatchSymbols, table: ExpressionTable) -> OpenStep:
