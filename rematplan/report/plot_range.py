@@ -32,9 +32,10 @@ def save_range(path: Path, title: str, plans: Sequence[RangePlan]) -> None:
         label, sizes = show_bytes(plan.proof.budget), [row.size for row in fitting]
         times.plot(sizes, [100 * row.estimate.overhead for row in fitting], label=label, **style)
         peaks.plot(sizes, [row.estimate.peak / scale for row in fitting], label=label, **style)
-    peaks.plot(
+    (without,) = peaks.plot(
         [r.size for r in rows], [r.base_peak / scale for r in rows], "--", color="black", linewidth=0.8
     )
+    peaks.legend([without], ["without recomputation"], fontsize=8)
     times.set_ylabel("overhead: extra computing time (%)")
     peaks.set_ylabel(f"predicted peak ({unit})")
     for axes in (times, peaks):
