@@ -61,69 +61,24 @@ def _gathered(arrays: Arrays) -> int:
     return MAX_ELEMENTS + 1 if data is None or indices is None else data.size * max(1, indices.size)
 
 
+# Ops whose result has the broadcast shape of their operands.
+BROADCASTING = (
+    "Add", "And", "Div", "Equal", "Greater", "GreaterOrEqual", "Less", "LessOrEqual", "Max", "Min", "Mod",
+    "Mul", "Not", "Or", "Pow", "Sub", "Sum", "Where", "Xor",
+)  # fmt: skip
+
+# Ops whose result is about as large as the largest operand, or smaller.
+NO_LARGER = (
+    "Abs", "Cast", "Ceil", "Exp", "Flatten", "Floor", "Log", "Neg", "Reciprocal", "Reshape", "Round",
+    "Shape", "Sigmoid", "Sign", "Size", "Slice", "Split", "Sqrt", "Squeeze", "Tanh", "Transpose", "Trilu",
+    "Unsqueeze", "ReduceMax", "ReduceMean", "ReduceMin", "ReduceProd", "ReduceSum", "CumSum", "Cos", "Sin",
+    "Erf",
+)  # fmt: skip
+
 # By op: the rule that computes from the operands how many elements a result can have. Only these ops are folded.
 SIZE_RULES: dict[str, SizeRule] = {
-    **dict.fromkeys(
-        [
-            "Add",
-            "And",
-            "Div",
-            "Equal",
-            "Greater",
-            "GreaterOrEqual",
-            "Less",
-            "LessOrEqual",
-            "Max",
-            "Min",
-            "Mod",
-            "Mul",
-            "Not",
-            "Or",
-            "Pow",
-            "Sub",
-            "Sum",
-            "Where",
-            "Xor",
-        ],
-        _broadcast,
-    ),
-    **dict.fromkeys(
-        [
-            "Abs",
-            "Cast",
-            "Ceil",
-            "Exp",
-            "Flatten",
-            "Floor",
-            "Log",
-            "Neg",
-            "Reciprocal",
-            "Reshape",
-            "Round",
-            "Shape",
-            "Sigmoid",
-            "Sign",
-            "Size",
-            "Slice",
-            "Split",
-            "Sqrt",
-            "Squeeze",
-            "Tanh",
-            "Transpose",
-            "Trilu",
-            "Unsqueeze",
-            "ReduceMax",
-            "ReduceMean",
-            "ReduceMin",
-            "ReduceProd",
-            "ReduceSum",
-            "CumSum",
-            "Cos",
-            "Sin",
-            "Erf",
-        ],
-        _largest,
-    ),
+    **dict.fromkeys(BROADCASTING, _broadcast),
+    **dict.fromkeys(NO_LARGER, _largest),
     "Concat": _total,
     "ConstantOfShape": _shape_operand(0),
     "Expand": _expanded,

@@ -19,89 +19,33 @@ FLOATS = frozenset({"float16", "bfloat16", "float32", "float64"})
 # Ops that only rearrange one tensor: an op that reads the result of one of them on a weight reads that weight.
 VIEW_OPS = frozenset({"Flatten", "Identity", "Reshape", "Squeeze", "Transpose", "Unsqueeze"})
 
+# Ops that are differentiable in their first input only.
+IN_THE_FIRST = (
+    "CenterCropPad", "Clip", "CumSum", "Dropout", "Expand", "Gather", "GatherElements", "GatherND", "Pad",
+    "ReduceL1", "ReduceL2", "ReduceLogSum", "ReduceLogSumExp", "ReduceMax", "ReduceMean", "ReduceMin",
+    "ReduceProd", "ReduceSum", "ReduceSumSquare", "Reshape", "Resize", "Slice", "Split", "Squeeze", "Tile",
+    "TopK", "Trilu", "Unsqueeze", "Upsample", "Pow", "MaxUnpool", "Compress", "CumProd", "RotaryEmbedding",
+    "Col2Im", "DFT", "ReverseSequence",
+)  # fmt: skip
+
+# Ops that are differentiable in no input.
+IN_NONE = (
+    "And", "ArgMax", "ArgMin", "ConstantOfShape", "Equal", "EyeLike", "Greater", "GreaterOrEqual", "IsInf",
+    "IsNaN", "Less", "LessOrEqual", "NonZero", "NonMaxSuppression", "Not", "OneHot", "Or",
+    "DynamicQuantizeLinear", "MatMulInteger", "Range", "Shape", "Size", "Xor", "Bernoulli",
+    "RandomNormalLike", "RandomUniformLike", "Multinomial", "QuantizeLinear",
+)  # fmt: skip
+
 # By op: the positions of the inputs in which it is differentiable. Ops that are absent: all inputs.
 DIFFERENTIABLE_INPUTS: dict[str, frozenset[int]] = {
-    **dict.fromkeys(
-        [
-            "CenterCropPad",
-            "Clip",
-            "CumSum",
-            "Dropout",
-            "Expand",
-            "Gather",
-            "GatherElements",
-            "GatherND",
-            "Pad",
-            "ReduceL1",
-            "ReduceL2",
-            "ReduceLogSum",
-            "ReduceLogSumExp",
-            "ReduceMax",
-            "ReduceMean",
-            "ReduceMin",
-            "ReduceProd",
-            "ReduceSum",
-            "ReduceSumSquare",
-            "Reshape",
-            "Resize",
-            "Slice",
-            "Split",
-            "Squeeze",
-            "Tile",
-            "TopK",
-            "Trilu",
-            "Unsqueeze",
-            "Upsample",
-            "Pow",
-            "MaxUnpool",
-            "Compress",
-            "CumProd",
-            "RotaryEmbedding",
-            "Col2Im",
-            "DFT",
-            "ReverseSequence",
-        ],
-        frozenset({0}),
-    ),
+    **dict.fromkeys(IN_THE_FIRST, frozenset({0})),
     "BatchNormalization": frozenset({0, 1, 2}),
     "DequantizeLinear": frozenset({1}),
     "ScatterElements": frozenset({0, 2}),
     "ScatterND": frozenset({0, 2}),
     "TensorScatter": frozenset({0, 1}),
     "Where": frozenset({1, 2}),
-    **dict.fromkeys(
-        [
-            "And",
-            "ArgMax",
-            "ArgMin",
-            "ConstantOfShape",
-            "Equal",
-            "EyeLike",
-            "Greater",
-            "GreaterOrEqual",
-            "IsInf",
-            "IsNaN",
-            "Less",
-            "LessOrEqual",
-            "NonZero",
-            "NonMaxSuppression",
-            "Not",
-            "OneHot",
-            "Or",
-            "DynamicQuantizeLinear",
-            "MatMulInteger",
-            "Range",
-            "Shape",
-            "Size",
-            "Xor",
-            "Bernoulli",
-            "RandomNormalLike",
-            "RandomUniformLike",
-            "Multinomial",
-            "QuantizeLinear",
-        ],
-        frozenset(),
-    ),
+    **dict.fromkeys(IN_NONE, frozenset()),
 }
 
 # By op: the positions of the inputs that weights usually have. A generated tensor that is read there is a weight.
