@@ -172,11 +172,11 @@ def _transient(kind: OptimizerKind, params: Sequence[torch.Tensor], group: Group
 def _kind_of(optimizer: torch.optim.Optimizer) -> OptimizerKind | None:
     """Return the memory of an optimizer's class from the table `KINDS`. If the class itself is not in the table, the
     row of a base class applies if the class inherits its ``step``. Return None if there is no row."""
-    for kind in type(optimizer).__mro__:
+    kinds: tuple[Any, ...] = type(optimizer).__mro__
+    for kind in kinds:
         row = KINDS.get(f"{kind.__module__}.{kind.__qualname__}")
         if row is not None:
-            same = inspect.unwrap(type(optimizer).step) is inspect.unwrap(getattr(kind, "step"))  # noqa: B009
-            return row if same else None
+            return row if inspect.unwrap(type(optimizer).step) is inspect.unwrap(kind.step) else None
     return None
 
 

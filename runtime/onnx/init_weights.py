@@ -20,10 +20,13 @@ Fill = Callable[[torch.Tensor, Node, torch.Generator], object]
 
 
 def _normal(fan_in: Callable[[torch.Tensor, Node], int]) -> Fill:
-    def fill(tensor: torch.Tensor, node: Node, generator: torch.Generator) -> None:
-        tensor.normal_(0.0, math.sqrt(1.0 / max(1, fan_in(tensor, node))), generator=generator)
+    return lambda tensor, node, generator: tensor.normal_(
+        0.0, math.sqrt(1.0 / max(1, fan_in(tensor, node))), generator=generator
+    )
 
-    return fill
+
+def _with_deviation(deviation: float) -> Fill:
+    return lambda tensor, node, generator: tensor.normal_(0.0, deviation, generator=generator)
 
 
 def _constant(value: float) -> Fill:
@@ -31,7 +34,7 @@ def _constant(value: float) -> Fill:
 
 
 ZEROS, ONES = _constant(0.0), _constant(1.0)
-SMALL_NORMAL: Fill = lambda tensor, node, generator: tensor.normal_(0.0, 0.02, generator=generator)  # noqa: E731
+SMALL_NORMAL = _with_deviation(0.02)
 
 # The function that fills a weight, by the op of the weight's first reader and the weight's position among that
 # node's inputs. All other weights get a normal distribution of small variance.
