@@ -146,6 +146,10 @@ def load(args: argparse.Namespace, out: Output, *, runs: bool = False) -> Source
     if (problem is None) == (args.model is None):
         raise UsageError("name a MODEL or a --problem file" + (", not both" if problem else ""))
     if problem is None:
+        if hasattr(args, "problem") and args.model.endswith(".json"):
+            raise UsageError(
+                f"MODEL is {args.model}, which is no ONNX file; a problem file is stated with --problem"
+            )
         return _load_model(args, out, runs)
     for option in MODEL_ONLY:
         if getattr(args, option) is not None:

@@ -206,6 +206,12 @@ def test_model_options_are_refused_with_a_problem_file(call, refused, problem) -
         refused(call(*PLAN, "--problem", problem, *option), 2)
 
 
+def test_a_problem_file_as_model_is_told_where_it_belongs(call, refused, problem) -> None:
+    result = call(*PLAN, problem)
+    refused(result, 2)
+    assert "stated with --problem" in result.err
+
+
 def test_an_interrupt_is_exit_status_130(call, refused, problem, monkeypatch) -> None:
     def interrupt(*_: object) -> None:
         raise KeyboardInterrupt
