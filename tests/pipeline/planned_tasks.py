@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from one_process import data, equal_losses, in_one_process, loss, measured, step_of, two_pipelines
@@ -16,12 +17,16 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 import rematplan
+from rematplan.planner.pipeline import in_flight
+from rematplan.planner.pipeline.in_flight import RankSearchLimits
 from rematplan.runtime.pipeline.stage_modules import stage_modules
 
 ASKED: dict[str, Any] = {"costs": "roofline", "loss_fn": loss}
 SCALE = 0.25
 """An argument that is no tensor."""
 NAMED = {"scale": SCALE}
+FEW = RankSearchLimits(grid=3, refined=2, lowered=2, cheaper=0)
+"""Limits of a search that finds some plans, not the cheapest ones."""
 
 
 class Block(nn.Module):
@@ -87,9 +92,10 @@ def planned(rows: int, sizes: dict[str, Any] | None = None, **asked: Any) -> Any
     stages = asked["stages"]
     cuts = tuple(f"blocks.{8 * k // stages}" for k in range(1, stages))
     x, y = data(rows)
-    return rematplan.plan_pipeline(
-        net(**(sizes or {})), (x,), NAMED, **ASKED | {"cuts": cuts, "target": y} | asked
-    )
+    with patch.object(in_flight, "LIMITS", FEW):
+        return rematplan.plan_pipeline(
+            net(**(sizes or {})), (x,), NAMED, **ASKED | {"cuts": cuts, "target": y} | asked
+        )
 
 
 class Seeding(nn.Module):

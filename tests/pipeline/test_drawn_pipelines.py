@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from typing import Any
-from unittest.mock import patch
 
 import planned_tasks
 from gloo_workers import Workers
@@ -13,8 +12,6 @@ from hypothesis import strategies as st
 import rematplan
 from rematplan.ir import InfeasibleBudget
 from rematplan.pipeline.schedules import VIRTUAL
-from rematplan.planner.pipeline import in_flight
-from rematplan.planner.pipeline.in_flight import RankSearchLimits
 from rematplan.runtime.graph.compat import PIPELINES_SEND_TO_THEMSELVES
 
 RANKS = 4
@@ -53,19 +50,14 @@ def pipelines(draw: st.DrawFn) -> tuple[dict[str, Any], int]:
     return asked, draw(st.integers(60, 90))
 
 
-FEW = RankSearchLimits(grid=3, refined=2, lowered=2, cheaper=0)
-"""Limits of a search that finds some plans, not the cheapest ones."""
-
-
 def planned(asked: dict[str, Any], budget: str | int) -> rematplan.Pipeline:
     """The pipeline within a budget, or, where a rank does not fit, within the least budget that the refusals state."""
-    with patch.object(in_flight, "LIMITS", FEW):
-        for _ in range(RANKS):
-            try:
-                return planned_tasks.planned(budget=budget, strategy="approx_dp", **asked)
-            except InfeasibleBudget as refused:
-                budget = refused.smallest
-        return planned_tasks.planned(budget=budget, strategy="approx_dp", **asked)
+    for _ in range(RANKS):
+        try:
+            return planned_tasks.planned(budget=budget, strategy="approx_dp", **asked)
+        except InfeasibleBudget as refused:
+            budget = refused.smallest
+    return planned_tasks.planned(budget=budget, strategy="approx_dp", **asked)
 
 
 @settings(max_examples=4, deadline=None, derandomize=True, database=None, phases=(Phase.generate,))
