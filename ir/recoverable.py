@@ -151,7 +151,7 @@ def _gainful(tables: _StepTables, found: dict[str, Recovery], wanted: set[str]) 
 
 
 class _StepTables:
-    """What the searches for recoveries tables up about a planning problem: readers, writers and ancestors."""
+    """Tables about a planning problem that all searches for recoveries read: readers, writers and ancestors."""
 
     def __init__(self, graph: TrainingGraph) -> None:
         self.graph = graph

@@ -54,7 +54,7 @@ def message_of(problem: TrainingGraph, plan: Plan) -> Answer:
     """Return the fields of the worker's answer that describe a plan, for JSON.
 
     ``runs``: the executed ops and inverses in order, as positions in the problem's ``recipes``. ``strategy``,
-    ``lower_bound``, ``status``: those of the plan.
+    ``lower_bound``, ``status``: the plan's.
     """
     number = {name: k for k, name in enumerate(problem.op)}
     return {

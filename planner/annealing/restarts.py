@@ -66,13 +66,13 @@ class Search:
     interrupted: bool = False
     """Whether a `KeyboardInterrupt` or `Enough` ended the search, so that `run` returned the best plan so far."""
     annealer: Annealer = field(init=False)
-    """This and the next three are set by `prepare`."""
+    """The annealer of this search. The method `prepare` sets this attribute and the next three."""
     base: list[str] = field(init=False)
     """The order without recomputation, as op names."""
     starts: list[list[str]] = field(init=False)
     """Sequences of op names to start from, ``base`` first."""
     base_fits: bool = field(init=False)
-    """Whether ``base`` fits the budget."""
+    """Whether the peak of ``base`` is within the budget."""
 
     @property
     def overhead(self) -> float:

@@ -93,8 +93,9 @@ def named_chain(
 
 
 def _homes(step: CapturedStep, graph: TrainingGraph, blocks: Groups) -> dict[int, int]:
-    """Return, by the positions of backward ops, the block in which their forward ops are: that of all forward ops which
-    the same module calls itself. Ops of modules whose own forward ops are in several blocks are left out.
+    """Return the block of each backward op's forward op, by the position of the backward op. The forward op is not
+    known, only its module. So a backward op is left out if its module's forward ops are in several blocks; those of
+    submodules do not count.
 
     ``blocks``: the forward ops of each block.
     """

@@ -52,7 +52,7 @@ class StepPlanner(StepProblems):
 
     @property
     def bounds_one_call(self) -> bool:
-        """Whether the budget is for one forward with its backward: unless it is for several micro-batches in flight."""
+        """Whether the budget bounds one call alone. With ``in_flight``, it bounds several calls together."""
         return not self.options.several
 
     def limit(self, graph: TrainingGraph) -> Budget:

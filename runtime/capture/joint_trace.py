@@ -69,15 +69,14 @@ IN_OTHER_WORDS = {
     "dynamo-optimized": _COMPILED,
     "shape_env must not be None": _VARYING,
 }
-"""What errors of the tracer mean, by a part of their text."""
-
+"""The meaning of the tracer's errors. The keys are parts of the errors' texts."""
 
 OF_OPEN_SIZES = {
     "unhashable type: non-nested SymInt": "it looks up a size in a dictionary or a set",
     "numel() on tensor with symbolic": "it calls an op that PyTorch cannot trace with open sizes, such as nn.LSTM",
     "of type SymInt": "it computes with a size in NumPy",
 }
-"""What errors of the tracer mean if sizes are symbols, by a part of their text."""
+"""The meaning of the tracer's errors where sizes are symbols. The keys are parts of the errors' texts."""
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,8 @@ class Planner(Protocol):
 
     @property
     def bounds_one_call(self) -> bool:
-        """Whether the budget is for one forward with its backward. If not, other forwards may come between the two."""
+        """Whether the budget bounds one call alone: a forward with its backward. If not, it bounds several calls
+        together, whose forwards run before the backward of the first one."""
 
     def __call__(self, step: CapturedStep, first: bool = False) -> StepPlan:
         """Return a plan of a step.

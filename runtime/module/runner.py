@@ -82,7 +82,7 @@ class Runner:
         self.arrived: frozenset[str] = frozenset()
         """The positions of outputs whose tangents arrived although their step had left them out."""
         self.told_of_pending = False
-        """Whether the user was told that calls before the backward of earlier ones exceed the budget."""
+        """Whether the warning was given that several calls before a backward exceed the budget together."""
         self.tree: guards.ModuleTree | None = None
         self.version: tuple[str, int | None] = ("", None)
         """A trained parameter's name and its version at the last call. An optimizer's step changes the

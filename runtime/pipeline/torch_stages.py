@@ -18,8 +18,9 @@ from rematplan.runtime.pipeline.stage_modules import StageModule
 class _Stage(PipelineStage):
     """A stage that takes keyword arguments only if it is the first one, and whose arguments need not be tensors.
 
-    PyTorch passes the keyword arguments of ``step`` to all stages of a rank. If the first rank has a later stage, too,
-    that stage's module would refuse them. The planned module compares all arguments with those of its plan.
+    PyTorch passes the keyword arguments of ``step`` to all stages of a rank. If the first rank also has a later stage,
+    the module of the later stage would refuse them. PyTorch need not check the arguments, since guards of the planned
+    module do.
     """
 
     def forward_one_chunk(
