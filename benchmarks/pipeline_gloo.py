@@ -142,9 +142,9 @@ def run(rank: int, case: Case, budget: int, plans: Plans | None) -> dict[str, An
     asked |= {"ranks": [rank], "loss_fn": loss, "target": y}
     pipe = rematplan.plan_pipeline(model, (x,), budget=budget or "100%", plans=plans, **asked | PLANNING)
     if plans is None:
-        device, numbers = torch.device("cpu"), pipe.order.stage_of_rank[rank]
+        numbers = pipe.order.stage_of_rank[rank]
         parts = {s: pipe.parts[s].stage for s in numbers}
-        stages = [torch_stage(parts[s], parts[s].module, s, case.stages, device) for s in numbers]
+        stages = [torch_stage(parts[s], parts[s].module, s, case.stages) for s in numbers]
     else:
         stages = pipe.stages()
     schedule = pipe.schedule(stages, loss)

@@ -167,9 +167,11 @@ class _Builder:
 
     def _ordered(self, ops: Iterable[Op]) -> tuple[str, ...]:
         """Return the names of the ops that run for the first time in this order. In a split backward, ops that read
-        what the stage returns run before the second boundary op, where it is handed over."""
+        what the stage returns run before the second boundary op, where it is handed over. In a stage without a
+        backward, all forward ops run in their order, because such a stage runs without a plan."""
         reading = [self.ix.ops[o] for o in _reading(self.piece)] if self.split else []
-        names = {*self.graph.ordered, *reading, *([WEIGHTS] if reading else ())}
+        frozen = () if self.backward else [self.ix.ops[o] for o in self.forward]
+        names = {*self.graph.ordered, *reading, *([WEIGHTS] if reading else ()), *frozen}
         return tuple(op.name for op in ops if op.name in names)
 
     def _marks(self) -> dict[str, str]:
@@ -280,10 +282,15 @@ class _Builder:
         return () if any(not self.ix.forward[p] for p in own) else (BOUNDARY,)
 
     def _once(self) -> list[str]:
-        """Return the names of the ops that may run only once: the forward ops that compute what leaves the stage, the
-        ops that represent messages, the boundary ops, and in a split backward all ops for the input's gradient."""
+        """Return the names of the ops that may run only once: the forward ops that compute what leaves the stage (in a
+        stage without a backward all forward ops), the ops that represent messages, the boundary ops, and in a split
+        backward all ops for the input's gradient."""
         leaving = set(self._results() if self.recovers else self._leaving())
-        makers = [self.ix.ops[o] for o in self.forward if leaving.intersection(self.graph.ops[o].writes)]
+        makers = [
+            self.ix.ops[o]
+            for o in self.forward
+            if not self.backward or leaving.intersection(self.graph.ops[o].writes)
+        ]
         early = [self.ix.ops[o] for o in self.backward if o not in self.late]
         messages = [op.name for op in (*self._receive(), *self._send(), *self._return())]
         return [*makers, *messages, BOUNDARY, *((WEIGHTS, *early) if self.split else ())]

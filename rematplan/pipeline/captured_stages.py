@@ -186,8 +186,7 @@ def _planned(stage: StageModule, planner: Any) -> nn.Module:
 
 
 def _prepared(stage: StageModule, planned: nn.Module) -> nn.Module:
-    device = next((t.device for t in stage.module.parameters()), torch.device("cpu"))
-    args, kwargs = pytree.tree_map(lambda one: _empty(one, device), (stage.args, dict(stage.kwargs)))
+    args, kwargs = pytree.tree_map(lambda one: _empty(one, stage.device), (stage.args, dict(stage.kwargs)))
     return Planning(planned).prepare(*args, **kwargs)  # type: ignore[no-any-return]
 
 

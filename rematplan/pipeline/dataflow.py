@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-import torch
 from torch import distributed
 from torch.distributed import ProcessGroup
 
@@ -147,7 +146,7 @@ def dataflow_stages(
     if distributed.get_backend(own) != "gloo":
         backend = distributed.get_backend(own)
         raise UsageError(f"a dataflow sends its messages over gloo, but this process group uses {backend}")
-    device = next((t.device for t in part.stage.module.parameters()), torch.device("cpu"))
+    device = part.stage.device
     if device.type != "cpu":
         raise UsageError(f"a dataflow runs on CPUs, but stage {part.number} is on {device}")
     return [part.compiled(plan, own)]

@@ -206,8 +206,7 @@ def _measured_loss(
 ) -> LossMemory:
     """Measure the memory of the loss of one micro-batch. ``stage``: the last stage. ``target``: of a batch."""
     (first,), _ = _first_microbatch((target,), {}, microbatches)
-    device = next((t.device for t in stage.module.parameters()), torch.device("cpu"))
-    return LossMemory.measured(stage.outputs, first, loss_fn, device)
+    return LossMemory.measured(stage.outputs, first, loss_fn, stage.device)
 
 
 def _order(schedule: str, stages: int, microbatches: int, hop: float) -> PipelineSchedule:

@@ -6,12 +6,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-import torch
-
 from rematplan.ir import InfeasibleBudget, ModelError, UsageError
 from rematplan.pipeline.captured_stages import CapturedStage, captured_stage
 from rematplan.pipeline.data_parallel import ALONE, DataParallel
 from rematplan.pipeline.dataflow import DataflowPart, dataflow_part
+from rematplan.pipeline.frozen_stage import FrozenStage, frozen_stage
 from rematplan.pipeline.schedules import SPLIT
 from rematplan.pipeline.torch_memory import handed_on, output_bytes, stage_torch_memory
 from rematplan.planner.core.plan import Plan, plan_from_json
@@ -28,7 +27,7 @@ from rematplan.plans.step_planner import StepPlanner
 from rematplan.runtime.pipeline.stage_modules import StageModule
 from rematplan.runtime.problem.loss_memory import LossMemory
 
-Part = CapturedStage | DataflowPart
+Part = CapturedStage | DataflowPart | FrozenStage
 """A stage with its planning problem."""
 
 
@@ -51,20 +50,20 @@ def captured_part(
         loss: the memory of the loss of the last stage's outputs; None: as the options of ``planner`` state it.
 
     Raises:
-        ModelError: the stage cannot be captured, or its results need no gradients.
+        ModelError: the stage cannot be captured, or its results need no gradients, and it cannot run without a backward
+            (`_check_frozen`).
     """
-    if not any(one.requires_grad for one in stage.outputs):
-        raise ModelError(
-            f"stage {number} computes no gradients: neither its parameters nor those before it are trained; cut "
-            f"later, or run the frozen part before the pipeline"
-        )
-    device = next((t.device for t in stage.module.parameters()), torch.device("cpu"))
+    device, frozen = stage.device, not any(one.requires_grad for one in stage.outputs)
+    if frozen:
+        _check_frozen(order, number, stage)
     template = stage_torch_memory(order, number, stage, device)
     template = replace(template, states=template.states + parallel.resident(stage, device))
     if order.name in CHANNELS:
         return dataflow_part(stage, planner, template, number, order.stages, loss)
     last = number == order.stages - 1
     beyond = parallel.copied(output_bytes(stage, device)) - handed_on(order, number, stage, device)
+    if frozen:
+        return frozen_stage(number, stage, template, beyond)
     return captured_stage(
         stage,
         planner,
@@ -75,6 +74,24 @@ def captured_part(
         frees_tangents=parallel == ALONE,
         loss=loss,
     )
+
+
+def _check_frozen(order: PipelineSchedule, number: int, stage: StageModule) -> None:
+    """Check that a pipeline can have a stage whose outputs need no gradients.
+
+    Raises:
+        ModelError: the stage is the last one, or stages before it are trained, or the schedule is ``dataflow``.
+    """
+    if number == order.stages - 1 or any(one.requires_grad for one in stage.inputs):
+        raise ModelError(
+            f"stage {number} computes no gradients, so nothing before it can be trained: its outputs depend on no "
+            f"trained parameter by a differentiable op"
+        )
+    if order.name in CHANNELS:
+        raise ModelError(
+            f"stage {number} computes no gradients, so a dataflow has no backward for it; cut later, or use another "
+            f"schedule"
+        )
 
 
 def check_budget(stated: Budget) -> None:

@@ -28,6 +28,7 @@ from rematplan.pipeline.runnable_pipeline import Pipeline
 from rematplan.planner.pipeline.in_flight import RankPlan
 from rematplan.planner.pipeline.messages import CHANNELS
 from rematplan.planner.pipeline.pipeline_file import PlannedPipeline
+from rematplan.planner.strategies.store_all import no_recompute
 from rematplan.plans.budgets import parse_budget
 from rematplan.plans.options import PlanOptions
 from rematplan.runtime.capture.with_loss import WithLoss
@@ -213,7 +214,10 @@ def _rank_plan(
         if pipe.order.name in CHANNELS:
             raise ProblemError("a stage of a dataflow finds the inverses of its ops where it runs")
         file = file_plans(plan, step_for(plan.schedule.name, loaded.step))
-        own = [file.plan(number, part) for number, part in parts if isinstance(part, CapturedStage)]
+        own = [
+            file.plan(number, part) if isinstance(part, CapturedStage) else no_recompute(part.problem.graph)
+            for number, part in parts
+        ]
         return measured_rank_plan(pipe.order, rank, pipe.parts, pipe.budget, own), ""
     except InfeasibleBudget as error:
         anew = f"with the file's plans its peak would be {show_bytes(error.smallest)}"

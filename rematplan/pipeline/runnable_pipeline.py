@@ -14,7 +14,6 @@ from torch.distributed import ProcessGroup, get_backend, get_rank, pipelining
 from torch.distributed.device_mesh import DeviceMesh
 
 from rematplan.ir import UsageError, show_bytes
-from rematplan.pipeline.captured_stages import CapturedStage
 from rematplan.pipeline.dataflow import DataflowPart, dataflow_stages
 from rematplan.pipeline.rank_plans import Part
 from rematplan.pipeline.schedules import SPLIT
@@ -81,7 +80,9 @@ class Pipeline:
         parts = zip(
             (self.parts[s] for s in self.order.stage_of_rank[rank]), self.ranks[rank].plans, strict=True
         )
-        return tuple(part.planned(plan, prepared) for part, plan in parts if isinstance(part, CapturedStage))
+        return tuple(
+            part.planned(plan, prepared) for part, plan in parts if not isinstance(part, DataflowPart)
+        )
 
     def stages(
         self,
@@ -121,9 +122,8 @@ class Pipeline:
             self.order.stage_of_rank[rank], self.modules(rank, wrap is None), strict=True
         ):
             stage = self.parts[number].stage
-            device = next((t.device for t in module.parameters()), torch.device("cpu"))
             run = wrap(module) if wrap else module
-            made.append(torch_stage(stage, run, number, self.order.stages, device, group, split))
+            made.append(torch_stage(stage, run, number, self.order.stages, group, split))
         return made
 
     def schedule(self, stages: Sequence[Any], loss_fn: Callable[..., torch.Tensor], **more: Any) -> Any:

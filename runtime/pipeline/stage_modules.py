@@ -45,6 +45,12 @@ class StageModule:
         """The tensors among the positional arguments."""
         return tuple(one for one in self.args if isinstance(one, torch.Tensor))
 
+    @property
+    def device(self) -> torch.device:
+        """The device of the module's parameters and buffers; the CPU if it has none."""
+        states = (*self.module.parameters(), *self.module.buffers())
+        return next((t.device for t in states), torch.device("cpu"))
+
 
 def exported(model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> fx.Graph:
     """Return the model's forward for these arguments as a graph of ATen calls, by ``torch.export``.

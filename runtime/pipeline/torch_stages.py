@@ -5,13 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-import torch
 from torch import nn
 from torch.distributed import ProcessGroup
 from torch.distributed.pipelining import PipelineStage
 
 from rematplan.runtime.execute.autograd_function import finish_backward
-from rematplan.runtime.module.planning import compiled_plan
+from rematplan.runtime.module.planning import HasRunner, compiled_plan
 from rematplan.runtime.pipeline.stage_modules import StageModule
 
 
@@ -43,7 +42,6 @@ def torch_stage(
     module: nn.Module,
     number: int,
     stages: int,
-    device: torch.device,
     group: ProcessGroup | None = None,
     split: bool = False,
 ) -> PipelineStage:
@@ -57,7 +55,6 @@ def torch_stage(
         module: the stage's planned module.
         number: the stage's index.
         stages: the number of stages.
-        device: the device of the stage.
         group: the process group; None for the default one.
         split: whether the backward is split: weight gradients are computed later, when the schedule asks for them.
     """
@@ -65,7 +62,7 @@ def torch_stage(
         module,
         number,
         stages,
-        device,
+        stage.device,
         input_args=stage.inputs,
         output_args=stage.outputs,
         group=group,
@@ -80,7 +77,7 @@ def deferred_weights(module: nn.Module) -> Callable[[], Callable[..., None]]:
     there are none."""
 
     def builder() -> Callable[..., None]:
-        calls = compiled_plan(module).deferred
+        calls = compiled_plan(module).deferred if isinstance(module, HasRunner) else ()
         if not calls:  # nothing in the stage needs gradients
             return lambda: None
         call = calls.pop()

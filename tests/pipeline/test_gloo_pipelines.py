@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import planned_tasks
@@ -74,6 +75,20 @@ def test_fifty_steps_of_training_with_a_frozen_stage_have_the_bits_of_one_proces
     assert [answer["different"] for answer in found] == [[]] * 4
     assert found[3]["losses"]
     assert found[3]["loss"] < 0.9 * found[3]["first loss"]
+
+
+@pytest.mark.parametrize(
+    ("schedule", "stages", "frozen"),
+    [("1f1b", 4, range(4)), ("zbv", 8, range(5)), ("interleaved-zb", 8, (0,))],
+)
+def test_frozen_first_stages_run_without_plans(
+    workers: Workers, schedule: str, stages: int, frozen: Sequence[int]
+) -> None:
+    if PIPELINES_SEND_TO_THEMSELVES and schedule == "zbv":
+        return
+    sizes = {"frozen": tuple(frozen), "embed": False}
+    asked = {"schedule": schedule, "stages": stages, "microbatches": 8, "rows": 64, "sizes": sizes}
+    check(run(workers, "100%", "store_all", **asked))
 
 
 def test_dropout_that_runs_again_drops_the_same(workers: Workers) -> None:

@@ -104,9 +104,40 @@ def test_a_forward_that_cannot_be_exported_is_refused_in_a_line() -> None:
     assert "\n" not in str(refused.value)
 
 
-def test_a_stage_without_anything_to_train_is_refused_by_name() -> None:
-    with pytest.raises(ModelError, match=r"stage 0 computes no gradients: .*; cut later"):
-        planned(planned_tasks.net(frozen=(0, 1), embed=False))
+class Detached(planned_tasks.Net):
+    """A model whose head gets no gradient of its input."""
+
+    def forward(self, x: torch.Tensor, scale: float = 0.5) -> torch.Tensor:
+        return super().forward(x, scale).detach()
+
+
+@pytest.mark.parametrize(
+    ("model", "schedule", "message"),
+    [
+        (
+            planned_tasks.net(frozen=(0, 1), embed=False),
+            "dataflow",
+            "stage 0 computes no gradients, so a dataflow",
+        ),
+        (Detached(), "1f1b", "stage 3 computes no gradients, so nothing before it can be trained"),
+    ],
+)
+def test_a_stage_without_gradients_is_refused_where_it_needs_a_backward(
+    model: nn.Module, schedule: str, message: str
+) -> None:
+    with pytest.raises(ModelError, match=message):
+        planned(model, schedule=schedule)
+
+
+def test_measuring_a_frozen_stage_leaves_its_buffers_and_the_generator_as_they_are() -> None:
+    model = planned_tasks.net(frozen=(0, 1), embed=False, dropout=0.5)
+    buffers, drawn = [b.clone() for b in model.buffers()], torch.get_rng_state()
+    pipe = planned(model, ranks=[0], budget="1GiB")
+    assert all(torch.equal(one, other) for one, other in zip(model.buffers(), buffers, strict=True))
+    assert torch.equal(torch.get_rng_state(), drawn)
+    (figures,) = pipe.stage_plans
+    assert (figures.kept_bytes, figures.gradients, figures.backward) == (8 * 16 * 4, 0, 0.0)
+    assert pipe.modules(0) == (pipe.parts[0].stage.module,)
 
 
 def test_a_rank_is_refused_one_byte_below_its_peak() -> None:

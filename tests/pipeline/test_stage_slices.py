@@ -242,6 +242,23 @@ def test_a_bias_gradient_is_made_where_its_bias_is() -> None:
     assert first.states == ("x", "w", "b")
 
 
+def test_a_stage_without_backward_has_one_plan() -> None:
+    """It runs as it is, so no search may order its ops anew or run them again."""
+    sizes = {"x": 8, "a": 8, "b": 8, "c": 8, "w": 4, "y": 1, "dw": 4}
+    ops = (
+        Op("f", ("x",), ("a",), 1.0, 0, "forward"),
+        Op("g", ("a",), ("b",), 1.0, 0, "forward"),
+        Op("h", ("a", "b"), ("c",), 1.0, 0, "forward"),
+        Op("loss", ("c", "w"), ("y",), 1.0, 0, "forward"),
+        Op("back", ("c", "w"), ("dw",), 1.0, 0, "backward"),
+    )
+    graph = TrainingGraph("g", tuple(Tensor(*one) for one in sizes.items()), ("x", "w"), ("y", "dw"), ops)
+    chain = stage_chain(graph, [(0, 1, 2), (3,)], {"dw": "w"})
+    first = problems_of(slices(chain, [1]), False)[0].graph
+    assert first.ordered == ("f", "g", "h")
+    assert set(first.never_rerun) == {"f", "g", "h", BOUNDARY}
+
+
 def test_blocks_begin_at_forward_ops() -> None:
     graph = problems.chain(5)
     assert blocks_at(graph, [2, 4]) == ((0, 1), (2, 3), (4, 5))

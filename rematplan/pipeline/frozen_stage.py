@@ -1,0 +1,92 @@
+"""A pipeline stage that computes no gradients, because neither its parameters nor those of earlier stages are trained.
+
+Such a stage has only a forward. It needs no plan, so its module runs as it is, and its memory is measured by one run.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+from torch.func import functional_call
+
+from rematplan.ir import ModelError, Op, Tensor, TrainingGraph
+from rematplan.planner.core.plan import Plan
+from rematplan.planner.pipeline.actions import StagePlan
+from rematplan.planner.pipeline.stage_problem import StageProblem
+from rematplan.runtime.costs.measure import peak_and_rest_above_entry, wall_seconds
+from rematplan.runtime.graph.allocator_rounding import allocated
+from rematplan.runtime.graph.compat import pytree
+from rematplan.runtime.pipeline.stage_modules import StageModule
+from rematplan.runtime.problem.loss_boundary import LOSS
+
+STATES, FORWARD, OUTPUTS = "(states)", "(forward)", "(outputs)"
+"""The names in the planning problem of the stage's parameters and buffers, of its forward, and of what the forward
+leaves allocated."""
+
+
+@dataclass(frozen=True)
+class FrozenStage:
+    """A pipeline stage that computes no gradients.
+
+    ``stage``: the stage's module and arguments. ``problem``: a planning problem with only one plan: the forward, and
+    then nothing.
+    """
+
+    stage: StageModule
+    problem: StageProblem
+
+    def planned(self, plan: Plan, prepared: bool = True) -> nn.Module:
+        """Return the stage's module itself. ``plan``, ``prepared``: ignored."""
+        del plan, prepared
+        return self.stage.module
+
+
+def frozen_stage(number: int, stage: StageModule, template: StagePlan, beyond: int) -> FrozenStage:
+    """Run the forward of a stage that computes no gradients once, and return the stage with its memory.
+
+    The run changes neither the stage's buffers nor the state of the random generators.
+
+    Args:
+        number: the stage's number, from 0.
+        stage: the stage's module and arguments. None of its inputs and outputs require a gradient.
+        template: the memory of the stage that is not its forward's.
+        beyond: bytes that a micro-batch occupies outside of the stage from its forward to its backward.
+
+    Raises:
+        ModelError: the forward fails on tensors of zeros.
+    """
+    device = stage.device
+    args, kwargs = pytree.tree_map(lambda one: _zeros(one, device), (stage.args, dict(stage.kwargs)))
+    buffers = {name: one.clone() for name, one in stage.module.named_buffers()}
+
+    def forward() -> object:
+        return functional_call(stage.module, buffers, args, kwargs)
+
+    with torch.enable_grad(), torch.random.fork_rng([device] if device.type == "cuda" else []):
+        try:
+            peak, rest, _ = peak_and_rest_above_entry(forward, device)
+            microseconds = 1e6 * wall_seconds(forward, device)
+        except Exception as error:  # any error in the user's model is reported in one line
+            reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
+            raise ModelError(f"the forward of stage {number} cannot be run: {reason}") from error
+    states = sum(allocated(t.nbytes, device) for t in (*stage.module.parameters(), *stage.module.buffers()))
+    graph = TrainingGraph(
+        name=f"stage {number}",
+        tensors=(Tensor(STATES, states), Tensor(OUTPUTS, rest), Tensor(LOSS, 0)),
+        inputs=(STATES,),
+        outputs=(OUTPUTS, LOSS),
+        ops=(
+            Op(FORWARD, (STATES,), (OUTPUTS,), microseconds, peak - rest, "forward"),
+            Op(LOSS, (OUTPUTS,), (LOSS,), 0.0, 0, "backward"),
+        ),
+        never_rerun=(FORWARD, LOSS),
+    )
+    return FrozenStage(stage, StageProblem(graph, LOSS, states=(STATES,), between=beyond, template=template))
+
+
+def _zeros(like: object, device: torch.device) -> object:
+    if not isinstance(like, torch.Tensor):
+        return like
+    return torch.empty_strided(like.shape, like.stride(), dtype=like.dtype, device=device).zero_()
