@@ -51,6 +51,13 @@ class Hooks(Protocol):
             gradient: its gradient from one micro-batch.
         """
 
+    def watch(self, name: str, tensor: torch.Tensor) -> None:
+        """Take a tensor that the forward has computed or received, and that an inverse recomputes in the backward.
+        ``name``: its name in the captured step."""
+
+    def recovered(self, name: str, tensor: torch.Tensor) -> None:
+        """Take a tensor that an inverse has recomputed in the backward. ``name``: its name in the captured step."""
+
     def seed(self, draw: int) -> None:
         """Seed the random number generator for the next random call. ``draw``: the position of that call among the
         random calls of the stage."""
@@ -128,6 +135,7 @@ class _StageWriter(Writer):
     """Writes the schedule of a dataflow pipeline's stage as the source of a forward and a backward function.
 
     ``fixed``: the stage's inputs that come in no message (parameters, buffers, constants, the first stage's batch).
+    ``inverses``: the names of the step's inverses. ``watched``: the values that inverses recompute in the backward.
     ``leaves``: for the storage of each parameter gradient, the position of its last free in the schedule, before which
     the gradient is passed to the hook ``add``.
     """
@@ -140,6 +148,15 @@ class _StageWriter(Writer):
         handed = {ref.value for c in step.call.values() if isinstance(c.target, Handed) for ref in c.args}
         self.fixed = tuple(i for i in step.inputs if i.value not in handed)
         self.draws = {call.name: at for at, call in enumerate(c for c in step.calls if c.seeded)}
+        self.inverses = {inverse.name for inverse in step.inverses}
+        self.watched = {
+            result
+            for one in self.schedule
+            if isinstance(one, Run) and one.op in self.inverses
+            for result in step.call[one.op].results
+        }
+        self.seen: set[str] = set()  # those of them that the forward has computed or received
+        self.late = False  # whether the backward function is being written
         self.rerun = set(self.draws)  # so that each run of a random call is written by `_replayed`
         self.added: dict[str, list[StepOutput]] = {}
         for o in self.of_kind("gradient"):
@@ -170,6 +187,7 @@ class _StageWriter(Writer):
         crossing = self.tuple_of(map(self.name, self.crossing))
         self.lines.append(f"return list({crossing})")
         forward = self.function(f"forward(handed, hooks, {names})")
+        self.late = True
         names = self.take(values)
         if self.crossing:
             self.lines += [f"{crossing} = held", "held.clear()"]
@@ -210,6 +228,16 @@ class _StageWriter(Writer):
             else:
                 super().steps(at, at + 1)
         self.drop_dead()
+
+    def _made(self, call: Call) -> None:
+        super()._made(call)
+        mine = [result for result in call.results if result in self.watched and result is not None]
+        if not self.late:
+            self.seen.update(mine)
+            self.lines += [f"hooks.watch({result!r}, {self.name(result)})" for result in mine]
+        elif call.name in self.inverses:
+            compared = (result for result in mine if result in self.seen)
+            self.lines += [f"hooks.recovered({result!r}, {self.name(result)})" for result in compared]
 
     def _add(self, storage: str) -> None:
         self.lines += [f"hooks.add({o.target!r}, {self.use(o.value)})" for o in self.added[storage]]

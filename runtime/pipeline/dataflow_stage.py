@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -11,6 +11,7 @@ import torch
 from torch import nn
 from torch.distributed import ProcessGroup
 
+from rematplan.ir import ModelError
 from rematplan.runtime.execute.autograd_function import add_gradient
 from rematplan.runtime.execute.compile import named_tensors
 from rematplan.runtime.graph.captured_step import CapturedStep
@@ -19,7 +20,7 @@ from rematplan.runtime.pipeline.random_seeds import seed_of
 from rematplan.runtime.pipeline.stage_modules import StageModule
 
 SAMPLED = 32
-"""The number of elements of each input by which a recovered input is compared with the received one."""
+"""The largest number of elements by which a recovered tensor is compared with the original one."""
 WRAPPER = "model."
 """The prefix of parameter and buffer names in captured steps."""
 
@@ -168,13 +169,15 @@ class StageHooks:
     ``stage``: the stage. ``key``: the pipeline's seed, the number of the step and the number of the micro-batch, from
     which random calls are seeded. ``sends``: a function that is called with the stage's outputs. ``returns``: a
     function that is called with the recomputed inputs, followed by one entry for each input that requires a gradient:
-    its gradient, or None if the backward does not compute one.
+    its gradient, or None if the backward does not compute one. ``drift``: compares recomputed tensors with the original
+    ones; None: they are not compared.
     """
 
     stage: DataflowStage
     key: tuple[int, int, int]
     sends: Callable[[Sequence[torch.Tensor]], None]
     returns: Callable[[Sequence[torch.Tensor | None]], None]
+    drift: Drift | None = None
 
     def send(self, outputs: Sequence[torch.Tensor]) -> None:
         """Pass the outputs to ``sends``."""
@@ -195,21 +198,78 @@ class StageHooks:
         """Add a gradient to ``.grad`` of a parameter. ``parameter``: the parameter's name in the captured step."""
         add_gradient(self.stage.named[parameter], gradient)
 
+    def watch(self, name: str, tensor: torch.Tensor) -> None:
+        """Pass a tensor of the forward to ``drift``. ``name``: its name in the captured step."""
+        if self.drift:
+            self.drift.watch(name, tensor)
+
+    def recovered(self, name: str, tensor: torch.Tensor) -> None:
+        """Pass a recomputed tensor to ``drift``. ``name``: its name in the captured step."""
+        if self.drift:
+            self.drift.recovered(name, tensor)
+
     def seed(self, draw: int) -> None:
         """Seed PyTorch's default generator for a random call. ``draw``: the position of that call among the random
         calls of the stage."""
         torch.default_generator.manual_seed(seed_of(*self.key, self.stage.number, draw))
 
 
-def sample(tensors: Sequence[torch.Tensor]) -> list[list[float]]:
-    """Return, for each floating-point tensor, a list of some of its elements: at most 32 (`SAMPLED`), evenly spaced."""
-    flat = [t.detach().flatten() for t in tensors if t.is_floating_point()]
-    return [t[:: max(1, math.ceil(t.numel() / SAMPLED))].tolist() for t in flat]
+@dataclass
+class Drift:
+    """The errors of the tensors that inverses recompute in the backward of one micro-batch, estimated from a few
+    elements of each tensor.
+
+    ``stage``, ``microbatch``: their numbers, for the error message. ``most``: the largest accepted relative error.
+    ``largest``: the largest relative error so far. ``samples``: elements of tensors of the forward, by name.
+    """
+
+    stage: int
+    microbatch: int
+    most: float
+    largest: float = 0.0
+    samples: dict[str, list[float]] = field(default_factory=dict)
+
+    def watch(self, name: str, tensor: torch.Tensor) -> None:
+        """Remember elements of a tensor of the forward."""
+        self.samples[name] = sample(tensor)
+
+    def recovered(self, name: str, tensor: torch.Tensor) -> None:
+        """Compare a recomputed tensor with the tensor of the same name that `watch` got.
+
+        Raises:
+            ModelError: the relative error is larger than ``most``.
+        """
+        wrong = distance(sample(tensor), self.samples[name])
+        self.largest = max(self.largest, wrong)
+        if not wrong <= self.most:  # also if it is NaN
+            raise ModelError(
+                f"stage {self.stage} recovers {name} of micro-batch {self.microbatch} wrong by {wrong:.2g}, more than "
+                f"{self.most:g}: its weights have changed too much since the forward; update less often or in smaller "
+                f"steps"
+            )
 
 
-def distance(found: Sequence[Sequence[float]], true: Sequence[Sequence[float]]) -> float:
+def sample(tensor: torch.Tensor) -> list[float]:
+    """Return some elements of a floating-point tensor, at most 32 (`SAMPLED`), evenly spaced along each dimension; an
+    empty list for a tensor of another type. Nothing is allocated, whatever the tensor's strides."""
+    if not tensor.is_floating_point():
+        return []
+    while tensor.numel() > SAMPLED:
+        longest = max(range(tensor.ndim), key=lambda dim: tensor.shape[dim])
+        tensor = tensor[(slice(None),) * longest + (slice(None, None, 2),)]
+    return list(_numbers(tensor.tolist()))
+
+
+def _numbers(nested: Any) -> Iterator[float]:
+    if isinstance(nested, list):
+        for one in nested:
+            yield from _numbers(one)
+    else:
+        yield nested
+
+
+def distance(found: Sequence[float], true: Sequence[float]) -> float:
     """Return the relative error of sampled elements: the L2 norm of ``found`` − ``true``, divided by the norm of
-    ``true``; 0 if that norm is 0. ``found``, ``true``: lists of elements for each tensor, as `sample` returns them."""
-    pairs = [(a, b) for one, other in zip(found, true, strict=True) for a, b in zip(one, other, strict=True)]
-    norm = math.sqrt(math.fsum(b * b for _, b in pairs))
-    return math.sqrt(math.fsum((a - b) ** 2 for a, b in pairs)) / norm if norm else 0.0
+    ``true``; 0 if that norm is 0."""
+    norm = math.hypot(*true)
+    return math.hypot(*(a - b for a, b in zip(found, true, strict=True))) / norm if norm else 0.0

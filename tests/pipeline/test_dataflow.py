@@ -92,7 +92,7 @@ def test_a_rank_that_ends_since_its_inputs_drift_takes_all_with_it_in_seconds(
     assert len(told) == 4, answers
     refused = [one for one in told if one.startswith("ModelError: stage")]
     assert refused
-    assert all("recovers its input of micro-batch" in one for one in refused)
+    assert all(" of micro-batch " in one for one in refused)
     ended = [one for one in told if one not in refused]
     assert all(
         one.startswith("ProcessEnded: rank ") and "of the pipeline has ended" in one for one in ended

@@ -9,8 +9,9 @@ import couplings
 import pytest
 import torch
 from one_process import CUTS
+from torch import nn
 
-from rematplan.ir import ProblemError, UsageError
+from rematplan.ir import ModelError, ProblemError, UsageError
 from rematplan.pipeline.dataflow import DataflowPart, dataflow_part, dataflow_stages
 from rematplan.planner.pipeline.actions import StagePlan
 from rematplan.planner.pipeline.dataflow_plans import dataflow_plans
@@ -19,7 +20,7 @@ from rematplan.plans.options import PlanOptions
 from rematplan.plans.step_planner import StepPlanner
 from rematplan.runtime.pipeline.dataflow_code import check_crossing, compile_stage
 from rematplan.runtime.pipeline.dataflow_schedule import DataflowSchedule
-from rematplan.runtime.pipeline.dataflow_stage import StageHooks, distance, sample
+from rematplan.runtime.pipeline.dataflow_stage import Drift, StageHooks, distance, sample
 from rematplan.runtime.pipeline.stage_modules import stage_modules
 
 GROUP: Any = None
@@ -94,9 +95,54 @@ def test_a_dataflow_stage_cannot_be_wrapped(part: DataflowPart) -> None:
 
 def test_samples_tell_how_far_tensors_are_apart() -> None:
     x = torch.randn(4, 100)
-    assert distance(sample([x]), sample([x])) == 0.0
-    assert distance(sample([1.1 * x]), sample([x])) == pytest.approx(0.1, rel=1e-4)
-    assert len(sample([x, torch.arange(3)])) == 1  # whole numbers are only moved
+    assert distance(sample(x), sample(x)) == 0.0
+    assert distance(sample(1.1 * x), sample(x)) == pytest.approx(0.1, rel=1e-4)
+    assert sample(x.t().contiguous().t()) == sample(x)  # whatever the strides
+    assert sample(torch.tensor(2.0)) == [2.0]
+    assert 16 <= len(sample(torch.randn(3, 7, 50))) <= 32
+    assert sample(torch.arange(3)) == []  # whole numbers are not compared
+
+
+class _Mixed(nn.Module):
+    """A product with a matrix, which is not inverted, and then couplings, which are."""
+
+    def __init__(self, couplings: nn.Module) -> None:
+        super().__init__()
+        self.matrix, self.couplings = nn.Linear(16, 16), couplings
+
+    def forward(self, a: torch.Tensor, b: torch.Tensor) -> Any:
+        return self.couplings(self.matrix(a), b)
+
+
+@pytest.mark.parametrize("mixed", [False, True])
+def test_weights_that_change_before_the_backward_are_told(mixed: bool) -> None:
+    model = couplings.flow()
+    if mixed:
+        model.blocks[2] = _Mixed(model.blocks[2])
+    cut = stage_modules(model, couplings.data(8)[:1], {}, CUTS)[1]
+    planner = StepPlanner(PlanOptions(budget="min", costs="roofline"))
+    part = dataflow_part(cut, planner, StagePlan(1, 0, 0, 0), 1, 4)
+    inverting = [plan for plan in dataflow_plans(part.problem) if "invert" in str(plan.schedule)]
+    stage = part.compiled(inverting[0], GROUP)
+    assert (stage.kept > 0) == mixed  # it keeps its input
+
+    def run(change: float) -> float:
+        drift, on = Drift(1, 5, most=0.1), []
+        hooks = StageHooks(stage, (0, 0, 0), lambda t: on.extend(x.clone() for x in t), lambda t: None, drift)
+        torch.manual_seed(1)
+        stage.forward(0, hooks, [torch.randn(8, 16) for _ in range(2)])
+        with torch.no_grad():
+            for p in stage.submod.parameters():
+                p.mul_(1 + change)
+        stage.backward(0, hooks, (), [*on, *map(torch.ones_like, on)])
+        return drift.largest
+
+    assert 0 < run(0.0) < 1e-6
+    assert run(0.001) > 1e-5
+    with pytest.raises(
+        ModelError, match=r"^stage 1 recovers .* of micro-batch 5 wrong by .* than 0.1: its weights"
+    ):
+        run(0.5)
 
 
 @pytest.mark.parametrize(
