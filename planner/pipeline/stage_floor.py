@@ -5,8 +5,9 @@ With k micro-batches in flight, a rank holds k times the bytes that its stage ke
 plan keeps at most κ = (budget − states) ÷ k − (bytes of the stage's output) of other tensors. Tensors that the backward
 reads and that are not kept must be recomputed: the ops that computed them run again. So the time of recomputation is at
 least the time of all these ops, minus the most time that κ kept bytes can save. The optimum of the fractional knapsack
-problem is an upper bound of the time saved (Dantzig 1957). An inverse may recover a tensor in less time than its op
-takes. So in graphs with inverses the lower bound is the time without recomputation.
+problem is an upper bound of the time saved (Dantzig 1957). Ops that no output depends on do not count: a plan may run
+them for the first time in the backward. An inverse may recover a tensor in less time than its op takes. So in graphs
+with inverses the lower bound is the time without recomputation.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from rematplan.planner.arrays.indexed import indexed
+from rematplan.planner.arrays.indexed import Indexed, indexed
 from rematplan.planner.pipeline.stage_chain import StageChain
 
 Ints = NDArray[np.int64]
@@ -27,8 +28,9 @@ Costs = NDArray[np.float64]
 
 @dataclass(frozen=True)
 class _Saved:
-    """The forward ops whose results the backward of the same block reads, one row for each op, without outputs of the
-    step. The rows are sorted by the op's cost per byte of these results, descending.
+    """The forward ops that an output of the step depends on and whose results the backward of the same block reads, one
+    row for each op. Results that are outputs themselves are left out. The rows are sorted by the op's cost per byte of
+    these results, descending.
 
     ``block``: the op's block. ``up``: the last block that reads the results. ``bytes``: the bytes of the results.
     ``cost``: the op's microseconds.
@@ -95,9 +97,7 @@ def _extra(saved: _Saved, start: int, end: int, kept: float) -> float:
 def _saved(chain: StageChain) -> _Saved:
     ix = indexed(chain.graph)
     rows = []
-    for o, forward in enumerate(ix.forward):
-        if not forward:
-            continue
+    for o in sorted(_before_boundary(ix)):
         block = chain.block[o]
         # Only reads by the backward of the op's block count: every stage that has the op has these reads.
         own = [
@@ -113,3 +113,13 @@ def _saved(chain: StageChain) -> _Saved:
     rows.sort(key=lambda row: -row[3] / row[2])
     table = np.array([row[:3] for row in rows], dtype=np.int64).reshape(-1, 3).T
     return _Saved(table[0], table[1], table[2], np.array([row[3] for row in rows], dtype=np.float64))
+
+
+def _before_boundary(ix: Indexed) -> set[int]:
+    """Return the positions of the forward ops that run between the start of a stage's forward and its end in every
+    plan: those that an output of the step depends on."""
+    found: set[int] = set()
+    for o in reversed([o for o, forward in enumerate(ix.forward) if forward]):
+        if any(ix.is_output[t] or not found.isdisjoint(ix.readers[t]) for t in ix.writes[o]):
+            found.add(o)
+    return found

@@ -13,9 +13,9 @@ import pytest
 from replay import replayed
 from test_stage_slices import one_op_a_block
 
-from rematplan.ir import InfeasibleBudget, TrainingGraph, UsageError
+from rematplan.ir import InfeasibleBudget, Op, Tensor, TrainingGraph, UsageError
 from rematplan.pipeline.schedules import schedule_named
-from rematplan.planner.core.plan import Plan
+from rematplan.planner.core.plan import Plan, plan_from_runs
 from rematplan.planner.pipeline.choose_cuts import PipelineSearch, Terms
 from rematplan.planner.pipeline.stage_chain import StageChain, stage_chain
 from rematplan.planner.pipeline.timeline import Link
@@ -99,6 +99,26 @@ def test_no_other_cuts_end_sooner(share: float) -> None:
         slowest = min(slowest, other.times[other.slowest].total)
     assert found.timeline.makespan == pytest.approx(best)
     assert found.floor <= slowest + 1e-6
+
+
+@pytest.mark.parametrize("budget", [1000, 600, 400])
+def test_an_op_that_only_the_backward_needs_may_run_there_without_extra_time(budget: int) -> None:
+    """Each layer computes ``s`` in its forward for its backward alone. So no plan must keep or recompute it."""
+    tensors, ops, back, layers = [Tensor("x0", 10), Tensor("loss", 0), Tensor("g6", 10)], [], [], 6
+    for i in range(1, layers + 1):
+        tensors += [Tensor(f"x{i}", 10), Tensor(f"s{i}", 100), Tensor(f"g{i - 1}", 10)]
+        ops.append(Op(f"f{i}", (f"x{i - 1}",), (f"x{i}",), 1.0, 0, "forward"))
+        ops.append(Op(f"s{i}", (f"x{i - 1}",), (f"s{i}",), 10.0, 0, "forward"))
+        back.insert(0, Op(f"b{i}", (f"g{i}", f"s{i}"), (f"g{i - 1}",), 2.0, 0, "backward"))
+    ops.append(Op("loss", (f"x{layers}",), ("loss",), 0.0, 0, "forward"))
+    back.insert(0, Op("seed", ("loss", f"x{layers}"), (f"g{layers}",), 0.1, 0, "backward"))
+    graph = TrainingGraph("lazy", tuple(tensors), ("x0",), ("loss", "g0"), (*ops, *back))
+    blocks = [(0, 1), (2, 3), (4, 5), (6, 7), (8, 9), (10, 11, 12)]
+    found = search(stage_chain(graph, blocks, {}), "1f1b", budget)
+    assert found.floor == pytest.approx(39.1)
+    lazy = [*graph.ops[:12:2], graph.ops[12], *graph.ops[13:14]]
+    lazy += [op for i in range(layers, 0, -1) for op in (graph.op[f"s{i}"], graph.op[f"b{i}"])]
+    assert plan_from_runs(graph, [op.name for op in lazy], "lazy").estimate.cost == graph.base_cost
 
 
 def test_the_rank_that_does_not_fit_is_named_with_its_least_budget() -> None:
