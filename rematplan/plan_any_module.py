@@ -178,9 +178,9 @@ def plan_module(
             of a pipeline schedule, the views of a contrastive loss, real and generated samples. The budget bounds all
             of them together with the parameters' gradients, which are counted once. It must be bytes or a percentage;
             inverses, ``overlap`` and saved plans are refused, and a budget that no plan fits raises.
-        deferred: the largest number of micro-batches whose weight gradients are still to be computed after their
-            backward. A backward then computes only the gradients of the inputs, and `finish_weights` computes those of
-            the weights later. None: a backward computes both.
+        deferred: the largest number of earlier micro-batches whose weight gradients are still to be computed when a
+            backward begins. A backward then computes only the gradients of the inputs, and `finish_weights` computes
+            those of the weights later. None: a backward computes both.
 
     Raises:
         InfeasibleBudget: the strategy finds no plan that fits. The error has the smallest peak found.

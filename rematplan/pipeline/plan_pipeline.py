@@ -73,14 +73,15 @@ def plan_pipeline(
         budget: bytes of each rank, or text such as ``8GiB``, or ``60%`` of the largest peak of a rank without
             recomputation. It bounds everything that a rank holds during a step that begins without gradients:
             parameters, buffers, gradients, activations of the micro-batches in flight, and PyTorch's buffers for
-            messages.
+            messages. It does not include the batch and the targets, which the caller holds.
         cuts: names of the modules with which the second and each later stage begin, in running order; ``auto`` for
             those with the least simulated makespan within the budget, as ``rematplan pipeline`` chooses them. If
             ``ranks`` is given and a default process group exists, its first process chooses for all, so all must call
             this function.
         strategy: the planning algorithm, as for `plan_module`.
         costs: how the costs of ops are determined: ``profile``, ``roofline`` or a file, as for `plan_module`.
-        time_limit: seconds of search for each rank, and for the cuts.
+        time_limit: seconds of search for each rank, and for the cuts. If no plans fit, the search for the smallest
+            budget takes about twice as long again.
         loss_memory: the memory of the loss, such as ``3x`` or ``1GiB``, as for `plan_module`. In addition, a tensor of
             the outputs' size is assumed to stay allocated for each micro-batch until the end of the step.
         loss_fn: the loss that `Pipeline.schedule` will get. It is run once on random outputs, and its memory is

@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from rematplan.ir import InfeasibleBudget, TrainingGraph, UsageError
+from rematplan.ir import InfeasibleBudget, TrainingGraph, UsageError, show_bytes
 from rematplan.pipeline.schedules import (
     ONE_STAGE,
     SPLIT,
@@ -165,12 +165,14 @@ def _search(
     cuts that are chosen if memory is unlimited.
 
     Raises:
-        UsageError: the chain can be cut at too few positions.
+        UsageError: the chain can be cut at too few positions, or the budget is above `AMPLE`.
     """
     own = _narrow(chain, schedule.name, schedule.stages)
     ample = _terms(own, asked, AMPLE)
     search = PipelineSearch(own.chain, schedule, ample, AutoStages(), progress, least_kept=False)
     amount = asked.budget.bytes(_largest_peak(search) if asked.budget.kind == "share" else 0, int)
+    if amount > AMPLE:
+        raise UsageError(f"budget {asked.budget.text!r} is too large; a rank can have {show_bytes(AMPLE)}")
     return PipelineSearch(own.chain, schedule, _terms(own, asked, amount), AutoStages(), progress)
 
 

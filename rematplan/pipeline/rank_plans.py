@@ -148,7 +148,7 @@ def rank_plan(
     problems = [parts[s].problem for s in order.stage_of_rank[rank]]
     actions = order.actions[rank]
     starts, kept = starting_plans(problems, actions) if order.name in CHANNELS else ([], [])
-    planner = stage_planner(asked.chosen(), asked.time_limit / len(problems))
+    planner = stage_planner(asked.chosen(), asked.time_limit, len(problems))
     try:
         seconds = asked.time_limit
         return RankSearch(problems, actions, budget, planner, seconds, starts, kept).run()

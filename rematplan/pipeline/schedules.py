@@ -23,6 +23,9 @@ SPLIT = ("zbv", "interleaved-zb", "dualpipev")
 STAGES_A_RANK = 2
 """The default number of stages per rank in `VIRTUAL` schedules."""
 
+MOST = 10**6
+"""The largest product of ranks and micro-batches. A simulation of more actions takes minutes, and gigabytes."""
+
 
 def schedule_named(
     name: str, ranks: int, microbatches: int, *, each: int | None = None, hop: float = 0.0
@@ -42,6 +45,11 @@ def schedule_named(
     """
     if name not in SCHEDULES:
         raise UsageError(f"unknown schedule {name!r}; known: {', '.join(SCHEDULES)}")
+    if ranks * microbatches > MOST:
+        raise UsageError(
+            f"{ranks} ranks with {microbatches} micro-batches are too many to simulate; the product can be at most "
+            f"{MOST}"
+        )
     if name in ONE_STAGE:
         if each not in (None, 1):
             raise UsageError(f"{name} has one stage on each rank, not {each}")

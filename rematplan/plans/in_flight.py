@@ -5,6 +5,7 @@ A micro-batch is in flight from the start of its forward to the end of its backw
 
 from __future__ import annotations
 
+import time
 from dataclasses import replace
 
 from rematplan.ir import InfeasibleBudget, TrainingGraph, UsageError
@@ -26,13 +27,21 @@ QUESTIONS = 24
 """About how many searches for plans and lower bounds of a stage share the time limit."""
 
 
-def stage_planner(strategy: Strategy, seconds: float) -> StagePlanner:
-    """Return an object that plans single pipeline stages by ``strategy``.
+REFUSAL = 3
+"""The search of a stage that does not fit its budget takes about so many times the time limit: for plans that fit, for
+the smallest budget, and for the smallest budget with little recomputation."""
 
-    `Auto` searches for about ``seconds`` in total. The time is divided equally among the `QUESTIONS` searches that a
-    stage is expected to need. Other strategies keep their time limits.
+
+def stage_planner(strategy: Strategy, seconds: float, stages: int = 1) -> StagePlanner:
+    """Return an object that plans the stages of a rank by ``strategy``.
+
+    `Auto` searches for about ``seconds`` in total, or for `REFUSAL` times as long if no plans fit. The time is divided
+    equally among the `QUESTIONS` searches that each of the ``stages`` is expected to need. Other strategies keep their
+    time limits.
     """
-    return AutoStages(seconds / QUESTIONS) if isinstance(strategy, Auto) else StrategyStages(strategy)
+    if not isinstance(strategy, Auto):
+        return StrategyStages(strategy)
+    return AutoStages(seconds / (QUESTIONS * stages), time.monotonic() + REFUSAL * seconds)
 
 
 def with_in_flight(in_flight: int, deferred: int | None) -> RankActions:
@@ -73,7 +82,8 @@ def plan_in_flight(
     backward).
 
     The peak counts inputs, outputs and the memory of the loss once per micro-batch in flight, and the gradients of
-    all parameters once.
+    all parameters once. It also counts one loss of an earlier micro-batch, since the caller's variable holds it until
+    the next one is computed.
 
     Args:
         step: the captured step of one micro-batch.
@@ -90,7 +100,7 @@ def plan_in_flight(
         InfeasibleBudget: no plan is found that fits.
         UsageError: the budget is neither bytes nor a percentage.
     """
-    template = StagePlan(0, 0, 0, 0, left=loss.kept)
+    template = StagePlan(0, 0, 0, 0, states=loss.kept)
     problem = stage_problem(
         step, graph, per_microbatch=("batch",), tangents=("tangent",), between=loss.between, template=template
     )

@@ -180,6 +180,8 @@ def test_all_schedules_can_be_planned(call, schedule) -> None:
         (("--stages", "99", "--microbatches", "99"), "cannot be divided into 99 stages, only into"),
         (("--microbatches", "1"), "1f1b needs at least as many micro-batches as ranks"),
         (("--overhead", "-1"), "--overhead -1.0 is not a number"),
+        (("--microbatches", "1000000"), "2 ranks with 1000000 micro-batches are too many to simulate"),
+        (("--budget", "9999999999999GiB"), "is too large; a rank can have 1048576.00 GiB"),
     ],
 )
 def test_wrong_arguments_are_refused_in_one_line(call, more, text) -> None:

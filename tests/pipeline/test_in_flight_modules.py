@@ -12,9 +12,15 @@ from torch import nn
 
 import rematplan
 from rematplan.ir import InfeasibleBudget, UsageError
+from rematplan.planner.auto.auto_strategy import Auto
 from rematplan.planner.core.schedule import runs_of
 from rematplan.planner.pipeline.actions import RankActions
-from rematplan.plans.in_flight import with_in_flight
+from rematplan.planner.pipeline.auto_stages import AutoStages, StrategyStages
+from rematplan.planner.pipeline.gpipe_and_1f1b import one_stage_a_rank
+from rematplan.planner.pipeline.in_flight import RankPlan, RankSearch
+from rematplan.planner.pipeline.rank_memory import rank_peak
+from rematplan.planner.strategies.approx_dp import ApproxDP
+from rematplan.plans.in_flight import REFUSAL, stage_planner, with_in_flight
 from rematplan.runtime.costs.device_models import device_model
 from rematplan.runtime.costs.measure import peak_above_entry
 from rematplan.runtime.costs.roofline import roofline_costs
@@ -209,3 +215,19 @@ def test_calls_before_a_backward_that_exceed_the_budget_together_are_told_once()
     two.zero_grad()
     peak, _ = peak_above_entry(lambda: step(two), torch.device("cpu"))
     assert peak + sum(t.nbytes for t in (*two.parameters(), first, second)) <= budget
+
+
+def test_the_peak_does_not_grow_with_the_number_of_micro_batches(monkeypatch: pytest.MonkeyPatch) -> None:
+    found: list[RankPlan] = []
+    search = RankSearch.run
+    monkeypatch.setattr(RankSearch, "run", lambda self: found.append(search(self)) or found[-1])
+    rematplan.plan_module(model(), (example(),), budget="100%", in_flight=3, **ASKED)
+    (actions,) = one_stage_a_rank("long", [3], 40).actions
+    assert rank_peak(actions, found[0].stages) == found[0].peak
+
+
+def test_the_search_for_the_smallest_budget_ends() -> None:
+    planner = stage_planner(Auto(), 1e-6)
+    assert isinstance(planner, AutoStages)
+    assert planner.left <= REFUSAL * 1e-6
+    assert stage_planner(ApproxDP(), 1e-6) == StrategyStages(ApproxDP())
