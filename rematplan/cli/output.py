@@ -5,12 +5,14 @@ from __future__ import annotations
 import json
 import math
 import sys
-from contextlib import AbstractContextManager
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 from rich.console import Console, RenderableType
 
+from rematplan.cli.interrupts import stop_if_pressed
 from rematplan.planner.core.strategy import Progress
 from rematplan.plans.progress import progress_bar
 
@@ -30,7 +32,12 @@ class Output:
     quiet: bool = False
 
     def show(self, *views: RenderableType) -> None:
-        """Print tables or lines on standard output, unless ``json`` or ``quiet`` is set."""
+        """Print tables or lines on standard output, unless ``json`` or ``quiet`` is set.
+
+        Raises:
+            KeyboardInterrupt: Ctrl-C was pressed before.
+        """
+        stop_if_pressed()
         if self.json or self.quiet:
             return
         # Names come from files: text in them must not be read as markup or emoji codes.
@@ -45,13 +52,21 @@ class Output:
         if self.json:
             print(json.dumps(_finite(document), indent=2, allow_nan=False))
 
-    def progress(self, title: str) -> AbstractContextManager[Progress]:
-        """Return a context that shows a progress bar, unless ``quiet`` is set. It yields a function that updates the
-        bar.
+    @contextmanager
+    def progress(self, title: str) -> Iterator[Progress]:
+        """Show a progress bar while the context lasts, unless ``quiet`` is set. It yields a function that updates the
+        bar. That function, and the end of the context, raise a KeyboardInterrupt if Ctrl-C was pressed before.
 
         The function takes the fraction done (0 to 1) and a short text. ``title``: the first words of the bar's line.
         """
-        return progress_bar(title, not self.quiet)
+        with progress_bar(title, not self.quiet) as update:
+
+            def updated(done: float, text: str) -> None:
+                stop_if_pressed()
+                update(done, text)
+
+            yield updated
+            stop_if_pressed()
 
 
 def _finite(value: Any) -> Any:

@@ -12,6 +12,7 @@ from contextlib import contextmanager
 from importlib import import_module, metadata
 from typing import Any, NoReturn
 
+from rematplan.cli.interrupts import remembered, stop_if_pressed
 from rematplan.cli.output import Output
 from rematplan.ir import RematplanError, UsageError
 
@@ -60,11 +61,25 @@ def run(argv: Sequence[str] | None = None) -> int:
     Errors that the user's input causes, errors of files and lack of memory are printed as one line on standard error.
 
     ``argv``: the command and its arguments; None: those of the process.
+
+    Raises:
+        KeyboardInterrupt: Ctrl-C was pressed, even if a library swallowed it or made another error of it.
     """
     if isinstance(
         sys.stdout, io.TextIOWrapper
     ):  # names in files may contain characters that the terminal cannot show
         sys.stdout.reconfigure(errors="backslashreplace")
+    with remembered():
+        try:
+            status = _status(argv)
+        except Exception:
+            stop_if_pressed()
+            raise
+        stop_if_pressed()
+        return status
+
+
+def _status(argv: Sequence[str] | None) -> int:
     try:
         args = parser(sys.argv[1:] if argv is None else argv).parse_args(argv)
         with _warnings_in_one_line():
@@ -124,6 +139,7 @@ def parser(argv: Sequence[str]) -> Parser:
 
 
 def _fail(message: str, status: int) -> int:
+    stop_if_pressed()
     print(f"rematplan: {' '.join(message.split())}", file=sys.stderr)
     return status
 

@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import distributed, nn
 
-from rematplan.ir import RematplanError, UsageError
+from rematplan.ir import UsageError
 from rematplan.pipeline.captured_stages import captured_step
 from rematplan.pipeline.planning import Asked, best_cuts
 from rematplan.pipeline.step_chain import named_chain
@@ -91,18 +91,18 @@ def agreed(choose: Callable[[], tuple[str, ...]]) -> tuple[str, ...]:
     differ. Without a process group, this process calls ``choose``.
 
     Raises:
-        RematplanError: ``choose`` raised it in the process of rank 0. Other processes raise a UsageError with the same
-            message.
+        Exception: ``choose`` raised it in the process of rank 0. Other processes raise a UsageError with the same
+            message, instead of waiting for cuts.
     """
     if not (distributed.is_available() and distributed.is_initialized()):
         return choose()
     found: list[Any] = [None, None]
-    error: RematplanError | None = None
+    error: Exception | None = None
     if distributed.get_rank() == 0:
         try:
             found = [choose(), None]
-        except RematplanError as raised:
-            error, found = raised, [None, str(raised)]
+        except Exception as raised:
+            error, found = raised, [None, str(raised) or type(raised).__name__]
     distributed.broadcast_object_list(found, src=0)
     if error is not None:
         raise error

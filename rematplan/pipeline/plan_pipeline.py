@@ -20,7 +20,7 @@ from rematplan.pipeline.rank_plans import (
     stated_rank_plan,
 )
 from rematplan.pipeline.runnable_pipeline import Pipeline
-from rematplan.pipeline.schedules import ONE_STAGE, SCHEDULES, schedule_named
+from rematplan.pipeline.schedules import MOST, ONE_STAGE, SCHEDULES, schedule_named
 from rematplan.planner.pipeline.actions import PipelineSchedule
 from rematplan.plans.budgets import Budget, parse_budget
 from rematplan.plans.options import PlanOptions
@@ -103,8 +103,9 @@ def plan_pipeline(
     Raises:
         InfeasibleBudget: no plans are found with which some rank stays within the budget. The error names the rank and
             the smallest peak found for it.
-        UsageError: an unknown schedule or cut, a batch that cannot be divided evenly, a malformed budget, impossible
-            shards or replicas, a loss without targets, or ``plans`` that lack a stage of a rank.
+        UsageError: an unknown schedule, cut or rank, impossible numbers of stages or micro-batches, a batch that cannot
+            be divided evenly, a malformed budget, impossible shards or replicas, a loss without targets, or ``plans``
+            that lack a stage of a rank.
         ModelError: the model cannot be divided into stages, or the loss cannot be computed.
     """
     asked = PlanOptions(
@@ -119,6 +120,9 @@ def plan_pipeline(
     budgeted = parse_budget(str(budget))
     parallel = DataParallel(shards, replicas)
     loss = _loss_and_target(loss_fn, target, loss_memory)
+    ranks = None if ranks is None else tuple(ranks)
+    if wrong := [rank for rank in ranks or () if rank not in range(order.ranks)]:
+        raise UsageError(f"ranks has {wrong[0]!r}; the ranks of this pipeline are 0 to {order.ranks - 1}")
     pipe = captured_pipeline(model, args, kwargs, order, budgeted, cuts, asked, ranks, parallel, loss)
     wanted = range(order.ranks) if ranks is None else sorted(set(ranks))
     made = {
@@ -211,6 +215,12 @@ def _measured_loss(
 
 
 def _order(schedule: str, stages: int, microbatches: int, hop: float) -> PipelineSchedule:
+    if not all(isinstance(n, int) and n >= 1 for n in (stages, microbatches)):
+        raise UsageError(
+            f"stages is {stages!r} and microbatches {microbatches!r}; both must be whole numbers of at least 1"
+        )
+    if not 0 <= hop < MOST:
+        raise UsageError(f"hop is {hop!r}; it must be a number of at least 0 and below {MOST}")
     if schedule in ONE_STAGE or schedule not in SCHEDULES:
         return schedule_named(schedule, stages, microbatches, hop=hop)
     if stages % 2:

@@ -3,11 +3,14 @@
 import errno
 import json
 import math
+import signal
+from contextlib import suppress
 from itertools import pairwise
 
 import pytest
 
 from rematplan import api
+from rematplan.ir import UsageError
 from rematplan.planner.auto.auto_strategy import Auto
 
 PLAN = ("plan", "--budget", "90%")
@@ -218,6 +221,25 @@ def test_an_interrupt_is_exit_status_130(call, refused, problem, monkeypatch) ->
 
     monkeypatch.setattr(Auto, "plan", interrupt)
     refused(call(*PLAN, "--problem", problem), 130)
+
+
+@pytest.mark.parametrize("error", [None, KeyError("custom"), UsageError("cannot be traced")])
+def test_an_interrupt_that_a_library_swallows_writes_nothing(
+    error, call, refused, problem, monkeypatch, tmp_path
+) -> None:
+    real = Auto.plan
+
+    def swallow(*args: object, **more: object) -> object:
+        with suppress(KeyboardInterrupt):
+            signal.raise_signal(signal.SIGINT)
+        if error is not None:
+            raise error
+        return real(*args, **more)
+
+    monkeypatch.setattr(Auto, "plan", swallow)
+    refused(call(*PLAN, "--problem", problem, "-o", tmp_path / "plan.json"), 130)
+    assert not any(tmp_path.iterdir())
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
 
 
 @pytest.mark.parametrize(

@@ -8,10 +8,11 @@ import planned_tasks
 import pytest
 import torch
 from one_process import CUTS, data, loss
-from torch import nn
+from torch import distributed, nn
 
 import rematplan
 from rematplan.ir import InfeasibleBudget, ModelError, RematplanError, UsageError
+from rematplan.pipeline.auto_cuts import agreed
 
 ASKED: dict[str, Any] = {
     "stages": 4,
@@ -36,6 +37,10 @@ def planned(model: nn.Module | None = None, rows: int = 64, **more: Any) -> rema
         ({"rows": 60}, UsageError, "shape \\(60, 5\\) cannot be divided into 8 equal micro-batches"),
         ({"microbatches": 2}, UsageError, "at least as many micro-batches as ranks"),
         ({"schedule": "zbv", "stages": 5}, UsageError, "stages must be even, not 5"),
+        ({"stages": 0}, UsageError, "stages is 0 and microbatches 8; both must be whole numbers"),
+        ({"microbatches": 2.5}, UsageError, "stages is 4 and microbatches 2.5; both must be whole numbers"),
+        ({"schedule": "dataflow", "hop": float("nan")}, UsageError, "hop is nan"),
+        ({"ranks": [4]}, UsageError, "ranks has 4; the ranks of this pipeline are 0 to 3"),
         ({"cuts": "blocks.1"}, UsageError, "4 stages need 3 cuts, not 1"),
         ({"cuts": "blocks.1,blocks.3,no"}, UsageError, "cannot be cut at 'no'; similar: "),
         ({"cuts": "blocks.3,blocks.1,blocks.5"}, UsageError, "'blocks.1' does not come after"),
@@ -181,3 +186,19 @@ def test_a_skipping_tensor_passes_through_each_stage() -> None:
     pipe = planned(Skip(), stages=4, cuts="layers.1,layers.2,layers.3")
     assert [len(pipe.parts[s].stage.inputs) for s in range(4)] == [1, 1, 2, 2]
     assert "rank 3 stage 3: 1 in flight" in str(pipe)
+
+
+def test_an_unexpected_error_of_the_first_rank_does_not_leave_others_waiting(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    sent: list[Any] = []
+    monkeypatch.setattr(distributed, "is_initialized", lambda: True)
+    monkeypatch.setattr(distributed, "get_rank", lambda: 0)
+    monkeypatch.setattr(distributed, "broadcast_object_list", lambda found, src: sent.extend(found))
+
+    def choose() -> tuple[str, ...]:
+        raise KeyError(42)
+
+    with pytest.raises(KeyError):
+        agreed(choose)
+    assert sent == [None, "42"]
