@@ -136,8 +136,9 @@ class StagePlan:
 
     ``stage``: the stage's number. ``kept_bytes`` (K): kept from F to B or I. ``deferred_bytes`` (D): kept from I to W.
     ``transient_forward``, ``transient_backward``, ``transient_weight``: the transients of F, I and W. ``whole``: bytes
-    of the outputs and the input's gradient that an I frees at its end, while torch keeps them to the end of a B. So the
-    transient of a B is the larger of ``transient_backward`` and ``transient_weight`` + ``whole``. A stage whose
+    by which the same work needs more in a B, because torch keeps the outputs and the input's gradient until a B ends,
+    while it frees them at the end of an I. So the transient of a B is the larger of ``transient_backward`` and
+    ``transient_weight`` + ``whole``. A stage whose
     backward is never split has 0 for ``transient_weight``, ``deferred_bytes``, ``whole`` and ``weight``.
 
     ``gradients``: bytes of the parameters' gradients. The first backward of a step creates them; later ones add to
@@ -151,7 +152,8 @@ class StagePlan:
     that each B or I leaves in memory until the end of the step: returned outputs, and the loss. ``sending``: bytes of
     sent tensors that each B or I leaves in memory until all actions are done. ``pending``: bytes of a message that each
     B or I leaves in memory until the end of the stage's next B or I. ``closing``: additional bytes when all actions are
-    done, and the outputs of all micro-batches are joined.
+    done, and the outputs of all micro-batches are joined. ``opening``: additional bytes before the first action, while
+    torch prepares the step. They exist once in a rank, however many stages it has.
 
     ``forward``, ``backward``, ``weight``: the times of F, I and W. If ``weight`` is 0, ``backward`` is the time of a B.
     ``extra``: the time of recomputation, which is included in these times. ``plan``: the plan as JSON data; None if
@@ -180,6 +182,7 @@ class StagePlan:
     sending: int = 0
     pending: int = 0
     closing: int = 0
+    opening: int = 0
 
     def microseconds(self, kind: Kind) -> float:
         """Return the microseconds of one action: F (forward), I (backward for the input's gradient), W (gradients of

@@ -4,7 +4,8 @@ The rules were read off `torch.distributed.pipelining` (2.13). Buffers that rece
 are allocated before the first micro-batch. A sent tensor stays in memory until torch waits for the end of its sending.
 In 1F1B this is at the next message; in GPipe and in schedules with several stages per rank, after the last action. The
 outputs of the last stage are kept, and joined after that. Neighbouring stages on one rank pass tensors to
-each other without messages; such a tensor takes the place of the receive buffer.
+each other without messages; such a tensor takes the place of the receive buffer. Both exist during the action that
+computes the tensor, and its transient includes the tensor.
 
 The dataflow schedule uses channels with *credits*: the number of messages that may be sent and not yet read. For each
 credit, a channel has one buffer at the sender, for a message that is being sent, and one at the receiver, for a message
@@ -29,6 +30,9 @@ CHANNELS = ("dataflow",)
 its input, which it recovers, back to the previous stage in the backward."""
 FORWARD, BACKWARD = 1.0, 2.0
 """The times of a stage's forward and backward, in any unit, with which `least_credits` simulates a schedule."""
+RANDOM_STATE = 5056
+"""The bytes of the state of PyTorch's random generator on a CPU. PyTorch copies the state while it prepares the first
+step of a pipeline and allocates the buffers for messages."""
 SLOWER = 1.02
 """The largest makespan that `least_credits` accepts, relative to the makespan with any number of credits."""
 
@@ -51,8 +55,8 @@ class MessageBytes:
 
 def message_memory(schedule: PipelineSchedule, stage: int, size: MessageBytes) -> StagePlan:
     """Return the bytes of memory that a stage needs for messages to and from other stages, as the fields
-    ``torch_bytes``, ``left``, ``sending``, ``closing`` and ``pending`` of a `StagePlan`. The field ``stage`` is the
-    stage's number; all other fields are 0.
+    ``torch_bytes``, ``left``, ``sending``, ``closing``, ``pending`` and ``opening`` of a `StagePlan`. The field
+    ``stage`` is the stage's number; all other fields are 0.
 
     Args:
         schedule: the pipeline's schedule.
@@ -70,13 +74,12 @@ def message_memory(schedule: PipelineSchedule, stage: int, size: MessageBytes) -
         ends = (stage > 0) + (stage < schedule.stages - 1)
         acknowledgements = ends * (places + 1)  # of a byte each
         return replace(plan, torch_bytes=places * (incoming + size.sent + size.returned) + acknowledgements)
-    # A tensor passed between two stages of the rank already exists when the buffer that it replaces is freed.
-    handed = max(size.sent if after else 0, size.received if before else 0)
     plan = replace(
         plan,
-        torch_bytes=schedule.microbatches * incoming + handed,
+        torch_bytes=schedule.microbatches * incoming,
         left=size.outputs,
         closing=schedule.microbatches * size.outputs,
+        opening=RANDOM_STATE,
     )
     leaving = (0 if after else size.sent) + (0 if before else size.returned)
     if (

@@ -65,9 +65,13 @@ class RankBudgetShares:
         ]
         stage = self.stages[at]
         saved = stage.bytes(stage.per_microbatch)
-        passed = 0 if relaxed and stage.frees_tangents else stage.bytes(stage.tangents)
+        passed = 0 if relaxed and stage.tangents_held else stage.bytes(stage.tangents)
         forward = 0 if relaxed else stage.loss_forward  # beyond the workspace of the graph's boundary op
+        handed = (
+            stage.bytes(stage.handed) if relaxed else 0
+        )  # in the graph, but not counted after the forward
         own = {"F": saved + forward, "B": saved + passed, "I": saved + passed, "W": saved}
+        own = {kind: bytes_ - (0 if kind == "F" else handed) for kind, bytes_ in own.items()}
         left: dict[str, int] = {}
         for action, others in zip(self.actions, rank_bytes(self.actions, idle), strict=False):
             if action.stage == me:

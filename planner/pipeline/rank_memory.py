@@ -4,6 +4,7 @@
                              + Σ over stages (in flight · K + deferred · D + finished · (left + sending) + pending)
                              + the action's transient
     bytes at the end       = the same without a transient; then without ``sending``, but with Σ closing
+    bytes at the start     = Σ states + Σ torch_bytes + the largest ``opening``
 
 The terms except the numbers of micro-batches are fields of `StagePlan`; K is ``kept_bytes``, D is ``deferred_bytes``.
 Of a stage's ``gradients``, ``early_gradients`` count once the stage has finished a B or I, the others once it has
@@ -63,7 +64,9 @@ def rank_peak(actions: Iterable[Action], plans: Iterable[StagePlan]) -> int:
     Raises:
         ProblemError: two plans are of the same stage.
     """
-    return max(rank_bytes(actions, plans))
+    stages = tuple(plans)
+    prepared = sum(p.states + p.torch_bytes for p in stages) + max((p.opening for p in stages), default=0)
+    return max(prepared, *rank_bytes(actions, stages))
 
 
 def in_flight(actions: Iterable[Action]) -> Mapping[int, int]:

@@ -36,15 +36,18 @@ class StageProblem:
     micro-batch needs its own contents from its forward to the end of its backward, such as random generator states, or
     a batch that is not stored elsewhere. ``tangents``: inputs that each micro-batch needs only in its backward (the
     gradients of the outputs). They are freed at the end of the backward, or of the I if the W does not read them.
-    ``frees_tangents``: whether each is freed as soon as no later op reads it, because only the backward has it. The
-    bytes of all other inputs, such as receive buffers of torch, are counted in ``template``.
+    ``tangents_held``: a function that returns, for a schedule, the position from which on each of them is freed as
+    soon as no later op reads it, because only the backward has it; None: there is no such position. The bytes of all
+    other inputs, such as receive buffers of torch, are counted in ``template``.
 
     ``between``: bytes outside of the graph that exist for each micro-batch from its forward to its backward, such as
     tensors that a loss saves. ``loss_forward``: bytes that the boundary op needs in addition to its workspace if it is
     counted to the forward, as the computation of a loss is. ``copies``: for the name of an op, the bytes that each
     micro-batch keeps from forward to backward if the op runs again after the boundary, such as the old content of a
-    buffer or a random generator state. ``leaving``: tensors that are outputs of the graph, but are freed at the
-    boundary, such as new contents of buffers.
+    buffer or a random generator state. ``handed``: outputs of the forward that the next stage holds, because it is on
+    the same rank. They take the place of its receive buffers, which its ``template`` counts, so they are not counted
+    after the forward. ``leaving``: tensors that are outputs of the graph, but are freed at the boundary, such as new
+    contents of buffers.
 
     ``gradients``: for the name of each 0-byte marker, the name of a parameter's gradient. The op that writes the
     gradient also writes the marker; then the gradient is added to that of earlier micro-batches and freed. ``waiting``:
@@ -58,11 +61,12 @@ class StageProblem:
     states: tuple[str, ...] = ()
     per_microbatch: tuple[str, ...] = ()
     tangents: tuple[str, ...] = ()
-    frees_tangents: bool = False
+    tangents_held: Callable[[Schedule], int] | None = None
     between: int = 0
     loss_forward: int = 0
     weights: str | None = None
     copies: Mapping[str, int] = field(default_factory=dict)
+    handed: tuple[str, ...] = ()
     leaving: tuple[str, ...] = ()
     gradients: Mapping[str, str] = field(default_factory=dict)
     waiting: Callable[[Schedule], Sequence[int]] | None = None
@@ -80,9 +84,9 @@ class StageProblem:
     @property
     def least_kept(self) -> int:
         """The bytes that every plan keeps for a micro-batch between forward and backward: the tensors that the boundary
-        op reads (except inputs, and ``leaving``, which are freed there), the inputs ``per_microbatch``, and
+        op reads (except inputs, ``handed``, and ``leaving``, which are freed there), the inputs ``per_microbatch``, and
         ``between``."""
-        reads = {*self.graph.op[self.boundary].reads} - {*self.graph.inputs, *self.leaving}
+        reads = {*self.graph.op[self.boundary].reads} - {*self.graph.inputs, *self.leaving, *self.handed}
         return self.bytes((*reads, *self.per_microbatch)) + self.between
 
     def measured(self, plan: Plan) -> StagePlan:
@@ -105,7 +109,10 @@ class StageProblem:
                 Ignored if the backward is not split.
         """
         bounds = {
-            self.boundary: kept - self.bytes(self.per_microbatch) - self.between + self.bytes(self.leaving)
+            self.boundary: kept
+            - self.bytes(self.per_microbatch)
+            - self.between
+            + self.bytes((*self.leaving, *self.handed))
         }
         if self.weights is not None and deferred is not None:
             gone = set(self.graph.op[self.weights].reads) - set(
@@ -139,10 +146,13 @@ def _measured(problem: StageProblem, plan: Plan) -> StagePlan:
         beyond = [own + late for own, late in zip(beyond, problem.waiting(schedule), strict=True)]
     runs = {step.op: at for at, step in reversed([*enumerate(schedule)]) if isinstance(step, Run)}
     boundary = runs[problem.boundary]
+    handed = _handed_bytes(problem, schedule)
     gone = problem.bytes(problem.leaving)
-    beyond[boundary + 1 :], first[boundary + 1 :] = (
-        [bytes_ - gone for bytes_ in series[boundary + 1 :]] for series in (beyond, first)
-    )
+    kept = _across(graph, problem.boundary, beyond[boundary]) - gone - handed[boundary] + problem.between
+    forward = [*beyond[:boundary], beyond[boundary] + problem.loss_forward]
+    for series in (beyond, first):
+        for at in range(boundary, len(schedule)):
+            series[at] -= handed[at] + (gone if at > boundary else 0)
     split = len(schedule) if problem.weights is None else runs[problem.weights]
     tangents = _tangent_bytes(problem, schedule, split)
     back, first_back = (
@@ -150,7 +160,6 @@ def _measured(problem: StageProblem, plan: Plan) -> StagePlan:
     )
     again = {step.op for step in schedule[boundary:] if isinstance(step, Run)}
     saved = problem.bytes(problem.per_microbatch) + sum(n for op, n in problem.copies.items() if op in again)
-    kept = _across(graph, problem.boundary, beyond[boundary]) + saved + problem.between - gone
     costs = [graph.op[step.op].cost if isinstance(step, Run) else 0.0 for step in schedule]
     late: dict[str, Any] = {}
     if problem.weights is not None:
@@ -159,11 +168,10 @@ def _measured(problem: StageProblem, plan: Plan) -> StagePlan:
         }
     return replace(
         problem.template,
-        kept_bytes=kept,
-        transient_forward=max([*beyond[:boundary], beyond[boundary] + problem.loss_forward, kept - saved])
-        + saved,
-        transient_backward=max([*back[boundary:split], kept - saved + tangents[boundary]]) + saved,
-        first_backward=max([*first_back[boundary:split], kept - saved + tangents[boundary]]) + saved,
+        kept_bytes=kept + saved,
+        transient_forward=max([*forward, kept]) + saved,
+        transient_backward=max([*back[boundary:split], kept + tangents[boundary]]) + saved,
+        first_backward=max([*first_back[boundary:split], kept + tangents[boundary]]) + saved,
         gradients=problem.gradient_bytes,
         states=problem.template.states + problem.bytes(problem.states),
         forward=sum(costs[:boundary]),
@@ -198,17 +206,30 @@ def _split_figures(
         saved: bytes of inputs that the micro-batch keeps from its forward on.
     """
     graph, start = problem.graph, split + 1
+    leave = set(graph.op[problem.weights or ""].reads) - {*graph.inputs, *problem.handed}
     while start < len(schedule) and isinstance(schedule[start], Free):
         start += 1
     across = beyond[split] - graph.op[problem.weights or ""].workspace
     deferred = beyond[start - 1] if start > split + 1 else across
+    gone = [0] * len(schedule)
+    for at in range(split, len(schedule)):
+        one = schedule[at]
+        gone[at] = gone[at - 1] + (
+            graph.size[one.tensor] if isinstance(one, Free) and one.tensor in leave else 0
+        )
     sooner = {t for step in schedule[:split] if isinstance(step, Run) for t in graph.op[step.op].writes}
     early = problem.bytes(gradient for mark, gradient in problem.gradients.items() if mark in sooner)
+    firsts = [bytes_ - early for bytes_ in first]
+    weight, first_weight = (max([deferred, *series[start:]]) for series in (beyond, firsts))
+    whole = max(
+        max([across, *(own + left for own, left in zip(series[start:], gone[start:], strict=True))]) - most
+        for series, most in ((beyond, weight), (firsts, first_weight))
+    )
     return {
         "deferred_bytes": deferred + saved,
-        "transient_weight": max([deferred, *beyond[start:]]) + saved,
-        "first_weight": max([deferred, *(bytes_ - early for bytes_ in first[start:])]) + saved,
-        "whole": across - deferred,
+        "transient_weight": weight + saved,
+        "first_weight": first_weight + saved,
+        "whole": whole,
         "early_gradients": early,
     }
 
@@ -218,7 +239,10 @@ def _tangent_bytes(problem: StageProblem, schedule: Schedule, split: int) -> lis
 
     ``split``: the index of the second boundary op in the schedule, or the length of the schedule.
     """
+    if not problem.tangents:
+        return [0] * len(schedule)
     sizes, outputs = problem.graph.size, {*problem.graph.outputs, *problem.gradients.values()}
+    held = problem.tangents_held(schedule) if problem.tangents_held else len(schedule)
     reads = {
         t: at
         for at, step in enumerate(schedule)
@@ -227,11 +251,20 @@ def _tangent_bytes(problem: StageProblem, schedule: Schedule, split: int) -> lis
     }
 
     def end(t: str) -> int:
-        if problem.frees_tangents and t in reads and t not in outputs:
-            return reads[t] + 1
+        if problem.tangents_held and t in reads and t not in outputs:
+            return max(reads[t] + 1, held)
         return split if reads.get(t, 0) < split else len(schedule)
 
     ends = [(end(t), sizes[t]) for t in problem.tangents]
+    return [sum(size for until, size in ends if at < until) for at in range(len(schedule))]
+
+
+def _handed_bytes(problem: StageProblem, schedule: Schedule) -> list[int]:
+    """Return, for each step of a schedule, the resident bytes of outputs that the next stage holds, if that stage has
+    them already."""
+    sizes = problem.graph.size
+    freed = {step.tensor: at for at, step in enumerate(schedule) if isinstance(step, Free)}
+    ends = [(freed.get(t, len(schedule)), sizes[t]) for t in problem.handed]
     return [sum(size for until, size in ends if at < until) for at in range(len(schedule))]
 
 

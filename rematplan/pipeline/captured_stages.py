@@ -4,17 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Set
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, ClassVar
 
 import torch
 from torch import nn
 
-from rematplan.ir import ModelError
+from rematplan.ir import ModelError, TrainingGraph
 from rematplan.planner.core.plan import Plan
+from rematplan.planner.core.schedule import Schedule
 from rematplan.planner.pipeline.actions import StagePlan
 from rematplan.planner.pipeline.stage_problem import StageProblem
 from rematplan.plans.op_costs import copies_priced, priced
-from rematplan.plans.stage_problems import backward_spare, stage_problem
+from rematplan.plans.stage_problems import backward_spare, stage_problem, whole_outputs
 from rematplan.plans.step_planner import StepPlanner
 from rematplan.runtime.graph.captured_step import CapturedStep
 from rematplan.runtime.graph.compat import pytree
@@ -23,9 +25,7 @@ from rematplan.runtime.module.planning import Planning
 from rematplan.runtime.module.shape_options import ShapeOptions
 from rematplan.runtime.pipeline.stage_modules import StageModule
 from rematplan.runtime.pipeline.weight_gradients import with_separate_weights, with_weight_boundary
-from rematplan.runtime.problem.accumulation import (
-    StepPlan,
-)
+from rematplan.runtime.problem.accumulation import StepPlan, end_of_first_segment
 from rematplan.runtime.problem.constraints import ops_that_run_once
 from rematplan.runtime.problem.layout_copies import NONE
 from rematplan.runtime.problem.loss_boundary import with_loss_boundary
@@ -117,8 +117,9 @@ def captured_stage(
     *,
     last: bool,
     split: bool,
-    beyond: int,
-    frees_tangents: bool = True,
+    copied: int = 0,
+    handed: int = 0,
+    alone: bool = True,
     loss: LossMemory | None = None,
 ) -> CapturedStage:
     """Capture a pipeline stage, and return it with its planning problem.
@@ -129,10 +130,11 @@ def captured_stage(
         template: the memory of the stage that does not depend on the plan.
         last: whether this is the last stage, from whose outputs the loss is computed.
         split: whether the backward computes weight gradients later than the gradients of inputs.
-        beyond: bytes that a micro-batch occupies outside of the stage from its forward to its backward, without those
-            of the loss. Negative if the next stage is on the same rank: it counts this stage's outputs as its inputs.
-        frees_tangents: whether the backward frees each gradient of the last stage's outputs when it has read it. False
-            if a module around the stage may still hold it.
+        copied: bytes of copies of the outputs that a module around the stage keeps for each micro-batch from its
+            forward to its backward.
+        handed: bytes of the outputs for one micro-batch if the next stage is on the same rank, and so counts them as
+            its inputs; otherwise 0.
+        alone: whether no module is around the stage, which could hold its outputs and their gradients, too.
         loss: the memory of the loss; None: what the planner's options state. Ignored unless the stage is the last.
 
     Raises:
@@ -156,12 +158,19 @@ def captured_stage(
         step,
         graph,
         tangents=tangents,
-        between=loss.between + beyond,
+        between=loss.between + copied,
         loss_forward=loss.forward,
         template=template,
     )
-    problem = replace(problem, frees_tangents=frees_tangents)
+    own = whole_outputs(step, problem.graph) if handed and alone else ()
+    problem = replace(problem, handed=own, between=problem.between - handed + problem.bytes(own))
+    if alone:
+        problem = replace(problem, tangents_held=partial(_tangents_held, step, problem.graph))
     return CapturedStage(stage, step, problem, _targets(captured))
+
+
+def _tangents_held(step: CapturedStep, graph: TrainingGraph, schedule: Schedule) -> int:
+    return end_of_first_segment(step, schedule, backward_spare(graph, schedule))
 
 
 def captured_step(stage: StageModule) -> CapturedStep:

@@ -61,17 +61,19 @@ def captured_part(
     if order.name in CHANNELS:
         return dataflow_part(stage, planner, template, number, order.stages, loss)
     last = number == order.stages - 1
-    beyond = parallel.copied(output_bytes(stage, device)) - handed_on(order, number, stage, device)
+    copied = parallel.copied(output_bytes(stage, device))
+    handed = handed_on(order, number, stage, device)
     if frozen:
-        return frozen_stage(number, stage, template, beyond)
+        return frozen_stage(number, stage, template, copied - handed)
     return captured_stage(
         stage,
         planner,
         template,
         last=last,
         split=order.name in SPLIT,
-        beyond=beyond,
-        frees_tangents=parallel == ALONE,
+        copied=copied,
+        handed=handed,
+        alone=parallel == ALONE,
         loss=loss,
     )
 

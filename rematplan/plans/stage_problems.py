@@ -12,6 +12,7 @@ from rematplan.planner.core.simulator import resident_bytes
 from rematplan.planner.pipeline.actions import StagePlan
 from rematplan.planner.pipeline.stage_problem import StageProblem
 from rematplan.runtime.execute.buffers_once import renewed_buffers
+from rematplan.runtime.graph.allocator_rounding import allocated
 from rematplan.runtime.graph.captured_step import CapturedStep
 from rematplan.runtime.problem.accumulation import adding_problem, earlier_gradients, waiting_bytes
 from rematplan.runtime.problem.loss_boundary import LOSS, WEIGHTS
@@ -78,6 +79,17 @@ def backward_spare(graph: TrainingGraph, schedule: Schedule) -> tuple[int, ...]:
     resident = resident_bytes(graph, schedule)
     peak = max(resident[schedule.index(Run(LOSS)) :])
     return tuple(max(0, peak - now) for now in resident)
+
+
+def whole_outputs(step: CapturedStep, graph: TrainingGraph) -> tuple[str, ...]:
+    """Return the tensors of a step's problem that its forward computes and that are no larger than the one output that
+    they contain."""
+    outputs: dict[str, list[int]] = {}
+    for o in step.outputs:
+        if o.kind == "output":
+            value = step.values[o.value]
+            outputs.setdefault(value.storage, []).append(allocated(value.fake.nbytes, value.fake.device))
+    return tuple(t for t, sizes in outputs.items() if t in graph.producer and sizes == [graph.size[t]])
 
 
 def _leaving(step: CapturedStep, graph: TrainingGraph) -> tuple[str, ...]:

@@ -23,8 +23,8 @@ from rematplan.planner.core.schedule import Free, Schedule
 from rematplan.planner.core.simulator import resident_bytes
 from rematplan.runtime.graph.allocator_rounding import allocated
 from rematplan.runtime.graph.captured_step import CapturedStep
-from rematplan.runtime.problem.backward_segments import gradient_segments
-from rematplan.runtime.problem.loss_boundary import split_at_loss
+from rematplan.runtime.problem.backward_segments import Segment, gradient_segments
+from rematplan.runtime.problem.loss_boundary import SplitSchedule, split_at_loss
 
 EARLIER = "earlier_gradients"
 """The name of the problem's input that represents the gradients of earlier steps."""
@@ -266,12 +266,32 @@ def waiting_bytes(
             early where freed gradients would need more than these bytes.
         names: the parameters, as the step names them, that have gradients of earlier steps.
     """
-    own, added = split_at_loss(step, schedule), _added(step, names)
-    left = [spare[at] for at in own.positions]
+    added = _added(step, names)
+    own, segments = _segments(step, schedule, spare)
     freed = {one.tensor: at for at, one in enumerate(schedule) if isinstance(one, Free)}
     waiting = [0] * len(schedule)
-    for segment in gradient_segments(step, own.schedule, own.boundary, left, late=own.late):
+    for segment in segments:
         for storage in {step.values[o.value].storage for o in segment.outputs} & added & freed.keys():
             for at in own.positions[bisect(own.positions, freed[storage]) : segment.end]:
                 waiting[at] += step.storage_bytes[storage]
     return tuple(waiting)
+
+
+def end_of_first_segment(step: CapturedStep, schedule: Schedule, spare: Sequence[int]) -> int:
+    """Return the position in a schedule at which the first segment of its backward ends. Until then autograd holds the
+    gradients of the outputs, even if no later op reads them.
+
+    ``step``, ``schedule``, ``spare``: as for `waiting_bytes`.
+    """
+    own, segments = _segments(step, schedule, spare)
+    return (*own.positions, len(schedule))[segments[0].end]
+
+
+def _segments(
+    step: CapturedStep, schedule: Schedule, spare: Sequence[int]
+) -> tuple[SplitSchedule, tuple[Segment, ...]]:
+    """Return the part of a schedule that a compiled plan runs, and the segments of its backward, whose positions are
+    those in this part. ``spare``: as for `waiting_bytes`."""
+    own = split_at_loss(step, schedule)
+    left = [spare[at] for at in own.positions]
+    return own, gradient_segments(step, own.schedule, own.boundary, left, late=own.late)

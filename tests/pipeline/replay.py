@@ -4,11 +4,11 @@ from rematplan.planner.pipeline.actions import Action, StagePlan
 
 
 def replayed(actions: tuple[Action, ...], plans: dict[int, StagePlan]) -> list[int]:
-    """The bytes during each action, and at the end of the step."""
+    """The bytes before the first action, during each action, and at the end of the step."""
     ledger: dict[tuple[object, ...], int] = {}
     for s, p in plans.items():
         ledger["states", s], ledger["torch", s] = p.states, p.torch_bytes
-    series = []
+    series = [sum(ledger.values()) + max(p.opening for p in plans.values())]
     for a in actions:
         p, mine = plans[a.stage], (a.stage, a.microbatch)
         first_i, first_w = (("gradients", part, a.stage) not in ledger for part in "IW")

@@ -19,6 +19,8 @@ CASES = [
     ("interleaved", 8, 8, "100%"),
     ("dualpipev", 8, 8, "100%"),
 ]
+TINY = {"width": 1}
+"""The sizes of a network with fewer bytes than the state of a random generator."""
 TIGHT = 0.97 if torch.__version__ < (2, 15) else 0.5
 """Of a promise, what a peak is at least. The promise counts buffers to receive into for all micro-batches; PyTorch 2.15
 makes each as it is needed, and with 32 micro-batches these buffers are up to a third of the promise."""
@@ -66,6 +68,14 @@ def test_outputs_that_are_larger_than_the_rest_are_charged_as_long_as_they_stay(
     workers: Workers, schedule: str, stages: int
 ) -> None:
     asked = {"schedule": schedule, "stages": stages, "microbatches": 8, "rows": 64, "sizes": {"outputs": 256}}
+    check(run(workers, "100%", "store_all", **asked))
+
+
+@pytest.mark.parametrize(("schedule", "stages"), [("1f1b", 4), ("interleaved-zb", 8)])
+def test_what_torch_allocates_before_the_first_action_is_in_the_promise(
+    workers: Workers, schedule: str, stages: int
+) -> None:
+    asked = {"schedule": schedule, "stages": stages, "microbatches": 8, "rows": 16, "sizes": TINY}
     check(run(workers, "100%", "store_all", **asked))
 
 

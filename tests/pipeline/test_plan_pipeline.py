@@ -13,6 +13,9 @@ from torch import distributed, nn
 import rematplan
 from rematplan.ir import InfeasibleBudget, ModelError, RematplanError, UsageError
 from rematplan.pipeline.auto_cuts import agreed
+from rematplan.planner.core.schedule import Run
+from rematplan.planner.pipeline.messages import RANDOM_STATE
+from rematplan.planner.strategies.store_all import no_recompute
 
 ASKED: dict[str, Any] = {
     "stages": 4,
@@ -24,10 +27,11 @@ ASKED: dict[str, Any] = {
 }
 
 
-def planned(model: nn.Module | None = None, rows: int = 64, **more: Any) -> rematplan.Pipeline:
-    return rematplan.plan_pipeline(
-        model or planned_tasks.net(), (planned_tasks.data(rows)[0],), **ASKED | more
-    )
+def planned(
+    model: nn.Module | None = None, rows: int = 64, x: torch.Tensor | None = None, **more: Any
+) -> rematplan.Pipeline:
+    x = planned_tasks.data(rows)[0] if x is None else x
+    return rematplan.plan_pipeline(model or planned_tasks.net(), (x,), **ASKED | more)
 
 
 @pytest.mark.parametrize(
@@ -202,3 +206,24 @@ def test_an_unexpected_error_of_the_first_rank_does_not_leave_others_waiting(
     with pytest.raises(KeyError):
         agreed(choose)
     assert sent == [None, "42"]
+
+
+def test_autograd_holds_gradients_of_outputs_until_the_first_segment_ends() -> None:
+    """A segment returns gradients of parameters. Only the op before the first of these reads the output's gradient."""
+    model = nn.Sequential(*(nn.Sequential(nn.Linear(16, 16), nn.Tanh()) for _ in range(3)))
+    found = planned(model, x=torch.zeros(8, 16), stages=2, microbatches=2, cuts=["1"], ranks=[1])
+    problem = found.parts[1].problem
+    schedule = no_recompute(problem.graph).schedule
+    (tangent,) = problem.tangents
+    reads = [
+        at
+        for at, one in enumerate(schedule)
+        if isinstance(one, Run) and tangent in problem.graph.op[one.op].reads
+    ]
+    assert problem.tangents_held is not None
+    assert len(schedule) >= problem.tangents_held(schedule) > schedule.index(Run("mm")) > reads[-1]
+
+
+def test_the_state_of_the_random_generator_has_the_bytes_that_are_counted() -> None:
+    assert torch.get_rng_state().nbytes == RANDOM_STATE
+    assert {one.template.opening for one in (p.problem for p in planned().parts.values())} == {RANDOM_STATE}
