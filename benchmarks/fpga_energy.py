@@ -33,8 +33,8 @@ def fpga(slices: int, each: int) -> tuple[float, float]:
     return slices / each * 2 * 0.2, slices / each * 2 * 0.3
 
 
-U280 = "9024 DSP slices, 300 MHz: product table; 45 W measured (SPLAG, FPGA 2022) to 225 W (DS963)"
-ZCU = "2520 DSP slices: DS891; 10 to 36 W at the board (estimate)"
+U280 = "9024 DSP slices, 300 MHz: experiments of CODO; 45 W measured (SPLAG, FPGA 2022) to 225 W (DS963)"
+ZCU = "2520 DSP slices: DS891; 10 to 36 W at the board (estimate around 13 to 23 W of published designs)"
 DEVICES = {
     "float32": (
         Device("U280, float32 of 5 slices", fpga(9024, 5), (45, 225), U280),
