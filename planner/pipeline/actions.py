@@ -152,8 +152,8 @@ class StagePlan:
     that each B or I leaves in memory until the end of the step: returned outputs, and the loss. ``sending``: bytes of
     sent tensors that each B or I leaves in memory until all actions are done. ``pending``: bytes of a message that each
     B or I leaves in memory until the end of the stage's next B or I. ``closing``: additional bytes when all actions are
-    done, and the outputs of all micro-batches are joined. ``opening``: additional bytes before the first action, while
-    torch prepares the step. They exist once in a rank, however many stages it has.
+    done, and the outputs of all micro-batches are joined, or sharded gradients are reduced. ``opening``: additional
+    bytes before the first action, while torch prepares the step. They exist once in a rank, however many stages it has.
 
     ``forward``, ``backward``, ``weight``: the times of F, I and W. If ``weight`` is 0, ``backward`` is the time of a B.
     ``extra``: the time of recomputation, which is included in these times. ``plan``: the plan as JSON data; None if

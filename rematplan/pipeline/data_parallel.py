@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import torch
@@ -13,6 +14,9 @@ from rematplan.runtime.pipeline.stage_modules import StageModule
 
 GLOO_THREADS = 2
 """The threads of a gloo process group. Each may hold the buffers of its last operation until it begins the next one."""
+
+GLOO_SCALARS = 16
+"""Bytes of the number by which gloo divides a sum to make a mean: as a double, and in the tensor's type."""
 
 
 @dataclass(frozen=True)
@@ -39,14 +43,16 @@ class DataParallel:
     def resident(self, stage: StageModule, device: torch.device) -> int:
         """Return the bytes that are held during the whole step for a stage.
 
-        With FSDP2: this process's shard of the parameters, in addition to the gathered parameters; FSDP2 divides the
-        first dimension of each parameter evenly, rounded up. With DistributedDataParallel: its buckets, which are as
-        large as the gradients, and copies of the stage's buffers. It broadcasts these before each forward: all
-        buffers of one type in one copy. A thread of gloo may free its last copy late, in the worst case after the
-        copies of the next forward are made.
+        With FSDP2: this process's shard of the parameters, in addition to the gathered parameters. FSDP2 divides the
+        first dimension of each parameter evenly, rounded up, so the gathered parameters are padded. With
+        DistributedDataParallel: its buckets, which are as large as the gradients, and copies of the stage's buffers. It
+        broadcasts these before each forward: all buffers of one type in one copy. A thread of gloo may free its last
+        copy late, in the worst case after the copies of the next forward are made.
         """
         if self.shards > 1:
-            return sum(allocated(self._shard(p), device) for p in stage.module.parameters())
+            every = list(stage.module.parameters())
+            padding = self._gathered(every) - sum(p.nbytes for p in every)
+            return padding + sum(allocated(self._shard(p), device) for p in every)
         if self.replicas == 1:
             return 0
         copies: Counter[torch.dtype] = Counter()
@@ -56,6 +62,24 @@ class DataParallel:
         buckets = sum(allocated(p.nbytes, device) for p in stage.module.parameters() if p.requires_grad)
         return buckets + sum(sizes) + GLOO_THREADS * max(sizes, default=0)
 
+    def reducing(self, stage: StageModule, device: torch.device) -> int:
+        """Return by how many bytes the reduction of a stage's gradients at the end of a step exceeds the gathered
+        parameters and the gradients, which it replaces. 0 without FSDP2.
+
+        FSDP2 frees the gathered parameters. It copies the gradients into one tensor, padded so that it can be divided
+        evenly, frees all of them but the last, and allocates the shard of the result. On a CPU, gloo then copies that
+        tensor once more.
+        """
+        trained = [p for p in stage.module.parameters() if p.requires_grad]
+        if self.shards == 1 or not trained:
+            return 0
+        gradients = sum(p.nbytes for p in trained)
+        padded = self._gathered(trained)
+        shard = padded // self.shards
+        copy = padded + GLOO_SCALARS if device.type == "cpu" else 0
+        needed = padded + max(gradients, shard + copy + trained[-1].nbytes)
+        return max(0, needed - gradients - self._gathered(stage.module.parameters()))
+
     def copied(self, outputs: int) -> int:
         """Return the bytes that are held for each micro-batch from forward to backward: with
         DistributedDataParallel, a copy of the stage's outputs, which it makes to find unused parameters.
@@ -63,6 +87,9 @@ class DataParallel:
         ``outputs``: bytes of the stage's outputs for one micro-batch.
         """
         return outputs if self.replicas > 1 else 0
+
+    def _gathered(self, parameters: Iterable[torch.Tensor]) -> int:
+        return self.shards * sum(map(self._shard, parameters))
 
     def _shard(self, parameter: torch.Tensor) -> int:
         rows = parameter.shape[0] if parameter.ndim else 1

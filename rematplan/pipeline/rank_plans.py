@@ -58,6 +58,13 @@ def captured_part(
         _check_frozen(order, number, stage)
     template = stage_torch_memory(order, number, stage, device)
     template = replace(template, states=template.states + parallel.resident(stage, device))
+    reducing = parallel.reducing(stage, device)
+    if len(order.stage_of_rank[order.rank_of(number)]) == 1:
+        # Sent messages, which `closing` replaces, are still held during the reduction.
+        held = order.microbatches * template.sending + template.pending
+        template = replace(template, closing=max(template.closing, reducing and reducing + held))
+    else:  # the rank's other stages may have micro-batches in flight when this one reduces its gradients
+        template = replace(template, states=template.states + reducing)
     if order.name in CHANNELS:
         return dataflow_part(stage, planner, template, number, order.stages, loss)
     last = number == order.stages - 1
