@@ -16,6 +16,9 @@ from rematplan.models.names import SUMMARIES, ZooError
 Sizes = Mapping[str, int]
 """Sizes by name."""
 
+MOST_LAYERS = 10_000
+"""The largest depth of a network. Each layer takes time and memory when the network is made, however small it is."""
+
 OutputKind = Literal["classes", "pixels", "tokens", "noise"]
 """The kind of output: scores for each image (N, C), pixel (N, C, H, W) or token (N, T, C); or noise of the input's
 shape.
@@ -97,3 +100,5 @@ class ZooEntry:
         if size < least or size % multiple:
             divisible = f" and divisible by {multiple}" if multiple > 1 else ""
             raise ZooError(f"{self.name}: {name} is {size}; it must be {least} or more{divisible}")
+        if name == "depth" and size > MOST_LAYERS:
+            raise ZooError(f"{self.name}: {name} is {size}; it must be {MOST_LAYERS} or less")

@@ -145,5 +145,6 @@ def _fail(message: str, status: int) -> int:
 
 
 def _out_of_memory(error: BaseException) -> bool:
-    # PyTorch's CPU allocator raises a plain RuntimeError.
-    return isinstance(error, MemoryError) or "allocate memory" in str(error) or "out of memory" in str(error)
+    # PyTorch raises plain RuntimeErrors: of its CPU allocator, or because a number of bytes has more than 64 bits.
+    words = ("allocate memory", "out of memory", "calculation overflowed")
+    return isinstance(error, MemoryError) or any(word in str(error) for word in words)

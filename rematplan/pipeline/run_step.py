@@ -18,6 +18,7 @@ import torch
 from torch import distributed, nn
 
 from rematplan.ir import InfeasibleBudget, ProblemError, ProcessEnded, UsageError, show_bytes
+from rematplan.models.names import ZooError
 from rematplan.pipeline.captured_stages import CapturedStage
 from rematplan.pipeline.match_file_plans import file_plans
 from rematplan.pipeline.one_process import step_in_one_process
@@ -52,6 +53,8 @@ MODEL_FIELDS: Mapping[str, Any] = {
     "costs": str,
 }
 """The fields of a file's model that are read, with their types."""
+LARGEST = 2**31 - 1
+"""The largest size that a file's model may have."""
 LEAST_NORM = 1e-2
 """The error of a gradient is divided by the gradient's norm, but at least by this share of the norm of all
 gradients."""
@@ -244,7 +247,7 @@ def _loaded(plan: PlannedPipeline) -> LoadedStep:
     Random weights and data are drawn with a fixed seed, so that they are equal in all processes.
 
     Raises:
-        ProblemError: the file's entry of the model has a field of another type.
+        ProblemError: the file's entry of the model has a field of another type, or sizes that the network cannot have.
         UsageError: there is no such network or file.
     """
     model: dict[str, Any] = {name: plan.model.get(name) for name in MODEL_FIELDS}
@@ -258,15 +261,20 @@ def _loaded(plan: PlannedPipeline) -> LoadedStep:
     for name, size in (asdict(sizes) | dims).items():
         if size is not None and (isinstance(size, bool) or not isinstance(size, int) or size < 1):
             raise ProblemError(f"the file's model has {str(size)[:40]!r} as {name}, not a positive number")
-    return load_step(
-        model["model"],
-        sizes=sizes,
-        dims=dims,
-        loss=model["loss"],
-        seed=SEED,
-        bn=model["bn"] or "as-is",
-        dropout=model["dropout"] or "as-is",
-    )
+        if size is not None and size > LARGEST:
+            raise ProblemError(f"the file's model has {str(size)[:40]} as {name}, more than {LARGEST}")
+    try:
+        return load_step(
+            model["model"],
+            sizes=sizes,
+            dims=dims,
+            loss=model["loss"],
+            seed=SEED,
+            bn=model["bn"] or "as-is",
+            dropout=model["dropout"] or "as-is",
+        )
+    except ZooError as error:
+        raise ProblemError(f"the file's model has impossible sizes: {error}") from None
 
 
 def _whole_batch(loaded: LoadedStep, microbatches: int) -> tuple[tuple[torch.Tensor, ...], torch.Tensor]:

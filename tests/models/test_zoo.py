@@ -172,6 +172,7 @@ def test_unknown_name_lists_the_known() -> None:
         ("vgg19", {"image": 31}, "32 or more"),
         ("resnet18", {"width": -4}, "width is -4"),
         ("resnet18", {"classes": 0}, "classes is 0"),
+        ("vit_s", {"depth": 10**18}, "depth is 1000000000000000000; it must be 10000 or less"),
         ("vit_s", {"image": 40}, "divisible by 16"),
         ("swin_t", {"image": 48}, "divisible by 32"),
         ("diffusion_unet", {"width": 48}, "divisible by 32"),

@@ -92,6 +92,13 @@ def test_the_files_plans_run_where_weight_gradients_are_computed_apart(
         ("model", None, "has 'None' as model"),
         ("sizes", {"batch": -1}, "has '-1' as batch, not a positive number"),
         ("sizes", {"colour": 1}, "has sizes that cannot be read"),
+        ("sizes", {"width": 10**400}, f"has {'1' + 39 * '0'} as width, more than 2147483647"),
+        (
+            "sizes",
+            {"depth": 10**9},
+            "has impossible sizes: vit_s: depth is 1000000000; it must be 10000 or less",
+        ),
+        ("sizes", {"image": 3}, "has impossible sizes: vit_s: image is 3; it must be 16 or more"),
         ("dims", [["n", "1"]], "has '1' as n, not a positive number"),
         ("costs", 7, "has '7' as costs"),
     ],
