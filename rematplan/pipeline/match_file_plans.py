@@ -66,6 +66,7 @@ class FilePlans:
             for end, backward in ((loss_boundary.WEIGHTS, True), (loss_boundary.LOSS, False)):
                 at = runs.index(end) if end in runs else len(runs)
                 runs[at:at] = [o for o in others if o in copies and part.step.call[o].backward == backward]
+            runs = _after_weights(part.problem.graph, runs)
             return plan_from_runs(
                 part.problem.graph, runs, str(_plan(self.file, number).get("strategy", "file"))
             )
@@ -194,6 +195,24 @@ def _runs(file: PlannedPipeline, number: int, pairs: Mapping[str, str], loss: Co
             raise ProblemError(f"the file's plan runs {name}, which the stage lacks")
         runs.append(boundaries.get(name) or pairs[name])
     return runs
+
+
+def _after_weights(graph: TrainingGraph, runs: Sequence[str]) -> list[str]:
+    """Return the ops that a plan runs, in order, with those that read the second boundary op directly after it, if they
+    are before it.
+
+    In the file's stage, an op that reads a gradient that the stage returns runs before that boundary. A captured stage
+    may return a copy of the gradient, and then runs the op after the boundary.
+
+    Args:
+        graph: the planning problem of the captured stage.
+        runs: names of its ops.
+    """
+    if loss_boundary.WEIGHTS not in runs:
+        return list(runs)
+    end = runs.index(loss_boundary.WEIGHTS)
+    late = [o for o in runs[:end] if o in graph.op and loss_boundary.WEIGHTS in graph.op[o].reads]
+    return [*(o for o in runs[:end] if o not in late), runs[end], *late, *runs[end + 1 :]]
 
 
 def _plan(file: PlannedPipeline, number: int) -> Mapping[str, Any]:

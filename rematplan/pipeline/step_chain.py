@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from rematplan.ir import TrainingGraph, UsageError
 from rematplan.planner.arrays.indexed import indexed
 from rematplan.planner.pipeline.stage_chain import Groups, StageChain, blocks_at, stage_chain
-from rematplan.runtime.graph.captured_step import CapturedStep
+from rematplan.runtime.graph.captured_step import Call, CapturedStep
 from rematplan.runtime.graph.module_names import prefixes
 
 MOST_BLOCKS = 64
@@ -88,33 +88,42 @@ def named_chain(
         return NamedChain(chain, ("", *(first[b] for b in range(1, len(chain)))), batch)
     places = sorted(begins)
     blocks = blocks_at(graph, places)
-    chain = stage_chain(graph, blocks, gradients, labels, _homes(step, graph, blocks))
-    return NamedChain(chain, ("", *(begins[at] for at in places)), batch)
+    names = ("", *(begins[at] for at in places))
+    chain = stage_chain(graph, blocks, gradients, labels, _homes(step, graph, blocks, names, prefix))
+    return NamedChain(chain, names, batch)
 
 
-def _homes(step: CapturedStep, graph: TrainingGraph, blocks: Groups) -> dict[int, int]:
-    """Return the block of each backward op's forward op, by the position of the backward op. The forward op is not
-    known, only its module. So a backward op is left out if its module's forward ops are in several blocks; those of
-    submodules do not count.
+def _homes(
+    step: CapturedStep, graph: TrainingGraph, blocks: Groups, names: Sequence[str], prefix: str
+) -> dict[int, int]:
+    """Return the block of each backward op's forward op, by the position of the backward op. The two have the same
+    sequence number. A sum of gradients has the number of the forward op whose gradient it adds. Backward ops without a
+    number are left out.
 
-    ``blocks``: the forward ops of each block.
+    Args:
+        step: the captured step.
+        graph: its planning problem.
+        blocks: the forward ops of each block.
+        names: the name of the module with which each block begins; empty for the first block.
+        prefix: what precedes the names of the model's modules in the step.
     """
     block_of = {graph.ops[o].name: block for block, ops in enumerate(blocks) for o in ops}
-    of_module: dict[str, set[int]] = {}
-    before, views = 0, []
-    for call in step.calls:  # a view is no op of the problem: it may be in the block before it or after it
+    home: dict[int | None, int] = {}
+    before, views = 0, list[Call]()
+    for call in step.calls:
         if call.name not in block_of:
-            views += [] if call.backward else [call.module]
+            views += [] if call.backward else [call]
             continue
         at = block_of[call.name]
-        of_module.setdefault(call.module, set()).add(at)
-        for module in views:
-            of_module.setdefault(module, set()).update((before, at))
+        for view in views:  # a view is no op of the problem: its module says whether it begins the next block
+            begins = names[at] in prefixes(view.module.removeprefix(prefix))
+            home.setdefault(view.sequence, at if begins else before)
+        home.setdefault(call.sequence, at)
         before, views = at, []
-    modules = {
-        o: step.call[n].module for o in indexed(graph).backward if (n := graph.ops[o].name) in step.call
+    numbers = {
+        o: step.call[n].sequence for o in indexed(graph).backward if (n := graph.ops[o].name) in step.call
     }
-    return {o: min(of_module[m]) for o, m in modules.items() if len(of_module.get(m, ())) == 1}
+    return {o: home[number] for o, number in numbers.items() if number is not None and number in home}
 
 
 def _begins(

@@ -28,6 +28,7 @@ from rematplan.runtime.capture.patches.fake_layouts import InPlaceLayouts, TrueL
 from rematplan.runtime.capture.patches.size_arithmetic import sizes_computed_once
 from rematplan.runtime.capture.patches.size_text import no_size_as_text
 from rematplan.runtime.capture.patches.size_types import sizes_have_plain_types
+from rematplan.runtime.capture.patches.sum_numbers import sums_of_gradients_numbered
 from rematplan.runtime.capture.patches.tangent_strides import tangents_strided_as_outputs
 from rematplan.runtime.capture.patches.trace_costs import only_what_is_read
 from rematplan.runtime.capture.read_fx import read_joint_graph
@@ -191,6 +192,7 @@ def _traced(request: TraceRequest) -> Traced:
         InPlaceLayouts(),
     ):
         warnings.simplefilter("ignore")
+        stack.enter_context(sums_of_gradients_numbered())
         untied = UntiedModule(request.module, symbols is not None)
         batch = symbols.begin(mode, request.batch) if symbols else request.batch
 

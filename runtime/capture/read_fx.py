@@ -223,6 +223,7 @@ class _Reader:
             single=isinstance(node.meta["val"], torch.Tensor),
             seeded=torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ()) and _draws(node),
             module=module_name(node),
+            sequence=node.meta.get("seq_nr"),
             indexed=bool((node.meta.get("custom") or {}).get(INDEXED)),
         )
         made = [self.values[n] for n in names if n]

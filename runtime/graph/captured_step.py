@@ -4,7 +4,7 @@ may share a storage."""
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from types import MappingProxyType
 from typing import Any, Literal
@@ -68,6 +68,9 @@ class Call:
     - ``backward``: whether it belongs to the backward half.
     - ``module``: the qualified name of the innermost module whose forward or backward makes the call; empty if
       unknown.
+    - ``sequence``: the number of the autograd node that belongs to the call, in PyTorch's count. A forward call and the
+      calls of its backward have the same number, and so has the addition of its gradient to those of other readers of a
+      tensor. None if unknown. Numbers of two captures differ, so they are not compared.
     - ``gain``: the factor by which a relative error of its arguments grows. ``noise``: the relative error that its own
       rounding adds; None if it follows from the dtypes.
     - ``late``: whether it must run after the gradients of the outputs have arrived, even if it reads none of them.
@@ -89,6 +92,7 @@ class Call:
     noise: float | None = None
     late: bool = False
     indexed: bool = False
+    sequence: int | None = field(default=None, compare=False, repr=False)
 
     @property
     def collective(self) -> bool:

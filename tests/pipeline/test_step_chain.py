@@ -3,12 +3,24 @@
 from __future__ import annotations
 
 from collections import defaultdict
+from dataclasses import replace
 
+import pytest
 import torch
 from torch import nn
 
+from rematplan.pipeline.captured_stages import CapturedStage
+from rematplan.pipeline.match_file_plans import FilePlans
+from rematplan.pipeline.plan_pipeline import captured_pipeline
+from rematplan.pipeline.planning import step_for
+from rematplan.pipeline.schedules import schedule_named
 from rematplan.pipeline.step_chain import named_chain
+from rematplan.planner.pipeline.auto_stages import AutoStages
+from rematplan.planner.pipeline.choose_cuts import PipelineSearch, Terms
+from rematplan.planner.pipeline.timeline import FREE_LINK
+from rematplan.plans.budgets import parse_budget
 from rematplan.plans.op_costs import priced
+from rematplan.plans.options import PlanOptions
 from rematplan.runtime.capture.capture import capture
 from rematplan.runtime.capture.with_loss import with_loss
 
@@ -25,3 +37,38 @@ def test_a_backward_op_is_in_its_modules_block_wherever_its_input_is_made() -> N
     for op, block in zip(chain.chain.graph.ops, chain.chain.block, strict=True):
         at[step.call[op.name].module].add(block)
     assert [at[f"model.{k}"] for k in range(6)] == [{k} for k in range(6)]
+
+
+class Joined(nn.Module):
+    """Layers with skips: a sum, a tensor that a later layer reads again, and a concatenation."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b, self.c, self.d = (nn.Linear(8, 8) for _ in range(4))
+        self.norm, self.e = nn.LayerNorm(16), nn.Linear(16, 1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        one = self.a(x)
+        two = one + torch.tanh(self.b(one))
+        three = one + torch.tanh(self.c(two))
+        four = one + two + self.d(three)  # the gradients of all three are the same tensor
+        return self.e(self.norm(torch.cat([x, four], 1)))
+
+
+@pytest.mark.parametrize("schedule", ["gpipe", "zbv"])
+def test_the_files_plan_of_each_stage_is_one_of_the_stage_that_a_rank_captures(schedule: str) -> None:
+    """Wherever the model is cut: each sum of gradients is in the stage in which autograd adds them."""
+    model, order = Joined(), schedule_named(schedule, 2 if schedule == "gpipe" else 1, 4)
+    module, batch = with_loss(model, (torch.randn(4, 8),), None, 0)
+    step = step_for(schedule, capture(module, batch, "net"))
+    chain = named_chain(step, priced(step, "roofline"))
+    asked, inputs = PlanOptions(budget="min", costs="roofline"), (torch.randn(16, 8),)
+    for cut in chain.chain.allowed():
+        terms = Terms(2**40, FREE_LINK, 0.0, 0.0, chain.batch)
+        found = PipelineSearch(chain.chain, order, terms, AutoStages()).run((cut,))
+        file = FilePlans(replace(found, names=(chain.names[cut],)), step, chain)
+        pipe = captured_pipeline(model, inputs, None, order, parse_budget("1GiB"), file.file.names, asked)
+        for number, part in pipe.parts.items():
+            assert isinstance(part, CapturedStage)
+            assert file.plan(number, part).estimate.cost > 0, (chain.names[cut], number)
+    assert chain.names == ("", "b", "c", "d", "norm", "e")
