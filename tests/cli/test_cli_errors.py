@@ -249,6 +249,7 @@ def test_an_interrupt_that_a_library_swallows_writes_nothing(
         OSError(errno.ENOSPC, "No space left on device"),
         MemoryError(),
         RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 1 bytes."),
+        RuntimeError("Storage size calculation overflowed with sizes=[8, 3, 2147483632, 2147483632]"),
     ],
 )
 def test_errors_of_the_operating_system_are_one_line(error, call, refused, problem, monkeypatch) -> None:
