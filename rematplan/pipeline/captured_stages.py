@@ -18,7 +18,7 @@ from rematplan.planner.pipeline.stage_problem import StageProblem
 from rematplan.plans.op_costs import copies_priced, priced
 from rematplan.plans.stage_problems import backward_spare, stage_problem, whole_outputs
 from rematplan.plans.step_planner import StepPlanner
-from rematplan.runtime.graph.captured_step import CapturedStep
+from rematplan.runtime.graph.captured_step import Call, CapturedStep
 from rematplan.runtime.graph.compat import pytree
 from rematplan.runtime.module.planned_module import planned_module
 from rematplan.runtime.module.planning import Planning
@@ -56,10 +56,10 @@ class _FixedPlan:
     """A planner of a planned module that returns the same plan for every step.
 
     ``plan``: the plan, whose peak already includes the gradients of earlier micro-batches. ``calls``: the ATen ops of
-    the step for which it was made, in order.
+    the step for which it was made, in order, with the types of their results.
 
     Raises:
-        ModelError: when called with a step that has other ATen ops.
+        ModelError: when called with a step that has other ATen ops, or results of other types.
     """
 
     plan: StepPlan
@@ -70,7 +70,9 @@ class _FixedPlan:
     def __call__(self, step: CapturedStep, first: bool = False) -> StepPlan:
         del first
         if _targets(step) != self.calls:
-            raise ModelError(f"{step.name} runs other ops than those that it was planned for; plan it again")
+            raise ModelError(
+                f"{step.name} runs other ops, or ops of other types, than those that it was planned for; plan it again"
+            )
         return self.plan
 
     def with_gradients(self, step: CapturedStep, plan: Plan, gradients: int, names: Set[str]) -> None:
@@ -84,7 +86,7 @@ class CapturedStage:
 
     ``stage``: the stage's module and arguments. ``step``: the captured forward and backward of one micro-batch, with
     inverses. ``problem``: the planning problem. ``calls``: the ATen ops of the capture before inverses were added, in
-    order. `planned` captures the stage again and checks that the ops are the same.
+    order, with the types of their results. `planned` captures the stage again and checks that they are the same.
     """
 
     stage: StageModule
@@ -187,7 +189,10 @@ def captured_step(stage: StageModule) -> CapturedStep:
 
 
 def _targets(step: CapturedStep) -> tuple[object, ...]:
-    return tuple(call.target for call in step.calls)
+    def types(call: Call) -> tuple[object, ...]:
+        return tuple(getattr(step.values[r].fake, "dtype", None) for r in call.results if r)
+
+    return tuple((call.target, types(call)) for call in step.calls)
 
 
 def _planned(stage: StageModule, planner: Any) -> nn.Module:

@@ -7,6 +7,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 import torch
+from torch import nn
 
 from rematplan.ir import UsageError
 from rematplan.runtime.graph.allocator_rounding import allocated
@@ -98,3 +99,27 @@ class DataParallel:
 
 ALONE = DataParallel()
 """No data parallelism."""
+
+
+def check_precision(number: int, stage: nn.Module) -> None:
+    """Check that FSDP2 does not convert the parameters, outputs or gradients of a stage to another type. The stage's
+    plan and the buffers for its messages are for the types that it was planned with.
+
+    Args:
+        number: the stage's number, for the error message.
+        stage: the module that runs the stage, sharded or not.
+
+    Raises:
+        UsageError: a part of the stage is sharded with a policy of mixed precision that names another type.
+    """
+    for part in stage.modules():
+        state = getattr(part, "_get_fsdp_state", None)
+        policy = getattr(state(), "_mp_policy", None) if state else None
+        asked = {getattr(policy, name, None) for name in ("param_dtype", "output_dtype", "reduce_dtype")} - {
+            None
+        }
+        if asked and asked != {p.dtype for p in part.parameters()}:
+            raise UsageError(
+                f"stage {number} is sharded with a policy of mixed precision, but it is planned for the types of the "
+                f"model's parameters; convert the model before you plan it, and leave the policy out"
+            )

@@ -14,6 +14,7 @@ from torch.distributed import ProcessGroup, get_backend, get_rank, pipelining
 from torch.distributed.device_mesh import DeviceMesh
 
 from rematplan.ir import UsageError, show_bytes
+from rematplan.pipeline.data_parallel import check_precision
 from rematplan.pipeline.dataflow import DataflowPart, dataflow_stages
 from rematplan.pipeline.rank_plans import Part
 from rematplan.pipeline.schedules import SPLIT
@@ -102,7 +103,8 @@ class Pipeline:
         Raises:
             UsageError: the number of processes differs from the number of ranks. With ``wrap``: the schedule is
                 ``dataflow``, or it computes weight gradients separately, which PyTorch does differently in wrapped
-                modules. With ``dataflow``: the backend is not gloo, or the stage is not on a CPU.
+                modules; or ``wrap`` gives FSDP2 a policy of mixed precision. With ``dataflow``: the backend is not
+                gloo, or the stage is not on a CPU.
         """
         group = mesh.get_group() if isinstance(mesh, DeviceMesh) else mesh
         size, rank = torch.distributed.get_world_size(group), get_rank(group)
@@ -123,6 +125,7 @@ class Pipeline:
         ):
             stage = self.parts[number].stage
             run = wrap(module) if wrap else module
+            check_precision(number, run)
             made.append(torch_stage(stage, run, number, self.order.stages, group, split))
         return made
 

@@ -13,7 +13,7 @@ import torch
 from one_process import data, equal_losses, in_one_process, loss, measured, step_of, two_pipelines
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 import rematplan
@@ -197,6 +197,12 @@ def replicated(module: nn.Module, mesh: DeviceMesh) -> nn.Module:
 def sharded(module: nn.Module, mesh: DeviceMesh) -> nn.Module:
     """A part of the weights in each process, gathered for a step."""
     return fully_shard(module, mesh=mesh)  # type: ignore[return-value]
+
+
+def sharded_in_bfloat16(module: nn.Module, mesh: DeviceMesh) -> nn.Module:
+    """Sharded, with parameters that are converted when they are gathered."""
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16)
+    return fully_shard(module, mesh=mesh, mp_policy=policy)  # type: ignore[return-value]
 
 
 def run_data_parallel(

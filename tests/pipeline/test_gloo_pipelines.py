@@ -128,3 +128,14 @@ def test_pipelines_side_by_side_share_their_gradients(
     assert min(one["compared"] for one in found) > 20
     peaks = [(one["peak"], one["promise"]) for one in found]
     assert all(0.97 * promise <= peak <= promise for peak, promise in peaks), peaks
+
+
+def test_a_policy_of_mixed_precision_is_refused(workers: Workers) -> None:
+    """Messages would have another type than the buffers that receive them."""
+    asked = {"schedule": "1f1b", "stages": 2, "microbatches": 4, "rows": 16, "cuts": ("blocks.4",)}
+    asked |= {"budget": "1GiB", "strategy": "store_all", "shards": 2}
+    answers = workers.answers(
+        planned_tasks.run_data_parallel, wrap=planned_tasks.sharded_in_bfloat16, **asked
+    )
+    assert len(answers) == 4
+    assert all(not good and "with a policy of mixed precision" in told for good, told in answers), answers

@@ -166,6 +166,15 @@ def test_another_value_of_a_fixed_argument_is_refused() -> None:
         first.module(torch.zeros(8, 5), 0.5)
 
 
+def test_stages_of_another_type_than_planned_are_refused() -> None:
+    pipe = planned(planned_tasks.net(), ranks=[1])
+    (second,) = pipe.modules(1, prepared=False)
+    given = torch.zeros(pipe.parts[1].stage.inputs[0].shape)
+    second.bfloat16()
+    with pytest.raises(ModelError, match="ops of other types, than those that it was planned for"):
+        second(given.bfloat16())
+
+
 def test_stages_have_the_models_parameters_under_its_names() -> None:
     model = planned_tasks.net()
     pipe = planned(model)
