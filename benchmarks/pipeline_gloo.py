@@ -40,18 +40,20 @@ FEW = RankSearchLimits(grid=3, refined=2, lowered=2, cheaper=0)
 FULL = in_flight.LIMITS
 SHARE = 0.7
 """The budget of `zbv`, as a share of the largest peak of a rank of PyTorch's pipeline."""
-PLANNING = {"strategy": "approx_dp", "costs": "roofline"}
+STRATEGY = "approx_dp"
 
 
 @dataclass(frozen=True)
 class Case:
-    """One row of the table: a pipeline of ``stages`` stages on ``ranks`` ranks. ``share``: its budget."""
+    """One row of the table: a pipeline of ``stages`` stages on ``ranks`` ranks. ``share``: its budget. ``costs``: how
+    the costs and workspaces of ops are determined, as for `plan_pipeline`."""
 
     network: str
     schedule: str
     ranks: int
     microbatches: int
     share: str
+    costs: str = "roofline"
 
     @property
     def stages(self) -> int:
@@ -117,8 +119,9 @@ def planned(case: Case, limits: RankSearchLimits = FEW, **given: Any) -> rematpl
         "microbatches": case.microbatches,
         "schedule": case.schedule,
         "cuts": cuts,
+        "costs": case.costs,
     }
-    given = {"budget": case.share} | asked | PLANNING | given
+    given = {"budget": case.share, "strategy": STRATEGY} | asked | given
     with patch.object(in_flight, "LIMITS", limits):
         for _ in range(case.ranks):
             try:
@@ -138,9 +141,11 @@ def run(rank: int, case: Case, budget: int, plans: Plans | None) -> dict[str, An
         "microbatches": case.microbatches,
         "schedule": case.schedule,
         "cuts": cuts,
+        "costs": case.costs,
+        "strategy": STRATEGY,
     }
     asked |= {"ranks": [rank], "loss_fn": loss, "target": y}
-    pipe = rematplan.plan_pipeline(model, (x,), budget=budget or "100%", plans=plans, **asked | PLANNING)
+    pipe = rematplan.plan_pipeline(model, (x,), budget=budget or "100%", plans=plans, **asked)
     if plans is None:
         numbers = pipe.order.stage_of_rank[rank]
         parts = {s: pipe.parts[s].stage for s in numbers}
@@ -246,11 +251,17 @@ def zbv(quick: bool, _folder: Path | None) -> None:
 
 
 def cases(
-    ranks: int, networks: Iterable[str], schedules: Iterable[str], times: Iterable[int], shares: Iterable[str]
+    ranks: int,
+    networks: Iterable[str],
+    schedules: Iterable[str],
+    times: Iterable[int],
+    shares: Iterable[str],
+    costs: str = "roofline",
 ) -> list[Case]:
-    """Return the rows of a table. ``times``: the numbers of micro-batches ÷ ``ranks``."""
+    """Return the rows of a table. ``times``: the numbers of micro-batches ÷ ``ranks``. ``costs``: as in `Case`."""
     every = (
-        Case(*row[:2], ranks, ranks * row[2], row[3]) for row in product(networks, schedules, times, shares)
+        Case(*row[:2], ranks, ranks * row[2], row[3], costs)
+        for row in product(networks, schedules, times, shares)
     )
     # PyTorch's DualPipeV needs as many micro-batches as stages
     return [case for case in every if case.schedule != "dualpipev" or case.microbatches >= case.stages]
@@ -271,9 +282,10 @@ def main() -> None:
     for name, known in (("networks", [*SMALL]), ("schedules", [*SCHEDULES]), ("shares", [*SHARES])):
         parser.add_argument(f"--{name}", nargs="+", default=known)
     parser.add_argument("--times", type=int, nargs="+", default=TIMES, help="micro-batches ÷ ranks")
+    parser.add_argument("--costs", default="roofline", help="roofline or profile (measured)")
     args = parser.parse_args()
     torch.set_num_threads(1)
-    table(cases(args.ranks, args.networks, args.schedules, args.times, args.shares))
+    table(cases(args.ranks, args.networks, args.schedules, args.times, args.shares, args.costs))
 
 
 if __name__ == "__main__":

@@ -153,7 +153,8 @@ class StagePlan:
     sent tensors that each B or I leaves in memory until all actions are done. ``pending``: bytes of a message that each
     B or I leaves in memory until the end of the stage's next B or I. ``closing``: additional bytes when all actions are
     done, and the outputs of all micro-batches are joined, or sharded gradients are reduced. ``opening``: additional
-    bytes before the first action, while torch prepares the step. They exist once in a rank, however many stages it has.
+    bytes before the first action, while torch prepares the step. ``ending``: additional bytes after the last action,
+    while torch divides gradients by the number of micro-batches. Both exist once in a rank, however many stages it has.
 
     ``forward``, ``backward``, ``weight``: the times of F, I and W. If ``weight`` is 0, ``backward`` is the time of a B.
     ``extra``: the time of recomputation, which is included in these times. ``plan``: the plan as JSON data; None if
@@ -183,6 +184,7 @@ class StagePlan:
     pending: int = 0
     closing: int = 0
     opening: int = 0
+    ending: int = 0
 
     def microseconds(self, kind: Kind) -> float:
         """Return the microseconds of one action: F (forward), I (backward for the input's gradient), W (gradients of

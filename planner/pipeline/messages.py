@@ -33,6 +33,8 @@ FORWARD, BACKWARD = 1.0, 2.0
 RANDOM_STATE = 5056
 """The bytes of the state of PyTorch's random generator on a CPU. PyTorch copies the state while it prepares the first
 step of a pipeline and allocates the buffers for messages."""
+DIVISOR = 16
+"""The bytes of the number of micro-batches as a tensor, in two types, with which PyTorch divides a gradient."""
 SLOWER = 1.02
 """The largest makespan that `least_credits` accepts, relative to the makespan with any number of credits."""
 
@@ -55,8 +57,8 @@ class MessageBytes:
 
 def message_memory(schedule: PipelineSchedule, stage: int, size: MessageBytes) -> StagePlan:
     """Return the bytes of memory that a stage needs for messages to and from other stages, as the fields
-    ``torch_bytes``, ``left``, ``sending``, ``closing``, ``pending`` and ``opening`` of a `StagePlan`. The field
-    ``stage`` is the stage's number; all other fields are 0.
+    ``torch_bytes``, ``left``, ``sending``, ``closing``, ``pending``, ``opening`` and ``ending`` of a `StagePlan`. The
+    field ``stage`` is the stage's number; all other fields are 0.
 
     Args:
         schedule: the pipeline's schedule.
@@ -80,6 +82,7 @@ def message_memory(schedule: PipelineSchedule, stage: int, size: MessageBytes) -
         left=size.outputs,
         closing=schedule.microbatches * size.outputs,
         opening=RANDOM_STATE,
+        ending=DIVISOR,
     )
     leaving = (0 if after else size.sent) + (0 if before else size.returned)
     if (

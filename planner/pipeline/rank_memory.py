@@ -3,7 +3,8 @@
     bytes during an action = Σ states + Σ torch_bytes + Σ gradients
                              + Σ over stages (in flight · K + deferred · D + finished · (left + sending) + pending)
                              + the action's transient
-    bytes at the end       = the same without a transient; then without ``sending``, but with Σ closing
+    bytes at the end       = the same without a transient, but with the largest ``ending``; then without ``ending`` and
+                             ``sending``, but with Σ closing
     bytes at the start     = Σ states + Σ torch_bytes + the largest ``opening``
 
 The terms except the numbers of micro-batches are fields of `StagePlan`; K is ``kept_bytes``, D is ``deferred_bytes``.
@@ -53,7 +54,8 @@ def rank_bytes(actions: Iterable[Action], plans: Iterable[StagePlan]) -> Iterato
             pending[action.stage] = stage.pending
             sending += stage.sending
         resident += _handed_on(stage, action)
-    yield resident + max(0, sum(p.closing for p in stages.values()) - sending)
+    ending = max((p.ending for p in stages.values()), default=0)
+    yield resident + max(ending, sum(p.closing for p in stages.values()) - sending)
 
 
 def rank_peak(actions: Iterable[Action], plans: Iterable[StagePlan]) -> int:

@@ -39,4 +39,5 @@ def replayed(actions: tuple[Action, ...], plans: dict[int, StagePlan]) -> list[i
                 ledger["message", a.stage] = p.pending
     ended = sum(size for key, size in ledger.items() if key[0] != "message")
     joined = sum(size for key, size in ledger.items() if key[0] not in ("message", "sent"))
-    return [*series, max(ended, joined + sum(p.closing for p in plans.values()))]
+    divided = ended + max(p.ending for p in plans.values())
+    return [*series, max(divided, joined + sum(p.closing for p in plans.values()))]
