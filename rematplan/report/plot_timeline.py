@@ -43,7 +43,7 @@ def save_timeline(path: Path, plan: PlannedPipeline) -> None:
     peaks.barh(range(ranks), [peak / scale for peak in plan.peaks], color=COLOURS[0], height=0.7)
     if plan.budget <= 4 * max(plan.peaks):
         peaks.axvline(plan.budget / scale, color="black", linestyle="--", linewidth=1)
-    peaks.set_xlabel(f"promised peak ({unit})")
+    peaks.set_xlabel(f"promised peak ({unit}); dashed: budget")
     for axes in (times, peaks):
         axes.set_yticks(range(ranks), [f"rank {rank}" for rank in range(ranks)])
         axes.set_ylim(ranks - 0.5, -0.5)

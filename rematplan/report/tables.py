@@ -44,11 +44,11 @@ ALWAYS = ("parameters", "buffers", "batch", "activations", "gradients", "workspa
 
 
 def show_seconds(seconds: float) -> str:
-    """Format a time given in seconds: as seconds from 1 s upwards, as microseconds below 10 ms, else as
-    milliseconds."""
-    if 0 < seconds < 0.01:
+    """Format a time given in seconds, with at least three digits: as seconds from 1 s upwards, as microseconds below
+    1 ms, else as milliseconds."""
+    if 0 < seconds < 0.001:
         return f"{1e6 * seconds:.1f} µs"
-    return f"{seconds:.3f} s" if seconds >= 1 else f"{1000 * seconds:.1f} ms"
+    return f"{seconds:.3f} s" if seconds >= 1 else f"{1000 * seconds:.{3 if seconds < 0.01 else 1}f} ms"
 
 
 def show_share(part: float, whole: float) -> str:

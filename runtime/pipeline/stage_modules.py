@@ -26,6 +26,25 @@ WITHOUT_GRADIENT = frozenset({torch.ops.aten.detach.default, torch.ops.aten.deta
 """Ops whose results do not require gradients even if their arguments do."""
 
 
+class StageGraph(fx.GraphModule):
+    """The graph of one stage. Its ops, such as batch norm and dropout, are those of the mode (training or evaluation)
+    that the model had when it was exported. So the mode cannot change."""
+
+    def train(self, mode: bool = True) -> StageGraph:
+        """Set the mode, which must be the one that the graph has.
+
+        Raises:
+            UsageError: it is the other mode.
+        """
+        if mode != self.training:
+            have, asked = ("training", "eval()") if self.training else ("evaluation", "train()")
+            raise UsageError(
+                f"a pipeline's stage keeps the mode in which the model was planned, {have}; for the other one, call "
+                f"{asked} on the model and plan another pipeline, whose stages share the parameters"
+            )
+        return self
+
+
 @dataclass(frozen=True)
 class StageModule:
     """One stage of a pipeline: its module, and meta tensors that describe the tensors it takes and returns.
@@ -136,8 +155,8 @@ def stage_modules(
             [n for n in owners if owners[n] == k], carried[k], carried[k + 1], values if k == 0 else {}
         )
         used = {str(n.target): tensors[str(n.target)] for n in part.nodes if n.op == "get_attr"}
-        module = fx.GraphModule(used, part, f"{type(model).__name__}Stage{k}")
-        module.train(model.training)
+        module = StageGraph(used, part, f"{type(model).__name__}Stage{k}")
+        nn.Module.train(module, model.training)
         received = tuple(_like(n, needs, values if k == 0 else {}) for n in carried[k])
         named = dict(zip(kwargs, received[len(args) :], strict=True)) if k == 0 else {}
         arguments = received[: len(args)] if k == 0 else received

@@ -10,7 +10,7 @@ from torch import nn
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
-from rematplan.ir import ModelError
+from rematplan.ir import ModelError, UsageError
 from rematplan.runtime.pipeline.stage_modules import stage_modules
 
 WIDTH = 8
@@ -113,3 +113,17 @@ def test_a_region_that_runs_as_a_whole_is_refused_by_name() -> None:
         ModelError, match=r"Sequential cannot be cut into stages: .* region of wrap_with_autocast"
     ):
         stage_modules(model(Mixed)[0], (torch.zeros(4, WIDTH),), {}, ("1",))
+
+
+def test_a_stage_keeps_the_mode_in_which_the_model_was_planned() -> None:
+    """The ops of batch norm and dropout differ by mode, and a stage has those of one."""
+    model, x = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.BatchNorm1d(WIDTH)), torch.randn(4, WIDTH)
+    for training, have in ((True, "training"), (False, "evaluation")):
+        stages = stage_modules(model.train(training), (x,), {}, ("1",))
+        for stage in stages:
+            assert all(part.training == training for part in stage.module.modules())
+            assert stage.module.train(training) is stage.module
+            with pytest.raises(UsageError, match=f"planned, {have}; for the other one, call"):
+                nn.Sequential(stage.module).train(not training)
+    expected = model(x)
+    assert torch.equal(stages[1].module(stages[0].module(x)), expected)
