@@ -311,7 +311,8 @@ def _part(
     values: Mapping[fx.Node, Any],
 ) -> fx.Graph:
     """Return the graph of one stage. It makes outgoing tensors contiguous, and refuses arguments that are not tensors
-    and differ from those in ``values``.
+    and differ from those in ``values``. An op that changes a received tensor in place returns a new tensor instead,
+    because autograd does not allow changes of a stage's inputs.
 
     Args:
         ops: the stage's ops, as nodes of the model's graph.
@@ -330,8 +331,14 @@ def _part(
             copies[node] = part.node_copy(node)
         return copies[node]
 
+    received = set() if values else set(incoming)
     for node in ops:
         copies[node] = part.node_copy(node, copied)
+        first = node.args[0] if node.args else None
+        functional = _functional(node.target)
+        if functional and isinstance(first, fx.Node) and first in received:
+            copies[node].target = functional
+            copies[first] = copies[node]
     sent = []
     for node in outgoing:
         out = copied(node)
@@ -340,6 +347,16 @@ def _part(
         sent.append(out)
     part.output(sent[0] if len(sent) == 1 else tuple(sent))
     return part
+
+
+def _functional(target: object) -> OpOverload | None:
+    """Return the op that computes the same as ``target`` without changing its first argument, such as ``relu`` for
+    ``relu_``; None if ``target`` changes none, or there is no such op."""
+    name, _, overload = target.name().partition(".") if isinstance(target, OpOverload) else ("", "", "")
+    if not (name.startswith("aten::") and name.endswith("_")):
+        return None
+    packet = getattr(torch.ops.aten, name.removeprefix("aten::").removesuffix("_"), None)
+    return getattr(packet, overload or "default", None)
 
 
 def check_fixed(value: object, fixed: object, name: str) -> None:

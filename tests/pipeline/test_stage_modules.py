@@ -68,15 +68,29 @@ class Nested(nn.Module):
         return x
 
 
+class Changing(nn.Module):
+    """Changes its input in place, and reads it afterwards."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x.add_(1.0).relu_() + self.layer(x)
+
+
 def model(kind: type[nn.Module]) -> tuple[nn.Module, tuple[str, ...]]:
     torch.manual_seed(0)
     if kind is Nested:
         return Nested(), ("layers.1", "layers.3", "layers.5")
+    if kind is Changing:
+        return nn.Sequential(nn.Linear(WIDTH, WIDTH), kind(), nn.Linear(WIDTH, WIDTH), kind()), ("1", "3")
     return nn.Sequential(*(kind() for _ in range(4))), ("1", "3")
 
 
-@pytest.mark.parametrize("kind", [WithoutGradients, Normed, Checkpointed, Nested])
+@pytest.mark.parametrize("kind", [WithoutGradients, Normed, Checkpointed, Nested, Changing])
 def test_stages_compute_the_models_bits(kind: type[nn.Module]) -> None:
+    """They leave their inputs as they are: autograd does not allow changes of what a stage receives."""
     whole, cuts = model(kind)
     other = copy.deepcopy(whole)
     x = torch.randn(4, WIDTH)
@@ -87,8 +101,10 @@ def test_stages_compute_the_models_bits(kind: type[nn.Module]) -> None:
     torch.manual_seed(1)
     found = (x,)
     for stage in stages:
-        found = stage.module(*found)
+        given, versions = found, [t._version for t in found]
+        found = stage.module(*given)
         found = found if isinstance(found, tuple) else (found,)
+        assert [t._version for t in given] == versions
     found[0].square().sum().backward()
     assert torch.equal(found[0], wanted)
     for (name, one), two in zip(whole.named_parameters(), other.parameters(), strict=True):
