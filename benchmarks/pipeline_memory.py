@@ -173,9 +173,7 @@ def stages_of(
     found = []
     for stage, (start, end) in enumerate(pairwise(bounds)):
         template = search.template(start, end, stage)
-        problem = stage_problem(
-            StageSlice(search.chain, start, end), template, per_microbatch=search.terms.batch
-        )
+        problem = stage_problem(StageSlice(search.chain, start, end), template, batch=search.terms.batch)
         found.append(problem.measured(plan(problem.graph, start, end)))
     return found
 
@@ -185,12 +183,29 @@ def peaks(search: PipelineSearch, stages: Sequence[StagePlan]) -> list[int]:
     return [rank_peak(row, [stage]) for row, stage in zip(search.schedule.actions, stages, strict=True)]
 
 
-def memory(quick: bool, _folder: Path | None) -> None:
-    """Print for each network the peak and extra time of: no recomputation, checkpoints, plans, and plans with better
-    cuts.
+def with_all_buffers(stage: StagePlan) -> StagePlan:
+    """Return a stage with buffers for the messages of all micro-batches during the whole step, as PyTorch's own stages
+    allocate them up to version 2.14."""
+    both = stage.received + stage.answered
+    return replace(
+        stage,
+        torch_bytes=stage.torch_bytes + MICROBATCHES * both,
+        kept_bytes=stage.kept_bytes - stage.received,
+        transient_forward=stage.transient_forward - stage.received,
+        transient_backward=stage.transient_backward - both,
+        first_backward=None if stage.first_backward is None else stage.first_backward - both,
+        received=0,
+        answered=0,
+    )
 
-    The plans' budget is the peak of checkpoints. First they have the cuts that are best without a budget, then cuts
-    that are chosen for this budget. ``quick``: fewer networks.
+
+def memory(quick: bool, _folder: Path | None) -> None:
+    """Print for each network the peak and extra time of: no recomputation, checkpoints, and plans within the peak of
+    checkpoints.
+
+    All have the cuts that are best without a budget. Checkpoints run in PyTorch's stages: those of version 2.15 and
+    later allocate the buffer of a message when its receive begins, as ours do; those of earlier versions allocate the
+    buffers of all micro-batches. ``quick``: fewer networks.
     """
     print(
         f"1F1B, {RANKS} ranks, {MICROBATCHES} micro-batches; greatest peak of a rank; extra time of the slowest stage"
@@ -204,22 +219,25 @@ def memory(quick: bool, _folder: Path | None) -> None:
         again = stages_of(
             search, cuts, lambda graph, i, j, c=chain, p=network.pattern: checkpointed(c, graph, i, j, p)
         )
-        budget = max(peaks(search, again))
-        within = PipelineSearch(
-            chain.chain, schedule, Terms(budget, batch=chain.batch), AutoStages(0.5 if quick else 1.0)
-        )
-        same, free = within.run(cuts), within.run()
         base = [one.forward + one.backward for one in all_kept]
-        rows = (again, same.stages, free.stages)
-        slow = [max(s.forward + s.backward for s in stages) / max(base) - 1 for stages in rows]
-        least = max(b + floor for b, floor in zip(base, same.floors, strict=True)) / max(base) - 1
-        print(
-            f"{network.label:18} keep {show_bytes(max(peaks(search, all_kept))):>10}  checkpoint "
-            f"{show_bytes(budget):>10} {100 * slow[0]:5.1f} %  same cuts {show_bytes(max(same.peaks)):>10} "
-            f"{100 * slow[1]:5.1f} % ({slow[1] / slow[0]:.2f}; floor {100 * least:.1f} %)  chosen cuts "
-            f"{show_bytes(max(free.peaks)):>10} {100 * slow[2]:5.1f} % ({slow[2] / slow[0]:.2f}; "
-            f"{', '.join(chain.names[c] for c in free.cuts)})"
-        )
+
+        def slow(stages: Sequence[StagePlan], fastest: float = max(base)) -> float:
+            return max(s.forward + s.backward for s in stages) / fastest - 1
+
+        for version, of in (("2.15", lambda one: one), ("2.14", with_all_buffers)):
+            budget = max(peaks(search, [of(one) for one in again]))
+            within = PipelineSearch(
+                chain.chain, schedule, Terms(budget, batch=chain.batch), AutoStages(0.5 if quick else 1.0)
+            ).run(cuts)
+            least = max(b + floor for b, floor in zip(base, within.floors, strict=True)) / max(base) - 1
+            print(
+                f"{network.label:18} PyTorch {version}: keep "
+                f"{show_bytes(max(peaks(search, [of(one) for one in all_kept]))):>10}  checkpoint "
+                f"{show_bytes(budget):>10} {100 * slow(again):5.1f} %  plans {show_bytes(max(within.peaks)):>10} "
+                f"{100 * slow(within.stages):5.1f} % ({slow(within.stages) / slow(again):.2f}; floor "
+                f"{100 * least:.1f} %)",
+                flush=True,
+            )
 
 
 def dataflow_stage(
@@ -244,9 +262,7 @@ def dataflow_stage(
         chain.chain.sends[end],
         returned_bytes(chain.chain, start, True),
     )
-    problem = stage_problem(
-        piece, message_memory(schedule, stage, size), per_microbatch=chain.batch, recovers=True
-    )
+    problem = stage_problem(piece, message_memory(schedule, stage, size), batch=chain.batch, recovers=True)
     starts = Reversible().curve(problem.graph, ())
     found = [problem.measured(plan) for plan in starts]
     least = min(max(one.transient_forward, one.transient_backward) for one in found)
@@ -280,7 +296,7 @@ def depth(quick: bool, folder: Path | None) -> None:
         flow = schedule_named("dataflow", ranks, microbatches, hop=0.1)
         size = MessageBytes(*(chain.chain.sends[b] for b in (begins[0], begins[1], begins[1], begins[0])))
         problem = stage_problem(
-            StageSlice(chain.chain, *begins), message_memory(schedule, 1, size), per_microbatch=chain.batch
+            StageSlice(chain.chain, *begins), message_memory(schedule, 1, size), batch=chain.batch
         )
         kept = problem.measured(no_recompute(problem.graph))
         again = problem.measured(checkpointed(chain, problem.graph, *begins, COUPLINGS))

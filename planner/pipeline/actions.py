@@ -7,8 +7,8 @@ and then that of W.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any, Literal, TypeAlias, cast, get_args
 
 from rematplan.ir import ProblemError
@@ -20,6 +20,12 @@ F: forward. B: backward. I: the part of a backward that computes the input's gra
 computes the gradients of the weights.
 """
 KINDS: tuple[Kind, ...] = get_args(Kind)
+RECEIVES = {"RECV_F": "F", "RECV_B": "B"}
+"""The kinds of entries in a rank's row that are no actions: the rank begins to receive a message for a forward (F) or a
+backward (B)."""
+Message: TypeAlias = tuple[str, int, int]
+"""A message that a stage receives: F (from the previous stage) or B (from the next stage), the receiving stage, the
+micro-batch."""
 
 
 @dataclass(frozen=True, slots=True, order=True)
@@ -27,12 +33,14 @@ class Action:
     """One action of a rank: work on one micro-batch in one stage.
 
     ``kind``: F (forward), B (backward), I (backward for the input's gradient) or W (gradients of the weights).
-    ``stage``, ``microbatch``: counted from 0.
+    ``stage``, ``microbatch``: counted from 0. ``receives``: the messages that the rank begins to receive after its
+    previous action and before this one. They are ignored when actions are compared.
     """
 
     kind: Kind
     stage: int
     microbatch: int
+    receives: tuple[Message, ...] = field(default=(), compare=False)
 
     def __str__(self) -> str:
         return f"{self.stage}{self.kind}{self.microbatch}"
@@ -108,20 +116,31 @@ def schedule_of_rows(
 ) -> PipelineSchedule:
     """Return the pipeline schedule in which each rank runs the actions of one row, in order.
 
-    ``rows``: for each rank, its actions as (kind, stage, micro-batch). The stages of a rank are those that occur in its
-    row.
+    ``rows``: for each rank, its actions as (kind, stage, micro-batch), and between them the starts of receives
+    (`RECEIVES`). A receive that is left out begins directly before the action that reads the message. The stages of a
+    rank are those of its actions.
 
     Raises:
         ProblemError: a kind is not F, B, I or W, or a reason that `PipelineSchedule` lists.
     """
     for kind in sorted({row[0] for rank in rows for row in rank}):
-        if kind not in KINDS:
+        if kind not in (*KINDS, *RECEIVES):
             raise ProblemError(
                 f"schedule {name!r}: unknown kind of action {kind!r}; known: {', '.join(KINDS)}"
             )
-    actions = tuple(tuple(Action(cast(Kind, kind), s, m) for kind, s, m in rank) for rank in rows)
+    actions = tuple(tuple(_actions(rank)) for rank in rows)
     stages_of = tuple(tuple(sorted({a.stage for a in rank})) for rank in actions)
     return PipelineSchedule(name, stages, len(actions), microbatches, actions, stages_of)
+
+
+def _actions(row: Iterable[tuple[str, int, int]]) -> Iterator[Action]:
+    begun: list[Message] = []
+    for kind, stage, microbatch in row:
+        if kind in RECEIVES:
+            begun.append((RECEIVES[kind], stage, microbatch))
+        else:
+            yield Action(cast(Kind, kind), stage, microbatch, tuple(begun))
+            begun = []
 
 
 @dataclass(frozen=True)
@@ -136,10 +155,10 @@ class StagePlan:
 
     ``stage``: the stage's number. ``kept_bytes`` (K): kept from F to B or I. ``deferred_bytes`` (D): kept from I to W.
     ``transient_forward``, ``transient_backward``, ``transient_weight``: the transients of F, I and W. ``whole``: bytes
-    by which the same work needs more in a B, because torch keeps the outputs and the input's gradient until a B ends,
-    while it frees them at the end of an I. So the transient of a B is the larger of ``transient_backward`` and
-    ``transient_weight`` + ``whole``. A stage whose
-    backward is never split has 0 for ``transient_weight``, ``deferred_bytes``, ``whole`` and ``weight``.
+    by which the same work needs more in a B, because torch keeps the outputs, their gradients and the input's gradient
+    until a B ends, while it frees them at the end of an I. So the transient of a B is the larger of
+    ``transient_backward`` and ``transient_weight`` + ``whole``. A stage whose backward is never split has 0 for
+    ``transient_weight``, ``deferred_bytes``, ``whole`` and ``weight``.
 
     ``gradients``: bytes of the parameters' gradients. The first backward of a step creates them; later ones add to
     them, so they stay until the end of the step. ``early_gradients``: bytes of those that an I computes, because one op
@@ -148,13 +167,15 @@ class StagePlan:
     it does not include ``early_gradients``. None: no difference.
 
     ``states``: bytes of parameters, buffers, optimizer states and everything else that exists during the whole step,
-    except ``torch_bytes``: buffers in which torch, or a channel of the pipeline, receives messages. ``left``: bytes
-    that each B or I leaves in memory until the end of the step: returned outputs, and the loss. ``sending``: bytes of
-    sent tensors that each B or I leaves in memory until all actions are done. ``pending``: bytes of a message that each
-    B or I leaves in memory until the end of the stage's next B or I. ``closing``: additional bytes when all actions are
-    done, and the outputs of all micro-batches are joined, or sharded gradients are reduced. ``opening``: additional
-    bytes before the first action, while torch prepares the step. ``ending``: additional bytes after the last action,
-    while torch divides gradients by the number of micro-batches. Both exist once in a rank, however many stages it has.
+    except ``torch_bytes``: the buffers of a channel, and the inputs of all micro-batches. ``received``, ``answered``:
+    the bytes of a message from the previous and from the next stage. A message that waits for its action counts with
+    these bytes; during the action it counts to the transient. ``left``: bytes that each B or I leaves in memory until
+    the end of the step: returned outputs, and the loss. ``sending``: bytes of sent tensors that each B or I leaves in
+    memory until all actions are done. ``pending``: bytes of a message that each B or I leaves in memory until the end
+    of the stage's next B or I. ``closing``: additional bytes when all actions are done, and the outputs of all
+    micro-batches are joined, or sharded gradients are reduced. ``opening``: additional bytes before the first action,
+    while torch prepares the step. ``ending``: additional bytes after the last action, while torch divides gradients by
+    the number of micro-batches. Both exist once in a rank, however many stages it has.
 
     ``forward``, ``backward``, ``weight``: the times of F, I and W. If ``weight`` is 0, ``backward`` is the time of a B.
     ``extra``: the time of recomputation, which is included in these times. ``plan``: the plan as JSON data; None if
@@ -185,6 +206,8 @@ class StagePlan:
     closing: int = 0
     opening: int = 0
     ending: int = 0
+    received: int = 0
+    answered: int = 0
 
     def microseconds(self, kind: Kind) -> float:
         """Return the microseconds of one action: F (forward), I (backward for the input's gradient), W (gradients of

@@ -264,9 +264,10 @@ class PipelineSearch:
             stage_problem(
                 StageSlice(self.chain, start, end),
                 self.template(start, end, stage),
-                per_microbatch={self.chain.graph.tensors[t].name for t in self._batch},
+                batch={self.chain.graph.tensors[t].name for t in self._batch},
                 split=self.split,
                 recovers=self.recovers,
+                hands_over=stage + 1 in self.schedule.stage_of_rank[rank],
             )
             for stage, (start, end) in stages
         ]
@@ -361,14 +362,14 @@ class PipelineSearch:
         return self._bases[start, end]
 
     def _leaves(self, start: int, end: int) -> int:
-        """Return a lower bound of the bytes that a stage keeps, because it sends them to the next stage, until their
-        gradients arrive: the tensors that it computes and sends. The result is 0 if the schedule splits the backward or
-        if stages recover their inputs.
+        """Return a lower bound of the bytes of messages that a stage keeps for a micro-batch from its forward to its
+        backward: the tensors that it receives, and, if the schedule does not split the backward, those that it computes
+        and sends. The result is 0 if stages recover their inputs.
 
         ``start``, ``end``: the stage's first block, and the block after its last one.
         """
         piece = StageSlice(self.chain, start, end)
-        return 0 if self.split or self.recovers else self._bytes({*piece.sent} - {*piece.received})
+        return 0 if self.recovers else self._bytes({*piece.received, *(() if self.split else piece.sent)})
 
     def _bytes(self, tensors: Collection[int]) -> int:
         return sum(self.chain.graph.tensors[t].bytes for t in tensors)

@@ -1,11 +1,11 @@
 """The bytes of memory that a pipeline stage needs for messages to and from other stages, for each kind of schedule.
 
-The rules were read off `torch.distributed.pipelining` (2.13). Buffers that receive the messages of all micro-batches
-are allocated before the first micro-batch. A sent tensor stays in memory until torch waits for the end of its sending.
-In 1F1B this is at the next message; in GPipe and in schedules with several stages per rank, after the last action. The
-outputs of the last stage are kept, and joined after that. Neighbouring stages on one rank pass tensors to
-each other without messages; such a tensor takes the place of the receive buffer. Both exist during the action that
-computes the tensor, and its transient includes the tensor.
+The rules were read off `torch.distributed.pipelining` (2.13). The buffer of a received message exists from the start
+of the receive to the end of the actions that need it. During these actions it counts to the memory of the micro-batch;
+before them the message waits (`waiting_messages`). A sent tensor stays in memory until torch waits for the end of its
+sending. In 1F1B this is at the next message; in GPipe and in schedules with several stages per rank, after the last
+action. The outputs of the last stage are kept, and joined after that. Neighbouring stages on one rank pass tensors to
+each other without messages.
 
 The dataflow schedule uses channels with *credits*: the number of messages that may be sent and not yet read. For each
 credit, a channel has one buffer at the sender, for a message that is being sent, and one at the receiver, for a message
@@ -57,8 +57,8 @@ class MessageBytes:
 
 def message_memory(schedule: PipelineSchedule, stage: int, size: MessageBytes) -> StagePlan:
     """Return the bytes of memory that a stage needs for messages to and from other stages, as the fields
-    ``torch_bytes``, ``left``, ``sending``, ``closing``, ``pending``, ``opening`` and ``ending`` of a `StagePlan`. The
-    field ``stage`` is the stage's number; all other fields are 0.
+    ``torch_bytes``, ``received``, ``answered``, ``left``, ``sending``, ``closing``, ``pending``, ``opening`` and
+    ``ending`` of a `StagePlan`. The field ``stage`` is the stage's number; all other fields are 0.
 
     Args:
         schedule: the pipeline's schedule.
@@ -70,15 +70,17 @@ def message_memory(schedule: PipelineSchedule, stage: int, size: MessageBytes) -
     """
     own = schedule.stage_of_rank[schedule.rank_of(stage)]
     before, after = stage - 1 in own, stage + 1 in own
-    incoming, plan = size.received + size.answered, StagePlan(stage, 0, 0, 0)
+    plan = StagePlan(stage, 0, 0, 0)
     if schedule.name in CHANNELS:
         places = least_credits(schedule)
         ends = (stage > 0) + (stage < schedule.stages - 1)
         acknowledgements = ends * (places + 1)  # of a byte each
-        return replace(plan, torch_bytes=places * (incoming + size.sent + size.returned) + acknowledgements)
+        messages = size.received + size.answered + size.sent + size.returned
+        return replace(plan, torch_bytes=places * messages + acknowledgements)
     plan = replace(
         plan,
-        torch_bytes=schedule.microbatches * incoming,
+        received=size.received,
+        answered=size.answered,
         left=size.outputs,
         closing=schedule.microbatches * size.outputs,
         opening=RANDOM_STATE,

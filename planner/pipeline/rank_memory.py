@@ -2,7 +2,7 @@
 
     bytes during an action = Σ states + Σ torch_bytes + Σ gradients
                              + Σ over stages (in flight · K + deferred · D + finished · (left + sending) + pending)
-                             + the action's transient
+                             + waiting messages + the action's transient
     bytes at the end       = the same without a transient, but with the largest ``ending``; then without ``ending`` and
                              ``sending``, but with Σ closing
     bytes at the start     = Σ states + Σ torch_bytes + the largest ``opening``
@@ -12,7 +12,7 @@ Of a stage's ``gradients``, ``early_gradients`` count once the stage has finishe
 finished a B or W. A micro-batch is in flight from its forward (F) to its backward (B), or to the part of its backward
 that computes the input's gradient (I). It is deferred from its I to the gradients of weights (W), and finished after
 its B or I. The micro-batch of the running action is counted only in the action's transient. ``pending`` counts once a
-stage has finished a B or I.
+stage has finished a B or I. A message that waits (`waiting_messages`) has the bytes ``received`` or ``answered``.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Set
 
 from rematplan.planner.pipeline.actions import Action, Kind, StagePlan, stages_by_number
+from rematplan.planner.pipeline.waiting_messages import waiting_messages
 
 PARTS: Mapping[Kind, str] = {"F": "", "B": "IW", "I": "I", "W": "W"}
 """For each kind of action, the parts of the backward that it does: I, W, both or none."""
@@ -36,6 +37,8 @@ def rank_bytes(actions: Iterable[Action], plans: Iterable[StagePlan]) -> Iterato
         ProblemError: two plans are of the same stage.
     """
     stages = stages_by_number(plans)
+    actions = list(actions)
+    waiting = waiting_bytes(actions, stages)
     resident = sum(p.states + p.torch_bytes for p in stages.values())
     made: set[tuple[int, str]] = (
         set()
@@ -46,7 +49,7 @@ def rank_bytes(actions: Iterable[Action], plans: Iterable[StagePlan]) -> Iterato
         stage = stages[action.stage]
         resident -= _taken_over(stage, action)
         new = {kind for kind in PARTS[action.kind] if (action.stage, kind) not in made}
-        yield resident + sum(pending.values()) + _transient(stage, action, new)
+        yield resident + sum(pending.values()) + next(waiting) + _transient(stage, action, new)
         made.update((action.stage, kind) for kind in new)
         resident += stage.early_gradients * ("I" in new)
         resident += (stage.gradients - stage.early_gradients) * ("W" in new)
@@ -55,7 +58,28 @@ def rank_bytes(actions: Iterable[Action], plans: Iterable[StagePlan]) -> Iterato
             sending += stage.sending
         resident += _handed_on(stage, action)
     ending = max((p.ending for p in stages.values()), default=0)
-    yield resident + max(ending, sum(p.closing for p in stages.values()) - sending)
+    yield resident + next(waiting) + max(ending, sum(p.closing for p in stages.values()) - sending)
+
+
+def message_buffers(actions: Iterable[Action], plans: Iterable[StagePlan]) -> int:
+    """Return the largest number of bytes in which a rank holds messages for actions that do not run yet.
+
+    ``actions``: the rank's actions in order. ``plans``: the memory of each of the rank's stages.
+    """
+    stages = stages_by_number(plans)
+    return sum(one.torch_bytes for one in stages.values()) + max(waiting_bytes(actions, stages))
+
+
+def waiting_bytes(actions: Iterable[Action], stages: Mapping[int, StagePlan]) -> Iterator[int]:
+    """Yield, for each of a rank's actions and for the end of the step, the bytes of received messages that no running
+    action reads.
+
+    ``actions``: the rank's actions in order. ``stages``: the memory of each of the rank's stages, by number.
+    """
+    for messages in waiting_messages(actions):
+        yield sum(
+            stages[stage].received if kind == "F" else stages[stage].answered for kind, stage, _ in messages
+        )
 
 
 def rank_peak(actions: Iterable[Action], plans: Iterable[StagePlan]) -> int:

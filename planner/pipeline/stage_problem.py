@@ -166,6 +166,8 @@ def _measured(problem: StageProblem, plan: Plan) -> StagePlan:
         late = _split_figures(problem, schedule, split, back, first_back, saved) | {
             "weight": sum(costs[split:])
         }
+        if problem.tangents_held is None:  # torch keeps them to the end of a B
+            late["whole"] += tangents[split - 1] - tangents[split]
     return replace(
         problem.template,
         kept_bytes=kept + saved,

@@ -89,33 +89,42 @@ def stage_problem(
     piece: StageSlice,
     template: StagePlan,
     *,
-    per_microbatch: Collection[str] = (),
+    batch: Collection[str] = (),
     split: bool = False,
     recovers: bool = False,
+    hands_over: bool = False,
 ) -> StageProblem:
     """Return the planning problem of a pipeline stage, for one micro-batch, while gradients of earlier micro-batches
     exist.
 
-    Tensors that neighbouring stages send are inputs of the problem. Their bytes must be counted in ``template``,
-    because torch receives them in buffers that exist during the whole step.
+    Tensors that neighbouring stages send are inputs of the problem. Each micro-batch has its own: those of the previous
+    stage from its forward to its backward, those of the next stage in its backward.
 
     Args:
         piece: the stage's blocks.
-        template: the memory of the stage that does not depend on its plan, such as receive buffers.
-        per_microbatch: the names of inputs that differ between micro-batches (the batch). Their bytes must be counted
-            in ``template``, too.
+        template: the memory of the stage that does not depend on its plan.
+        batch: the names of inputs that differ between micro-batches. Their bytes must be counted in ``template``.
         split: whether weight gradients are computed separately from the input's gradient.
         recovers: whether the stage recovers its input. Then it may free its input and its output after the forward: in
             the backward, the next stage's message contains the output again, and inverses recover the input from it.
+            The bytes of received tensors must be counted in ``template``, as buffers of channels.
+        hands_over: whether the next stage is on the same rank and gets the output itself. It counts these bytes as its
+            input, so the stage does not count them between its forward and its backward.
     """
-    return _Builder(piece, frozenset(per_microbatch), split, recovers).problem(template)
+    return _Builder(piece, frozenset(batch), split, recovers, hands_over).problem(template)
 
 
 class _Builder:
     def __init__(
-        self, piece: StageSlice, per_microbatch: frozenset[str], split: bool, recovers: bool
+        self, piece: StageSlice, batch: frozenset[str], split: bool, recovers: bool, hands_over: bool
     ) -> None:
-        self.piece, self.per_microbatch, self.split, self.recovers = piece, per_microbatch, split, recovers
+        self.piece, self.batch, self.split, self.recovers, self.hands_over = (
+            piece,
+            batch,
+            split,
+            recovers,
+            hands_over,
+        )
         self.graph, self.ix = piece.chain.graph, indexed(piece.chain.graph)
         own = set(piece.ops)
         self.made = {t for o in own for t in self.ix.writes[o]}
@@ -127,8 +136,9 @@ class _Builder:
         ix, piece = self.ix, self.piece
         name = ix.tensors.__getitem__
         inputs = [name(t) for t in piece.chain.inputs_of(piece.start, piece.end)]
-        received = dict.fromkeys((*(() if self.recovers else piece.received), *piece.answered))
-        messages = [name(t) for t in received if t not in self.made]
+        received = [] if self.recovers else [name(t) for t in piece.received]
+        answered = [name(t) for t in piece.answered if t not in self.made and t not in piece.received]
+        messages = [*received, *answered]
         ops = (*self._receive(), *self._ops())
         written = {t for op in ops for t in op.writes}
         used = {t for op in ops for t in op.reads} | {*written, *inputs, *messages}
@@ -159,10 +169,17 @@ class _Builder:
                 dict.fromkeys((*(o for o in self.graph.never_rerun if o in known), *self._once()))
             ),
         )
-        states = tuple(t for t in inputs if t not in self.per_microbatch)
-        weights = WEIGHTS if self.split else None
         return StageProblem(
-            graph, BOUNDARY, states=states, weights=weights, gradients=marks, template=template
+            graph,
+            BOUNDARY,
+            states=tuple(t for t in inputs if t not in self.batch),
+            per_microbatch=tuple(received),
+            tangents=() if self.recovers else tuple(answered),
+            between=-sum(sizes[name(t)] for t in piece.sent if t not in self.made) if self.hands_over else 0,
+            handed=tuple(self._leaving_to_next()) if self.hands_over else (),
+            weights=WEIGHTS if self.split else None,
+            gradients=marks,
+            template=template,
         )
 
     def _ordered(self, ops: Iterable[Op]) -> tuple[str, ...]:
@@ -188,6 +205,10 @@ class _Builder:
             t for o in self.forward for t in self.ix.writes[o] if t in self._sent or self.ix.is_output[t]
         )
         return [self.ix.tensors[t] for t in found]
+
+    def _leaving_to_next(self) -> list[str]:
+        """Return the names of the tensors that the stage's forward computes and sends to the next stage."""
+        return [self.ix.tensors[t] for o in self.forward for t in self.ix.writes[o] if t in self._sent]
 
     @cached_property
     def _sent(self) -> frozenset[int]:

@@ -7,7 +7,7 @@ import argparse
 import os
 import sys
 from collections.abc import Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -64,10 +64,10 @@ def run(args: argparse.Namespace, out: Output) -> int:
             f"{args.file} is for {ranks} ranks, but there are {os.environ['WORLD_SIZE']} processes; run {ranks}"
         )
     from rematplan.pipeline.run_step import run_on_all_ranks
-    from rematplan.pipeline.schedules import require_torch_actions
+    from rematplan.pipeline.schedules import as_torch_runs_it
 
     try:
-        require_torch_actions(plan.schedule)
+        plan = replace(plan, schedule=as_torch_runs_it(plan.schedule))
     except ProblemError as other:
         raise ProblemError(f"{args.file}: {other}") from None
     reports = run_on_all_ranks(plan, verify=args.verify, time_limit=args.time_limit)

@@ -117,6 +117,7 @@ def captured_stage(
     planner: StepPlanner,
     template: StagePlan,
     *,
+    first: bool,
     last: bool,
     split: bool,
     copied: int = 0,
@@ -130,6 +131,8 @@ def captured_stage(
         stage: the stage's module and arguments.
         planner: determines the costs of ops, which inverses are used, and for the last stage the memory of the loss.
         template: the memory of the stage that does not depend on the plan.
+        first: whether this is the first stage, whose inputs the caller keeps. Each micro-batch of another stage has its
+            own inputs from its forward to its backward.
         last: whether this is the last stage, from whose outputs the loss is computed.
         split: whether the backward computes weight gradients later than the gradients of inputs.
         copied: bytes of copies of the outputs that a module around the stage keeps for each micro-batch from its
@@ -155,18 +158,18 @@ def captured_stage(
     if split:
         graph = with_weight_boundary(step, graph)
     template = replace(template, left=template.left + loss.kept)
-    tangents = ("tangent",) if last else ()
     problem = stage_problem(
         step,
         graph,
-        tangents=tangents,
+        per_microbatch=() if first else ("batch",),
+        tangents=("tangent",),
         between=loss.between + copied,
         loss_forward=loss.forward,
         template=template,
     )
     own = whole_outputs(step, problem.graph) if handed and alone else ()
     problem = replace(problem, handed=own, between=problem.between - handed + problem.bytes(own))
-    if alone:
+    if alone and last:  # torch holds those of other stages until the backward ends
         problem = replace(problem, tangents_held=partial(_tangents_held, step, problem.graph))
     return CapturedStage(stage, step, problem, _targets(captured))
 

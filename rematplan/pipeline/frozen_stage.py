@@ -21,9 +21,9 @@ from rematplan.runtime.graph.compat import pytree
 from rematplan.runtime.pipeline.stage_modules import StageModule
 from rematplan.runtime.problem.loss_boundary import LOSS
 
-STATES, FORWARD, OUTPUTS = "(states)", "(forward)", "(outputs)"
-"""The names in the planning problem of the stage's parameters and buffers, of its forward, and of what the forward
-leaves allocated."""
+STATES, RECEIVED, FORWARD, OUTPUTS = "(states)", "(received)", "(forward)", "(outputs)"
+"""The names in the planning problem of the stage's parameters and buffers, of its inputs if another stage sends them,
+of its forward, and of what the forward leaves allocated."""
 
 
 @dataclass(frozen=True)
@@ -71,19 +71,23 @@ def frozen_stage(number: int, stage: StageModule, template: StagePlan, beyond: i
         except Exception as error:  # any error in the user's model is reported in one line
             reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
             raise ModelError(f"the forward of stage {number} cannot be run: {reason}") from error
+    received = template.received
     states = sum(allocated(t.nbytes, device) for t in (*stage.module.parameters(), *stage.module.buffers()))
     graph = TrainingGraph(
         name=f"stage {number}",
-        tensors=(Tensor(STATES, states), Tensor(OUTPUTS, rest), Tensor(LOSS, 0)),
-        inputs=(STATES,),
+        tensors=(Tensor(STATES, states), Tensor(RECEIVED, received), Tensor(OUTPUTS, rest), Tensor(LOSS, 0)),
+        inputs=(STATES, RECEIVED),
         outputs=(OUTPUTS, LOSS),
         ops=(
-            Op(FORWARD, (STATES,), (OUTPUTS,), microseconds, peak - rest, "forward"),
+            Op(FORWARD, (STATES, RECEIVED), (OUTPUTS,), microseconds, peak - rest, "forward"),
             Op(LOSS, (OUTPUTS,), (LOSS,), 0.0, 0, "backward"),
         ),
         never_rerun=(FORWARD, LOSS),
     )
-    return FrozenStage(stage, StageProblem(graph, LOSS, states=(STATES,), between=beyond, template=template))
+    problem = StageProblem(
+        graph, LOSS, states=(STATES,), per_microbatch=(RECEIVED,), between=beyond, template=template
+    )
+    return FrozenStage(stage, problem)
 
 
 def _zeros(like: object, device: torch.device) -> object:

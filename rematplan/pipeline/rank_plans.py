@@ -76,6 +76,7 @@ def captured_part(
         stage,
         planner,
         template,
+        first=number == 0,
         last=last,
         split=order.name in SPLIT,
         copied=copied,

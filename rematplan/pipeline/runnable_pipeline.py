@@ -21,7 +21,7 @@ from rematplan.pipeline.schedules import SPLIT
 from rematplan.planner.pipeline.actions import PipelineSchedule, StagePlan
 from rematplan.planner.pipeline.in_flight import RankPlan
 from rematplan.planner.pipeline.messages import CHANNELS, least_credits
-from rematplan.planner.pipeline.rank_memory import in_flight
+from rematplan.planner.pipeline.rank_memory import in_flight, message_buffers
 from rematplan.runtime.graph.compat import PIPELINES_SEND_TO_THEMSELVES
 from rematplan.runtime.pipeline.dataflow_schedule import DataflowSchedule
 from rematplan.runtime.pipeline.torch_stages import torch_stage
@@ -166,8 +166,8 @@ class Pipeline:
                 lines.append(
                     f"rank {rank} stage {one.stage}: {most[one.stage]} in flight, keeps {show_bytes(one.kept_bytes)}, "
                     f"transients {show_bytes(max(one.transient_forward, one.transient_backward, one.transient_weight))}"
-                    f", states {show_bytes(one.states)}, torch {show_bytes(one.torch_bytes)}, "
-                    f"extra {one.extra:.1f} µs"
+                    f", states {show_bytes(one.states)}, extra {one.extra:.1f} µs"
                 )
-            lines.append(f"rank {rank}: peak {show_bytes(plan.peak)}")
+            buffers = message_buffers(self.order.actions[rank], plan.stages)
+            lines.append(f"rank {rank}: torch's buffers {show_bytes(buffers)}, peak {show_bytes(plan.peak)}")
         return "\n".join(lines)

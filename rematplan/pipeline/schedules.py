@@ -66,11 +66,12 @@ def schedule_named(
     return schedule_of_rows(name, stages, microbatches, action_lists(name, ranks, stages, microbatches))
 
 
-def require_torch_actions(schedule: PipelineSchedule) -> None:
-    """Check that each rank has the actions, in the order, that PyTorch's schedule class of this name runs.
+def as_torch_runs_it(schedule: PipelineSchedule) -> PipelineSchedule:
+    """Return a schedule with the receives of this version of PyTorch, after a check that each rank has the actions, in
+    the order, that PyTorch's schedule class of this name runs.
 
     PyTorch runs the actions of its class, whatever a pipeline file says, so that peaks and times of other actions would
-    be wrong. A ``dataflow`` is not compared, because PyTorch has no class for it: the schedule's actions are run.
+    be wrong. A ``dataflow`` is returned unchanged, because PyTorch has no class for it: the schedule's actions are run.
 
     Args:
         schedule: the actions of all ranks.
@@ -80,7 +81,7 @@ def require_torch_actions(schedule: PipelineSchedule) -> None:
         UsageError: PyTorch's schedule does not allow these numbers of ranks, stages and micro-batches.
     """
     if schedule.name == "dataflow":
-        return
+        return schedule
     each = schedule.stages // schedule.ranks
     run = schedule_named(schedule.name, schedule.ranks, schedule.microbatches, each=each)
     for rank, (planned, wanted) in enumerate(zip(schedule.actions, run.actions, strict=True)):
@@ -90,3 +91,4 @@ def require_torch_actions(schedule: PipelineSchedule) -> None:
                     f"schedule {schedule.name!r}, rank {rank}: action {number} is {one or 'missing'}, but PyTorch runs "
                     f"{other or 'no more'}"
                 )
+    return run

@@ -12,6 +12,7 @@ from rematplan.ir import show_bytes
 from rematplan.planner.pipeline.actions import StagePlan
 from rematplan.planner.pipeline.bubble_formulas import FORMULAS
 from rematplan.planner.pipeline.pipeline_file import PlannedPipeline
+from rematplan.planner.pipeline.rank_memory import message_buffers
 from rematplan.report.tables import pairs_table, show_seconds
 
 if TYPE_CHECKING:
@@ -44,7 +45,7 @@ def ranks_table(plan: PlannedPipeline) -> Table:
 
     A row has the rank's stages, the number of micro-batches in flight, the bytes that each of these keeps between its
     forward and its backward, the largest number of bytes that one needs while its forward or backward runs, the bytes
-    of states and gradients, the bytes in which torch receives messages, the predicted peak, and the time of
+    of states and gradients, the largest number of bytes of messages that wait, the predicted peak, and the time of
     recomputation as a share of the other time.
     """
     title = f"{plan.problem}: {plan.schedule.name} within {show_bytes(plan.budget)} a rank"
@@ -62,7 +63,7 @@ def ranks_table(plan: PlannedPipeline) -> Table:
             " + ".join(show_bytes(one.kept_bytes) for one in own),
             show_bytes(max(map(transient, own))),
             show_bytes(sum(one.states + one.gradients for one in own)),
-            show_bytes(sum(one.torch_bytes for one in own)),
+            show_bytes(message_buffers(plan.schedule.actions[rank], own)),
             show_bytes(plan.peaks[rank]),
             f"{100 * extra / base if base else 0:.2f} %",
         )

@@ -4,6 +4,7 @@ between two training steps."""
 from __future__ import annotations
 
 import copy
+import gc
 import threading
 from collections.abc import Hashable, Sequence
 from dataclasses import replace
@@ -48,6 +49,8 @@ from rematplan.runtime.statistics.options import Kronecker
 from rematplan.runtime.statistics.recorder import Recorder
 
 LOCK = CaptureLock()
+YOUNG = 1
+"""The oldest generation of Python's garbage collector with objects of the last call; a full collection takes long."""
 """The lock of all planned modules."""
 
 
@@ -271,6 +274,7 @@ class Runner:
         if found is None:
             with LOCK.alone():  # another thread may have made it meanwhile
                 found = self.plans.valid(key, state, tensors) or self._new(key, planned, leaves, spec, state)
+            gc.collect(YOUNG)  # a capture leaves cycles of objects that hold the inputs of this call
         self.plans.use(key)
         if found.compiled.like.left_out & self.arrived:
             found = self._with_tangents(found)

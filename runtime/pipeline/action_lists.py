@@ -17,7 +17,8 @@ from torch.distributed import pipelining
 from rematplan.ir import UsageError
 
 Lists = tuple[tuple[tuple[str, int, int], ...], ...]
-"""For each rank its actions in order: kind (F, B, I or W), stage, micro-batch."""
+"""For each rank its actions (kind F, B, I or W) and the starts of receives (kind RECV_F or RECV_B), in order: kind,
+stage, micro-batch."""
 
 
 @dataclass(frozen=True)
@@ -31,6 +32,8 @@ class TorchSchedule:
     each: int | None
 
 
+KINDS = ("F", "B", "I", "W", "RECV_F", "RECV_B")
+"""The kinds of the entries that are read: actions and the starts of receives."""
 SCHEDULES: Mapping[str, TorchSchedule] = {
     "interleaved": TorchSchedule("ScheduleInterleaved1F1B", None),
     "zbv": TorchSchedule("ScheduleZBVZeroBubble", 2),
@@ -52,8 +55,9 @@ class _Stage:
 
 def action_lists(name: str, ranks: int, stages: int, microbatches: int) -> Lists:
     """Return the actions of a PyTorch pipeline schedule: for each rank a tuple of actions, in the order in which they
-    run. An action is (kind, stage, micro-batch). The kind is F (forward), B (backward), I (input gradients only) or W
-    (weight gradients only).
+    run. An action is (kind, stage, micro-batch). The kind is F (forward), B (backward), I (input gradients only), W
+    (weight gradients only), RECV_F or RECV_B (the rank begins to receive a message from the previous or the next
+    stage).
 
     Args:
         name: a key of `SCHEDULES`.
@@ -77,16 +81,15 @@ def action_lists(name: str, ranks: int, stages: int, microbatches: int) -> Lists
         )
     except ValueError as error:
         raise UsageError(f"{name}: {error}") from None
-    order = made.pipeline_order
-    return tuple(tuple(a for one in order[rank] for a in _computing(one)) for rank in range(ranks))
+    order = made.pipeline_order_with_comms
+    return tuple(tuple(a for one in order[rank] for a in _entries(one)) for rank in range(ranks))
 
 
-def _computing(one: Any) -> list[tuple[str, int, int]]:
-    """Return the computations in one entry of a PyTorch schedule's list, as triples (kind, stage, micro-batch). An idle
-    entry (None) or a communication has none. An entry in which a forward and a backward overlap has several."""
-    if one is None:
-        return []
+def _entries(one: Any) -> list[tuple[str, int, int]]:
+    """Return the computations and receives in one entry of a PyTorch schedule's list, as triples (kind, stage,
+    micro-batch). Other entries, such as sends, have none. An entry in which a forward and a backward overlap has
+    several."""
     if one.sub_actions is not None:
-        return [action for part in one.sub_actions for action in _computing(part)]
+        return [action for part in one.sub_actions for action in _entries(part)]
     kind = one.computation_type.value
-    return [(kind, one.stage_index, one.microbatch_index)] if kind in ("F", "B", "I", "W") else []
+    return [(kind, one.stage_index, one.microbatch_index)] if kind in KINDS else []

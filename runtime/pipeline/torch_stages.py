@@ -2,25 +2,89 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
+import torch
 from torch import nn
-from torch.distributed import ProcessGroup
+from torch.distributed import P2POp, ProcessGroup
 from torch.distributed.pipelining import PipelineStage
 
 from rematplan.runtime.execute.autograd_function import finish_backward
 from rematplan.runtime.module.planning import HasRunner, compiled_plan
 from rematplan.runtime.pipeline.stage_modules import StageModule
 
+META = torch.device("meta")
+
 
 class _Stage(PipelineStage):
-    """A stage that takes keyword arguments only if it is the first one, and whose arguments need not be tensors.
+    """A stage that allocates the buffer of a message when it begins to receive it, that takes keyword arguments only if
+    it is the first one, and whose arguments need not be tensors.
+
+    `PipelineStage` allocates the buffers of all micro-batches before a step and keeps them. Here its records hold
+    tensors without memory instead. Each is replaced by a buffer for the time from the receive to the action that takes
+    the message over.
 
     PyTorch passes the keyword arguments of ``step`` to all stages of a rank. If the first rank also has a later stage,
     the module of the later stage would refuse them. PyTorch need not check the arguments, since guards of the planned
     module do.
     """
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._receives: dict[tuple[str, int], list[P2POp]] = {}
+
+    def _prepare_forward_infra(self, *args: Any, **kwargs: Any) -> Any:
+        with self._without_memory():
+            return super()._prepare_forward_infra(*args, **kwargs)
+
+    def _prepare_backward_infra(self, *args: Any, **kwargs: Any) -> Any:
+        with self._without_memory():
+            return super()._prepare_backward_infra(*args, **kwargs)
+
+    @contextmanager
+    def _without_memory(self) -> Iterator[None]:
+        device, self.device = self.device, META
+        try:
+            yield
+        finally:
+            self.device = device
+
+    def get_fwd_recv_ops(self, fwd_chunk_id: int) -> list[P2POp]:
+        """Allocate the buffers for the inputs of a micro-batch, and return the operations that receive them."""
+        _move(self.args_recv_info[fwd_chunk_id], self.device)
+        ops = super().get_fwd_recv_ops(fwd_chunk_id)
+        self._receives["F", fwd_chunk_id] = ops
+        return ops
+
+    def get_bwd_recv_ops(self, bwd_chunk_id: int) -> list[P2POp]:
+        """Allocate the buffers for the output's gradients of a micro-batch, and return the operations that receive
+        them."""
+        _move(self.grad_recv_info.get(bwd_chunk_id, ()), self.device)
+        ops = super().get_bwd_recv_ops(bwd_chunk_id)
+        self._receives["B", bwd_chunk_id] = ops
+        return ops
+
+    def _retrieve_recv_activations(self, fwd_chunk_id: int) -> Any:
+        received = super()._retrieve_recv_activations(fwd_chunk_id)
+        self._hand_over("F", fwd_chunk_id, self.args_recv_info[fwd_chunk_id])
+        return received
+
+    def _retrieve_recv_grads(self, bwd_chunk_id: int) -> Any:
+        infos = self.grad_recv_info[bwd_chunk_id]
+        for info in _buffered(infos):
+            if info.buffer.device == META:  # the next stage is on this rank, and gave no gradient
+                info.buffer = torch.zeros_like(info.buffer, device=self.device)
+        received = super()._retrieve_recv_grads(bwd_chunk_id)
+        self._hand_over("B", bwd_chunk_id, infos)
+        return received
+
+    def _hand_over(self, kind: str, chunk: int, infos: Iterable[Any]) -> None:
+        """Give up all references to a message of micro-batch ``chunk``: those of the records ``infos``, and the list of
+        the operations that received it, because some schedules keep this list."""
+        _move(infos, META)
+        self._receives.pop((kind, chunk), []).clear()
 
     def forward_one_chunk(
         self,
@@ -33,8 +97,33 @@ class _Stage(PipelineStage):
         named = kwargs if self.is_first else None
         return super().forward_one_chunk(fwd_chunk_id, args, named, save_forward_output)
 
+    def backward_one_chunk(
+        self,
+        bwd_chunk_id: int,
+        loss: torch.Tensor | None = None,
+        full_backward: bool = True,
+        last_backward: bool = False,
+    ) -> None:
+        """Run the backward of a micro-batch. PyTorch keeps all losses to the end of a step; without their graphs, which
+        hold the inputs of the last stage, these can be freed."""
+        super().backward_one_chunk(bwd_chunk_id, loss, full_backward, last_backward)
+        if loss is not None and not loss._is_view():
+            loss.detach_()
+
     def _validate_fwd_input(self, args: object, kwargs: object) -> None:
         """PyTorch 2.11 refuses arguments of the first stage that are not tensors; later versions do not call this."""
+
+
+def _buffered(infos: Iterable[Any]) -> list[Any]:
+    """Return the records of PyTorch that have a buffer. Those of the model's arguments have none, and neither have
+    those of outputs without a gradient."""
+    return [info for info in infos if getattr(info, "buffer", None) is not None]
+
+
+def _move(infos: Iterable[Any], device: torch.device) -> None:
+    """Replace each buffer of PyTorch's records by an uninitialised tensor like it on ``device``."""
+    for info in _buffered(infos):
+        info.buffer = torch.empty_like(info.buffer, device=device).requires_grad_(info.buffer.requires_grad)
 
 
 def torch_stage(

@@ -11,6 +11,9 @@ def replayed(actions: tuple[Action, ...], plans: dict[int, StagePlan]) -> list[i
     series = [sum(ledger.values()) + max(p.opening for p in plans.values())]
     for a in actions:
         p, mine = plans[a.stage], (a.stage, a.microbatch)
+        for kind, s, m in a.receives:
+            ledger["waits", kind, s, m] = plans[s].received if kind == "F" else plans[s].answered
+        ledger.pop(("waits", "F" if a.kind == "F" else "B", *mine) if a.kind != "W" else (), None)
         first_i, first_w = (("gradients", part, a.stage) not in ledger for part in "IW")
         back = p.first_backward if first_i and p.first_backward is not None else p.transient_backward
         weight = p.first_weight if first_w and p.first_weight is not None else p.transient_weight
@@ -26,6 +29,8 @@ def replayed(actions: tuple[Action, ...], plans: dict[int, StagePlan]) -> list[i
         series.append(others + running)
         if a.kind == "F":
             ledger["kept", *mine] = p.kept_bytes
+            if a.stage + 1 in plans:  # gets the output itself
+                ledger["waits", "F", a.stage + 1, a.microbatch] = plans[a.stage + 1].received
         else:
             ledger.pop(("kept", *mine), None)
             if a.kind == "I":
@@ -37,6 +42,10 @@ def replayed(actions: tuple[Action, ...], plans: dict[int, StagePlan]) -> list[i
                 ledger["gradients", "I", a.stage] = p.early_gradients
                 ledger["left", *mine], ledger["sent", *mine] = p.left, p.sending
                 ledger["message", a.stage] = p.pending
+                ledger.pop(("waits", "F", a.stage + 1, a.microbatch), None)
+                if a.stage - 1 in plans:
+                    ledger["waits", "B", a.stage - 1, a.microbatch] = plans[a.stage - 1].answered
+                    ledger["waits", "F", *mine] = p.received
     ended = sum(size for key, size in ledger.items() if key[0] != "message")
     joined = sum(size for key, size in ledger.items() if key[0] not in ("message", "sent"))
     divided = ended + max(p.ending for p in plans.values())

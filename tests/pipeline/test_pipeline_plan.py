@@ -64,7 +64,7 @@ AMPLE = 10**9
     ("name", "share"),
     [
         *(("1f1b", 0.9), ("gpipe", 0.9), ("interleaved", 0.97)),
-        *(("zbv", 1.0), ("interleaved-zb", 0.97), ("dualpipev", 1.0)),
+        *(("zbv", 1.0), ("interleaved-zb", 1.0), ("dualpipev", 1.0)),
     ],
 )
 def test_peaks_are_those_of_a_replay_and_within_the_budget(name: str, share: float) -> None:
@@ -134,7 +134,7 @@ def test_the_rank_that_does_not_fit_is_named_with_its_least_budget() -> None:
     assert search(chain, "1f1b", least).run((2,)).peaks[rank] <= least
 
 
-def test_states_grow_with_the_optimizer_and_buffers_with_micro_batches() -> None:
+def test_states_grow_with_the_optimizer_and_the_batch_with_micro_batches() -> None:
     chain = chained()
     plain, adam = (search(chain, "1f1b", AMPLE, optimizer=n).run((3,)) for n in (0.0, 2.0))
     weights = [512 * 3, 512 * 4]
@@ -142,7 +142,7 @@ def test_states_grow_with_the_optimizer_and_buffers_with_micro_batches() -> None
         2 * w for w in weights
     ]
     assert [s.gradients for s in plain.stages] == weights
-    assert [s.torch_bytes for s in plain.stages] == [4 * chain.returns[3], 4 * chain.sends[3]]
+    assert [s.torch_bytes for s in plain.stages] == [0, 0]
     assert [s.pending for s in plain.stages] == [chain.sends[3], chain.returns[3]]
     batch = search(chain, "1f1b", AMPLE, batch=frozenset({"x"})).run((3,))
     assert batch.stages[0].torch_bytes - plain.stages[0].torch_bytes == 4 * chain.graph.size["x"]
