@@ -183,13 +183,13 @@ def peaks(search: PipelineSearch, stages: Sequence[StagePlan]) -> list[int]:
     return [rank_peak(row, [stage]) for row, stage in zip(search.schedule.actions, stages, strict=True)]
 
 
-def with_all_buffers(stage: StagePlan) -> StagePlan:
-    """Return a stage with buffers for the messages of all micro-batches during the whole step, as PyTorch's own stages
-    allocate them up to version 2.14."""
+def with_all_buffers(stage: StagePlan, microbatches: int = MICROBATCHES) -> StagePlan:
+    """Return a stage with buffers for the messages of all ``microbatches`` during the whole step, as PyTorch's own
+    stages allocate them up to version 2.14."""
     both = stage.received + stage.answered
     return replace(
         stage,
-        torch_bytes=stage.torch_bytes + MICROBATCHES * both,
+        torch_bytes=stage.torch_bytes + microbatches * both,
         kept_bytes=stage.kept_bytes - stage.received,
         transient_forward=stage.transient_forward - stage.received,
         transient_backward=stage.transient_backward - both,
@@ -283,8 +283,8 @@ def priced_for(graph: TrainingGraph, plans: Sequence[Plan]) -> list[Plan]:
 def depth(quick: bool, folder: Path | None) -> None:
     """Print the second stage's peak, without states and gradients, by couplings per stage, ranks and micro-batches.
 
-    It is printed for no recomputation, checkpoints and dataflow. ``quick``: fewer couplings. ``folder``: where a
-    picture is saved; None: nowhere.
+    It is printed for no recomputation and checkpoints in the stages of PyTorch up to 2.14, and for dataflow.
+    ``quick``: fewer couplings. ``folder``: where a picture is saved; None: nowhere.
     """
     print("RevViT-S, micro-batch 1, inner stage next to the first; bytes without parameters and gradients")
     rows: dict[str, list[int]] = {"keep": [], "checkpoint": [], "dataflow": []}
@@ -298,8 +298,10 @@ def depth(quick: bool, folder: Path | None) -> None:
         problem = stage_problem(
             StageSlice(chain.chain, *begins), message_memory(schedule, 1, size), batch=chain.batch
         )
-        kept = problem.measured(no_recompute(problem.graph))
-        again = problem.measured(checkpointed(chain, problem.graph, *begins, COUPLINGS))
+        kept = with_all_buffers(problem.measured(no_recompute(problem.graph)), microbatches)
+        again = with_all_buffers(
+            problem.measured(checkpointed(chain, problem.graph, *begins, COUPLINGS)), microbatches
+        )
         inverted = dataflow_stage(chain, *begins, 1, ranks, microbatches)
         peaks = []
         for row, one in ((schedule, kept), (schedule, again), (flow, inverted)):
