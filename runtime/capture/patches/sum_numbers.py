@@ -19,14 +19,14 @@ from torch.fx import traceback
 def sums_of_gradients_numbered() -> Iterator[None]:
     """Inside this block, a sum of gradients is traced with the number of the op whose gradient it adds."""
     begin, end = traceback.set_grad_fn_seq_nr, traceback.reset_grad_fn_seq_nr
-    numbered = False
+
+    def end_last() -> None:
+        if traceback.current_meta.get("in_grad_fn"):  # a trace that failed has left no number
+            end()
 
     def begin_next(number: int) -> None:
-        nonlocal numbered
-        if numbered:
-            end()
+        end_last()
         begin(number)
-        numbered = True
 
     with (
         patch.object(traceback, "set_grad_fn_seq_nr", begin_next),
@@ -35,5 +35,4 @@ def sums_of_gradients_numbered() -> Iterator[None]:
         try:
             yield
         finally:
-            if numbered:
-                end()
+            end_last()
