@@ -33,6 +33,8 @@ FORWARD, BACKWARD = 1.0, 2.0
 RANDOM_STATE = 5056
 """The bytes of the state of PyTorch's random generator on a CPU. PyTorch copies the state while it prepares the first
 step of a pipeline and allocates the buffers for messages."""
+CONNECTING = 16
+"""The bytes of the numbers that PyTorch exchanges with both neighbours at that time, to connect them."""
 DIVISOR = 16
 """The bytes of the number of micro-batches as a tensor, in two types, with which PyTorch divides a gradient."""
 SLOWER = 1.02
@@ -83,7 +85,7 @@ def message_memory(schedule: PipelineSchedule, stage: int, size: MessageBytes) -
         answered=size.answered,
         left=size.outputs,
         closing=schedule.microbatches * size.outputs,
-        opening=RANDOM_STATE,
+        opening=RANDOM_STATE + CONNECTING,
         ending=DIVISOR,
     )
     leaving = (0 if after else size.sent) + (0 if before else size.returned)

@@ -15,12 +15,14 @@ import inspect
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache, partial
 from types import MappingProxyType
 from typing import Any, TypeAlias
 
 import torch
 
 from rematplan.ir import UsageError
+from rematplan.runtime.costs.measure import peak_above_entry, unprofiled
 from rematplan.runtime.costs.optimizer_trial import Trial, try_steps
 from rematplan.runtime.graph.allocator_rounding import allocated
 
@@ -259,8 +261,26 @@ def _unquantised(in_8_bits: float, in_32_bits: float) -> Callable[[torch.Tensor,
 
 def _muon(p: torch.Tensor, group: Group) -> float:
     """Return the temporary bytes of Muon for parameter ``p``. Newton-Schulz iteration needs up to five bfloat16
-    matrices of the parameter's size. Nesterov momentum needs one more copy of the parameter."""
-    return bool(group.get("nesterov")) * p.nbytes + 10 * p.numel()
+    matrices of the parameter's size, or four and the workspace of a product. Nesterov momentum needs one more copy of
+    the parameter."""
+    products = _product_workspace(*sorted(p.shape)) if p.ndim == 2 and p.device.type == "cpu" else 0
+    return bool(group.get("nesterov")) * p.nbytes + max(10 * p.numel(), 8 * p.numel() + products)
+
+
+@lru_cache(maxsize=256)
+def _product_workspace(less: int, more: int) -> int:
+    """Return the most bytes that this CPU needs for a product of Newton-Schulz iteration in addition to operands and
+    result. Processors with instructions for products of bfloat16 matrices pack the operands.
+
+    ``less``, ``more``: the rows and columns of the parameter's matrix.
+    """
+    x, square = (torch.zeros(less, n, dtype=torch.bfloat16) for n in (more, less))
+    needed = 0
+    for left, right in ((x, x.T), (square, square), (square, x)):
+        call = partial(peak_above_entry, partial(torch.mm, left, right), torch.device("cpu"))
+        peak, result = unprofiled(call)
+        needed = max(needed, peak - result.nbytes)
+    return needed
 
 
 _ADAM = OptimizerKind(_like(2, "amsgrad"), _copies(3), lambda _: 1.0)
