@@ -14,7 +14,7 @@ import rematplan
 from rematplan.ir import InfeasibleBudget, ModelError, RematplanError, UsageError
 from rematplan.pipeline.auto_cuts import agreed
 from rematplan.planner.core.schedule import Run
-from rematplan.planner.pipeline.messages import RANDOM_STATE
+from rematplan.planner.pipeline.messages import CONNECTING, RANDOM_STATE
 from rematplan.planner.strategies.store_all import no_recompute
 
 ASKED: dict[str, Any] = {
@@ -235,4 +235,5 @@ def test_autograd_holds_gradients_of_outputs_until_the_first_segment_ends() -> N
 
 def test_the_state_of_the_random_generator_has_the_bytes_that_are_counted() -> None:
     assert torch.get_rng_state().nbytes == RANDOM_STATE
-    assert {one.template.opening for one in (p.problem for p in planned().parts.values())} == {RANDOM_STATE}
+    openings = {part.problem.template.opening for part in planned().parts.values()}
+    assert openings == {RANDOM_STATE + CONNECTING}
