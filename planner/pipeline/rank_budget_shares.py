@@ -67,11 +67,9 @@ class RankBudgetShares:
         saved = stage.bytes(stage.per_microbatch)
         passed = 0 if relaxed and stage.tangents_held else stage.bytes(stage.tangents)
         forward = 0 if relaxed else stage.loss_forward  # beyond the workspace of the graph's boundary op
-        handed = (
-            stage.bytes(stage.handed) if relaxed else 0
-        )  # in the graph, but not counted after the forward
-        own = {"F": saved + forward, "B": saved + passed, "I": saved + passed, "W": saved}
-        own = {kind: bytes_ - (0 if kind == "F" else handed) for kind, bytes_ in own.items()}
+        # What the next stage holds is in the graph, but is not counted after the forward.
+        kept = saved - (stage.bytes(stage.handed) if relaxed else 0)
+        own = {"F": saved + forward, "B": kept + passed, "I": kept + passed, "W": kept}
         left: dict[str, int] = {}
         for action, others in zip(self.actions, rank_bytes(self.actions, idle), strict=False):
             if action.stage == me:

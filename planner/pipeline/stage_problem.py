@@ -45,9 +45,8 @@ class StageProblem:
     counted to the forward, as the computation of a loss is. ``copies``: for the name of an op, the bytes that each
     micro-batch keeps from forward to backward if the op runs again after the boundary, such as the old content of a
     buffer or a random generator state. ``handed``: outputs of the forward that the next stage holds, because it is on
-    the same rank. They take the place of its receive buffers, which its ``template`` counts, so they are not counted
-    after the forward. ``leaving``: tensors that are outputs of the graph, but are freed at the boundary, such as new
-    contents of buffers.
+    the same rank. The next stage counts them, so this stage does not count them after its forward. ``leaving``:
+    tensors that are outputs of the graph, but are freed at the boundary, such as new contents of buffers.
 
     ``gradients``: for the name of each 0-byte marker, the name of a parameter's gradient. The op that writes the
     gradient also writes the marker; then the gradient is added to that of earlier micro-batches and freed. ``waiting``:

@@ -118,13 +118,8 @@ class _Builder:
     def __init__(
         self, piece: StageSlice, batch: frozenset[str], split: bool, recovers: bool, hands_over: bool
     ) -> None:
-        self.piece, self.batch, self.split, self.recovers, self.hands_over = (
-            piece,
-            batch,
-            split,
-            recovers,
-            hands_over,
-        )
+        self.piece, self.batch = piece, batch
+        self.split, self.recovers, self.hands_over = split, recovers, hands_over
         self.graph, self.ix = piece.chain.graph, indexed(piece.chain.graph)
         own = set(piece.ops)
         self.made = {t for o in own for t in self.ix.writes[o]}
@@ -176,7 +171,7 @@ class _Builder:
             per_microbatch=tuple(received),
             tangents=() if self.recovers else tuple(answered),
             between=-sum(sizes[name(t)] for t in piece.sent if t not in self.made) if self.hands_over else 0,
-            handed=tuple(self._leaving_to_next()) if self.hands_over else (),
+            handed=tuple(name(t) for t in piece.sent if t in self.made) if self.hands_over else (),
             weights=WEIGHTS if self.split else None,
             gradients=marks,
             template=template,
@@ -205,10 +200,6 @@ class _Builder:
             t for o in self.forward for t in self.ix.writes[o] if t in self._sent or self.ix.is_output[t]
         )
         return [self.ix.tensors[t] for t in found]
-
-    def _leaving_to_next(self) -> list[str]:
-        """Return the names of the tensors that the stage's forward computes and sends to the next stage."""
-        return [self.ix.tensors[t] for o in self.forward for t in self.ix.writes[o] if t in self._sent]
 
     @cached_property
     def _sent(self) -> frozenset[int]:

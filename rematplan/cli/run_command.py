@@ -72,7 +72,7 @@ def run(argv: Sequence[str] | None = None) -> int:
     with remembered():
         try:
             status = _status(argv)
-        except Exception:
+        except Exception:  # of any kind: it is raised again, unless Ctrl-C was its cause
             stop_if_pressed()
             raise
         stop_if_pressed()

@@ -101,7 +101,9 @@ def agreed(choose: Callable[[], tuple[str, ...]]) -> tuple[str, ...]:
     if distributed.get_rank() == 0:
         try:
             found = [choose(), None]
-        except Exception as raised:
+        except (
+            Exception
+        ) as raised:  # of any kind, since the other processes wait for an answer; raised again below
             error, found = raised, [None, str(raised) or type(raised).__name__]
     distributed.broadcast_object_list(found, src=0)
     if error is not None:

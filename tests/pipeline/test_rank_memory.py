@@ -68,17 +68,19 @@ def test_sent_tensors_are_gone_when_the_outputs_are_joined() -> None:
     assert [*rank_bytes(actions, [replace(plan, closing=0)])][-1] == 100 + 3 * 17
 
 
+TWO_STAGES = (Action("F", 0, 0), Action("B", 0, 0), Action("F", 1, 0), Action("B", 1, 0))
+"""The actions of a rank with two stages and one micro-batch."""
+
+
 def test_what_torch_needs_to_divide_gradients_is_counted_once_in_a_rank() -> None:
-    actions = tuple(Action(kind, s, 0) for s in range(2) for kind in "FB")  # type: ignore[arg-type]
     plans = [StagePlan(s, 4, 9, 9, states=100, sending=30, closing=20, ending=50) for s in range(2)]
-    assert [*rank_bytes(actions, plans)][-1] == 2 * (100 + 30) + 50
+    assert [*rank_bytes(TWO_STAGES, plans)][-1] == 2 * (100 + 30) + 50
 
 
 def test_what_torch_needs_before_the_first_action_is_counted_once_in_a_rank() -> None:
-    actions = tuple(Action(kind, s, 0) for s in range(2) for kind in "FB")  # type: ignore[arg-type]
     plans = [StagePlan(s, 4, 9, 9, states=100, torch_bytes=10, opening=50) for s in range(2)]
-    assert rank_peak(actions, plans) == 2 * (100 + 10) + 50
-    assert rank_peak(actions, [replace(p, transient_backward=60) for p in plans]) == 2 * (100 + 10) + 60
+    assert rank_peak(TWO_STAGES, plans) == 2 * (100 + 10) + 50
+    assert rank_peak(TWO_STAGES, [replace(p, transient_backward=60) for p in plans]) == 2 * (100 + 10) + 60
 
 
 def both_gradients() -> StageProblem:
