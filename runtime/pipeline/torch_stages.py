@@ -58,6 +58,14 @@ class _Stage(PipelineStage):
         self._receives["F", fwd_chunk_id] = ops
         return ops
 
+    def get_fwd_send_ops(self, fwd_chunk_id: int) -> list[P2POp]:
+        """Return the operations that send the outputs of a micro-batch. PyTorch 2.11 sends them with their graphs,
+        which hold the stage's inputs until the end of the sending."""
+        ops = super().get_fwd_send_ops(fwd_chunk_id)
+        for op in ops:
+            op.tensor = op.tensor.detach()
+        return ops
+
     def get_bwd_recv_ops(self, bwd_chunk_id: int) -> list[P2POp]:
         """Allocate the buffers for the output's gradients of a micro-batch, and return the operations that receive
         them."""

@@ -290,12 +290,14 @@ def streams(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[tuple[str, ...]]]:
     monkeypatch.setattr(FakeStream, "log", log)
     recovery_stream.cache_clear()
     monkeypatch.setattr(lane_threads, "on_host", lambda tensor: False)
-    monkeypatch.setattr(torch.cuda, "Stream", lambda device: FakeStream())
+    monkeypatch.setattr(torch.cuda, "Stream", lambda device=None: FakeStream())
     monkeypatch.setattr(torch.cuda, "stream", on_stream)
     current = lambda device=None: getattr(FakeStream.now, "stream", main_stream)  # noqa: E731
     monkeypatch.setattr(torch.cuda, "current_stream", current)
-    monkeypatch.setattr(torch.cuda, "get_rng_state", lambda device: torch.get_rng_state())
-    monkeypatch.setattr(torch.cuda, "set_rng_state", lambda state, device: torch.set_rng_state(state))
+    monkeypatch.setattr(torch.cuda, "get_rng_state", lambda device=None: torch.get_rng_state())
+    monkeypatch.setattr(
+        torch.cuda, "set_rng_state", lambda state, device=None: torch.set_rng_state(state)
+    )
     monkeypatch.setattr(
         Tensor, "record_stream", lambda tensor, stream: log.append((stream.name, "takes over"))
     )

@@ -10,19 +10,19 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 import rematplan
-from rematplan.ir.training_graph import THREADS
 from rematplan.models import build, example_inputs
 from rematplan.runtime.capture.capture import capture
-from rematplan.runtime.costs.measure import kept_by_libraries, peak_above_entry, release_libraries
+from rematplan.runtime.costs.measure import peak_above_entry, release_libraries
 from rematplan.runtime.costs.profile import profile_costs
 
 pytestmark = pytest.mark.usefixtures("few_blocks")
 DEVICES = ["cpu", *(["cuda"] if torch.cuda.is_available() else [])]
 NETWORKS = {
-    "resnet18": ({"image": 64, "width": 16, "classes": 10}, 16, 0.82),
-    "unet": ({"image": 64, "width": 8}, 2, 0.8),
-    "gpt12": ({"depth": 2, "width": 64, "tokens": 128, "vocabulary": 100}, 8, 0.8),
+    "resnet18": ({"image": 64, "width": 16, "classes": 10}, 16),
+    "unet": ({"image": 64, "width": 8}, 2),
+    "gpt12": ({"depth": 2, "width": 64, "tokens": 128, "vocabulary": 100}, 8),
 }
+"""Of each network: its sizes, and the rows of a batch."""
 
 
 @pytest.fixture(autouse=True)
@@ -37,19 +37,11 @@ def deterministic(request: pytest.FixtureRequest) -> Iterator[None]:
 
 
 def made(name: str, device: str) -> tuple[nn.Module, tuple[Tensor, ...]]:
-    sizes, batch, _ = NETWORKS[name]
+    sizes, batch = NETWORKS[name]
     torch.manual_seed(0)
     model = build(name, **sizes).to(device)
     inputs = example_inputs(name, batch=batch, **sizes)
     return model, tuple(x.to(device) for x in inputs)
-
-
-def budget_of(model: nn.Module, inputs: tuple[Tensor, ...], share: float) -> int:
-    """A share of the peak without recomputation, and what libraries keep whatever is planned."""
-    some = torch.ones(8, 8, device=inputs[0].device)
-    kept = THREADS * kept_by_libraries(lambda: some @ some, some.device)
-    whole = rematplan.plan_module(model, inputs, budget="1TiB", strategy="store_all").plan.estimate.peak
-    return kept + int(share * (whole - kept))
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -57,8 +49,7 @@ def budget_of(model: nn.Module, inputs: tuple[Tensor, ...], share: float) -> int
 def test_bits_and_peak(name: str, device: str) -> None:
     model, inputs = made(name, device)
     plain = copy.deepcopy(model)
-    budget = budget_of(model, inputs, NETWORKS[name][-1])
-    planned = rematplan.plan_module(model, inputs, budget=budget, strategy="approx_dp")
+    planned = rematplan.plan_module(model, inputs, budget="min", strategy="approx_dp")
     assert planned.plan.estimate.reruns > 0
     tangent = torch.ones_like(plain(*inputs).detach())
     plain.load_state_dict(planned.state_dict())  # the forward updated running statistics
@@ -162,8 +153,9 @@ def test_a_recurrent_network_is_planned(kind: type[nn.RNNBase], device: str) -> 
     model, x = Last().to(device), torch.randn(5, 3, 8, device=device)
     plain = copy.deepcopy(model)
     planned = rematplan.plan_module(model, (x,), budget="min", strategy="chen_sqrt")
-    for one in (planned, plain):
-        one(x).square().sum().backward()
+    with torch.backends.cudnn.flags(allow_tf32=False):  # as PyTorch's own products
+        for one in (planned, plain):
+            one(x).square().sum().backward()
     pairs = zip(planned.parameters(), plain.parameters(), strict=True)
     for p, q in pairs:  # on CUDA by PyTorch's own cells, not cuDNN's
         torch.testing.assert_close(p.grad, q.grad, rtol=1e-4, atol=1e-5)
