@@ -236,12 +236,14 @@ class RankSearch:
         bound below the recomputation of the best plans, after `LIMITS.refined` intervals, or when time is over and
         plans fit.
         """
-        most = self._most_share()
+        most = self._share(self._least_room)
         shares = sorted({*(most * k / (LIMITS.grid - 1) for k in range(LIMITS.grid)), 1.0})
-        for share in reversed(shares):
+        guess = min(most, self._share(self._even_room))
+        for share in (guess, *sorted(shares, key=lambda share: abs(share - guess))):
             self._try(share)
             if self._late and self._best() is not None:
                 break
+        shares = sorted({*shares, guess})
         self.intervals = {(low, high): self._floors(low, high) for low, high in pairwise((0.0, *shares))}
         for _ in range(LIMITS.refined):
             best = self._best()
@@ -268,26 +270,39 @@ class RankSearch:
     def _middle(self, interval: tuple[float, float]) -> list[Bounds]:
         return self.rank.bounds(sum(interval) / 2)
 
-    def _most_share(self) -> float:
-        """Return the largest share at which every stage has enough bytes for some plan; 0 if there is none.
+    def _share(self, room: Callable[[int, int], int]) -> float:
+        """Return the largest share at which every stage has enough bytes for its plan; 0 if there is none.
 
         A share (0 to 1) sets limits of the bytes that stages keep between forward and backward, from the least possible
-        to those without recomputation (`RankBudgetShares.bounds`).
+        to those without recomputation (`RankBudgetShares.bounds`). ``room``: from the index of a stage and its limit,
+        the bytes that are enough, with the inputs of its graph.
         """
+
+        def fits(share: float) -> bool:
+            bounds = self.rank.bounds(share)
+            return all(
+                self.rank.stage_budget(at, self.budget, bounds) >= room(at, kept)
+                for at, (kept, _) in enumerate(bounds)
+            )
+
         low, high = 0.0, 1.0
-        if self._roomy(high):
+        if fits(high):
             return high
         for _ in range(LIMITS.halvings):
             middle = (low + high) / 2
-            low, high = (middle, high) if self._roomy(middle) else (low, middle)
+            low, high = (middle, high) if fits(middle) else (low, middle)
         return low
 
-    def _roomy(self, share: float) -> bool:
-        bounds = self.rank.bounds(share)
-        return all(
-            self.rank.stage_budget(at, self.budget, bounds) >= min_peak_bound(stage.graph).bytes
-            for at, stage in enumerate(self.stages)
-        )
+    def _least_room(self, at: int, kept: int) -> int:
+        """Return the bytes below which a stage has no plan, whatever it keeps between forward and backward."""
+        del kept
+        return min_peak_bound(self.stages[at].graph).bytes
+
+    def _even_room(self, at: int, kept: int) -> int:
+        """Return the peak of a stage that keeps ``kept`` bytes, if its backward needs as many bytes in addition as
+        without recomputation."""
+        whole = self.rank.all[at]
+        return self.stages[at].graph.input_bytes + kept + whole.transient_backward - whole.kept_bytes
 
     def _try(self, share: float) -> None:
         """Plan each stage with a limit of the bytes that it keeps between forward and backward. The plans found become
