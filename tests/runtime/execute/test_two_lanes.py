@@ -295,9 +295,7 @@ def streams(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[tuple[str, ...]]]:
     current = lambda device=None: getattr(FakeStream.now, "stream", main_stream)  # noqa: E731
     monkeypatch.setattr(torch.cuda, "current_stream", current)
     monkeypatch.setattr(torch.cuda, "get_rng_state", lambda device=None: torch.get_rng_state())
-    monkeypatch.setattr(
-        torch.cuda, "set_rng_state", lambda state, device=None: torch.set_rng_state(state)
-    )
+    monkeypatch.setattr(torch.cuda, "set_rng_state", lambda state, device=None: torch.set_rng_state(state))
     monkeypatch.setattr(
         Tensor, "record_stream", lambda tensor, stream: log.append((stream.name, "takes over"))
     )
