@@ -114,6 +114,7 @@ class Recovery(Lane):
                     del failed  # otherwise a reference cycle: its traceback refers to this frame
 
     def _run(self, recover: Callable[[], None], stream: Any) -> None:
+        torch.get_num_threads()  # oneDNN otherwise ignores torch.set_num_threads in a new thread: other bits and peaks
         try:
             plain = torch.no_grad(), torch.autocast(self.device.type, enabled=False)
             with _on(stream), plain[0], plain[1], watched():

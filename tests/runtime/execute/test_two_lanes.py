@@ -4,6 +4,10 @@ from __future__ import annotations
 
 import copy
 import itertools
+import os
+import subprocess
+import sys
+import textwrap
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -349,6 +353,26 @@ def test_on_cuda_what_changes_lanes_is_recorded_on_the_stream_that_takes_it(
     assert len(waits) == len(laned.lanes.waits) == sum(e[1] == "waits for event" for e in streams) > 5
     assert streams[0] == ("side", "waits for stream", "main")
     assert streams[-1] == ("main", "waits for stream", "side")
+
+
+def test_both_lanes_compute_with_the_number_of_threads_that_was_set() -> None:
+    code = """
+        import torch
+        from rematplan.runtime.costs.measure import peak_above_entry
+        from rematplan.runtime.execute.lane_threads import two_lanes
+        torch.set_num_threads(1)
+        cpu, x, weight = torch.device("cpu"), torch.randn(3, 8, 5, 5), torch.randn(8, 8, 2, 2)
+        run = lambda: peaks.append(peak_above_entry(lambda: torch.conv_transpose2d(x, weight, stride=2), cpu)[0])
+        peaks = []
+        with two_lanes(cpu)[1].running(run):
+            pass
+        run()
+        print(*peaks)
+    """
+    command = [sys.executable, "-c", textwrap.dedent(code)]
+    told = subprocess.check_output(command, env=os.environ | {"OMP_NUM_THREADS": "8"}, text=True)
+    recovery, main = map(int, told.split())
+    assert recovery == main > 0
 
 
 def test_a_lane_that_waits_for_a_failed_one_gets_the_failure() -> None:
