@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal, TypeAlias, cast, get_args
+from typing import Any, Literal, TypeAlias, get_args
 
 from rematplan.ir import ProblemError
 
@@ -21,11 +21,14 @@ computes the gradients of the weights.
 """
 KINDS: tuple[Kind, ...] = get_args(Kind)
 RECEIVES = {"RECV_F": "F", "RECV_B": "B"}
-"""The kinds of entries in a rank's row that are no actions: the rank begins to receive a message for a forward (F) or a
-backward (B)."""
-Message: TypeAlias = tuple[str, int, int]
-"""A message that a stage receives: F (from the previous stage) or B (from the next stage), the receiving stage, the
-micro-batch."""
+"""The kinds of entries in a rank's row in which the rank begins to receive a message, and the kind of the message: from
+the previous stage for a forward (F), or from the next stage for a backward (B)."""
+DROPS = {"DROP_F": "F", "DROP_B": "B"}
+"""The kinds of entries in a rank's row in which the rank frees a message that it has sent, and the kind of the action
+that made the message: forward (F, an output) or backward (B, a gradient of an input)."""
+Entry: TypeAlias = tuple[str, int, int]
+"""An entry in a rank's row that is no action: its kind (`RECEIVES`, `DROPS`), the stage that receives or sent the
+message, the micro-batch."""
 
 
 @dataclass(frozen=True, slots=True, order=True)
@@ -33,14 +36,16 @@ class Action:
     """One action of a rank: work on one micro-batch in one stage.
 
     ``kind``: F (forward), B (backward), I (backward for the input's gradient) or W (gradients of the weights).
-    ``stage``, ``microbatch``: counted from 0. ``receives``: the messages that the rank begins to receive after its
-    previous action and before this one. They are ignored when actions are compared.
+    ``stage``, ``microbatch``: counted from 0. ``messages``: which messages the rank begins to receive, and which sent
+    ones it frees, after its previous action and before this one, in order. ``after``: the same after this action, if it
+    is the rank's last one. Both are ignored when actions are compared.
     """
 
     kind: Kind
     stage: int
     microbatch: int
-    receives: tuple[Message, ...] = field(default=(), compare=False)
+    messages: tuple[Entry, ...] = field(default=(), compare=False)
+    after: tuple[Entry, ...] = field(default=(), compare=False)
 
     def __str__(self) -> str:
         return f"{self.stage}{self.kind}{self.microbatch}"
@@ -117,14 +122,15 @@ def schedule_of_rows(
     """Return the pipeline schedule in which each rank runs the actions of one row, in order.
 
     ``rows``: for each rank, its actions as (kind, stage, micro-batch), and between them the starts of receives
-    (`RECEIVES`). A receive that is left out begins directly before the action that reads the message. The stages of a
-    rank are those of its actions.
+    (`RECEIVES`) and the frees of sent messages (`DROPS`). A receive that is left out begins directly before the action
+    that reads the message. A sent message that no entry frees exists until the end of the step. The stages of a rank
+    are those of its actions.
 
     Raises:
         ProblemError: a kind is not F, B, I or W, or a reason that `PipelineSchedule` lists.
     """
     for kind in sorted({row[0] for rank in rows for row in rank}):
-        if kind not in (*KINDS, *RECEIVES):
+        if kind not in (*KINDS, *RECEIVES, *DROPS):
             raise ProblemError(
                 f"schedule {name!r}: unknown kind of action {kind!r}; known: {', '.join(KINDS)}"
             )
@@ -134,13 +140,28 @@ def schedule_of_rows(
 
 
 def _actions(row: Iterable[tuple[str, int, int]]) -> Iterator[Action]:
-    begun: list[Message] = []
-    for kind, stage, microbatch in row:
-        if kind in RECEIVES:
-            begun.append((RECEIVES[kind], stage, microbatch))
+    entries = list(row)
+    last = max((at for at, (kind, _, _) in enumerate(entries) if kind in KINDS), default=0)
+    between: list[Entry] = []
+    for at, (kind, stage, microbatch) in enumerate(entries[: last + 1]):
+        if kind in KINDS:
+            after = tuple(entries[at + 1 :]) if at == last else ()
+            yield Action(kind, stage, microbatch, tuple(between), after)
+            between = []
         else:
-            yield Action(cast(Kind, kind), stage, microbatch, tuple(begun))
-            begun = []
+            between.append((kind, stage, microbatch))
+
+
+def stages_that_free_outputs(schedule: PipelineSchedule) -> frozenset[int]:
+    """Return the numbers of the stages whose outputs are freed before the backward of their micro-batch, once they are
+    sent. The outputs of other stages exist until the backward, whether it reads them or not."""
+    freed: set[tuple[int, int]] = set()
+    keeping: set[int] = set()
+    for action in (a for row in schedule.actions for a in row):
+        freed.update((stage, m) for kind, stage, m in action.messages if kind == "DROP_F")
+        if action.kind in "BI" and (action.stage, action.microbatch) not in freed:
+            keeping.add(action.stage)
+    return frozenset(range(schedule.stages)) - keeping
 
 
 @dataclass(frozen=True)
@@ -169,13 +190,14 @@ class StagePlan:
     ``states``: bytes of parameters, buffers, optimizer states and everything else that exists during the whole step,
     except ``torch_bytes``: the buffers of a channel, and the inputs of all micro-batches. ``received``, ``answered``:
     the bytes of a message from the previous and from the next stage. A message that waits for its action counts with
-    these bytes; during the action it counts to the transient. ``left``: bytes that each B or I leaves in memory until
-    the end of the step: returned outputs, and the loss. ``sending``: bytes of sent tensors that each B or I leaves in
-    memory until all actions are done. ``pending``: bytes of a message that each B or I leaves in memory until the end
-    of the stage's next B or I. ``closing``: additional bytes when all actions are done, and the outputs of all
-    micro-batches are joined, or sharded gradients are reduced. ``opening``: additional bytes before the first action,
-    while torch prepares the step. ``ending``: additional bytes after the last action, while torch divides gradients by
-    the number of micro-batches. Both exist once in a rank, however many stages it has.
+    these bytes; during the action it counts to the transient. ``sent``, ``returned``: the bytes of a message to the
+    next and to the previous stage, after the micro-batch's backward. 0 if that stage is on the same rank, because there
+    is no message. ``loose``: the bytes of a message to the next stage before the micro-batch's backward, without those
+    that ``kept_bytes`` includes. ``left``: bytes that each B or I leaves in memory until the end of the step: returned
+    outputs, and the loss. ``closing``: additional bytes when all actions are done and all sent messages are freed,
+    while the outputs of all micro-batches are joined. ``opening``: additional bytes before the first action, while
+    torch prepares the step. ``ending``: additional bytes after the last action, while torch divides gradients by the
+    number of micro-batches, or reduces sharded gradients. Both exist once in a rank, however many stages it has.
 
     ``forward``, ``backward``, ``weight``: the times of F, I and W. If ``weight`` is 0, ``backward`` is the time of a B.
     ``extra``: the time of recomputation, which is included in these times. ``plan``: the plan as JSON data; None if
@@ -201,13 +223,14 @@ class StagePlan:
     first_backward: int | None = None
     first_weight: int | None = None
     left: int = 0
-    sending: int = 0
-    pending: int = 0
     closing: int = 0
     opening: int = 0
     ending: int = 0
     received: int = 0
     answered: int = 0
+    sent: int = 0
+    returned: int = 0
+    loose: int = 0
 
     def microseconds(self, kind: Kind) -> float:
         """Return the microseconds of one action: F (forward), I (backward for the input's gradient), W (gradients of

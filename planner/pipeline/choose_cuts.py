@@ -20,7 +20,7 @@ from rematplan.ir import InfeasibleBudget, TrainingGraph
 from rematplan.planner.arrays.indexed import indexed
 from rematplan.planner.core.plan import Plan
 from rematplan.planner.core.strategy import Progress, silent
-from rematplan.planner.pipeline.actions import PipelineSchedule, StagePlan
+from rematplan.planner.pipeline.actions import PipelineSchedule, StagePlan, stages_that_free_outputs
 from rematplan.planner.pipeline.dataflow_plans import starting_plans
 from rematplan.planner.pipeline.in_flight import RankPlan, RankSearch, StagePlanner
 from rematplan.planner.pipeline.messages import MessageBytes, message_memory
@@ -190,7 +190,7 @@ class PipelineSearch:
             fixed = self.template(start, end, stage)
             own = {*self.chain.inputs_of(start, end)} - self._batch
             states = fixed.states + fixed.torch_bytes + self._bytes(own)
-            return self.terms.budget - states - k[stage] * self._leaves(start, end), k[stage]
+            return self.terms.budget - states - k[stage] * self._leaves(start, end, stage), k[stage]
 
         return time_floors(self.chain, room)
 
@@ -268,6 +268,7 @@ class PipelineSearch:
                 split=self.split,
                 recovers=self.recovers,
                 hands_over=stage + 1 in self.schedule.stage_of_rank[rank],
+                frees=stage in self._freeing,
             )
             for stage, (start, end) in stages
         ]
@@ -361,15 +362,20 @@ class PipelineSearch:
             self._bases[start, end] = forward, max(0.0, backward - late), late
         return self._bases[start, end]
 
-    def _leaves(self, start: int, end: int) -> int:
+    def _leaves(self, start: int, end: int, stage: int) -> int:
         """Return a lower bound of the bytes of messages that a stage keeps for a micro-batch from its forward to its
-        backward: the tensors that it receives, and, if the schedule does not split the backward, those that it computes
-        and sends. The result is 0 if stages recover their inputs.
+        backward: the tensors that it receives, and those that it computes and sends, unless the schedule splits the
+        backward or frees them earlier. The result is 0 if stages recover their inputs.
 
-        ``start``, ``end``: the stage's first block, and the block after its last one.
+        ``start``, ``end``: the stage's first block, and the block after its last one. ``stage``: its number.
         """
         piece = StageSlice(self.chain, start, end)
-        return 0 if self.recovers else self._bytes({*piece.received, *(() if self.split else piece.sent)})
+        freed = self.split or stage in self._freeing
+        return 0 if self.recovers else self._bytes({*piece.received, *(() if freed else piece.sent)})
+
+    @cached_property
+    def _freeing(self) -> frozenset[int]:
+        return stages_that_free_outputs(self.schedule)
 
     def _bytes(self, tensors: Collection[int]) -> int:
         return sum(self.chain.graph.tensors[t].bytes for t in tensors)

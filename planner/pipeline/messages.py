@@ -1,11 +1,11 @@
 """The bytes of memory that a pipeline stage needs for messages to and from other stages, for each kind of schedule.
 
-The rules were read off `torch.distributed.pipelining` (2.13). The buffer of a received message exists from the start
-of the receive to the end of the actions that need it. During these actions it counts to the memory of the micro-batch;
-before them the message waits (`waiting_messages`). A sent tensor stays in memory until torch waits for the end of its
-sending. In 1F1B this is at the next message; in GPipe and in schedules with several stages per rank, after the last
-action. The outputs of the last stage are kept, and joined after that. Neighbouring stages on one rank pass tensors to
-each other without messages.
+The rules were read off `torch.distributed.pipelining`. The buffer of a received message exists from the start of the
+receive to the end of the actions that need it. During these actions it counts to the memory of the micro-batch; before
+them the message waits. A sent tensor stays in memory until torch gives up the record of its sending. When that is
+depends on the schedule and on the version of torch, so a schedule's rows say it (`actions.DROPS`). The outputs of the
+last stage are kept, and joined after the last action. Neighbouring stages on one rank pass tensors to each other
+without messages.
 
 The dataflow schedule uses channels with *credits*: the number of messages that may be sent and not yet read. For each
 credit, a channel has one buffer at the sender, for a message that is being sent, and one at the receiver, for a message
@@ -23,8 +23,6 @@ from rematplan.planner.pipeline.actions import PipelineSchedule, StagePlan
 from rematplan.planner.pipeline.rank_memory import in_flight
 from rematplan.planner.pipeline.timeline import Link, StageTimes, replay
 
-ONE_MESSAGE = ("1f1b",)
-"""Names of schedules in which a sent message stays in memory until the next message is sent."""
 CHANNELS = ("dataflow",)
 """Names of schedules whose messages use channels with a fixed number of buffers. In these schedules each stage sends
 its input, which it recovers, back to the previous stage in the backward."""
@@ -34,7 +32,8 @@ RANDOM_STATE = 5056
 """The bytes of the state of PyTorch's random generator on a CPU. PyTorch copies the state while it prepares the first
 step of a pipeline and allocates the buffers for messages."""
 CONNECTING = 16
-"""The bytes of the numbers that PyTorch exchanges with both neighbours at that time, to connect them."""
+"""The bytes of the numbers that PyTorch exchanges with both neighbours at that time, to connect them. A thread of gloo
+may free them late, in the worst case at the end of the step. They exist once in a rank."""
 DIVISOR = 16
 """The bytes of the number of micro-batches as a tensor, in two types, with which PyTorch divides a gradient."""
 SLOWER = 1.02
@@ -59,7 +58,7 @@ class MessageBytes:
 
 def message_memory(schedule: PipelineSchedule, stage: int, size: MessageBytes) -> StagePlan:
     """Return the bytes of memory that a stage needs for messages to and from other stages, as the fields
-    ``torch_bytes``, ``received``, ``answered``, ``left``, ``sending``, ``closing``, ``pending``, ``opening`` and
+    ``torch_bytes``, ``received``, ``answered``, ``sent``, ``returned``, ``left``, ``closing``, ``opening`` and
     ``ending`` of a `StagePlan`. The field ``stage`` is the stage's number; all other fields are 0.
 
     Args:
@@ -79,21 +78,18 @@ def message_memory(schedule: PipelineSchedule, stage: int, size: MessageBytes) -
         acknowledgements = ends * (places + 1)  # of a byte each
         messages = size.received + size.answered + size.sent + size.returned
         return replace(plan, torch_bytes=places * messages + acknowledgements)
-    plan = replace(
+    return replace(
         plan,
+        torch_bytes=CONNECTING if stage == min(own) else 0,
         received=size.received,
         answered=size.answered,
+        sent=0 if after else size.sent,
+        returned=0 if before else size.returned,
         left=size.outputs,
         closing=schedule.microbatches * size.outputs,
-        opening=RANDOM_STATE + CONNECTING,
+        opening=RANDOM_STATE,
         ending=DIVISOR,
     )
-    leaving = (0 if after else size.sent) + (0 if before else size.returned)
-    if (
-        schedule.name in ONE_MESSAGE
-    ):  # the message of the last forward before the first backward waits for all others
-        return replace(plan, pending=leaving)
-    return replace(plan, sending=leaving)
 
 
 @lru_cache(maxsize=256)

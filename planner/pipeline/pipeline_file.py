@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 
 from rematplan.ir import ProblemError, show_bytes
 from rematplan.ir.problem_json import read_json, write_whole
-from rematplan.planner.pipeline.actions import RECEIVES, PipelineSchedule, StagePlan, schedule_of_rows
+from rematplan.planner.pipeline.actions import DROPS, RECEIVES, PipelineSchedule, StagePlan, schedule_of_rows
 from rematplan.planner.pipeline.bubble_formulas import FORMULAS
 from rematplan.planner.pipeline.messages import CHANNELS, least_credits
 from rematplan.planner.pipeline.rank_memory import in_flight, rank_peak
@@ -114,8 +114,9 @@ def pipeline_to_json(plan: PlannedPipeline) -> dict[str, Any]:
         "microbatches": order.microbatches,
         "actions": [[[a.kind, a.stage, a.microbatch] for a in row] for row in order.actions],
         "stage_of_rank": [list(stages) for stages in order.stage_of_rank],
-        "receives": [
-            [[position, *message] for position, a in enumerate(row) for message in a.receives]
+        "messages": [
+            [[position, *entry] for position, a in enumerate(row) for entry in a.messages]
+            + [[len(row), *entry] for a in row for entry in a.after]
             for row in order.actions
         ],
         "cuts": list(plan.cuts),
@@ -150,8 +151,8 @@ def pipeline_from_json(data: object) -> PlannedPipeline:
         raise ProblemError(f"not a {PIPELINE_FORMAT} file")
     try:
         rows = [
-            _with_receives([_entry(*one) for one in row], begun)
-            for row, begun in zip(data["actions"], data["receives"], strict=True)
+            _with_messages([_entry(*one) for one in row], entries)
+            for row, entries in zip(data["actions"], data["messages"], strict=True)
         ]
         schedule = schedule_of_rows(
             _text(data["schedule"], "schedule"),
@@ -197,22 +198,23 @@ def _entry(kind: object, stage: object, microbatch: object) -> tuple[str, int, i
     return _text(kind, "a kind"), _whole(stage, "a stage"), _whole(microbatch, "a micro-batch")
 
 
-def _with_receives(row: list[tuple[str, int, int]], begun: list[Any]) -> list[tuple[str, int, int]]:
-    """Return a rank's actions with the starts of receives between them, as `schedule_of_rows` takes them.
+def _with_messages(row: list[tuple[str, int, int]], entries: list[Any]) -> list[tuple[str, int, int]]:
+    """Return a rank's actions with the receives and frees of messages between them, as `schedule_of_rows` takes them.
 
-    ``begun``: for each receive the position of the action before which it begins, and the message.
+    ``entries``: for each of these the position of the action before which it happens (the number of actions, if it
+    happens after the last one), and the entry.
 
     Raises:
-        ValueError: there is no action at a position, or a message has another kind than F or B.
+        ValueError: a position is too large, or an entry has no kind of `RECEIVES` or `DROPS`.
     """
-    kinds = {of: kind for kind, of in RECEIVES.items()}
     before: dict[int, list[tuple[str, int, int]]] = {}
-    for position, *message in begun:
-        kind, stage, microbatch = _entry(*message)
-        if kind not in kinds or _whole(position, "a position") >= len(row):
-            raise ValueError(f"a receive is {[position, *message]}")
-        before.setdefault(position, []).append((kinds[kind], stage, microbatch))
-    return [entry for at, action in enumerate(row) for entry in (*before.get(at, ()), action)]
+    for position, *stated in entries:
+        entry = _entry(*stated)
+        if entry[0] not in (*RECEIVES, *DROPS) or _whole(position, "a position") > len(row):
+            raise ValueError(f"an entry of messages is {[position, *stated]}")
+        before.setdefault(position, []).append(entry)
+    found = [entry for at, action in enumerate(row) for entry in (*before.get(at, ()), action)]
+    return [*found, *before.get(len(row), ())]
 
 
 def _check_stages(plan: PlannedPipeline) -> None:

@@ -47,9 +47,9 @@ class RankBudgetShares:
         not used for other micro-batches and other stages.
 
         By default the result is safe. If the plan's peak is within it, and no stage keeps more than its ``bounds``, the
-        rank stays within its budget. The gradients of a step's first backward are assumed to be allocated at its worst
-        moment. With ``relaxed`` the result is an upper bound: if no stage keeps less than its ``bounds``, a plan with a
-        larger peak exceeds the rank's budget.
+        rank stays within its budget during its actions. The gradients of a step's first backward are assumed to be
+        allocated at its worst moment. With ``relaxed`` the result is an upper bound: if no stage keeps less than its
+        ``bounds``, a plan with a larger peak exceeds the rank's budget.
 
         Args:
             at: the index of the stage among the rank's stages.
@@ -60,34 +60,36 @@ class RankBudgetShares:
         """
         me = self.all[at].stage
         idle = [
-            _idle(most, kept, deferred, created=not relaxed)
-            for most, (kept, deferred) in zip(self.all, bounds, strict=True)
+            _idle(most, *bound, stage.bytes(stage.freed), created=not relaxed)
+            for most, bound, stage in zip(self.all, bounds, self.stages, strict=True)
         ]
         stage = self.stages[at]
         saved = stage.bytes(stage.per_microbatch)
         passed = 0 if relaxed and stage.tangents_held else stage.bytes(stage.tangents)
         forward = 0 if relaxed else stage.loss_forward  # beyond the workspace of the graph's boundary op
-        # What the next stage holds is in the graph, but is not counted after the forward.
-        kept = saved - (stage.bytes(stage.handed) if relaxed else 0)
+        # What the next stage holds, and what torch frees, is in the graph, but is not counted after the forward.
+        kept = saved - (stage.bytes((*stage.handed, *stage.freed)) if relaxed else 0)
         own = {"F": saved + forward, "B": kept + passed, "I": kept + passed, "W": kept}
         left: dict[str, int] = {}
-        for action, others in zip(self.actions, rank_bytes(self.actions, idle), strict=False):
+        for action, (_, others) in zip(self.actions, rank_bytes(self.actions, idle), strict=False):
             if action.stage == me:
                 rest = budget - others - own[action.kind]
                 left[action.kind] = min(rest, left.get(action.kind, rest))
         return stage.graph.input_bytes + (max if relaxed else min)(left.values())
 
 
-def _idle(most: StagePlan, kept: int, deferred: int, created: bool) -> StagePlan:
+def _idle(most: StagePlan, kept: int, deferred: int, freed: int, created: bool) -> StagePlan:
     """Return the memory of a stage without that of its running action, so that `rank_bytes` yields only what the rank
     holds for other micro-batches and stages.
 
     ``most``: the stage's memory and times without recomputation. ``kept``: bytes kept between forward and backward.
-    ``deferred``: bytes kept between I and W. ``created``: whether to count the gradients that the stage's first
-    backward allocates during that backward, too.
+    ``deferred``: bytes kept between I and W. ``freed``: bytes of outputs that torch frees once they are sent.
+    ``created``: whether to count the most that the stage can hold, too: the gradients that its first backward
+    allocates, during that backward, and all of ``freed`` in addition to ``kept`` until they are freed.
     """
     return replace(
         most,
+        loose=freed if created else 0,
         kept_bytes=kept,
         deferred_bytes=deferred,
         transient_forward=0,

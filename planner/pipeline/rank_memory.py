@@ -1,35 +1,38 @@
 """The bytes that a rank of a pipeline holds while it runs its actions.
 
     bytes during an action = Σ states + Σ torch_bytes + Σ gradients
-                             + Σ over stages (in flight · K + deferred · D + finished · (left + sending) + pending)
-                             + waiting messages + the action's transient
-    bytes at the end       = the same without a transient, but with the largest ``ending``; then without ``ending`` and
-                             ``sending``, but with Σ closing
+                             + Σ over stages (in flight · K + deferred · D + finished · left)
+                             + messages + the action's transient
+    bytes before an action = the same without a transient, but with the messages that exist before it
+    bytes at the end       = the same without a transient, but with the largest ``ending``; then without messages, but
+                             with Σ closing
     bytes at the start     = Σ states + Σ torch_bytes + the largest ``opening``
 
 The terms except the numbers of micro-batches are fields of `StagePlan`; K is ``kept_bytes``, D is ``deferred_bytes``.
 Of a stage's ``gradients``, ``early_gradients`` count once the stage has finished a B or I, the others once it has
 finished a B or W. A micro-batch is in flight from its forward (F) to its backward (B), or to the part of its backward
 that computes the input's gradient (I). It is deferred from its I to the gradients of weights (W), and finished after
-its B or I. The micro-batch of the running action is counted only in the action's transient. ``pending`` counts once a
-stage has finished a B or I. A message that waits (`waiting_messages`) has the bytes ``received`` or ``answered``.
+its B or I. During an action, its micro-batch is counted only in the action's transient. The messages are those that
+wait for an action, and sent ones that are not freed yet (`message_bytes`).
 """
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Set
+from dataclasses import replace
 
 from rematplan.planner.pipeline.actions import Action, Kind, StagePlan, stages_by_number
-from rematplan.planner.pipeline.waiting_messages import waiting_messages
+from rematplan.planner.pipeline.live_messages import message_bytes
 
 PARTS: Mapping[Kind, str] = {"F": "", "B": "IW", "I": "I", "W": "W"}
 """For each kind of action, the parts of the backward that it does: I, W, both or none."""
 
 
-def rank_bytes(actions: Iterable[Action], plans: Iterable[StagePlan]) -> Iterator[int]:
-    """Yield, for each of a rank's actions, the largest number of bytes that the rank holds during it. The last number
-    is that at the end of the step.
+def rank_bytes(actions: Iterable[Action], plans: Iterable[StagePlan]) -> Iterator[tuple[int, int]]:
+    """Yield, for each of a rank's actions, two numbers of bytes: the largest that the rank holds between the previous
+    action and this one, and the largest that it holds during this one. The last pair is for the time after the last
+    action, and for the end of the step.
 
     ``actions``: the rank's actions in order. ``plans``: the memory of each of the rank's stages.
 
@@ -38,27 +41,24 @@ def rank_bytes(actions: Iterable[Action], plans: Iterable[StagePlan]) -> Iterato
     """
     stages = stages_by_number(plans)
     actions = list(actions)
-    waiting = waiting_bytes(actions, stages)
+    messages = message_bytes(actions, stages)
     resident = sum(p.states + p.torch_bytes for p in stages.values())
     made: set[tuple[int, str]] = (
         set()
     )  # a stage and "I" or "W": the gradients that this action computes exist
-    pending: dict[int, int] = {}
-    sending = 0
     for action in actions:
         stage = stages[action.stage]
-        resident -= _taken_over(stage, action)
         new = {kind for kind in PARTS[action.kind] if (action.stage, kind) not in made}
-        yield resident + sum(pending.values()) + next(waiting) + _transient(stage, action, new)
+        before, during = next(messages)
+        others = resident - _taken_over(stage, action)
+        yield resident + before, others + during + _transient(stage, action, new)
         made.update((action.stage, kind) for kind in new)
+        resident = others + _handed_on(stage, action)
         resident += stage.early_gradients * ("I" in new)
         resident += (stage.gradients - stage.early_gradients) * ("W" in new)
-        if action.kind in "BI":
-            pending[action.stage] = stage.pending
-            sending += stage.sending
-        resident += _handed_on(stage, action)
     ending = max((p.ending for p in stages.values()), default=0)
-    yield resident + next(waiting) + max(ending, sum(p.closing for p in stages.values()) - sending)
+    before, during = next(messages)
+    yield resident + before, resident + max(during + ending, sum(p.closing for p in stages.values()))
 
 
 def message_buffers(actions: Iterable[Action], plans: Iterable[StagePlan]) -> int:
@@ -66,20 +66,9 @@ def message_buffers(actions: Iterable[Action], plans: Iterable[StagePlan]) -> in
 
     ``actions``: the rank's actions in order. ``plans``: the memory of each of the rank's stages.
     """
-    stages = stages_by_number(plans)
-    return sum(one.torch_bytes for one in stages.values()) + max(waiting_bytes(actions, stages))
-
-
-def waiting_bytes(actions: Iterable[Action], stages: Mapping[int, StagePlan]) -> Iterator[int]:
-    """Yield, for each of a rank's actions and for the end of the step, the bytes of received messages that no running
-    action reads.
-
-    ``actions``: the rank's actions in order. ``stages``: the memory of each of the rank's stages, by number.
-    """
-    for messages in waiting_messages(actions):
-        yield sum(
-            stages[stage].received if kind == "F" else stages[stage].answered for kind, stage, _ in messages
-        )
+    received = {n: replace(p, sent=0, returned=0, loose=0) for n, p in stages_by_number(plans).items()}
+    waiting = max(during for _, during in message_bytes(actions, received))
+    return sum(one.torch_bytes for one in received.values()) + waiting
 
 
 def rank_peak(actions: Iterable[Action], plans: Iterable[StagePlan]) -> int:
@@ -92,7 +81,7 @@ def rank_peak(actions: Iterable[Action], plans: Iterable[StagePlan]) -> int:
     """
     stages = tuple(plans)
     prepared = sum(p.states + p.torch_bytes for p in stages) + max((p.opening for p in stages), default=0)
-    return max(prepared, *rank_bytes(actions, stages))
+    return max(prepared, *map(max, rank_bytes(actions, stages)))
 
 
 def in_flight(actions: Iterable[Action]) -> Mapping[int, int]:
@@ -124,8 +113,8 @@ def _handed_on(stage: StagePlan, action: Action) -> int:
     the step."""
     return {
         "F": stage.kept_bytes,
-        "B": stage.left + stage.sending,
-        "I": stage.deferred_bytes + stage.left + stage.sending,
+        "B": stage.left,
+        "I": stage.deferred_bytes + stage.left,
         "W": 0,
     }[action.kind]
 

@@ -12,7 +12,7 @@ it keeps more than κ. So all strategies and lower bounds can be used without ch
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, field, replace
 from itertools import accumulate
 from typing import Any
@@ -45,8 +45,11 @@ class StageProblem:
     counted to the forward, as the computation of a loss is. ``copies``: for the name of an op, the bytes that each
     micro-batch keeps from forward to backward if the op runs again after the boundary, such as the old content of a
     buffer or a random generator state. ``handed``: outputs of the forward that the next stage holds, because it is on
-    the same rank. The next stage counts them, so this stage does not count them after its forward. ``leaving``:
-    tensors that are outputs of the graph, but are freed at the boundary, such as new contents of buffers.
+    the same rank. The next stage counts them, so this stage does not count them after its forward. ``freed``: outputs
+    of the forward that torch frees once they are sent, and for each of them the ops that read it. If a plan runs none
+    of these ops after the boundary, the output is not counted after the forward, except as a message that is being sent
+    (``StagePlan.loose``). ``leaving``: tensors that are outputs of the graph, but are freed at the boundary, such as
+    new contents of buffers.
 
     ``gradients``: for the name of each 0-byte marker, the name of a parameter's gradient. The op that writes the
     gradient also writes the marker; then the gradient is added to that of earlier micro-batches and freed. ``waiting``:
@@ -66,6 +69,7 @@ class StageProblem:
     weights: str | None = None
     copies: Mapping[str, int] = field(default_factory=dict)
     handed: tuple[str, ...] = ()
+    freed: Mapping[str, Set[str]] = field(default_factory=dict)
     leaving: tuple[str, ...] = ()
     gradients: Mapping[str, str] = field(default_factory=dict)
     waiting: Callable[[Schedule], Sequence[int]] | None = None
@@ -83,9 +87,10 @@ class StageProblem:
     @property
     def least_kept(self) -> int:
         """The bytes that every plan keeps for a micro-batch between forward and backward: the tensors that the boundary
-        op reads (except inputs, ``handed``, and ``leaving``, which are freed there), the inputs ``per_microbatch``, and
-        ``between``."""
-        reads = {*self.graph.op[self.boundary].reads} - {*self.graph.inputs, *self.leaving, *self.handed}
+        op reads (except inputs, ``handed``, and ``freed`` and ``leaving``, which may be freed there), the inputs
+        ``per_microbatch``, and ``between``."""
+        gone = {*self.graph.inputs, *self.leaving, *self.handed, *self.freed}
+        reads = {*self.graph.op[self.boundary].reads} - gone
         return self.bytes((*reads, *self.per_microbatch)) + self.between
 
     def measured(self, plan: Plan) -> StagePlan:
@@ -111,7 +116,7 @@ class StageProblem:
             self.boundary: kept
             - self.bytes(self.per_microbatch)
             - self.between
-            + self.bytes((*self.leaving, *self.handed))
+            + self.bytes((*self.leaving, *self.handed, *self.freed))
         }
         if self.weights is not None and deferred is not None:
             gone = set(self.graph.op[self.weights].reads) - set(
@@ -146,18 +151,20 @@ def _measured(problem: StageProblem, plan: Plan) -> StagePlan:
     runs = {step.op: at for at, step in reversed([*enumerate(schedule)]) if isinstance(step, Run)}
     boundary = runs[problem.boundary]
     handed = _handed_bytes(problem, schedule)
+    again = {step.op for step in schedule[boundary:] if isinstance(step, Run)}
+    loose = problem.bytes(t for t, readers in problem.freed.items() if again.isdisjoint(readers))
     gone = problem.bytes(problem.leaving)
-    kept = _across(graph, problem.boundary, beyond[boundary]) - gone - handed[boundary] + problem.between
+    kept = _across(graph, problem.boundary, beyond[boundary]) + problem.between
+    kept -= gone + handed[boundary] + loose
     forward = [*beyond[:boundary], beyond[boundary] + problem.loss_forward]
     for series in (beyond, first):
         for at in range(boundary, len(schedule)):
-            series[at] -= handed[at] + (gone if at > boundary else 0)
+            series[at] -= handed[at] + loose + (gone if at > boundary else 0)
     split = len(schedule) if problem.weights is None else runs[problem.weights]
     tangents = _tangent_bytes(problem, schedule, split)
     back, first_back = (
         [own + given for own, given in zip(series, tangents, strict=True)] for series in (beyond, first)
     )
-    again = {step.op for step in schedule[boundary:] if isinstance(step, Run)}
     saved = problem.bytes(problem.per_microbatch) + sum(n for op, n in problem.copies.items() if op in again)
     costs = [graph.op[step.op].cost if isinstance(step, Run) else 0.0 for step in schedule]
     late: dict[str, Any] = {}
@@ -170,6 +177,7 @@ def _measured(problem: StageProblem, plan: Plan) -> StagePlan:
     return replace(
         problem.template,
         kept_bytes=kept + saved,
+        loose=loose,
         transient_forward=max([*forward, kept]) + saved,
         transient_backward=max([*back[boundary:split], kept + tangents[boundary]]) + saved,
         first_backward=max([*first_back[boundary:split], kept + tangents[boundary]]) + saved,

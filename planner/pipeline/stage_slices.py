@@ -93,6 +93,7 @@ def stage_problem(
     split: bool = False,
     recovers: bool = False,
     hands_over: bool = False,
+    frees: bool = False,
 ) -> StageProblem:
     """Return the planning problem of a pipeline stage, for one micro-batch, while gradients of earlier micro-batches
     exist.
@@ -110,16 +111,23 @@ def stage_problem(
             The bytes of received tensors must be counted in ``template``, as buffers of channels.
         hands_over: whether the next stage is on the same rank and gets the output itself. It counts these bytes as its
             input, so the stage does not count them between its forward and its backward.
+        frees: whether torch frees the stage's output once it is sent, unless the backward reads it.
     """
-    return _Builder(piece, frozenset(batch), split, recovers, hands_over).problem(template)
+    return _Builder(piece, frozenset(batch), split, recovers, hands_over, frees).problem(template)
 
 
 class _Builder:
     def __init__(
-        self, piece: StageSlice, batch: frozenset[str], split: bool, recovers: bool, hands_over: bool
+        self,
+        piece: StageSlice,
+        batch: frozenset[str],
+        split: bool,
+        recovers: bool,
+        hands_over: bool,
+        frees: bool,
     ) -> None:
         self.piece, self.batch = piece, batch
-        self.split, self.recovers, self.hands_over = split, recovers, hands_over
+        self.split, self.recovers, self.hands_over, self.frees = split, recovers, hands_over, frees
         self.graph, self.ix = piece.chain.graph, indexed(piece.chain.graph)
         own = set(piece.ops)
         self.made = {t for o in own for t in self.ix.writes[o]}
@@ -172,10 +180,19 @@ class _Builder:
             tangents=() if self.recovers else tuple(answered),
             between=-sum(sizes[name(t)] for t in piece.sent if t not in self.made) if self.hands_over else 0,
             handed=tuple(name(t) for t in piece.sent if t in self.made) if self.hands_over else (),
+            freed={name(t): self._readers(graph, name(t)) for t in piece.sent if t in self.made}
+            if self.frees
+            else {},
             weights=WEIGHTS if self.split else None,
             gradients=marks,
             template=template,
         )
+
+    @staticmethod
+    def _readers(graph: TrainingGraph, tensor: str) -> frozenset[str]:
+        """Return the names of the ops and inverses that read a tensor, without the boundary op."""
+        every = (*graph.ops, *graph.inverses)
+        return frozenset(op.name for op in every if tensor in op.reads and op.name != BOUNDARY)
 
     def _ordered(self, ops: Iterable[Op]) -> tuple[str, ...]:
         """Return the names of the ops that run for the first time in this order. In a split backward, ops that read

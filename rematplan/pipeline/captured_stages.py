@@ -16,7 +16,7 @@ from rematplan.planner.core.schedule import Schedule
 from rematplan.planner.pipeline.actions import StagePlan
 from rematplan.planner.pipeline.stage_problem import StageProblem
 from rematplan.plans.op_costs import copies_priced, priced
-from rematplan.plans.stage_problems import backward_spare, stage_problem, whole_outputs
+from rematplan.plans.stage_problems import backward_spare, readers, stage_problem, whole_outputs
 from rematplan.plans.step_planner import StepPlanner
 from rematplan.runtime.graph.captured_step import Call, CapturedStep
 from rematplan.runtime.graph.compat import pytree
@@ -122,6 +122,7 @@ def captured_stage(
     split: bool,
     copied: int = 0,
     handed: int = 0,
+    freed: bool = False,
     alone: bool = True,
     loss: LossMemory | None = None,
 ) -> CapturedStage:
@@ -139,6 +140,7 @@ def captured_stage(
             forward to its backward.
         handed: bytes of the outputs for one micro-batch if the next stage is on the same rank, and so counts them as
             its inputs; otherwise 0.
+        freed: whether torch frees the outputs of a micro-batch once they are sent, before its backward.
         alone: whether no module is around the stage, which could hold its outputs and their gradients, too.
         loss: the memory of the loss; None: what the planner's options state. Ignored unless the stage is the last.
 
@@ -169,6 +171,9 @@ def captured_stage(
     )
     own = whole_outputs(step, problem.graph) if handed and alone else ()
     problem = replace(problem, handed=own, between=problem.between - handed + problem.bytes(own))
+    if freed:
+        sent = whole_outputs(step, problem.graph)
+        problem = replace(problem, freed=readers(step, problem.graph, sent))
     if alone and last:  # torch holds those of other stages until the backward ends
         problem = replace(problem, tangents_held=partial(_tangents_held, step, problem.graph))
     return CapturedStage(stage, step, problem, _targets(captured))

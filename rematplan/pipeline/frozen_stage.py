@@ -43,7 +43,9 @@ class FrozenStage:
         return self.stage.module
 
 
-def frozen_stage(number: int, stage: StageModule, template: StagePlan, beyond: int) -> FrozenStage:
+def frozen_stage(
+    number: int, stage: StageModule, template: StagePlan, beyond: int, freed: bool = False
+) -> FrozenStage:
     """Run the forward of a stage that computes no gradients once, and return the stage with its memory.
 
     The run changes neither the stage's buffers nor the state of the random generators.
@@ -53,6 +55,7 @@ def frozen_stage(number: int, stage: StageModule, template: StagePlan, beyond: i
         stage: the stage's module and arguments. None of its inputs and outputs require a gradient.
         template: the memory of the stage that is not its forward's.
         beyond: bytes that a micro-batch occupies outside of the stage from its forward to its backward.
+        freed: whether torch frees the outputs of a micro-batch once they are sent, before its backward.
 
     Raises:
         ModelError: the forward fails on tensors of zeros.
@@ -85,7 +88,13 @@ def frozen_stage(number: int, stage: StageModule, template: StagePlan, beyond: i
         never_rerun=(FORWARD, LOSS),
     )
     problem = StageProblem(
-        graph, LOSS, states=(STATES,), per_microbatch=(RECEIVED,), between=beyond, template=template
+        graph,
+        LOSS,
+        states=(STATES,),
+        per_microbatch=(RECEIVED,),
+        between=beyond,
+        freed={OUTPUTS: frozenset()} if freed and rest == template.sent else {},
+        template=template,
     )
     return FrozenStage(stage, problem)
 

@@ -14,7 +14,7 @@ from rematplan.pipeline.frozen_stage import FrozenStage, frozen_stage
 from rematplan.pipeline.schedules import SPLIT
 from rematplan.pipeline.torch_memory import handed_on, output_bytes, stage_torch_memory
 from rematplan.planner.core.plan import Plan, plan_from_json
-from rematplan.planner.pipeline.actions import PipelineSchedule
+from rematplan.planner.pipeline.actions import PipelineSchedule, stages_that_free_outputs
 from rematplan.planner.pipeline.dataflow_plans import starting_plans
 from rematplan.planner.pipeline.in_flight import RankPlan, RankSearch
 from rematplan.planner.pipeline.messages import CHANNELS
@@ -60,9 +60,7 @@ def captured_part(
     template = replace(template, states=template.states + parallel.resident(stage, device))
     reducing = parallel.reducing(stage, device)
     if len(order.stage_of_rank[order.rank_of(number)]) == 1:
-        # Sent messages, which `closing` replaces, are still held during the reduction.
-        held = order.microbatches * template.sending + template.pending
-        template = replace(template, closing=max(template.closing, reducing and reducing + held))
+        template = replace(template, ending=max(template.ending, reducing))
     else:  # the rank's other stages may have micro-batches in flight when this one reduces its gradients
         template = replace(template, states=template.states + reducing)
     if order.name in CHANNELS:
@@ -70,8 +68,9 @@ def captured_part(
     last = number == order.stages - 1
     copied = parallel.copied(output_bytes(stage, device))
     handed = handed_on(order, number, stage, device)
+    freed = number in stages_that_free_outputs(order) and parallel.replicas == 1
     if frozen:
-        return frozen_stage(number, stage, template, copied - handed)
+        return frozen_stage(number, stage, template, copied - handed, freed)
     return captured_stage(
         stage,
         planner,
@@ -81,6 +80,7 @@ def captured_part(
         split=order.name in SPLIT,
         copied=copied,
         handed=handed,
+        freed=freed,
         alone=parallel == ALONE,
         loss=loss,
     )

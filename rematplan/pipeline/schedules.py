@@ -10,8 +10,8 @@ from rematplan.planner.pipeline.actions import PipelineSchedule, schedule_of_row
 from rematplan.planner.pipeline.gpipe_and_1f1b import dataflow, gpipe, one_forward_one_backward
 
 ONE_STAGE: Mapping[str, Callable[[int, int, float], PipelineSchedule]] = {
-    "gpipe": lambda ranks, microbatches, hop: gpipe(ranks, microbatches),
-    "1f1b": lambda ranks, microbatches, hop: one_forward_one_backward(ranks, microbatches),
+    "gpipe": lambda ranks, microbatches, hop: gpipe(ranks, microbatches, _frees_outputs()),
+    "1f1b": lambda ranks, microbatches, hop: one_forward_one_backward(ranks, microbatches, _frees_outputs()),
     "dataflow": dataflow,
 }
 """Schedules with one stage per rank."""
@@ -66,9 +66,15 @@ def schedule_named(
     return schedule_of_rows(name, stages, microbatches, action_lists(name, ranks, stages, microbatches))
 
 
+def _frees_outputs() -> bool:
+    from rematplan.runtime.pipeline.action_lists import SENT_OUTPUTS_ARE_FREED  # torch takes seconds to load
+
+    return SENT_OUTPUTS_ARE_FREED
+
+
 def as_torch_runs_it(schedule: PipelineSchedule) -> PipelineSchedule:
-    """Return a schedule with the receives of this version of PyTorch, after a check that each rank has the actions, in
-    the order, that PyTorch's schedule class of this name runs.
+    """Return a schedule with the receives and frees of messages of this version of PyTorch, after a check that each
+    rank has the actions, in the order, that PyTorch's schedule class of this name runs.
 
     PyTorch runs the actions of its class, whatever a pipeline file says, so that peaks and times of other actions would
     be wrong. A ``dataflow`` is returned unchanged, because PyTorch has no class for it: the schedule's actions are run.

@@ -92,6 +92,16 @@ def whole_outputs(step: CapturedStep, graph: TrainingGraph) -> tuple[str, ...]:
     return tuple(t for t, sizes in outputs.items() if t in graph.producer and sizes == [graph.size[t]])
 
 
+def readers(step: CapturedStep, graph: TrainingGraph, tensors: Collection[str]) -> dict[str, frozenset[str]]:
+    """Return, for each of some tensors of a step's problem, the names of the ops and inverses of the problem that read
+    it. Ops that read it in the problem only so that it exists at that time are left out."""
+    found: dict[str, set[str]] = {t: set() for t in tensors}
+    for op in (*graph.ops, *graph.inverses):
+        for t in found.keys() & {*step.reads(step.call[op.name])} if op.name in step.call else ():
+            found[t].add(op.name)
+    return {t: frozenset(names) for t, names in found.items()}
+
+
 def _leaving(step: CapturedStep, graph: TrainingGraph) -> tuple[str, ...]:
     """Return the tensors with new contents of buffers that a step computes and that no op of its backward reads."""
     made = dict.fromkeys(step.values[o.value].storage for o in step.outputs if o.kind == "buffer")

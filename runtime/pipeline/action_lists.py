@@ -17,8 +17,8 @@ from torch.distributed import pipelining
 from rematplan.ir import UsageError
 
 Lists = tuple[tuple[tuple[str, int, int], ...], ...]
-"""For each rank its actions (kind F, B, I or W) and the starts of receives (kind RECV_F or RECV_B), in order: kind,
-stage, micro-batch."""
+"""For each rank its actions (kind F, B, I or W), the starts of receives (kind RECV_F or RECV_B) and the frees of sent
+messages (kind DROP_F or DROP_B), in order: kind, stage, micro-batch."""
 
 
 @dataclass(frozen=True)
@@ -32,8 +32,15 @@ class TorchSchedule:
     each: int | None
 
 
-KINDS = ("F", "B", "I", "W", "RECV_F", "RECV_B")
-"""The kinds of the entries that are read: actions and the starts of receives."""
+KINDS: Mapping[str, str] = {kind: kind for kind in ("F", "B", "I", "W", "RECV_F", "RECV_B")} | {
+    "WAIT_SEND_F": "DROP_F",
+    "WAIT_SEND_B": "DROP_B",
+}
+"""The kinds of the entries that are read, and their names in a `PipelineSchedule`. When PyTorch 2.15 has waited for the
+end of a sending, it frees the message. Earlier versions have no such entries: they keep all messages to the end."""
+SENT_OUTPUTS_ARE_FREED = hasattr(pipelining.PipelineStage, "release_fwd_send_outputs")
+"""Whether PyTorch frees an output of a stage once it is sent, before the backward. PyTorch 2.15 does in GPipe and 1F1B.
+In schedules with several stages per rank, it waits for the sending only after the backward."""
 SCHEDULES: Mapping[str, TorchSchedule] = {
     "interleaved": TorchSchedule("ScheduleInterleaved1F1B", None),
     "zbv": TorchSchedule("ScheduleZBVZeroBubble", 2),
@@ -57,7 +64,7 @@ def action_lists(name: str, ranks: int, stages: int, microbatches: int) -> Lists
     """Return the actions of a PyTorch pipeline schedule: for each rank a tuple of actions, in the order in which they
     run. An action is (kind, stage, micro-batch). The kind is F (forward), B (backward), I (input gradients only), W
     (weight gradients only), RECV_F or RECV_B (the rank begins to receive a message from the previous or the next
-    stage).
+    stage), DROP_F or DROP_B (it frees a message that it has sent).
 
     Args:
         name: a key of `SCHEDULES`.
@@ -86,10 +93,10 @@ def action_lists(name: str, ranks: int, stages: int, microbatches: int) -> Lists
 
 
 def _entries(one: Any) -> list[tuple[str, int, int]]:
-    """Return the computations and receives in one entry of a PyTorch schedule's list, as triples (kind, stage,
+    """Return the computations, receives and frees in one entry of a PyTorch schedule's list, as triples (kind, stage,
     micro-batch). Other entries, such as sends, have none. An entry in which a forward and a backward overlap has
     several."""
     if one.sub_actions is not None:
         return [action for part in one.sub_actions for action in _entries(part)]
     kind = one.computation_type.value
-    return [(kind, one.stage_index, one.microbatch_index)] if kind in KINDS else []
+    return [(KINDS[kind], one.stage_index, one.microbatch_index)] if kind in KINDS else []

@@ -4,15 +4,27 @@ from rematplan.planner.pipeline.actions import Action, StagePlan
 
 
 def replayed(actions: tuple[Action, ...], plans: dict[int, StagePlan]) -> list[int]:
-    """The bytes before the first action, during each action, and at the end of the step."""
+    """The most bytes before the first action, before and during each action, after the last one, at the step's end."""
     ledger: dict[tuple[object, ...], int] = {}
     for s, p in plans.items():
         ledger["states", s], ledger["torch", s] = p.states, p.torch_bytes
+
+    def through(entries: tuple[tuple[str, int, int], ...]) -> int:
+        before = [sum(ledger.values())]
+        for kind, s, m in entries:
+            if kind == "RECV_F":
+                ledger["waits", "F", s, m] = plans[s].received
+            elif kind == "RECV_B":
+                ledger["waits", "B", s, m] = plans[s].answered
+            else:
+                ledger.pop(("output" if kind == "DROP_F" else "gradient", s, m), None)
+            before.append(sum(ledger.values()))
+        return max(before)
+
     series = [sum(ledger.values()) + max(p.opening for p in plans.values())]
     for a in actions:
         p, mine = plans[a.stage], (a.stage, a.microbatch)
-        for kind, s, m in a.receives:
-            ledger["waits", kind, s, m] = plans[s].received if kind == "F" else plans[s].answered
+        before = through(a.messages)
         ledger.pop(("waits", "F" if a.kind == "F" else "B", *mine) if a.kind != "W" else (), None)
         first_i, first_w = (("gradients", part, a.stage) not in ledger for part in "IW")
         back = p.first_backward if first_i and p.first_backward is not None else p.transient_backward
@@ -26,11 +38,13 @@ def replayed(actions: tuple[Action, ...], plans: dict[int, StagePlan]) -> list[i
         others = sum(
             size for key, size in ledger.items() if key not in {("kept", *mine), ("deferred", *mine)}
         )
-        series.append(others + running)
+        series += [before, others + running]
         if a.kind == "F":
             ledger["kept", *mine] = p.kept_bytes
             if a.stage + 1 in plans:  # gets the output itself
                 ledger["waits", "F", a.stage + 1, a.microbatch] = plans[a.stage + 1].received
+            else:
+                ledger["output", *mine] = p.loose
         else:
             ledger.pop(("kept", *mine), None)
             if a.kind == "I":
@@ -40,13 +54,16 @@ def replayed(actions: tuple[Action, ...], plans: dict[int, StagePlan]) -> list[i
                 ledger["gradients", "W", a.stage] = p.gradients - p.early_gradients
             if a.kind != "W":
                 ledger["gradients", "I", a.stage] = p.early_gradients
-                ledger["left", *mine], ledger["sent", *mine] = p.left, p.sending
-                ledger["message", a.stage] = p.pending
+                ledger["left", *mine] = p.left
                 ledger.pop(("waits", "F", a.stage + 1, a.microbatch), None)
+                if ("output", *mine) in ledger:
+                    ledger["output", *mine] = p.sent
                 if a.stage - 1 in plans:
                     ledger["waits", "B", a.stage - 1, a.microbatch] = plans[a.stage - 1].answered
                     ledger["waits", "F", *mine] = p.received
-    ended = sum(size for key, size in ledger.items() if key[0] != "message")
-    joined = sum(size for key, size in ledger.items() if key[0] not in ("message", "sent"))
-    divided = ended + max(p.ending for p in plans.values())
-    return [*series, max(divided, joined + sum(p.closing for p in plans.values()))]
+                else:
+                    ledger["gradient", *mine] = p.returned
+    before = through(actions[-1].after)
+    divided = sum(ledger.values()) + max(p.ending for p in plans.values())
+    after = sum(size for key, size in ledger.items() if key[0] not in ("waits", "output", "gradient"))
+    return [*series, before, max(divided, after + sum(p.closing for p in plans.values()))]

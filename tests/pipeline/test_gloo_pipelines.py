@@ -7,7 +7,6 @@ from typing import Any
 
 import planned_tasks
 import pytest
-import torch
 from gloo_workers import Workers
 
 from rematplan.runtime.graph.compat import PIPELINES_SEND_TO_THEMSELVES
@@ -21,9 +20,8 @@ CASES = [
 ]
 TINY = {"width": 1}
 """The sizes of a network with fewer bytes than the state of a random generator."""
-TIGHT = 0.97 if torch.__version__ < (2, 15) else 0.9
-"""Of a promise, what a peak is at least. The promise counts the output of a stage until its backward. PyTorch 2.15
-frees an output that is sent and not read by the backward: in these small networks up to a tenth of a peak."""
+TIGHT = 0.97
+"""Of a promise, what a peak is at least."""
 
 
 def check(found: list[dict[str, Any]]) -> None:

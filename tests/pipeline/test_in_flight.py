@@ -20,6 +20,7 @@ from rematplan.planner.core.plan import Plan, plan_from_runs
 from rematplan.planner.core.schedule import Run
 from rematplan.planner.ilp.exhaustive import exhaustive
 from rematplan.planner.pipeline.actions import Action, RankActions, StagePlan
+from rematplan.planner.pipeline.gpipe_and_1f1b import one_forward_one_backward
 from rematplan.planner.pipeline.in_flight import RankPlan, RankSearch
 from rematplan.planner.pipeline.rank_memory import rank_peak
 from rematplan.planner.pipeline.stage_problem import StageProblem
@@ -101,6 +102,45 @@ def test_a_tangent_that_only_the_backward_has_is_charged_to_its_last_read() -> N
     found = searched([freed], 2, budget)
     assert (found.extra, found.floor, found.peak) == (0, 0, budget)
     assert searched([held], 2, budget).extra > 0
+
+
+def test_an_output_that_torch_frees_is_charged_in_the_backward_only_where_it_is_read() -> None:
+    """The output, ``x3``, has 8 bytes."""
+    stage = chain_stage([40, 2, 8], [1.0, 1.0, 1.0])
+    kept, freed = all_kept(stage), all_kept(replace(stage, freed={"x3": frozenset()}))
+    assert (kept.loose, freed.loose) == (0, 8)
+    for name in ("kept_bytes", "transient_backward", "first_backward"):
+        assert getattr(kept, name) - getattr(freed, name) == 8
+    assert kept.transient_forward == freed.transient_forward
+    assert all_kept(replace(stage, freed={"x3": frozenset({"b3"})})) == replace(kept)  # the backward reads it
+    again = replace(stage, freed={"x3": frozenset({"f2"})})  # an op of the forward reads it
+    runs = [op.name for op in stage.graph.ops]
+    twice = plan_from_runs(stage.graph, [*runs[:-6], "f2", *runs[-6:]], "twice")
+    assert all_kept(again).loose == 8
+    assert again.measured(twice).loose == 0
+
+
+@settings(max_examples=20, deadline=None)
+@given(st.lists(st.tuples(st.integers(1, 6), st.integers(1, 9)), min_size=2, max_size=2), st.integers(2, 3))
+def test_floors_of_a_stage_whose_outputs_are_freed_hold_for_all_known_plans(
+    rows: list[tuple[int, int]], ranks: int
+) -> None:
+    stage = free(chain_stage([size for size, _ in rows], [float(cost) for _, cost in rows]))
+    stage = replace(
+        stage, freed={"x2": frozenset()}, template=StagePlan(0, 0, 0, 0, sent=stage.graph.size["x2"])
+    )
+    actions = one_forward_one_backward(ranks, 2 * ranks, True).actions[0]
+    whole = rank_peak(actions, [all_kept(stage)])
+    found: dict[int, RankPlan] = {}
+    for budget in range(whole, 0, -max(1, whole // 12)):
+        try:
+            found[budget] = RankSearch([stage], actions, budget, Exact()).run()
+        except InfeasibleBudget:
+            break
+    for budget, one in found.items():
+        assert one.peak == max(replayed(actions, {0: one.stages[0]})) <= budget
+        fitting = [other.extra for other in found.values() if other.peak <= budget]
+        assert one.floor <= min(fitting) + 1e-6
 
 
 def test_a_tangent_that_weight_gradients_read_is_charged_until_then() -> None:

@@ -17,6 +17,7 @@ from rematplan.ir import InfeasibleBudget, Op, Tensor, TrainingGraph, UsageError
 from rematplan.pipeline.schedules import schedule_named
 from rematplan.planner.core.plan import Plan, plan_from_runs
 from rematplan.planner.pipeline.choose_cuts import PipelineSearch, Terms
+from rematplan.planner.pipeline.messages import CONNECTING
 from rematplan.planner.pipeline.stage_chain import StageChain, stage_chain
 from rematplan.planner.pipeline.timeline import Link
 from rematplan.planner.strategies.exact_dp import ExactDP
@@ -142,8 +143,8 @@ def test_states_grow_with_the_optimizer_and_the_batch_with_micro_batches() -> No
         2 * w for w in weights
     ]
     assert [s.gradients for s in plain.stages] == weights
-    assert [s.torch_bytes for s in plain.stages] == [0, 0]
-    assert [s.pending for s in plain.stages] == [chain.sends[3], chain.returns[3]]
+    assert [s.torch_bytes for s in plain.stages] == [CONNECTING] * 2
+    assert [(s.sent, s.returned) for s in plain.stages] == [(chain.sends[3], 0), (0, chain.returns[3])]
     batch = search(chain, "1f1b", AMPLE, batch=frozenset({"x"})).run((3,))
     assert batch.stages[0].torch_bytes - plain.stages[0].torch_bytes == 4 * chain.graph.size["x"]
     assert plain.stages[0].states - batch.stages[0].states == chain.graph.size["x"]

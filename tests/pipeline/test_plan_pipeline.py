@@ -13,9 +13,11 @@ from torch import distributed, nn
 import rematplan
 from rematplan.ir import InfeasibleBudget, ModelError, RematplanError, UsageError
 from rematplan.pipeline.auto_cuts import agreed
+from rematplan.pipeline.schedules import schedule_named
 from rematplan.planner.core.schedule import Run
-from rematplan.planner.pipeline.messages import CONNECTING, RANDOM_STATE
+from rematplan.planner.pipeline.messages import CONNECTING, RANDOM_STATE, MessageBytes, message_memory
 from rematplan.planner.strategies.store_all import no_recompute
+from rematplan.runtime.pipeline import action_lists
 
 ASKED: dict[str, Any] = {
     "stages": 4,
@@ -201,6 +203,24 @@ def test_a_skipping_tensor_passes_through_each_stage() -> None:
     assert "rank 3 stage 3: 1 in flight" in str(pipe)
 
 
+@pytest.mark.parametrize("schedule", ["1f1b", "gpipe"])
+def test_outputs_that_the_backward_reads_stay_though_torch_frees_what_is_sent(
+    schedule: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The first stage ends with a layer whose output no backward reads, the second one with a tanh."""
+    layers = (nn.Linear(16, 16), nn.Linear(16, 16), nn.Tanh(), nn.Linear(16, 16))
+    figures = {}
+    for frees in (False, True):
+        monkeypatch.setattr(action_lists, "SENT_OUTPUTS_ARE_FREED", frees)
+        asked = {"schedule": schedule, "stages": 3, "microbatches": 4, "cuts": ["1", "3"]}
+        figures[frees] = planned(nn.Sequential(*layers), x=torch.zeros(8, 16), **asked).stage_plans
+    assert [one.loose for one in figures[False]] == [0, 0, 0]
+    assert [one.loose for one in figures[True]] == [4 * 2 * 16, 0, 0]
+    kept, freed = figures[False][0], figures[True][0]
+    assert kept.kept_bytes - freed.kept_bytes == freed.loose == freed.sent
+    assert figures[False][1:] == figures[True][1:]
+
+
 def test_an_unexpected_error_of_the_first_rank_does_not_leave_others_waiting(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -235,5 +255,11 @@ def test_autograd_holds_gradients_of_outputs_until_the_first_segment_ends() -> N
 
 def test_the_state_of_the_random_generator_has_the_bytes_that_are_counted() -> None:
     assert torch.get_rng_state().nbytes == RANDOM_STATE
-    openings = {part.problem.template.opening for part in planned().parts.values()}
-    assert openings == {RANDOM_STATE + CONNECTING}
+    assert {part.problem.template.opening for part in planned().parts.values()} == {RANDOM_STATE}
+
+
+def test_the_numbers_that_connect_ranks_are_counted_once_in_each() -> None:
+    for name in ("gpipe", "zbv"):
+        schedule = schedule_named(name, 4, 8)
+        found = [message_memory(schedule, s, MessageBytes(0, 0, 0, 0)) for s in range(schedule.stages)]
+        assert [plan.torch_bytes for plan in found] == [CONNECTING] * 4 + [0] * (schedule.stages - 4)

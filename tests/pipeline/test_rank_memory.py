@@ -1,7 +1,9 @@
 """The bytes that a rank holds during each action equal an independent count."""
 
 import re
+from collections.abc import Iterable
 from dataclasses import fields, replace
+from itertools import chain
 
 import pytest
 from hypothesis import given, settings
@@ -9,7 +11,15 @@ from hypothesis import strategies as st
 from replay import replayed
 
 from rematplan.ir import Op, ProblemError, Tensor, TrainingGraph
-from rematplan.planner.pipeline.actions import Action, StagePlan, schedule_of_rows
+from rematplan.planner.pipeline.actions import (
+    DROPS,
+    RECEIVES,
+    Action,
+    StagePlan,
+    schedule_of_rows,
+    stages_that_free_outputs,
+)
+from rematplan.planner.pipeline.gpipe_and_1f1b import gpipe, one_forward_one_backward
 from rematplan.planner.pipeline.rank_memory import in_flight, rank_bytes, rank_peak
 from rematplan.planner.pipeline.stage_chain import stage_chain
 from rematplan.planner.pipeline.stage_problem import StageProblem
@@ -35,6 +45,11 @@ def ranks(draw: st.DrawFn) -> tuple[tuple[Action, ...], dict[int, StagePlan]]:
         actions.append(Action(left[key].pop(0), *key))  # type: ignore[arg-type]
         if not left[key]:
             del left[key]
+        if kinds := draw(st.lists(st.sampled_from((*RECEIVES, *DROPS)), max_size=2)):
+            entries = ((kind, *draw(st.sampled_from(sorted(orders)))) for kind in kinds)
+            actions[-1] = replace(actions[-1], messages=tuple(entries))
+            if not left:
+                actions[-1] = replace(actions[-1], after=actions[-1].messages)
     names = [f.name for f in fields(StagePlan) if f.type in ("int", "int | None") and f.name != "stage"]
     plans = {s: StagePlan(s, **{name: draw(BYTES) for name in names}) for s in range(stages)}
     return tuple(actions), plans
@@ -46,8 +61,9 @@ def test_the_bytes_of_each_action_are_those_of_an_independent_account(
     rank: tuple[tuple[Action, ...], dict[int, StagePlan]],
 ) -> None:
     actions, plans = rank
-    assert list(rank_bytes(actions, plans.values())) == replayed(actions, plans)[1:]
-    assert rank_peak(actions, plans.values()) == max(replayed(actions, plans))
+    found = replayed(actions, plans)
+    assert [*chain.from_iterable(rank_bytes(actions, plans.values()))] == found[1:]
+    assert rank_peak(actions, plans.values()) == max(found)
 
 
 def test_one_forward_one_backward_holds_all_but_one_of_the_micro_batches_in_flight() -> None:
@@ -61,11 +77,42 @@ def test_one_forward_one_backward_holds_all_but_one_of_the_micro_batches_in_flig
     assert rank_peak(schedule.actions[0], [late]) == 100 + 7 + 10 + 19
 
 
+def during(actions: Iterable[Action], plans: Iterable[StagePlan]) -> list[int]:
+    return [most for _, most in rank_bytes(actions, plans)]
+
+
 def test_sent_tensors_are_gone_when_the_outputs_are_joined() -> None:
     actions = tuple(Action(kind, 0, m) for m in range(3) for kind in "FB")  # type: ignore[arg-type]
-    plan = StagePlan(0, 4, 9, 9, states=100, left=10, sending=7, closing=30)
-    assert [*rank_bytes(actions, [plan])][-2:] == [100 + 2 * 17 + 9, 100 + 3 * 10 + 30]
-    assert [*rank_bytes(actions, [replace(plan, closing=0)])][-1] == 100 + 3 * 17
+    plan = StagePlan(0, 4, 9, 9, states=100, left=10, sent=5, returned=2, closing=30)
+    assert during(actions, [plan])[-2:] == [100 + 2 * 17 + 9, 100 + 3 * 10 + 30]
+    assert during(actions, [replace(plan, closing=0)])[-1] == 100 + 3 * 17
+
+
+@pytest.mark.parametrize("early", [True, False])
+def test_a_sent_message_counts_from_its_action_until_it_is_freed(early: bool) -> None:
+    """The second of three stages in 1F1B with three micro-batches: F0 F1 B0 F2 B1 B2."""
+    (row,) = one_forward_one_backward(3, 3, early).actions[1:2]
+    plan = StagePlan(1, 4, 60, 9, sent=100, returned=1000, received=2, answered=3, loose=50 * early)
+    assert list(map(str, row)) == ["1F0", "1F1", "1B0", "1F2", "1B1", "1B2"]
+    # F1: the output of F0. F2, B1: the gradient of B0. B2: that of B1. The end: that of B2.
+    gradients = [0, 0, 0, 1000, 1000, 1000, 1000]
+    # If outputs are kept, that of F0 is freed after B1 (the first after F2), and that of F2 never.
+    outputs = [0, 50, 0, 0, 0, 0, 0] if early else [0, 0, 0, 100, 100, 0, 100]
+    others = [60, 64, 13, 64, 13, 9, 0]  # the transient, and what is kept for other micro-batches
+    wanted = list(map(sum, zip(gradients, outputs, others, strict=True)))
+    assert during(row, [plan]) == wanted
+    # Before B1, the buffer of its gradient exists already; an output that is freed early still exists.
+    before = [most for most, _ in rank_bytes(row, [plan])]
+    assert before[4] == 2 * 4 + 1000 + 3 + (50 if early else 100)
+    # Before the end, the gradient of B1 is freed.
+    assert before[-1] == 2000 + (0 if early else 100)
+
+
+def test_torch_frees_outputs_early_only_where_every_output_is_freed_before_its_backward() -> None:
+    assert stages_that_free_outputs(one_forward_one_backward(3, 3, True)) == {0, 1}
+    assert stages_that_free_outputs(gpipe(3, 3, True)) == {0, 1}
+    for schedule in (one_forward_one_backward(3, 3), gpipe(3, 3)):
+        assert not stages_that_free_outputs(schedule)
 
 
 TWO_STAGES = (Action("F", 0, 0), Action("B", 0, 0), Action("F", 1, 0), Action("B", 1, 0))
@@ -73,8 +120,8 @@ TWO_STAGES = (Action("F", 0, 0), Action("B", 0, 0), Action("F", 1, 0), Action("B
 
 
 def test_what_torch_needs_to_divide_gradients_is_counted_once_in_a_rank() -> None:
-    plans = [StagePlan(s, 4, 9, 9, states=100, sending=30, closing=20, ending=50) for s in range(2)]
-    assert [*rank_bytes(TWO_STAGES, plans)][-1] == 2 * (100 + 30) + 50
+    plans = [StagePlan(s, 4, 9, 9, states=100, left=30, closing=20, ending=50) for s in range(2)]
+    assert during(TWO_STAGES, plans)[-1] == 2 * (100 + 30) + 50
 
 
 def test_what_torch_needs_before_the_first_action_is_counted_once_in_a_rank() -> None:
@@ -114,14 +161,14 @@ def test_a_gradient_that_one_op_computes_with_that_of_the_input_stays_from_the_f
     assert (plan.gradients, plan.early_gradients) == (1007, 1000)
     rows = [[(kind, 1, m) for kind, m in (("F", 0), ("I", 0), ("F", 1), ("I", 1), ("W", 0), ("W", 1))]]
     actions = tuple(Action(*row) for row in rows[0])  # type: ignore[arg-type]
-    during = dict(zip(map(str, actions), rank_bytes(actions, [replace(plan, states=0)]), strict=False))
+    most = dict(zip(map(str, actions), during(actions, [replace(plan, states=0)]), strict=False))
     deferred = plan.deferred_bytes
-    assert during["1F1"] == 1000 + deferred + plan.transient_forward
-    assert during["1I1"] == 1000 + deferred + plan.transient_backward
-    assert during["1W0"] == 1000 + deferred + (plan.first_weight or 0)
-    assert during["1W1"] == 1007 + plan.transient_weight
+    assert most["1F1"] == 1000 + deferred + plan.transient_forward
+    assert most["1I1"] == 1000 + deferred + plan.transient_backward
+    assert most["1W0"] == 1000 + deferred + (plan.first_weight or 0)
+    assert most["1W1"] == 1007 + plan.transient_weight
     whole = [Action("F", 1, 0), Action("B", 1, 0)]
-    assert [*rank_bytes(whole, [replace(plan, states=0)])][-1] == 1007
+    assert during(whole, [replace(plan, states=0)])[-1] == 1007
 
 
 def own_outputs() -> StageProblem:
@@ -156,7 +203,7 @@ def test_torch_holds_the_outputs_until_a_whole_backward_ends() -> None:
     assert (plan.transient_weight, plan.whole) == (3 + 3 + 40, 10)
     whole = [Action("F", 0, 0), Action("B", 0, 0)]
     halves = [Action("F", 0, 0), Action("I", 0, 0), Action("W", 0, 0)]
-    assert max(rank_bytes(whole, [plan])) - max(rank_bytes(halves, [plan])) == 10
+    assert max(during(whole, [plan])) - max(during(halves, [plan])) == 10
 
 
 def test_outputs_that_the_next_stage_holds_are_counted_in_the_forward_only() -> None:

@@ -14,8 +14,8 @@ def test_another_order_of_two_actions_is_refused(name: str) -> None:
     schedule = schedule_named(name, 2, 4)
     bare = [[(a.kind, a.stage, a.microbatch) for a in row] for row in schedule.actions]
     run = as_torch_runs_it(schedule_of_rows(name, schedule.stages, 4, bare))
-    assert [a.receives for row in run.actions for a in row] == [
-        a.receives for row in schedule.actions for a in row
+    assert [a.messages for row in run.actions for a in row] == [
+        a.messages for row in schedule.actions for a in row
     ]
     first, row = schedule.actions
     at = next(k for k in range(len(row) - 1) if row[k].microbatch != row[k + 1].microbatch)

@@ -1,0 +1,97 @@
+"""The bytes of the messages between pipeline stages that a rank holds while it does other work.
+
+A rank allocates the buffer of a message when it begins to receive it, and frees it after the message's micro-batch has
+used it. So a received message *waits* from the time when its receive begins to the start of the action that reads it.
+A sent message exists from the end of the action that makes it until the rank frees it.
+
+A stage whose neighbour is on the same rank gets the neighbour's tensors themselves. The output of a stage then exists
+to the end of the stage's own backward, even while the next stage does not need it. So it also waits for the next stage
+from the end of that stage's backward to the end of its own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+
+from rematplan.planner.pipeline.actions import DROPS, RECEIVES, Action, Entry, StagePlan
+
+READS = {"F": "F", "B": "B", "I": "B"}
+"""For the kind of an action, the kind of the message that it reads and of the one that it makes: of a forward (F) or of
+a backward (B)."""
+_Key = tuple[str, str, int, int]
+"""Whether a message was "received" or "sent"; its kind (F or B); the stage that received or sent it; the
+micro-batch."""
+
+
+class _Held:
+    """The bytes of messages by key, and their sum ``total``."""
+
+    def __init__(self) -> None:
+        self.bytes: dict[_Key, int] = {}
+        self.total = 0
+
+    def put(self, key: _Key, size: int) -> None:
+        self.drop(key)
+        self.bytes[key] = size
+        self.total += size
+
+    def drop(self, key: _Key) -> None:
+        self.total -= self.bytes.pop(key, 0)
+
+
+def message_bytes(actions: Iterable[Action], stages: Mapping[int, StagePlan]) -> Iterator[tuple[int, int]]:
+    """Yield, for each of a rank's actions, the largest number of bytes of messages between the previous action and this
+    one, and the number during it. The last pair is for the time after the last action, and for the end of the step.
+
+    Messages that the running action reads or makes are not counted, because they count to its transient.
+
+    Args:
+        actions: the rank's actions in order.
+        stages: the memory of each of the rank's stages, by number.
+    """
+    held = _Held()
+    after: tuple[Entry, ...] = ()
+    for action in actions:
+        most = _change(held, action.messages, stages)
+        if action.kind in READS:
+            held.drop(("received", READS[action.kind], action.stage, action.microbatch))
+        yield most, held.total
+        if action.kind in READS:
+            _finish(held, action, stages)
+        after = action.after
+    yield _change(held, after, stages), held.total
+
+
+def _change(held: _Held, entries: Iterable[Entry], stages: Mapping[int, StagePlan]) -> int:
+    """Receive and free messages as ``entries`` say, and return the largest number of bytes held before, between and
+    after these entries."""
+    most = held.total
+    for kind, stage, microbatch in entries:
+        if kind in RECEIVES:
+            one = stages[stage]
+            size = one.received if kind == "RECV_F" else one.answered
+            held.put(("received", RECEIVES[kind], stage, microbatch), size)
+        else:
+            held.drop(("sent", DROPS[kind], stage, microbatch))
+        most = max(most, held.total)
+    return most
+
+
+def _finish(held: _Held, action: Action, stages: Mapping[int, StagePlan]) -> None:
+    """Change ``held`` to the messages that exist after an F, B or I."""
+    number, microbatch = action.stage, action.microbatch
+    stage = stages[number]
+    if action.kind == "F":
+        if number + 1 in stages:
+            held.put(("received", "F", number + 1, microbatch), stages[number + 1].received)
+        else:
+            held.put(("sent", "F", number, microbatch), stage.loose)
+        return
+    held.drop(("received", "F", number + 1, microbatch))
+    if number - 1 in stages:
+        held.put(("received", "B", number - 1, microbatch), stages[number - 1].answered)
+        held.put(("received", "F", number, microbatch), stage.received)
+    else:
+        held.put(("sent", "B", number, microbatch), stage.returned)
+    if ("sent", "F", number, microbatch) in held.bytes:  # until now, `kept_bytes` included a part of it
+        held.put(("sent", "F", number, microbatch), stage.sent)
