@@ -1,12 +1,10 @@
 """Each example runs to its end in under a minute."""
 
 import difflib
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+from forks import run_scripts
 
 ROOT = Path(__file__).parent.parent.parent
 PAIR = [ROOT / "examples" / f"train_{when}.py" for when in ("before", "after")]
@@ -14,17 +12,9 @@ EXAMPLES = sorted(set((ROOT / "examples").glob("*.py")) - set(PAIR))
 
 
 def run(example: Path, folder: Path) -> str:
-    done = subprocess.run(
-        [sys.executable, str(example)],
-        cwd=folder,
-        env=os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=240,  # a crowded machine; alone each takes a few seconds
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-    return done.stdout
+    (done,) = run_scripts([[example]], folder)
+    assert done.status == 0, done.out + done.err
+    return done.out
 
 
 @pytest.mark.parametrize("example", EXAMPLES, ids=[path.stem for path in EXAMPLES])

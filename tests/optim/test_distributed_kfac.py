@@ -5,6 +5,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from forks import run_scripts
 
 from rematplan.ir import UsageError
 from rematplan.optim.distributed import Ranks
@@ -12,30 +13,16 @@ from rematplan.optim.distributed import Ranks
 FOLDER = Path(__file__).parent
 
 
-def run(size: int, folder: Path, *checks: str) -> list[tuple[int, str, str]]:
-    """Status, output and errors of each process that makes these checks."""
-    ranks = [
-        subprocess.Popen(
-            [
-                sys.executable,
-                str(FOLDER / "distributed_worker.py"),
-                str(rank),
-                str(size),
-                str(folder / "rendezvous"),
-                *checks,
-            ],
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for rank in range(size)
-    ]
-    try:
-        said = [process.communicate(timeout=240) for process in ranks]
-        return [(process.returncode, *texts) for process, texts in zip(ranks, said, strict=True)]
-    finally:
-        for process in ranks:
-            process.kill()
+def commands(size: int, folder: Path, *checks: str) -> list[list[str]]:
+    """The command of each process that makes these checks, without the interpreter."""
+    script, rendezvous = str(FOLDER / "distributed_worker.py"), str(folder / "rendezvous")
+    return [[script, str(rank), str(size), rendezvous, *checks] for rank in range(size)]
+
+
+def interpreted(command: list[str]) -> subprocess.Popen[str]:
+    return subprocess.Popen(
+        [sys.executable, *command], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
 
 
 @pytest.mark.parametrize(
@@ -60,19 +47,25 @@ def run(size: int, folder: Path, *checks: str) -> list[tuple[int, str, str]]:
     ],
 )
 def test_fifty_steps_are_those_of_one_process(size: int, checks: list[str], tmp_path: Path) -> None:
-    for status, _, errors in (ranks := run(size, tmp_path, *checks)):
-        assert status == 0, errors
-    assert ranks[0][1].splitlines() == [f"{check}: equal" for check in checks]
+    ranks = run_scripts(commands(size, tmp_path, *checks), tmp_path)
+    for one in ranks:
+        assert one.status == 0, one.err
+    assert ranks[0].out.splitlines() == [f"{check}: equal" for check in checks]
 
 
 def test_a_process_that_fails_ends_all(tmp_path: Path) -> None:
-    first, last = run(2, tmp_path, "failing")
-    assert last[0] != 0
-    assert first[0] != 0
+    """Where the interpreter ends by itself, as a program's does."""
+    processes = [interpreted(command) for command in commands(2, tmp_path, "failing")]
+    try:
+        first, last = [process.communicate(timeout=240)[1] for process in processes]
+    finally:
+        for process in processes:
+            process.kill()
+    assert all(process.returncode != 0 for process in processes)
     # PyTorch's threads may print another line when the process ends.
-    assert "ValueError: the last process fails\n" in last[2]
+    assert "ValueError: the last process fails\n" in last
     said = "ProcessEnded: rank 0 of 2: another process has ended or cannot be reached ("
-    assert any(said in line for line in first[2].splitlines()[-2:])
+    assert any(said in line for line in first.splitlines()[-2:])
 
 
 def test_without_a_process_group_it_is_refused() -> None:

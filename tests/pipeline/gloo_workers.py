@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import multiprocessing
 import time
 from collections.abc import Callable
 from multiprocessing.connection import Connection, wait
@@ -11,6 +10,7 @@ from typing import Any
 
 import gloo_rank
 import pytest
+from forks import CONTEXT
 
 PATIENCE = 240.0
 """Seconds after which processes that give no answer are given up."""
@@ -31,11 +31,10 @@ class Workers:
         if self.processes:
             return
         self.started += 1
-        context = multiprocessing.get_context("spawn")
         rendezvous = str(self.folder / f"rendezvous{self.started}")
         for rank in range(self.count):
-            mine, theirs = context.Pipe()
-            process = context.Process(
+            mine, theirs = CONTEXT.Pipe()
+            process = CONTEXT.Process(
                 target=gloo_rank.serve, args=(rank, self.count, rendezvous, theirs), daemon=True
             )
             process.start()
