@@ -5,8 +5,8 @@ usage: python benchmarks/gpu.py [--device cuda] [--minutes 7.5] [--json gpu.json
 1. The tests that use a CUDA device.
 2. For ResNet-50, a GPT, U-Net and a Llama-like decoder, in float32 and bfloat16: eager mode, checkpointing of each
    block, torch.compile, and plans at four budgets (90 %, 70 % and 50 % of the peak without recomputation, and the
-   smallest). Each row has the plan's predicted peak, the measured peaks of allocated and of reserved bytes, and the
-   step's time as a ratio to eager mode's, all measured alternately in one process.
+   smallest). Each row has the plan's predicted peak, the measured peak of allocated bytes, and the ratio of the step's
+   time to eager mode's, all measured alternately in one process.
 3. The plan at 50 % with recomputation on a second stream.
 
 The files are written again after each network, so an interrupted call leaves its results so far. Nothing is
@@ -24,6 +24,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass
 from functools import partial
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, TypeAlias, cast
 
@@ -71,8 +72,8 @@ class Row:
     """What was measured of one network, type and method.
 
     ``network``, ``dtype``, ``step``: their names. ``budget``, ``promised``: the plan's budget and predicted peak in
-    bytes; None without a plan. ``allocated``, ``reserved``: measured peaks in bytes. ``time``: step time ÷ eager
-    mode's. ``note``: why figures are absent.
+    bytes; None without a plan. ``allocated``: the measured peak in bytes. ``time``: step time ÷ eager mode's.
+    ``note``: why figures are absent.
     """
 
     network: str
@@ -81,7 +82,6 @@ class Row:
     budget: int | None = None
     promised: int | None = None
     allocated: int | None = None
-    reserved: int | None = None
     time: float | None = None
     note: str = ""
 
@@ -176,6 +176,8 @@ class Bench:
         found = []
         for files in (TESTS, MORE_TESTS):
             command = [sys.executable, "-m", "pytest", "-q", "--no-header", "-p", "no:cacheprovider", *files]
+            if find_spec("xdist"):
+                command += ["-n", "auto"]
             try:
                 done = subprocess.run(
                     command, capture_output=True, text=True, timeout=max(10.0, self.left / 8)
@@ -211,7 +213,7 @@ class Bench:
             try:
                 model = make()
                 run = stepper(model, inputs)
-                facts[step] = {**more(model), **self.peaks(model, inputs, run)}
+                facts[step] = {**more(model), "allocated": self.peak(model, inputs, run)}
                 steps[step] = run
             except (InfeasibleBudget, RuntimeError) as error:
                 facts[step] = {"note": str(error).splitlines()[0]}
@@ -258,22 +260,13 @@ class Bench:
             "plan 50%, two streams": (partial(planned, "50%", overlap="on"), promise),
         }
 
-    def peaks(self, model: nn.Module, inputs: tuple[Tensor, ...], run: Callable[[], None]) -> dict[str, int]:
-        """Return the peak of allocated bytes of a step, parameters and inputs included; on CUDA also of reserved
-        bytes."""
+    def peak(self, model: nn.Module, inputs: tuple[Tensor, ...], run: Callable[[], None]) -> int:
+        """Return the peak of allocated bytes of a step, parameters and inputs included."""
         run()
         model.zero_grad(set_to_none=True)
         gc.collect()
         resident = sum(t.nbytes for t in (*model.parameters(), *model.buffers(), *inputs))
-        if self.device.type == "cuda":
-            torch.cuda.empty_cache()
-            before = torch.cuda.memory_reserved(self.device) - torch.cuda.memory_allocated(self.device)
-        peak = resident + peak_above_entry(run, self.device)[0]
-        if self.device.type != "cuda":
-            return {"allocated": peak}
-        others = torch.cuda.max_memory_allocated(self.device) - peak  # other models of this process
-        reserved = torch.cuda.max_memory_reserved(self.device) - others - before
-        return {"allocated": peak, "reserved": reserved}
+        return resident + peak_above_entry(run, self.device)[0]
 
     def write(self) -> None:
         """Write the JSON file and the table with the results so far. Each file is complete at any moment."""
@@ -309,30 +302,14 @@ def table(facts: Mapping[str, Any], rows: list[Row]) -> str:
     lines = [
         f"{facts['device']}, torch {facts['torch']}, rematplan {facts['rematplan']}. Tests: {facts['tests']}",
         "",
-        "| network | type | step | promised, MiB | allocated | ÷ budget | reserved | ÷ budget | time ÷ eager | |",
-        "|---|---|---|---|---|---|---|---|---|---|",
+        "| network | type | step | promised, MiB | allocated | ÷ budget | time ÷ eager | |",
+        "|---|---|---|---|---|---|---|---|",
     ]
     for row in rows:
-        mib = [
-            f"{b / 2**20:.0f}" if b is not None else "" for b in (row.promised, row.allocated, row.reserved)
-        ]
-        shares = [
-            f"{b / row.budget:.3f}" if b is not None and row.budget else ""
-            for b in (row.allocated, row.reserved)
-        ]
+        mib = [f"{b / 2**20:.0f}" if b is not None else "" for b in (row.promised, row.allocated)]
+        share = f"{row.allocated / row.budget:.3f}" if row.allocated is not None and row.budget else ""
         ratio = "" if row.time is None else f"{row.time:.3f}"
-        cells = (
-            row.network,
-            row.dtype,
-            row.step,
-            mib[0],
-            mib[1],
-            shares[0],
-            mib[2],
-            shares[1],
-            ratio,
-            row.note,
-        )
+        cells = (row.network, row.dtype, row.step, mib[0], mib[1], share, ratio, row.note)
         lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines) + "\n"
 

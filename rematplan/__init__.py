@@ -100,7 +100,10 @@ _HOMES = {
 
 def __getattr__(name: str) -> Any:
     if name == "__version__":
-        return metadata.version("rematplan")
+        try:
+            return metadata.version("rematplan")
+        except metadata.PackageNotFoundError:  # a source tree that is not installed
+            return "unknown"
     if name not in _HOMES:
         raise AttributeError(f"module 'rematplan' has no attribute {name!r}")
     return getattr(importlib.import_module(_HOMES[name]), name)

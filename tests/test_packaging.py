@@ -6,6 +6,7 @@ import sys
 import tarfile
 import tomllib
 import zipfile
+from importlib import metadata
 from pathlib import Path
 
 import pytest
@@ -123,3 +124,11 @@ def test_the_version_is_the_installed_one(wheel: zipfile.ZipFile) -> None:
 def test_the_wheel_has_the_command(wheel: zipfile.ZipFile) -> None:
     (entry_points,) = (name for name in wheel.namelist() if name.endswith("entry_points.txt"))
     assert "rematplan = rematplan.cli:main" in wheel.read(entry_points).decode()
+
+
+def test_a_source_tree_that_is_not_installed_has_an_unknown_version(monkeypatch: pytest.MonkeyPatch) -> None:
+    def missing(name: str) -> str:
+        raise metadata.PackageNotFoundError(name)
+
+    monkeypatch.setattr(metadata, "version", missing)
+    assert rematplan.__version__ == "unknown"

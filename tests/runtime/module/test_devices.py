@@ -101,15 +101,17 @@ def test_attention_draws_the_same_numbers_again(overlap: str, device: str) -> No
 
 @pytest.mark.parametrize("device", DEVICES)
 def test_costs_are_the_device_s(device: str, tmp_path: Path) -> None:
+    large_size = 1024 if device == "cpu" else 4096  # a kernel much longer than its launch
+
     class Products(nn.Module):
         def __init__(self) -> None:
             super().__init__()
-            self.small, self.large = (nn.Parameter(torch.randn(n, n)) for n in (32, 1024))
+            self.small, self.large = (nn.Parameter(torch.randn(n, n)) for n in (32, large_size))
 
         def forward(self, x: Tensor) -> Tensor:
             return (x[:32, :32] @ self.small).sum() + (x @ self.large).sum()
 
-    model, x = Products().to(device), torch.randn(1024, 1024, device=device)
+    model, x = Products().to(device), torch.randn(large_size, large_size, device=device)
     state = torch.cuda.get_rng_state() if device == "cuda" else torch.get_rng_state()
     step = capture(model, (x,), "products")
     costs = profile_costs(step, cache=tmp_path)
