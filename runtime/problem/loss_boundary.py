@@ -132,7 +132,8 @@ class SplitSchedule:
     placement of its op executions on two lanes (threads on the CPU, streams on CUDA); None for one lane. ``positions``:
     the position of each entry of ``schedule`` in the original schedule. ``boundary``: the index in ``schedule`` of the
     first entry after the loss. ``late``: the index of the first entry of the second part of a split backward (input
-    gradients first, weight gradients later); None if the backward is not split.
+    gradients first, weight gradients later); None if the backward is not split. The first part includes the frees that
+    follow it in the schedule.
     """
 
     schedule: Schedule
@@ -164,6 +165,8 @@ def split_at_loss(step: CapturedStep, schedule: Schedule, lanes: Lanes | None = 
             shorter = _without(shorter, at)
     boundary = bisect(own, schedule.index(Run(LOSS)))
     late = bisect(own, schedule.index(Run(WEIGHTS))) if WEIGHTS in runs else None
+    while late is not None and late < len(own) and isinstance(schedule[own[late]], Free):
+        late += 1
     return SplitSchedule(tuple(schedule[at] for at in own), shorter, own, boundary, late)
 
 

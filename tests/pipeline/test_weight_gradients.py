@@ -13,6 +13,7 @@ from rematplan.ir import ProblemError
 from rematplan.planner.core.schedule import Run, with_frees
 from rematplan.planner.core.simulator import simulate
 from rematplan.planner.strategies.store_all import no_recompute
+from rematplan.runtime.module.planning import compiled_plan
 from rematplan.runtime.problem.loss_boundary import WEIGHTS
 
 
@@ -131,3 +132,20 @@ def test_weight_gradients_read_outputs_only_where_their_calls_do() -> None:
     for name in later:
         read = outputs.intersection(part.problem.graph.op[name].reads)
         assert read <= {*part.step.reads(part.step.call[name])}
+
+
+def test_an_output_that_only_the_inputs_gradient_needs_is_freed_with_it() -> None:
+    """The backward of a tanh reads its result, the stage's output; the weight's gradient does not."""
+    model = nn.Sequential(*(nn.Sequential(nn.Linear(64, 64), nn.Tanh()) for _ in range(4)))
+    planned = pipe(model, torch.randn(16, 64), cuts="1,2,3").parts[1]
+    stage = planned.planned(no_recompute(planned.problem.graph))
+    given = torch.randn(4, 64).requires_grad_()
+    output = stage(given)
+    output.backward(torch.randn(4, 64))
+    storage = output.untyped_storage().data_ptr()
+    calls = compiled_plan(stage).deferred
+    assert len(calls) == 1
+    kept = {t.untyped_storage().data_ptr() for t in calls[0].held}
+    assert kept
+    assert storage not in kept
+    rematplan.finish_weights(stage)
