@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
+from unittest.mock import patch
 
 import planned_tasks
 from gloo_workers import Workers
@@ -11,7 +13,10 @@ from hypothesis import strategies as st
 
 import rematplan
 from rematplan.ir import InfeasibleBudget
+from rematplan.pipeline.rank_plans import rank_plan
 from rematplan.pipeline.schedules import VIRTUAL
+from rematplan.planner.pipeline import in_flight
+from rematplan.plans.options import PlanOptions
 from rematplan.runtime.graph.compat import PIPELINES_SEND_TO_THEMSELVES
 
 RANKS = 4
@@ -50,14 +55,22 @@ def pipelines(draw: st.DrawFn) -> tuple[dict[str, Any], int]:
     return asked, draw(st.integers(60, 90))
 
 
-def planned(asked: dict[str, Any], budget: str | int) -> rematplan.Pipeline:
-    """The pipeline within a budget, or, where a rank does not fit, within the least budget that the refusals state."""
-    for _ in range(RANKS):
+def planned(asked: dict[str, Any], percent: int) -> rematplan.Pipeline:
+    """The pipeline within a share of the largest peak, or, where a rank does not fit, within the least budget that the
+    refusals state. Its stages are captured once.
+    """
+    whole = planned_tasks.planned(budget="1GiB", strategy="store_all", **asked)
+    budget = percent * max(whole.peaks.values()) // 100
+    options = PlanOptions(budget="min", strategy="approx_dp", costs="roofline")
+    while True:
         try:
-            return planned_tasks.planned(budget=budget, strategy="approx_dp", **asked)
+            with patch.object(in_flight, "LIMITS", planned_tasks.FEW):
+                found = {
+                    rank: rank_plan(whole.order, rank, whole.parts, budget, options) for rank in range(RANKS)
+                }
+            return replace(whole, budget=budget, ranks=found)
         except InfeasibleBudget as refused:
-            budget = refused.smallest
-    return planned_tasks.planned(budget=budget, strategy="approx_dp", **asked)
+            budget = max(refused.smallest, budget + 1)
 
 
 @settings(max_examples=4, deadline=None, derandomize=True, database=None, phases=(Phase.generate,))
@@ -66,7 +79,7 @@ def test_drawn_pipelines_have_the_bits_of_one_process_and_keep_to_their_promises
     workers: Workers, drawn: tuple[dict[str, Any], int]
 ) -> None:
     asked, percent = drawn
-    pipe = planned(asked, f"{percent}%")
+    pipe = planned(asked, percent)
     plans = {one.stage: one.plan for one in pipe.stage_plans}
     found = workers.run(planned_tasks.run_step, budget=pipe.budget, plans=plans, **asked)
     for rank, one in enumerate(found):

@@ -130,24 +130,40 @@ def test_a_dataflow_is_within_the_predicted_error(workers: Workers, tmp_path: Pa
     assert all(0 < one.error <= one.expected for one in reports[:-1])
 
 
+def exported(net: nn.Module, x: torch.Tensor, path: Path) -> None:
+    """Write a network as an ONNX file for training, with any number of samples."""
+    how: dict[str, Any] = {"input_names": ["x"], "dynamic_axes": {"x": {0: "batch"}}}
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        training = torch.onnx.TrainingMode.TRAINING
+        torch.onnx.export(net, (x,), path, dynamo=False, training=training, **how)
+
+
+class Residual(nn.Sequential):
+    """The output plus the input."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.relu(x + super().forward(x))
+
+
 def test_a_step_of_an_onnx_file_has_the_bits_of_one_process(workers: Workers, tmp_path: Path) -> None:
-    path, model = tmp_path / "pipe.json", str(tmp_path / "net.onnx")
-    assert main(["export", "resnet18", "--image", "32", "--width", "8", "-o", model, "--quiet"]) == 0
-    assert main(["pipeline", model, "--dim", "batch=4", *ASKED, "--budget", "1GiB", "-o", str(path)]) == 0
+    path, model = tmp_path / "pipe.json", tmp_path / "net.onnx"
+    blocks = (Residual(nn.Conv2d(4, 4, 3, padding=1), nn.BatchNorm2d(4), nn.ReLU()) for _ in range(4))
+    head = (nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(4, 5))
+    exported(nn.Sequential(nn.Conv2d(3, 4, 3), *blocks, *head), torch.zeros(4, 3, 8, 8), model)
+    asked = ("--dim", "batch=4", *ASKED, "--budget", "1GiB", "-o", str(path))
+    assert main(["pipeline", str(model), *asked]) == 0
     reports = workers.run(step, path=path)[0]
-    check(reports)
-    assert [one.anew for one in reports] == [""] * 4
+    assert [(one.anew, one.different) for one in reports] == [("", ())] * 4
+    assert sum(one.compared for one in reports) == 2 + 4 * (2 + 4) + 2 + 4
+    assert [len(one.losses) for one in reports] == [0, 0, 0, 4]
 
 
 def test_dropout_draws_in_each_stage_what_it_draws_in_one_process(workers: Workers, tmp_path: Path) -> None:
     layers = [(nn.Linear(8, 32), nn.ReLU(), nn.Dropout(0.3), nn.Linear(32, 8)) for _ in range(4)]
     net = nn.Sequential(*(nn.Sequential(*some) for some in layers))
     model, path = tmp_path / "net.onnx", tmp_path / "pipe.json"
-    how: dict[str, Any] = {"input_names": ["x"], "dynamic_axes": {"x": {0: "batch"}}}
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        training = torch.onnx.TrainingMode.TRAINING
-        torch.onnx.export(net, (torch.zeros(4, 8),), model, dynamo=False, training=training, **how)
+    exported(net, torch.zeros(4, 8), model)
     budget = ("--dim", "batch=32", "--budget", "90%", "--cuts", "1,2,3")
     assert main(["pipeline", str(model), *ASKED, *budget, "-o", str(path)]) == 0
     reports = workers.run(step, path=path)[0]
