@@ -1,6 +1,6 @@
 """Settings of all tests: one torch thread, since several test processes share the cores; a separate cache folder, so
 that tests neither read nor write the user's; and on CUDA the cuBLAS workspace for reproducible bits, set before
-cuBLAS is used.
+cuBLAS is used. Inductor compiles in the test process, since each process of a pool loads PyTorch anew.
 """
 
 import gc
@@ -17,6 +17,7 @@ from rematplan.ir.cache_folder import cache_folder
 torch.set_num_threads(1)
 gc.disable()  # until all is loaded
 os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
 
 
 @pytest.fixture(scope="session", autouse=True)
