@@ -28,6 +28,7 @@ from typing import Protocol, TypeAlias
 from rematplan.ir import CHEAP, InfeasibleBudget, TrainingGraph
 from rematplan.planner.bounds.cut_bounds import min_peak_bound
 from rematplan.planner.core.plan import Plan
+from rematplan.planner.core.schedule import Run
 from rematplan.planner.core.simulator import simulate
 from rematplan.planner.pipeline.actions import RankActions, StagePlan
 from rematplan.planner.pipeline.rank_budget_shares import Bounds, RankBudgetShares
@@ -51,6 +52,8 @@ class RankSearchLimits:
     """The largest number of intervals between tried values of κ to halve afterwards."""
     halvings: int = 30
     """The number of bisection steps that find the largest κ at which every stage has enough bytes for some plan."""
+    reuse: int = 3
+    """The number of plans to search for at each value of κ if ops may write their results into operands."""
     combinations: int = 1000
     """All combinations of one candidate plan for each stage are tried if there are at most this many."""
     lowered: int = 12
@@ -175,8 +178,9 @@ class RankSearch:
             op = stage.graph.op[stage.boundary]
             span = max(0, min_peak_bound(stage.graph).bytes - stage.graph.input_bytes - stage.least_kept)
             for share in LIMITS.peak_weights:
-                graph = stage.with_boundary_workspace(max(op.workspace, int(share * span)))
-                self._take(at, self.planner.least(graph, self._starts(at, graph)))
+                for more, problem in {0: stage, stage.most_reused: stage.reusing}.items():
+                    graph = problem.with_boundary_workspace(more + max(op.workspace, int(share * span)))
+                    self._take(at, self.planner.least(graph, self._starts(at, graph)))
         high = self._peak(self._choose(lambda chosen: (self._peak(chosen), _extra(chosen))))
         low = self.budget  # a budget for which no plans were found
         for k in range(LIMITS.lowered):
@@ -296,7 +300,7 @@ class RankSearch:
     def _least_room(self, at: int, kept: int) -> int:
         """Return the bytes below which a stage has no plan, whatever it keeps between forward and backward."""
         del kept
-        return min_peak_bound(self.stages[at].graph).bytes
+        return _least_bytes(self.stages[at])
 
     def _even_room(self, at: int, kept: int) -> int:
         """Return the peak of a stage that keeps ``kept`` bytes, if its backward needs as many bytes in addition as
@@ -314,10 +318,37 @@ class RankSearch:
         bounds = self.rank.bounds(share)
         for at, stage in enumerate(self.stages):
             room = self.rank.stage_budget(at, self.budget, bounds)
-            if room >= min_peak_bound(stage.graph).bytes:
-                graph = stage.bounded(room, *bounds[at])
+            if room >= _least_bytes(stage):
                 with suppress(InfeasibleBudget):
-                    self._take(at, self.planner.within(graph, room, self._starts(at, graph)))
+                    self._plan(at, room, bounds[at])
+
+    def _plan(self, at: int, room: int, bounds: Bounds) -> None:
+        """Plan a stage within ``room`` bytes and ``bounds``. The plans found become candidates.
+
+        The first plan is searched for as if ops always wrote their results into operands where they can. If it exceeds
+        ``room``, because its schedule does not free these operands, the next search assumes that the ops which exceed
+        it need new tensors. The last search assumes this of all ops, so its plan fits.
+
+        Raises:
+            InfeasibleBudget: the last search finds no plan.
+        """
+        stage, reusing = self.stages[at], {*self.stages[at].reusable}
+        limited = replace(stage, graph=stage.bounded(room, *bounds))
+        for searches_left in reversed(range(LIMITS.reuse if reusing else 1)):
+            reusing = reusing if searches_left else set()
+            graph = stage.assuming_reuse(reusing).bounded(room + stage.most_reused, *bounds)
+            try:
+                plan = self.planner.within(graph, room + stage.most_reused, self._starts(at, graph))
+            except InfeasibleBudget:
+                if searches_left:
+                    continue
+                raise
+            self._take(at, plan)
+            resident = zip(plan.schedule, limited.resident(plan.schedule), strict=True)
+            exceeding = {step.op for step, bytes_ in resident if isinstance(step, Run) and bytes_ > room}
+            if not exceeding:
+                return
+            reusing -= exceeding
 
     def _take(self, at: int, plan: Plan) -> None:
         """Add a plan to the candidates of stage number ``at`` of the rank, measured for the stage's original problem.
@@ -381,15 +412,21 @@ class RankSearch:
             bounds = [(small[at][0] if k == at else kept, 0) for k, (kept, _) in enumerate(lowest)]
             room = self.rank.stage_budget(at, self.budget, bounds, relaxed=True)
             kept = large[at][0] if high < 1 else self.budget
-            if room < min_peak_bound(stage.graph).bytes:
+            if room < _least_bytes(stage):
                 floors.append(math.inf)
             elif self._late:
                 floors.append(0.0)
             else:
-                overhead = self.planner.floor(stage.bounded(room, kept), room)
+                room += stage.most_reused
+                overhead = self.planner.floor(stage.reusing.bounded(room, kept), room)
                 floors.append(max(0.0, overhead) * stage.graph.base_cost)
         return tuple(floors)
 
 
 def _extra(chosen: _Chosen) -> float:
     return math.fsum(c.figures.extra for c in chosen)
+
+
+def _least_bytes(stage: StageProblem) -> int:
+    """Return a lower bound of the bytes that any plan of a stage needs for one micro-batch, inputs included."""
+    return min_peak_bound(stage.reusing.graph).bytes - stage.most_reused

@@ -12,8 +12,9 @@ it keeps more than κ. So all strategies and lower bounds can be used without ch
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence, Set
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from itertools import accumulate
 from typing import Any
 
@@ -56,6 +57,11 @@ class StageProblem:
     a function that returns, for a schedule and each of its steps, the bytes of gradients that the schedule has freed,
     but that are not yet added; None: gradients are added at once. ``template``: the memory and times of the stage that
     do not depend on its plan.
+
+    ``reused``: a function that returns, for a schedule and each of its steps, the bytes that the schedule counts twice:
+    an op has written its result into an operand that the schedule frees directly afterwards, and the schedule has not
+    freed it yet. None: ops write into new tensors. ``reusable``: by the name of each op that may do so, the bytes of
+    its largest such operand.
     """
 
     graph: TrainingGraph
@@ -73,6 +79,8 @@ class StageProblem:
     leaving: tuple[str, ...] = ()
     gradients: Mapping[str, str] = field(default_factory=dict)
     waiting: Callable[[Schedule], Sequence[int]] | None = None
+    reused: Callable[[Schedule], Sequence[int]] | None = None
+    reusable: Mapping[str, int] = field(default_factory=dict)
     template: StagePlan = field(default_factory=lambda: StagePlan(0, 0, 0, 0))
 
     def bytes(self, names: Iterable[str]) -> int:
@@ -92,6 +100,45 @@ class StageProblem:
         gone = {*self.graph.inputs, *self.leaving, *self.handed, *self.freed}
         reads = {*self.graph.op[self.boundary].reads} - gone
         return self.bytes((*reads, *self.per_microbatch)) + self.between
+
+    def resident(self, schedule: Schedule) -> list[int]:
+        """Return the resident bytes at each step of a schedule, inputs of the graph included.
+
+        A result that an op writes into an operand is not counted while the operand is. Gradients that wait to be added
+        are not counted.
+        """
+        found = resident_bytes(self.graph, schedule)
+        if self.reused is None:
+            return found
+        return [bytes_ - twice for bytes_, twice in zip(found, self.reused(schedule), strict=True)]
+
+    @cached_property
+    def most_reused(self) -> int:
+        """The bytes of the largest operand into which an op of the stage may write its result."""
+        return max(self.reusable.values(), default=0)
+
+    @cached_property
+    def reusing(self) -> StageProblem:
+        """This problem, as if all ops in ``reusable`` always wrote their results into operands (`assuming_reuse`)."""
+        return self.assuming_reuse(self.reusable)
+
+    def assuming_reuse(self, names: Container[str]) -> StageProblem:
+        """Return this problem, as if the ops ``names``, as far as they are in ``reusable``, always wrote their results
+        into operands.
+
+        All other ops get larger workspaces instead, and budgets are larger by ``most_reused`` bytes. So if a plan needs
+        at most b bytes and other ops overwrite nothing, its peak in the graph of the result is at most b +
+        ``most_reused`` bytes. The converse does not hold: a schedule need not free the operand of such an op.
+        """
+        if not self.reusable:
+            return self
+
+        def limited(op: Op) -> Op:
+            own = self.reusable.get(op.name, 0) if op.name in names else 0
+            return replace(op, workspace=op.workspace + self.most_reused - own)
+
+        ops, inverses = tuple(map(limited, self.graph.ops)), tuple(map(limited, self.graph.inverses))
+        return replace(self, graph=replace(self.graph, ops=ops, inverses=inverses))
 
     def measured(self, plan: Plan) -> StagePlan:
         """Return the memory and times of this stage under a plan, computed from the plan's schedule and the ops'
@@ -144,7 +191,7 @@ class StageProblem:
 
 def _measured(problem: StageProblem, plan: Plan) -> StagePlan:
     graph, schedule = problem.graph, plan.schedule
-    beyond = [bytes_ - graph.input_bytes for bytes_ in resident_bytes(graph, schedule)]
+    beyond = [bytes_ - graph.input_bytes for bytes_ in problem.resident(schedule)]
     first = [own + left for own, left in zip(beyond, _freed_gradients(problem, schedule), strict=True)]
     if problem.waiting is not None:
         beyond = [own + late for own, late in zip(beyond, problem.waiting(schedule), strict=True)]

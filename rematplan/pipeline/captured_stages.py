@@ -10,7 +10,7 @@ from typing import Any, ClassVar
 import torch
 from torch import nn
 
-from rematplan.ir import ModelError, TrainingGraph
+from rematplan.ir import ModelError
 from rematplan.planner.core.plan import Plan
 from rematplan.planner.core.schedule import Schedule
 from rematplan.planner.pipeline.actions import StagePlan
@@ -106,7 +106,7 @@ class CapturedStage:
             ModelError: the stage is captured again, and has other ops than before. If ``prepared`` is false, the first
                 forward raises it.
         """
-        spare = backward_spare(self.problem.graph, plan.schedule)
+        spare = backward_spare(self.problem, plan.schedule)
         given = _FixedPlan(StepPlan(self.step, plan, spare, self.problem.gradient_bytes), self.calls)
         module = _planned(self.stage, given)
         return _prepared(self.stage, module) if prepared else module
@@ -167,6 +167,7 @@ def captured_stage(
         tangents=("tangent",),
         between=loss.between + copied,
         loss_forward=loss.forward,
+        as_captured=alone and (not last or loss.dense) and _are_messages(step, received=not handed),
         template=template,
     )
     own = whole_outputs(step, problem.graph) if handed and alone else ()
@@ -175,12 +176,26 @@ def captured_stage(
         sent = whole_outputs(step, problem.graph)
         problem = replace(problem, freed=readers(step, problem.graph, sent))
     if alone and last:  # torch holds those of other stages until the backward ends
-        problem = replace(problem, tangents_held=partial(_tangents_held, step, problem.graph))
+        problem = replace(problem, tangents_held=partial(_tangents_held, step, problem))
     return CapturedStage(stage, step, problem, _targets(captured))
 
 
-def _tangents_held(step: CapturedStep, graph: TrainingGraph, schedule: Schedule) -> int:
-    return end_of_first_segment(step, schedule, backward_spare(graph, schedule))
+def _are_messages(step: CapturedStep, received: bool) -> bool:
+    """Return whether the gradients of a stage's outputs had at capture the strides with which they arrive, those of new
+    contiguous tensors.
+
+    ``received``: whether they come in buffers of the stage. If the next stage is on the same rank, it passes the
+    gradient that autograd computed. This is contiguous, too, but the stride of a dimension of size 1 is arbitrary.
+    """
+    fakes = [step.values[i.value].fake for i in step.inputs if i.kind == "tangent"]
+    return all(
+        fake.stride() == torch.empty(fake.shape, device="meta").stride() and (received or 1 not in fake.shape)
+        for fake in fakes
+    )
+
+
+def _tangents_held(step: CapturedStep, problem: StageProblem, schedule: Schedule) -> int:
+    return end_of_first_segment(step, schedule, backward_spare(problem, schedule))
 
 
 def captured_step(stage: StageModule) -> CapturedStep:

@@ -120,6 +120,6 @@ def plan_in_flight(
         raise error.changed(strategy=strategy.name) from None
     (plan,) = found.plans
     share = found.floor / graph.base_cost if graph.base_cost else 0.0
-    spare = backward_spare(problem.graph, plan.schedule)
+    spare = backward_spare(problem, plan.schedule)
     plan = replace(plan, lower_bound=share, fingerprint=problem.graph.fingerprint)
     return StepPlan(step, plan, spare, problem.gradient_bytes)

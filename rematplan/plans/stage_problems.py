@@ -4,19 +4,24 @@ flight."""
 from __future__ import annotations
 
 from collections.abc import Collection
+from dataclasses import replace
 
-from rematplan.ir import TrainingGraph
+from rematplan.ir import Op, TrainingGraph
 from rematplan.ir.training_graph import LIBRARIES
 from rematplan.planner.core.schedule import Run, Schedule
-from rematplan.planner.core.simulator import resident_bytes
 from rematplan.planner.pipeline.actions import StagePlan
 from rematplan.planner.pipeline.stage_problem import StageProblem
 from rematplan.runtime.execute.buffers_once import renewed_buffers
+from rematplan.runtime.execute.in_place import Operands, overwritable_operands, reused_bytes
 from rematplan.runtime.graph.allocator_rounding import allocated
 from rematplan.runtime.graph.captured_step import CapturedStep
 from rematplan.runtime.problem.accumulation import adding_problem, earlier_gradients, waiting_bytes
 from rematplan.runtime.problem.loss_boundary import LOSS, WEIGHTS
 from rematplan.runtime.problem.planning_problem import RNG_STATES
+
+NUMBER = 16
+"""The most bytes in which an op on a CPU holds a number among its arguments while it runs: 8 for the number as Python
+has it, and up to 8 for the number in the result's type."""
 
 
 def stage_problem(
@@ -27,6 +32,7 @@ def stage_problem(
     tangents: Collection[str] = (),
     between: int = 0,
     loss_forward: int = 0,
+    as_captured: bool = False,
     template: StagePlan,
 ) -> StageProblem:
     """Make the planning problem of a pipeline stage, for one micro-batch while other micro-batches are in flight.
@@ -45,16 +51,20 @@ def stage_problem(
             those of a loss.
         loss_forward: bytes by which a loss exceeds the workspace of the boundary op while it is computed
             (`LossMemory.forward`).
+        as_captured: whether all gradients of the outputs are known to arrive with the strides that they had at capture.
+            Then each backward writes results into operands that nothing reads again; otherwise only the forward does
+            so for certain.
         template: the memory of the stage that does not depend on the plan.
     """
     added, _ = earlier_gradients(step)
-    adding = adding_problem(step, graph, added)
+    adding = _with_numbers(step, adding_problem(step, graph, added))
     kinds = {step.values[i.value].storage: i.kind for i in reversed(step.inputs)}
 
     def of(*wanted: str) -> tuple[str, ...]:
         return tuple(t for t in adding.inputs if kinds.get(t, t) in wanted)
 
-    return StageProblem(
+    operands = overwritable_operands(step)
+    problem = StageProblem(
         adding,
         LOSS,
         states=of("parameter", "buffer", "constant", LIBRARIES),
@@ -66,17 +76,48 @@ def stage_problem(
         copies=_copies(step, adding),
         leaving=_leaving(step, adding),
         gradients={new: old for old, new in zip(graph.outputs, adding.outputs, strict=True) if old != new},
-        waiting=lambda schedule: waiting_bytes(step, schedule, backward_spare(adding, schedule), added),
+        reused=lambda schedule: reused_bytes(step, operands, schedule, backward=as_captured),
+        reusable=_reusable(step, operands, backward=as_captured),
         template=template,
+    )
+    return replace(
+        problem,
+        waiting=lambda schedule: waiting_bytes(step, schedule, backward_spare(problem, schedule), added),
     )
 
 
-def backward_spare(graph: TrainingGraph, schedule: Schedule) -> tuple[int, ...]:
+def _with_numbers(step: CapturedStep, graph: TrainingGraph) -> TrainingGraph:
+    """Return a problem in which each op on a CPU has at least the workspace that numbers among its arguments need.
+    Modelled costs have no workspaces."""
+    if step.device.type != "cpu":
+        return graph
+
+    def counted(op: Op) -> Op:
+        args = step.call[op.name].args if op.name in step.call else ()
+        numbers = sum(isinstance(arg, (int, float)) for arg in args)
+        return replace(op, workspace=max(op.workspace, NUMBER * numbers))
+
+    return replace(graph, ops=tuple(map(counted, graph.ops)), inverses=tuple(map(counted, graph.inverses)))
+
+
+def _reusable(step: CapturedStep, operands: Operands, backward: bool) -> dict[str, int]:
+    """Return, for each op that may write its result into an operand, the bytes of the largest such operand.
+
+    ``backward``: whether the backward does so, too.
+    """
+    return {
+        name: max(step.storage_bytes[value.storage] for value in values)
+        for name, values in operands.items()
+        if backward or name not in step.after_loss
+    }
+
+
+def backward_spare(problem: StageProblem, schedule: Schedule) -> tuple[int, ...]:
     """Return how many bytes below the peak of the backward a schedule is at each of its positions, but at least 0.
 
     New gradients that wait to be added to earlier gradients may use these bytes without raising the peak.
     """
-    resident = resident_bytes(graph, schedule)
+    resident = problem.resident(schedule)
     peak = max(resident[schedule.index(Run(LOSS)) :])
     return tuple(max(0, peak - now) for now in resident)
 

@@ -1,21 +1,23 @@
 """In-place reuse: a pointwise call writes its result into an operand that nothing reads again.
 
 Autograd does the same when it accumulates gradients. The bits are equal, and one tensor fewer is live than the plan
-counts. No plan needs this to stay within its budget: a backward with ``retain_graph``, and the first backward with new
-strides of the outputs' gradients, run without it.
+counts. Plans of whole steps do not need this to stay within their budgets: a backward with ``retain_graph``, and the
+first backward with new strides of the outputs' gradients, run without it. The promised peak of a pipeline's stage
+counts on it, where no such backward can come (`reused_bytes`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 
 from rematplan.planner.core.schedule import Free, Schedule
 from rematplan.runtime.graph.captured_step import Call, CapturedStep, Ref, Value, refs
 from rematplan.runtime.graph.compat import OpOverload
+from rematplan.runtime.problem.loss_boundary import split_at_loss
 
 ATEN = torch.ops.aten
 
@@ -56,29 +58,58 @@ IN_PLACE = {ATEN.mul.Scalar: ATEN.mul_.Tensor}
 """The in-place ops to use where an op's usual in-place variant computes other bits: ``mul_.Scalar`` rounds its number
 to the tensor's type if that has 16 bits."""
 
+BUFFERED = frozenset({ATEN.mvlgamma.default})
+"""Ops whose in-place variant computes into a new tensor first, so that it needs no less memory."""
+
 RESHAPE = ATEN.reshape.default
 """The op whose result may or may not share its argument's memory."""
+
+Operands: TypeAlias = Mapping[str, tuple[Value, ...]]
+"""By the name of a call, the operands that it may overwrite if a schedule frees them directly afterwards. Calls that
+may overwrite none are left out."""
 
 
 def overwriting_calls(step: CapturedStep, schedule: Schedule) -> dict[int, Call]:
     """Return the in-place calls that may replace calls of a schedule, by position in the schedule. Each writes the
-    same bits as the original call, into an operand that the schedule frees directly afterwards. Inputs and outputs of
-    the step are never overwritten, nor results of ops that may share memory with an argument."""
+    same bits as the original call, into an operand that the schedule frees directly afterwards."""
+    found = _overwritten(overwritable_operands(step), schedule)
+    return {at: _overwriting(step.call[run], value.name) for at, (run, value) in found.items()}
+
+
+def overwritable_operands(step: CapturedStep) -> Operands:
+    """Return the operands that each call of a step may overwrite. Inputs and outputs of the step are never overwritten,
+    nor results of ops that may share memory with an argument."""
     ends = [*(i.value for i in step.inputs), *(o.value for o in step.outputs)]
-    fixed = {step.values[value].storage for value in ends}
-    shared = {s for c in step.priced_calls if not _fresh(c) for s in step.writes(c)}
-    shared |= {s for c in step.priced_calls if c.target is RESHAPE for s in step.reads(c)}
-    found = {}
-    for at, run, dying in _last_uses(schedule):
-        call = step.call.get(run)
-        if call is None or not _may_overwrite(call):
-            continue
-        for value in _overwritable(step, call):
-            storage = value.storage
-            if storage in dying and storage not in fixed and storage not in shared:
-                found[at] = _overwriting(call, value.name)
-                break
-    return found
+    kept = {step.values[value].storage for value in ends}
+    kept |= {s for c in step.priced_calls if not _fresh(c) for s in step.writes(c)}
+    kept |= {s for c in step.priced_calls if c.target is RESHAPE for s in step.reads(c)}
+    of = {
+        name: tuple(value for value in _overwritable(step, call) if value.storage not in kept)
+        for name, call in step.call.items()
+        if _may_overwrite(call)
+    }
+    return {name: values for name, values in of.items() if values}
+
+
+def reused_bytes(
+    step: CapturedStep, operands: Operands, schedule: Schedule, backward: bool
+) -> tuple[int, ...]:
+    """Return, for each position of a schedule, the bytes that a compiled plan does not need there, although the
+    schedule counts them: the results that calls have written into operands, until the schedule frees the operands.
+
+    Args:
+        step: the captured step.
+        operands: the operands that its calls may overwrite.
+        schedule: a schedule of the step's planning problem with a loss boundary.
+        backward: whether each backward overwrites operands. If not, only those are counted that the forward overwrites.
+    """
+    own, reused = split_at_loss(step, schedule), [0] * len(schedule)
+    for start, (_, value) in _overwritten(operands, own.schedule).items():
+        if backward or start < own.boundary:
+            end = own.schedule.index(Free(value.storage), start)
+            for at in range(own.positions[start], own.positions[end]):
+                reused[at] += step.storage_bytes[value.storage]
+    return tuple(reused)
 
 
 def operands_to_overwrite(step: CapturedStep) -> tuple[tuple[str, ...], ...]:
@@ -92,7 +123,19 @@ def operands_to_overwrite(step: CapturedStep) -> tuple[tuple[str, ...], ...]:
 
 
 def _may_overwrite(call: Call) -> bool:
-    return not call.seeded and call.single and bool(call.results[0]) and _pointwise(call)
+    plain = not call.seeded and call.single and bool(call.results[0])
+    return plain and _pointwise(call) and call.target not in BUFFERED
+
+
+def _overwritten(operands: Operands, schedule: Schedule) -> dict[int, tuple[str, Value]]:
+    """Return the name of each call of a schedule that overwrites an operand, and this operand, by position in the
+    schedule."""
+    found = {}
+    for at, run, dying in _last_uses(schedule):
+        value = next((one for one in operands.get(run, ()) if one.storage in dying), None)
+        if value is not None:
+            found[at] = (run, value)
+    return found
 
 
 def _last_uses(schedule: Schedule) -> Iterator[tuple[int, str, frozenset[str]]]:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 from rematplan.ir import Op, Tensor, TrainingGraph
+from rematplan.planner.core.schedule import Free, Run, Schedule
 from rematplan.planner.pipeline.actions import Action, RankActions
 from rematplan.planner.pipeline.stage_problem import StageProblem
 
@@ -65,3 +67,32 @@ def in_turn(k: int, microbatches: int, stage: int = 0) -> RankActions:
     for m in range(microbatches):
         rest += [Action("B", stage, m), *([Action("F", stage, m + k)] if m + k < microbatches else [])]
     return (*first, *rest)
+
+
+def overwritable(stage: StageProblem) -> dict[str, str]:
+    """The operand that each op may overwrite: its first one, if the first result is as large, and the caller does not
+    hold it."""
+    graph = stage.graph
+    held = {*graph.inputs, *graph.outputs}
+    sizes = graph.size
+    first = {op.name: (op.reads[0], op.writes[0]) for op in graph.ops if op.name not in (LOSS, WEIGHTS)}
+    return {op: t for op, (t, made) in first.items() if t not in held and sizes[t] == sizes[made]}
+
+
+def overwriting(stage: StageProblem) -> StageProblem:
+    """The stage, whose ops overwrite an operand that a schedule frees directly afterwards."""
+    operand, sizes = overwritable(stage), stage.graph.size
+
+    def reused(schedule: Schedule) -> list[int]:
+        found = [0] * len(schedule)
+        for at, step in enumerate(schedule):
+            if isinstance(step, Run) and step.op in operand:
+                end = at + 1
+                while end < len(schedule) and isinstance(schedule[end], Free):
+                    end += 1
+                if Free(operand[step.op]) in schedule[at:end]:
+                    for k in range(at, schedule.index(Free(operand[step.op]), at)):
+                        found[k] += sizes[operand[step.op]]
+        return found
+
+    return replace(stage, reused=reused, reusable={op: sizes[t] for op, t in operand.items()})

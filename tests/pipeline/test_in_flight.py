@@ -5,17 +5,18 @@ and refused one byte below the smallest budget.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
+from itertools import starmap
 
 import pytest
 from brute_force import cheapest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from replay import replayed
-from stage_chains import WEIGHTS, chain_stage, in_turn
+from stage_chains import WEIGHTS, chain_stage, in_turn, overwritable, overwriting
 
-from rematplan.ir import CHEAP, InfeasibleBudget, TrainingGraph
+from rematplan.ir import CHEAP, InfeasibleBudget, Op, Tensor, TrainingGraph
 from rematplan.planner.core.plan import Plan, plan_from_runs
 from rematplan.planner.core.schedule import Run
 from rematplan.planner.ilp.exhaustive import exhaustive
@@ -81,7 +82,8 @@ def optimum(stage: StageProblem, k: int, budget: int) -> float:
             unreserved - own - (k - 1) * (kept + stage.bytes(stage.per_microbatch)) + stage.graph.input_bytes
         )
         if room > 0:
-            costs.append(cheapest(stage.bounded(room, kept + stage.bytes(stage.per_microbatch)), room))
+            graph = stage.bounded(room, kept + stage.bytes(stage.per_microbatch))
+            costs.append(cheapest(graph, room, overwritable(stage) if stage.reused else {}))
     return min(costs, default=math.inf) - base
 
 
@@ -177,8 +179,63 @@ def test_no_plan_of_a_tiny_stage_is_cheaper_and_the_floor_holds(
     assert found.extra == pytest.approx(best)
 
 
-def test_one_byte_below_the_least_budget_is_refused() -> None:
-    stage = free(chain_stage([3, 5, 2], [1.0, 2.0, 4.0]))
+@pytest.mark.parametrize(("size", "inner", "budget"), [(1, 1, 13), (2, 1, 22)])
+def test_the_floor_holds_for_ops_that_write_into_their_operands(size: int, inner: int, budget: int) -> None:
+    """The search need not find the optimum: whether a schedule frees an operand is known only when it is found."""
+    twice = free(chain_stage([size] * 2, [1.0, 1.0], 1, inner))
+    once = overwriting(twice)
+    assert (optimum(once, 2, budget), optimum(twice, 2, budget)) == (1, 2)
+    found = searched([once], 2, budget)
+    assert found.peak == max(replayed(in_turn(2, 4), {0: found.stages[0]})) <= budget
+    assert 0 < found.floor <= 1 + 1e-6
+    assert 1 <= found.extra <= searched([twice], 2, budget).extra
+
+
+def pointwise() -> StageProblem:
+    """Its second op may overwrite the result of the first."""
+    ops = (
+        Op("f1", ("x",), ("a",), 1.0, 0, "forward"),
+        Op("f2", ("a",), ("b",), 1.0, 0, "forward"),
+        Op("f3", ("b",), ("y",), 1.0, 0, "forward"),
+        Op("(loss)", ("y",), ("(loss)",), 0.0, 0, "backward"),
+        Op("b3", ("b", "g", "(loss)"), ("gx",), 1.0, 0, "backward"),
+    )
+    sizes = {"x": 2, "g": 1, "a": 10, "b": 10, "y": 1, "(loss)": 0, "gx": 1}
+    tensors = tuple(starmap(Tensor, sizes.items()))
+    graph = TrainingGraph("stage", tensors, ("x", "g"), ("y", "gx"), ops, never_rerun=("(loss)",))
+    return StageProblem(graph, "(loss)", per_microbatch=("x",), tangents=("g",))
+
+
+def test_a_result_that_is_written_into_an_operand_is_counted_once() -> None:
+    twice, once = pointwise(), overwriting(pointwise())
+    assert (all_kept(twice).transient_forward, all_kept(once).transient_forward) == (22, 13)
+    budget = rank_peak(in_turn(1, 2), [all_kept(once)])
+    assert budget == 15
+    assert searched([once], 1, budget).peak == budget
+    with pytest.raises(InfeasibleBudget):
+        searched([twice], 1, budget)
+
+
+class OnlyFloors(Exact):
+    """Finds no plans, so that only known ones are candidates."""
+
+    def within(self, graph: TrainingGraph, budget: int, starts: Sequence[Plan]) -> Plan:
+        del graph, starts
+        raise InfeasibleBudget("only floors", budget, budget + 1)
+
+
+def test_a_floor_is_none_of_plans_that_write_into_new_tensors() -> None:
+    """No plan that does so fits. The plan without recomputation fits, but is left out for what it keeps."""
+    stage = overwriting(pointwise())
+    plan = plan_from_runs(stage.graph, ("f1", "f2", "f3", "(loss)", "f1", "f2", "b3"), "recomputing")
+    kept = stage.measured(plan).kept_bytes
+    found = RankSearch([stage], in_turn(1, 2), 15, OnlyFloors(), starts=[[plan]], kept=[kept]).run()
+    assert (found.extra, found.floor) == (2, 0)
+
+
+@pytest.mark.parametrize("changed", [free, overwriting])
+def test_one_byte_below_the_least_budget_is_refused(changed: Callable[[StageProblem], StageProblem]) -> None:
+    stage = changed(free(chain_stage([3, 3, 2], [1.0, 2.0, 4.0])))
     with pytest.raises(InfeasibleBudget) as refused:
         searched([stage], 3, 0)
     least = refused.value.smallest

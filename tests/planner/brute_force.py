@@ -4,13 +4,19 @@ from __future__ import annotations
 
 import heapq
 import math
+from collections.abc import Mapping
+from types import MappingProxyType
 
 from rematplan.ir import TrainingGraph
 
 
-def cheapest(graph: TrainingGraph, budget: int) -> float:
+def cheapest(graph: TrainingGraph, budget: int, over: Mapping[str, str] = MappingProxyType({})) -> float:
     """The least cost of any schedule within the budget, infinite if none fits: Dijkstra's algorithm, by single runs and
-    frees, over what is resident and which of the ops have run that write nothing, may run once or have an order."""
+    frees, over what is resident and which of the ops have run that write nothing, may run once or have an order.
+
+    ``over``: by the name of an op, the operand in which its result may be written if the schedule frees it directly
+    afterwards.
+    """
     inputs = set(graph.inputs)
     size = {t.name: t.bytes for t in graph.tensors if t.name not in inputs}
     marked = [op.name for op in graph.ops if not op.writes or op.name in (*graph.ordered, *graph.never_rerun)]
@@ -48,6 +54,14 @@ def cheapest(graph: TrainingGraph, budget: int) -> float:
             for reads, writes, op in recipes
             if mask & reads == reads
             and held(mask | writes) + op.workspace <= budget
+            and allowed(op.name, mask)
+        ]
+        moves += [
+            (cost + op.cost, (mask | writes) & ~bit[over[op.name]])
+            for reads, writes, op in recipes
+            if op.name in over
+            and mask & reads == reads
+            and held(mask | writes) - size[over[op.name]] + op.workspace <= budget
             and allowed(op.name, mask)
         ]
         for total, then in moves:
