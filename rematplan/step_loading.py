@@ -179,7 +179,7 @@ def _open(loaded: LoadedStep, inverses: bool) -> LoadedStep:
     if len(found.refused) > len(notes):
         notes.append(f"{len(found.refused) - len(notes)} more are not recovered for such reasons")
     if blind:
-        notes.append("without weights no scale is known, so no inverse through a scale is used")
+        notes.append("the model was loaded without weights, so inverses that divide by a scale are not used")
     inexact = not all(map(is_exact, found.step.inverses))
     return replace(without, step=found.step, notes=(*loaded.notes, *notes), inexact=inexact, without=without)
 

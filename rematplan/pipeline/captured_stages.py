@@ -81,6 +81,29 @@ class _FixedPlan:
 
 
 @dataclass(frozen=True)
+class StagePlace:
+    """What is around a stage of a pipeline.
+
+    ``first``: whether this is the first stage, whose inputs the caller keeps. Each micro-batch of another stage has its
+    own inputs from its forward to its backward. ``last``: whether this is the last stage, from whose outputs the loss
+    is computed. ``split``: whether the schedule computes weight gradients later than the gradients of inputs.
+    ``copied``: bytes of copies of the outputs that a module around the stage keeps for each micro-batch from its
+    forward to its backward. ``handed``: bytes of the outputs for one micro-batch if the next stage is on the same rank,
+    and so counts them as its inputs; otherwise 0. ``freed``: whether torch frees the outputs of a micro-batch once they
+    are sent, before its backward. ``alone``: whether no module is around the stage, which could hold its outputs and
+    their gradients, too.
+    """
+
+    first: bool
+    last: bool
+    split: bool
+    copied: int
+    handed: int
+    freed: bool
+    alone: bool
+
+
+@dataclass(frozen=True)
 class CapturedStage:
     """A pipeline stage with its captured step and its planning problem.
 
@@ -116,14 +139,7 @@ def captured_stage(
     stage: StageModule,
     planner: StepPlanner,
     template: StagePlan,
-    *,
-    first: bool,
-    last: bool,
-    split: bool,
-    copied: int = 0,
-    handed: int = 0,
-    freed: bool = False,
-    alone: bool = True,
+    place: StagePlace,
     loss: LossMemory | None = None,
 ) -> CapturedStage:
     """Capture a pipeline stage, and return it with its planning problem.
@@ -132,16 +148,7 @@ def captured_stage(
         stage: the stage's module and arguments.
         planner: determines the costs of ops, which inverses are used, and for the last stage the memory of the loss.
         template: the memory of the stage that does not depend on the plan.
-        first: whether this is the first stage, whose inputs the caller keeps. Each micro-batch of another stage has its
-            own inputs from its forward to its backward.
-        last: whether this is the last stage, from whose outputs the loss is computed.
-        split: whether the backward computes weight gradients later than the gradients of inputs.
-        copied: bytes of copies of the outputs that a module around the stage keeps for each micro-batch from its
-            forward to its backward.
-        handed: bytes of the outputs for one micro-batch if the next stage is on the same rank, and so counts them as
-            its inputs; otherwise 0.
-        freed: whether torch frees the outputs of a micro-batch once they are sent, before its backward.
-        alone: whether no module is around the stage, which could hold its outputs and their gradients, too.
+        place: what is around the stage.
         loss: the memory of the loss; None: what the planner's options state. Ignored unless the stage is the last.
 
     Raises:
@@ -149,33 +156,35 @@ def captured_stage(
     """
     captured = captured_step(stage)
     step = planner.opened(captured)
-    if split:
+    if place.split:
         step = with_separate_weights(step)
     costs = planner.options.costs
     graph = priced(step, costs)
-    loss = (loss or planner.loss(step, graph)) if last else NO_LOSS
-    copies = copies_priced(step, graph, costs) if last and not loss.dense else NONE
+    loss = (loss or planner.loss(step, graph)) if place.last else NO_LOSS
+    copies = copies_priced(step, graph, costs) if place.last and not loss.dense else NONE
     graph = with_loss_boundary(step, graph, loss, copies)
     graph = replace(graph, never_rerun=tuple(dict.fromkeys((*graph.never_rerun, *ops_that_run_once(step)))))
-    if split:
+    if place.split:
         graph = with_weight_boundary(step, graph)
     template = replace(template, left=template.left + loss.kept)
     problem = stage_problem(
         step,
         graph,
-        per_microbatch=() if first else ("batch",),
+        per_microbatch=() if place.first else ("batch",),
         tangents=("tangent",),
-        between=loss.between + copied,
+        between=loss.between + place.copied,
         loss_forward=loss.forward,
-        as_captured=alone and (not last or loss.dense) and _are_messages(step, received=not handed),
+        as_captured=place.alone
+        and (not place.last or loss.dense)
+        and _are_messages(step, received=not place.handed),
         template=template,
     )
-    own = whole_outputs(step, problem.graph) if handed and alone else ()
-    problem = replace(problem, handed=own, between=problem.between - handed + problem.bytes(own))
-    if freed:
+    own = whole_outputs(step, problem.graph) if place.handed and place.alone else ()
+    problem = replace(problem, handed=own, between=problem.between - place.handed + problem.bytes(own))
+    if place.freed:
         sent = whole_outputs(step, problem.graph)
         problem = replace(problem, freed=readers(step, problem.graph, sent))
-    if alone and last:  # torch holds those of other stages until the backward ends
+    if place.alone and place.last:  # torch holds those of other stages until the backward ends
         problem = replace(problem, tangents_held=partial(_tangents_held, step, problem))
     return CapturedStage(stage, step, problem, _targets(captured))
 

@@ -12,6 +12,7 @@ from torch import nn
 from torch.func import functional_call
 
 from rematplan.ir import ModelError, Op, Tensor, TrainingGraph
+from rematplan.pipeline.captured_stages import StagePlace
 from rematplan.planner.core.plan import Plan
 from rematplan.planner.pipeline.actions import StagePlan
 from rematplan.planner.pipeline.stage_problem import StageProblem
@@ -43,9 +44,7 @@ class FrozenStage:
         return self.stage.module
 
 
-def frozen_stage(
-    number: int, stage: StageModule, template: StagePlan, beyond: int, freed: bool = False
-) -> FrozenStage:
+def frozen_stage(number: int, stage: StageModule, template: StagePlan, place: StagePlace) -> FrozenStage:
     """Run the forward of a stage that computes no gradients once, and return the stage with its memory.
 
     The run changes neither the stage's buffers nor the state of the random generators.
@@ -54,8 +53,7 @@ def frozen_stage(
         number: the stage's number, from 0.
         stage: the stage's module and arguments. None of its inputs and outputs require a gradient.
         template: the memory of the stage that is not its forward's.
-        beyond: bytes that a micro-batch occupies outside of the stage from its forward to its backward.
-        freed: whether torch frees the outputs of a micro-batch once they are sent, before its backward.
+        place: what is around the stage.
 
     Raises:
         ModelError: the forward fails on tensors of zeros.
@@ -92,8 +90,8 @@ def frozen_stage(
         LOSS,
         states=(STATES,),
         per_microbatch=(RECEIVED,),
-        between=beyond,
-        freed={OUTPUTS: frozenset()} if freed and rest == template.sent else {},
+        between=place.copied - place.handed,
+        freed={OUTPUTS: frozenset()} if place.freed and rest == template.sent else {},
         template=template,
     )
     return FrozenStage(stage, problem)

@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 from rematplan.ir import InfeasibleBudget, ModelError, UsageError
-from rematplan.pipeline.captured_stages import CapturedStage, captured_stage
+from rematplan.pipeline.captured_stages import CapturedStage, StagePlace, captured_stage
 from rematplan.pipeline.data_parallel import ALONE, DataParallel
 from rematplan.pipeline.dataflow import DataflowPart, dataflow_part
 from rematplan.pipeline.frozen_stage import FrozenStage, frozen_stage
@@ -65,25 +65,18 @@ def captured_part(
         template = replace(template, states=template.states + reducing)
     if order.name in CHANNELS:
         return dataflow_part(stage, planner, template, number, order.stages, loss)
-    last = number == order.stages - 1
-    copied = parallel.copied(output_bytes(stage, device))
-    handed = handed_on(order, number, stage, device)
-    freed = number in stages_that_free_outputs(order) and parallel.replicas == 1
-    if frozen:
-        return frozen_stage(number, stage, template, copied - handed, freed)
-    return captured_stage(
-        stage,
-        planner,
-        template,
+    place = StagePlace(
         first=number == 0,
-        last=last,
+        last=number == order.stages - 1,
         split=order.name in SPLIT,
-        copied=copied,
-        handed=handed,
-        freed=freed,
+        copied=parallel.copied(output_bytes(stage, device)),
+        handed=handed_on(order, number, stage, device),
+        freed=number in stages_that_free_outputs(order) and parallel.replicas == 1,
         alone=parallel == ALONE,
-        loss=loss,
     )
+    if frozen:
+        return frozen_stage(number, stage, template, place)
+    return captured_stage(stage, planner, template, place, loss)
 
 
 def _check_frozen(order: PipelineSchedule, number: int, stage: StageModule) -> None:
