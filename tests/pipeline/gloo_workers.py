@@ -14,7 +14,7 @@ from forks import CONTEXT
 
 PATIENCE = 240.0
 """Seconds after which processes that give no answer are given up."""
-LEFT = 5.0
+LEFT = 30.0
 """Seconds that the others have once one has failed: they may wait for it for ever."""
 
 

@@ -25,6 +25,7 @@ ASKED: dict[str, Any] = {"costs": "roofline", "loss_fn": loss}
 SCALE = 0.25
 """An argument that is no tensor."""
 NAMED = {"scale": SCALE}
+BLOCKS = 8
 FEW = RankSearchLimits(grid=3, refined=2, lowered=2, cheaper=0)
 """Limits of a search that finds some plans, not the cheapest ones."""
 
@@ -55,7 +56,7 @@ class Net(nn.Module):
 
     def __init__(
         self,
-        blocks: int = 8,
+        blocks: int = BLOCKS,
         width: int = 16,
         dropout: float = 0.0,
         frozen: tuple[int, ...] = (),
@@ -90,7 +91,8 @@ def net(seed: int = 0, **more: Any) -> Net:
 def planned(rows: int, sizes: dict[str, Any] | None = None, **asked: Any) -> Any:
     """The pipeline of a fresh network, in equal stages if no cuts are given."""
     stages = asked["stages"]
-    cuts = tuple(f"blocks.{8 * k // stages}" for k in range(1, stages))
+    each = (sizes or {}).get("blocks", BLOCKS) // stages
+    cuts = tuple(f"blocks.{each * k}" for k in range(1, stages))
     x, y = data(rows)
     with patch.object(in_flight, "LIMITS", FEW):
         return rematplan.plan_pipeline(

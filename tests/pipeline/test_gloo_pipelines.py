@@ -18,8 +18,6 @@ CASES = [
     ("interleaved", 8, 8, "100%"),
     ("dualpipev", 8, 8, "100%"),
 ]
-TINY = {"width": 1}
-"""The sizes of a network with fewer bytes than the state of a random generator."""
 TIGHT = 0.97
 """Of a promise, what a peak is at least."""
 
@@ -65,7 +63,8 @@ def test_a_step_has_the_bits_of_one_process_and_the_promised_peaks(
 def test_outputs_that_are_larger_than_the_rest_are_charged_as_long_as_they_stay(
     workers: Workers, schedule: str, stages: int
 ) -> None:
-    asked = {"schedule": schedule, "stages": stages, "microbatches": 8, "rows": 64, "sizes": {"outputs": 256}}
+    asked = {"schedule": schedule, "stages": stages, "microbatches": 8, "rows": 64}
+    asked |= {"sizes": {"blocks": stages, "outputs": 256}}
     check(run(workers, "100%", "store_all", **asked))
 
 
@@ -73,12 +72,14 @@ def test_outputs_that_are_larger_than_the_rest_are_charged_as_long_as_they_stay(
 def test_what_torch_allocates_before_the_first_action_is_in_the_promise(
     workers: Workers, schedule: str, stages: int
 ) -> None:
-    asked = {"schedule": schedule, "stages": stages, "microbatches": 8, "rows": 16, "sizes": TINY}
+    asked = {"schedule": schedule, "stages": stages, "microbatches": 8, "rows": 16}
+    asked |= {"sizes": {"blocks": stages, "width": 1}}  # fewer bytes than the state of a random generator
     check(run(workers, "100%", "store_all", **asked))
 
 
 def test_fifty_steps_of_training_with_a_frozen_stage_have_the_bits_of_one_process(workers: Workers) -> None:
-    asked = {"schedule": "1f1b", "stages": 4, "microbatches": 4, "rows": 32, "sizes": {"frozen": (2, 3)}}
+    asked = {"schedule": "1f1b", "stages": 4, "microbatches": 4, "rows": 32}
+    asked |= {"sizes": {"blocks": 4, "frozen": (1,)}}
     found = run(workers, "100%", "store_all", steps=50, rate=0.05, **asked)
     assert [answer["different"] for answer in found] == [[]] * 4
     assert found[3]["losses"]
@@ -87,14 +88,14 @@ def test_fifty_steps_of_training_with_a_frozen_stage_have_the_bits_of_one_proces
 
 @pytest.mark.parametrize(
     ("schedule", "stages", "frozen"),
-    [("1f1b", 4, range(4)), ("zbv", 8, range(5)), ("interleaved-zb", 8, (0,))],
+    [("1f1b", 4, range(2)), ("zbv", 8, range(5)), ("interleaved-zb", 8, (0,))],
 )
 def test_frozen_first_stages_run_without_plans(
     workers: Workers, schedule: str, stages: int, frozen: Sequence[int]
 ) -> None:
     if PIPELINES_SEND_TO_THEMSELVES and schedule == "zbv":
         return
-    sizes = {"frozen": tuple(frozen), "embed": False}
+    sizes = {"blocks": stages, "frozen": tuple(frozen), "embed": False}
     asked = {"schedule": schedule, "stages": stages, "microbatches": 8, "rows": 64, "sizes": sizes}
     check(run(workers, "100%", "store_all", **asked))
 
