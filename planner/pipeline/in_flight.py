@@ -12,6 +12,9 @@ candidates with which the rank's actions stay within the budget.
 The lower bound: the K of any plan is in one of the intervals (κ₁, κ₂] between tried values. Then the stage keeps at
 most κ₂ for the micro-batch of an action, at least κ₁ for each other micro-batch, and every other stage keeps at least
 its smallest K. The smallest of the lower bounds of these relaxed problems, over all intervals, holds for all plans.
+
+An op may write its result into an operand that its plan frees directly afterwards (`StageProblem.reused`). Lower bounds
+assume that each op does so where it can. The search assumes the same first, and checks the plan that it finds.
 """
 
 from __future__ import annotations

@@ -95,3 +95,20 @@ def test_the_backward_is_known_to_overwrite_only_if_gradients_have_the_captured_
     stage: int, more: dict[str, Any], backward: bool
 ) -> None:
     assert reuses(planned(ranks=None, **more).parts[stage].problem) == (True, backward)
+
+
+def test_numbers_among_arguments_are_in_the_promise_of_modelled_costs() -> None:
+    """At the peak of the forward, an op multiplies a tensor that is kept by a number: it needs 12 bytes for this."""
+
+    class Scaled(nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return torch.tanh(x) * 2
+
+    model = nn.Sequential(Scaled(), nn.Linear(WIDTH, WIDTH))
+    x = torch.zeros(8, WIDTH, requires_grad=True)
+    asked = {"stages": 2, "cuts": "1", "microbatches": 2, "costs": "roofline", "strategy": "store_all"}
+    part = rematplan.plan_pipeline(model, (x,), budget="100%", **asked).parts[0]
+    plan = no_recompute(part.problem.graph)
+    module, given = part.planned(plan), torch.zeros(4, WIDTH, requires_grad=True)
+    peak, _ = peak_above_entry(lambda: module(given), CPU)
+    assert 12 + 2 * given.nbytes == peak <= part.problem.measured(plan).transient_forward < peak + 12

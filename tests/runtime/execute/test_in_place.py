@@ -10,7 +10,8 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 import rematplan
-from rematplan.runtime.execute.in_place import ATEN, _sibling
+from rematplan.runtime.costs.measure import peak_above_entry
+from rematplan.runtime.execute.in_place import ATEN, BUFFERED, _sibling
 
 X = torch.linspace(-3, 3, 48 * 64).reshape(48, 64)
 
@@ -141,3 +142,27 @@ def test_what_comes_in_and_what_goes_out_is_never_written_over() -> None:
     assert torch.equal(x, X)
     assert torch.equal(out, kept)
     assert torch.equal(gradient, torch.ones_like(out))
+
+
+@pytest.mark.parametrize("name", " ".join(SIBLINGS).split())
+def test_writing_over_an_operand_allocates_nothing(name: str) -> None:
+    tensors = [X.abs(), X.flip(0)][: 2 if "_backward" in name else 1]
+    sibling = _sibling(getattr(ATEN, name).default)
+    assert sibling
+    target, out = sibling
+    given = {out: tensors[0]} if out else {}
+    peak, _ = peak_above_entry(
+        lambda: target(*tensors, *CONSTANTS.get(name, ()), **given), torch.device("cpu")
+    )
+    assert peak == 0
+
+
+def test_an_op_that_needs_a_new_tensor_also_in_place_overwrites_nothing() -> None:
+    over, op = X.abs() + 3, ATEN.mvlgamma.default
+    assert op in BUFFERED
+    peak, _ = peak_above_entry(lambda: over.mvlgamma_(2), torch.device("cpu"))
+    assert peak >= over.nbytes
+    model = Plain(lambda y, w: torch.mvlgamma(y.abs() + 3, 2))
+    planned = rematplan.plan_module(model, (X,), budget="100%", strategy="store_all", costs="roofline")
+    planned(X)
+    assert "aten_mvlgamma(" in planned.source
