@@ -23,12 +23,15 @@ KINDS: tuple[Kind, ...] = get_args(Kind)
 RECEIVES = {"RECV_F": "F", "RECV_B": "B"}
 """The kinds of entries in a rank's row in which the rank begins to receive a message, and the kind of the message: from
 the previous stage for a forward (F), or from the next stage for a backward (B)."""
+KEEPS = ("KEEP_B", "FORGET_B")
+"""The kinds of entries in a rank's row that begin and end a time in which a gradient that was received still exists
+after the action that has read it."""
 DROPS = {"DROP_F": "F", "DROP_B": "B"}
 """The kinds of entries in a rank's row in which the rank frees a message that it has sent, and the kind of the action
 that made the message: forward (F, an output) or backward (B, a gradient of an input)."""
 Entry: TypeAlias = tuple[str, int, int]
-"""An entry in a rank's row that is no action: its kind (`RECEIVES`, `DROPS`), the stage that receives or sent the
-message, the micro-batch."""
+"""An entry in a rank's row that is no action: its kind (`RECEIVES`, `KEEPS`, `DROPS`), the stage that receives or sent
+the message, the micro-batch."""
 
 
 @dataclass(frozen=True, slots=True, order=True)
@@ -130,7 +133,7 @@ def schedule_of_rows(
         ProblemError: a kind is not F, B, I or W, or a reason that `PipelineSchedule` lists.
     """
     for kind in sorted({row[0] for rank in rows for row in rank}):
-        if kind not in (*KINDS, *RECEIVES, *DROPS):
+        if kind not in (*KINDS, *RECEIVES, *KEEPS, *DROPS):
             raise ProblemError(
                 f"schedule {name!r}: unknown kind of action {kind!r}; known: {', '.join(KINDS)}"
             )

@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator, Sequence
 
 from rematplan.planner.pipeline.actions import PipelineSchedule, schedule_of_rows
 
-OF_FIRST, OF_LAST = ("RECV_F", "DROP_B"), ("RECV_B", "DROP_F")
+OF_FIRST, OF_LAST = ("RECV_F", "DROP_B"), ("RECV_B", "KEEP_B", "FORGET_B", "DROP_F")
 """The kinds of entries that the first stage and the last stage do not have: they have no stage before or after them."""
 
 
@@ -23,17 +23,22 @@ def gpipe(stages: int, microbatches: int, frees_outputs: bool = False) -> Pipeli
     """Return the GPipe schedule, with one stage per rank: each stage runs all forwards, then all backwards.
 
     ``frees_outputs``: whether torch frees outputs once they are sent: after the last forward. If not, it keeps all
-    messages to the end of the step. It always keeps the gradients that it sends.
+    messages to the end of the step. It always keeps the gradients that it sends. A loop variable of torch refers to the
+    last received gradient until the next one is received; on the first stage, which sends none, to the end of the step.
     """
 
     def entries(stage: int) -> Iterator[tuple[str, int]]:
-        del stage
         for m in range(microbatches):
             yield from (("RECV_F", m), ("F", m))
         if frees_outputs:
             yield from (("DROP_F", m) for m in range(microbatches))
         for m in range(microbatches):
-            yield from (("RECV_B", m), ("B", m))
+            yield "RECV_B", m
+            if m:
+                yield "FORGET_B", m - 1
+            yield "B", m
+            if stage == 0 or m < microbatches - 1:
+                yield "KEEP_B", m
 
     return _with_messages("gpipe", stages, microbatches, entries)
 

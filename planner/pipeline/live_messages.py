@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
 
-from rematplan.planner.pipeline.actions import DROPS, RECEIVES, Action, Entry, StagePlan
+from rematplan.planner.pipeline.actions import DROPS, Action, Entry, StagePlan
 
 READS = {"F": "F", "B": "B", "I": "B"}
 """For the kind of an action, the kind of the message that it reads and of the one that it makes: of a forward (F) or of
@@ -67,10 +67,12 @@ def _change(held: _Held, entries: Iterable[Entry], stages: Mapping[int, StagePla
     after these entries."""
     most = held.total
     for kind, stage, microbatch in entries:
-        if kind in RECEIVES:
-            one = stages[stage]
-            size = one.received if kind == "RECV_F" else one.answered
-            held.put(("received", RECEIVES[kind], stage, microbatch), size)
+        if kind == "RECV_F":
+            held.put(("received", "F", stage, microbatch), stages[stage].received)
+        elif kind in ("RECV_B", "KEEP_B"):
+            held.put(("received", "B", stage, microbatch), stages[stage].answered)
+        elif kind == "FORGET_B":
+            held.drop(("received", "B", stage, microbatch))
         else:
             held.drop(("sent", DROPS[kind], stage, microbatch))
         most = max(most, held.total)

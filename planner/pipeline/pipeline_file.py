@@ -13,7 +13,14 @@ from typing import Any, TypeVar
 
 from rematplan.ir import ProblemError, show_bytes
 from rematplan.ir.problem_json import read_json, write_whole
-from rematplan.planner.pipeline.actions import DROPS, RECEIVES, PipelineSchedule, StagePlan, schedule_of_rows
+from rematplan.planner.pipeline.actions import (
+    DROPS,
+    KEEPS,
+    RECEIVES,
+    PipelineSchedule,
+    StagePlan,
+    schedule_of_rows,
+)
 from rematplan.planner.pipeline.bubble_formulas import FORMULAS
 from rematplan.planner.pipeline.messages import CHANNELS, least_credits
 from rematplan.planner.pipeline.rank_memory import in_flight, rank_peak
@@ -205,12 +212,12 @@ def _with_messages(row: list[tuple[str, int, int]], entries: list[Any]) -> list[
     happens after the last one), and the entry.
 
     Raises:
-        ValueError: a position is too large, or an entry has no kind of `RECEIVES` or `DROPS`.
+        ValueError: a position is too large, or an entry has no kind of `RECEIVES`, `KEEPS` or `DROPS`.
     """
     before: dict[int, list[tuple[str, int, int]]] = {}
     for position, *stated in entries:
         entry = _entry(*stated)
-        if entry[0] not in (*RECEIVES, *DROPS) or _whole(position, "a position") > len(row):
+        if entry[0] not in (*RECEIVES, *KEEPS, *DROPS) or _whole(position, "a position") > len(row):
             raise ValueError(f"an entry of messages is {[position, *stated]}")
         before.setdefault(position, []).append(entry)
     found = [entry for at, action in enumerate(row) for entry in (*before.get(at, ()), action)]

@@ -14,7 +14,9 @@ def replayed(actions: tuple[Action, ...], plans: dict[int, StagePlan]) -> list[i
         for kind, s, m in entries:
             if kind == "RECV_F":
                 ledger["waits", "F", s, m] = plans[s].received
-            elif kind == "RECV_B":
+            elif kind == "FORGET_B":
+                ledger.pop(("waits", "B", s, m), None)
+            elif kind in ("RECV_B", "KEEP_B"):
                 ledger["waits", "B", s, m] = plans[s].answered
             else:
                 ledger.pop(("output" if kind == "DROP_F" else "gradient", s, m), None)

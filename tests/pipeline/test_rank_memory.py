@@ -13,6 +13,7 @@ from replay import replayed
 from rematplan.ir import Op, ProblemError, Tensor, TrainingGraph
 from rematplan.planner.pipeline.actions import (
     DROPS,
+    KEEPS,
     RECEIVES,
     Action,
     StagePlan,
@@ -45,7 +46,7 @@ def ranks(draw: st.DrawFn) -> tuple[tuple[Action, ...], dict[int, StagePlan]]:
         actions.append(Action(left[key].pop(0), *key))  # type: ignore[arg-type]
         if not left[key]:
             del left[key]
-        if kinds := draw(st.lists(st.sampled_from((*RECEIVES, *DROPS)), max_size=2)):
+        if kinds := draw(st.lists(st.sampled_from((*RECEIVES, *KEEPS, *DROPS)), max_size=2)):
             entries = ((kind, *draw(st.sampled_from(sorted(orders)))) for kind in kinds)
             actions[-1] = replace(actions[-1], messages=tuple(entries))
             if not left:
@@ -106,6 +107,16 @@ def test_a_sent_message_counts_from_its_action_until_it_is_freed(early: bool) ->
     assert before[4] == 2 * 4 + 1000 + 3 + (50 if early else 100)
     # Before the end, the gradient of B1 is freed.
     assert before[-1] == 2000 + (0 if early else 100)
+
+
+@pytest.mark.parametrize("early", [True, False])
+def test_gpipe_holds_a_received_gradient_until_the_next_one_is_received(early: bool) -> None:
+    plan = StagePlan(0, 4, 9, 9, received=2, answered=1000)
+    row = gpipe(2, 3, early).actions[0]
+    assert [before for before, _ in rank_bytes(row, [plan])][3:] == [12 + 1000, 8 + 2000, 4 + 2000, 1000]
+    row = gpipe(3, 3, early).actions[1]
+    middle = [before for before, _ in rank_bytes(row, [replace(plan, stage=1)])]
+    assert middle[3:] == [12 + 1000, 8 + 2000, 4 + 2000, 0]
 
 
 def test_torch_frees_outputs_early_only_where_every_output_is_freed_before_its_backward() -> None:
