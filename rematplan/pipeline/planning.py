@@ -116,7 +116,9 @@ def _best(
     """
     refused: list[InfeasibleBudget] = []
     best: PlannedPipeline | None = None
-    searches = sorted(_searches(chains, asked, progress), key=lambda s: s.least_makespan)
+    searches = list(_searches(chains, asked, progress))
+    if len(searches) > 1:  # to bound a makespan takes as long as to choose cuts
+        searches.sort(key=lambda s: s.least_makespan)
     until = time.monotonic() + asked.seconds
     for number, search in enumerate(searches):
         if best is not None and search.least_makespan >= best.timeline.makespan:

@@ -9,6 +9,7 @@ from rematplan import api
 from rematplan.cli import main
 from rematplan.ir import ProblemError, UsageError
 from rematplan.pipeline.options import parse_link
+from rematplan.planner.pipeline.choose_cuts import PipelineSearch
 from rematplan.planner.pipeline.pipeline_file import load_pipeline, pipeline_to_json, save_pipeline
 from rematplan.planner.pipeline.timeline import Link
 
@@ -151,7 +152,8 @@ def test_a_rank_that_does_not_fit_is_named(call) -> None:
     assert max(again.data["peaks"]) <= least
 
 
-def test_cuts_are_at_the_named_modules(call) -> None:
+def test_cuts_are_at_the_named_modules_and_no_others_are_searched_for(call, monkeypatch) -> None:
+    monkeypatch.setattr(PipelineSearch, "_promising", None)
     done = call("pipeline", *FOUR, "--stages", 3, "--budget", "1GiB", "--cuts", "blocks.1,blocks.3", "--json")
     assert done.data["names"] == ["blocks.1", "blocks.3"]
     assert done.data["stages"] == 3
