@@ -227,6 +227,7 @@ def test_an_interrupt_is_exit_status_130(call, refused, problem, monkeypatch) ->
 def test_an_interrupt_that_a_library_swallows_writes_nothing(
     error, call, refused, problem, monkeypatch, tmp_path
 ) -> None:
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # a job in the background ignores the signal
     real = Auto.plan
 
     def swallow(*args: object, **more: object) -> object:

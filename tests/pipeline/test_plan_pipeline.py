@@ -140,7 +140,10 @@ def test_a_stage_without_gradients_is_refused_where_it_needs_a_backward(
         planned(model, schedule=schedule)
 
 
-def test_measuring_a_frozen_stage_leaves_its_buffers_and_the_generator_as_they_are() -> None:
+def test_measuring_a_frozen_stage_leaves_its_buffers_and_the_generator_as_they_are(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(action_lists, "SENT_OUTPUTS_ARE_FREED", False)
     model = planned_tasks.net(frozen=(0, 1), embed=False, dropout=0.5)
     buffers, drawn = [b.clone() for b in model.buffers()], torch.get_rng_state()
     pipe = planned(model, ranks=[0], budget="1GiB")
