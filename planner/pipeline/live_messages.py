@@ -19,7 +19,7 @@ READS = {"F": "F", "B": "B", "I": "B"}
 """For the kind of an action, the kind of the message that it reads and of the one that it makes: of a forward (F) or of
 a backward (B)."""
 _Key = tuple[str, str, int, int]
-"""Whether a message was "received" or "sent"; its kind (F or B); the stage that received or sent it; the
+"""A message: "received" or "sent", its kind (F or B), the number of the stage that received or sent it, and its
 micro-batch."""
 
 

@@ -2,9 +2,9 @@
 
 The rules were read off `torch.distributed.pipelining`. The buffer of a received message exists from the start of the
 receive to the end of the actions that need it. During these actions it counts to the memory of the micro-batch; before
-them the message waits. A sent tensor stays in memory until torch gives up the record of its sending. When that is
-depends on the schedule and on the version of torch, so a schedule's rows say it (`actions.DROPS`). The outputs of the
-last stage are kept, and joined after the last action. Neighbouring stages on one rank pass tensors to each other
+them the message waits. A sent tensor stays in memory until torch drops its last reference to the tensor. This time
+depends on the schedule and the version of torch, so the rows of a schedule state it (`actions.DROPS`). The outputs of
+the last stage are kept, and joined after the last action. Neighbouring stages on one rank pass tensors to each other
 without messages.
 
 The dataflow schedule uses channels with *credits*: the number of messages that may be sent and not yet read. For each

@@ -101,9 +101,8 @@ def agreed(choose: Callable[[], tuple[str, ...]]) -> tuple[str, ...]:
     if distributed.get_rank() == 0:
         try:
             found = [choose(), None]
-        except (
-            Exception
-        ) as raised:  # of any kind, since the other processes wait for an answer; raised again below
+        # An error of any kind: the other processes wait for an answer. It is raised again below.
+        except Exception as raised:
             error, found = raised, [None, str(raised) or type(raised).__name__]
     distributed.broadcast_object_list(found, src=0)
     if error is not None:

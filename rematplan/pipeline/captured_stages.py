@@ -82,7 +82,7 @@ class _FixedPlan:
 
 @dataclass(frozen=True)
 class StagePlace:
-    """What is around a stage of a pipeline.
+    """The position of a stage in its pipeline, and facts about the next stage and the module that wraps the stage.
 
     ``first``: whether this is the first stage, whose inputs the caller keeps. Each micro-batch of another stage has its
     own inputs from its forward to its backward. ``last``: whether this is the last stage, from whose outputs the loss
@@ -148,7 +148,7 @@ def captured_stage(
         stage: the stage's module and arguments.
         planner: determines the costs of ops, which inverses are used, and for the last stage the memory of the loss.
         template: the memory of the stage that does not depend on the plan.
-        place: what is around the stage.
+        place: the stage's position in the pipeline, and facts about the next stage and a wrapping module.
         loss: the memory of the loss; None: what the planner's options state. Ignored unless the stage is the last.
 
     Raises:
@@ -190,11 +190,11 @@ def captured_stage(
 
 
 def _are_messages(step: CapturedStep, received: bool) -> bool:
-    """Return whether the gradients of a stage's outputs had at capture the strides with which they arrive, those of new
-    contiguous tensors.
+    """Return whether the gradients of a stage's outputs had the strides of new contiguous tensors at capture. In a
+    pipeline, gradients arrive with these strides.
 
-    ``received``: whether they come in buffers of the stage. If the next stage is on the same rank, it passes the
-    gradient that autograd computed. This is contiguous, too, but the stride of a dimension of size 1 is arbitrary.
+    ``received``: whether the gradients arrive in receive buffers. If the next stage is on the same rank, it passes the
+    gradients that autograd computed. These are contiguous, too, but the stride of a dimension of size 1 is arbitrary.
     """
     fakes = [step.values[i.value].fake for i in step.inputs if i.kind == "tangent"]
     return all(

@@ -53,7 +53,7 @@ def frozen_stage(number: int, stage: StageModule, template: StagePlan, place: St
         number: the stage's number, from 0.
         stage: the stage's module and arguments. None of its inputs and outputs require a gradient.
         template: the memory of the stage that is not its forward's.
-        place: what is around the stage.
+        place: the stage's position in the pipeline, and facts about the next stage and a wrapping module.
 
     Raises:
         ModelError: the forward fails on tensors of zeros.

@@ -39,8 +39,8 @@ KINDS: Mapping[str, str] = {kind: kind for kind in ("F", "B", "I", "W", "RECV_F"
 """The kinds of the entries that are read, and their names in a `PipelineSchedule`. When PyTorch 2.15 has waited for the
 end of a sending, it frees the message. Earlier versions have no such entries: they keep all messages to the end."""
 SENT_OUTPUTS_ARE_FREED = hasattr(pipelining.PipelineStage, "release_fwd_send_outputs")
-"""Whether PyTorch frees an output of a stage once it is sent, before the backward. PyTorch 2.15 does in GPipe and 1F1B.
-In schedules with several stages per rank, it waits for the sending only after the backward."""
+"""Whether PyTorch frees an output of a stage once it is sent, before the backward. PyTorch 2.15 does so in GPipe and
+1F1B. In schedules with several stages per rank, it waits for the sending only after the backward."""
 SCHEDULES: Mapping[str, TorchSchedule] = {
     "interleaved": TorchSchedule("ScheduleInterleaved1F1B", None),
     "zbv": TorchSchedule("ScheduleZBVZeroBubble", 2),
