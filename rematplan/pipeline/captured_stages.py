@@ -20,8 +20,9 @@ from rematplan.plans.stage_problems import backward_spare, readers, stage_proble
 from rematplan.plans.step_planner import StepPlanner
 from rematplan.runtime.graph.captured_step import Call, CapturedStep
 from rematplan.runtime.graph.compat import pytree
+from rematplan.runtime.module.captures import ReadyCapture
 from rematplan.runtime.module.planned_module import planned_module
-from rematplan.runtime.module.planning import Planning
+from rematplan.runtime.module.planning import Planning, capture_of
 from rematplan.runtime.module.shape_options import ShapeOptions
 from rematplan.runtime.pipeline.stage_modules import StageModule
 from rematplan.runtime.pipeline.weight_gradients import with_separate_weights, with_weight_boundary
@@ -32,23 +33,20 @@ from rematplan.runtime.problem.loss_boundary import with_loss_boundary
 from rematplan.runtime.problem.loss_memory import NO_LOSS, LossMemory
 
 
-class _Recorded(Exception):
-    """Raised to stop the preparation of a planned module when its step is captured, before a plan is made. The
-    attribute ``step`` is the captured step."""
+class _NoPlan:
+    """The planner of a planned module that is only captured, and never called."""
 
-    def __init__(self, step: CapturedStep) -> None:
-        self.step = step
-
-
-class _Recorder:
     bounds_one_call = False
 
     def __call__(self, step: CapturedStep, first: bool = False) -> StepPlan:
         del first
-        raise _Recorded(step)
+        raise AssertionError(f"{step.name} was planned without a planner")
 
     def with_gradients(self, step: CapturedStep, plan: Plan, gradients: int, names: Set[str]) -> None:
-        """Do nothing. It is never called: `__call__` raises before the module gets a plan to run."""
+        """Do nothing. It is never called, because the module gets no plan to run."""
+
+
+ONE_SHAPE = ShapeOptions(dynamic=False)
 
 
 @dataclass(frozen=True)
@@ -108,13 +106,15 @@ class CapturedStage:
     """A pipeline stage with its captured step and its planning problem.
 
     ``stage``: the stage's module and arguments. ``step``: the captured forward and backward of one micro-batch, with
-    inverses. ``problem``: the planning problem. ``calls``: the ATen ops of the capture before inverses were added, in
-    order, with the types of their results. `planned` captures the stage again and checks that they are the same.
+    inverses. ``problem``: the planning problem. ``capture``: that from which ``step`` was made. ``calls``: the
+    ATen ops of the capture before inverses were added, in order, with the types of their results. A module that
+    captures the stage again checks that they are the same.
     """
 
     stage: StageModule
     step: CapturedStep
     problem: StageProblem
+    capture: ReadyCapture
     calls: tuple[object, ...]
 
     def planned(self, plan: Plan, prepared: bool = True) -> nn.Module:
@@ -126,13 +126,16 @@ class CapturedStage:
                 class changes before its first forward, as ``fully_shard`` changes it.
 
         Raises:
-            ModelError: the stage is captured again, and has other ops than before. If ``prepared`` is false, the first
-                forward raises it.
+            ModelError: the stage is captured again, because its state has changed or ``prepared`` is false, and has
+                other ops than before. If ``prepared`` is false, the first forward raises it.
         """
         spare = backward_spare(self.problem, plan.schedule)
         given = _FixedPlan(StepPlan(self.step, plan, spare, self.problem.gradient_bytes), self.calls)
-        module = _planned(self.stage, given)
-        return _prepared(self.stage, module) if prepared else module
+        if not prepared:
+            return planned_module(self.stage.module, given, ONE_SHAPE)
+        module = planned_module(self.stage.module, given, ONE_SHAPE, ready=self.capture)
+        args, kwargs = _arguments(self.stage)
+        return Planning(module).prepare(*args, **kwargs)  # type: ignore[no-any-return]
 
 
 def captured_stage(
@@ -154,7 +157,7 @@ def captured_stage(
     Raises:
         ModelError: the stage cannot be captured.
     """
-    captured = captured_step(stage)
+    capture, captured = _captured(stage)
     step = planner.opened(captured)
     if place.split:
         step = with_separate_weights(step)
@@ -186,7 +189,7 @@ def captured_stage(
         problem = replace(problem, freed=readers(step, problem.graph, sent))
     if place.alone and place.last:  # torch holds those of other stages until the backward ends
         problem = replace(problem, tangents_held=partial(_tangents_held, step, problem))
-    return CapturedStage(stage, step, problem, _targets(captured))
+    return CapturedStage(stage, step, problem, capture, _targets(captured))
 
 
 def _are_messages(step: CapturedStep, received: bool) -> bool:
@@ -213,11 +216,11 @@ def captured_step(stage: StageModule) -> CapturedStep:
     Raises:
         ModelError: the stage cannot be captured.
     """
-    try:
-        _prepared(stage, _planned(stage, _Recorder()))
-    except _Recorded as recorded:
-        return recorded.step
-    raise AssertionError("a module was planned without a planner")
+    return _captured(stage)[1]
+
+
+def _captured(stage: StageModule) -> tuple[ReadyCapture, CapturedStep]:
+    return capture_of(planned_module(stage.module, _NoPlan(), ONE_SHAPE), *_arguments(stage))
 
 
 def _targets(step: CapturedStep) -> tuple[object, ...]:
@@ -227,13 +230,11 @@ def _targets(step: CapturedStep) -> tuple[object, ...]:
     return tuple((call.target, types(call)) for call in step.calls)
 
 
-def _planned(stage: StageModule, planner: Any) -> nn.Module:
-    return planned_module(stage.module, planner, ShapeOptions(dynamic=False))
-
-
-def _prepared(stage: StageModule, planned: nn.Module) -> nn.Module:
-    args, kwargs = pytree.tree_map(lambda one: _empty(one, stage.device), (stage.args, dict(stage.kwargs)))
-    return Planning(planned).prepare(*args, **kwargs)  # type: ignore[no-any-return]
+def _arguments(stage: StageModule) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Return uninitialised arguments of a stage: positional and keyword arguments."""
+    return pytree.tree_map(  # type: ignore[no-any-return]
+        lambda one: _empty(one, stage.device), (stage.args, dict(stage.kwargs))
+    )
 
 
 def _empty(like: Any, device: torch.device) -> Any:

@@ -18,7 +18,7 @@ from rematplan.plans.size_ranges import problems_over
 from rematplan.plans.step_planner import StepPlanner
 from rematplan.runtime.graph.captured_step import CapturedStep
 from rematplan.runtime.graph.warn import warn
-from rematplan.runtime.module.planning import step_of
+from rematplan.runtime.module.planning import capture_of
 from rematplan.runtime.module.shape_options import Axis, ShapeOptions
 
 SMALLEST = 2
@@ -82,7 +82,7 @@ def prove_ranges(
             made.add(size)
             if len(made) > MOST_STEPS:
                 raise _TooMany
-            return step_of(planned, *shapes.call_of_sizes(model, args, kwargs, {**fixed, axis: size}))
+            return capture_of(planned, *shapes.call_of_sizes(model, args, kwargs, {**fixed, axis: size}))[1]
 
         name, sizes = f"the size of {_named(axis, fixed)}", _sizes(axis)
         try:

@@ -15,7 +15,7 @@ from rematplan.runtime import guards
 from rematplan.runtime.capture.left_out_tangents import with_expected_tangents
 from rematplan.runtime.execute.autograd_function import CompiledPlan
 from rematplan.runtime.graph.warn import warn
-from rematplan.runtime.module.cached_plans import CacheEntry
+from rematplan.runtime.module.cached_plans import CacheEntry, plan_key
 from rematplan.runtime.module.forward_capture import Tracing
 from rematplan.runtime.module.plan_swaps import Running
 from rematplan.runtime.module.planner_interface import Planner
@@ -30,13 +30,36 @@ MANY = 8
 """The number of captures of one module at which a warning is issued."""
 
 
+@dataclass(frozen=True)
+class ReadyCapture:
+    """A capture for a call that was made before the module is planned.
+
+    ``key``: the call's key (`plan_key`). ``found``: the capture.
+    """
+
+    key: Hashable
+    found: Found
+
+    @staticmethod
+    def of(tracing: Tracing, found: Found) -> ReadyCapture:
+        """Return the capture ``found``, which ``tracing`` made, with the key of its call."""
+        return ReadyCapture(plan_key(tracing.leaves, tracing.spec, tracing.state), found)
+
+    def serves(self, tracing: Tracing) -> bool:
+        """Return whether the capture is valid for a call: the call has the same key, and everything that the traced
+        forward read is unchanged."""
+        same = self.key == plan_key(tracing.leaves, tracing.spec, tracing.state)
+        return same and self.found.guard.holds(tracing.state, tracing.batch)
+
+
 @dataclass
 class Captures:
     """The captures of a planned module. They make the cache entries of calls for which no plan is valid.
 
     ``name``: the model's name, for messages. ``planner``: makes the plans. ``most``: the largest number of plans, of
     kinds of calls whose captures are remembered, and of captures with symbolic sizes. ``shapes``: the captures, by
-    everything that selects a plan except sizes; the kind of call used last comes last. ``warned``: whether
+    everything that selects a plan except sizes; the kind of call used last comes last. ``ready``: a capture of the
+    first call that was made before, and is used if it is valid; None if there is none. ``warned``: whether
     `warn_of_many` has issued its warning.
     """
 
@@ -44,6 +67,7 @@ class Captures:
     planner: Planner
     most: int
     shapes: dict[Hashable, OpenShapes] = field(default_factory=dict)
+    ready: ReadyCapture | None = None
     warned: bool = False
 
     def copy(self, *, with_shapes: bool = True) -> Captures:
@@ -87,6 +111,9 @@ class Captures:
 
     def _captured(self, shapes: OpenShapes, tracing: Tracing) -> Found:
         tracing.check()
+        ready, self.ready = self.ready, None
+        if ready is not None and ready.serves(tracing):
+            return ready.found
         found = shapes.find(tracing.state, tracing.batch, tracing.opened, tracing.fixed)
         self._drop_oldest()
         return found

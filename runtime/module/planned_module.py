@@ -19,6 +19,7 @@ from rematplan.ir import ModelError
 from rematplan.runtime.capture.capture import check_traceable
 from rematplan.runtime.graph.compat import disable_dynamo
 from rematplan.runtime.graph.warn import warn
+from rematplan.runtime.module.captures import ReadyCapture
 from rematplan.runtime.module.planner_interface import Planner
 from rematplan.runtime.module.planning import HasRunner, Planning
 from rematplan.runtime.module.runner import FORWARDS, LOCK, Runner
@@ -33,6 +34,7 @@ def planned_module(
     planner: Planner,
     shapes: ShapeOptions = DEFAULT_SHAPES,
     statistics: Kronecker | None = None,
+    ready: ReadyCapture | None = None,
 ) -> nn.Module:
     """Return ``model`` with a planned forward and backward: an object of a subclass of its class that shares all its
     state.
@@ -44,6 +46,8 @@ def planned_module(
         planner: makes the plans.
         shapes: which shapes are planned, and how many plans are kept.
         statistics: the Kronecker-factored statistics that the module's steps compute; None for none.
+        ready: a capture of the model for the first call (`capture_of`), which is not captured again; None if there is
+            none.
 
     Raises:
         ModelError: the model is compiled, scripted or sharded, or has a parameter of unknown shape; or it is planned
@@ -58,7 +62,7 @@ def planned_module(
             )
         model = model._rematplan_model()
     return _become(
-        _blank(type(model)), (model, Runner(type(model).__name__, planner, shapes, statistics), None)
+        _blank(type(model)), (model, Runner(type(model).__name__, planner, shapes, statistics, ready), None)
     )
 
 

@@ -13,6 +13,7 @@ from rematplan.planner.core.plan import Plan
 from rematplan.runtime.execute.autograd_function import CompiledPlan
 from rematplan.runtime.graph.captured_step import CapturedStep
 from rematplan.runtime.module.cached_plans import CacheEntry
+from rematplan.runtime.module.captures import ReadyCapture
 from rematplan.runtime.module.forward_capture import Planned
 from rematplan.runtime.module.runner import Runner
 from rematplan.runtime.statistics.factors import Factors, Statistics
@@ -247,8 +248,11 @@ def _last(planned: HasRunner) -> CacheEntry:
     return runner.last
 
 
-def step_of(planned: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> CapturedStep:
-    """Return the captured training step for these arguments of a planned module, before planning.
+def capture_of(
+    planned: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[ReadyCapture, CapturedStep]:
+    """Return the capture of a planned module's forward and backward for these arguments, and the captured training
+    step, before planning. Another planned module of the same model can begin with the capture.
 
     Args:
         planned: the planned module.
@@ -260,4 +264,4 @@ def step_of(planned: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -
         ModelError: the forward cannot be captured.
     """
     runner = Planning(planned)._planned._rematplan
-    return runner.step(cast(Planned, planned), args, kwargs)
+    return runner.captured(cast(Planned, planned), args, kwargs)

@@ -37,7 +37,7 @@ from rematplan.runtime.graph.compat import (
 from rematplan.runtime.graph.warn import warn
 from rematplan.runtime.module.cached_plans import CachedPlans, CacheEntry, plan_key
 from rematplan.runtime.module.capture_lock import CaptureLock
-from rematplan.runtime.module.captures import Captures
+from rematplan.runtime.module.captures import Captures, ReadyCapture
 from rematplan.runtime.module.existing_gradients import existing_gradients, gradient_storage
 from rematplan.runtime.module.forward_capture import Planned, Tracing
 from rematplan.runtime.module.plan_swaps import Running
@@ -72,15 +72,21 @@ class Runner:
         planner: makes the plans.
         asked: the options for shapes: whether other shapes are planned, and how many plans are kept.
         statistics: the Kronecker-factored statistics that the steps compute; None for none.
+        ready: a capture of the first call, if it was made before.
     """
 
     def __init__(
-        self, name: str, planner: Planner, asked: ShapeOptions, statistics: Kronecker | None = None
+        self,
+        name: str,
+        planner: Planner,
+        asked: ShapeOptions,
+        statistics: Kronecker | None = None,
+        ready: ReadyCapture | None = None,
     ) -> None:
         self.name, self.planner, self.asked = name, planner, asked
         self.recorder = Recorder(statistics) if statistics else None
         self.plans = CachedPlans(asked.max_plans)
-        self.captures = Captures(name, planner, asked.max_plans)
+        self.captures = Captures(name, planner, asked.max_plans, ready=ready)
         self.last: CacheEntry
         self.arrived: frozenset[str] = frozenset()
         """The positions of outputs whose tangents arrived although their step had left them out."""
@@ -196,15 +202,18 @@ class Runner:
             if self.recorder:
                 self._measured(entry, self.recorder)
 
-    def step(self, planned: Planned, args: tuple[Any, ...], kwargs: dict[str, Any]) -> CapturedStep:
-        """Return the captured step for these arguments, before planning and without statistics.
+    def captured(
+        self, planned: Planned, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[ReadyCapture, CapturedStep]:
+        """Return the capture for these arguments, and its step as it is planned without statistics.
 
         Raises:
             ModelError: the forward cannot be captured.
         """
         with LOCK.alone(), torch.inference_mode(False), torch.enable_grad():
             tracing = Tracing(self.name, planned, *flattened_call(args, kwargs), self._state(planned))
-            return with_expected_tangents(self.captures.captured(tracing).step, self.arrived)
+            found = self.captures.captured(tracing)
+            return ReadyCapture.of(tracing, found), with_expected_tangents(found.step, self.arrived)
 
     def _takes_statistics(self, recorder: Recorder, entry: CacheEntry, state: guards.ModuleState) -> bool:
         parameters = [t for t in state.named.values() if t.requires_grad]

@@ -17,6 +17,7 @@ from rematplan.pipeline.schedules import schedule_named
 from rematplan.planner.core.schedule import Run
 from rematplan.planner.pipeline.messages import CONNECTING, RANDOM_STATE, MessageBytes, message_memory
 from rematplan.planner.strategies.store_all import no_recompute
+from rematplan.runtime.module import forward_capture
 from rematplan.runtime.pipeline import action_lists
 
 ASKED: dict[str, Any] = {
@@ -101,6 +102,23 @@ def test_cuts_are_chosen_so_that_a_shared_parameter_is_in_one_stage() -> None:
     pipe = planned(model, stages=2, cuts="auto")
     shared = model.blocks[0].up.weight
     assert sum(p is shared for part in pipe.parts.values() for p in part.stage.module.parameters()) == 1
+
+
+def test_a_stage_is_captured_again_only_if_its_state_has_changed(monkeypatch: pytest.MonkeyPatch) -> None:
+    capture, names = forward_capture.capture, []
+
+    def counted(*given: Any) -> Any:
+        names.append(given[2])
+        return capture(*given)
+
+    monkeypatch.setattr(forward_capture, "capture", counted)
+    pipe = planned(ranks=[1], budget="1GiB")
+    pipe.modules(1)
+    assert names == ["NetStage1"]
+    next(pipe.parts[1].stage.module.parameters()).requires_grad_(False)
+    with pytest.raises(ModelError, match="runs other ops"):
+        pipe.modules(1)
+    assert names == ["NetStage1"] * 2
 
 
 def test_a_heavy_head_gets_a_stage_of_its_own() -> None:
