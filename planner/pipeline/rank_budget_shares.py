@@ -69,7 +69,8 @@ class RankBudgetShares:
         forward = 0 if relaxed else stage.loss_forward  # beyond the workspace of the graph's boundary op
         # What the next stage holds, and what torch frees, is in the graph, but is not counted after the forward.
         kept = saved - (stage.bytes((*stage.handed, *stage.freed)) if relaxed else 0)
-        own = {"F": saved + forward, "B": kept + passed, "I": kept + passed, "W": kept}
+        unread = saved - stage.bytes(stage.late_inputs) if relaxed else 0  # by some W
+        own = {"F": saved + forward, "B": kept + passed, "I": kept + passed, "W": kept - unread}
         left: dict[str, int] = {}
         for action, (_, others) in zip(self.actions, rank_bytes(self.actions, idle), strict=False):
             if action.stage == me:

@@ -35,11 +35,12 @@ class StageProblem:
 
     ``states``: inputs that exist during the whole step (parameters, buffers). ``per_microbatch``: inputs of which each
     micro-batch needs its own contents from its forward to the end of its backward, such as random generator states, or
-    a batch that is not stored elsewhere. ``tangents``: inputs that each micro-batch needs only in its backward (the
-    gradients of the outputs). They are freed at the end of the backward, or of the I if the W does not read them.
-    ``tangents_held``: a function that returns, for a schedule, the position from which on each of them is freed as
-    soon as no later op reads it, because only the backward has it; None: there is no such position. The bytes of all
-    other inputs, such as receive buffers of torch, are counted in ``template``.
+    a batch that is not stored elsewhere. ``released``: whether those of them that a W does not read are freed at the
+    end of its I. ``tangents``: inputs that each micro-batch needs only in its backward (the gradients of the outputs).
+    They are freed at the end of the backward, or of the I if the W does not read them. ``tangents_held``: a function
+    that returns, for a schedule, the position from which on each of them is freed as soon as no later op reads it,
+    because only the backward has it; None: there is no such position. The bytes of all other inputs, such as receive
+    buffers of torch, are counted in ``template``.
 
     ``between``: bytes outside of the graph that exist for each micro-batch from its forward to its backward, such as
     tensors that a loss saves. ``loss_forward``: bytes that the boundary op needs in addition to its workspace if it is
@@ -68,6 +69,7 @@ class StageProblem:
     boundary: str
     states: tuple[str, ...] = ()
     per_microbatch: tuple[str, ...] = ()
+    released: bool = False
     tangents: tuple[str, ...] = ()
     tangents_held: Callable[[Schedule], int] | None = None
     between: int = 0
@@ -140,6 +142,18 @@ class StageProblem:
         ops, inverses = tuple(map(limited, self.graph.ops)), tuple(map(limited, self.graph.inverses))
         return replace(self, graph=replace(self.graph, ops=ops, inverses=inverses))
 
+    @cached_property
+    def late_inputs(self) -> tuple[str, ...]:
+        """The inputs ``per_microbatch`` that exist in the W of every plan: those that ops after the second boundary
+        read, or all if they are not ``released``."""
+        return self.inputs_read_by(op for op in self.graph.ops if self.weights in op.reads)
+
+    def inputs_read_by(self, ops: Iterable[Op]) -> tuple[str, ...]:
+        """Return the inputs ``per_microbatch`` that exist while a W runs ``ops``: those that the ops read, or all if
+        they are not ``released``."""
+        read = {t for op in ops for t in op.reads}
+        return tuple(t for t in self.per_microbatch if t in read or not self.released)
+
     def measured(self, plan: Plan) -> StagePlan:
         """Return the memory and times of this stage under a plan, computed from the plan's schedule and the ops'
         sizes and costs.
@@ -169,7 +183,7 @@ class StageProblem:
             gone = set(self.graph.op[self.weights].reads) - set(
                 self.graph.inputs
             )  # freed with the I unless something reads it later
-            bounds[self.weights] = deferred - self.bytes(self.per_microbatch) + self.bytes(gone)
+            bounds[self.weights] = deferred - self.bytes(self.late_inputs) + self.bytes(gone)
 
         def limited(op: Op) -> Op:
             if op.name not in bounds:
@@ -251,7 +265,7 @@ def _split_figures(
     """Return the fields of `StagePlan` that only a split backward has, by name: ``deferred_bytes``,
     ``transient_weight``, ``first_weight``, ``whole`` and ``early_gradients``.
 
-    The I ends with the frees that follow the second boundary op.
+    The I ends with the frees that follow the second boundary op, and with that of inputs that are ``released``.
 
     Args:
         problem: the stage.
@@ -281,11 +295,13 @@ def _split_figures(
         max([across, *(own + left for own, left in zip(series[start:], gone[start:], strict=True))]) - most
         for series, most in ((beyond, weight), (firsts, first_weight))
     )
+    late = problem.inputs_read_by(graph.op[step.op] for step in schedule[start:] if isinstance(step, Run))
+    unread = problem.bytes(problem.per_microbatch) - problem.bytes(late)
     return {
-        "deferred_bytes": deferred + saved,
-        "transient_weight": weight + saved,
-        "first_weight": first_weight + saved,
-        "whole": whole,
+        "deferred_bytes": deferred + saved - unread,
+        "transient_weight": weight + saved - unread,
+        "first_weight": first_weight + saved - unread,
+        "whole": whole + unread,
         "early_gradients": early,
     }
 

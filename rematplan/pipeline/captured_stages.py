@@ -183,7 +183,9 @@ def captured_stage(
         template=template,
     )
     own = whole_outputs(step, problem.graph) if place.handed and place.alone else ()
-    problem = replace(problem, handed=own, between=problem.between - place.handed + problem.bytes(own))
+    problem = replace(
+        problem, released=True, handed=own, between=problem.between - place.handed + problem.bytes(own)
+    )
     if place.freed:
         sent = whole_outputs(step, problem.graph)
         problem = replace(problem, freed=readers(step, problem.graph, sent))

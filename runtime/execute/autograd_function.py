@@ -207,8 +207,10 @@ class _Call:
 
     - ``plan``, ``named``, ``with_tangents``, ``statistics``: the plan and the arguments of its call
       (`CompiledPlan.__call__`).
-    - ``inputs``, ``versions``: the step's inputs, and their version counters, which show changes in place. After the
-      forward these are only the inputs that the backward reads.
+    - ``inputs``: the step's inputs; empty once the forward has run.
+    - ``read``: the inputs that the backward reads, and their version counters, which show changes in place; by position
+      in `Halves.read_late`. A backward that does not retain the graph drops each input after the last segment that
+      reads it.
     - ``start``: the values that the forward left for the backward; None once a backward that does not retain the graph
       has begun.
     - ``held``: the values that the next segment needs; None while a segment runs, and before and after a backward.
@@ -228,7 +230,7 @@ class _Call:
     rerun: Rerun | None = None
     start: list[Any] | None = None
     held: list[Any] | None = None
-    versions: Sequence[int] = ()
+    read: dict[int, tuple[torch.Tensor, int]] = field(default_factory=dict)
     outputs: Sequence[torch.Tensor] = ()
     output_versions: Sequence[int] = ()
     variant: BackwardVariant = AS_CAPTURED
@@ -255,8 +257,8 @@ class _Call:
         """Run the forward half without changing the buffers, and store what the backward needs in this object. Return
         the module's outputs and the buffers' new content."""
         plan, inputs = self.plan, self.inputs
-        self.inputs = [inputs[at] for at in plan.halves.read_late]
-        self.versions = [t._version for t in self.inputs]
+        late = [inputs[at] for at in plan.halves.read_late]
+        self.inputs, self.read = (), {at: (t, t._version) for at, t in enumerate(late)}
         with _without_autocast(plan.like.device):
             early, held = plan.halves.forward(*[t.detach() for t in inputs])
         # Detach: an autograd node that refers to its own output would be a reference cycle.
@@ -362,8 +364,7 @@ class _Call:
             return given
         held, self.held = self.held, None
         assert held is not None
-        still_read = self.plan.halves.backward[k].still_read
-        if any(self.inputs[at]._version != self.versions[at] for at in still_read):
+        if any(t._version != version for t, version in (self.read[at] for at in self._still_read(k))):
             raise RuntimeError(
                 f"{self.plan.like.name}: a parameter, buffer or input was changed in place between forward and backward"
             )
@@ -376,11 +377,17 @@ class _Call:
                 self.statistics(dict(zip((o.target for o in sums), found, strict=True)), last)
         elif self.statistics and last:
             self.statistics({}, True)
+        if not self.variant.kept:
+            self.read = {at: self.read[at] for at in self._still_read(k + 1)}
         if last:
             self.held, self.segments = None, ()
-            self.inputs = self.inputs if self.variant.kept else ()
             self.plan.variants.learn(self.variant, self.notes)
         return gradients
+
+    def _still_read(self, k: int) -> Sequence[int]:
+        """Return the keys in ``read`` of the inputs that segment ``k`` or a later one reads."""
+        segments = self.plan.halves.backward
+        return segments[k].still_read if k < len(segments) else ()
 
 
 def _is_batched(tensor: torch.Tensor) -> bool:

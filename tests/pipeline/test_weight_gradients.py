@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import weakref
+
 import planned_tasks
 import pytest
 import torch
@@ -148,4 +150,22 @@ def test_an_output_that_only_the_inputs_gradient_needs_is_freed_with_it() -> Non
     kept = {t.untyped_storage().data_ptr() for t in calls[0].held}
     assert kept
     assert storage not in kept
+    rematplan.finish_weights(stage)
+
+
+def test_an_input_that_no_weight_gradient_reads_is_freed_with_the_inputs_gradient() -> None:
+    """The weight's gradient reads the tanh of the input, and the output's gradient."""
+    model = nn.Sequential(*(nn.Sequential(nn.Tanh(), nn.Linear(64, 64)) for _ in range(4)))
+    part = pipe(model, torch.randn(16, 64), cuts="1,2,3").parts[1]
+    plan = no_recompute(part.problem.graph)
+    stage, given = part.planned(plan), torch.randn(4, 64).requires_grad_()
+    stage(given).backward(torch.randn(4, 64))
+    (call,) = compiled_plan(stage).deferred
+    held = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in call.held}
+    assert given.untyped_storage().data_ptr() not in held
+    held = {p: n for p, n in held.items() if p not in {q.data_ptr() for q in model.parameters()}}
+    assert part.problem.measured(plan).deferred_bytes == sum(held.values()) == 2 * given.nbytes
+    alive = weakref.ref(given)
+    del given
+    assert alive() is None
     rematplan.finish_weights(stage)
