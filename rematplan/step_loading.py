@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
@@ -28,6 +29,22 @@ from rematplan.runtime.onnx.rebatch import rebatched
 
 MOST_REFUSALS = 5
 """The largest number of notes that say why a tensor cannot be recovered by an inverse."""
+
+
+@dataclass(frozen=True)
+class LoadedModel:
+    """A model with its loss and a batch, not captured.
+
+    ``module``: the model with its loss. ``batch``: the inputs of ``module``: the model's inputs and the targets.
+    ``name``: the name of the network or the file. ``notes``: what the loader changed or noticed, as sentences for the
+    user. ``mode``: the context in which the module runs: for a model without data the fake mode of its tensors.
+    """
+
+    module: WithLoss
+    batch: tuple[torch.Tensor, ...]
+    name: str
+    notes: tuple[str, ...]
+    mode: AbstractContextManager[object]
 
 
 @dataclass(frozen=True)
@@ -125,6 +142,45 @@ def load_step(
         ModelError: the file cannot be read, or its training step cannot be captured.
         ZooError: sizes that the network cannot have.
     """
+    return _open(
+        _captured(
+            load_model(
+                model,
+                sizes=sizes,
+                dims=dims,
+                loss=loss,
+                seed=seed,
+                bn=bn,
+                dropout=dropout,
+                weightless=weightless,
+                device=device,
+            )
+        ),
+        inverses,
+    )
+
+
+def load_model(
+    model: str | Path,
+    *,
+    sizes: Sizes = Sizes(),
+    dims: Mapping[str, int] | None = None,
+    loss: str | None = None,
+    seed: int = 0,
+    bn: str = "as-is",
+    dropout: str = "as-is",
+    weightless: bool = False,
+    device: str = "cpu",
+) -> LoadedModel:
+    """Load a network of the zoo or an ONNX file with a loss and a random batch, without capturing its training step.
+
+    The arguments are those of `load_step`.
+
+    Raises:
+        UsageError: as `load_step`.
+        ModelError: the file cannot be read.
+        ZooError: sizes that the network cannot have.
+    """
     forms, place = Forms(bn, dropout), _device(device)
     if isinstance(model, str) and model in ZOO:
         if forms != Forms():
@@ -133,7 +189,7 @@ def load_step(
             raise UsageError(
                 f"{model}: --dim can only be used with ONNX files; for a network of the zoo state sizes such as --batch"
             )
-        return _open(_load_zoo(model, sizes, loss, seed, weightless, place), inverses)
+        return _load_zoo(model, sizes, loss, seed, weightless, place)
     path = Path(model)
     if isinstance(model, str) and path.suffix != ".onnx" and not path.exists():
         raise UsageError(f"{model!r} is neither an ONNX file nor a network of the zoo ({', '.join(ZOO)})")
@@ -143,7 +199,7 @@ def load_step(
             f"state a file's dimensions with --dim"
         )
     graph = rebatched(load_onnx(path, dims or {}, forms))
-    return _open(_load_file(graph, path.stem, loss, seed, weightless, place), inverses)
+    return _load_file(graph, path.stem, loss, seed, weightless, place)
 
 
 def _device(name: str) -> torch.device:
@@ -186,48 +242,54 @@ def _open(loaded: LoadedStep, inverses: bool) -> LoadedStep:
 
 def _load_file(
     graph: Graph, name: str, loss: str | None, seed: int, weightless: bool, device: torch.device
-) -> LoadedStep:
+) -> LoadedModel:
     if weightless:
         module, inputs, mode = without_data(
             lambda: OnnxModule(graph, device="meta").train(),
             lambda: tuple(map(_empty_input, graph.inputs)),
             device,
         )
-        with mode:
-            return _captured(module, inputs, name, loss, seed, graph.notes)
+        return _with_loss(module, inputs, name, loss, seed, graph.notes, mode)
     module = OnnxModule(graph, seed=seed).train().to(device)
     generator = torch.Generator().manual_seed(seed)
     inputs = tuple(_random_input(value, generator).to(device) for value in graph.inputs)
-    return _captured(module, inputs, name, loss, seed, graph.notes)
+    return _with_loss(module, inputs, name, loss, seed, graph.notes)
 
 
 def _load_zoo(
     name: str, sizes: Sizes, loss: str | None, seed: int, weightless: bool, device: torch.device
-) -> LoadedStep:
+) -> LoadedModel:
     stated, loss = asdict(sizes), loss or ZOO[name].loss
     if weightless:
         module, inputs, mode = without_data(
             lambda: build(name, **stated), lambda: example_inputs(name, seed=seed, **stated), device
         )
-        with mode:
-            return _captured(module, inputs, name, loss, seed, ())
+        return _with_loss(module, inputs, name, loss, seed, (), mode)
     inputs = tuple(x.to(device) for x in example_inputs(name, seed=seed, **stated))
     with torch.random.fork_rng():
         torch.manual_seed(seed)
         module = build(name, **stated).to(device)
-    return _captured(module, inputs, name, loss, seed, ())
+    return _with_loss(module, inputs, name, loss, seed, ())
 
 
-def _captured(
+def _with_loss(
     model: nn.Module,
     inputs: tuple[torch.Tensor, ...],
     name: str,
     loss: str | None,
     seed: int,
     notes: tuple[str, ...],
-) -> LoadedStep:
-    module, batch = with_loss(model, inputs, loss, seed)
-    step = capture(module, batch, name)
+    mode: AbstractContextManager[object] | None = None,
+) -> LoadedModel:
+    mode = mode or nullcontext()
+    with mode:
+        return LoadedModel(*with_loss(model, inputs, loss, seed), name, notes, mode)
+
+
+def _captured(loaded: LoadedModel) -> LoadedStep:
+    module, batch, notes = loaded.module, loaded.batch, loaded.notes
+    with loaded.mode:
+        step = capture(module, batch, loaded.name)
     parameters = sum(1 for p in module.parameters() if p.requires_grad)
     idle = parameters - sum(1 for output in step.outputs if output.kind == "gradient")
     if idle:

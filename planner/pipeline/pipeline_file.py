@@ -33,6 +33,23 @@ Record = TypeVar("Record", StagePlan, StageTimes)
 
 
 @dataclass(frozen=True)
+class StageOp:
+    """What pairs an op of a stage with the same op in another capture of the stage.
+
+    ``name``: the op's name in the plan. ``op``: the ATen op as text. ``backward``: whether it belongs to the backward.
+    ``loss``: whether it belongs to the loss, which is outside of the model. ``reads``: the names of the stage's ops
+    whose results it reads, sorted. ``writes``: the bytes of its results, ascending.
+    """
+
+    name: str
+    op: str
+    backward: bool
+    loss: bool
+    reads: tuple[str, ...]
+    writes: tuple[int, ...]
+
+
+@dataclass(frozen=True)
 class PlannedPipeline:
     """A planned pipeline: its schedule, its cuts, and the plans of its stages.
 
@@ -43,7 +60,8 @@ class PlannedPipeline:
     ``floors``: for each rank, with these cuts, a lower bound of the microseconds that its stages recompute for one
     micro-batch. ``floor``: for any cuts, a lower bound of the microseconds that the slowest stage or link takes for one
     micro-batch. ``names``: the modules or ops with which the second and each later stage begin. ``model``: how the
-    model was loaded, so that it can be loaded again.
+    model was loaded, so that it can be loaded again. ``ops``: the ops of each stage, in the order of the captured step;
+    empty if they are unknown, so that the plans can only be shown.
     """
 
     problem: str
@@ -58,6 +76,7 @@ class PlannedPipeline:
     floor: float
     names: tuple[str, ...] = ()
     model: Mapping[str, Any] = field(default_factory=dict)
+    ops: tuple[tuple[StageOp, ...], ...] = ()
 
     @cached_property
     def timeline(self) -> Timeline:
@@ -136,6 +155,10 @@ def pipeline_to_json(plan: PlannedPipeline) -> dict[str, Any]:
         "overhead": plan.overhead,
         "times": [asdict(one) for one in plan.times],
         "plans": [asdict(one) for one in plan.stages],
+        "ops": [
+            [[o.name, o.op, o.backward, o.loss, list(o.reads), list(o.writes)] for o in ops]
+            for ops in plan.ops
+        ],
         "floor": plan.floor if math.isfinite(plan.floor) else None,
         "floors": list(plan.floors),
         "in_flight": list(plan.in_flight),
@@ -188,6 +211,7 @@ def pipeline_from_json(data: object) -> PlannedPipeline:
             floor=math.inf if data["floor"] is None else _number(data["floor"], "floor"),
             names=tuple(_text(one, "a name") for one in data["names"]),
             model=dict(data["model"]),
+            ops=tuple(tuple(_stage_op(*row) for row in rows) for rows in data["ops"]),
         )
         _check_stages(plan)
         peaks = plan.peaks
@@ -203,6 +227,19 @@ def pipeline_from_json(data: object) -> PlannedPipeline:
 
 def _entry(kind: object, stage: object, microbatch: object) -> tuple[str, int, int]:
     return _text(kind, "a kind"), _whole(stage, "a stage"), _whole(microbatch, "a micro-batch")
+
+
+def _stage_op(
+    name: object, op: object, backward: object, loss: object, reads: list[object], writes: list[object]
+) -> StageOp:
+    return StageOp(
+        _text(name, "an op's name"),
+        _text(op, "an op"),
+        bool(backward),
+        bool(loss),
+        tuple(_text(one, "an op's name") for one in reads),
+        tuple(_whole(one, "a result") for one in writes),
+    )
 
 
 def _with_messages(row: list[tuple[str, int, int]], entries: list[Any]) -> list[tuple[str, int, int]]:
@@ -225,8 +262,8 @@ def _with_messages(row: list[tuple[str, int, int]], entries: list[Any]) -> list[
 
 
 def _check_stages(plan: PlannedPipeline) -> None:
-    """Check that a pipeline has a plan and times for each stage, a floor for each rank, and a named cut before each
-    stage but the first.
+    """Check that a pipeline has a plan and times for each stage, ops for each or none, a floor for each rank, and a
+    named cut before each stage but the first.
 
     Raises:
         ProblemError: one is missing or too many, or the cuts, their names or the plans are not in the stages' order.
@@ -236,6 +273,8 @@ def _check_stages(plan: PlannedPipeline) -> None:
         raise ProblemError(f"{stages} stages need as many plans and times, and one cut fewer")
     if len(plan.names) != len(plan.cuts) or len(set(plan.names)) != len(plan.names):
         raise ProblemError(f"{len(plan.cuts)} cuts need as many names, all different")
+    if len(plan.ops) not in (0, stages):
+        raise ProblemError(f"{stages} stages need as many lists of ops, not {len(plan.ops)}")
     if len(plan.floors) != ranks:
         raise ProblemError(f"{ranks} ranks need as many floors, not {len(plan.floors)}")
     for number, (one, other) in enumerate(pairwise((0, *plan.cuts))):

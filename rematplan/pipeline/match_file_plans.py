@@ -1,99 +1,95 @@
 """Apply the plans of a pipeline file to the stages that processes capture.
 
 The plans in the file are for slices of the captured step of the whole model with its loss. A process captures only its
-stages, without a loss, and their ops have other names. So ops of the two captures are paired by ATen op, in order. Each
-pair must read results of paired ops and write equally many bytes.
+stages, without a loss, and their ops have other names. So the file states the ops of each stage, and they are paired
+with those of the captured stage by ATen op, in order. Each pair must read results of paired ops and write equally many
+bytes.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Mapping, Sequence, Set
 from itertools import pairwise
 from typing import Any
 
-from rematplan.ir import ProblemError, TrainingGraph, UsageError
+from rematplan.ir import ProblemError, TrainingGraph
 from rematplan.pipeline.captured_stages import CapturedStage
-from rematplan.pipeline.step_chain import WRAPPER, NamedChain, named_chain
+from rematplan.pipeline.step_chain import WRAPPER
 from rematplan.planner.core.plan import Plan, plan_from_runs
-from rematplan.planner.pipeline.pipeline_file import PlannedPipeline
+from rematplan.planner.pipeline.pipeline_file import PlannedPipeline, StageOp
+from rematplan.planner.pipeline.stage_chain import StageChain
 from rematplan.planner.pipeline.stage_slices import BOUNDARY, WEIGHTS, StageSlice
-from rematplan.plans.op_costs import priced
-from rematplan.runtime.graph.captured_step import Call, CapturedStep
+from rematplan.runtime.graph.captured_step import CapturedStep
 from rematplan.runtime.problem import loss_boundary
 
 Key = tuple[str, bool]
 """The ATen op of a call as text, and whether the call belongs to the backward."""
 
 
-@dataclass(frozen=True)
-class FilePlans:
-    """The plans of a pipeline file, with the captured step of the whole model for which they were made.
+def stages_ops(step: CapturedStep, chain: StageChain, cuts: Sequence[int]) -> tuple[tuple[StageOp, ...], ...]:
+    """Return the ops of each stage of a pipeline, as a pipeline file states them.
 
-    ``file``: the pipeline as read from the file. ``step``: the captured step of the whole model with its loss, which
-    the file divides into stages. ``chain``: that step as a chain of blocks. Stages begin and end between blocks.
+    Args:
+        step: the captured step of the model with its loss, as the pipeline's schedule runs it.
+        chain: the step as a chain of blocks.
+        cuts: the blocks at which the second and each later stage begin.
     """
-
-    file: PlannedPipeline
-    step: CapturedStep
-    chain: NamedChain
-
-    def plan(self, number: int, part: CapturedStage) -> Plan:
-        """Convert the file's plan of a stage into a plan of that stage as this process captured it.
-
-        Args:
-            number: the stage's number, from 0.
-            part: the stage as captured by this process.
-
-        Raises:
-            ProblemError: the captured stage has other ops than the file's stage. The message states the first
-                difference.
-        """
-        bounds = list(pairwise((0, *self.file.cuts, len(self.chain.chain))))
-        ops = StageSlice(self.chain.chain, *bounds[number]).ops
-        graph = self.chain.chain.graph
-        names = [graph.ops[o].name for o in ops]
-        loss = loss_ops(self.step, graph, names) if number == len(bounds) - 1 else frozenset()
-        own = [name for name in names if name not in loss]
-        planned = {op.name for op in part.problem.graph.ops}
-        others = [
-            call.name for call in part.step.calls if call.name in planned
-        ]  # the graph may order them anew
-        try:
-            copies = message_copies(part.step, others)
-            pairs = matched(self.step, own, part.step, [o for o in others if o not in copies])
-            runs = _runs(self.file, number, pairs, loss)
-            for end, backward in ((loss_boundary.WEIGHTS, True), (loss_boundary.LOSS, False)):
-                at = runs.index(end) if end in runs else len(runs)
-                runs[at:at] = [o for o in others if o in copies and part.step.call[o].backward == backward]
-            runs = _after_weights(part.problem.graph, runs)
-            return plan_from_runs(
-                part.problem.graph, runs, str(_plan(self.file, number).get("strategy", "file"))
-            )
-        except ProblemError as error:
-            raise ProblemError(f"stage {number} is not the one that the file's plan is of: {error}") from None
+    bounds = list(pairwise((0, *cuts, len(chain))))
+    stages = [[chain.graph.ops[o].name for o in StageSlice(chain, *bound).ops] for bound in bounds]
+    loss = loss_ops(step, chain.graph, stages[-1])
+    return tuple(captured_ops(step, names, loss) for names in stages)
 
 
-def file_plans(file: PlannedPipeline, step: CapturedStep) -> FilePlans:
-    """Return the captured step of the whole model that a pipeline file divides, with the file's plans.
+def captured_ops(
+    step: CapturedStep, names: Sequence[str], loss: Set[str] = frozenset()
+) -> tuple[StageOp, ...]:
+    """Return the ops ``names`` of a captured step with what pairs them with those of another capture.
+
+    Args:
+        step: the captured step.
+        names: the names of the ops, in order.
+        loss: those of them that belong to the loss.
+    """
+    maker = {storage: name for name in names for storage in step.writes(step.call[name])}
+    found = []
+    for name in names:
+        call = step.call[name]
+        reads = sorted({maker[t] for t in step.reads(call) if t in maker} - {name})
+        writes = sorted(step.storage_bytes[t] for t in step.writes(call))
+        found.append(
+            StageOp(name, str(call.target), call.backward, name in loss, tuple(reads), tuple(writes))
+        )
+    return tuple(found)
+
+
+def file_plan(file: PlannedPipeline, number: int, part: CapturedStage) -> Plan:
+    """Convert a pipeline file's plan of a stage into a plan of that stage as this process captured it.
 
     Args:
         file: the pipeline file's content.
-        step: the captured step of the model with its loss, as the file's schedule runs it (`step_for`).
+        number: the stage's number, from 0.
+        part: the stage as captured by this process.
 
     Raises:
-        ProblemError: the captured step cannot be divided at the cuts of the file.
+        ProblemError: the captured stage has other ops than the file's stage. The message states the first difference.
     """
-    graph = priced(step, "roofline")
-    for wanted in ((), file.names):
-        chain = named_chain(step, graph, wanted)
-        try:
-            found = chain.positions(file.names)
-        except UsageError:
-            continue
-        if found == file.cuts:
-            return FilePlans(file, step, chain)
-    raise ProblemError(f"the step of {step.name} has other blocks than those that the file divides")
+    planned = {op.name for op in part.problem.graph.ops}
+    others = [call.name for call in part.step.calls if call.name in planned]  # the graph may order them anew
+    try:
+        if not file.ops:
+            raise ProblemError("the file does not state the stage's ops")
+        loss = {op.name for op in file.ops[number] if op.loss}
+        own = [op for op in file.ops[number] if not op.loss]
+        copies = message_copies(part.step, others)
+        pairs = matched(own, captured_ops(part.step, [o for o in others if o not in copies]))
+        runs = _runs(file, number, pairs, loss)
+        for end, backward in ((loss_boundary.WEIGHTS, True), (loss_boundary.LOSS, False)):
+            at = runs.index(end) if end in runs else len(runs)
+            runs[at:at] = [o for o in others if o in copies and part.step.call[o].backward == backward]
+        runs = _after_weights(part.problem.graph, runs)
+        return plan_from_runs(part.problem.graph, runs, str(_plan(file, number).get("strategy", "file")))
+    except ProblemError as error:
+        raise ProblemError(f"stage {number} is not the one that the file's plan is of: {error}") from None
 
 
 def message_copies(step: CapturedStep, names: Sequence[str]) -> frozenset[str]:
@@ -138,38 +134,31 @@ def loss_ops(step: CapturedStep, graph: TrainingGraph, names: Sequence[str]) -> 
     return frozenset(found)
 
 
-def matched(
-    step: CapturedStep, names: Sequence[str], other: CapturedStep, other_names: Sequence[str]
-) -> dict[str, str]:
-    """Pair the ops of the same part of a model in two captures. Return the names in ``other`` by the names in ``step``.
+def matched(ops: Sequence[StageOp], others: Sequence[StageOp]) -> dict[str, str]:
+    """Pair the ops of the same part of a model in two captures. Return the names in ``others`` by the names in ``ops``.
 
     Ops are paired by ATen op and phase (forward or backward), in order. Paired ops must read results of paired ops and
     write equally many bytes.
 
     Args:
-        step: a captured step.
-        names: the names of the part's ops in ``step``, in order.
-        other: the other captured step.
-        other_names: the names of the part's ops in ``other``, in order.
+        ops: the part's ops in one capture, in order.
+        others: those in the other capture, in order.
 
     Raises:
         ProblemError: the ops cannot be paired.
     """
-    mine, theirs = _by_key(step, names), _by_key(other, other_names)
+    mine, theirs = _by_key(ops), _by_key(others)
     for key in sorted({*mine, *theirs}):
         few, many = len(mine.get(key, ())), len(theirs.get(key, ()))
         if few != many:
             raise ProblemError(f"it has {many} calls of {key[0]}, not {few}")
-    pairs = {a: b for key, own in mine.items() for a, b in zip(own, theirs[key], strict=True)}
-    known, makers = set(other_names), (_makers(step), _makers(other))
-    for a, b in pairs.items():
-        one, two = step.call[a], other.call[b]
-        reads = {pairs[r] for t in step.reads(one) if (r := makers[0].get(t)) in pairs}
-        if reads != known.intersection(makers[1].get(t, "") for t in other.reads(two)):
-            raise ProblemError(f"{b} reads other results than {a}")
-        sizes = [sorted(s.storage_bytes[t] for t in s.writes(c)) for s, c in ((step, one), (other, two))]
-        if sizes[0] != sizes[1]:
-            raise ProblemError(f"{b} writes other sizes than {a}")
+    found = [pair for key, own in mine.items() for pair in zip(own, theirs[key], strict=True)]
+    pairs = {one.name: other.name for one, other in found}
+    for one, other in found:
+        if {pairs[r] for r in one.reads if r in pairs} != set(other.reads):
+            raise ProblemError(f"{other.name} reads other results than {one.name}")
+        if one.writes != other.writes:
+            raise ProblemError(f"{other.name} writes other sizes than {one.name}")
     return pairs
 
 
@@ -219,14 +208,8 @@ def _plan(file: PlannedPipeline, number: int) -> Mapping[str, Any]:
     return file.stages[number].plan or {}
 
 
-def _by_key(step: CapturedStep, names: Sequence[str]) -> dict[Key, list[str]]:
-    found: dict[Key, list[str]] = {}
-    for name in names:
-        call: Call = step.call[name]
-        found.setdefault((str(call.target), call.backward), []).append(name)
+def _by_key(ops: Sequence[StageOp]) -> dict[Key, list[StageOp]]:
+    found: dict[Key, list[StageOp]] = {}
+    for op in ops:
+        found.setdefault((op.op, op.backward), []).append(op)
     return found
-
-
-def _makers(step: CapturedStep) -> dict[str, str]:
-    """Return the name of the call that writes each storage, by the storage's name."""
-    return {storage: call.name for call in step.calls for storage in step.writes(call)}

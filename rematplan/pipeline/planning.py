@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from rematplan.ir import InfeasibleBudget, TrainingGraph, UsageError, show_bytes
+from rematplan.pipeline.match_file_plans import stages_ops
 from rematplan.pipeline.schedules import (
     ONE_STAGE,
     SPLIT,
@@ -98,7 +99,10 @@ def plan_stages(
         cuts = {name: chain.positions(asked.cuts) for name, chain in chains.items()}
         if len(asked.cuts) != asked.stages - 1:
             raise UsageError(f"{asked.stages} stages need {asked.stages - 1} cuts, not {len(asked.cuts)}")
-    return replace(_best(chains, asked, cuts, progress), model=model)
+    found = _best(chains, asked, cuts, progress)
+    name = found.schedule.name
+    ops = () if name in RECOVERING else stages_ops(steps[name][0], chains[name].chain, found.cuts)
+    return replace(found, model=model, ops=ops)
 
 
 def _best(

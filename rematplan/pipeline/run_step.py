@@ -20,11 +20,11 @@ from torch import distributed, nn
 from rematplan.ir import InfeasibleBudget, ProblemError, ProcessEnded, UsageError, show_bytes
 from rematplan.models.names import ZooError
 from rematplan.pipeline.captured_stages import CapturedStage
-from rematplan.pipeline.match_file_plans import file_plans
+from rematplan.pipeline.frozen_stage import FrozenStage
+from rematplan.pipeline.match_file_plans import file_plan
 from rematplan.pipeline.one_process import step_in_one_process
 from rematplan.pipeline.plan_pipeline import captured_pipeline
-from rematplan.pipeline.planning import step_for
-from rematplan.pipeline.rank_plans import measured_rank_plan, rank_plan
+from rematplan.pipeline.rank_plans import Part, measured_rank_plan, rank_plan
 from rematplan.pipeline.runnable_pipeline import Pipeline
 from rematplan.planner.pipeline.in_flight import RankPlan
 from rematplan.planner.pipeline.messages import CHANNELS
@@ -38,7 +38,7 @@ from rematplan.runtime.execute.compile import named_tensors
 from rematplan.runtime.pipeline.dataflow_schedule import gradient_error_of
 from rematplan.runtime.pipeline.random_seeds import Seeded, seed_of
 from rematplan.runtime.pipeline.stage_modules import stage_modules
-from rematplan.step_loading import LoadedStep, Sizes, load_step
+from rematplan.step_loading import LoadedModel, Sizes, load_model
 
 SEED = 0
 LOST = ("Connection closed by peer", "Connection reset by peer", "Broken pipe", "gloo")
@@ -114,8 +114,8 @@ def reports_of_step(plan: PlannedPipeline, rank: int, *, verify: bool, time_limi
     """Run one pipeline step as one rank of the default process group, and return the reports of all ranks.
 
     ``plan`` states the cuts, the schedule, the budget and the plans. A rank searches for other plans within the budget
-    in three cases: the captured model or stages have other ops than ``plan`` states, the rank's peak would exceed the
-    budget, or the schedule is ``dataflow``.
+    in three cases: the captured stages have other ops than ``plan`` states, the rank's peak would exceed the budget, or
+    the schedule is ``dataflow``.
 
     Args:
         plan: the pipeline.
@@ -128,10 +128,7 @@ def reports_of_step(plan: PlannedPipeline, rank: int, *, verify: bool, time_limi
         ProcessEnded: another process has ended.
     """
     try:
-        report = _run(plan, rank, verify, time_limit)
-        gathered: list[Any] = [None] * plan.schedule.ranks
-        distributed.all_gather_object(gathered, report)
-        return gathered
+        return _of_all_ranks(_run(plan, rank, verify, time_limit), plan.schedule.ranks)
     except RuntimeError as error:
         if not (isinstance(error, distributed.DistError) or any(word in str(error) for word in LOST)):
             raise
@@ -151,11 +148,11 @@ def _run(plan: PlannedPipeline, rank: int, verify: bool, time_limit: float) -> R
     pipe = captured_pipeline(
         module.model, inputs, None, order, budget, plan.names, asked, ranks=[rank], loss=(module.of, target)
     )
-    found, anew = _rank_plan(plan, loaded, pipe, rank, asked)
+    found, anew = _rank_plan(plan, pipe, rank, asked)
     pipe = replace(pipe, ranks={rank: found})
     plain = copy.deepcopy(module) if verify else None
     stages = pipe.stages()
-    random = any(call.seeded for call in loaded.step.calls)
+    random = any(map(_is_random, pipe.parts.values()))
     if random and order.name not in CHANNELS:  # a dataflow seeds each random call itself
         _seed_forwards(pipe, rank, stages)
     schedule = pipe.schedule(stages, module.of)
@@ -179,7 +176,7 @@ def _run(plan: PlannedPipeline, rank: int, verify: bool, time_limit: float) -> R
         return report
     of_stages = {n for s in stages for n, _ in (*s.submod.named_parameters(), *s.submod.named_buffers())}
     expected = _expected_error(pipe, stages)
-    wanted = _in_one_process(plain, inputs, target, pipe, random)
+    wanted = _in_one_process(plain, inputs, target, pipe, any(_of_all_ranks(random, order.ranks)))
     ours, theirs = named_tensors(module.model), named_tensors(plain.model)
     names = of_stages & ours.keys()  # a stage has the constants of its forward, too
     errors = _gradient_errors(ours, theirs, names)
@@ -195,16 +192,13 @@ def _run(plan: PlannedPipeline, rank: int, verify: bool, time_limit: float) -> R
     )
 
 
-def _rank_plan(
-    plan: PlannedPipeline, loaded: LoadedStep, pipe: Pipeline, rank: int, asked: PlanOptions
-) -> tuple[RankPlan, str]:
+def _rank_plan(plan: PlannedPipeline, pipe: Pipeline, rank: int, asked: PlanOptions) -> tuple[RankPlan, str]:
     """Return plans for the stages of a rank, and the reason why they are not the plans of the pipeline file.
 
     The reason is empty if the file's plans can be used. Otherwise plans are searched for as ``asked`` says.
 
     Args:
         plan: the pipeline as read from the file.
-        loaded: the whole model with the captured step of one micro-batch.
         pipe: the pipeline with the stages that this process captured.
         rank: this process's rank.
         asked: the options of the search.
@@ -216,9 +210,10 @@ def _rank_plan(
     try:
         if pipe.order.name in CHANNELS:
             raise ProblemError("a stage of a dataflow finds the inverses of its ops where it runs")
-        file = file_plans(plan, step_for(plan.schedule.name, loaded.step))
         own = [
-            file.plan(number, part) if isinstance(part, CapturedStage) else no_recompute(part.problem.graph)
+            file_plan(plan, number, part)
+            if isinstance(part, CapturedStage)
+            else no_recompute(part.problem.graph)
             for number, part in parts
         ]
         return measured_rank_plan(pipe.order, rank, pipe.parts, pipe.budget, own), ""
@@ -236,13 +231,27 @@ def _expected_error(pipe: Pipeline, stages: Sequence[Any]) -> float:
     """
     if pipe.order.name not in CHANNELS:
         return 0.0
-    gathered: list[Any] = [None] * pipe.order.ranks
-    distributed.all_gather_object(gathered, (stages[0].error, stages[0].gain))
-    return gradient_error_of(gathered)
+    return gradient_error_of(_of_all_ranks((stages[0].error, stages[0].gain), pipe.order.ranks))
 
 
-def _loaded(plan: PlannedPipeline) -> LoadedStep:
-    """Load the network or the ONNX file that a pipeline file names, with data, and capture its step of one micro-batch.
+def _of_all_ranks(own: Any, ranks: int) -> list[Any]:
+    """Exchange objects with the other ranks, and return those of all ranks, by rank."""
+    gathered: list[Any] = [None] * ranks
+    distributed.all_gather_object(gathered, own)
+    return gathered
+
+
+def _is_random(part: Part) -> bool:
+    """Return whether a stage draws random numbers. A stage without a backward is not captured; its exported forward
+    tells."""
+    if not isinstance(part, FrozenStage):
+        return any(call.seeded for call in part.step.calls)
+    graph: Any = part.stage.module.graph
+    return any(torch.Tag.nondeterministic_seeded in getattr(n.target, "tags", ()) for n in graph.nodes)
+
+
+def _loaded(plan: PlannedPipeline) -> LoadedModel:
+    """Load the network or the ONNX file that a pipeline file names, with data of one micro-batch.
 
     Random weights and data are drawn with a fixed seed, so that they are equal in all processes.
 
@@ -264,7 +273,7 @@ def _loaded(plan: PlannedPipeline) -> LoadedStep:
         if size is not None and size > LARGEST:
             raise ProblemError(f"the file's model has {str(size)[:40]} as {name}, more than {LARGEST}")
     try:
-        return load_step(
+        return load_model(
             model["model"],
             sizes=sizes,
             dims=dims,
@@ -277,7 +286,7 @@ def _loaded(plan: PlannedPipeline) -> LoadedStep:
         raise ProblemError(f"the file's model has impossible sizes: {error}") from None
 
 
-def _whole_batch(loaded: LoadedStep, microbatches: int) -> tuple[tuple[torch.Tensor, ...], torch.Tensor]:
+def _whole_batch(loaded: LoadedModel, microbatches: int) -> tuple[tuple[torch.Tensor, ...], torch.Tensor]:
     """Return the inputs and the targets of all micro-batches. The tensors of the micro-batches are joined along their
     first dimension.
 
@@ -291,9 +300,7 @@ def _whole_batch(loaded: LoadedStep, microbatches: int) -> tuple[tuple[torch.Ten
 
     def joined(one: torch.Tensor) -> torch.Tensor:
         if not one.ndim:
-            raise UsageError(
-                f"{loaded.step.name} has an input without dimensions, which has no micro-batches"
-            )
+            raise UsageError(f"{loaded.name} has an input without dimensions, which has no micro-batches")
         orders = [torch.randperm(one.numel(), generator=generator) for _ in range(microbatches - 1)]
         return torch.cat([one, *(one.flatten()[order].view(one.shape) for order in orders)])
 

@@ -99,6 +99,9 @@ def test_a_file_is_read_as_it_was_written(file, tmp_path) -> None:
         ("names", [], "1 cuts need as many names, all different"),
         ("names", [7], "a name is '7'"),
         ("floors", [0.0], "2 ranks need as many floors, not 1"),
+        ("ops", [[]], "2 stages need as many lists of ops, not 1"),
+        ("ops", [[["mm", "aten.mm.default", False, False, [], [-4]]], []], "a result is -4, not from 0"),
+        ("ops", [[["mm", "aten.mm.default", False, False, [1], []]], []], "an op's name is '1'"),
     ],
 )
 def test_changed_files_are_refused(file, tmp_path, field, value, text) -> None:

@@ -9,8 +9,9 @@ import pytest
 import torch
 from torch import nn
 
+from rematplan.ir import ProblemError
 from rematplan.pipeline.captured_stages import CapturedStage
-from rematplan.pipeline.match_file_plans import FilePlans
+from rematplan.pipeline.match_file_plans import file_plan, stages_ops
 from rematplan.pipeline.plan_pipeline import captured_pipeline
 from rematplan.pipeline.planning import step_for
 from rematplan.pipeline.schedules import schedule_named
@@ -66,9 +67,12 @@ def test_the_files_plan_of_each_stage_is_one_of_the_stage_that_a_rank_captures(s
     for cut in chain.chain.allowed():
         terms = Terms(2**40, FREE_LINK, 0.0, 0.0, chain.batch)
         found = PipelineSearch(chain.chain, order, terms, AutoStages()).run((cut,))
-        file = FilePlans(replace(found, names=(chain.names[cut],)), step, chain)
-        pipe = captured_pipeline(model, inputs, None, order, parse_budget("1GiB"), file.file.names, asked)
+        file = replace(found, ops=stages_ops(step, chain.chain, (cut,)))
+        names = (chain.names[cut],)
+        pipe = captured_pipeline(model, inputs, None, order, parse_budget("1GiB"), names, asked)
         for number, part in pipe.parts.items():
             assert isinstance(part, CapturedStage)
-            assert file.plan(number, part).estimate.cost > 0, (chain.names[cut], number)
+            assert file_plan(file, number, part).estimate.cost > 0, (chain.names[cut], number)
+            with pytest.raises(ProblemError, match="the file does not state the stage's ops"):
+                file_plan(found, number, part)
     assert chain.names == ("", "b", "c", "d", "norm", "e")
