@@ -35,12 +35,13 @@ class StageProblem:
 
     ``states``: inputs that exist during the whole step (parameters, buffers). ``per_microbatch``: inputs of which each
     micro-batch needs its own contents from its forward to the end of its backward, such as random generator states, or
-    a batch that is not stored elsewhere. ``released``: whether those of them that a W does not read are freed at the
-    end of its I. ``tangents``: inputs that each micro-batch needs only in its backward (the gradients of the outputs).
-    They are freed at the end of the backward, or of the I if the W does not read them. ``tangents_held``: a function
-    that returns, for a schedule, the position from which on each of them is freed as soon as no later op reads it,
-    because only the backward has it; None: there is no such position. The bytes of all other inputs, such as receive
-    buffers of torch, are counted in ``template``.
+    a batch that is not stored elsewhere. ``tangents``: inputs that each micro-batch needs only in its backward (the
+    gradients of the outputs). They are freed at the end of the backward, or of the I if the W does not read them.
+    ``released``: whether only the backward has these inputs after an I. Then those inputs ``per_microbatch`` that the W
+    does not read are freed at the end of the I, and each tangent is freed as soon as no later op of the W reads it.
+    ``tangents_held``: a function that returns, for a schedule, the position from which on each tangent is freed as soon
+    as no later op reads it, because only the backward has it; None: there is no such position. The bytes of all other
+    inputs, such as receive buffers of torch, are counted in ``template``.
 
     ``between``: bytes outside of the graph that exist for each micro-batch from its forward to its backward, such as
     tensors that a loss saves. ``loss_forward``: bytes that the boundary op needs in addition to its workspace if it is
@@ -230,11 +231,9 @@ def _measured(problem: StageProblem, plan: Plan) -> StagePlan:
     costs = [graph.op[step.op].cost if isinstance(step, Run) else 0.0 for step in schedule]
     late: dict[str, Any] = {}
     if problem.weights is not None:
-        late = _split_figures(problem, schedule, split, back, first_back, saved) | {
-            "weight": sum(costs[split:])
-        }
-        if problem.tangents_held is None:  # torch keeps them to the end of a B
-            late["whole"] += tangents[split - 1] - tangents[split]
+        given = None if problem.tangents_held else tangents  # torch keeps them to the end of a B
+        late = _split_figures(problem, schedule, split, back, first_back, given, saved)
+        late["weight"] = sum(costs[split:])
     return replace(
         problem.template,
         kept_bytes=kept + saved,
@@ -260,7 +259,13 @@ def _across(graph: TrainingGraph, boundary: str, during: int) -> int:
 
 
 def _split_figures(
-    problem: StageProblem, schedule: Schedule, split: int, beyond: list[int], first: list[int], saved: int
+    problem: StageProblem,
+    schedule: Schedule,
+    split: int,
+    beyond: list[int],
+    first: list[int],
+    tangents: Sequence[int] | None,
+    saved: int,
 ) -> dict[str, Any]:
     """Return the fields of `StagePlan` that only a split backward has, by name: ``deferred_bytes``,
     ``transient_weight``, ``first_weight``, ``whole`` and ``early_gradients``.
@@ -273,28 +278,28 @@ def _split_figures(
         split: the index of the second boundary op in the schedule.
         beyond: for each step of the schedule, the resident bytes without the graph's inputs, but with tangents.
         first: the same in the first backward of a training step, in which gradients are created and stay.
+        tangents: for each step of the schedule, the bytes of tangents, all of which exist to the end of a B; None: a B
+            frees them as a split backward does.
         saved: bytes of inputs that the micro-batch keeps from its forward on.
     """
     graph, start = problem.graph, split + 1
-    leave = set(graph.op[problem.weights or ""].reads) - {*graph.inputs, *problem.handed}
     while start < len(schedule) and isinstance(schedule[start], Free):
         start += 1
     across = beyond[split] - graph.op[problem.weights or ""].workspace
     deferred = beyond[start - 1] if start > split + 1 else across
-    gone = [0] * len(schedule)
-    for at in range(split, len(schedule)):
-        one = schedule[at]
-        gone[at] = gone[at - 1] + (
-            graph.size[one.tensor] if isinstance(one, Free) and one.tensor in leave else 0
-        )
+    longer = _held_longer(problem, schedule, split, tangents)
     sooner = {t for step in schedule[:split] if isinstance(step, Run) for t in graph.op[step.op].writes}
     early = problem.bytes(gradient for mark, gradient in problem.gradients.items() if mark in sooner)
     firsts = [bytes_ - early for bytes_ in first]
     weight, first_weight = (max([deferred, *series[start:]]) for series in (beyond, firsts))
-    whole = max(
-        max([across, *(own + left for own, left in zip(series[start:], gone[start:], strict=True))]) - most
-        for series, most in ((beyond, weight), (firsts, first_weight))
+    in_whole = (
+        (
+            across + longer[split],
+            *(own + more for own, more in zip(series[start:], longer[start:], strict=True)),
+        )
+        for series in (beyond, firsts)
     )
+    whole = max(max(series) - most for series, most in zip(in_whole, (weight, first_weight), strict=True))
     late = problem.inputs_read_by(graph.op[step.op] for step in schedule[start:] if isinstance(step, Run))
     unread = problem.bytes(problem.per_microbatch) - problem.bytes(late)
     return {
@@ -304,6 +309,25 @@ def _split_figures(
         "whole": whole + unread,
         "early_gradients": early,
     }
+
+
+def _held_longer(
+    problem: StageProblem, schedule: Schedule, split: int, tangents: Sequence[int] | None
+) -> list[int]:
+    """Return, for each step of a schedule from ``split`` on, the bytes that a W has freed but a B holds to its end:
+    outputs of the stage, and gradients of the stage's inputs and outputs. The values for earlier steps mean nothing.
+
+    ``split``, ``tangents``: see `_split_figures`.
+    """
+    graph = problem.graph
+    leave = set(graph.op[problem.weights or ""].reads) - {*graph.inputs, *problem.handed}
+    frees = (
+        graph.size[s.tensor] if isinstance(s, Free) and s.tensor in leave else 0 for s in schedule[split:]
+    )
+    freed = [0] * split + [*accumulate(frees)]
+    if tangents is None:
+        return freed
+    return [left + tangents[split - 1] - now for left, now in zip(freed, tangents, strict=True)]
 
 
 def _tangent_bytes(problem: StageProblem, schedule: Schedule, split: int) -> list[int]:
@@ -325,7 +349,9 @@ def _tangent_bytes(problem: StageProblem, schedule: Schedule, split: int) -> lis
     def end(t: str) -> int:
         if problem.tangents_held and t in reads and t not in outputs:
             return max(reads[t] + 1, held)
-        return split if reads.get(t, 0) < split else len(schedule)
+        if reads.get(t, 0) < split:
+            return split
+        return reads[t] + 1 if problem.released and t not in outputs else len(schedule)
 
     ends = [(end(t), sizes[t]) for t in problem.tangents]
     return [sum(size for until, size in ends if at < until) for at in range(len(schedule))]

@@ -153,6 +153,18 @@ def test_a_tangent_that_weight_gradients_read_is_charged_until_then() -> None:
     assert held.transient_weight - freed.transient_weight in (0, 8)
 
 
+def test_a_weight_gradient_frees_a_tangent_after_its_last_read_if_only_the_backward_has_it() -> None:
+    """The tangent has 8 bytes. The peak of the first W, which creates gradients, is after the tangent's last read. A B,
+    whose caller has the tangent, needs as many bytes in both cases."""
+    split = chain_stage([40, 2, 8], [1.0, 1.0, 1.0], weight=20, split=True)
+    held, freed = all_kept(split), all_kept(replace(split, released=True))
+    assert held.first_weight is not None
+    assert freed.first_weight is not None
+    assert held.first_weight - freed.first_weight == 8
+    assert held.first_weight + held.whole == freed.first_weight + freed.whole
+    assert replace(held, first_weight=0, whole=0) == replace(freed, first_weight=0, whole=0)
+
+
 SMALL = st.lists(st.tuples(st.integers(1, 6), st.integers(1, 9)), min_size=2, max_size=2)
 
 
