@@ -14,7 +14,7 @@ from types import FrameType
 from typing import Any
 
 import torch
-from torch import nn
+from torch import fx, nn
 
 from rematplan.runtime.guards.bytecode import is_library, named_in, packages_of
 from rematplan.runtime.guards.places import (
@@ -337,16 +337,20 @@ def _replaced(kinds: Collection[type], name: str, by: Callable[[Any], Any]) -> I
                     delattr(kind, name)
 
 
+NO_RECORDS = (type, torch.Tensor, torch.Generator, dict, list, set, tuple, fx.Graph, fx.Node)
+
+
 def is_record(value: Any) -> bool:
     """Return whether an object is a record: an object that exists for its attributes, such as a configuration.
 
     A record has a ``__dict__`` and is not callable (which excludes modules and classes). It is not of a built-in type,
-    and no container, tensor or random number generator.
+    and no container, tensor or random number generator. It is no graph of `torch.fx` and no node of one, either: a
+    `torch.fx.GraphModule` runs code that was generated from its graph, and the tracer uses the same two classes.
     """
     kind = type(value)
     return (
         kind.__module__ != "builtins"
         and hasattr(value, "__dict__")
         and not callable(value)
-        and not isinstance(value, (type, torch.Tensor, torch.Generator, dict, list, set, tuple))
+        and not isinstance(value, NO_RECORDS)
     )

@@ -8,9 +8,10 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor, fx, nn
 
 from rematplan.runtime import guards
+from rematplan.runtime.guards.attributes import reads_of
 from rematplan.runtime.guards.bulk_comparison import Namespaces, Table, picked
 from rematplan.runtime.guards.decisions_by_values import ValueGuardRecorder
 from rematplan.runtime.guards.module_state import StateKey
@@ -159,3 +160,13 @@ def test_a_decision_after_writing_leaves_the_inputs_alone() -> None:
         given = [torch.tensor([first, 2.0]), torch.tensor([3.0])]
         assert guard.holds({}, given) == holds
         assert given[0].tolist() == [first, 2.0]
+
+
+def test_the_tracers_work_on_graphs_is_not_recorded() -> None:
+    """A module that was traced before has a graph of the classes that a tracer works with."""
+    net = fx.symbolic_trace(nn.Sequential(nn.Linear(4, 4), nn.ReLU()))
+    with reads_of([*net.modules()]) as reads:
+        fx.symbolic_trace(nn.Tanh())
+        net(torch.ones(4))
+    assert not reads.kinds & {fx.Graph, fx.Node}
+    assert (0, ()) in reads.inherited

@@ -39,7 +39,7 @@ MAKERS: dict[str, Callable[[list[nn.Parameter]], optim.Optimizer]] = {
 
 def network() -> nn.Module:
     torch.manual_seed(0)
-    layers = [m for _ in range(12) for m in (nn.Linear(WIDTH, WIDTH), nn.GELU())]
+    layers = [m for _ in range(8) for m in (nn.Linear(WIDTH, WIDTH), nn.GELU())]
     return nn.Sequential(*layers, nn.Linear(WIDTH, CLASSES))
 
 
