@@ -18,6 +18,7 @@ from torch import fx, nn
 from torch.fx.traceback import preserve_node_meta
 
 from rematplan.ir import ModelError, UsageError
+from rematplan.runtime.capture.patches.trace_costs import no_collection
 from rematplan.runtime.graph.compat import OpOverload, pytree
 from rematplan.runtime.graph.module_names import module_names
 from rematplan.runtime.pipeline.export_regions import without_regions
@@ -79,7 +80,7 @@ def exported(model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -
             tensor nor a tuple or list of tensors, or its forward has a region that `without_regions` refuses.
     """
     try:
-        with preserve_node_meta():
+        with preserve_node_meta(), no_collection():
             program = torch.export.export(model, tuple(args), dict(kwargs))
     except Exception as error:
         reason = (str(error).strip().splitlines() or [type(error).__name__])[0]

@@ -14,7 +14,7 @@ from rematplan.planner.pipeline.pipeline_file import load_pipeline, pipeline_to_
 from rematplan.planner.pipeline.timeline import Link
 
 SMALL = ("vit_s", "--depth", "4", "--width", "32", "--image", "32", "--batch", "2", "--costs", "roofline")
-FOUR = (*SMALL, "--microbatches", "4", "--time-limit", "9")
+FOUR = (*SMALL, "--microbatches", "4", "--time-limit", "2")
 
 
 @pytest.fixture(scope="module")

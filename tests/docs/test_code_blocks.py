@@ -32,7 +32,7 @@ FENCE = re.compile(
 )
 TIMED = ("plan", "step", "curve", "compare")
 """Commands that take a time limit, which the tests make short."""
-SECONDS = "1"
+SECONDS = "0.3"
 SHELL = re.compile(
     r"(make( [a-z]+)?|pip install .*|python (benchmarks|tests)/\w+\.py.*|rematplan (demo|pipeline) ?.*|torchrun .*)$"
 )
@@ -64,7 +64,7 @@ def blocks(page: Path) -> Iterator[Block]:
 
 @pytest.fixture
 def short(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """An empty folder to work in, and searches of a second."""
+    """An empty folder to work in, and searches of a third of a second."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setitem(rematplan.plan_module.__kwdefaults__, "time_limit", float(SECONDS))
     for kind in (Auto, Anneal):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from typing import Any
 
-import torch
+from forks import begin
 from torch import distributed
 
 from rematplan.ir import ModelError, ProcessEnded
@@ -13,7 +13,7 @@ from rematplan.ir import ModelError, ProcessEnded
 
 def serve(rank: int, world: int, rendezvous: str, pipe: Any) -> None:
     """Run what comes through a pipe until it is closed."""
-    torch.set_num_threads(1)
+    begin()
     distributed.init_process_group("gloo", init_method=f"file://{rendezvous}", rank=rank, world_size=world)
     while True:
         try:

@@ -14,11 +14,17 @@ from torch.fx.experimental import proxy_tensor
 def only_what_is_read() -> Iterator[None]:
     """Inside the block, Python does not search for cycles of objects, and tracers do not describe the tensors of their
     graphs a second time (as ``tensor_meta``, next to ``val``)."""
+    with no_collection(), patch.object(proxy_tensor, "_extract_tensor_metadata", _nothing):
+        yield
+
+
+@contextmanager
+def no_collection() -> Iterator[None]:
+    """Inside the block, Python does not search for cycles of objects: a trace makes many objects, and few cycles."""
     collecting = gc.isenabled()
     gc.disable()
     try:
-        with patch.object(proxy_tensor, "_extract_tensor_metadata", _nothing):
-            yield
+        yield
     finally:
         if collecting:
             gc.enable()
