@@ -309,32 +309,32 @@ def test_a_private_name_that_is_missing_at_once_is_named() -> None:
     assert re.match(r"ImportError: torch .*_get_mkldnn_enabled.*pip install", last), last
 
 
-def loaded_by(program: str) -> set[str]:
-    """The modules that a fresh interpreter has loaded after a program."""
-    printed = f"{program}; import sys; print(*sys.modules)"
-    return set(
-        subprocess.run(
-            [sys.executable, "-c", printed], check=True, capture_output=True, text=True, cwd=ROOT
-        ).stdout.split()
+REPORTS = frozenset({"onnx", "onnx_ir", "matplotlib", "rich"})
+SEARCHES = frozenset({"numba", "ortools", "rematplan.planner.registry"})
+COMPILERS = frozenset({"torch._dynamo", "torch._inductor", "torch._functorch.aot_autograd"})
+LEFT_OUT = {
+    "import rematplan": REPORTS | SEARCHES | COMPILERS | {"torch"},
+    "import rematplan.runtime.execute.compile": REPORTS | SEARCHES | COMPILERS,
+    "import rematplan.runtime.module.planned_module": REPORTS | SEARCHES,
+    "from rematplan import plan_module": REPORTS,
+}
+"""What each of these lines, one after another in a fresh interpreter, does not load."""
+
+
+@pytest.fixture(scope="module")
+def loaded() -> dict[str, set[str]]:
+    """The modules that the interpreter has loaded after each of the lines."""
+    program = "\n".join(["import sys", *(f"{line}\nprint(*sys.modules)" for line in LEFT_OUT)])
+    done = subprocess.run(
+        [sys.executable, "-c", program], check=True, capture_output=True, text=True, cwd=ROOT
     )
+    return dict(zip(LEFT_OUT, map(set, map(str.split, done.stdout.splitlines())), strict=True))
 
 
-def test_the_executor_loads_no_solver() -> None:
-    loaded = loaded_by("import rematplan.runtime.execute.compile, rematplan.runtime.module.planned_module")
-    assert not loaded & {"numba", "ortools", "rematplan.planner.registry", "onnx", "matplotlib", "rich"}
-
-
-def test_the_executor_loads_no_compiler() -> None:
-    loaded = loaded_by("import rematplan.runtime.execute.compile")
-    assert not loaded & {"torch._dynamo", "torch._inductor", "torch._functorch.aot_autograd"}
-
-
-def test_the_package_alone_loads_no_torch() -> None:
-    assert not loaded_by("import rematplan") & {"torch", "numba", "ortools", "onnx", "matplotlib", "rich"}
-
-
-def test_plan_module_loads_no_reports() -> None:
-    assert not loaded_by("from rematplan import plan_module") & {"onnx", "onnx_ir", "matplotlib", "rich"}
+@pytest.mark.parametrize("line", LEFT_OUT)
+def test_what_is_not_needed_is_not_loaded(line: str, loaded: dict[str, set[str]]) -> None:
+    assert "rematplan" in loaded[line]
+    assert not loaded[line] & LEFT_OUT[line]
 
 
 SIMPLE = (
@@ -347,11 +347,17 @@ SIMPLE = (
 )
 
 
-@pytest.mark.parametrize("argv", SIMPLE)
-def test_help_and_simple_mistakes_need_no_torch(argv: str) -> None:
-    program = f"from rematplan.cli import main\ntry: main({argv.split()!r})\nexcept SystemExit: pass\nprint()"
-    printed = f"{program}\nimport sys; print(*sys.modules)"
-    done = subprocess.run(
-        [sys.executable, "-c", printed], check=True, capture_output=True, text=True, cwd=ROOT
+def test_help_and_simple_mistakes_need_no_torch() -> None:
+    program = (
+        "import sys\n"
+        "from rematplan.cli import main\n"
+        f"for argv in {SIMPLE!r}:\n"
+        "    try: main(argv.split())\n"
+        "    except SystemExit: pass\n"
+        "    print(f'\\n{argv}:', 'torch' in sys.modules)"
     )
-    assert "torch" not in done.stdout.splitlines()[-1].split()
+    done = subprocess.run(
+        [sys.executable, "-c", program], check=True, capture_output=True, text=True, cwd=ROOT
+    )
+    lines = done.stdout.splitlines()
+    assert [f"{argv}: False" in lines for argv in SIMPLE] == [True] * len(SIMPLE), lines

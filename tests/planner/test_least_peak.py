@@ -202,7 +202,7 @@ def smallest_found(auto: Auto, graph: TrainingGraph, budget: int) -> int:
 
 @pytest.mark.parametrize("graph", several(), ids=lambda graph: graph.name)
 def test_the_bytes_that_min_found_get_a_plan(graph: TrainingGraph) -> None:
-    auto = Auto(time_limit=0.6, reuse=False)
+    auto = Auto(time_limit=0.3, reuse=False)
     least, _ = search_smallest_peak(graph, SHARES.smallest_peak * auto.time_limit)
     assert auto.plan(graph, least.peak).peak <= least.peak
     assert smallest_found(auto, graph, least.peak * 99 // 100) <= least.peak

@@ -51,7 +51,7 @@ class Steps:
 
 def planner(budget: str) -> StepPlanner:
     return StepPlanner(
-        PlanOptions(budget=budget, costs="roofline", loss_memory=0, time_limit=1.0, refine=False)
+        PlanOptions(budget=budget, costs="roofline", loss_memory=0, time_limit=0.3, refine=False)
     )
 
 
@@ -103,7 +103,7 @@ def module(**more: Any) -> nn.Module:
         "costs": "roofline",
         "loss_memory": 0,
         "refine": False,
-        "time_limit": 1.0,
+        "time_limit": 0.3,
     }
     return rematplan.plan_module(Layers(), (torch.zeros(4, 20, 8),), shape_ranges=RANGES, **{**given, **more})
 
@@ -218,7 +218,7 @@ def product(monkeypatch: pytest.MonkeyPatch, model: nn.Module, ranges: Any, *sha
     monkeypatch.setattr(size_range_proof, "prove_step", noted)
     given = {"budget": "70% of activations", "costs": "roofline", "loss_memory": 0, "refine": False}
     inputs = tuple(torch.zeros(*shape, 8) for shape in shapes)
-    rematplan.plan_module(model, inputs, shape_ranges=ranges, time_limit=1.0, **given)
+    rematplan.plan_module(model, inputs, shape_ranges=ranges, time_limit=0.3, **given)
     return proofs
 
 
