@@ -119,7 +119,7 @@ class PipelineSearch:
     no stage may keep more bytes between forward and backward than its known plans that keep the fewest
     (`starting_plans`), even if the budget allows more. ``planned``: the results so far: for a rank and the blocks of
     its stages, the plans, or the error if no plans fit. ``_bases``: for a stage's first block and the block after its
-    last, the results of `_base`.
+    last, the results of `_base`. ``_inputs``: in the same way, those of `_input_bytes`.
     """
 
     chain: StageChain
@@ -131,6 +131,7 @@ class PipelineSearch:
     least_kept: bool = True
     planned: dict[tuple[int, Intervals], RankPlan | InfeasibleBudget] = field(default_factory=dict)
     _bases: dict[tuple[int, int], tuple[float, float, float]] = field(default_factory=dict)
+    _inputs: dict[tuple[int, int], tuple[int, int, int]] = field(default_factory=dict)
 
     def run(self, cuts: Cuts | None = None) -> PlannedPipeline:
         """Return a planned pipeline with the cuts ``cuts``, or with the best cuts that the search finds if ``cuts`` is
@@ -188,8 +189,7 @@ class PipelineSearch:
 
         def room(start: int, end: int, stage: int) -> tuple[float, int]:
             fixed = self.template(start, end, stage)
-            own = {*self.chain.inputs_of(start, end)} - self._batch
-            states = fixed.states + fixed.torch_bytes + self._bytes(own)
+            states = fixed.states + fixed.torch_bytes + self._input_bytes(start, end)[0]
             return self.terms.budget - states - k[stage] * self._leaves(start, end, stage), k[stage]
 
         return time_floors(self.chain, room)
@@ -327,19 +327,30 @@ class PipelineSearch:
 
         ``start``, ``end``: the stage's first block, and the block after its last one. ``stage``: its number.
         """
-        piece = StageSlice(self.chain, start, end)
-        inputs = self.chain.inputs_of(start, end)
-        names = {self.chain.graph.tensors[t].name: t for t in inputs}
-        trained = {names[p] for p in self.chain.gradient_of.values() if p in names}
-        answers, returns = self._returns(end), self._returns(start)
-        sizes = MessageBytes(self._bytes(piece.received), answers, self._bytes(piece.sent), returns)
+        _, trained, batch = self._input_bytes(start, end)
+        sends = self.chain.sends
+        sizes = MessageBytes(sends[start], self._returns(end), sends[end], self._returns(start))
         plan = message_memory(self.schedule, stage, sizes)
-        batch = self.schedule.microbatches * self._bytes(self._batch & {*inputs})
         return replace(
             plan,
-            states=int(self.terms.optimizer * self._bytes(trained)),
-            torch_bytes=plan.torch_bytes + batch,
+            states=int(self.terms.optimizer * trained),
+            torch_bytes=plan.torch_bytes + self.schedule.microbatches * batch,
         )
+
+    def _input_bytes(self, start: int, end: int) -> tuple[int, int, int]:
+        """Return the bytes of three kinds of inputs that a stage reads: of those that all micro-batches share, of
+        trained parameters (which are among them), and of those that differ between micro-batches.
+
+        ``start``, ``end``: the stage's first block, and the block after its last one.
+        """
+        if (start, end) not in self._inputs:
+            inputs = self.chain.inputs_of(start, end)
+            names = {self.chain.graph.tensors[t].name: t for t in inputs}
+            trained = {names[p] for p in self.chain.gradient_of.values() if p in names}
+            kinds = {*inputs} - self._batch, trained, self._batch & {*inputs}
+            shared, own, batch = map(self._bytes, kinds)
+            self._inputs[start, end] = shared, own, batch
+        return self._inputs[start, end]
 
     def _returns(self, place: int) -> int:
         """Return the bytes of the message that the stage that begins at block ``place`` sends to the previous stage in

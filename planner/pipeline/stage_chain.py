@@ -93,6 +93,26 @@ class StageChain:
         last entry are 0."""
         return self._crossing(lambda p: (p.down, p.made))
 
+    @cached_property
+    def sent(self) -> tuple[tuple[int, ...], ...]:
+        """For each block b, the positions of the tensors that the forward sends over a cut before block b. One more
+        entry is for the end of the chain."""
+        return self._tensors_over_cuts(lambda p: (p.made, p.up) if p.forward else (0, 0))
+
+    @cached_property
+    def returned(self) -> tuple[tuple[int, ...], ...]:
+        """For each block b, the positions of the tensors that the backward sends over a cut before block b. One more
+        entry is for the end of the chain."""
+        return self._tensors_over_cuts(lambda p: (p.down, p.made))
+
+    def _tensors_over_cuts(self, span: Callable[[Passage], tuple[int, int]]) -> tuple[tuple[int, ...], ...]:
+        found: list[list[int]] = [[] for _ in range(self.blocks + 1)]
+        for passage in self.passages:
+            low, high = span(passage)
+            for at in range(low + 1, high + 1):
+                found[at].append(passage.tensor)
+        return tuple(map(tuple, found))
+
     def allowed(self) -> tuple[int, ...]:
         """Return the blocks at which a stage other than the first may begin.
 

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
 from rematplan.ir import Op, Tensor, TrainingGraph
 from rematplan.planner.arrays.indexed import indexed
 from rematplan.planner.pipeline.actions import StagePlan
-from rematplan.planner.pipeline.stage_chain import Passage, StageChain
+from rematplan.planner.pipeline.stage_chain import StageChain
 from rematplan.planner.pipeline.stage_problem import StageProblem
 
 BOUNDARY, WEIGHTS = "(boundary)", "(weight gradients)"
@@ -34,34 +34,31 @@ class StageSlice:
         """The positions of the stage's forward and backward ops, ascending."""
         return tuple(o for o, b in enumerate(self.chain.block) if self.start <= b < self.end)
 
-    @cached_property
+    @property
     def received(self) -> tuple[int, ...]:
         """The positions of the tensors that the previous stage sends to this stage in the forward."""
-        return self._of(lambda p: p.forward and p.made < self.start <= p.up)
+        return self.chain.sent[self.start]
 
-    @cached_property
+    @property
     def sent(self) -> tuple[int, ...]:
         """The positions of the tensors that this stage sends to the next stage in the forward, including those that it
         received and only passes on."""
-        return self._of(lambda p: p.forward and p.made < self.end <= p.up)
+        return self.chain.sent[self.end]
 
-    @cached_property
+    @property
     def answered(self) -> tuple[int, ...]:
         """The positions of the tensors that the next stage sends to this stage in the backward."""
-        return self._of(lambda p: p.down < self.end <= p.made)
+        return self.chain.returned[self.end]
 
-    @cached_property
+    @property
     def returned(self) -> tuple[int, ...]:
         """The positions of the tensors that this stage sends to the previous stage in the backward."""
-        return self._of(lambda p: p.down < self.start <= p.made)
+        return self.chain.returned[self.start]
 
     def bytes(self, tensors: Iterable[int]) -> int:
         """Return the sum of the sizes in bytes of the tensors at these positions."""
         sizes = indexed(self.chain.graph).bytes
         return sum(sizes[t] for t in tensors)
-
-    def _of(self, crosses: Callable[[Passage], bool]) -> tuple[int, ...]:
-        return tuple(p.tensor for p in self.chain.passages if crosses(p))
 
 
 def late_ops(piece: StageSlice) -> frozenset[int]:
