@@ -10,7 +10,7 @@ import difflib
 from bisect import bisect_right
 from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass
-from operator import attrgetter
+from operator import attrgetter, getitem
 from typing import Any
 
 import torch
@@ -133,7 +133,8 @@ def stage_modules(
 
     Raises:
         ModelError: the model cannot be exported; or an argument contains tensors, for example in a list; or two stages
-            would share a parameter, or a buffer that the forward writes.
+            would share a parameter, or a buffer that the forward writes; or a stage changes a received tensor in place
+            of which another one has a view (`_check_views`).
         UsageError: the graph cannot be cut before a module in ``cuts`` (see `cut_names`), or the cuts are out of order.
     """
     for one in (*args, *kwargs.values()):
@@ -146,6 +147,7 @@ def stage_modules(
     tensors = _tensors(model, graph)
     owners = _owners(graph, places)
     _check_shared(owners, tensors, _changed(graph))
+    _check_views(graph, owners)
     values = dict(zip(_placeholders(graph), (*args, *kwargs.values()), strict=True))
     needs = _needing_gradients(graph, tensors, values)
     results = list(graph.output_node().all_input_nodes)  # a tensor that is returned twice is here once
@@ -224,17 +226,65 @@ def _owners(graph: fx.Graph, places: Sequence[int]) -> dict[fx.Node, int]:
 
 
 def _changed(graph: fx.Graph) -> frozenset[str]:
-    """Return the names of the parameters and buffers that some op writes in place, including the running statistics of
-    batch norms."""
+    """Return the names of the parameters and buffers that some op writes in place, directly or through a view. Among
+    them are the running statistics of batch norms."""
     found = set()
+    memory = _memory(graph)
     for node in _ops(graph):
-        arguments = node.target._schema.arguments if isinstance(node.target, OpOverload) else ()
-        for argument, value in zip(arguments, node.args, strict=False):
-            written = argument.alias_info is not None and argument.alias_info.is_write
-            state = node.target is torch.ops.aten.batch_norm.default and argument.name.startswith("running")
-            if isinstance(value, fx.Node) and value.op == "get_attr" and (written or state):
-                found.add(str(value.target))
+        written = [memory[value] for argument, value in _arguments_of(node) if _is_written(node, argument)]
+        found |= {str(value.target) for value in written if value.op == "get_attr"}
     return frozenset(found)
+
+
+def _arguments_of(node: fx.Node) -> list[tuple[torch.Argument, fx.Node]]:
+    """Return the positional arguments of an op that are other nodes' values, each after its entry in the op's
+    schema."""
+    schema = node.target._schema.arguments if isinstance(node.target, OpOverload) else ()
+    return [pair for pair in zip(schema, node.args, strict=False) if isinstance(pair[1], fx.Node)]
+
+
+def _is_written(node: fx.Node, argument: torch.Argument) -> bool:
+    state = node.target is torch.ops.aten.batch_norm.default and argument.name.startswith("running")
+    return state or (argument.alias_info is not None and argument.alias_info.is_write)
+
+
+def _memory(graph: fx.Graph) -> dict[fx.Node, fx.Node]:
+    """Return for each node the node whose memory its value uses: for a view, or the result of an op that writes in
+    place, that of the tensor; for others, the node itself."""
+    found: dict[fx.Node, fx.Node] = {}
+    for node in graph.nodes:
+        shared = [value for argument, value in _arguments_of(node) if argument.alias_info is not None]
+        if node.target is getitem:
+            shared = [n for n in node.args if isinstance(n, fx.Node)]
+        found[node] = found[shared[0]] if shared else node
+    return found
+
+
+def _check_views(graph: fx.Graph, owners: Mapping[fx.Node, int]) -> None:
+    """Refuse a model of which a stage changes a received tensor in place, if another tensor in the same memory, such as
+    a view, is read afterwards. Tensors that shared memory in the model are separate ones in a later stage.
+
+    Args:
+        graph: the model's exported graph.
+        owners: the index of the stage of each op.
+
+    Raises:
+        ModelError: there is such an op. The message names it and its stage.
+    """
+    memory = _memory(graph)
+    order = {node: at for at, node in enumerate(graph.nodes)}
+    for node, stage in owners.items():
+        first = next((v for a, v in _arguments_of(node) if _is_written(node, a)), None)
+        if first is None or first.op == "get_attr" or owners.get(first, 0) == stage:
+            continue
+        others = [
+            n for n in order if memory[n] is memory[first] and n is not first and order[n] < order[node]
+        ]
+        if any(order[user] > order[node] for other in others for user in other.users):
+            raise ModelError(
+                f"stage {stage} changes a tensor of an earlier stage in place by {node.target}, and afterwards a view "
+                f"of it is read: stages share no memory; cut elsewhere, or do not change the tensor in place"
+            )
 
 
 def _check_shared(

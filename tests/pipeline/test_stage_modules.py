@@ -143,3 +143,55 @@ def test_a_stage_keeps_the_mode_in_which_the_model_was_planned() -> None:
                 nn.Sequential(stage.module).train(not training)
     expected = model(x)
     assert torch.equal(stages[1].module(stages[0].module(x)), expected)
+
+
+class ChangingViews(nn.Module):
+    """Changes its input in place between the making and the reading of a view of it."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        half = x[:, : WIDTH // 2]
+        x.mul_(2.0)
+        return x + half.sum(1, keepdim=True)
+
+
+class ChangingHalf(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.change = nn.Linear(WIDTH, WIDTH), Doubling()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.layer(x)
+        return x + self.change(x[:, : WIDTH // 2]).sum(1, keepdim=True)
+
+
+class Doubling(nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x.mul_(2.0)
+
+
+class Counting(nn.Module):
+    """Counts its calls in one element of a buffer."""
+
+    def __init__(self, counts: torch.Tensor) -> None:
+        super().__init__()
+        self.register_buffer("counts", counts)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.counts[0] += 1.0
+        return x * self.counts.clone()[0]
+
+
+def test_memory_that_two_stages_would_share_and_one_changes_is_refused() -> None:
+    """Each stage would have its own copy, so that one would read what the other has not changed."""
+    for whole, cut in (
+        (nn.Sequential(nn.Linear(WIDTH, WIDTH), ChangingViews()), "1"),
+        (ChangingHalf(), "change"),
+    ):
+        with pytest.raises(
+            ModelError, match=r"stage 1 changes a tensor of an earlier stage in place by aten.mul_"
+        ):
+            stage_modules(whole, (torch.zeros(4, WIDTH),), {}, (cut,))
+    counts = torch.zeros(2)
+    counting = nn.Sequential(Counting(counts), Counting(counts))
+    with pytest.raises(ModelError, match=r"stages 0 and 1 share the buffer 0.counts, 1.counts"):
+        stage_modules(counting, (torch.zeros(4, WIDTH),), {}, ("1",))
