@@ -132,15 +132,16 @@ def stage_modules(
         cuts: names of the modules that begin the second and later stages, in the order in which they run.
 
     Raises:
-        ModelError: the model cannot be exported; or an argument contains tensors, for example in a list; or two stages
+        ModelError: the model cannot be exported; or an argument is a list, a tuple or a dictionary; or two stages
             would share a parameter, or a buffer that the forward writes; or a stage changes a received tensor in place
             of which another one has a view (`_check_views`).
         UsageError: the graph cannot be cut before a module in ``cuts`` (see `cut_names`), or the cuts are out of order.
     """
     for one in (*args, *kwargs.values()):
-        if any(isinstance(leaf, torch.Tensor) and leaf is not one for leaf in pytree.tree_leaves(one)):
+        leaves = pytree.tree_leaves(one)
+        if len(leaves) != 1 or leaves[0] is not one:
             raise ModelError(
-                f"{type(model).__name__} has an argument with tensors in a {type(one).__name__}; pass them directly"
+                f"{type(model).__name__} has an argument that is a {type(one).__name__}; pass its elements directly"
             )
     graph = exported(model, args, kwargs)
     places = _places(graph, cuts, type(model).__name__)
@@ -372,10 +373,12 @@ def _part(
         values: on the first stage the model's arguments, by input node; else empty.
     """
     part = fx.Graph()
-    copies: dict[fx.Node, fx.Node] = {n: part.placeholder(n.name) for n in incoming}
+    # An argument called like a builtin, such as input, has another name as a node.
+    names = {n: str(n.target) if n in values else n.name for n in incoming}
+    copies: dict[fx.Node, fx.Node] = {n: part.placeholder(name) for n, name in names.items()}
     for node, value in values.items():
         if node in copies and not isinstance(value, torch.Tensor):
-            part.call_function(check_fixed, (copies[node], value, node.name))
+            part.call_function(check_fixed, (copies[node], value, names[node]))
 
     def copied(node: fx.Node) -> fx.Node:
         if node not in copies and node.op == "get_attr":

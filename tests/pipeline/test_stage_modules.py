@@ -195,3 +195,26 @@ def test_memory_that_two_stages_would_share_and_one_changes_is_refused() -> None
     counting = nn.Sequential(Counting(counts), Counting(counts))
     with pytest.raises(ModelError, match=r"stages 0 and 1 share the buffer 0.counts, 1.counts"):
         stage_modules(counting, (torch.zeros(4, WIDTH),), {}, ("1",))
+
+
+class Named(nn.Module):
+    """Its arguments are called like builtins."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: torch.Tensor, *, input: torch.Tensor, type: object = "relu") -> torch.Tensor:
+        return self.second(torch.relu(self.first(x)) if type else x) + input
+
+
+def test_the_first_stage_takes_the_models_arguments_by_name() -> None:
+    x, more = torch.randn(4, WIDTH), torch.ones(4, WIDTH)
+    model = Named()
+    one, two = stage_modules(model, (x,), {"input": more, "type": "relu"}, ("second",))
+    assert torch.equal(two.module(*one.module(x, input=more, type="relu")), model(x, input=more))
+    with pytest.raises(ModelError, match="planned for type = 'relu', not 'tanh'"):
+        one.module(x, input=more, type="tanh")
+    for wrong in ((8, 8), [more]):
+        with pytest.raises(ModelError, match=f"Named has an argument that is a {type(wrong).__name__}; pass"):
+            stage_modules(model, (x,), {"input": more, "type": wrong}, ("second",))
