@@ -241,7 +241,8 @@ def _arguments_of(node: fx.Node) -> list[tuple[torch.Argument, fx.Node]]:
     """Return the positional arguments of an op that are other nodes' values, each after its entry in the op's
     schema."""
     schema = node.target._schema.arguments if isinstance(node.target, OpOverload) else ()
-    return [pair for pair in zip(schema, node.args, strict=False) if isinstance(pair[1], fx.Node)]
+    pairs = zip(schema, node.args, strict=False)
+    return [(argument, value) for argument, value in pairs if isinstance(value, fx.Node)]
 
 
 def _is_written(node: fx.Node, argument: torch.Argument) -> bool:
