@@ -18,6 +18,7 @@ from rematplan.planner.pipeline.stage_problem import StageProblem
 from rematplan.plans.op_costs import copies_priced, priced
 from rematplan.plans.stage_problems import backward_spare, readers, stage_problem, whole_outputs
 from rematplan.plans.step_planner import StepPlanner
+from rematplan.runtime.capture.output_storages import with_own_outputs
 from rematplan.runtime.graph.captured_step import Call, CapturedStep
 from rematplan.runtime.graph.compat import pytree
 from rematplan.runtime.module.captures import ReadyCapture
@@ -158,7 +159,7 @@ def captured_stage(
         ModelError: the stage cannot be captured.
     """
     capture, captured = _captured(stage)
-    step = planner.opened(captured)
+    step = planner.opened(with_own_outputs(captured, leaves=True))
     if place.split:
         step = with_separate_weights(step)
     costs = planner.options.costs

@@ -9,7 +9,15 @@ from typing import Any
 
 import torch
 
-from rematplan.runtime.graph.captured_step import Call, CapturedStep, Ref, Value, refs, single_call
+from rematplan.runtime.graph.captured_step import (
+    GRADIENT_OF,
+    Call,
+    CapturedStep,
+    Ref,
+    Value,
+    refs,
+    single_call,
+)
 from rematplan.runtime.graph.compat import disable_current_modes
 
 CLONE = torch.ops.aten.clone.default
@@ -49,7 +57,7 @@ def is_whole(value: Value) -> bool:
     return value.fake.untyped_storage().nbytes() == value.fake.numel() * value.fake.element_size()
 
 
-def with_own_outputs(step: CapturedStep) -> CapturedStep:
+def with_own_outputs(step: CapturedStep, leaves: bool = False) -> CapturedStep:
     """Return the step in which every output has a separate dense storage. Copies are added where an output has none.
 
     These are outputs that are inputs, share a storage with another output, or do not fill their storage (expanded
@@ -57,14 +65,20 @@ def with_own_outputs(step: CapturedStep) -> CapturedStep:
 
     The ``.grad`` of two parameters must not share memory, and an expanded gradient cannot be accumulated into. Autograd
     itself would copy a gradient whose strides differ from its parameter's, and so use more memory than planned.
+
+    ``leaves``: whether the tensors of the batch are leaves of the autograd graph, as the inputs of pipeline stages are.
+    Autograd treats the gradients of leaves like those of parameters.
     """
     used = {step.values[i.value].storage for i in step.inputs}
-    parameters = {i.target: step.values[i.value].fake for i in step.inputs if i.kind == "parameter"}
+    learned = ("parameter", "batch") if leaves else ("parameter",)
+    inputs = {
+        (GRADIENT_OF[i.kind], i.target): step.values[i.value].fake for i in step.inputs if i.kind in learned
+    }
     values, outputs = dict(step.values), []
     copies: dict[str | None, list[Call]] = {}  # by the call that makes what is copied
     for output in step.outputs:
         value = values[output.value]
-        of = parameters.get(output.target) if output.kind == "gradient" else None
+        of = inputs.get((output.kind, output.target))
         if (
             value.storage in used
             or not is_whole(value)
