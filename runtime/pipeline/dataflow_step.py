@@ -15,6 +15,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from rematplan.ir import Op, Tensor, TrainingGraph
+from rematplan.runtime.capture.output_storages import is_whole
 from rematplan.runtime.execute.buffers_once import renewed_buffers
 from rematplan.runtime.graph.captured_step import (
     CapturedStep,
@@ -122,7 +123,7 @@ def _answered(step: CapturedStep) -> CapturedStep:
     for o in step.outputs:
         value = step.values[o.value]
         base = step.values.get(value.storage, value)
-        if o.kind != "output" or not _whole(value.fake) or not _whole(base.fake):
+        if o.kind != "output" or not value.fake.is_contiguous() or not (is_whole(value) and is_whole(base)):
             continue
         own = f"{o.value}_answer"
         while own in values:
@@ -132,11 +133,6 @@ def _answered(step: CapturedStep) -> CapturedStep:
         target = Handed.like(base.fake)
         inverses.append(single_call(f"answer_{o.value}", target, (Ref(own),), result=base.name, noise=0.0))
     return replace(step, inputs=(*step.inputs, *inputs), values=values, inverses=(*step.inverses, *inverses))
-
-
-def _whole(fake: torch.Tensor) -> bool:
-    """Return whether a tensor is contiguous and fills its storage."""
-    return fake.is_contiguous() and fake.untyped_storage().nbytes() == fake.nbytes
 
 
 def with_dataflow_boundary(

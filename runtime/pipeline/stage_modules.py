@@ -22,6 +22,7 @@ from rematplan.runtime.capture.patches.trace_costs import no_collection
 from rematplan.runtime.graph.compat import OpOverload, pytree
 from rematplan.runtime.graph.module_names import module_names
 from rematplan.runtime.pipeline.export_regions import without_regions
+from rematplan.runtime.pipeline.message_layout import inverse, keeps_format, memory_order, turned
 
 WITHOUT_GRADIENT = frozenset({torch.ops.aten.detach.default, torch.ops.aten.detach_.default})
 """Ops whose results do not require gradients even if their arguments do."""
@@ -155,16 +156,15 @@ def stage_modules(
     carried = [list(values), *(_carried(graph, place, values) for place in places[1:]), results]
     stages = []
     for k in range(len(places)):
-        part = _part(
-            [n for n in owners if owners[n] == k], carried[k], carried[k + 1], values if k == 0 else {}
-        )
+        own, last = [n for n in owners if owners[n] == k], k == len(cuts)
+        part = _part(own, carried[k], carried[k + 1], values if k == 0 else {}, last)
         used = {str(n.target): tensors[str(n.target)] for n in part.nodes if n.op == "get_attr"}
         module = StageGraph(used, part, f"{type(model).__name__}Stage{k}")
         nn.Module.train(module, model.training)
         received = tuple(_like(n, needs, values if k == 0 else {}) for n in carried[k])
         named = dict(zip(kwargs, received[len(args) :], strict=True)) if k == 0 else {}
         arguments = received[: len(args)] if k == 0 else received
-        sent = tuple(_like(n, needs, {}) for n in carried[k + 1])
+        sent = tuple(_like(n, needs, {}, last) for n in carried[k + 1])
         stages.append(StageModule(module, arguments, named, sent))
     return tuple(stages)
 
@@ -362,21 +362,26 @@ def _part(
     incoming: Sequence[fx.Node],
     outgoing: Sequence[fx.Node],
     values: Mapping[fx.Node, Any],
+    last: bool,
 ) -> fx.Graph:
-    """Return the graph of one stage. It makes outgoing tensors contiguous, and refuses arguments that are not tensors
-    and differ from those in ``values``. An op that changes a received tensor in place returns a new tensor instead,
-    because autograd does not allow changes of a stage's inputs.
+    """Return the graph of one stage. It gives outgoing tensors the strides of messages, and refuses arguments that are
+    not tensors and differ from those in ``values``. An op that changes a received tensor in place returns a new tensor
+    instead, because autograd does not allow changes of a stage's inputs.
 
     Args:
         ops: the stage's ops, as nodes of the model's graph.
         incoming: the nodes of the model's graph whose values are the stage's inputs.
         outgoing: the nodes whose tensors are the stage's results.
         values: on the first stage the model's arguments, by input node; else empty.
+        last: whether the stage is the last. Its results get the strides that they have in the whole model.
     """
     part = fx.Graph()
     # An argument called like a builtin, such as input, has another name as a node.
     names = {n: str(n.target) if n in values else n.name for n in incoming}
     copies: dict[fx.Node, fx.Node] = {n: part.placeholder(name) for n, name in names.items()}
+    for node in incoming:
+        if node not in values:
+            copies[node] = _turned(copies[node], node, back=True)
     for node, value in values.items():
         if node in copies and not isinstance(value, torch.Tensor):
             part.call_function(check_fixed, (copies[node], value, names[node]))
@@ -396,12 +401,36 @@ def _part(
             copies[first] = copies[node]
     sent = []
     for node in outgoing:
-        out = copied(node)
-        # The stage's inputs are contiguous even where the model's are not, so the strides of results may differ, too.
+        out = _turned(copied(node), node, message=not last)
+        # The strides of a result may differ from those in the export.
         out = part.call_function(torch.ops.aten.contiguous.default, (out,))
-        sent.append(out)
+        sent.append(_turned(out, node, back=True, message=False) if last else out)
     part.output(sent[0] if len(sent) == 1 else tuple(sent))
     return part
+
+
+def _order(node: fx.Node) -> list[int] | None:
+    """Return the order in which a message has the dimensions of the tensor that a node of the model's graph computes;
+    None if it is the tensor's own order, or the value is no tensor."""
+    fake = node.meta["val"]
+    return memory_order(fake) if isinstance(fake, torch.Tensor) else None
+
+
+def _turned(out: fx.Node, node: fx.Node, back: bool = False, message: bool = True) -> fx.Node:
+    """Add the view of a tensor as a message to a stage's graph, and return the view; the tensor itself if they are the
+    same.
+
+    Args:
+        out: the tensor in the stage's graph.
+        node: the node of the model's graph that computes the tensor.
+        back: whether ``out`` is the message and the result the tensor.
+        message: whether another stage receives it, so that its gradient may have an order of its own.
+    """
+    order = _order(node)
+    if order is None:
+        return out
+    permute = torch.ops.aten.permute.default if keeps_format(node.meta["val"]) or not message else turned
+    return out.graph.call_function(permute, (out, inverse(order) if back else order))
 
 
 def _functional(target: object) -> OpOverload | None:
@@ -429,16 +458,21 @@ def check_fixed(value: object, fixed: object, name: str) -> None:
         raise ModelError(f"the pipeline was planned for {name} = {fixed!r}, not {value!r}; plan it again")
 
 
-def _like(node: fx.Node, needs: Set[fx.Node], values: Mapping[fx.Node, Any]) -> Any:
+def _like(node: fx.Node, needs: Set[fx.Node], values: Mapping[fx.Node, Any], last: bool = False) -> Any:
     """Return a meta tensor that describes the value of a node between stages. An argument of the model in ``values``
     keeps its strides; if it is not a tensor, it is returned itself. All other tensors are messages, which are
-    contiguous.
+    contiguous: their dimensions are in the order of the memory. ``last``: a result of the last stage is no message, so
+    its dimensions keep their order.
 
     ``needs``: the nodes whose tensors require gradients.
     """
     fake = values.get(node, node.meta["val"])
     if not isinstance(fake, torch.Tensor):
         return fake
-    strides = fake.stride() if node in values else torch.empty(fake.shape, device="meta").stride()
-    empty = torch.empty_strided(fake.shape, strides, dtype=fake.dtype, device="meta")
+    if node in values:
+        empty = torch.empty_strided(fake.shape, fake.stride(), dtype=fake.dtype, device="meta")
+    else:
+        order = _order(node) or range(fake.dim())
+        empty = torch.empty([fake.shape[d] for d in order], dtype=fake.dtype, device="meta")
+        empty = empty.permute(inverse(order)) if last else empty
     return empty.requires_grad_(node in needs)

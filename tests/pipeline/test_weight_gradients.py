@@ -169,3 +169,24 @@ def test_an_input_that_no_weight_gradient_reads_is_freed_with_the_inputs_gradien
     del given
     assert alive() is None
     rematplan.finish_weights(stage)
+
+
+class Turning(nn.Module):
+    """A linear layer of transposed rows: the gradient of its contiguous input is transposed in memory."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(8, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.inner(x.transpose(1, 2))
+
+
+def test_the_gradient_of_an_input_is_copied_in_the_plan_where_autograd_would_copy_it() -> None:
+    """Autograd copies the gradient of a leaf if its strides differ from the leaf's."""
+    part = pipe(nn.Sequential(*(Turning() for _ in range(4))), torch.randn(16, 8, 8), cuts="1,2,3").parts[1]
+    step = part.step
+    (given,) = (step.values[i.value].fake for i in step.inputs if i.kind == "batch")
+    (made,) = (step.values[o.value].fake for o in step.outputs if o.kind == "input gradient")
+    assert made.stride() == given.stride()
+    assert "own_input_gradient_0" in part.problem.graph.op

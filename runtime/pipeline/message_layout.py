@@ -1,0 +1,58 @@
+"""How a stage sends a tensor that is not contiguous in memory, without copying it.
+
+PyTorch sends only contiguous tensors. A dense tensor with other strides, such as a transposed one, is sent as a view
+whose dimensions are in the order of the memory, and the receiving stage turns it back. So the ops of each stage see the
+strides that they would see in the whole model, and their results have the same bits.
+
+Its gradient need not have the same strides. In the memory format ``channels_last`` it has, since the backward of a
+convolution keeps the format. In other cases, such as the transposed patches of an image, the layers after the cut
+usually return a contiguous gradient. It is sent as it is: its elements in their own order, in the shape of the message.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+FORMATS = {4: torch.channels_last, 5: torch.channels_last_3d}
+"""By the number of dimensions, the memory formats that gradients share with their tensors."""
+
+
+def memory_order(like: torch.Tensor) -> list[int] | None:
+    """Return the dimensions of a tensor from the largest stride to the smallest; None if the tensor is contiguous or
+    not dense, and therefore sent as a contiguous tensor of the same shape."""
+    if like.is_contiguous():
+        return None
+    order = sorted(range(like.dim()), key=lambda d: -like.stride()[d])
+    return order if like.permute(order).is_contiguous() else None
+
+
+def inverse(order: Sequence[int]) -> list[int]:
+    """Return the order of dimensions that undoes ``order``."""
+    return sorted(range(len(order)), key=order.__getitem__)
+
+
+def keeps_format(like: torch.Tensor) -> bool:
+    """Return whether the gradient of a tensor like this is expected to have the tensor's strides."""
+    memory_format = FORMATS.get(like.dim())
+    return memory_format is not None and like.is_contiguous(memory_format=memory_format)
+
+
+def turned(tensor: torch.Tensor, order: Sequence[int]) -> torch.Tensor:
+    """Return a view of a tensor with its dimensions in the given order, whose gradient is not turned: each of the two
+    gradients has the elements of the other in the same order."""
+    result: torch.Tensor = _Turned.apply(tensor, order)
+    return result
+
+
+class _Turned(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, tensor: torch.Tensor, order: Sequence[int]) -> torch.Tensor:
+        ctx.shape = tensor.shape
+        return tensor.permute(list(order))
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> Any:
+        return gradient.contiguous().view(ctx.shape), None
