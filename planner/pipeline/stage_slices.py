@@ -166,7 +166,13 @@ class _Builder:
             ),
             ordered=self._ordered(ops),
             never_rerun=tuple(
-                dict.fromkeys((*(o for o in self.graph.never_rerun if o in known), *self._once()))
+                dict.fromkeys(
+                    (
+                        *(o for o in self.graph.never_rerun if o in known),
+                        *self._once(),
+                        *(op.name for op in ops if not marks.keys().isdisjoint(op.writes)),
+                    )
+                )
             ),
         )
         return StageProblem(

@@ -186,6 +186,7 @@ def adding_problem(step: CapturedStep, graph: TrainingGraph, names: Set[str]) ->
     then free each new gradient as soon as it is computed, since autograd adds it to the earlier one.
 
     In the returned problem an output of zero bytes replaces each such gradient, so that the gradient is still computed.
+    Ops that compute such a gradient may run only once, since each run would add it again.
     A gradient stays an output if its storage contains anything else, or is larger than the gradients in it. The problem
     does not count the bytes of the earlier gradients. It does not count new gradients that are freed but not yet added
     either: `spare_bytes` does.
@@ -207,6 +208,9 @@ def adding_problem(step: CapturedStep, graph: TrainingGraph, names: Set[str]) ->
         tensors=(*graph.tensors, *(Tensor(mark, 0) for mark in marks.values())),
         outputs=tuple(marks.get(t, t) for t in graph.outputs),
         ops=tuple(map(marking, graph.ops)),
+        never_rerun=tuple(
+            dict.fromkeys((*graph.never_rerun, *(graph.ops[graph.producer[t]].name for t in marks)))
+        ),
     )
 
 

@@ -25,6 +25,7 @@ from rematplan.runtime.costs.device_models import device_model
 from rematplan.runtime.costs.measure import peak_above_entry
 from rematplan.runtime.costs.roofline import roofline_costs
 from rematplan.runtime.pipeline.weight_gradients import with_weight_boundary
+from rematplan.runtime.problem.accumulation import adding_problem
 from rematplan.runtime.problem.loss_boundary import WEIGHTS, with_loss_boundary
 from rematplan.runtime.problem.planning_problem import training_graph
 
@@ -231,3 +232,15 @@ def test_the_search_for_the_smallest_budget_ends() -> None:
     assert isinstance(planner, AutoStages)
     assert planner.left <= REFUSAL * 1e-6
     assert stage_planner(ApproxDP(), 1e-6) == StrategyStages(ApproxDP())
+
+
+def test_an_op_that_adds_to_a_gradient_runs_only_once() -> None:
+    """Each further run would add the gradient once more."""
+    planned = rematplan.plan_module(model(), (example(),), budget="100%", in_flight=2, **ASKED)
+    planned(example()).sum().backward()
+    step = planned._rematplan.last.compiled.step
+    graph = training_graph(step, roofline_costs(step, device_model("a100")))
+    adding = adding_problem(step, graph, {i.target for i in step.inputs if i.kind == "parameter"})
+    marked = {op.name for op in adding.ops if any(t.endswith(" added)") for t in op.writes)}
+    assert len(marked) == 12
+    assert marked <= set(adding.never_rerun)

@@ -259,6 +259,21 @@ def test_a_stage_without_backward_has_one_plan() -> None:
     assert set(first.never_rerun) == {"f", "g", "h", BOUNDARY}
 
 
+def test_an_op_that_adds_to_a_gradient_runs_only_once() -> None:
+    """Each further run would add the gradient once more."""
+    sizes = {"x": 8, "w": 4, "a": 8, "y": 1, "da": 8, "dx": 8, "dw": 4}
+    ops = (
+        Op("f", ("x", "w"), ("a",), 1.0, 0, "forward"),
+        Op("loss", ("a",), ("y",), 1.0, 0, "forward"),
+        Op("back loss", ("a",), ("da",), 1.0, 0, "backward"),
+        Op("back f", ("da", "x", "w"), ("dx", "dw"), 1.0, 0, "backward"),
+    )
+    graph = TrainingGraph("g", tuple(Tensor(*one) for one in sizes.items()), ("x", "w"), ("y", "dw"), ops)
+    (whole,) = problems_of(slices(stage_chain(graph, [(0, 1)], {"dw": "w"}), []), False)
+    assert whole.gradients == {"(dw added)": "dw"}
+    assert "back f" in whole.graph.never_rerun
+
+
 def test_blocks_begin_at_forward_ops() -> None:
     graph = problems.chain(5)
     assert blocks_at(graph, [2, 4]) == ((0, 1), (2, 3), (4, 5))
