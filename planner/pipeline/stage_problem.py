@@ -60,6 +60,9 @@ class StageProblem:
     but that are not yet added; None: gradients are added at once. ``template``: the memory and times of the stage that
     do not depend on its plan.
 
+    ``untaken``: a function that returns, for a schedule and each of its steps, the bytes of tensors that have arrived
+    in a message, but that the schedule takes from it only later; None: there are none.
+
     ``reused``: a function that returns, for a schedule and each of its steps, the bytes that the schedule counts twice:
     an op has written its result into an operand that the schedule frees directly afterwards, and the schedule has not
     freed it yet. None: ops write into new tensors. ``reusable``: by the name of each op that may do so, the bytes of
@@ -82,6 +85,7 @@ class StageProblem:
     leaving: tuple[str, ...] = ()
     gradients: Mapping[str, str] = field(default_factory=dict)
     waiting: Callable[[Schedule], Sequence[int]] | None = None
+    untaken: Callable[[Schedule], Sequence[int]] | None = None
     reused: Callable[[Schedule], Sequence[int]] | None = None
     reusable: Mapping[str, int] = field(default_factory=dict)
     template: StagePlan = field(default_factory=lambda: StagePlan(0, 0, 0, 0))
@@ -111,9 +115,11 @@ class StageProblem:
         are not counted.
         """
         found = resident_bytes(self.graph, schedule)
-        if self.reused is None:
-            return found
-        return [bytes_ - twice for bytes_, twice in zip(found, self.reused(schedule), strict=True)]
+        if self.untaken is not None:
+            found = [bytes_ + more for bytes_, more in zip(found, self.untaken(schedule), strict=True)]
+        if self.reused is not None:
+            found = [bytes_ - twice for bytes_, twice in zip(found, self.reused(schedule), strict=True)]
+        return found
 
     @cached_property
     def most_reused(self) -> int:

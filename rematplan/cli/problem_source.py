@@ -128,7 +128,8 @@ def add_costs(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--device-model",
         metavar="NAME",
-        help="the device of the roofline model, such as a100 (rematplan devices lists them); implies roofline",
+        help="the device of the roofline model, such as a100 (rematplan devices lists them), or a file, FILE.json; "
+        "implies roofline",
     )
 
 

@@ -8,6 +8,7 @@ invertible stages keep nothing between forward and backward.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from functools import partial
 
 from torch import distributed
 from torch.distributed import ProcessGroup
@@ -17,7 +18,7 @@ from rematplan.ir.training_graph import LIBRARIES
 from rematplan.pipeline.captured_stages import captured_step
 from rematplan.planner.core.inversion_error import worst_error
 from rematplan.planner.core.plan import Plan
-from rematplan.planner.core.schedule import Schedule
+from rematplan.planner.core.schedule import Run, Schedule
 from rematplan.planner.pipeline.actions import StagePlan
 from rematplan.planner.pipeline.stage_problem import StageProblem
 from rematplan.plans.op_costs import priced
@@ -117,6 +118,7 @@ def dataflow_part(
         LOSS,
         states=tuple(t for t in adding.inputs if kinds.get(t, t) in STATES),
         gradients={new: old for old, new in zip(graph.outputs, adding.outputs, strict=True) if old != new},
+        untaken=partial(_untaken_bytes, step),
         template=template,
     )
     return DataflowPart(number, stages, stage, step, problem)
@@ -150,6 +152,19 @@ def dataflow_stages(
     if device.type != "cpu":
         raise UsageError(f"a dataflow runs on CPUs, but stage {part.number} is on {device}")
     return [part.compiled(plan, own)]
+
+
+def _untaken_bytes(step: CapturedStep, schedule: Schedule) -> list[int]:
+    """Return, for each step of a schedule, the bytes of tensors that have arrived in a message, but that the schedule
+    takes from it only later. A message is received whole, before the first op of a forward or backward."""
+    boundary = schedule.index(Run(LOSS))
+    found = [0] * len(schedule)
+    for at, one in enumerate(schedule):
+        if isinstance(one, Run) and one.op in step.call and isinstance(step.call[one.op].target, Handed):
+            taken = sum(step.storage_bytes[t] for t in step.writes(step.call[one.op]))
+            for earlier in range(boundary + 1 if at > boundary else 0, at):
+                found[earlier] += taken
+    return found
 
 
 def _answers(step: CapturedStep) -> frozenset[str]:

@@ -1,13 +1,16 @@
 """A table of CPUs and GPUs for the roofline model: peak arithmetic, memory bandwidth, launch time.
 
-The table does not need torch, so that the command line can refuse an unknown name before it loads torch.
+A file can describe a device that is not in the table. The module does not need torch, so that the command line can
+refuse an unknown name before it loads torch.
 """
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from rematplan.ir import UsageError
 
@@ -62,11 +65,45 @@ DEFAULT_DEVICE_MODEL = "a100"
 
 
 def device_model(name: str) -> DeviceModel:
-    """Return the device model called ``name``.
+    """Return the device model called ``name``, or that of the file ``name`` if it ends with ``.json``.
+
+    The file has an object with ``flops``, ``bandwidth`` and ``launch`` (`DeviceModel`), and may have ``summary``.
 
     Raises:
-        UsageError: there is no such model. The message lists the known ones.
+        UsageError: there is no such model (the message lists the known ones), or the file cannot be read or is wrong.
     """
+    if name.endswith(".json"):
+        return _model_of_file(name)
     if name not in DEVICE_MODELS:
-        raise UsageError(f"unknown device model {name!r}; known: {', '.join(DEVICE_MODELS)}")
+        raise UsageError(
+            f"unknown device model {name!r}; known: {', '.join(DEVICE_MODELS)}; or state a file, FILE.json"
+        )
     return DEVICE_MODELS[name]
+
+
+def _model_of_file(path: str) -> DeviceModel:
+    try:
+        data = json.loads(Path(path).read_text(encoding="utf-8"))
+    except OSError as error:
+        raise UsageError(f"{path}: cannot be read: {error.strerror or error}") from error
+    except ValueError as error:  # neither JSON nor text
+        raise UsageError(f"{path}: a device model is a JSON file: {error}") from error
+    fields = data if isinstance(data, dict) else {}
+    flops = fields.get("flops")
+    rates = {str(key): _positive(rate) for key, rate in flops.items()} if isinstance(flops, dict) else {}
+    numbers = [*rates.values(), _positive(fields.get("bandwidth")), _positive(fields.get("launch"))]
+    if "float32" not in rates or None in numbers:
+        raise UsageError(
+            f"{path}: a device model needs positive numbers: flops of float32 and perhaps of other types (10^12 a "
+            f"second), bandwidth (10^9 bytes a second) and launch (microseconds)"
+        )
+    known = {key: rate for key, rate in rates.items() if rate is not None}
+    return DeviceModel(
+        path, str(fields.get("summary", "")), known, float(fields["bandwidth"]), float(fields["launch"])
+    )
+
+
+def _positive(value: Any) -> float | None:
+    """Return a positive finite number as a float; None for anything else."""
+    number = isinstance(value, (int, float)) and not isinstance(value, bool)
+    return float(value) if number and 0 < value < float("inf") else None

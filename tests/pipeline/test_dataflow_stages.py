@@ -13,6 +13,7 @@ from torch import nn
 
 from rematplan.ir import ModelError, ProblemError, UsageError
 from rematplan.pipeline.dataflow import DataflowPart, dataflow_part, dataflow_stages
+from rematplan.planner.core.plan import plan_from_runs
 from rematplan.planner.pipeline.actions import StagePlan
 from rematplan.planner.pipeline.dataflow_plans import dataflow_plans
 from rematplan.planner.strategies.store_all import no_recompute
@@ -47,6 +48,26 @@ def test_what_crosses_is_named(part: DataflowPart) -> None:
     with pytest.raises(ProblemError, match="kept from a stage's forward") as refused:
         check_crossing(code)
     assert code.crossing[0] in str(refused.value)
+
+
+def test_tensors_of_a_message_are_charged_from_its_arrival(part: DataflowPart) -> None:
+    """The message is received whole, even if the plan takes its second tensor late."""
+    graph = part.problem.graph
+    takes = [op.name for op in graph.ops if op.name.startswith("take_primals")]
+    rest = [op.name for op in graph.ops if op.name not in takes]
+
+    def reader(take: str) -> int:
+        made = {*graph.op[take].writes}
+        return next(at for at, name in enumerate(rest) if not made.isdisjoint(graph.op[name].reads))
+
+    first, second = sorted(takes, key=reader)
+    at = reader(second)
+    assert at > 0
+    late = plan_from_runs(graph, [first, *rest[:at], second, *rest[at:]], "late").schedule
+    taken = part.problem.bytes((*graph.op[first].writes, *graph.op[second].writes))
+    assert part.problem.resident(late)[0] == graph.input_bytes + taken
+    early = plan_from_runs(graph, [first, second, *rest], "early").schedule
+    assert max(part.problem.resident(late)) == max(part.problem.resident(early))
 
 
 def passed(part: DataflowPart, lost: bool = False) -> tuple[list[Any], list[Any], dict[str, Any]]:

@@ -1,5 +1,6 @@
 """Roofline costs against formulas by hand; measurement against sizes known beforehand."""
 
+import json
 import time
 import warnings
 from pathlib import Path
@@ -100,6 +101,38 @@ def test_roofline_is_positive_and_faster_devices_are_faster(name: str) -> None:
     costs = roofline_costs(step, device_model(name))
     assert set(costs) == {c.name for c in step.calls if not c.is_view}
     assert all(c.time >= device_model(name).launch for c in costs.values())
+
+
+def test_a_file_describes_a_device(tmp_path: Path) -> None:
+    a100, file = DEVICE_MODELS["a100"], tmp_path / "mine.json"
+    written = {"flops": dict(a100.flops), "bandwidth": a100.bandwidth, "launch": a100.launch}
+    file.write_text(json.dumps(written))
+    mine = device_model(str(file))
+    for dtype in (torch.float32, torch.bfloat16, torch.int64):
+        assert mine.time(1e9, 1e6, dtype) == a100.time(1e9, 1e6, dtype)
+
+
+@pytest.mark.parametrize(
+    ("content", "said"),
+    [
+        (None, "cannot be read: No such file"),
+        ("{", "is a JSON file"),
+        ("[1]", "needs positive numbers"),
+        ('{"flops": {"float16": 1}, "bandwidth": 1, "launch": 1}', "needs positive numbers"),
+        ('{"flops": {"float32": 1}, "bandwidth": -1, "launch": 1}', "needs positive numbers"),
+        ('{"flops": {"float32": "fast"}, "bandwidth": 1, "launch": 1}', "needs positive numbers"),
+    ],
+)
+def test_a_wrong_file_of_a_device_is_refused_in_one_line(
+    tmp_path: Path, content: str | None, said: str
+) -> None:
+    file = tmp_path / "mine.json"
+    if content is not None:
+        file.write_text(content)
+    with pytest.raises(UsageError, match=said) as refused:
+        device_model(str(file))
+    assert str(file) in str(refused.value)
+    assert "\n" not in str(refused.value)
 
 
 def test_unknown_device_models_are_listed() -> None:
