@@ -119,7 +119,7 @@ class PipelineSearch:
     no stage may keep more bytes between forward and backward than its known plans that keep the fewest
     (`starting_plans`), even if the budget allows more. ``planned``: the results so far: for a rank and the blocks of
     its stages, the plans, or the error if no plans fit. ``_bases``: for a stage's first block and the block after its
-    last, the results of `_base`. ``_inputs``: in the same way, those of `_input_bytes`.
+    last, the results of `_base`. ``_inputs``: for the same keys, the results of `_input_bytes`.
     """
 
     chain: StageChain

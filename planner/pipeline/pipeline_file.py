@@ -34,7 +34,7 @@ Record = TypeVar("Record", StagePlan, StageTimes)
 
 @dataclass(frozen=True)
 class StageOp:
-    """What pairs an op of a stage with the same op in another capture of the stage.
+    """Facts about an op of a stage, by which the same op is found in another capture of the stage.
 
     ``name``: the op's name in the plan. ``op``: the ATen op as text. ``backward``: whether it belongs to the backward.
     ``loss``: whether it belongs to the loss, which is outside of the model. ``reads``: the names of the stage's ops

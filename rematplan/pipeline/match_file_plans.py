@@ -43,12 +43,12 @@ def stages_ops(step: CapturedStep, chain: StageChain, cuts: Sequence[int]) -> tu
 def captured_ops(
     step: CapturedStep, names: Sequence[str], loss: Set[str] = frozenset()
 ) -> tuple[StageOp, ...]:
-    """Return the ops ``names`` of a captured step with what pairs them with those of another capture.
+    """Return a `StageOp` for each of the ops ``names`` of a captured step.
 
     Args:
         step: the captured step.
         names: the names of the ops, in order.
-        loss: those of them that belong to the loss.
+        loss: the names of those ops that belong to the loss.
     """
     maker = {storage: name for name in names for storage in step.writes(step.call[name])}
     found = []
@@ -95,9 +95,9 @@ def file_plan(file: PlannedPipeline, number: int, part: CapturedStage) -> Plan:
 def message_copies(step: CapturedStep, names: Sequence[str]) -> frozenset[str]:
     """Return which of the ops ``names`` copy a tensor only to send it. The step of the whole model has no such op.
 
-    A message must be contiguous, so the forward of a stage ends with a copy of each other output. Each gradient of an
-    input needs a separate storage. So the backward copies it if it is another input's gradient, too, as with two inputs
-    that the stage adds. No op reads such a copy.
+    The forward of a stage copies an output that is not dense. The backward copies a gradient of an input if the
+    gradient has other strides than the input, or is also the gradient of another input, as with two inputs that the
+    stage adds. No op reads such a copy.
 
     Args:
         step: the captured step of a stage.

@@ -235,7 +235,7 @@ def _expected_error(pipe: Pipeline, stages: Sequence[Any]) -> float:
 
 
 def _of_all_ranks(own: Any, ranks: int) -> list[Any]:
-    """Exchange objects with the other ranks, and return those of all ranks, by rank."""
+    """Return the objects that all ranks pass to this function, by rank. It ends once all ranks have called it."""
     gathered: list[Any] = [None] * ranks
     distributed.all_gather_object(gathered, own)
     return gathered

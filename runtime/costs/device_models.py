@@ -6,13 +6,12 @@ refuse an unknown name before it loads torch.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from rematplan.ir import UsageError
+from rematplan.ir import ProblemError, UsageError
+from rematplan.ir.problem_json import read_json
 
 if TYPE_CHECKING:
     import torch
@@ -83,11 +82,9 @@ def device_model(name: str) -> DeviceModel:
 
 def _model_of_file(path: str) -> DeviceModel:
     try:
-        data = json.loads(Path(path).read_text(encoding="utf-8"))
-    except OSError as error:
-        raise UsageError(f"{path}: cannot be read: {error.strerror or error}") from error
-    except ValueError as error:  # neither JSON nor text
-        raise UsageError(f"{path}: a device model is a JSON file: {error}") from error
+        data = read_json(path)
+    except ProblemError as error:
+        raise UsageError(f"{path}: {error}") from None
     fields = data if isinstance(data, dict) else {}
     flops = fields.get("flops")
     rates = {str(key): _positive(rate) for key, rate in flops.items()} if isinstance(flops, dict) else {}

@@ -1,8 +1,8 @@
 """How a stage sends a tensor that is not contiguous in memory, without copying it.
 
 PyTorch sends only contiguous tensors. A dense tensor with other strides, such as a transposed one, is sent as a view
-whose dimensions are in the order of the memory, and the receiving stage turns it back. So the ops of each stage see the
-strides that they would see in the whole model, and their results have the same bits.
+whose dimensions are in the order of the memory, and the receiving stage permutes them back. So the ops of each stage
+see the strides that they would see in the whole model, and their results have the same bits.
 
 Its gradient need not have the same strides. In the memory format ``channels_last`` it has, since the backward of a
 convolution keeps the format. In other cases, such as the transposed patches of an image, the layers after the cut
@@ -41,8 +41,11 @@ def keeps_format(like: torch.Tensor) -> bool:
 
 
 def turned(tensor: torch.Tensor, order: Sequence[int]) -> torch.Tensor:
-    """Return a view of a tensor with its dimensions in the given order, whose gradient is not turned: each of the two
-    gradients has the elements of the other in the same order."""
+    """Return a view of a tensor with its dimensions in the given order.
+
+    The gradient of the view is not permuted back. Its elements, in their own order, become the gradient of the tensor.
+    So gradients are right only if the next stage undoes the order by this function, too.
+    """
     result: torch.Tensor = _Turned.apply(tensor, order)
     return result
 

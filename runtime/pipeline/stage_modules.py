@@ -251,8 +251,8 @@ def _is_written(node: fx.Node, argument: torch.Argument) -> bool:
 
 
 def _memory(graph: fx.Graph) -> dict[fx.Node, fx.Node]:
-    """Return for each node the node whose memory its value uses: for a view, or the result of an op that writes in
-    place, that of the tensor; for others, the node itself."""
+    """Return, for each node, the node that allocated the memory of its value. For a view, and for the result of an op
+    that writes in place, this is the node that allocated the viewed or changed tensor; for others, the node itself."""
     found: dict[fx.Node, fx.Node] = {}
     for node in graph.nodes:
         shared = [value for argument, value in _arguments_of(node) if argument.alias_info is not None]

@@ -67,7 +67,7 @@ def test_the_files_own_plans_run(workers: Workers, file: Path) -> None:
     assert sum(extra) > 0
 
 
-def test_the_files_plans_run_where_messages_are_copied_to_be_contiguous(
+def test_the_files_plans_run_where_messages_are_transposed_in_memory(
     workers: Workers, tmp_path: Path
 ) -> None:
     path = planned(tmp_path, "revvit_s", "--budget", "1GiB", "--cuts", REVERSIBLE)

@@ -116,7 +116,7 @@ def test_a_file_describes_a_device(tmp_path: Path) -> None:
     ("content", "said"),
     [
         (None, "cannot be read: No such file"),
-        ("{", "is a JSON file"),
+        ("{", "is not JSON"),
         ("[1]", "needs positive numbers"),
         ('{"flops": {"float16": 1}, "bandwidth": 1, "launch": 1}', "needs positive numbers"),
         ('{"flops": {"float32": 1}, "bandwidth": -1, "launch": 1}', "needs positive numbers"),
