@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any, Literal, TypeAlias, get_args
 
 from rematplan.ir import ProblemError
@@ -23,6 +24,9 @@ KINDS: tuple[Kind, ...] = get_args(Kind)
 RECEIVES = {"RECV_F": "F", "RECV_B": "B"}
 """The kinds of entries in a rank's row in which the rank begins to receive a message, and the kind of the message: from
 the previous stage for a forward (F), or from the next stage for a backward (B)."""
+SENDS = {"SEND_F": "F", "SEND_B": "B"}
+"""The kinds of entries in a rank's row in which the rank begins to send a message, and the kind of the action that made
+the message: forward (F, an output for the next stage) or backward (B, a gradient for the previous stage)."""
 KEEPS = ("KEEP_B", "FORGET_B")
 """The kinds of entries in a rank's row that begin and end a time in which a gradient that was received still exists
 after the action that has read it."""
@@ -30,8 +34,8 @@ DROPS = {"DROP_F": "F", "DROP_B": "B"}
 """The kinds of entries in a rank's row in which the rank frees a message that it has sent, and the kind of the action
 that made the message: forward (F, an output) or backward (B, a gradient of an input)."""
 Entry: TypeAlias = tuple[str, int, int]
-"""An entry in a rank's row that is no action: its kind (`RECEIVES`, `KEEPS`, `DROPS`), the stage that receives or sent
-the message, the micro-batch."""
+"""An entry in a rank's row that is no action: its kind (`RECEIVES`, `SENDS`, `KEEPS`, `DROPS`), the stage that receives
+or sends the message, the micro-batch."""
 
 
 @dataclass(frozen=True, slots=True, order=True)
@@ -39,9 +43,9 @@ class Action:
     """One action of a rank: work on one micro-batch in one stage.
 
     ``kind``: F (forward), B (backward), I (backward for the input's gradient) or W (gradients of the weights).
-    ``stage``, ``microbatch``: counted from 0. ``messages``: which messages the rank begins to receive, and which sent
-    ones it frees, after its previous action and before this one, in order. ``after``: the same after this action, if it
-    is the rank's last one. Both are ignored when actions are compared.
+    ``stage``, ``microbatch``: counted from 0. ``messages``: which messages the rank begins to receive or to send, and
+    which sent ones it frees, after its previous action and before this one, in order. ``after``: the same after this
+    action, if it is the rank's last one. Both are ignored when actions are compared.
     """
 
     kind: Kind
@@ -56,6 +60,18 @@ class Action:
 
 RankActions: TypeAlias = tuple[Action, ...]
 """The actions of one rank, in order."""
+Message: TypeAlias = tuple[str, int, int]
+"""A message between stages, identified by its direction (``F``: forward; ``B``: backward), the stage that sends it, and
+the micro-batch."""
+Step: TypeAlias = Action | Message
+"""A step of a rank: it runs an action, or begins to send a message that an earlier action has made."""
+
+
+def made_by(action: Action) -> Message | None:
+    """Return the message that an action makes, for the next stage (F) or the previous one (B or I); None for a W."""
+    if action.kind == "W":
+        return None
+    return "F" if action.kind == "F" else "B", action.stage, action.microbatch
 
 
 @dataclass(frozen=True)
@@ -114,6 +130,11 @@ class PipelineSchedule:
                     f"FB or FIW"
                 )
 
+    @cached_property
+    def steps(self) -> tuple[tuple[Step, ...], ...]:
+        """For each rank, its actions in order and between them the messages that it sends."""
+        return tuple(map(_steps, self.actions))
+
     def rank_of(self, stage: int) -> int:
         """Return the number of the rank that runs a stage."""
         return next(rank for rank, stages in enumerate(self.stage_of_rank) if stage in stages)
@@ -125,15 +146,16 @@ def schedule_of_rows(
     """Return the pipeline schedule in which each rank runs the actions of one row, in order.
 
     ``rows``: for each rank, its actions as (kind, stage, micro-batch), and between them the starts of receives
-    (`RECEIVES`) and the frees of sent messages (`DROPS`). A receive that is left out begins directly before the action
-    that reads the message. A sent message that no entry frees exists until the end of the step. The stages of a rank
-    are those of its actions.
+    (`RECEIVES`) and sends (`SENDS`) and the frees of sent messages (`DROPS`). A receive that is left out begins
+    directly before the action that reads the message, and a send that is left out directly after the action that makes
+    it. A sent message that no entry frees exists until the end of the step. The stages of a rank are those of its
+    actions.
 
     Raises:
         ProblemError: a kind is not F, B, I or W, or a reason that `PipelineSchedule` lists.
     """
     for kind in sorted({row[0] for rank in rows for row in rank}):
-        if kind not in (*KINDS, *RECEIVES, *KEEPS, *DROPS):
+        if kind not in (*KINDS, *RECEIVES, *SENDS, *KEEPS, *DROPS):
             raise ProblemError(
                 f"schedule {name!r}: unknown kind of action {kind!r}; known: {', '.join(KINDS)}"
             )
@@ -153,6 +175,22 @@ def _actions(row: Iterable[tuple[str, int, int]]) -> Iterator[Action]:
             between = []
         else:
             between.append((kind, stage, microbatch))
+
+
+def _steps(row: RankActions) -> tuple[Step, ...]:
+    """Return a rank's actions and, each where the row's entries state it or directly after its action, the messages."""
+    stated = [*(a.messages for a in row), *(a.after for a in row[-1:])]
+    behind = {
+        (SENDS[kind], stage, microbatch): position - 1
+        for position, entries in enumerate(stated)
+        for kind, stage, microbatch in entries
+        if kind in SENDS
+    }
+    steps: list[tuple[int, Step]] = list(enumerate(row))
+    for position, action in enumerate(row):
+        if (message := made_by(action)) is not None:
+            steps.append((max(position, behind.get(message, position)), message))
+    return tuple(step for _, step in sorted(steps, key=lambda one: one[0]))
 
 
 def stages_that_free_outputs(schedule: PipelineSchedule) -> frozenset[int]:

@@ -44,6 +44,16 @@ def _zero_bubble(ranks: int, microbatches: int, each: int) -> float:
     return (ranks - 1) / (3 * each * microbatches + ranks - 1)
 
 
+def _pairs(ranks: int, microbatches: int, each: int) -> float:
+    """Return the share of time in which ranks do not work in DualPipeV, where a forward and a backward run as a pair.
+
+    The published pause is (P − 1)·(F&B + B − 3W), with the times of one stage: F&B of a pair, B of a backward, W of the
+    weights' gradients. A rank runs a pair's forward and backward one after the other, so F&B is F + B, and the pause
+    twice that of `_zero_bubble`.
+    """
+    return 2 * (ranks - 1) / (3 * each * microbatches + 2 * (ranks - 1))
+
+
 _PLAIN = Formula("(P - 1) / (M + P - 1)", _plain, "Huang et al. 2019; Narayanan et al. 2021")
 _ZERO = Formula("(P - 1) / (3vM + P - 1), a pause of (P - 1) F / v", _zero_bubble, "Qi et al. 2024")
 
@@ -53,7 +63,9 @@ FORMULAS: Mapping[str, Formula] = {
     "interleaved": Formula("(P - 1) / (vM + P - 1)", _interleaved, "Narayanan et al. 2021"),
     "interleaved-zb": _ZERO,
     "zbv": _ZERO,
-    "dualpipev": _ZERO,
+    "dualpipev": Formula(
+        "2 (P - 1) / (3vM + 2 (P - 1)), a pause of 2 (P - 1) F / v", _pairs, "DeepSeek-AI 2024, DualPipe"
+    ),
     "dataflow": _PLAIN,
 }
 

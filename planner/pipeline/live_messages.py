@@ -73,7 +73,7 @@ def _change(held: _Held, entries: Iterable[Entry], stages: Mapping[int, StagePla
             held.put(("received", "B", stage, microbatch), stages[stage].answered)
         elif kind == "FORGET_B":
             held.drop(("received", "B", stage, microbatch))
-        else:
+        elif kind in DROPS:
             held.drop(("sent", DROPS[kind], stage, microbatch))
         most = max(most, held.total)
     return most

@@ -17,6 +17,7 @@ from rematplan.planner.pipeline.actions import (
     DROPS,
     KEEPS,
     RECEIVES,
+    SENDS,
     PipelineSchedule,
     StagePlan,
     schedule_of_rows,
@@ -243,18 +244,18 @@ def _stage_op(
 
 
 def _with_messages(row: list[tuple[str, int, int]], entries: list[Any]) -> list[tuple[str, int, int]]:
-    """Return a rank's actions with the receives and frees of messages between them, as `schedule_of_rows` takes them.
+    """Return a rank's actions with the entries of messages between them, as `schedule_of_rows` takes them.
 
     ``entries``: for each of these the position of the action before which it happens (the number of actions, if it
     happens after the last one), and the entry.
 
     Raises:
-        ValueError: a position is too large, or an entry has no kind of `RECEIVES`, `KEEPS` or `DROPS`.
+        ValueError: a position is too large, or an entry has no kind of `RECEIVES`, `SENDS`, `KEEPS` or `DROPS`.
     """
     before: dict[int, list[tuple[str, int, int]]] = {}
     for position, *stated in entries:
         entry = _entry(*stated)
-        if entry[0] not in (*RECEIVES, *KEEPS, *DROPS) or _whole(position, "a position") > len(row):
+        if entry[0] not in (*RECEIVES, *SENDS, *KEEPS, *DROPS) or _whole(position, "a position") > len(row):
             raise ValueError(f"an entry of messages is {[position, *stated]}")
         before.setdefault(position, []).append(entry)
     found = [entry for at, action in enumerate(row) for entry in (*before.get(at, ()), action)]

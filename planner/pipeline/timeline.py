@@ -5,9 +5,9 @@ a split backward: the gradient of the stage's input, then the gradients of its w
 order, one at a time. F waits for the message from the stage before. B or I waits for the stage's own F and, except in
 the last stage, for the message from the stage after. W waits for the I of its micro-batch.
 
-A message is sent when the action that computes it ends. All messages from one rank to another share one link and occupy
-it one after another; each arrives after the link's latency. Stages on the same rank need no messages. The simulation
-takes O(actions · ranks) time.
+A message is sent where the rank's row says so (`actions.SENDS`), otherwise when the action that computes it ends. All
+messages from one rank to another share one link and occupy it one after another; each arrives after the link's latency.
+Stages on the same rank need no messages. The simulation takes O(actions · ranks) time.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from rematplan.ir import ProblemError
-from rematplan.planner.pipeline.actions import Action, PipelineSchedule
+from rematplan.planner.pipeline.actions import Action, Message, PipelineSchedule, Step, made_by
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,25 +140,20 @@ def replay(
     if blocked:
         rank = min(blocked)[1]
         raise ProblemError(
-            f"{schedule.name}: deadlock: action {run.next(rank)} of rank {rank} waits forever for "
+            f"{schedule.name}: deadlock: action {_name(run.next(rank))} of rank {rank} waits forever for "
             f"{run.waits_for(rank)}"
         )
     return Timeline(schedule, tuple(map(tuple, run.rows)))
 
 
-_Message = tuple[str, int, int]
-"""A message between stages, identified by its direction (``F``: forward; ``B``: backward), the stage that sends it, and
-the micro-batch."""
-
-
 class _Replay:
     """The state of a simulation of a pipeline's schedule.
 
-    ``at[r]``: the index of the next action of rank r. ``free[r]``: the microsecond at which rank r can start its next
-    action. ``rows[r]``: the actions that rank r has started, with their times. ``made``, ``arrived``: for each message,
-    when the action that computes it ends, and when the receiver can use it. ``sent``: the number of messages sent, by
-    direction and sending stage. ``read``: with the same keys, when the receiver started to use each message.
-    ``link_free``: when a link is idle again, by the sending and the receiving rank.
+    ``steps[r]``: what rank r does, in order. ``at[r]``: the index of its next step. ``free[r]``: the microsecond at
+    which it can begin that step. ``rows[r]``: the actions that rank r has started, with their times. ``made``,
+    ``arrived``: for each message, when the action that computes it ends, and when the receiver can use it. ``sent``:
+    the number of messages sent, by direction and sending stage. ``read``: with the same keys, when the receiver started
+    to use each message. ``link_free``: when a link is idle again, by the sending and the receiving rank.
     """
 
     def __init__(
@@ -171,52 +166,45 @@ class _Replay:
     ) -> None:
         self.schedule, self.times, self.link = schedule, times, link
         self.overhead, self.credits = overhead, credits
+        self.steps = schedule.steps
         self.at, self.free = [0] * schedule.ranks, [0.0] * schedule.ranks
         self.rows: list[list[Span]] = [[] for _ in range(schedule.ranks)]
         self.rank_of = {s: r for r, stages in enumerate(schedule.stage_of_rank) for s in stages}
-        self.made: dict[_Message, float] = {}  # when the action that computes the message ended
-        self.arrived: dict[_Message, float] = {}  # when the receiving stage can use the message
+        self.made: dict[Message, float] = {}  # when the action that computes the message ended
+        self.arrived: dict[Message, float] = {}  # when the receiving stage can use the message
         self.sent: dict[tuple[str, int], int] = {}  # messages by direction and sending stage
         self.read: dict[tuple[str, int], list[float]] = {}  # when the receiver first used each message
         self.link_free: dict[tuple[int, int], float] = {}  # when a link is idle, by the ranks at its ends
 
     def advance(self, rank: int) -> bool:
-        """Run as many actions of a rank as possible, until one waits for a message or cannot send its own message yet.
+        """Run as many steps of a rank as possible, until one waits for a message or cannot send its own message yet.
         Return whether anything was done."""
-        moved = False
-        while not self.done(rank) and self._step(rank, self.next(rank)):
-            moved = True
-        return moved
+        before = self.at[rank]
+        while not self.done(rank) and self._do(rank, self.next(rank)):
+            self.at[rank] += 1
+        return self.at[rank] > before
 
     def done(self, rank: int) -> bool:
         """Return whether the rank has run all its actions and sent their messages."""
-        return self.at[rank] == len(self.schedule.actions[rank])
+        return self.at[rank] == len(self.steps[rank])
 
-    def next(self, rank: int) -> Action:
-        """Return the rank's next action. It may already have run, if its message cannot be sent yet."""
-        return self.schedule.actions[rank][self.at[rank]]
+    def next(self, rank: int) -> Step:
+        """Return the rank's next step."""
+        return self.steps[rank][self.at[rank]]
 
     def waits_for(self, rank: int) -> str:
-        """Return, as text for an error message, what the rank's next action waits for: another action, or the receiver
+        """Return, as text for an error message, what the rank's next step waits for: another action, or the receiver
         of its own message."""
-        action = self.next(rank)
-        if len(self.rows[rank]) > self.at[rank]:
+        step = self.next(rank)
+        if not isinstance(step, Action):
             return f"a credit: {self.credits} of its messages are sent and not read"
-        kind, stage, m = next(need for need, time in self._needs(action) if time is None)
-        return f"{stage}{kind}{m}"
+        return _name(next(need for need, time in self._needs(step) if time is None))
 
-    def _step(self, rank: int, action: Action) -> bool:
-        """Run a rank's next action, if it has not run yet, and send its message, unless too many earlier messages are
-        unused. Return whether either was done."""
-        begun = len(self.rows[rank]) > self.at[rank]
-        if not begun and not self._begin(rank, action):
-            return False
-        if self._hand_over(rank, action):
-            self.at[rank] += 1
-            return True
-        return not begun
+    def _do(self, rank: int, step: Step) -> bool:
+        return self._run(rank, step) if isinstance(step, Action) else self._send(rank, step)
 
-    def _begin(self, rank: int, action: Action) -> bool:
+    def _run(self, rank: int, action: Action) -> bool:
+        """Run an action. Return False if something that it reads is not there yet."""
         needs = self._needs(action)
         ready = [time for _, time in needs if time is not None]
         if len(ready) < len(needs):
@@ -227,11 +215,13 @@ class _Replay:
         for (kind, stage, _), _time in needs:
             if stage != action.stage:
                 self.read.setdefault((kind, stage), []).append(start)
-        if action.kind != "W":
-            self.made[_half(action), action.stage, action.microbatch] = self.free[rank]
+        if (message := made_by(action)) is not None:
+            self.made[message] = self.free[rank]
+            if self._reader(message) == rank:
+                self.arrived[message] = self.free[rank]
         return True
 
-    def _needs(self, action: Action) -> list[tuple[_Message, float | None]]:
+    def _needs(self, action: Action) -> list[tuple[Message, float | None]]:
         """Return the results that an action reads: those of its own stage and messages from other stages. Each has the
         microsecond from which the action can use it, or None if that is not yet known."""
         stage, m, last = action.stage, action.microbatch, self.schedule.stages - 1
@@ -244,16 +234,12 @@ class _Replay:
         answer = [(after, self.arrived.get(after))] if stage < last else []
         return [(own, self.made.get(own)), *answer]
 
-    def _hand_over(self, rank: int, action: Action) -> bool:
-        """Send the message that an action computes, if it computes one for another stage. Return False if it must wait
-        because too many earlier messages are unused."""
-        half, stage = _half(action), action.stage
-        to = stage + 1 if half == "F" else stage - 1
-        if action.kind == "W" or not 0 <= to < self.schedule.stages:
-            return True
-        message = (half, stage, action.microbatch)
-        if self.rank_of[to] == rank:
-            self.arrived[message] = self.free[rank]
+    def _send(self, rank: int, message: Message) -> bool:
+        """Send a message that an action has computed, if another rank reads it. Return False if it must wait because
+        too many earlier messages are unused."""
+        half, stage, _ = message
+        to = self._reader(message)
+        if to is None or to == rank:
             return True
         before = self.sent.get((half, stage), 0)
         if self.credits is not None and before >= self.credits:
@@ -264,11 +250,20 @@ class _Replay:
         self.sent[half, stage] = before + 1
         times = self.times[stage]
         size = times.sends if half == "F" else times.returns
-        ends = (rank, self.rank_of[to])
+        ends = (rank, to)
         self.link_free[ends] = max(self.free[rank], self.link_free.get(ends, 0.0)) + self.link.occupied(size)
         self.arrived[message] = self.link_free[ends] + self.link.latency
         return True
 
+    def _reader(self, message: Message) -> int | None:
+        """Return the rank of the stage that reads a message; None if no stage reads it."""
+        half, stage, _ = message
+        return self.rank_of.get(stage + 1 if half == "F" else stage - 1)
 
-def _half(action: Action) -> str:
-    return "F" if action.kind == "F" else "B"
+
+def _name(step: Step) -> str:
+    """Return an action, or the action that makes a message, as text for an error message."""
+    if isinstance(step, Action):
+        return str(step)
+    kind, stage, microbatch = step
+    return f"{stage}{kind}{microbatch}"

@@ -32,7 +32,9 @@ class TorchSchedule:
     each: int | None
 
 
-KINDS: Mapping[str, str] = {kind: kind for kind in ("F", "B", "I", "W", "RECV_F", "RECV_B")} | {
+KINDS: Mapping[str, str] = {
+    kind: kind for kind in ("F", "B", "I", "W", "RECV_F", "RECV_B", "SEND_F", "SEND_B")
+} | {
     "WAIT_SEND_F": "DROP_F",
     "WAIT_SEND_B": "DROP_B",
 }

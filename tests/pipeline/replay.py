@@ -18,7 +18,7 @@ def replayed(actions: tuple[Action, ...], plans: dict[int, StagePlan]) -> list[i
                 ledger.pop(("waits", "B", s, m), None)
             elif kind in ("RECV_B", "KEEP_B"):
                 ledger["waits", "B", s, m] = plans[s].answered
-            else:
+            elif kind in ("DROP_F", "DROP_B"):
                 ledger.pop(("output" if kind == "DROP_F" else "gradient", s, m), None)
             before.append(sum(ledger.values()))
         return max(before)

@@ -15,6 +15,7 @@ from rematplan.planner.pipeline.actions import (
     DROPS,
     KEEPS,
     RECEIVES,
+    SENDS,
     Action,
     StagePlan,
     schedule_of_rows,
@@ -46,7 +47,7 @@ def ranks(draw: st.DrawFn) -> tuple[tuple[Action, ...], dict[int, StagePlan]]:
         actions.append(Action(left[key].pop(0), *key))  # type: ignore[arg-type]
         if not left[key]:
             del left[key]
-        if kinds := draw(st.lists(st.sampled_from((*RECEIVES, *KEEPS, *DROPS)), max_size=2)):
+        if kinds := draw(st.lists(st.sampled_from((*RECEIVES, *SENDS, *KEEPS, *DROPS)), max_size=2)):
             entries = ((kind, *draw(st.sampled_from(sorted(orders)))) for kind in kinds)
             actions[-1] = replace(actions[-1], messages=tuple(entries))
             if not left:

@@ -88,12 +88,12 @@ def test_bubbles_are_those_of_the_formulas(name, ranks, rounds) -> None:
         assert uneven.bubble == pytest.approx(FORMULAS[name].bubble(ranks, ranks * rounds, v), abs=1e-9)
 
 
-@pytest.mark.parametrize("name", ["zbv", "interleaved-zb", "dualpipev"])
+@pytest.mark.parametrize(("name", "pauses"), [("zbv", 1), ("interleaved-zb", 1), ("dualpipev", 2)])
 @pytest.mark.parametrize("ranks", [2, 4, 8])
-def test_zero_bubble_schedules_pause_for_the_fill_alone(name, ranks) -> None:
+def test_zero_bubble_schedules_pause_for_the_fill_alone(name, pauses, ranks) -> None:
     schedule = schedule_named(name, ranks, 4 * ranks)
     line = replay(schedule, [StageTimes(5, 5, 5)] * schedule.stages)
-    assert {line.makespan - busy for busy in line.busy} == {(ranks - 1) * 5}
+    assert {line.makespan - busy for busy in line.busy} == {pauses * (ranks - 1) * 5}
 
 
 @pytest.mark.parametrize("hop", [0.1, 0.3, 0.5])
@@ -131,6 +131,41 @@ def test_a_message_waits_for_the_one_before_it_on_the_link() -> None:
     line = replay(schedule_named("gpipe", 2, 3), times, Link(latency=2, bandwidth=2))
     starts = [s.start for s in line.rows[1]][:3]
     assert starts == [1 + 5 + 2, 1 + 10 + 2, 1 + 15 + 2]
+
+
+def test_a_message_is_sent_where_the_row_says() -> None:
+    """PyTorch runs a forward and a backward of DualPipeV as a pair and sends both messages at the pair's end."""
+    rows = [
+        [("F", 0, 0), ("F", 0, 1), ("SEND_F", 0, 0), ("SEND_F", 0, 1), ("B", 0, 0), ("B", 0, 1)],
+        [("F", 1, 0), ("F", 1, 1), ("B", 1, 0), ("B", 1, 1), ("SEND_B", 1, 0)],
+    ]
+    line = replay(schedule_of_rows("mine", 2, 2, rows), [StageTimes(1, 1)] * 2, Link(latency=2))
+    starts = [{(s.action.kind, s.action.microbatch): s.start for s in row} for row in line.rows]
+    assert starts[1] == {("F", 0): 4, ("F", 1): 5, ("B", 0): 6, ("B", 1): 7}
+    assert starts[0] == {("F", 0): 0, ("F", 1): 1, ("B", 0): 10, ("B", 1): 11}
+
+
+@settings(max_examples=60, deadline=None)
+@given(pipelines(), st.data())
+def test_an_independent_replay_sends_as_late_as_the_rows_say(pipeline, data) -> None:
+    schedule, *rest = pipeline
+    rows = []
+    for row in schedule.actions:
+        late: dict[int, list[tuple[str, int, int]]] = {}
+        for at, a in enumerate(row):
+            if a.kind != "W" and data.draw(st.booleans()):
+                half = "SEND_F" if a.kind == "F" else "SEND_B"
+                behind = min(at + data.draw(st.integers(0, 2)), len(row) - 1)
+                late.setdefault(behind, []).append((half, a.stage, a.microbatch))
+        rows.append(
+            [
+                entry
+                for at, a in enumerate(row)
+                for entry in ((a.kind, a.stage, a.microbatch), *late.get(at, ()))
+            ]
+        )
+    moved = schedule_of_rows(schedule.name, schedule.stages, schedule.microbatches, rows)
+    same_as_checked(moved, *rest)
 
 
 def test_stages_of_one_rank_need_no_message() -> None:
