@@ -1,13 +1,18 @@
 # The project's commands. Each makes its own virtual environment if there is none.
 # PYTHON: the interpreter to make it with (3.11 or newer).
 # PYTHON_TO: the Python of the machine that `make wheels` fetches for.
+# INSTALLER: the command that fills it. `uv pip install` unpacks in parallel: it takes half a minute, pip several.
 # TORCH: a version of PyTorch, which gets a virtual environment of its own; by default the one that pip chooses.
 PYTHON ?= python3
 PYTHON_TO ?= 3.12
 VENV := .venv$(addprefix -,$(TORCH))
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
+INSTALLER ?= $(BIN)/python -m pip install
 SOURCES := ir planner runtime models rematplan benchmarks tests
+
+# Without bytecode on disk, each process would compile every module that it imports, which takes several seconds.
+unexport PYTHONDONTWRITEBYTECODE
 
 .PHONY: demo test docs kernels conformance lint format clean
 
@@ -56,5 +61,5 @@ $(READY): pyproject.toml
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
 		{ echo "rematplan needs Python 3.11 or newer; name one with: make PYTHON=python3.12" >&2; exit 1; }
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --editable ".[dev]" $(addprefix torch==,$(TORCH))
+	$(INSTALLER) --quiet --editable ".[dev]" $(addprefix torch==,$(TORCH))
 	touch $(READY)
