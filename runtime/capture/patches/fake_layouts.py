@@ -1,8 +1,12 @@
-"""Fake tensors (without data) that have the strides and types of the kernels' real results.
+"""Fake tensors (without data) that have the strides, types and storages of the kernels' real results.
 
 For some ops PyTorch's fakes have other strides than the kernel's results if arguments are permuted or channels-last.
 The tracer uses strides to choose between a view and a copy. With wrong strides a step could fail when it runs, or sum
 in another order than eager mode.
+
+The fake of a kernel may return one tensor twice where the kernel returns two (the gradients of an LSTM's biases).
+PyTorch's cache of fakes forgets that, so the first capture would have another graph than later ones, and its plan would
+count one tensor too few.
 """
 
 from __future__ import annotations
@@ -136,6 +140,9 @@ class TrueLayouts(FakeTensorMode):
                 result = self._dispatch_impl(func, types, args, kwargs)
             else:
                 result = super()._cached_dispatch_impl(func, types, args, kwargs)
+            if isinstance(result, (tuple, list)) and _makes_new_memory(func):
+                with self:
+                    result = _all_different(result)
             if self.symbols:
                 self.symbols.check_lengths()
             surely_strided = func not in UNSURE or _all_contiguous((args, kwargs))
@@ -156,6 +163,21 @@ class TrueLayouts(FakeTensorMode):
             return pytree.tree_unflatten(
                 [_like_real(f, r, now) for f, r in zip(fakes, leaves, strict=True)], spec
             )
+
+
+def _all_different(results: Sequence[Any]) -> Sequence[Any]:
+    """Return an op's results with a new tensor in place of each that is among them a second time."""
+    seen: set[int] = set()
+
+    def different(tensor: torch.Tensor) -> torch.Tensor:
+        if id(tensor) in seen:
+            return torch.empty_strided(
+                tensor.shape, tensor.stride(), dtype=tensor.dtype, device=tensor.device
+            )
+        seen.add(id(tensor))
+        return tensor
+
+    return pytree.tree_map_only(torch.Tensor, different, results)  # type: ignore[no-any-return]
 
 
 def _as_given(value: Any) -> Any:

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 import rematplan
 from rematplan.runtime.costs.measure import peak_above_entry
+from rematplan.runtime.graph.compat import FakeTensorMode
 
 X = torch.randn(2, 3, 8, generator=torch.Generator().manual_seed(1))
 
@@ -127,3 +128,18 @@ def test_a_tensor_of_numbers_made_in_a_forward_is_held_once_and_not_changed_by_t
     above, _ = peak_above_entry(lambda: model(X)[0].square().sum().backward(), torch.device("cpu"))
     inputs = X.nbytes + sum(p.nbytes for p in model.parameters())
     assert inputs + above <= step.peak
+
+
+class Recurrent(nn.LSTM):
+    """Gives the outputs of all steps only."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x)[0]
+
+
+def test_the_first_capture_has_the_graph_of_later_ones() -> None:
+    """An LSTM's backward gives its biases two equal gradients. Its fake gives one tensor twice, the first time."""
+    FakeTensorMode.cache_clear()
+    sources = {planned_and_plain(Recurrent(8, 8, batch_first=True), X)[0].source for _ in range(2)}
+    assert len(sources) == 1
+    assert "own_gradient" not in sources.pop()
