@@ -22,9 +22,11 @@ from rematplan.pipeline.rank_plans import (
 from rematplan.pipeline.runnable_pipeline import Pipeline
 from rematplan.pipeline.schedules import MOST, ONE_STAGE, SCHEDULES, schedule_named
 from rematplan.planner.pipeline.actions import PipelineSchedule
+from rematplan.planner.pipeline.messages import CHANNELS
 from rematplan.plans.budgets import Budget, parse_budget
 from rematplan.plans.options import PlanOptions
 from rematplan.plans.step_planner import StepPlanner
+from rematplan.runtime.graph.compat import MESSAGES_HAVE_GRADIENTS
 from rematplan.runtime.pipeline.stage_modules import StageModule, stage_modules
 from rematplan.runtime.problem.loss_memory import LossMemory
 
@@ -163,8 +165,8 @@ def captured_pipeline(
         loss: the loss and the targets of a batch, to measure the memory of the loss; None: it is as ``asked`` says.
 
     Raises:
-        UsageError: a budget that is neither bytes nor a percentage, impossible cuts, or a batch that cannot be divided
-            evenly.
+        UsageError: a budget that is neither bytes nor a percentage, impossible cuts, a batch that cannot be divided
+            evenly, or messages that this version of PyTorch cannot send (`_check_messages`).
         ModelError: the model cannot be divided into stages.
     """
     stages, microbatches = order.stages, order.microbatches
@@ -181,6 +183,8 @@ def captured_pipeline(
     if len(cuts) != stages - 1:
         raise UsageError(f"{stages} stages need {stages - 1} cuts, not {len(cuts)}")
     modules = stage_modules(model, one_args, one_kwargs, cuts)
+    if MESSAGES_HAVE_GRADIENTS and order.name not in CHANNELS:
+        _check_messages(modules)
     planner = StepPlanner(asked)
     wanted = range(order.ranks) if ranks is None else sorted(set(ranks))
     needed = {s for rank in wanted for s in order.stage_of_rank[rank]}
@@ -192,6 +196,20 @@ def captured_pipeline(
         number: captured_part(order, planner, number, modules[number], parallel, memory) for number in every
     }
     return Pipeline(order, tuple(cuts), budget_bytes(stated, order, parts), parts, {})
+
+
+def _check_messages(stages: Sequence[StageModule]) -> None:
+    """Check that every tensor that a stage receives from the previous one needs a gradient.
+
+    Raises:
+        UsageError: one needs none, as behind frozen first stages.
+    """
+    for number, stage in enumerate(stages[1:], 1):
+        if not all(one.requires_grad for one in stage.inputs):
+            raise UsageError(
+                f"stage {number} receives a tensor that needs no gradient, and PyTorch {torch.__version__} cannot run "
+                f"such pipelines; use PyTorch 2.13 or newer, or train a parameter of the first stage"
+            )
 
 
 def _loss_and_target(

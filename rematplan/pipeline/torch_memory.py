@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import replace
 
 import torch
 
 from rematplan.planner.pipeline.actions import PipelineSchedule, StagePlan
 from rematplan.planner.pipeline.messages import CHANNELS, MessageBytes, message_memory
 from rematplan.runtime.graph.allocator_rounding import allocated
+from rematplan.runtime.graph.compat import STEPS_COPY_RANDOM_STATE
 from rematplan.runtime.pipeline.stage_modules import StageModule
 
 
@@ -33,7 +35,8 @@ def stage_torch_memory(
         returned=_backward_message_bytes(inputs, back, device),
         outputs=_bytes(stage.outputs, device) if last else 0,
     )
-    return message_memory(schedule, number, size)
+    plan = message_memory(schedule, number, size)
+    return plan if STEPS_COPY_RANDOM_STATE else replace(plan, opening=0)
 
 
 def handed_on(schedule: PipelineSchedule, number: int, stage: StageModule, device: torch.device) -> int:

@@ -23,9 +23,19 @@ TORCH = "torch>=2.11"
 TESTED = ("2.11", "2.13", "2.14", "2.15")
 """The versions with which the whole test suite was run (``make test TORCH=2.15.0``)."""
 
-PIPELINES_SEND_TO_THEMSELVES = torch.torch_version.TorchVersion(torch.__version__) < "2.13"
+_OLDER_PIPELINES = torch.torch_version.TorchVersion(torch.__version__) < "2.13"
+"""Whether PyTorch's pipelines are those of 2.11; 2.12 was not tried."""
+
+PIPELINES_SEND_TO_THEMSELVES = _OLDER_PIPELINES
 """Whether PyTorch's pipeline schedules, before their first step, send a message from a rank to itself where two
-neighbouring stages are on one rank. Gloo cannot send it. PyTorch 2.11 does; 2.12 was not tried."""
+neighbouring stages are on one rank. Gloo cannot send it."""
+
+MESSAGES_HAVE_GRADIENTS = _OLDER_PIPELINES
+"""Whether PyTorch's pipeline stages send back a gradient of every message that they receive. Otherwise they send none
+of a message that needs none."""
+
+STEPS_COPY_RANDOM_STATE = not _OLDER_PIPELINES
+"""Whether PyTorch copies the state of the random generator while it prepares the first step of a pipeline."""
 
 COMPILED_BACKWARDS_KEEP_TANGENTS = torch.torch_version.TorchVersion(torch.__version__) < "2.13"
 """Whether the gradients of outputs stay allocated until the backward of a graph that `torch.compile` compiled ends.
@@ -207,6 +217,9 @@ __all__ = [
     "CHECKPOINT_GENERATOR",
     "COMPILED_BACKWARDS_KEEP_TANGENTS",
     "COMPILING_FLAG",
+    "MESSAGES_HAVE_GRADIENTS",
+    "PIPELINES_SEND_TO_THEMSELVES",
+    "STEPS_COPY_RANDOM_STATE",
     "TESTED",
     "AutoDispatchBelowAutograd",
     "CompileContext",

@@ -12,11 +12,13 @@ from torch import distributed, nn
 
 import rematplan
 from rematplan.ir import InfeasibleBudget, ModelError, RematplanError, UsageError
+from rematplan.pipeline import plan_pipeline
 from rematplan.pipeline.auto_cuts import agreed
 from rematplan.pipeline.schedules import schedule_named
 from rematplan.planner.core.schedule import Run
 from rematplan.planner.pipeline.messages import CONNECTING, RANDOM_STATE, MessageBytes, message_memory
 from rematplan.planner.strategies.store_all import no_recompute
+from rematplan.runtime.graph.compat import STEPS_COPY_RANDOM_STATE
 from rematplan.runtime.module import forward_capture
 from rematplan.runtime.pipeline import action_lists
 
@@ -162,6 +164,7 @@ def test_measuring_a_frozen_stage_leaves_its_buffers_and_the_generator_as_they_a
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(action_lists, "SENT_OUTPUTS_ARE_FREED", False)
+    monkeypatch.setattr(plan_pipeline, "MESSAGES_HAVE_GRADIENTS", False)
     model = planned_tasks.net(frozen=(0, 1), embed=False, dropout=0.5)
     buffers, drawn = [b.clone() for b in model.buffers()], torch.get_rng_state()
     pipe = planned(model, ranks=[0], budget="1GiB")
@@ -170,6 +173,14 @@ def test_measuring_a_frozen_stage_leaves_its_buffers_and_the_generator_as_they_a
     (figures,) = pipe.stage_plans
     assert (figures.kept_bytes, figures.gradients, figures.backward) == (8 * 16 * 4, 0, 0.0)
     assert pipe.modules(0) == (pipe.parts[0].stage.module,)
+
+
+def test_frozen_stages_are_refused_where_each_message_has_a_gradient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As in PyTorch 2.11, which would pass the first trained stage an input that needs a gradient."""
+    monkeypatch.setattr(plan_pipeline, "MESSAGES_HAVE_GRADIENTS", True)
+    with pytest.raises(UsageError, match="stage 1 receives a tensor that needs no gradient, and PyTorch"):
+        planned(planned_tasks.net(frozen=(0, 1), embed=False), ranks=[3])
+    planned(planned_tasks.net(frozen=(0, 1)), ranks=[3], budget="1GiB")
 
 
 def test_a_rank_is_refused_one_byte_below_its_peak() -> None:
@@ -276,7 +287,8 @@ def test_autograd_holds_gradients_of_outputs_until_the_first_segment_ends() -> N
 
 def test_the_state_of_the_random_generator_has_the_bytes_that_are_counted() -> None:
     assert torch.get_rng_state().nbytes == RANDOM_STATE
-    assert {part.problem.template.opening for part in planned().parts.values()} == {RANDOM_STATE}
+    counted = RANDOM_STATE if STEPS_COPY_RANDOM_STATE else 0
+    assert {part.problem.template.opening for part in planned().parts.values()} == {counted}
 
 
 def test_the_numbers_that_connect_ranks_are_counted_once_in_each() -> None:
