@@ -218,16 +218,16 @@ def _measured(problem: StageProblem, plan: Plan) -> StagePlan:
         beyond = [own + late for own, late in zip(beyond, problem.waiting(schedule), strict=True)]
     runs = {step.op: at for at, step in reversed([*enumerate(schedule)]) if isinstance(step, Run)}
     boundary = runs[problem.boundary]
-    handed = _handed_bytes(problem, schedule)
+    handed = _resident_of(problem, schedule, problem.handed)
     again = {step.op for step in schedule[boundary:] if isinstance(step, Run)}
     loose = problem.bytes(t for t, readers in problem.freed.items() if again.isdisjoint(readers))
-    gone = problem.bytes(problem.leaving)
+    gone = _resident_of(problem, schedule, problem.leaving)
     kept = _across(graph, problem.boundary, beyond[boundary]) + problem.between
-    kept -= gone + handed[boundary] + loose
+    kept -= gone[boundary] + handed[boundary] + loose
     forward = [*beyond[:boundary], beyond[boundary] + problem.loss_forward]
     for series in (beyond, first):
         for at in range(boundary, len(schedule)):
-            series[at] -= handed[at] + loose + (gone if at > boundary else 0)
+            series[at] -= handed[at] + loose + (gone[at] if at > boundary else 0)
     split = len(schedule) if problem.weights is None else runs[problem.weights]
     tangents = _tangent_bytes(problem, schedule, split)
     back, first_back = (
@@ -354,7 +354,7 @@ def _tangent_bytes(problem: StageProblem, schedule: Schedule, split: int) -> lis
 
     def end(t: str) -> int:
         if problem.tangents_held and t in reads and t not in outputs:
-            return max(reads[t] + 1, held)
+            return max(reads[t] + 1, min(held, split))
         if reads.get(t, 0) < split:
             return split
         return reads[t] + 1 if problem.released and t not in outputs else len(schedule)
@@ -363,12 +363,11 @@ def _tangent_bytes(problem: StageProblem, schedule: Schedule, split: int) -> lis
     return [sum(size for until, size in ends if at < until) for at in range(len(schedule))]
 
 
-def _handed_bytes(problem: StageProblem, schedule: Schedule) -> list[int]:
-    """Return, for each step of a schedule, the resident bytes of outputs that the next stage holds, if that stage has
-    them already."""
+def _resident_of(problem: StageProblem, schedule: Schedule, outputs: Iterable[str]) -> list[int]:
+    """Return, for each step of a schedule from the boundary on, the resident bytes of some outputs of the forward."""
     sizes = problem.graph.size
     freed = {step.tensor: at for at, step in enumerate(schedule) if isinstance(step, Free)}
-    ends = [(freed.get(t, len(schedule)), sizes[t]) for t in problem.handed]
+    ends = [(freed.get(t, len(schedule)), sizes[t]) for t in outputs]
     return [sum(size for until, size in ends if at < until) for at in range(len(schedule))]
 
 

@@ -15,7 +15,7 @@ import torch
 
 from rematplan.ir import Op, Tensor, TrainingGraph
 from rematplan.runtime.graph.captured_step import Call, CapturedStep
-from rematplan.runtime.problem.loss_boundary import LOSS, WEIGHTS
+from rematplan.runtime.problem.loss_boundary import LOSS, LOSS_VALUE, WEIGHTS
 
 
 @dataclass(frozen=True)
@@ -80,16 +80,16 @@ def with_weight_boundary(step: CapturedStep, graph: TrainingGraph) -> TrainingGr
 
     The first part has all backward ops that the inputs' gradients depend on, and those that read an input's gradient,
     even if they compute a weight's gradient. Each of them runs only once, and the latter run before `WEIGHTS` by an
-    order of first executions. At `WEIGHTS`, the outputs and the inputs' gradients are handed to the caller, and can be
-    freed from then on. Ops after it read `WEIGHTS` instead of outputs
-    that they read only so that the outputs exist at the loss boundary.
+    order of first executions. At `WEIGHTS`, the outputs, the inputs' gradients and the loss are handed to the caller,
+    and can be freed from then on, as new contents of buffers can. Ops after it read `WEIGHTS` instead of outputs and
+    buffers that they read only so that these exist at the loss boundary.
 
     Args:
         step: the captured step.
         graph: its planning problem with a loss boundary.
     """
-    leaving = [o.value for o in step.outputs if o.kind in ("output", "input gradient")]
-    gone = tuple(dict.fromkeys(step.values[v].storage for v in leaving))
+    leaving = [o.value for o in step.outputs if o.kind in ("output", "buffer", "input gradient")]
+    gone = (*dict.fromkeys(step.values[v].storage for v in leaving), LOSS_VALUE)
     after = step.after_loss
     returned = {step.values[o.value].storage for o in step.outputs if o.kind == "input gradient"}
     reading = [op for op in graph.ops if op.name in after and not returned.isdisjoint(op.reads)]

@@ -157,7 +157,7 @@ def split_at_loss(step: CapturedStep, schedule: Schedule, lanes: Lanes | None = 
         ValueError: the schedule has no loss boundary.
     """
     leaving = _leaving(step, schedule)
-    outside = {*map(Run, OUTSIDE), Free(LOSS), Free(WEIGHTS)}
+    outside = {*map(Run, OUTSIDE), Free(LOSS), Free(LOSS_VALUE), Free(WEIGHTS)}
     own = tuple(at for at, one in enumerate(schedule) if one not in outside and at not in leaving)
     shorter, runs = lanes, runs_of(schedule)
     for at in sorted((runs.index(name) for name in OUTSIDE if name in runs), reverse=True):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import planned_tasks
@@ -283,6 +284,26 @@ def test_autograd_holds_gradients_of_outputs_until_the_first_segment_ends() -> N
     ]
     assert problem.tangents_held is not None
     assert len(schedule) >= problem.tangents_held(schedule) > schedule.index(Run("mm")) > reads[-1]
+
+
+def test_a_stage_that_trains_nothing_keeps_nothing_for_the_gradients_of_weights() -> None:
+    """Neither new contents of buffers, nor the gradients of the outputs, nor what the loss leaves until the step ends,
+    which counts once for each micro-batch."""
+    model = planned_tasks.net(frozen=(3, 7), outputs=256)
+    model.head.requires_grad_(False)
+    more = {"schedule": "interleaved-zb", "stages": 8, "cuts": [f"blocks.{k}" for k in range(1, 8)]}
+    found = planned(model, loss_fn=loss, target=torch.zeros(64, 256), **more).stage_plans
+    assert [one.deferred_bytes for one in (found[3], found[7])] == [0, 0]
+    assert found[7].left > 4 * 8 * 256  # outputs of a micro-batch
+
+
+def test_a_count_of_batches_is_freed_after_the_forward() -> None:
+    """No op of the backward reads it."""
+    problem = planned(stages=2, cuts=["blocks.4"], ranks=[0]).parts[0].problem
+    assert [problem.graph.size[t] for t in problem.leaving] == [8] * 4
+    kept = problem.measured(no_recompute(problem.graph)).kept_bytes
+    same = replace(problem, leaving=())
+    assert same.measured(no_recompute(problem.graph)).kept_bytes == kept + 4 * 8
 
 
 def test_the_state_of_the_random_generator_has_the_bytes_that_are_counted() -> None:
