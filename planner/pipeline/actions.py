@@ -229,16 +229,18 @@ class StagePlan:
     it does not include ``early_gradients``. None: no difference.
 
     ``states``: bytes of parameters, buffers, optimizer states and everything else that exists during the whole step,
-    except ``torch_bytes``: the buffers of a channel, and the inputs of all micro-batches. ``received``, ``answered``:
-    the bytes of a message from the previous and from the next stage. A message that waits for its action counts with
-    these bytes; during the action it counts to the transient. ``sent``, ``returned``: the bytes of a message to the
-    next and to the previous stage, after the micro-batch's backward. 0 if that stage is on the same rank, because there
-    is no message. ``loose``: the bytes of a message to the next stage before the micro-batch's backward, without those
-    that ``kept_bytes`` includes. ``left``: bytes that each B or I leaves in memory until the end of the step: returned
-    outputs, and the loss. ``closing``: additional bytes when all actions are done and all sent messages are freed,
-    while the outputs of all micro-batches are joined. ``opening``: additional bytes before the first action, while
-    torch prepares the step. ``ending``: additional bytes after the last action, while torch divides gradients by the
-    number of micro-batches, or reduces sharded gradients. Both exist once in a rank, however many stages it has.
+    except ``torch_bytes``: the buffers from which a channel sends, and the inputs of all micro-batches. ``received``,
+    ``answered``: the bytes of a message from the previous and from the next stage. A message that waits for its action
+    counts with these bytes; during the action it counts to the transient. ``credits``: the number of messages that a
+    channel receives ahead in each of the two directions, or all that are left if they are fewer; 0 without channels.
+    ``sent``, ``returned``: the bytes of a message to the next and to the previous stage, after the micro-batch's
+    backward. 0 if that stage is on the same rank, because there is no message. ``loose``: the bytes of a message to the
+    next stage before the micro-batch's backward, without those that ``kept_bytes`` includes. ``left``: bytes that each
+    B or I leaves in memory until the end of the step: returned outputs, and the loss. ``closing``: additional bytes
+    when all actions are done and all sent messages are freed, while the outputs of all micro-batches are joined.
+    ``opening``: additional bytes before the first action, while torch prepares the step. ``ending``: additional bytes
+    after the last action, while torch divides gradients by the number of micro-batches, or reduces sharded gradients.
+    Both exist once in a rank, however many stages it has.
 
     ``forward``, ``backward``, ``weight``: the times of F, I and W. If ``weight`` is 0, ``backward`` is the time of a B.
     ``extra``: the time of recomputation, which is included in these times. ``plan``: the plan as JSON data; None if
@@ -272,6 +274,7 @@ class StagePlan:
     sent: int = 0
     returned: int = 0
     loose: int = 0
+    credits: int = 0
 
     def microseconds(self, kind: Kind) -> float:
         """Return the microseconds of one action: F (forward), I (backward for the input's gradient), W (gradients of

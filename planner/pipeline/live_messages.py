@@ -4,6 +4,9 @@ A rank allocates the buffer of a message when it begins to receive it, and frees
 used it. So a received message *waits* from the time when its receive begins to the start of the action that reads it.
 A sent message exists from the end of the action that makes it until the rank frees it.
 
+A channel (`StagePlan.credits`) has begun to receive several messages at any time. It begins to receive a further one
+whenever an action begins to read a message, as long as messages are left.
+
 A stage whose neighbour is on the same rank gets the neighbour's tensors themselves. The output of a stage then exists
 to the end of the stage's own backward, even while the next stage does not need it. So it also waits for the next stage
 from the end of that stage's backward to the end of its own.
@@ -11,6 +14,7 @@ from the end of that stage's backward to the end of its own.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 
 from rematplan.planner.pipeline.actions import DROPS, Action, Entry, StagePlan
@@ -20,7 +24,7 @@ READS = {"F": "F", "B": "B", "I": "B"}
 a backward (B)."""
 _Key = tuple[str, str, int, int]
 """A message: "received" or "sent", its kind (F or B), the number of the stage that received or sent it, and its
-micro-batch."""
+micro-batch. "ahead" and micro-batch 0: all messages of the kind that a channel has begun to receive."""
 
 
 class _Held:
@@ -50,16 +54,33 @@ def message_bytes(actions: Iterable[Action], stages: Mapping[int, StagePlan]) ->
         stages: the memory of each of the rank's stages, by number.
     """
     held = _Held()
+    actions = list(actions)
+    unread = Counter((READS[a.kind], a.stage) for a in actions if a.kind in READS)
+    for kind, number in unread:
+        _receive_ahead(held, kind, stages[number], unread[kind, number])
     after: tuple[Entry, ...] = ()
     for action in actions:
         most = _change(held, action.messages, stages)
         if action.kind in READS:
-            held.drop(("received", READS[action.kind], action.stage, action.microbatch))
+            kind = READS[action.kind]
+            held.drop(("received", kind, action.stage, action.microbatch))
+            unread[kind, action.stage] -= 1
+            _receive_ahead(held, kind, stages[action.stage], unread[kind, action.stage])
         yield most, held.total
         if action.kind in READS:
             _finish(held, action, stages)
         after = action.after
     yield _change(held, after, stages), held.total
+
+
+def _receive_ahead(held: _Held, kind: str, stage: StagePlan, unread: int) -> None:
+    """Set the bytes of the messages that a stage's channel has begun to receive.
+
+    ``kind``: from the previous stage for a forward (F), or from the next stage for a backward (B). ``unread``: the
+    number of messages that no action has begun to read.
+    """
+    size = stage.received if kind == "F" else stage.answered
+    held.put(("ahead", kind, stage.stage, 0), size * min(stage.credits, unread))
 
 
 def _change(held: _Held, entries: Iterable[Entry], stages: Mapping[int, StagePlan]) -> int:

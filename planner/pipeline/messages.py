@@ -58,8 +58,8 @@ class MessageBytes:
 
 def message_memory(schedule: PipelineSchedule, stage: int, size: MessageBytes) -> StagePlan:
     """Return the bytes of memory that a stage needs for messages to and from other stages, as the fields
-    ``torch_bytes``, ``received``, ``answered``, ``sent``, ``returned``, ``left``, ``closing``, ``opening`` and
-    ``ending`` of a `StagePlan`. The field ``stage`` is the stage's number; all other fields are 0.
+    ``torch_bytes``, ``received``, ``answered``, ``credits``, ``sent``, ``returned``, ``left``, ``closing``, ``opening``
+    and ``ending`` of a `StagePlan`. The field ``stage`` is the stage's number; all other fields are 0.
 
     Args:
         schedule: the pipeline's schedule.
@@ -76,8 +76,13 @@ def message_memory(schedule: PipelineSchedule, stage: int, size: MessageBytes) -
         places = least_credits(schedule)
         ends = (stage > 0) + (stage < schedule.stages - 1)
         acknowledgements = ends * (places + 1)  # of a byte each
-        messages = size.received + size.answered + size.sent + size.returned
-        return replace(plan, torch_bytes=places * messages + acknowledgements)
+        return replace(
+            plan,
+            torch_bytes=places * (size.sent + size.returned) + acknowledgements,
+            received=size.received,
+            answered=size.answered,
+            credits=places,
+        )
     return replace(
         plan,
         torch_bytes=CONNECTING if stage == min(own) else 0,

@@ -9,7 +9,7 @@ without copying them, and posts the next receive into new tensors.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -157,10 +157,18 @@ class Receiver:
         like: tensors with the shapes and types of a message; they may be on the meta device.
         credits: the number of receives that are posted ahead.
         messages: the number of messages in the step.
+        unused: the positions in a message of tensors that this rank does not use.
     """
 
-    def __init__(self, peer: Peer, like: Sequence[torch.Tensor], credits: int, messages: int) -> None:
-        self.peer, self.like, self.left = peer, list(like), messages
+    def __init__(
+        self,
+        peer: Peer,
+        like: Sequence[torch.Tensor],
+        credits: int,
+        messages: int,
+        unused: Collection[int] = (),
+    ) -> None:
+        self.peer, self.like, self.left, self.unused = peer, list(like), messages, unused
         self.posted: deque[tuple[list[torch.Tensor], list[Any]]] = deque()
         self.answer = torch.zeros(ACKNOWLEDGEMENT, dtype=torch.uint8)
         self.answers: deque[Any] = deque(maxlen=credits + 1)
@@ -168,18 +176,20 @@ class Receiver:
             self._post()
 
     def take(self) -> list[torch.Tensor]:
-        """Wait for the next message and return its tensors. Their memory is not reused for later messages.
+        """Wait for the next message and return its tensors, with those of ``like`` in place of the ``unused`` ones.
+        Their memory is not reused for later messages.
 
-        Before it returns, this posts the receive of a later message, if one is left, and then acknowledges the message,
-        which allows the sender to send one more.
+        Before it returns, this frees the unused tensors, posts the receive of a later message, if one is left, and then
+        acknowledges the message, which allows the sender to send one more.
 
         Raises:
             ProcessEnded: the neighbour has ended.
         """
-        tensors, works = self.posted.popleft()
-        for work in works:
-            self.peer.wait(work)
-        del works
+        received, works = self.posted.popleft()
+        while works:  # each holds its tensor
+            self.peer.wait(works.pop())
+        tensors = [self.like[at] if at in self.unused else t for at, t in enumerate(received)]
+        del received
         self._post()
         if len(self.answers) == self.answers.maxlen:
             self.peer.wait(self.answers.popleft())

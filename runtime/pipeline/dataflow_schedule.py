@@ -215,7 +215,9 @@ class _Step:
             None if stage.is_last else Sender(peer(after, FORWARD_TAG), stage.onwards, owner.credits, m)
         )
         self.answered = (
-            None if stage.is_last else Receiver(peer(after, BACKWARD_TAG), stage.answers, owner.credits, m)
+            None
+            if stage.is_last
+            else Receiver(peer(after, BACKWARD_TAG), stage.answers, owner.credits, m, stage.unused_answers)
         )
 
     def forward(self, m: int) -> None:

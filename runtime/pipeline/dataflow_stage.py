@@ -89,6 +89,15 @@ class DataflowStage:
         require gradients."""
         return [*self.stage.outputs, *(t for t in self.stage.outputs if t.requires_grad)]
 
+    @property
+    def unused_answers(self) -> frozenset[int]:
+        """The positions in the message of `answers` of tensors that the stage's backward does not read."""
+        outputs = range(len(self.stage.outputs))
+        kinds = [("answer", k) for k in outputs]
+        kinds += [("tangent", k) for k in outputs if self.stage.outputs[k].requires_grad]
+        read = {(i.kind, int(i.target)) for i in self.step.inputs if i.value in self.code.handed}
+        return frozenset(at for at, one in enumerate(kinds) if one not in read)
+
     def forward(self, microbatch: int, hooks: StageHooks, inputs: list[torch.Tensor]) -> None:
         """Run the forward of a micro-batch, and keep the values that its backward needs in ``saved``.
 
@@ -105,7 +114,11 @@ class DataflowStage:
             self.saved[microbatch] = self.code.forward(received, hooks, *self._fixed(batch))
 
     def backward(
-        self, microbatch: int, hooks: StageHooks, batch: Sequence[torch.Tensor], answer: list[torch.Tensor]
+        self,
+        microbatch: int,
+        hooks: StageHooks,
+        batch: Sequence[torch.Tensor],
+        answer: list[torch.Tensor],
     ) -> None:
         """Run the backward of a micro-batch whose forward has run.
 
@@ -114,7 +127,8 @@ class DataflowStage:
             hooks: callbacks that take the results.
             batch: the micro-batch's tensors, on the first stage; else empty.
             answer: the message from the next stage: this stage's outputs, and then the gradients of the outputs that
-                require gradients. On the last stage, only the gradients. The list is emptied.
+                require gradients; any tensors for `unused_answers`. On the last stage, only the gradients. The list is
+                emptied.
         """
         received = self._answered(answer)
         answer.clear()  # so that each tensor is freed after its last use in the backward

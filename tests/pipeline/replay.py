@@ -23,10 +23,19 @@ def replayed(actions: tuple[Action, ...], plans: dict[int, StagePlan]) -> list[i
             before.append(sum(ledger.values()))
         return max(before)
 
+    def ahead(later: tuple[Action, ...]) -> None:
+        for s, p in plans.items():
+            kinds = [a.kind for a in later if a.stage == s]
+            ledger["ahead", "F", s] = p.received * min(p.credits, kinds.count("F"))
+            ledger["ahead", "B", s] = p.answered * min(p.credits, kinds.count("B") + kinds.count("I"))
+
+    ahead(())
     series = [sum(ledger.values()) + max(p.opening for p in plans.values())]
-    for a in actions:
+    ahead(actions)
+    for at, a in enumerate(actions):
         p, mine = plans[a.stage], (a.stage, a.microbatch)
         before = through(a.messages)
+        ahead(actions[at + 1 :])
         ledger.pop(("waits", "F" if a.kind == "F" else "B", *mine) if a.kind != "W" else (), None)
         first_i, first_w = (("gradients", part, a.stage) not in ledger for part in "IW")
         back = p.first_backward if first_i and p.first_backward is not None else p.transient_backward

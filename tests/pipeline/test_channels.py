@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections import deque
 from typing import Any
 
@@ -65,6 +66,25 @@ def test_a_sender_waits_until_a_message_is_used_that_is_as_many_messages_old_as_
         assert wire.sent <= k + 1 + credits
     assert wire.posted == 9  # and not one more
     sender.finish()
+
+
+def test_what_a_rank_does_not_use_is_freed_before_the_next_receive_begins() -> None:
+    seen: list[weakref.ref[torch.Tensor]] = []
+    left: list[list[bool]] = []
+
+    class Watched(Wire):
+        def receiving(self, tensor: torch.Tensor, number: int) -> Any:
+            left.append([one() is not None for one in seen[:2]])
+            seen.append(weakref.ref(tensor))
+            return super().receiving(tensor, number)
+
+    wire: Any = Watched()
+    sender, receiver = Sender(wire, LIKE, 1, 2), Receiver(wire, LIKE, 1, 2, unused={1})
+    sender.send(message(5))
+    found = receiver.take()
+    assert torch.equal(found[0], message(5)[0])
+    assert found[1].is_meta
+    assert left[-2:] == [[True, False], [True, False]]
 
 
 def test_a_gradient_that_there_is_none_of_is_sent_as_zeros() -> None:

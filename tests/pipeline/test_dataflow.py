@@ -37,7 +37,7 @@ def test_gradients_are_those_of_one_process_and_peaks_as_promised(
     for rank, one in enumerate(found):
         assert one["missing"] == [], f"rank {rank}"
         assert max(one["wrong"]) <= min(2e-6, one["expected"] or 1.0), f"rank {rank}"
-        assert 0.97 * one["promise"] <= one["peak"] <= one["promise"], f"rank {rank}"
+        assert 0.99 * one["promise"] <= one["peak"] <= one["promise"], f"rank {rank}"
     assert [one["kept"] for one in found[:-1]] == [0, 0, 0]
     assert [one["crossing"] for one in found[:-1]] == [0, 0, 0]
     assert found[-1]["losses"]

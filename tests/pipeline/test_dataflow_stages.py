@@ -70,6 +70,15 @@ def test_tensors_of_a_message_are_charged_from_its_arrival(part: DataflowPart) -
     assert max(part.problem.resident(late)) == max(part.problem.resident(early))
 
 
+def test_answers_that_no_inverse_reads_are_not_used(part: DataflowPart) -> None:
+    """A plan that keeps everything uses the gradients of the two outputs, not the outputs."""
+    keeping, inverting = (
+        part.compiled(plan, GROUP)
+        for plan in (no_recompute(part.problem.graph), dataflow_plans(part.problem)[-1])
+    )
+    assert (keeping.unused_answers, inverting.unused_answers) == ({0, 1}, set())
+
+
 def passed(part: DataflowPart, lost: bool = False) -> tuple[list[Any], list[Any], dict[str, Any]]:
     """What a stage sends on and back for one micro-batch, and its gradients. ``lost``: the outputs are not returned."""
     stage = part.compiled(dataflow_plans(part.problem)[-1], GROUP)

@@ -21,7 +21,7 @@ from rematplan.planner.pipeline.actions import (
     schedule_of_rows,
     stages_that_free_outputs,
 )
-from rematplan.planner.pipeline.gpipe_and_1f1b import gpipe, one_forward_one_backward
+from rematplan.planner.pipeline.gpipe_and_1f1b import dataflow, gpipe, one_forward_one_backward
 from rematplan.planner.pipeline.rank_memory import in_flight, rank_bytes, rank_peak
 from rematplan.planner.pipeline.stage_chain import stage_chain
 from rematplan.planner.pipeline.stage_problem import StageProblem
@@ -118,6 +118,16 @@ def test_gpipe_holds_a_received_gradient_until_the_next_one_is_received(early: b
     row = gpipe(3, 3, early).actions[1]
     middle = [before for before, _ in rank_bytes(row, [replace(plan, stage=1)])]
     assert middle[3:] == [12 + 1000, 8 + 2000, 4 + 2000, 0]
+
+
+def test_a_channel_receives_ahead_as_long_as_messages_are_left() -> None:
+    """The buffers for the messages of F1 and B0 exist from the start, those for F2 and B1 from F1 and B0 on."""
+    (row,) = dataflow(3, 3, 0.0).actions[1:2]
+    assert list(map(str, row)) == ["1F0", "1F1", "1B0", "1F2", "1B1", "1B2"]
+    plan = StagePlan(1, 0, 0, 0, received=2, answered=1000, credits=1)
+    assert during(row, [plan]) == [1002, 1002, 1002, 1000, 1000, 0, 0]
+    assert [before for before, _ in rank_bytes(row, [plan])] == [1002, 1002, 1002, 1002, 1000, 1000, 0]
+    assert during(row, [replace(plan, credits=2)]) == [2004, 2002, 2002, 2000, 1000, 0, 0]
 
 
 def test_torch_frees_outputs_early_only_where_every_output_is_freed_before_its_backward() -> None:
