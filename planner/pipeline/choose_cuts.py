@@ -16,13 +16,13 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import pairwise
 
-from rematplan.ir import InfeasibleBudget, TrainingGraph
+from rematplan.ir import InfeasibleBudget
 from rematplan.planner.arrays.indexed import indexed
-from rematplan.planner.core.plan import Plan
 from rematplan.planner.core.strategy import Progress, silent
 from rematplan.planner.pipeline.actions import PipelineSchedule, StagePlan, stages_that_free_outputs
 from rematplan.planner.pipeline.dataflow_plans import starting_plans
-from rematplan.planner.pipeline.in_flight import RankPlan, RankSearch, StagePlanner
+from rematplan.planner.pipeline.in_flight import RankPlan, RankSearch, StagePlanner, plans_of_ranks
+from rematplan.planner.pipeline.lean_cuts import lean_cuts
 from rematplan.planner.pipeline.messages import MessageBytes, message_memory
 from rematplan.planner.pipeline.pipeline_file import PlannedPipeline, most_in_flight
 from rematplan.planner.pipeline.stage_chain import StageChain
@@ -88,24 +88,6 @@ def returned_bytes(chain: StageChain, place: int, recovers: bool) -> int:
     return chain.returns[place] + (chain.sends[place] if recovers else 0)
 
 
-@dataclass(frozen=True)
-class _Probing:
-    """A `StagePlanner` like ``planner``, but `least` raises an InfeasibleBudget instead of searching for the plan with
-    the smallest peak. That search takes long, and a search of cuts can try other cuts first."""
-
-    planner: StagePlanner
-
-    def within(self, graph: TrainingGraph, budget: int, starts: Sequence[Plan]) -> Plan:
-        return self.planner.within(graph, budget, starts)
-
-    def least(self, graph: TrainingGraph, starts: Sequence[Plan]) -> Plan:
-        del starts
-        raise InfeasibleBudget(graph.name, 0, 0)
-
-    def floor(self, graph: TrainingGraph, budget: int) -> float:
-        return self.planner.floor(graph, budget)
-
-
 @dataclass
 class PipelineSearch:
     """Searches for the cuts of a pipeline and the plans of its stages, for the least simulated makespan with one
@@ -119,7 +101,8 @@ class PipelineSearch:
     no stage may keep more bytes between forward and backward than its known plans that keep the fewest
     (`starting_plans`), even if the budget allows more. ``planned``: the results so far: for a rank and the blocks of
     its stages, the plans, or the error if no plans fit. ``_bases``: for a stage's first block and the block after its
-    last, the results of `_base`. ``_inputs``: for the same keys, the results of `_input_bytes`.
+    last, the results of `_base`. ``_inputs``: for the same keys, the results of `_input_bytes`. ``_peaks``: for a rank
+    and the blocks of its stages, the results of `_smallest`.
     """
 
     chain: StageChain
@@ -132,6 +115,7 @@ class PipelineSearch:
     planned: dict[tuple[int, Intervals], RankPlan | InfeasibleBudget] = field(default_factory=dict)
     _bases: dict[tuple[int, int], tuple[float, float, float]] = field(default_factory=dict)
     _inputs: dict[tuple[int, int], tuple[int, int, int]] = field(default_factory=dict)
+    _peaks: dict[tuple[int, Intervals], int] = field(default_factory=dict)
 
     def run(self, cuts: Cuts | None = None) -> PlannedPipeline:
         """Return a planned pipeline with the cuts ``cuts``, or with the best cuts that the search finds if ``cuts`` is
@@ -141,7 +125,7 @@ class PipelineSearch:
 
         Raises:
             InfeasibleBudget: no plans are found with which a rank's stages fit the budget. The error states the rank
-                and the smallest budget found for it.
+                that needs the largest budget, and the smallest budget found for it.
             UsageError: two stages read the same parameter, or the chain has fewer blocks at which stages may begin than
                 the schedule has stages.
         """
@@ -152,21 +136,53 @@ class PipelineSearch:
     def best_cuts(self) -> Cuts:
         """Return the cuts with the least makespan among those that the search tries, by planning their stages.
 
-        If the stages of no tried cuts fit the budget, return the cuts that were tried first. If lower bounds show that
-        no cuts can fit, return the cuts that would be the best if memory were unlimited.
+        If the stages of no tried cuts fit the budget, return `lean_cuts`, which do not depend on the budget.
 
         Raises:
             UsageError: the chain has fewer blocks at which stages may begin than the schedule has stages.
         """
-        began, tried = time.monotonic(), dict[Cuts, bool]()
+        tried = dict[Cuts, bool]()
         while len(tried) < ROUNDS and list(tried.values()).count(False) < REFUSED:
             self.progress(len(tried) / ROUNDS, "planning the stages")
             chosen = self._promising()
-            late = bool(tried) and time.monotonic() - began > self.seconds
+            late = bool(tried) and not self._left
             if late or chosen is None or chosen[0] == math.inf or chosen[1] in tried:
                 break
             tried[chosen[1]] = all(isinstance(plan, RankPlan) for plan in self._rank_plans(chosen[1]))
-        return min(tried or (self._balanced(),), key=self._makespan)
+        fitting = [cuts for cuts, fits in tried.items() if fits]
+        return min(fitting, key=self._makespan) if fitting else self.lean_cuts
+
+    @cached_property
+    def lean_cuts(self) -> Cuts:
+        """Cuts with which the largest peak of a rank is small (`lean_cuts`)."""
+
+        def estimate(start: int, end: int, stage: int) -> float:
+            """The bytes that exist during the whole step, messages in flight, and the largest op."""
+            fixed, (shared, trained, _) = self.template(start, end, stage), self._input_bytes(start, end)
+            whole = fixed.states + fixed.torch_bytes + shared + trained
+            largest = max(self._largest_ops[start:end])
+            return whole + in_flight[stage] * self._leaves(start, end, stage) + largest
+
+        def peaks(cuts: Cuts) -> list[int]:
+            return [self._smallest(rank, self._intervals(cuts, rank)) for rank in range(self.schedule.ranks)]
+
+        in_flight = most_in_flight(self.schedule)
+        return lean_cuts(self.chain, self.schedule, estimate, peaks)
+
+    def _smallest(self, rank: int, intervals: Intervals) -> int:
+        if (rank, intervals) not in self._peaks:
+            self._peaks[rank, intervals] = self._rank_search(rank, intervals, 0).lean
+        return self._peaks[rank, intervals]
+
+    @cached_property
+    def _largest_ops(self) -> list[int]:
+        """For each block, the most bytes that one of its ops reads, writes and uses as workspace, without inputs of the
+        training step."""
+        ix, found = indexed(self.chain.graph), [0] * len(self.chain)
+        for o, block in enumerate(self.chain.block):
+            made = sum(ix.bytes[t] for t in {*ix.reads[o], *ix.writes[o]} if ix.producer[t] >= 0)
+            found[block] = max(found[block], made + self.chain.graph.ops[o].workspace)
+        return found
 
     @cached_property
     def floor(self) -> float:
@@ -205,11 +221,6 @@ class PipelineSearch:
         found = [p.cuts for p in partitions(self.chain, self.schedule.stages, self._time, self.terms.link)]
         near = [cuts for one in found[:1] for cuts in shifted(self.chain, one)]
         return min(((self._makespan(cuts), cuts) for cuts in dict.fromkeys((*found, *near))), default=None)
-
-    def _balanced(self) -> Cuts:
-        """Return the cuts whose slowest stage is the fastest if memory is unlimited, so that no stage recomputes
-        anything."""
-        return partitions(self.chain, self.schedule.stages, lambda i, j, s: sum(self._base(i, j)))[0].cuts
 
     def _makespan(self, cuts: Cuts) -> float:
         """Return the simulated makespan of a pipeline with the cuts ``cuts``, in microseconds. The stages of a rank
@@ -253,12 +264,16 @@ class PipelineSearch:
         for rank in range(self.schedule.ranks):
             key = rank, self._intervals(cuts, rank)
             if key not in self.planned:
-                self.planned[key] = self._rank_plan(*key, _Probing(self.planner))
+                try:
+                    search = self._rank_search(*key, self.terms.budget, self._left)
+                    self.planned[key] = search.run(thorough=False)
+                except InfeasibleBudget as error:
+                    self.planned[key] = error
             yield self.planned[key]
 
-    def _rank_plan(
-        self, rank: int, intervals: Intervals, planner: StagePlanner
-    ) -> RankPlan | InfeasibleBudget:
+    def _rank_search(
+        self, rank: int, intervals: Intervals, budget: int, seconds: float = math.inf
+    ) -> RankSearch:
         stages = zip(self.schedule.stage_of_rank[rank], intervals, strict=True)
         problems = [
             stage_problem(
@@ -272,24 +287,19 @@ class PipelineSearch:
             )
             for stage, (start, end) in stages
         ]
-        try:
-            actions = self.schedule.actions[rank]
-            starts, kept = (
-                starting_plans(problems, actions) if self.recovers and self.least_kept else ([], [])
-            )
-            search = RankSearch(problems, actions, self.terms.budget, planner, starts=starts, kept=kept)
-            return search.run()
-        except InfeasibleBudget as error:
-            return error
+        actions = self.schedule.actions[rank]
+        starts, kept = starting_plans(problems, actions) if self.recovers and self.least_kept else ([], [])
+        return RankSearch(problems, actions, budget, self.planner, seconds, starts, kept)
 
     def _pipeline(self, cuts: Cuts) -> PlannedPipeline:
-        plans = []
-        for rank, plan in enumerate(self._rank_plans(cuts)):
-            if isinstance(plan, InfeasibleBudget):
-                plan = self._rank_plan(rank, self._intervals(cuts, rank), self.planner)
-            if isinstance(plan, InfeasibleBudget):
-                raise plan.changed(strategy=f"rank {rank}")
-            plans.append(plan)
+        known = {rank: plan for rank, plan in enumerate(self._rank_plans(cuts)) if isinstance(plan, RankPlan)}
+        share = self.seconds / self.schedule.ranks
+        others = plans_of_ranks(
+            lambda rank, budget: self._rank_search(rank, self._intervals(cuts, rank), budget, share),
+            sorted({*range(self.schedule.ranks)} - {*known}),
+            self.terms.budget,
+        )
+        plans = [plan for _, plan in sorted({**known, **others}.items())]
         stages = sorted((stage for plan in plans for stage in plan.stages), key=lambda one: one.stage)
         times = [(s.forward, s.backward, s.weight) for s in stages]
         return PlannedPipeline(
@@ -304,6 +314,15 @@ class PipelineSearch:
             floors=tuple(plan.floor for plan in plans),
             floor=self.floor,
         )
+
+    @property
+    def _left(self) -> float:
+        """The seconds that are left for trying cuts, from the first use of this property on."""
+        return max(0.0, self._until - time.monotonic())
+
+    @cached_property
+    def _until(self) -> float:
+        return time.monotonic() + self.seconds
 
     @property
     def recovers(self) -> bool:

@@ -5,9 +5,10 @@ micro-batch in flight. Other bytes of the plan are needed only during an action,
 of each stage is at most a limit κ, the bytes that are left for each action are known. Then `StageProblem.bounded` turns
 the planning of a stage into a planning problem without micro-batches.
 
-So the search tries values of κ: first a grid between the smallest K and the K without recomputation, then values around
-the best. Each plan found is measured and becomes a candidate of its stage. The result is the cheapest combination of
-candidates with which the rank's actions stay within the budget.
+First, plans with small peaks are searched for (`lean_plans`). If the rank's peak is still above the budget, the budget
+is refused. Otherwise the search lowers the cost. It tries values of κ: first a grid between the smallest K and the K
+without recomputation, then values around the best. Each plan found is measured and becomes a candidate of its stage.
+The result is the cheapest combination of candidates with which the rank's actions stay within the budget.
 
 The lower bound: the K of any plan is in one of the intervals (κ₁, κ₂] between tried values. Then the stage keeps at
 most κ₂ for the micro-batch of an action, at least κ₁ for each other micro-batch, and every other stage keeps at least
@@ -21,21 +22,22 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from copy import copy
 from dataclasses import dataclass, replace
-from itertools import pairwise, product
-from typing import Protocol, TypeAlias
+from functools import cached_property
+from itertools import pairwise
+from typing import Protocol
 
 from rematplan.ir import CHEAP, InfeasibleBudget, TrainingGraph
-from rematplan.planner.bounds.cut_bounds import min_peak_bound
+from rematplan.planner.bounds.cut_bounds import CutBounds, min_peak_bound
 from rematplan.planner.core.plan import Plan
 from rematplan.planner.core.schedule import Run
-from rematplan.planner.core.simulator import simulate
 from rematplan.planner.pipeline.actions import RankActions, StagePlan
+from rematplan.planner.pipeline.lean_plans import find_lean_plans
 from rematplan.planner.pipeline.rank_budget_shares import Bounds, RankBudgetShares
-from rematplan.planner.pipeline.rank_memory import rank_peak
+from rematplan.planner.pipeline.rank_candidates import RankCandidates, extra
 from rematplan.planner.pipeline.stage_problem import StageProblem
 from rematplan.planner.strategies.store_all import no_recompute
 
@@ -57,16 +59,12 @@ class RankSearchLimits:
     """The number of bisection steps that find the largest κ at which every stage has enough bytes for some plan."""
     reuse: int = 3
     """The number of plans to search for at each value of κ if ops may write their results into operands."""
-    combinations: int = 1000
-    """All combinations of one candidate plan for each stage are tried if there are at most this many."""
-    lowered: int = 12
-    """The largest number of budgets to try when searching for a rank's smallest budget."""
+    lowered: int = 24
+    """In the search for a rank's smallest budget, the number of searches for plans between two known ones."""
+    descents: int = 3
+    """In this search, the largest number of searches for plans within one byte less than the smallest peak found."""
     cheaper: int = 3
     """The number of budgets to try when searching for the smallest budget at which a rank recomputes little."""
-    peak_weights: tuple[float, ...] = (0.0, 0.5, 1.0)
-    """In the search for a rank's smallest budget, a plan of small peak is searched for with each of these weights. The
-    weight sets the workspace of the op between forward and backward: with 0 only the peak counts, with 1 the plan must
-    also keep the fewest bytes at this op."""
 
 
 LIMITS = RankSearchLimits()
@@ -113,24 +111,15 @@ class RankPlan:
     floor: float
 
 
-@dataclass(frozen=True)
-class _Candidate:
-    plan: Plan
-    figures: StagePlan
-
-
-_Chosen: TypeAlias = tuple[_Candidate, ...]
-"""For each stage, one of its candidate plans."""
-
-
 class RankSearch:
     """Searches for the cheapest plans of the stages of one rank with which the rank stays within its budget.
 
     ``stages``: the planning problem of each stage. ``actions``: the rank's actions in order. ``budget``: bytes of
-    memory for the rank, including states and torch's buffers. ``planner``: plans single stages. ``seconds``: when the
-    search has taken so long, it ends as soon as it has plans that fit. ``starts``: for each stage, known plans in
-    addition to the plan without recomputation. ``kept``: for each stage, the most bytes that a plan may keep for a
-    micro-batch between forward and backward; empty: no limit. At least one known plan of each stage must keep no more.
+    memory for the rank, including states and torch's buffers. ``planner``: plans single stages. ``seconds``: how long
+    cheap plans within the budget are searched for. If none are found, searches for the smallest budget take up to five
+    times as long. ``starts``: for each stage, known plans in addition to the plan without recomputation. ``kept``: for
+    each stage, the most bytes that a plan may keep for a micro-batch between forward and backward; empty: no limit. At
+    least one known plan of each stage must keep no more.
     """
 
     def __init__(
@@ -143,60 +132,65 @@ class RankSearch:
         starts: Sequence[Sequence[Plan]] = (),
         kept: Sequence[int] = (),
     ) -> None:
-        self.seconds, self.until = seconds, time.monotonic() + seconds
-        self.stages, self.actions, self.budget, self.planner = tuple(stages), actions, budget, planner
-        self.found: list[list[_Candidate]] = [[] for _ in self.stages]
-        self.kept = tuple(kept) or (math.inf,) * len(self.stages)
+        self.seconds, self.until = seconds, math.inf
+        self.stages, self.budget, self.planner = tuple(stages), budget, planner
+        self.known = RankCandidates(stages, actions, kept)
         for at, stage in enumerate(self.stages):
             for plan in (no_recompute(stage.graph), *(starts[at] if starts else ())):
-                self._take(at, plan)
-        self.rank = RankBudgetShares(self.stages, actions, tuple(found[0].figures for found in self.found))
+                self.known.take(at, plan)
+        whole = tuple(found[0].figures for found in self.known.found)
+        self.rank = RankBudgetShares(self.stages, actions, whole)
         self.intervals: dict[tuple[float, float], tuple[float, ...]] = {}
 
-    def run(self) -> RankPlan:
+    def run(self, thorough: bool = True) -> RankPlan:
         """Return the cheapest plans found with which the rank stays within the budget.
+
+        ``thorough``: whether to search as long as `smallest` does before the budget is refused. If not, the error
+        states a larger budget, and no budget at which little is recomputed.
 
         Raises:
             InfeasibleBudget: no plans are found that fit. The error states the smallest budget found for the rank, and
                 a budget at which recomputation takes at most 5 % of the time.
         """
-        if (best := self._best()) is None or _extra(best) > 0:
-            self._search()
-            best = self._best()
-        if best is None:
-            smallest = self.least()
-            best = self._best()  # the search for the smallest budget may find plans that fit this one
-            if best is None:
+        best = self.known.within(self.budget)
+        if best is None or extra(best) > 0:
+            smallest = self.smallest if thorough else self.lean
+            if thorough and smallest > self.budget:
                 cheap = self._least_cheap(smallest)
                 raise InfeasibleBudget("in_flight", self.budget, smallest, "searched", cheap=cheap)
+            self._search()
+            best = self.known.within(self.budget)
+            if best is None:
+                raise InfeasibleBudget("in_flight", self.budget, smallest, "searched")
         figures, plans = tuple(c.figures for c in best), tuple(c.plan for c in best)
-        extra = _extra(best)
-        floor = min(extra, self._floor()) if extra > 0 else 0.0
-        return RankPlan(figures, plans, self._peak(best), extra, floor)
+        floor = min(extra(best), self._floor()) if extra(best) > 0 else 0.0
+        return RankPlan(figures, plans, self.known.peak(best), extra(best), floor)
 
-    def least(self) -> int:
-        """Return the smallest peak of the rank, in bytes, for which the search finds plans. All plans found on the way
-        become candidates for `run`."""
-        for at, stage in enumerate(self.stages):
-            op = stage.graph.op[stage.boundary]
-            span = max(0, min_peak_bound(stage.graph).bytes - stage.graph.input_bytes - stage.least_kept)
-            for share in LIMITS.peak_weights:
-                for more, problem in {0: stage, stage.most_reused: stage.reusing}.items():
-                    graph = problem.with_boundary_workspace(more + max(op.workspace, int(share * span)))
-                    self._take(at, self.planner.least(graph, self._starts(at, graph)))
-        high = self._peak(self._choose(lambda chosen: (self._peak(chosen), _extra(chosen))))
-        low = self.budget  # a budget for which no plans were found
-        for k in range(LIMITS.lowered):
-            # The last tries are for one byte less, so that the reported budget is the smallest that succeeds.
-            ask = high - 1 if k >= LIMITS.lowered // 2 else (low + high) // 2
-            found = None if ask <= low else self._at(ask)
-            if found is not None:
-                high = found
-            elif k < LIMITS.lowered // 2:
-                low = max(low, ask)
-            else:
+    @cached_property
+    def smallest(self) -> int:
+        """The smallest peak of the rank, in bytes, for which a search finds plans, or a larger one within the budget.
+        The plans found become candidates.
+
+        First, lean plans are searched for; then, up to `LIMITS.descents` times, plans within one byte less than the
+        smallest peak so far. The budget only ends the search. So if the result exceeds the budget, a search with the
+        result as the budget finds plans, and one with a byte less does not, provided that each planning of a stage has
+        the same result again.
+        """
+        peak = self.lean
+        for _ in range(LIMITS.descents):
+            if peak <= self.budget:
                 break
-        return high
+            self._with_budget(peak - 1)._search()
+            before, peak = peak, self.known.peak(self.known.leanest())
+            if peak == before:
+                break
+        return peak
+
+    @cached_property
+    def lean(self) -> int:
+        """The smallest peak of the rank, in bytes, after the search for lean plans (`find_lean_plans`), which begins
+        when this property is first read."""
+        return find_lean_plans(self.known, self.planner.least, LIMITS.lowered, self.budget)
 
     def _least_cheap(self, smallest: int) -> int:
         """Return the smallest peak of the rank, in bytes, of plans found whose recomputation takes at most `CHEAP`
@@ -207,31 +201,25 @@ class RankSearch:
         allowed = CHEAP * math.fsum(stage.graph.base_cost for stage in self.stages)
 
         def peak() -> int:
-            return self._peak(self._choose(lambda c: (max(0.0, _extra(c) - allowed), self._peak(c))))
+            return self.known.peak(
+                self.known.choose(lambda c: (max(0.0, extra(c) - allowed), self.known.peak(c)))
+            )
 
         low, high = smallest, peak()
         for _ in range(LIMITS.cheaper):
-            other = self._with_budget((low + high) // 2)
-            other.until = time.monotonic() + self.seconds / LIMITS.cheaper  # this search's own time is over
+            other = self._with_budget((low + high) // 2, self.seconds / LIMITS.cheaper)
             other._search()
             low, high = (low, peak()) if peak() <= other.budget else (other.budget, high)
         return high
 
-    def _with_budget(self, budget: int) -> RankSearch:
-        """Return a search like this one for another budget, in bytes. Both have the same lists of candidates."""
-        other = copy(self)
-        other.budget = budget
-        return other
+    def _with_budget(self, budget: int, seconds: float | None = None) -> RankSearch:
+        """Return a search like this one for another budget, in bytes. Both have the same candidates.
 
-    def _at(self, budget: int) -> int | None:
-        """Search for plans within a budget of ``budget`` bytes, which may differ from that of the rank. Return the
-        rank's peak with the plans found, in bytes; None if none fit. The search starts from all known plans, and its
-        plans become candidates."""
-        other = self._with_budget(budget)
-        if other._best() is None:
-            other._search()
-        best = other._best()
-        return None if best is None else other._peak(best)
+        ``seconds``: how long the other search may take; None: as long as this one.
+        """
+        other = copy(self)
+        other.budget, other.seconds = budget, self.seconds if seconds is None else seconds
+        return other
 
     def _search(self) -> None:
         """Plan the stages with several limits of the bytes that they keep between forward and backward. Plans found
@@ -240,28 +228,28 @@ class RankSearch:
         First, limits at equal distances are tried. Between each two neighbouring limits is an interval with a lower
         bound of the microseconds of recomputation. The interval with the least lower bound is halved, and the limit in
         its middle is tried; this is repeated. The search ends when no interval that can still be halved has a lower
-        bound below the recomputation of the best plans, after `LIMITS.refined` intervals, or when time is over and
-        plans fit.
+        bound below the recomputation of the best plans, after `LIMITS.refined` intervals, or when time is over.
         """
+        self.until = time.monotonic() + self.seconds
         most = self._share(self._least_room)
         shares = sorted({*(most * k / (LIMITS.grid - 1) for k in range(LIMITS.grid)), 1.0})
         guess = min(most, self._share(self._even_room))
         for share in (guess, *sorted(shares, key=lambda share: abs(share - guess))):
             self._try(share)
-            if self._late and self._best() is not None:
+            if self._late:
                 break
         shares = sorted({*shares, guess})
         self.intervals = {(low, high): self._floors(low, high) for low, high in pairwise((0.0, *shares))}
         for _ in range(LIMITS.refined):
-            best = self._best()
-            most_extra = math.inf if best is None else _extra(best)
+            best = self.known.within(self.budget)
+            most_extra = math.inf if best is None else extra(best)
             open_ = {
                 one: cost
                 for one, floors in self.intervals.items()
                 if (cost := math.fsum(floors)) < most_extra - CLOSED
                 and self.rank.bounds(one[0]) != self._middle(one)
             }
-            if not open_ or (best is not None and self._late):
+            if not open_ or self._late:
                 return
             low, high = one = min(open_, key=lambda one: (open_[one], one))
             middle = (low + high) / 2
@@ -341,58 +329,17 @@ class RankSearch:
             reusing = reusing if searches_left else set()
             graph = stage.assuming_reuse(reusing).bounded(room + stage.most_reused, *bounds)
             try:
-                plan = self.planner.within(graph, room + stage.most_reused, self._starts(at, graph))
+                plan = self.planner.within(graph, room + stage.most_reused, self.known.starts(at, graph))
             except InfeasibleBudget:
                 if searches_left:
                     continue
                 raise
-            self._take(at, plan)
+            self.known.take(at, plan)
             resident = zip(plan.schedule, limited.resident(plan.schedule), strict=True)
             exceeding = {step.op for step, bytes_ in resident if isinstance(step, Run) and bytes_ > room}
             if not exceeding:
                 return
             reusing -= exceeding
-
-    def _take(self, at: int, plan: Plan) -> None:
-        """Add a plan to the candidates of stage number ``at`` of the rank, measured for the stage's original problem.
-
-        The plan may be of a variant of the problem with other workspaces. It is ignored if it keeps more bytes than
-        allowed, or if a candidate has the same memory and times.
-        """
-        stage = self.stages[at]
-        own = replace(plan, estimate=simulate(stage.graph, plan.schedule))
-        figures, found = stage.measured(own), self.found[at]
-        if figures.kept_bytes <= self.kept[at] and all(figures != c.figures for c in found):
-            found.append(_Candidate(own, figures))
-
-    def _starts(self, at: int, graph: TrainingGraph) -> list[Plan]:
-        return [replace(c.plan, estimate=simulate(graph, c.plan.schedule)) for c in self.found[at]]
-
-    def _best(self) -> _Chosen | None:
-        """Return the cheapest combination of one candidate plan for each stage with which the rank stays within its
-        budget; None if there is none."""
-        chosen = self._choose(lambda c: (max(0, self._peak(c) - self.budget), _extra(c), self._peak(c)))
-        return chosen if self._peak(chosen) <= self.budget else None
-
-    def _choose(self, key: Callable[[_Chosen], tuple[float, ...]]) -> _Chosen:
-        """Return the combination of one candidate plan for each stage for which ``key`` returns the least value.
-
-        If there are more combinations than `LIMITS.combinations`, a local search finds the result: no exchange of a
-        single stage's plan improves it.
-        """
-        if math.prod(map(len, self.found)) <= LIMITS.combinations:
-            return min(product(*self.found), key=key)
-        chosen = tuple(min(found, key=lambda c: c.figures.kept_bytes) for found in self.found)
-        better = True
-        while better:
-            before = key(chosen)
-            for at, found in enumerate(self.found):
-                chosen = min(((*chosen[:at], c, *chosen[at + 1 :]) for c in found), key=key)
-            better = key(chosen) < before
-        return chosen
-
-    def _peak(self, chosen: _Chosen) -> int:
-        return rank_peak(self.actions, [c.figures for c in chosen])
 
     def _floor(self) -> float:
         """Return a lower bound of the microseconds of recomputation for one micro-batch, in all stages of the rank
@@ -403,8 +350,7 @@ class RankSearch:
     def _floors(self, low: float, high: float) -> tuple[float, ...]:
         """Return, for each stage, a lower bound of the microseconds that it recomputes for a micro-batch, if the bytes
         that it keeps between forward and backward are between two limits. The other stages are assumed to keep as few
-        bytes as possible. A lower bound is infinite if it is proven that no plan fits the budget, and 0 if the time of
-        the search is over.
+        bytes as possible. A lower bound is infinite if it is proven that no plan fits the budget.
 
         ``low``, ``high``: the limits, as shares from 0 (the least possible) to 1 (as many as without recomputation); a
         ``high`` of 1 means no limit.
@@ -417,17 +363,42 @@ class RankSearch:
             kept = large[at][0] if high < 1 else self.budget
             if room < _least_bytes(stage):
                 floors.append(math.inf)
-            elif self._late:
-                floors.append(0.0)
             else:
                 room += stage.most_reused
-                overhead = self.planner.floor(stage.reusing.bounded(room, kept), room)
+                graph = stage.reusing.bounded(room, kept)
+                quick = self._late  # then a bound without a search
+                overhead = CutBounds(graph, room).best.overhead if quick else self.planner.floor(graph, room)
                 floors.append(max(0.0, overhead) * stage.graph.base_cost)
         return tuple(floors)
 
 
-def _extra(chosen: _Chosen) -> float:
-    return math.fsum(c.figures.extra for c in chosen)
+def plans_of_ranks(
+    search: Callable[[int, int], RankSearch], ranks: Iterable[int], budget: int
+) -> dict[int, RankPlan]:
+    """Return the cheapest plans found for each rank of a pipeline, by the number of the rank.
+
+    Args:
+        search: from a rank and a budget in bytes, the search for its plans.
+        ranks: the ranks to plan.
+        budget: bytes of memory for each rank.
+
+    Raises:
+        InfeasibleBudget: no plans are found for some rank. Of these ranks, the error names the one that needs the
+            largest budget, and this budget. So with this budget, plans are found for all of the ranks.
+    """
+    found: dict[int, RankPlan] = {}
+    refused, enough = None, budget
+    for rank in ranks:
+        own = search(rank, enough)
+        if refused is not None and own.smallest <= enough:
+            continue  # the budget of the refused rank is enough for this one
+        try:
+            found[rank] = own.run()
+        except InfeasibleBudget as error:
+            refused, enough = error.changed(strategy=f"rank {rank}", budget=budget), error.smallest
+    if refused is not None:
+        raise refused
+    return found
 
 
 def _least_bytes(stage: StageProblem) -> int:

@@ -16,7 +16,7 @@ from rematplan.pipeline.rank_plans import (
     budget_bytes,
     captured_part,
     check_budget,
-    rank_plan,
+    rank_plans,
     stated_rank_plan,
 )
 from rematplan.pipeline.runnable_pipeline import Pipeline
@@ -82,8 +82,8 @@ def plan_pipeline(
             this function.
         strategy: the planning algorithm, as for `plan_module`.
         costs: how the costs of ops are determined: ``profile``, ``roofline`` or a file, as for `plan_module`.
-        time_limit: seconds of search for each rank, and for the cuts. If no plans fit, the search for the smallest
-            budget takes about twice as long again.
+        time_limit: seconds of search for each rank, and for the cuts. If no plans fit a rank, searches for the smallest
+            budget take up to five times as long.
         loss_memory: the memory of the loss, such as ``3x`` or ``1GiB``, as for `plan_module`. In addition, a tensor of
             the outputs' size is assumed to stay allocated for each micro-batch until the end of the step.
         loss_fn: the loss that `Pipeline.schedule` will get. It is run once on random outputs, and its memory is
@@ -103,8 +103,9 @@ def plan_pipeline(
             and a copy of the outputs of each micro-batch in flight.
 
     Raises:
-        InfeasibleBudget: no plans are found with which some rank stays within the budget. The error names the rank and
-            the smallest peak found for it.
+        InfeasibleBudget: no plans are found with which some rank stays within the budget. The error names the rank that
+            needs the largest budget, and the smallest budget found for it. With this budget, plans are found for all of
+            ``ranks``.
         UsageError: an unknown schedule, cut or rank, impossible numbers of stages or micro-batches, a batch that cannot
             be divided evenly, a malformed budget, impossible shards or replicas, a loss without targets, or ``plans``
             that lack a stage of a rank.
@@ -127,12 +128,10 @@ def plan_pipeline(
         raise UsageError(f"ranks has {wrong[0]!r}; the ranks of this pipeline are 0 to {order.ranks - 1}")
     pipe = captured_pipeline(model, args, kwargs, order, budgeted, cuts, asked, ranks, parallel, loss)
     wanted = range(order.ranks) if ranks is None else sorted(set(ranks))
-    made = {
-        rank: rank_plan(order, rank, pipe.parts, pipe.budget, asked)
-        if plans is None
-        else stated_rank_plan(order, rank, pipe.parts, pipe.budget, plans)
-        for rank in wanted
-    }
+    if plans is None:
+        made = rank_plans(order, wanted, pipe.parts, pipe.budget, asked)
+    else:
+        made = {rank: stated_rank_plan(order, rank, pipe.parts, pipe.budget, plans) for rank in wanted}
     return replace(pipe, ranks=made)
 
 

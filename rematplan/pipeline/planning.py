@@ -128,8 +128,7 @@ def _best(
         if best is not None and search.least_makespan >= best.timeline.makespan:
             break
         left = max(0.0, until - time.monotonic()) / (1 if best else len(searches) - number)
-        search.planner = _planner(left, search.schedule.ranks)
-        search.seconds = left
+        search.planner, search.seconds = _planner(left, search.schedule.ranks), left
         name = search.schedule.name
         try:
             found = search.run(None if cuts is None else cuts[name])
@@ -187,8 +186,7 @@ def best_cuts(
 ) -> tuple[str, ...]:
     """Search for the cuts into pipeline stages with the least makespan (simulated duration of a step).
 
-    If no tried cuts fit the budget of all ranks, return the cuts that were tried first. If it is proven that no cuts
-    fit, return the cuts that would be the best if memory were unlimited.
+    If no tried cuts fit the budget of all ranks, return cuts with which the largest peak of a rank is small.
 
     Args:
         chain: the step of one micro-batch as a chain of blocks.
@@ -209,8 +207,8 @@ def best_cuts(
 
 
 def _planner(seconds: float, ranks: int) -> AutoStages:
-    """Return a planner of single stages that searches for about ``seconds`` in total for all ``ranks``."""
-    return AutoStages(min(LONGEST, seconds / (QUESTIONS * ranks)), time.monotonic() + seconds)
+    """Return a planner of single stages with which searches for all ``ranks`` take about ``seconds`` in total."""
+    return AutoStages(min(LONGEST, seconds / (QUESTIONS * ranks)))
 
 
 def _narrow(chain: NamedChain, schedule: str, stages: int) -> NamedChain:

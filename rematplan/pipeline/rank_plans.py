@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -16,7 +16,7 @@ from rematplan.pipeline.torch_memory import handed_on, output_bytes, stage_torch
 from rematplan.planner.core.plan import Plan, plan_from_json
 from rematplan.planner.pipeline.actions import PipelineSchedule, stages_that_free_outputs
 from rematplan.planner.pipeline.dataflow_plans import starting_plans
-from rematplan.planner.pipeline.in_flight import RankPlan, RankSearch
+from rematplan.planner.pipeline.in_flight import RankPlan, RankSearch, plans_of_ranks
 from rematplan.planner.pipeline.messages import CHANNELS
 from rematplan.planner.pipeline.rank_memory import rank_peak
 from rematplan.planner.strategies.store_all import no_recompute
@@ -126,37 +126,39 @@ def budget_bytes(stated: Budget, order: PipelineSchedule, parts: Mapping[int, Pa
     return int(stated.amount * max(peaks))
 
 
-def rank_plan(
+def rank_plans(
     order: PipelineSchedule,
-    rank: int,
+    ranks: Iterable[int],
     parts: Mapping[int, Part],
     budget: int,
     asked: PlanOptions,
-) -> RankPlan:
-    """Search for plans of a rank's stages with which the rank stays within ``budget`` bytes.
+) -> dict[int, RankPlan]:
+    """Search for plans of the stages of each rank with which the rank stays within ``budget`` bytes. Return them by the
+    number of the rank.
 
     In a dataflow pipeline, inverses recover activations in the backward. There, no plan may keep more bytes between
     forward and backward than the known plan that keeps the fewest (`starting_plans`).
 
     Args:
         order: the pipeline's schedule.
-        rank: the rank.
-        parts: captured stages by number; those of the rank are used.
-        budget: bytes, for all stages of the rank together.
+        ranks: the ranks to plan.
+        parts: captured stages by number; those of the ranks are used.
+        budget: bytes, for all stages of a rank together.
         asked: the user's options, of which strategy and time limit are used.
 
     Raises:
-        InfeasibleBudget: no plans are found that fit. The error names the rank and the smallest peak found.
+        InfeasibleBudget: no plans are found for some rank. Of these ranks, the error names the one that needs the
+            largest budget, and this budget.
     """
-    problems = [parts[s].problem for s in order.stage_of_rank[rank]]
-    actions = order.actions[rank]
-    starts, kept = starting_plans(problems, actions) if order.name in CHANNELS else ([], [])
-    planner = stage_planner(asked.chosen(), asked.time_limit, len(problems))
-    try:
-        seconds = asked.time_limit
-        return RankSearch(problems, actions, budget, planner, seconds, starts, kept).run()
-    except InfeasibleBudget as error:
-        raise error.changed(strategy=f"rank {rank}") from None
+
+    def search(rank: int, most: int) -> RankSearch:
+        problems = [parts[s].problem for s in order.stage_of_rank[rank]]
+        actions, seconds = order.actions[rank], asked.time_limit
+        starts, kept = starting_plans(problems, actions) if order.name in CHANNELS else ([], [])
+        planner = stage_planner(asked.chosen(), seconds, len(problems))
+        return RankSearch(problems, actions, most, planner, seconds, starts, kept)
+
+    return plans_of_ranks(search, ranks, budget)
 
 
 def stated_rank_plan(

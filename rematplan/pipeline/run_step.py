@@ -24,7 +24,7 @@ from rematplan.pipeline.frozen_stage import FrozenStage
 from rematplan.pipeline.match_file_plans import file_plan
 from rematplan.pipeline.one_process import step_in_one_process
 from rematplan.pipeline.plan_pipeline import captured_pipeline
-from rematplan.pipeline.rank_plans import Part, measured_rank_plan, rank_plan
+from rematplan.pipeline.rank_plans import Part, measured_rank_plan, rank_plans
 from rematplan.pipeline.runnable_pipeline import Pipeline
 from rematplan.planner.pipeline.in_flight import RankPlan
 from rematplan.planner.pipeline.messages import CHANNELS
@@ -221,7 +221,7 @@ def _rank_plan(plan: PlannedPipeline, pipe: Pipeline, rank: int, asked: PlanOpti
         anew = f"with the file's plans its peak would be {show_bytes(error.smallest)}"
     except ProblemError as error:
         anew = str(error)
-    return rank_plan(pipe.order, rank, pipe.parts, pipe.budget, asked), anew
+    return rank_plans(pipe.order, [rank], pipe.parts, pipe.budget, asked)[rank], anew
 
 
 def _expected_error(pipe: Pipeline, stages: Sequence[Any]) -> float:

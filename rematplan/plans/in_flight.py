@@ -5,7 +5,6 @@ A micro-batch is in flight from the start of its forward to the end of its backw
 
 from __future__ import annotations
 
-import time
 from dataclasses import replace
 
 from rematplan.ir import InfeasibleBudget, TrainingGraph, UsageError
@@ -27,21 +26,15 @@ QUESTIONS = 24
 """About how many searches for plans and lower bounds of a stage share the time limit."""
 
 
-REFUSAL = 3
-"""The search of a stage that does not fit its budget takes about so many times the time limit: for plans that fit, for
-the smallest budget, and for the smallest budget with little recomputation."""
-
-
 def stage_planner(strategy: Strategy, seconds: float, stages: int = 1) -> StagePlanner:
     """Return an object that plans the stages of a rank by ``strategy``.
 
-    `Auto` searches for about ``seconds`` in total, or for `REFUSAL` times as long if no plans fit. The time is divided
-    equally among the `QUESTIONS` searches that each of the ``stages`` is expected to need. Other strategies keep their
-    time limits.
+    For `Auto`, ``seconds`` are divided equally among the `QUESTIONS` searches that each of the ``stages`` is expected
+    to need. Other strategies keep their time limits.
     """
     if not isinstance(strategy, Auto):
         return StrategyStages(strategy)
-    return AutoStages(seconds / (QUESTIONS * stages), time.monotonic() + REFUSAL * seconds)
+    return AutoStages(seconds / (QUESTIONS * stages))
 
 
 def with_in_flight(in_flight: int, deferred: int | None) -> RankActions:

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 import rematplan
 from rematplan.ir import InfeasibleBudget
-from rematplan.pipeline.rank_plans import rank_plan
+from rematplan.pipeline.rank_plans import rank_plans
 from rematplan.pipeline.schedules import VIRTUAL
 from rematplan.planner.pipeline import in_flight
 from rematplan.plans.options import PlanOptions
@@ -62,15 +62,13 @@ def planned(asked: dict[str, Any], percent: int) -> rematplan.Pipeline:
     whole = planned_tasks.planned(budget="1GiB", strategy="store_all", **asked)
     budget = percent * max(whole.peaks.values()) // 100
     options = PlanOptions(budget="min", strategy="approx_dp", costs="roofline")
-    while True:
+    with patch.object(in_flight, "LIMITS", planned_tasks.FEW):
         try:
-            with patch.object(in_flight, "LIMITS", planned_tasks.FEW):
-                found = {
-                    rank: rank_plan(whole.order, rank, whole.parts, budget, options) for rank in range(RANKS)
-                }
-            return replace(whole, budget=budget, ranks=found)
+            found = rank_plans(whole.order, range(RANKS), whole.parts, budget, options)
         except InfeasibleBudget as refused:
-            budget = max(refused.smallest, budget + 1)
+            budget = refused.smallest
+            found = rank_plans(whole.order, range(RANKS), whole.parts, budget, options)
+    return replace(whole, budget=budget, ranks=found)
 
 
 @settings(max_examples=4, deadline=None, derandomize=True, database=None, phases=(Phase.generate,))

@@ -235,6 +235,9 @@ class OnlyFloors(Exact):
         del graph, starts
         raise InfeasibleBudget("only floors", budget, budget + 1)
 
+    def least(self, graph: TrainingGraph, starts: Sequence[Plan]) -> Plan:
+        return min((no_recompute(graph), *starts), key=lambda plan: plan.estimate.peak)
+
 
 def test_a_floor_is_none_of_plans_that_write_into_new_tensors() -> None:
     """No plan that does so fits. The plan without recomputation fits, but is left out for what it keeps."""

@@ -20,7 +20,7 @@ from rematplan.planner.pipeline.gpipe_and_1f1b import one_stage_a_rank
 from rematplan.planner.pipeline.in_flight import RankPlan, RankSearch
 from rematplan.planner.pipeline.rank_memory import rank_peak
 from rematplan.planner.strategies.approx_dp import ApproxDP
-from rematplan.plans.in_flight import REFUSAL, stage_planner, with_in_flight
+from rematplan.plans.in_flight import QUESTIONS, stage_planner, with_in_flight
 from rematplan.runtime.costs.device_models import device_model
 from rematplan.runtime.costs.measure import peak_above_entry
 from rematplan.runtime.costs.roofline import roofline_costs
@@ -227,11 +227,9 @@ def test_the_peak_does_not_grow_with_the_number_of_micro_batches(monkeypatch: py
     assert rank_peak(actions, found[0].stages) == found[0].peak
 
 
-def test_the_search_for_the_smallest_budget_ends() -> None:
-    planner = stage_planner(Auto(), 1e-6)
-    assert isinstance(planner, AutoStages)
-    assert planner.left <= REFUSAL * 1e-6
-    assert stage_planner(ApproxDP(), 1e-6) == StrategyStages(ApproxDP())
+def test_the_searches_of_a_rank_share_the_time_limit() -> None:
+    assert stage_planner(Auto(), 3.0, stages=2) == AutoStages(3.0 / (2 * QUESTIONS))
+    assert stage_planner(ApproxDP(), 3.0) == StrategyStages(ApproxDP())
 
 
 def test_an_op_that_adds_to_a_gradient_runs_only_once() -> None:

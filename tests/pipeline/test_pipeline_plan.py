@@ -16,7 +16,9 @@ from test_stage_slices import one_op_a_block
 from rematplan.ir import InfeasibleBudget, Op, Tensor, TrainingGraph, UsageError
 from rematplan.pipeline.schedules import schedule_named
 from rematplan.planner.core.plan import Plan, plan_from_runs
+from rematplan.planner.pipeline import in_flight
 from rematplan.planner.pipeline.choose_cuts import PipelineSearch, Terms
+from rematplan.planner.pipeline.in_flight import RankSearchLimits
 from rematplan.planner.pipeline.messages import CONNECTING
 from rematplan.planner.pipeline.stage_chain import StageChain, stage_chain
 from rematplan.planner.pipeline.timeline import Link
@@ -132,12 +134,32 @@ def test_the_rank_that_does_not_fit_is_named_with_its_least_budget() -> None:
         ) as refused:
             search(chain, "1f1b", 20_000).run(cuts)
         assert refused.value.exit_status == 3
-    named, least = refused.value.strategy, refused.value.smallest
-    try:
-        fits = search(chain, "1f1b", least).run((2,)).peaks[int(named.removeprefix("rank "))] <= least
-    except InfeasibleBudget as error:  # the other rank needs still more
-        fits = error.strategy != named
-    assert fits
+    least = refused.value.smallest
+    assert max(search(chain, "1f1b", least).run((2,)).peaks) == least
+    with pytest.raises(InfeasibleBudget) as again:
+        search(chain, "1f1b", least - 1).run((2,))
+    assert (again.value.strategy, again.value.smallest) == (refused.value.strategy, least)
+
+
+@pytest.mark.parametrize("name", ["1f1b", "zbv"])
+def test_if_no_cuts_fit_the_least_budget_is_that_of_the_cuts_that_need_least(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With this budget the search finds plans, and with one byte less it does not. Other cuts need at least as much."""
+    monkeypatch.setattr(in_flight, "LIMITS", RankSearchLimits(grid=2, refined=0, descents=0, cheaper=0))
+    chain = chained()
+
+    def least(cuts: tuple[int, ...] | None) -> int:
+        with pytest.raises(InfeasibleBudget) as refused:
+            search(chain, name, 0).run(cuts)
+        return refused.value.smallest
+
+    found = least(None)
+    assert max(search(chain, name, found).run().peaks) <= found
+    with pytest.raises(InfeasibleBudget):
+        search(chain, name, found - 1).run()
+    stages = search(chain, name, 0).schedule.stages
+    assert found == min(map(least, combinations(chain.allowed(), stages - 1)))
 
 
 def test_states_grow_with_the_optimizer_and_the_batch_with_micro_batches() -> None:

@@ -1,0 +1,50 @@
+"""Choose where to cut a chain of blocks into stages, so that the rank of a pipeline that needs the most memory needs
+as little as possible.
+
+A dynamic program (`partitions`) finds the cuts for an estimate of the bytes of each stage. Then the stages of the rank
+that needs the most are changed by one block at a time, as long as this lowers the largest peak of a rank.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from rematplan.planner.pipeline.actions import PipelineSchedule
+from rematplan.planner.pipeline.stage_chain import StageChain
+from rematplan.planner.pipeline.stage_partition import Cuts, StageTime, partitions, shifted
+
+CHANGES = 12
+"""The largest number of cuts whose peaks are searched for, beyond the first."""
+
+
+def lean_cuts(
+    chain: StageChain,
+    schedule: PipelineSchedule,
+    estimate: StageTime,
+    peaks: Callable[[Cuts], Sequence[int]],
+) -> Cuts:
+    """Return cuts with which the largest peak of a rank is small.
+
+    Args:
+        chain: the blocks of the training step that the stages consist of.
+        schedule: the actions of each rank in order.
+        estimate: from a stage's first block, the block after its last one and its number, an estimate of the bytes that
+            a rank with this stage needs.
+        peaks: the smallest peak that is found for each rank, in bytes.
+
+    Raises:
+        UsageError: the chain has fewer blocks at which a stage may begin than the schedule has stages.
+    """
+    best = partitions(chain, schedule.stages, estimate)[0].cuts
+    own = peaks(best)
+    left = CHANGES
+    while True:
+        largest = schedule.stage_of_rank[own.index(max(own))]
+        ends = {best[end] for stage in largest for end in (stage - 1, stage) if 0 <= end < len(best)}
+        near = [cuts for cuts in shifted(chain, best) if not ends <= set(cuts)]
+        found = {cuts: peaks(cuts) for cuts in near[:left]}
+        left -= len(found)
+        lower = min(found, key=lambda cuts: max(found[cuts]), default=best)
+        if not found or max(found[lower]) >= max(own):
+            return best
+        best, own = lower, found[lower]

@@ -1,0 +1,100 @@
+"""Known plans of the stages of one rank of a pipeline, and the best choice of one plan for each stage."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from itertools import product
+from typing import TypeAlias
+
+from rematplan.ir import TrainingGraph
+from rematplan.planner.core.plan import Plan
+from rematplan.planner.core.simulator import simulate
+from rematplan.planner.pipeline.actions import RankActions, StagePlan
+from rematplan.planner.pipeline.rank_memory import rank_peak
+from rematplan.planner.pipeline.stage_problem import StageProblem
+
+COMBINATIONS = 1000
+"""All combinations of one plan for each stage are tried if there are at most this many."""
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A plan of a stage, and the memory and times of the stage under it."""
+
+    plan: Plan
+    figures: StagePlan
+
+
+Chosen: TypeAlias = tuple[Candidate, ...]
+"""For each stage, one of its candidates."""
+
+
+class RankCandidates:
+    """The plans that a search has found for each stage of one rank.
+
+    ``stages``: the planning problem of each stage. ``actions``: the rank's actions in order. ``kept``: for each stage,
+    the most bytes that a plan may keep for a micro-batch between forward and backward; empty: no limit. ``found``: for
+    each stage, its candidates.
+    """
+
+    def __init__(
+        self, stages: Sequence[StageProblem], actions: RankActions, kept: Sequence[int] = ()
+    ) -> None:
+        self.stages, self.actions = tuple(stages), actions
+        self.kept = tuple(kept) or (math.inf,) * len(self.stages)
+        self.found: list[list[Candidate]] = [[] for _ in self.stages]
+
+    def take(self, at: int, plan: Plan) -> StagePlan:
+        """Add a plan to the candidates of stage number ``at`` of the rank, measured for the stage's original problem,
+        and return the measured memory and times.
+
+        The plan may be of a variant of the problem with other workspaces. It is not added if it keeps more bytes than
+        allowed, or if a candidate has the same memory and times.
+        """
+        stage = self.stages[at]
+        own = replace(plan, estimate=simulate(stage.graph, plan.schedule))
+        figures, found = stage.measured(own), self.found[at]
+        if figures.kept_bytes <= self.kept[at] and all(figures != c.figures for c in found):
+            found.append(Candidate(own, figures))
+        return figures
+
+    def starts(self, at: int, graph: TrainingGraph) -> list[Plan]:
+        """Return the plans of stage number ``at`` of the rank as plans of ``graph``, a variant of its problem."""
+        return [replace(c.plan, estimate=simulate(graph, c.plan.schedule)) for c in self.found[at]]
+
+    def within(self, budget: int) -> Chosen | None:
+        """Return the cheapest choice with which the rank needs at most ``budget`` bytes; None if there is none."""
+        chosen = self.choose(lambda c: (max(0, self.peak(c) - budget), extra(c), self.peak(c)))
+        return chosen if self.peak(chosen) <= budget else None
+
+    def leanest(self) -> Chosen:
+        """Return the choice with which the rank's peak is the smallest."""
+        return self.choose(lambda chosen: (self.peak(chosen), extra(chosen)))
+
+    def choose(self, key: Callable[[Chosen], tuple[float, ...]]) -> Chosen:
+        """Return the choice of one candidate for each stage for which ``key`` returns the least value.
+
+        If there are more combinations than `COMBINATIONS`, a local search finds the result: no exchange of a single
+        stage's plan improves it.
+        """
+        if math.prod(map(len, self.found)) <= COMBINATIONS:
+            return min(product(*self.found), key=key)
+        chosen = tuple(min(found, key=lambda c: c.figures.kept_bytes) for found in self.found)
+        better = True
+        while better:
+            before = key(chosen)
+            for at, found in enumerate(self.found):
+                chosen = min(((*chosen[:at], c, *chosen[at + 1 :]) for c in found), key=key)
+            better = key(chosen) < before
+        return chosen
+
+    def peak(self, chosen: Chosen) -> int:
+        """Return the most bytes that the rank holds at any moment of a step if its stages follow these plans."""
+        return rank_peak(self.actions, [c.figures for c in chosen])
+
+
+def extra(chosen: Chosen) -> float:
+    """Return the microseconds of recomputation for one micro-batch, summed over the stages."""
+    return math.fsum(c.figures.extra for c in chosen)
