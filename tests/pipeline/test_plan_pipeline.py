@@ -77,7 +77,7 @@ def test_what_cannot_be_is_refused_in_a_line(
     more: dict[str, Any], error: type[RematplanError], message: str
 ) -> None:
     with pytest.raises(error, match=message) as refused:
-        planned(**more)
+        planned(**{"ranks": [0]} | more)
     assert "\n" not in str(refused.value)
 
 

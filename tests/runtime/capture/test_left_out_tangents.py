@@ -11,7 +11,6 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
-from transformers import GPT2Config, GPT2LMHeadModel
 
 import rematplan
 from rematplan.runtime.costs.measure import peak_above_entry
@@ -280,6 +279,8 @@ def language_model(
     vocabulary: int, layers: int, width: int, tokens: int
 ) -> tuple[nn.Module, dict[str, Tensor]]:
     """GPT-2, and what it is called with: words, which are its labels too."""
+    from transformers import GPT2Config, GPT2LMHeadModel  # takes seconds, in each process of the tests
+
     torch.manual_seed(0)
     config = GPT2Config(
         vocab_size=vocabulary, n_layer=layers, n_embd=width, n_head=2, n_positions=tokens, use_cache=False

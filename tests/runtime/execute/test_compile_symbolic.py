@@ -34,7 +34,7 @@ def fresh_compiler() -> Iterator[None]:
 class Attention(nn.Module):
     """Masked attention over sequences with dropout, and a batch norm, whose buffers the graph changes."""
 
-    def __init__(self, layers: int = 3, width: int = 16) -> None:
+    def __init__(self, layers: int = 2, width: int = 16) -> None:
         super().__init__()
         self.layers = nn.ModuleList(nn.Linear(width, 3 * width) for _ in range(layers))
         self.norm = nn.BatchNorm1d(width)
@@ -134,10 +134,10 @@ def test_sizes_need_no_further_compilation(
 
 def test_a_larger_size_gets_the_plan_that_it_needs(monkeypatch: pytest.MonkeyPatch) -> None:
     made = symbolic_graphs(monkeypatch)
-    ours, backend, plain = compiled(Attention(), budget="450KiB", costs="profile")
+    ours, backend, plain = compiled(Attention(), budget="320KiB", costs="profile")
     for t in (10, 40, 48, 30):
         check_bits(ours, plain, x := sequences(4, t))
-        check_peak(ours, x, 450 * 1024)
+        check_peak(ours, x, 320 * 1024)
     assert counters["stats"]["unique_graphs"] == 1
     assert 2 <= len(made[0].versions) == len(backend.plans) <= 4
     assert backend.plans[0].estimate.reruns == 0 < backend.plans[-1].estimate.reruns
@@ -178,7 +178,7 @@ def test_without_gradients_nothing_is_planned() -> None:
     assert backend.plans == []
     ours.train()
     plain.train()
-    for t in (25, 27, 29):  # 70 % of a smaller one's peak is less than its outputs need
+    for t in (57, 59, 61):  # 70 % of a smaller one's peak is less than its outputs need
         check_bits(ours, plain, sequences(3, t))
     assert counters["stats"]["unique_graphs"] == 2
 
@@ -258,13 +258,13 @@ def test_parts_of_larger_tensors() -> None:
 
 
 def test_a_size_that_fits_no_plan_is_said_once() -> None:
-    ours, backend, plain = compiled(Attention(), budget="400KiB")
+    ours, backend, plain = compiled(Attention(), budget="280KiB")
     for t, warned in ((12, 0), (64, 1), (64, 0), (12, 0)):
         with warnings.catch_warnings(record=True) as said:
             warnings.simplefilter("always")
             check_bits(ours, plain, sequences(4, t))
         assert len([one for one in said if "smallest found" in str(one.message)]) == warned
-    assert backend.plans[0].peak <= 400 * 1024 < backend.plans[-1].peak
+    assert backend.plans[0].peak <= 280 * 1024 < backend.plans[-1].peak
 
 
 def test_one_argument_may_be_a_size() -> None:
