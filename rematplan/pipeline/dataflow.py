@@ -22,8 +22,10 @@ from rematplan.planner.core.schedule import Run, Schedule
 from rematplan.planner.pipeline.actions import StagePlan
 from rematplan.planner.pipeline.stage_problem import StageProblem
 from rematplan.plans.op_costs import priced
+from rematplan.plans.stage_problems import reusable_bytes
 from rematplan.plans.step_planner import StepPlanner
 from rematplan.runtime.execute.compile import named_tensors
+from rematplan.runtime.execute.in_place import overwritable_operands, reused_bytes_of_all
 from rematplan.runtime.graph.allocator_rounding import allocated
 from rematplan.runtime.graph.captured_step import CapturedStep
 from rematplan.runtime.pipeline.dataflow_code import check_crossing, compile_stage
@@ -105,7 +107,8 @@ def dataflow_part(
         tangents = (step.values[i.value].fake for i in step.inputs if i.kind == "tangent")
         loss = loss or planner.loss(step, graph)
         loss_bytes = loss.peak + loss.forward + sum(allocated(t.nbytes, t.device) for t in tangents)
-        template = replace(template, left=template.left + allocated(LOSS_BYTES, step.device))
+        own = allocated(LOSS_BYTES, step.device)  # during the backward, and after it
+        template = replace(template, torch_bytes=template.torch_bytes + own, left=template.left + own)
     if any(call.seeded for call in step.calls):
         template = replace(template, torch_bytes=template.torch_bytes + STATE)
     graph = with_dataflow_boundary(step, graph, last=last, loss_bytes=loss_bytes)
@@ -113,12 +116,15 @@ def dataflow_part(
     added, _ = earlier_gradients(step)
     adding = adding_problem(step, graph, added)
     kinds = {step.values[i.value].storage: i.kind for i in reversed(step.inputs)}
+    operands = overwritable_operands(step)
     problem = StageProblem(
         adding,
         LOSS,
         states=tuple(t for t in adding.inputs if kinds.get(t, t) in STATES),
         gradients={new: old for old, new in zip(graph.outputs, adding.outputs, strict=True) if old != new},
         untaken=partial(_untaken_bytes, step),
+        reused=partial(reused_bytes_of_all, step, operands),
+        reusable=reusable_bytes(step, operands, backward=True),
         template=template,
     )
     return DataflowPart(number, stages, stage, step, problem)

@@ -77,7 +77,7 @@ def stage_problem(
         leaving=_leaving(step, adding),
         gradients={new: old for old, new in zip(graph.outputs, adding.outputs, strict=True) if old != new},
         reused=lambda schedule: reused_bytes(step, operands, schedule, backward=as_captured),
-        reusable=_reusable(step, operands, backward=as_captured),
+        reusable=reusable_bytes(step, operands, backward=as_captured),
         template=template,
     )
     return replace(
@@ -100,7 +100,7 @@ def _with_numbers(step: CapturedStep, graph: TrainingGraph) -> TrainingGraph:
     return replace(graph, ops=tuple(map(counted, graph.ops)), inverses=tuple(map(counted, graph.inverses)))
 
 
-def _reusable(step: CapturedStep, operands: Operands, backward: bool) -> dict[str, int]:
+def reusable_bytes(step: CapturedStep, operands: Operands, backward: bool) -> dict[str, int]:
     """Return, for each op that may write its result into an operand, the bytes of the largest such operand.
 
     ``backward``: whether the backward does so, too.

@@ -104,12 +104,28 @@ def reused_bytes(
         backward: whether each backward overwrites operands. If not, only those are counted that the forward overwrites.
     """
     own, reused = split_at_loss(step, schedule), [0] * len(schedule)
-    for start, (_, value) in _overwritten(operands, own.schedule).items():
+    for start, end, value in _reuses(operands, own.schedule):
         if backward or start < own.boundary:
-            end = own.schedule.index(Free(value.storage), start)
             for at in range(own.positions[start], own.positions[end]):
                 reused[at] += step.storage_bytes[value.storage]
     return tuple(reused)
+
+
+def reused_bytes_of_all(step: CapturedStep, operands: Operands, schedule: Schedule) -> tuple[int, ...]:
+    """Return what `reused_bytes` does, for code that is compiled from the whole schedule, with all its entries, as that
+    of a dataflow's stage is."""
+    reused = [0] * len(schedule)
+    for start, end, value in _reuses(operands, schedule):
+        for at in range(start, end):
+            reused[at] += step.storage_bytes[value.storage]
+    return tuple(reused)
+
+
+def _reuses(operands: Operands, schedule: Schedule) -> Iterator[tuple[int, int, Value]]:
+    """Yield for each call of a schedule that overwrites an operand: its position, the position at which the schedule
+    frees the operand, and the operand."""
+    for start, (_, value) in _overwritten(operands, schedule).items():
+        yield start, schedule.index(Free(value.storage), start), value
 
 
 def operands_to_overwrite(step: CapturedStep) -> tuple[tuple[str, ...], ...]:

@@ -14,6 +14,8 @@ from torch import nn
 from rematplan.ir import ModelError, ProblemError, UsageError
 from rematplan.pipeline.dataflow import DataflowPart, dataflow_part, dataflow_stages
 from rematplan.planner.core.plan import plan_from_runs
+from rematplan.planner.core.schedule import Run
+from rematplan.planner.core.simulator import resident_bytes
 from rematplan.planner.pipeline.actions import StagePlan
 from rematplan.planner.pipeline.dataflow_plans import dataflow_plans
 from rematplan.planner.strategies.store_all import no_recompute
@@ -77,6 +79,15 @@ def test_answers_that_no_inverse_reads_are_not_used(part: DataflowPart) -> None:
         for plan in (no_recompute(part.problem.graph), dataflow_plans(part.problem)[-1])
     )
     assert (keeping.unused_answers, inverting.unused_answers) == ({0, 1}, set())
+
+
+def test_a_result_that_is_written_into_an_operand_counts_once(part: DataflowPart) -> None:
+    graph = part.problem.graph
+    schedule = no_recompute(graph).schedule
+    assert "v_tanh = aten_tanh_(v_addmm)\n" in compile_stage(part.step, schedule, last=False).source
+    at, size = schedule.index(Run("tanh")), 4 * 8 * 4 * 16
+    assert part.problem.reusable["tanh"] == size
+    assert part.problem.resident(schedule)[at] == resident_bytes(graph, schedule)[at] - size
 
 
 def passed(part: DataflowPart, lost: bool = False) -> tuple[list[Any], list[Any], dict[str, Any]]:
