@@ -232,9 +232,7 @@ class Runner:
                     found = with_statistics(entry.whole, recorder.options, recorder.draws)
                     captured = with_expected_tangents(found.step, self.arrived)
                     first = not any(w.measured for w in self.plans.plain())
-                    draws = recorder.draws.count
                     made = self.planner(captured, first=first)
-                    recorder.draws.count = draws  # the measurement of costs draws labels, too
                     again = entry.planned_again(made, Steps.of(entry.whole, captured), statistics=found)
                     entry.measured.append(again)
         self.last = entry.measured[0]
