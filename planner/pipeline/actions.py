@@ -220,7 +220,8 @@ class StagePlan:
     by which the same work needs more in a B, because torch keeps the outputs, their gradients and the input's gradient
     until a B ends, while it frees them at the end of an I. So the transient of a B is the larger of
     ``transient_backward`` and ``transient_weight`` + ``whole``. A stage whose backward is never split has 0 for
-    ``transient_weight``, ``deferred_bytes``, ``whole`` and ``weight``.
+    ``transient_weight``, ``deferred_bytes``, ``whole`` and ``weight``. ``deferred_input``: of D, the
+    bytes of the message from the previous stage, which W reads.
 
     ``gradients``: bytes of the parameters' gradients. The first backward of a step creates them; later ones add to
     them, so they stay until the end of the step. ``early_gradients``: bytes of those that an I computes, because one op
@@ -260,6 +261,7 @@ class StagePlan:
     extra: float = 0.0
     plan: Mapping[str, Any] | None = None
     deferred_bytes: int = 0
+    deferred_input: int = 0
     whole: int = 0
     gradients: int = 0
     early_gradients: int = 0

@@ -9,7 +9,8 @@ whenever an action begins to read a message, as long as messages are left.
 
 A stage whose neighbour is on the same rank gets the neighbour's tensors themselves. The output of a stage then exists
 to the end of the stage's own backward, even while the next stage does not need it. So it also waits for the next stage
-from the end of that stage's backward to the end of its own.
+from the end of that stage's backward to the end of its own, except in the time between the next stage's I and W if this
+W reads it.
 """
 
 from __future__ import annotations
@@ -67,8 +68,7 @@ def message_bytes(actions: Iterable[Action], stages: Mapping[int, StagePlan]) ->
             unread[kind, action.stage] -= 1
             _receive_ahead(held, kind, stages[action.stage], unread[kind, action.stage])
         yield most, held.total
-        if action.kind in READS:
-            _finish(held, action, stages)
+        _finish(held, action, stages)
         after = action.after
     yield _change(held, after, stages), held.total
 
@@ -101,9 +101,13 @@ def _change(held: _Held, entries: Iterable[Entry], stages: Mapping[int, StagePla
 
 
 def _finish(held: _Held, action: Action, stages: Mapping[int, StagePlan]) -> None:
-    """Change ``held`` to the messages that exist after an F, B or I."""
+    """Change ``held`` to the messages that exist after an action."""
     number, microbatch = action.stage, action.microbatch
-    stage = stages[number]
+    stage, own = stages[number], ("received", "F", number, microbatch)
+    if action.kind == "W":
+        if own in held.bytes:  # until now, `deferred_bytes` included a part of it
+            held.put(own, stage.received)
+        return
     if action.kind == "F":
         if number + 1 in stages:
             held.put(("received", "F", number + 1, microbatch), stages[number + 1].received)
@@ -113,7 +117,8 @@ def _finish(held: _Held, action: Action, stages: Mapping[int, StagePlan]) -> Non
     held.drop(("received", "F", number + 1, microbatch))
     if number - 1 in stages:
         held.put(("received", "B", number - 1, microbatch), stages[number - 1].answered)
-        held.put(("received", "F", number, microbatch), stage.received)
+        deferred = stage.deferred_input if action.kind == "I" else 0
+        held.put(own, stage.received - min(deferred, stage.received))
     else:
         held.put(("sent", "B", number, microbatch), stage.returned)
     if ("sent", "F", number, microbatch) in held.bytes:  # until now, `kept_bytes` included a part of it

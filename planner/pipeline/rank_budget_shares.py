@@ -86,13 +86,15 @@ def _idle(most: StagePlan, kept: int, deferred: int, freed: int, created: bool) 
     ``most``: the stage's memory and times without recomputation. ``kept``: bytes kept between forward and backward.
     ``deferred``: bytes kept between I and W. ``freed``: bytes of outputs that torch frees once they are sent.
     ``created``: whether to count the most that the stage can hold, too: the gradients that its first backward
-    allocates, during that backward, and all of ``freed`` in addition to ``kept`` until they are freed.
+    allocates, during that backward, all of ``freed`` in addition to ``kept`` until they are freed, and the message from
+    the previous stage in addition to ``deferred``.
     """
     return replace(
         most,
         loose=freed if created else 0,
         kept_bytes=kept,
         deferred_bytes=deferred,
+        deferred_input=0 if created else most.received,
         transient_forward=0,
         transient_backward=0,
         transient_weight=0,

@@ -274,7 +274,7 @@ def _split_figures(
     saved: int,
 ) -> dict[str, Any]:
     """Return the fields of `StagePlan` that only a split backward has, by name: ``deferred_bytes``,
-    ``transient_weight``, ``first_weight``, ``whole`` and ``early_gradients``.
+    ``deferred_input``, ``transient_weight``, ``first_weight``, ``whole`` and ``early_gradients``.
 
     The I ends with the frees that follow the second boundary op, and with that of inputs that are ``released``.
 
@@ -310,6 +310,7 @@ def _split_figures(
     unread = problem.bytes(problem.per_microbatch) - problem.bytes(late)
     return {
         "deferred_bytes": deferred + saved - unread,
+        "deferred_input": problem.bytes(late),
         "transient_weight": weight + saved - unread,
         "first_weight": first_weight + saved - unread,
         "whole": whole + unread,

@@ -62,6 +62,8 @@ def replayed(actions: tuple[Action, ...], plans: dict[int, StagePlan]) -> list[i
                 ledger["deferred", *mine] = p.deferred_bytes
             else:
                 ledger.pop(("deferred", *mine), None)
+                if ("waits", "F", *mine) in ledger:
+                    ledger["waits", "F", *mine] = p.received
                 ledger["gradients", "W", a.stage] = p.gradients - p.early_gradients
             if a.kind != "W":
                 ledger["gradients", "I", a.stage] = p.early_gradients
@@ -71,7 +73,9 @@ def replayed(actions: tuple[Action, ...], plans: dict[int, StagePlan]) -> list[i
                     ledger["output", *mine] = p.sent
                 if a.stage - 1 in plans:
                     ledger["waits", "B", a.stage - 1, a.microbatch] = plans[a.stage - 1].answered
-                    ledger["waits", "F", *mine] = p.received
+                    ledger["waits", "F", *mine] = max(
+                        0, p.received - (p.deferred_input if a.kind == "I" else 0)
+                    )
                 else:
                     ledger["gradient", *mine] = p.returned
     before = through(actions[-1].after)

@@ -193,6 +193,24 @@ def test_a_gradient_that_one_op_computes_with_that_of_the_input_stays_from_the_f
     assert during(whole, [replace(plan, states=0)])[-1] == 1007
 
 
+def test_a_message_that_a_w_reads_counts_once_until_then() -> None:
+    """The first stage, on the same rank, holds it until its own backward. Actions of stage 9 need nothing."""
+    plans = [StagePlan(0, 0, 0, 0), StagePlan(1, 0, 0, 0, deferred_bytes=7, deferred_input=5, received=6)]
+    rows = [
+        ("F", 0, 0),
+        ("F", 1, 0),
+        ("I", 1, 0),
+        ("F", 9, 0),
+        ("W", 1, 0),
+        ("F", 9, 1),
+        ("I", 0, 0),
+        ("F", 9, 2),
+    ]
+    actions = tuple(Action(*row) for row in rows)  # type: ignore[arg-type]
+    most = dict(zip(map(str, actions), during(actions, [*plans, StagePlan(9, 0, 0, 0)]), strict=False))
+    assert (most["9F0"], most["9F1"], most["9F2"]) == (7 + 1, 6, 0)
+
+
 def own_outputs() -> StageProblem:
     """A stage that computes no input gradient. Its output, of 10 bytes, is what its first op for a weight's gradient
     reads; the second one reads 3 bytes and writes 40."""
