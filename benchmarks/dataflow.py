@@ -26,6 +26,7 @@ import rematplan
 from rematplan.ir import InfeasibleBudget, show_bytes
 from rematplan.models import build, example_inputs
 from rematplan.runtime.costs.measure import peak_above_entry
+from rematplan.runtime.pipeline.message_layout import turned
 from rematplan.runtime.pipeline.stage_modules import stage_modules
 
 PROCESSES = 8
@@ -34,6 +35,8 @@ CASES = [(4, 16, 2), (4, 4, 2), (4, 64, 2), (2, 16, 2), (8, 16, 2), (4, 16, 8)]
 """Ranks, micro-batches, couplings in a stage."""
 QUICK = [(4, 4, 2), (2, 4, 2)]
 CPU = torch.device("cpu")
+TOKENS_LAST = (0, 2, 1)
+"""The order of a message's dimensions, and of a tensor's in a message: the tokens are the last in memory."""
 
 
 def network(
@@ -115,9 +118,10 @@ def checkpointed(rank: int, group: ProcessGroup, case: tuple[int, int, int]) -> 
         def forward(self, *tensors: torch.Tensor) -> Any:
             if first or last:
                 return self.inner(*tensors)
+            inner = [turned(t, TOKENS_LAST) for t in tensors]  # as our first and last stages send them
             for block in self.inner:
-                tensors = checkpoint(block, *tensors, use_reentrant=False)
-            return tensors
+                inner = checkpoint(block, *inner, use_reentrant=False)
+            return tuple(turned(t, TOKENS_LAST) for t in inner)
 
     stage = pipelining.PipelineStage(
         Stage(), rank, case[0], CPU, input_args=wanted.inputs, output_args=wanted.outputs, group=group
@@ -155,6 +159,8 @@ def main() -> None:
         )
         found: dict[Any, Any] = {}
         for _ in range(2 * sum(case[0] for case in cases)):
+            while results.empty():
+                started.join(0.1)  # raises an error if a process has ended with one
             case, task, rank, answer = results.get()
             found[case, task, rank] = answer
             if all((case, task, r) in found for task in ("dataflow", "checkpointed") for r in range(case[0])):
