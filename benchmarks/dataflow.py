@@ -36,7 +36,8 @@ CASES = [(4, 16, 2), (4, 4, 2), (4, 64, 2), (2, 16, 2), (8, 16, 2), (4, 16, 8)]
 QUICK = [(4, 4, 2), (2, 4, 2)]
 CPU = torch.device("cpu")
 TOKENS_LAST = (0, 2, 1)
-"""The order of a message's dimensions, and of a tensor's in a message: the tokens are the last in memory."""
+"""The order of dimensions in a message between stages. The tokens are a tensor's second dimension, but its last one in
+memory."""
 
 
 def network(

@@ -147,9 +147,9 @@ def schedule_of_rows(
 
     ``rows``: for each rank, its actions as (kind, stage, micro-batch), and between them the starts of receives
     (`RECEIVES`) and sends (`SENDS`) and the frees of sent messages (`DROPS`). A receive that is left out begins
-    directly before the action that reads the message, and a send that is left out directly after the action that makes
-    it. A sent message that no entry frees exists until the end of the step. The stages of a rank are those of its
-    actions.
+    directly before the action that reads the message. A send that is left out begins directly after the action that
+    makes the message. A sent message that no entry frees exists until the end of the step. A rank has the stages that
+    occur in its actions.
 
     Raises:
         ProblemError: a kind is not F, B, I or W, or a reason that `PipelineSchedule` lists.
@@ -178,7 +178,8 @@ def _actions(row: Iterable[tuple[str, int, int]]) -> Iterator[Action]:
 
 
 def _steps(row: RankActions) -> tuple[Step, ...]:
-    """Return a rank's actions and, each where the row's entries state it or directly after its action, the messages."""
+    """Return a rank's actions and the messages that it sends, in order. A message is sent where an entry of the row
+    states it, otherwise directly after the action that makes it."""
     stated = [*(a.messages for a in row), *(a.after for a in row[-1:])]
     behind = {
         (SENDS[kind], stage, microbatch): position - 1
@@ -220,8 +221,8 @@ class StagePlan:
     by which the same work needs more in a B, because torch keeps the outputs, their gradients and the input's gradient
     until a B ends, while it frees them at the end of an I. So the transient of a B is the larger of
     ``transient_backward`` and ``transient_weight`` + ``whole``. A stage whose backward is never split has 0 for
-    ``transient_weight``, ``deferred_bytes``, ``whole`` and ``weight``. ``deferred_input``: of D, the
-    bytes of the message from the previous stage, which W reads.
+    ``transient_weight``, ``deferred_bytes``, ``whole`` and ``weight``. ``deferred_input``: the
+    part of D that is the message from the previous stage, if W reads this message.
 
     ``gradients``: bytes of the parameters' gradients. The first backward of a step creates them; later ones add to
     them, so they stay until the end of the step. ``early_gradients``: bytes of those that an I computes, because one op

@@ -142,7 +142,7 @@ def rank_plans(
     Args:
         order: the pipeline's schedule.
         ranks: the ranks to plan.
-        parts: captured stages by number; those of the ranks are used.
+        parts: captured stages by number. Only the stages of ``ranks`` are used.
         budget: bytes, for all stages of a rank together.
         asked: the user's options, of which strategy and time limit are used.
 

@@ -176,8 +176,8 @@ class Receiver:
             self._post()
 
     def take(self) -> list[torch.Tensor]:
-        """Wait for the next message and return its tensors, with those of ``like`` in place of the ``unused`` ones.
-        Their memory is not reused for later messages.
+        """Wait for the next message and return its tensors. Their memory is not reused for later messages. The
+        ``unused`` tensors are not returned: the result has the tensors of ``like`` in their places.
 
         Before it returns, this frees the unused tensors, posts the receive of a later message, if one is left, and then
         acknowledges the message, which allows the sender to send one more.

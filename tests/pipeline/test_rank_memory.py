@@ -17,6 +17,7 @@ from rematplan.planner.pipeline.actions import (
     RECEIVES,
     SENDS,
     Action,
+    Kind,
     StagePlan,
     schedule_of_rows,
     stages_that_free_outputs,
@@ -196,7 +197,7 @@ def test_a_gradient_that_one_op_computes_with_that_of_the_input_stays_from_the_f
 def test_a_message_that_a_w_reads_counts_once_until_then() -> None:
     """The first stage, on the same rank, holds it until its own backward. Actions of stage 9 need nothing."""
     plans = [StagePlan(0, 0, 0, 0), StagePlan(1, 0, 0, 0, deferred_bytes=7, deferred_input=5, received=6)]
-    rows = [
+    rows: list[tuple[Kind, int, int]] = [
         ("F", 0, 0),
         ("F", 1, 0),
         ("I", 1, 0),
@@ -206,7 +207,7 @@ def test_a_message_that_a_w_reads_counts_once_until_then() -> None:
         ("I", 0, 0),
         ("F", 9, 2),
     ]
-    actions = tuple(Action(*row) for row in rows)  # type: ignore[arg-type]
+    actions = tuple(Action(*row) for row in rows)
     most = dict(zip(map(str, actions), during(actions, [*plans, StagePlan(9, 0, 0, 0)]), strict=False))
     assert (most["9F0"], most["9F1"], most["9F2"]) == (7 + 1, 6, 0)
 

@@ -177,7 +177,8 @@ def _all_different(results: Sequence[Any]) -> Sequence[Any]:
         seen.add(id(tensor))
         return tensor
 
-    return pytree.tree_map_only(torch.Tensor, different, results)  # type: ignore[no-any-return]
+    found: Sequence[Any] = pytree.tree_map_only(torch.Tensor, different, results)
+    return found
 
 
 def _as_given(value: Any) -> Any:
