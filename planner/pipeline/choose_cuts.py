@@ -23,7 +23,7 @@ from rematplan.planner.pipeline.actions import PipelineSchedule, StagePlan, stag
 from rematplan.planner.pipeline.dataflow_plans import starting_plans
 from rematplan.planner.pipeline.in_flight import RankPlan, RankSearch, StagePlanner, plans_of_ranks
 from rematplan.planner.pipeline.lean_cuts import lean_cuts
-from rematplan.planner.pipeline.messages import MessageBytes, message_memory
+from rematplan.planner.pipeline.messages import RANDOM_STATE, MessageBytes, message_memory
 from rematplan.planner.pipeline.pipeline_file import PlannedPipeline, most_in_flight
 from rematplan.planner.pipeline.stage_chain import StageChain
 from rematplan.planner.pipeline.stage_floor import time_floors
@@ -48,7 +48,8 @@ class Terms:
     ``budget``: bytes of memory for each rank. ``link``: latency and bandwidth between ranks. ``overhead``: microseconds
     that each action takes in addition to the computation. ``optimizer``: bytes of optimizer state per byte of trained
     parameters. ``batch``: the names of inputs that differ between micro-batches; a rank that reads such an input keeps
-    its contents for all micro-batches in memory.
+    its contents for all micro-batches in memory. ``opening``: bytes that PyTorch allocates while it prepares the first
+    step.
     """
 
     budget: int
@@ -56,6 +57,7 @@ class Terms:
     overhead: float = 0.0
     optimizer: float = 0.0
     batch: frozenset[str] = frozenset()
+    opening: int = RANDOM_STATE
 
 
 def stage_times(
@@ -349,7 +351,7 @@ class PipelineSearch:
         _, trained, batch = self._input_bytes(start, end)
         sends = self.chain.sends
         sizes = MessageBytes(sends[start], self._returns(end), sends[end], self._returns(start))
-        plan = message_memory(self.schedule, stage, sizes)
+        plan = message_memory(self.schedule, stage, sizes, self.terms.opening)
         return replace(
             plan,
             states=int(self.terms.optimizer * trained),

@@ -56,7 +56,9 @@ class MessageBytes:
     outputs: int = 0
 
 
-def message_memory(schedule: PipelineSchedule, stage: int, size: MessageBytes) -> StagePlan:
+def message_memory(
+    schedule: PipelineSchedule, stage: int, size: MessageBytes, opening: int = RANDOM_STATE
+) -> StagePlan:
     """Return the bytes of memory that a stage needs for messages to and from other stages, as the fields
     ``torch_bytes``, ``received``, ``answered``, ``credits``, ``sent``, ``returned``, ``left``, ``closing``, ``opening``
     and ``ending`` of a `StagePlan`. The field ``stage`` is the stage's number; all other fields are 0.
@@ -65,6 +67,7 @@ def message_memory(schedule: PipelineSchedule, stage: int, size: MessageBytes) -
         schedule: the pipeline's schedule.
         stage: the stage's number, from 0.
         size: the sizes of its messages for one micro-batch.
+        opening: bytes that PyTorch allocates while it prepares the first step; the default holds from 2.13 on.
 
     Raises:
         ProblemError: a schedule with channels deadlocks, however many messages may be sent and not yet read.
@@ -92,7 +95,7 @@ def message_memory(schedule: PipelineSchedule, stage: int, size: MessageBytes) -
         returned=0 if before else size.returned,
         left=size.outputs,
         closing=schedule.microbatches * size.outputs,
-        opening=RANDOM_STATE,
+        opening=opening,
         ending=DIVISOR,
     )
 

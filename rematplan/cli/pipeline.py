@@ -13,10 +13,9 @@ from rematplan.cli.arguments import check_outputs, given_sizes, positive, positi
 from rematplan.cli.output import Output
 from rematplan.cli.problem_source import PROFILE, ROOFLINE, add_costs, add_model, costs_of, load_model, price
 from rematplan.ir import TrainingGraph, UsageError, show_bytes
-from rematplan.pipeline.options import OPTIMIZERS, optimizer_copies, parse_link
+from rematplan.pipeline.options import OPTIMIZERS, optimizer_copies, parse_link, parse_rank_budget
 from rematplan.pipeline.schedules import SCHEDULES, SPLIT
 from rematplan.planner.pipeline.pipeline_file import PlannedPipeline, pipeline_to_json, save_pipeline
-from rematplan.plans.budgets import parse_budget
 
 if TYPE_CHECKING:
     from rematplan.runtime.graph.captured_step import CapturedStep
@@ -100,10 +99,8 @@ def run(args: argparse.Namespace, out: Output) -> int:
         InfeasibleBudget: the stages of a rank do not fit the budget.
     """
     check_outputs(args.output, args.png)
-    budget = parse_budget(args.budget)
+    budget = parse_rank_budget(args.budget)
     link, optimizer = parse_link(args.link), optimizer_copies(args.optimizer)
-    if budget.kind not in ("bytes", "share"):
-        raise UsageError(f"state a pipeline's budget in bytes or as a percentage, not as {budget.text!r}")
     if args.schedule not in (*SCHEDULES, AUTO):
         raise UsageError(f"unknown schedule {args.schedule!r}; known: {', '.join((*SCHEDULES, AUTO))}")
     if not 0 <= args.overhead < 1e12:

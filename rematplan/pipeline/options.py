@@ -1,4 +1,4 @@
-"""Read options of pipelines: the speed of the network, and the size of an optimizer's state."""
+"""Read options of pipelines: the budget, the speed of the network, and the size of an optimizer's state."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Mapping
 
 from rematplan.ir import UsageError
 from rematplan.planner.pipeline.timeline import FREE_LINK, Link
-from rematplan.plans.budgets import UNITS
+from rematplan.plans.budgets import UNITS, Budget, parse_budget
 
 OPTIMIZERS: Mapping[str, float] = {
     "none": 0,
@@ -22,6 +22,16 @@ OPTIMIZERS: Mapping[str, float] = {
 _MICROSECONDS = {"s": 1e6, "ms": 1e3, "us": 1.0, "µs": 1.0, "ns": 1e-3}
 _BANDWIDTH = re.compile(r"([0-9.]{1,20}) ?([a-z]+)/s", re.IGNORECASE)
 _LATENCY = re.compile(r"([0-9.]{1,20}) ?(s|ms|us|µs|ns)")
+
+
+def parse_rank_budget(text: str) -> Budget:
+    """Read the budget of a pipeline's ranks from text: bytes such as ``4GiB``, or ``60%`` of the largest peak of a rank
+    without recomputation.
+
+    Raises:
+        UsageError: the text is malformed, or a budget of another kind, such as ``min``.
+    """
+    return parse_budget(text, ("bytes", "share"))
 
 
 def parse_link(text: str | None) -> Link:

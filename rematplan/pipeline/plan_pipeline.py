@@ -12,10 +12,10 @@ from torch import nn
 from rematplan.ir import UsageError
 from rematplan.pipeline.auto_cuts import agreed, auto_cuts
 from rematplan.pipeline.data_parallel import ALONE, DataParallel
+from rematplan.pipeline.options import parse_rank_budget
 from rematplan.pipeline.rank_plans import (
     budget_bytes,
     captured_part,
-    check_budget,
     rank_plans,
     stated_rank_plan,
 )
@@ -23,7 +23,7 @@ from rematplan.pipeline.runnable_pipeline import Pipeline
 from rematplan.pipeline.schedules import MOST, ONE_STAGE, SCHEDULES, schedule_named
 from rematplan.planner.pipeline.actions import PipelineSchedule
 from rematplan.planner.pipeline.messages import CHANNELS
-from rematplan.plans.budgets import Budget, parse_budget
+from rematplan.plans.budgets import Budget
 from rematplan.plans.options import PlanOptions
 from rematplan.plans.step_planner import StepPlanner
 from rematplan.runtime.graph.compat import MESSAGES_HAVE_GRADIENTS
@@ -120,7 +120,7 @@ def plan_pipeline(
         max_inversion_error=max_inversion_error,
     )
     order = _order(schedule, stages, microbatches, hop)
-    budgeted = parse_budget(str(budget))
+    budgeted = parse_rank_budget(str(budget))
     parallel = DataParallel(shards, replicas)
     loss = _loss_and_target(loss_fn, target, loss_memory)
     ranks = None if ranks is None else tuple(ranks)
@@ -154,7 +154,8 @@ def captured_pipeline(
         args: positional arguments of the model, whole batches.
         kwargs: keyword arguments of the model, or None.
         order: the schedule.
-        stated: the budget of each rank. For a percentage, the stages of all ranks are captured.
+        stated: the budget of each rank, in bytes or as a percentage. For a percentage, the stages of all ranks are
+            captured.
         cuts: names of the modules with which the second and each later stage begin, as a sequence or separated by
             commas; or ``auto`` to choose them.
         asked: the options of planning. Their budget is ignored in favour of ``stated``.
@@ -164,12 +165,11 @@ def captured_pipeline(
         loss: the loss and the targets of a batch, to measure the memory of the loss; None: it is as ``asked`` says.
 
     Raises:
-        UsageError: a budget that is neither bytes nor a percentage, impossible cuts, a batch that cannot be divided
-            evenly, or messages that this version of PyTorch cannot send (`_check_messages`).
+        UsageError: impossible cuts, a batch that cannot be divided evenly, or messages that this version of PyTorch
+            cannot send (`_check_messages`).
         ModelError: the model cannot be divided into stages.
     """
     stages, microbatches = order.stages, order.microbatches
-    check_budget(stated)
     one_args, one_kwargs = _first_microbatch(args, kwargs or {}, microbatches)
     if cuts == AUTO:
 

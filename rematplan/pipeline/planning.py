@@ -21,6 +21,7 @@ from rematplan.pipeline.schedules import (
     schedule_named,
 )
 from rematplan.pipeline.step_chain import NamedChain, named_chain
+from rematplan.pipeline.torch_memory import OPENING
 from rematplan.planner.core.strategy import Progress, silent
 from rematplan.planner.pipeline.actions import PipelineSchedule
 from rematplan.planner.pipeline.auto_stages import AutoStages
@@ -231,7 +232,7 @@ def _largest_peak(search: PipelineSearch) -> int:
 
 
 def _terms(chain: NamedChain, asked: Asked, budget: int) -> Terms:
-    return Terms(budget, asked.link, asked.overhead, asked.optimizer, chain.batch)
+    return Terms(budget, asked.link, asked.overhead, asked.optimizer, chain.batch, OPENING)
 
 
 def _schedule(name: str, chain: NamedChain, asked: Asked) -> PipelineSchedule:

@@ -97,16 +97,6 @@ def _check_frozen(order: PipelineSchedule, number: int, stage: StageModule) -> N
         )
 
 
-def check_budget(stated: Budget) -> None:
-    """Check that a pipeline's budget is in bytes or a percentage.
-
-    Raises:
-        UsageError: the budget is of another kind: a share of activations, ``min`` or ``least``.
-    """
-    if stated.kind not in ("bytes", "share"):
-        raise UsageError(f"state a pipeline's budget in bytes or as a percentage, not as {stated.text!r}")
-
-
 def budget_bytes(stated: Budget, order: PipelineSchedule, parts: Mapping[int, Part]) -> int:
     """Convert a pipeline's budget for each rank to bytes.
 

@@ -132,9 +132,9 @@ def reports_of_step(plan: PlannedPipeline, rank: int, *, verify: bool, time_limi
     except RuntimeError as error:
         if not (isinstance(error, distributed.DistError) or any(word in str(error) for word in LOST)):
             raise
-        reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
         raise ProcessEnded(
-            f"another process of the pipeline has ended or cannot be reached: {reason}"
+            f"rank {rank}: another process of the pipeline has ended or cannot be reached; the output of that process, "
+            f"or torchrun's, says why"
         ) from None
 
 

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import replace
 
 import torch
 
 from rematplan.planner.pipeline.actions import PipelineSchedule, StagePlan
-from rematplan.planner.pipeline.messages import CHANNELS, MessageBytes, message_memory
+from rematplan.planner.pipeline.messages import CHANNELS, RANDOM_STATE, MessageBytes, message_memory
 from rematplan.runtime.graph.allocator_rounding import allocated
 from rematplan.runtime.graph.compat import STEPS_COPY_RANDOM_STATE
 from rematplan.runtime.pipeline.stage_modules import StageModule
+
+OPENING = RANDOM_STATE if STEPS_COPY_RANDOM_STATE else 0
+"""The bytes that the installed version of PyTorch allocates while it prepares the first step of a pipeline."""
 
 
 def stage_torch_memory(
@@ -35,8 +37,7 @@ def stage_torch_memory(
         returned=_backward_message_bytes(inputs, back, device),
         outputs=_bytes(stage.outputs, device) if last else 0,
     )
-    plan = message_memory(schedule, number, size)
-    return plan if STEPS_COPY_RANDOM_STATE else replace(plan, opening=0)
+    return message_memory(schedule, number, size, OPENING)
 
 
 def handed_on(schedule: PipelineSchedule, number: int, stage: StageModule, device: torch.device) -> int:

@@ -4,7 +4,7 @@ them."""
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from fractions import Fraction
 
@@ -47,10 +47,14 @@ LEAN: Mapping[str, float] = {"min": MIN_BUDGET.slack, "least": 0.0}
 _NUMBER = re.compile(
     r"([0-9]{1,24}(?:\.[0-9]{1,24})?) ?(% of activations|%|[a-z]*)", re.IGNORECASE | re.ASCII
 )
-_FORMS = (
-    "write 4GiB, 512MB, 60% (of the no-recompute peak), 50% of activations (inputs and gradients stay whole), a whole "
-    "number of bytes, min (within 1 % of the smallest found, as cheap as possible) or least (the smallest found itself)"
-)
+FORMS: Mapping[str, str] = {
+    "bytes": "4GiB, 512MB, a whole number of bytes",
+    "share": "60% (of the no-recompute peak)",
+    "activations": "50% of activations (inputs and gradients stay whole)",
+    "min": "min (within 1 % of the smallest found, as cheap as possible)",
+    "least": "least (the smallest found itself)",
+}
+"""How to write each kind of budget, for messages."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,13 +115,26 @@ def whole_bytes(graph: TrainingGraph) -> int:
     return sum(graph.size[t] for t in {*graph.inputs, *graph.outputs})
 
 
-def parse_budget(text: str) -> Budget:
+def parse_budget(text: str, kinds: Collection[str] = tuple(FORMS)) -> Budget:
     """Read a budget from text: ``4GiB``, ``60%``, ``50% of activations``, a whole number of bytes, ``min`` or
     ``least``.
 
+    ``kinds``: the accepted kinds of budgets (keys of `FORMS`); by default all.
+
     Raises:
-        UsageError: the text is malformed. The message shows the accepted forms.
+        UsageError: the text is malformed, or the budget is of another kind. The message shows the accepted forms.
     """
+    budget = _parsed(text)
+    if budget is not None and budget.kind in kinds:
+        return budget
+    *forms, last = (form for kind, form in FORMS.items() if kind in kinds)
+    raise UsageError(
+        f"budget {text[:40]!r} is not {'understood' if budget is None else 'possible here'}; write "
+        f"{', '.join(forms)}{' or ' if forms else ''}{last}"
+    )
+
+
+def _parsed(text: str) -> Budget | None:
     if (word := text.strip().lower()) in LEAN:
         return Budget(text, word, Fraction(0))
     match = _NUMBER.fullmatch(text.strip())
@@ -129,7 +146,7 @@ def parse_budget(text: str) -> Budget:
             return Budget(text, "activations", number / 100)
         if unit in UNITS and (UNITS[unit] > 1 or number.denominator == 1):  # there is no half byte
             return Budget(text, "bytes", number * UNITS[unit])
-    raise UsageError(f"budget {text[:40]!r} is not understood; {_FORMS}")
+    return None
 
 
 def unit_missing(budget: Budget, graph: TrainingGraph) -> str:

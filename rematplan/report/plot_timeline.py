@@ -24,6 +24,16 @@ KINDS: Mapping[str, tuple[str, str]] = {
 """For each kind of action (forward, backward or a part of it), its name in the legend and its colour."""
 LIGHT = 0.55
 """The opacity of the last stage of a rank that has several; the first one has 1."""
+ABOVE: Mapping[str, Any] = {
+    "loc": "lower center",
+    "bbox_to_anchor": (0.5, 1.0),
+    "ncols": 5,
+    "fontsize": 8,
+    "frameon": False,
+}
+"""The place and look of a legend above its diagram."""
+LONGEST_NAME = 60
+"""The most characters of a model's name in the title."""
 NUMBERED = 1 / 90
 """An action that takes at least this share of the makespan is labelled with its micro-batch's number."""
 
@@ -35,6 +45,11 @@ def save_timeline(path: Path, plan: PlannedPipeline) -> None:
     Raises:
         ProblemError: the file cannot be written.
     """
+    save_png(timeline_figure(plan), path)
+
+
+def timeline_figure(plan: PlannedPipeline) -> Figure:
+    """Return the picture that `save_timeline` writes."""
     ranks = plan.schedule.ranks
     figure = Figure(figsize=(13, 1.8 + 0.55 * ranks), layout="constrained")
     times, peaks = figure.subplots(1, 2, width_ratios=(5, 1))
@@ -42,18 +57,24 @@ def save_timeline(path: Path, plan: PlannedPipeline) -> None:
     unit, scale = unit_of(max(plan.peaks))
     peaks.barh(range(ranks), [peak / scale for peak in plan.peaks], color=COLOURS[0], height=0.7)
     if plan.budget <= 4 * max(plan.peaks):
-        peaks.axvline(plan.budget / scale, color="black", linestyle="--", linewidth=1)
-    peaks.set_xlabel(f"promised peak ({unit}); dashed: budget")
+        peaks.axvline(plan.budget / scale, color="black", linestyle="--", linewidth=1, label="budget")
+        peaks.legend(**ABOVE)
+    peaks.set_xlabel(f"promised peak ({unit})")
     for axes in (times, peaks):
         axes.set_yticks(range(ranks), [f"rank {rank}" for rank in range(ranks)])
         axes.set_ylim(ranks - 0.5, -0.5)
     order, line = plan.schedule, plan.timeline
     figure.suptitle(
-        f"{plan.problem}: {order.name}, {order.microbatches} micro-batches, bubble {100 * line.bubble:.1f} %, "
+        f"{_short(plan.problem)}: {order.name}, {order.microbatches} micro-batches, bubble {100 * line.bubble:.1f} %, "
         f"budget {show_bytes(plan.budget)} a rank",
         parse_math=False,
     )
-    save_png(figure, path)
+    return figure
+
+
+def _short(name: str) -> str:
+    """Return a name that fits into a title, with an ellipsis for what is left out."""
+    return name if len(name) <= LONGEST_NAME else name[: LONGEST_NAME - 1] + "…"
 
 
 def draw_timeline(axes: Axes, line: Timeline) -> None:
@@ -82,6 +103,4 @@ def draw_timeline(axes: Axes, line: Timeline) -> None:
     handles = [Patch(color=KINDS[k][1], label=KINDS[k][0]) for k in KINDS if k in present]
     if any(len(stages) > 1 for stages in line.schedule.stage_of_rank):
         handles.append(Patch(color=KINDS["F"][1], alpha=LIGHT, label="lighter: a later stage of the rank"))
-    axes.legend(
-        handles=handles, loc="lower center", bbox_to_anchor=(0.5, 1.0), ncols=5, fontsize=8, frameon=False
-    )
+    axes.legend(handles=handles, **ABOVE)

@@ -1,6 +1,7 @@
 """The command pipeline: tables, files and refusals."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -12,6 +13,7 @@ from rematplan.pipeline.options import parse_link
 from rematplan.planner.pipeline.choose_cuts import PipelineSearch
 from rematplan.planner.pipeline.pipeline_file import load_pipeline, pipeline_to_json, save_pipeline
 from rematplan.planner.pipeline.timeline import Link
+from rematplan.report.plot_timeline import timeline_figure
 
 SMALL = ("vit_s", "--depth", "4", "--width", "32", "--image", "32", "--batch", "2", "--costs", "roofline")
 FOUR = (*SMALL, "--microbatches", "4", "--time-limit", "2")
@@ -53,6 +55,28 @@ def test_tables_and_the_timeline_are_shown(call, tmp_path) -> None:
     ):
         assert text in done.out
     assert png.read_bytes().startswith(b"\x89PNG")
+
+
+def test_no_text_of_the_timeline_is_cut_off(file) -> None:
+    plan = load_pipeline(file)
+    for name in ("net", "a long name " * 20):
+        figure = timeline_figure(replace(plan, problem=name, budget=2 * max(plan.peaks)))
+        figure.draw_without_rendering()
+        texts = [*figure.texts, *(axes.xaxis.label for axes in figure.axes)]
+        texts += [text for axes in figure.axes for text in axes.get_legend().get_texts()]
+        for text in texts:
+            box = text.get_window_extent()
+            assert 0 <= box.x0 <= box.x1 <= figure.bbox.x1, text
+            assert 0 <= box.y0 <= box.y1 <= figure.bbox.y1, text
+
+
+def test_what_torch_allocates_before_the_first_step_depends_on_its_version(call, monkeypatch) -> None:
+    found = []
+    for opening in (0, 2**30):
+        monkeypatch.setattr("rematplan.pipeline.planning.OPENING", opening)
+        found.append(call("pipeline", *FOUR, "--stages", 2, "--budget", "8GiB", "--json").data)
+    assert [{one["opening"] for one in said["plans"]} for said in found] == [{0}, {2**30}]
+    assert min(found[1]["peaks"]) > 2**30 > max(found[0]["peaks"])
 
 
 def test_json_output_equals_the_file(call, file) -> None:
@@ -180,7 +204,8 @@ def test_all_schedules_can_be_planned(call, schedule) -> None:
         (("--cuts", "blocks.1,blocks.2"), "2 stages need 1 cuts, not 2"),
         (("--optimizer", "best"), "unknown optimizer 'best'; known: none"),
         (("--link", "fast"), "link 'fast' is not understood"),
-        (("--budget", "min"), "in bytes or as a percentage, not as 'min'"),
+        (("--budget", "min"), "budget 'min' is not possible here; write 4GiB"),
+        (("--budget", "4 of"), "a whole number of bytes or 60% (of the no-recompute peak)\n"),
         (("--stages", "3", "--schedule", "zbv"), "zbv has 2 stages on each rank"),
         (("--stages", "99", "--microbatches", "99"), "cannot be divided into 99 stages, only into"),
         (("--microbatches", "1"), "1f1b needs at least as many micro-batches as ranks"),

@@ -60,7 +60,7 @@ def planned(
             UsageError,
             "shards .FSDP2. or replicas .DistributedDataParallel., not both",
         ),
-        ({"budget": "min"}, UsageError, "in bytes or as a percentage, not as 'min'"),
+        ({"budget": "min"}, UsageError, "budget 'min' is not possible here"),
         ({"budget": "1KiB"}, InfeasibleBudget, "rank 0: budget 1.00 KiB"),
         ({"plans": {}}, UsageError, "no plan of stage 0, which rank 0 runs; it has plans of stages none"),
         ({"loss_fn": loss}, UsageError, "both loss_fn and target"),
