@@ -170,7 +170,6 @@ def captured_stage(
     graph = replace(graph, never_rerun=tuple(dict.fromkeys((*graph.never_rerun, *ops_that_run_once(step)))))
     if place.split:
         graph = with_weight_boundary(step, graph)
-    template = replace(template, left=template.left + loss.kept)
     problem = stage_problem(
         step,
         graph,

@@ -16,6 +16,7 @@ from torch.distributed import ProcessGroup
 from rematplan.ir import TrainingGraph, UsageError
 from rematplan.ir.training_graph import LIBRARIES
 from rematplan.pipeline.captured_stages import captured_step
+from rematplan.pipeline.torch_memory import LOSS_BYTES
 from rematplan.planner.core.inversion_error import worst_error
 from rematplan.planner.core.plan import Plan
 from rematplan.planner.core.schedule import Run, Schedule
@@ -40,8 +41,6 @@ from rematplan.runtime.problem.loss_memory import LossMemory
 
 STATES = ("parameter", "buffer", "constant", LIBRARIES)
 """The kinds of inputs that exist during the whole step."""
-LOSS_BYTES = 8
-"""The bytes of a micro-batch's loss, which is kept until the end of the step."""
 SMALL = 1e-6
 """The relative error of a tensor received in the backward for which the growth of errors is computed."""
 
@@ -106,9 +105,9 @@ def dataflow_part(
     if last:
         tangents = (step.values[i.value].fake for i in step.inputs if i.kind == "tangent")
         loss = loss or planner.loss(step, graph)
-        loss_bytes = loss.peak + loss.forward + sum(allocated(t.nbytes, t.device) for t in tangents)
-        own = allocated(LOSS_BYTES, step.device)  # during the backward, and after it
-        template = replace(template, torch_bytes=template.torch_bytes + own, left=template.left + own)
+        loss_bytes = loss.peak + max(loss.forward, sum(allocated(t.nbytes, t.device) for t in tangents))
+        during_backward = allocated(LOSS_BYTES, step.device)
+        template = replace(template, torch_bytes=template.torch_bytes + during_backward)
     if any(call.seeded for call in step.calls):
         template = replace(template, torch_bytes=template.torch_bytes + STATE)
     graph = with_dataflow_boundary(step, graph, last=last, loss_bytes=loss_bytes)

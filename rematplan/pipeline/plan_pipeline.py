@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
-from typing import Any, TypeAlias
+from typing import Any
 
 import torch
 from torch import nn
@@ -27,12 +27,11 @@ from rematplan.plans.budgets import Budget
 from rematplan.plans.options import PlanOptions
 from rematplan.plans.step_planner import StepPlanner
 from rematplan.runtime.graph.compat import MESSAGES_HAVE_GRADIENTS
+from rematplan.runtime.pipeline.loss_storage import LossFunction, with_own_storage
 from rematplan.runtime.pipeline.stage_modules import StageModule, stage_modules
 from rematplan.runtime.problem.loss_memory import LossMemory
 
 AUTO = "auto"
-LossFunction: TypeAlias = Callable[..., torch.Tensor]
-"""A function from the outputs and the targets of a micro-batch to a scalar."""
 
 
 def plan_pipeline(
@@ -84,8 +83,7 @@ def plan_pipeline(
         costs: how the costs of ops are determined: ``profile``, ``roofline`` or a file, as for `plan_module`.
         time_limit: seconds of search for each rank, and for the cuts. If no plans fit a rank, searches for the smallest
             budget take up to five times as long.
-        loss_memory: the memory of the loss, such as ``3x`` or ``1GiB``, as for `plan_module`. In addition, a tensor of
-            the outputs' size is assumed to stay allocated for each micro-batch until the end of the step.
+        loss_memory: the peak of the loss, such as ``3x`` or ``1GiB``, as for `plan_module`.
         loss_fn: the loss that `Pipeline.schedule` will get. It is run once on random outputs, and its memory is
             measured; so the predicted peak is exact. It replaces ``loss_memory``, and needs ``target``.
         target: the targets of a batch, which ``step`` will get.
@@ -228,7 +226,7 @@ def _measured_loss(
 ) -> LossMemory:
     """Measure the memory of the loss of one micro-batch. ``stage``: the last stage. ``target``: of a batch."""
     (first,), _ = _first_microbatch((target,), {}, microbatches)
-    return LossMemory.measured(stage.outputs, first, loss_fn, stage.device)
+    return LossMemory.measured(stage.outputs, first, with_own_storage(loss_fn), stage.device)
 
 
 def _order(schedule: str, stages: int, microbatches: int, hop: float) -> PipelineSchedule:

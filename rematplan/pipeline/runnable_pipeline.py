@@ -24,6 +24,7 @@ from rematplan.planner.pipeline.messages import CHANNELS, least_credits
 from rematplan.planner.pipeline.rank_memory import in_flight, message_buffers
 from rematplan.runtime.graph.compat import PIPELINES_SEND_TO_THEMSELVES
 from rematplan.runtime.pipeline.dataflow_schedule import DataflowSchedule
+from rematplan.runtime.pipeline.loss_storage import LossFunction, with_own_storage
 from rematplan.runtime.pipeline.torch_stages import torch_stage
 
 TORCH_CLASSES: Mapping[str, str] = {
@@ -129,7 +130,7 @@ class Pipeline:
             made.append(torch_stage(stage, run, number, self.order.stages, group, split))
         return made
 
-    def schedule(self, stages: Sequence[Any], loss_fn: Callable[..., torch.Tensor], **more: Any) -> Any:
+    def schedule(self, stages: Sequence[Any], loss_fn: LossFunction, **more: Any) -> Any:
         """Return an object whose method ``step`` runs a step: a schedule of PyTorch, or for ``dataflow`` a
         `DataflowSchedule`.
 
@@ -142,6 +143,7 @@ class Pipeline:
             UsageError: a rank has two consecutive stages, the backend is gloo, and PyTorch is older than 2.13, which
                 cannot run that.
         """
+        loss_fn = with_own_storage(loss_fn)
         if self.order.name in CHANNELS:
             actions = [(a.kind, a.microbatch) for a in self.order.actions[stages[0].number]]
             credits = least_credits(self.order)  # its replay proves that nothing deadlocks

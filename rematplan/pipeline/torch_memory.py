@@ -1,8 +1,9 @@
-"""The memory that the messages of a pipeline stage need, from the sizes of the stage's inputs and outputs."""
+"""The memory that PyTorch needs for the messages, outputs and losses of a pipeline stage."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import replace
 
 import torch
 
@@ -14,12 +15,14 @@ from rematplan.runtime.pipeline.stage_modules import StageModule
 
 OPENING = RANDOM_STATE if STEPS_COPY_RANDOM_STATE else 0
 """The bytes that the installed version of PyTorch allocates while it prepares the first step of a pipeline."""
+LOSS_BYTES = 8
+"""The most bytes of a micro-batch's loss, which PyTorch keeps until the end of the step."""
 
 
 def stage_torch_memory(
     schedule: PipelineSchedule, number: int, stage: StageModule, device: torch.device
 ) -> StagePlan:
-    """Return a `StagePlan` with only the memory that a stage's messages need; all other fields are 0.
+    """Return a `StagePlan` with only the memory for a stage's messages, outputs and losses; all other fields are 0.
 
     Args:
         schedule: the pipeline's schedule.
@@ -37,7 +40,8 @@ def stage_torch_memory(
         returned=_backward_message_bytes(inputs, back, device),
         outputs=_bytes(stage.outputs, device) if last else 0,
     )
-    return message_memory(schedule, number, size, OPENING)
+    plan = message_memory(schedule, number, size, OPENING)
+    return replace(plan, left=plan.left + (allocated(LOSS_BYTES, device) if last else 0))
 
 
 def handed_on(schedule: PipelineSchedule, number: int, stage: StageModule, device: torch.device) -> int:

@@ -9,7 +9,7 @@ training with reversible architectures», ICLR 2025.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -19,6 +19,7 @@ from rematplan.ir import UsageError
 from rematplan.planner.core.inversion_error import gradient_error
 from rematplan.runtime.pipeline.channels import Peer, Receiver, Sender
 from rematplan.runtime.pipeline.dataflow_stage import DataflowStage, Drift, StageHooks
+from rematplan.runtime.pipeline.loss_storage import LossFunction
 from rematplan.runtime.pipeline.stage_modules import check_fixed
 
 FORWARD_TAG, BACKWARD_TAG = 7001, 7002
@@ -65,7 +66,7 @@ class DataflowSchedule:
     actions: Sequence[tuple[str, int]]
     microbatches: int
     credits: int
-    loss_fn: Callable[..., torch.Tensor]
+    loss_fn: LossFunction
     scale_grads: bool = True
     updates: Updates | None = None
     seed: int = 0
@@ -269,7 +270,7 @@ class _Step:
         del made
         with torch.enable_grad():
             loss = self.owner.loss_fn(targets[0] if len(targets) == 1 else targets, self.targets[m])
-        self.losses.append(loss.detach().clone())
+        self.losses.append(loss.detach())
         loss.backward()
         return [torch.zeros_like(t) if t.grad is None else t.grad for t in targets if t.requires_grad]
 
