@@ -150,7 +150,12 @@ class CompiledPlan:
         self.calls.add(call)
         link = torch.empty(0, device=self.like.device)
         for k in range(len(self.wanting) - 1, 0, -1):
-            link = _BackwardSegment.apply(call, k, link, *(inputs[at] for at in self.wanting[k]))
+            into = [inputs[at] for at in self.wanting[k]]
+            if (
+                k >= self.halves.early
+            ):  # autograd has no gradient for them, and would run their hooks nevertheless
+                into = [t.detach().requires_grad_() for t in into]
+            link = _BackwardSegment.apply(call, k, link, *into)
         first = (inputs[at] for at in self.wanting[0])
         outputs: tuple[torch.Tensor, ...] = _ForwardNode.apply(call, link, *first)
         return outputs[:-1]
@@ -188,12 +193,19 @@ def finish_backward(call: _Call) -> None:
 
 def add_gradient(parameter: torch.Tensor, gradient: torch.Tensor | None) -> None:
     """Add a gradient to ``parameter.grad`` in place; if that is None, set it to the gradient itself, without a copy.
-    Nothing happens if ``gradient`` is None."""
+    The parameter's hooks run as in autograd. Nothing happens if ``gradient`` is None."""
+    if gradient is None:
+        return
     with torch.no_grad():
+        for hook in (parameter._backward_hooks or {}).values():
+            changed = hook(gradient)
+            gradient = gradient if changed is None else changed
         if parameter.grad is None:
             parameter.grad = gradient
-        elif gradient is not None:
+        else:
             parameter.grad += gradient
+        for hook in (getattr(parameter, "_post_accumulate_grad_hooks", None) or {}).values():
+            hook(parameter)
 
 
 def _own_name(target: str) -> str:

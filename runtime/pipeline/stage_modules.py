@@ -18,14 +18,21 @@ from torch import fx, nn
 from torch.fx.traceback import preserve_node_meta
 
 from rematplan.ir import ModelError, UsageError
+from rematplan.runtime.capture.capture import check_traceable
+from rematplan.runtime.capture.patches.checkpoint import without_checkpoints
 from rematplan.runtime.capture.patches.trace_costs import no_collection
 from rematplan.runtime.graph.compat import OpOverload, pytree
 from rematplan.runtime.graph.module_names import module_names
 from rematplan.runtime.pipeline.export_regions import without_regions
 from rematplan.runtime.pipeline.message_layout import inverse, keeps_format, memory_order, turned
+from rematplan.runtime.pipeline.unrecorded_backwards import refuse_unrecorded_backwards
 
 WITHOUT_GRADIENT = frozenset({torch.ops.aten.detach.default, torch.ops.aten.detach_.default})
 """Ops whose results do not require gradients even if their arguments do."""
+
+
+RESERVED = frozenset(name for name in dir(fx.GraphModule) if not hasattr(nn.Module, name))
+"""Names of a graph module's own attributes, such as ``code``, which a model's parts cannot have in a stage."""
 
 
 class StageGraph(fx.GraphModule):
@@ -77,29 +84,61 @@ def exported(model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -
     """Return the model's forward for these arguments as a graph of ATen calls, by ``torch.export``.
 
     Raises:
-        ModelError: the model cannot be exported (the message has the reason in one line), its result is neither a
-            tensor nor a tuple or list of tensors, or its forward has a region that `without_regions` refuses.
+        ModelError: the model cannot be exported (the message has the reason in one line); it is compiled, scripted or
+            sharded, or has an attribute with a name in `RESERVED`; its backward is not only that of the forward's ops
+            (`refuse_unrecorded_backwards`); its result is not a tensor or a tuple of different tensors; or its forward
+            has a region that `without_regions` refuses.
     """
+    check_traceable(model)
+    states = (*model.named_parameters(), *model.named_buffers())
+    if taken := RESERVED.intersection(name.partition(".")[0] for name, _ in states):
+        raise ModelError(
+            f"{type(model).__name__} has an attribute called {min(taken)}, as PyTorch's graph modules have; rename it"
+        )
     try:
-        with preserve_node_meta(), no_collection():
+        with refuse_unrecorded_backwards(model), preserve_node_meta(), no_collection(), without_checkpoints():
             program = torch.export.export(model, tuple(args), dict(kwargs))
+    except ModelError:
+        raise
     except Exception as error:
         reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
         raise ModelError(
             f"{type(model).__name__} cannot be cut into stages: its forward cannot be exported: {reason}"
         ) from error
-    out_spec = program.module_call_graph[0].signature.out_spec
-    if not (
-        out_spec.is_leaf()
-        or (out_spec.type in (tuple, list) and all(c.is_leaf() for c in out_spec.children()))
-    ):
-        raise ModelError(
-            f"{type(model).__name__} returns a {out_spec.type.__name__}; "
-            f"a pipeline needs a tensor or a tuple of tensors"
-        )
     module = program.module()
     assert isinstance(module, fx.GraphModule)
+    _check_results(module.graph, program.module_call_graph[0].signature.out_spec, type(model).__name__)
     return without_regions(module, type(model).__name__)
+
+
+def _check_results(graph: fx.Graph, spec: pytree.TreeSpec, model: str) -> None:
+    """Refuse a model whose result the last stage could not return as it is, since it returns one tensor, or a tuple of
+    several different ones.
+
+    Args:
+        graph: the model's exported graph.
+        spec: the structure of the result.
+        model: the model's name, for the message.
+
+    Raises:
+        ModelError: the result is anything else.
+    """
+    results = pytree.tree_leaves(graph.output_node().args[0])
+    tensors = [one for one in results if isinstance(one, fx.Node)]
+    alone, kind = spec.is_leaf(), getattr(spec.type, "__name__", "")
+    faults = {
+        "a number or None": alone and not tensors,
+        f"a {kind}": not alone and spec.type not in (tuple, list),
+        f"a nested {kind}": not all(c.is_leaf() for c in spec.children()),
+        f"a {kind} with numbers or None": len(tensors) < len(results),
+        f"a {kind} of one tensor": not alone and len(results) == 1,
+        f"a {kind} with the same tensor twice": len({*tensors}) < len(tensors),
+    }
+    for fault, has in faults.items():
+        if has:
+            raise ModelError(
+                f"{model} returns {fault}; a pipeline needs a tensor or a tuple of different tensors"
+            )
 
 
 def cut_names(graph: fx.Graph) -> tuple[str, ...]:
@@ -255,16 +294,22 @@ def _memory(graph: fx.Graph) -> dict[fx.Node, fx.Node]:
     that writes in place, this is the node that allocated the viewed or changed tensor; for others, the node itself."""
     found: dict[fx.Node, fx.Node] = {}
     for node in graph.nodes:
-        shared = [value for argument, value in _arguments_of(node) if argument.alias_info is not None]
-        if node.target is getitem:
-            shared = [n for n in node.args if isinstance(n, fx.Node)]
+        shared = _shared(node)
         found[node] = found[shared[0]] if shared else node
     return found
 
 
+def _shared(node: fx.Node) -> list[fx.Node]:
+    """Return the arguments of an op whose memory its result has: of a view, or of an op that writes in place."""
+    if node.target is getitem:
+        return [n for n in node.args if isinstance(n, fx.Node)]
+    return [value for argument, value in _arguments_of(node) if argument.alias_info is not None]
+
+
 def _check_views(graph: fx.Graph, owners: Mapping[fx.Node, int]) -> None:
-    """Refuse a model of which a stage changes a received tensor in place, if another tensor in the same memory, such as
-    a view, is read afterwards. Tensors that shared memory in the model are separate ones in a later stage.
+    """Refuse a model of which a stage changes a received tensor in place, if another received tensor in the same
+    memory, such as a view, is read afterwards. Tensors that shared memory in the model are separate ones in a later
+    stage.
 
     Args:
         graph: the model's exported graph.
@@ -277,12 +322,14 @@ def _check_views(graph: fx.Graph, owners: Mapping[fx.Node, int]) -> None:
     order = {node: at for at, node in enumerate(graph.nodes)}
     for node, stage in owners.items():
         first = next((v for a, v in _arguments_of(node) if _is_written(node, a)), None)
-        if first is None or first.op == "get_attr" or owners.get(first, 0) == stage:
+        if first is None or memory[first].op == "get_attr" or owners.get(memory[first], 0) == stage:
             continue
-        others = [
-            n for n in order if memory[n] is memory[first] and n is not first and order[n] < order[node]
+        while owners.get(first, 0) == stage:
+            first = _shared(first)[0]
+        earlier = [
+            n for n in order if owners.get(n, 0) < stage and memory[n] is memory[first] and n is not first
         ]
-        if any(order[user] > order[node] for other in others for user in other.users):
+        if any(order[user] > order[node] for other in earlier for user in other.users):
             raise ModelError(
                 f"stage {stage} changes a tensor of an earlier stage in place by {node.target}, and afterwards a view "
                 f"of it is read: stages share no memory; cut elsewhere, or do not change the tensor in place"
@@ -392,6 +439,9 @@ def _part(
         return copies[node]
 
     received = set() if values else set(incoming)
+    for node in _changed_in_parts(ops, received):
+        copies[node] = part.call_function(torch.ops.aten.clone.default, (copies[node],))
+        received.remove(node)
     for node in ops:
         copies[node] = part.node_copy(node, copied)
         first = node.args[0] if node.args else None
@@ -433,11 +483,33 @@ def _turned(out: fx.Node, node: fx.Node, back: bool = False, message: bool = Tru
     return out.graph.call_function(permute, (out, inverse(order) if back else order))
 
 
+def _changed_in_parts(ops: Sequence[fx.Node], received: Set[fx.Node]) -> list[fx.Node]:
+    """Return those of a stage's received tensors that an op changes in place, if that op cannot return a new tensor
+    instead: it changes them through a view, or while a view of them exists, or has no such variant.
+
+    Args:
+        ops: the stage's ops, as nodes of the model's graph.
+        received: the nodes of the model's graph whose tensors the stage receives.
+    """
+    base, viewed, found = {node: node for node in received}, set[fx.Node](), dict[fx.Node, None]()
+    for node in ops:
+        shared = [n for n in _shared(node) if n in base]
+        if not shared:
+            continue
+        whole = base[shared[0]]
+        if not any(_is_written(node, argument) for argument, _ in _arguments_of(node)):
+            viewed.add(whole)
+        elif shared[0] is not whole or whole in viewed or _functional(node.target) is None:
+            found[whole] = None
+        base[node] = whole
+    return list(found)
+
+
 def _functional(target: object) -> OpOverload | None:
     """Return the op that computes the same as ``target`` without changing its first argument, such as ``relu`` for
-    ``relu_``; None if ``target`` changes none, or there is no such op."""
+    ``relu_``; None if ``target`` changes none, or there is no such op with a gradient."""
     name, _, overload = target.name().partition(".") if isinstance(target, OpOverload) else ("", "", "")
-    if not (name.startswith("aten::") and name.endswith("_")):
+    if not (name.startswith("aten::") and name.endswith("_")) or name == "aten::copy_":
         return None
     packet = getattr(torch.ops.aten, name.removeprefix("aten::").removesuffix("_"), None)
     return getattr(packet, overload or "default", None)

@@ -115,6 +115,22 @@ def test_gradients_add_up_to_those_of_one_by_one() -> None:
         assert all(torch.equal(a, b) for a, b in zip(ours, theirs, strict=True))  # type: ignore[arg-type]
 
 
+def test_hooks_of_parameters_run_when_weight_gradients_come_later() -> None:
+    found = []
+    for deferred in (None, 1):
+        module, calls = model(), list[float]()
+        for p in module.parameters():
+            p.register_hook(lambda gradient: gradient * 3)
+            p.register_post_accumulate_grad_hook(lambda p, calls=calls: calls.append(float(p.grad.sum())))
+        if deferred:
+            asked = ASKED | {"in_flight": 2, "deferred": deferred}
+            module = rematplan.plan_module(module, (example(),), budget="100%", **asked)
+        run(module, tuple(a for a in with_in_flight(2, 1) if deferred or a.kind != "W"))
+        found.append((sorted(calls), [p.grad for p in module.parameters()]))
+    assert found[0][0] == found[1][0] != []
+    assert all(map(torch.equal, found[0][1], found[1][1]))
+
+
 def test_the_least_budget_is_met_and_a_byte_less_is_refused() -> None:
     with pytest.raises(InfeasibleBudget) as refused:
         rematplan.plan_module(model(), (example(),), budget=1000, in_flight=3, **ASKED)

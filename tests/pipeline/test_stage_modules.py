@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -51,6 +53,11 @@ class Checkpointed(nn.Module):
         return x + checkpoint(self.layer, x.to(torch.float64).float(), use_reentrant=False)
 
 
+class Reentrant(Checkpointed):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + checkpoint(self.layer, x * self.layer.bias, use_reentrant=True)
+
+
 class Nested(nn.Module):
     """A U-shaped network: outputs of the first half are read by the second half, in reverse order."""
 
@@ -79,16 +86,37 @@ class Changing(nn.Module):
         return x.add_(1.0).relu_() + self.layer(x)
 
 
+class ChangingParts(Changing):
+    """Changes parts of its input in place, and the whole."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x[:, :2] += self.layer.bias[:2]
+        x.view(-1)[::3] = 0.5
+        return self.layer(x.copy_(x.flip(0) * self.layer.bias.sum()))
+
+
+class ChangingViewed(Changing):
+    """Changes its input in place between the making and the reading of a view of it."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        half = x[:, : WIDTH // 2]
+        x.mul_(2.0)
+        return self.layer(x) + half.sum(1, keepdim=True)
+
+
 def model(kind: type[nn.Module]) -> tuple[nn.Module, tuple[str, ...]]:
     torch.manual_seed(0)
     if kind is Nested:
         return Nested(), ("layers.1", "layers.3", "layers.5")
-    if kind is Changing:
+    if issubclass(kind, Changing):
         return nn.Sequential(nn.Linear(WIDTH, WIDTH), kind(), nn.Linear(WIDTH, WIDTH), kind()), ("1", "3")
     return nn.Sequential(*(kind() for _ in range(4))), ("1", "3")
 
 
-@pytest.mark.parametrize("kind", [WithoutGradients, Normed, Checkpointed, Nested, Changing])
+@pytest.mark.parametrize(
+    "kind",
+    [WithoutGradients, Normed, Checkpointed, Reentrant, Nested, Changing, ChangingParts, ChangingViewed],
+)
 def test_stages_compute_the_models_bits(kind: type[nn.Module]) -> None:
     """They leave their inputs as they are: autograd does not allow changes of what a stage receives."""
     whole, cuts = model(kind)
@@ -145,15 +173,6 @@ def test_a_stage_keeps_the_mode_in_which_the_model_was_planned() -> None:
     assert torch.equal(stages[1].module(stages[0].module(x)), expected)
 
 
-class ChangingViews(nn.Module):
-    """Changes its input in place between the making and the reading of a view of it."""
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        half = x[:, : WIDTH // 2]
-        x.mul_(2.0)
-        return x + half.sum(1, keepdim=True)
-
-
 class ChangingHalf(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -183,14 +202,10 @@ class Counting(nn.Module):
 
 def test_memory_that_two_stages_would_share_and_one_changes_is_refused() -> None:
     """Each stage would have its own copy, so that one would read what the other has not changed."""
-    for whole, cut in (
-        (nn.Sequential(nn.Linear(WIDTH, WIDTH), ChangingViews()), "1"),
-        (ChangingHalf(), "change"),
+    with pytest.raises(
+        ModelError, match=r"stage 1 changes a tensor of an earlier stage in place by aten.mul_"
     ):
-        with pytest.raises(
-            ModelError, match=r"stage 1 changes a tensor of an earlier stage in place by aten.mul_"
-        ):
-            stage_modules(whole, (torch.zeros(4, WIDTH),), {}, (cut,))
+        stage_modules(ChangingHalf(), (torch.zeros(4, WIDTH),), {}, ("change",))
     counts = torch.zeros(2)
     counting = nn.Sequential(Counting(counts), Counting(counts))
     with pytest.raises(ModelError, match=r"stages 0 and 1 share the buffer 0.counts, 1.counts"):
@@ -218,3 +233,68 @@ def test_the_first_stage_takes_the_models_arguments_by_name() -> None:
     for wrong in ((8, 8), [more]):
         with pytest.raises(ModelError, match=f"Named has an argument that is a {type(wrong).__name__}; pass"):
             stage_modules(model, (x,), {"input": more, "type": wrong}, ("second",))
+
+
+class Rounded(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        return x.round()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
+        return gradient
+
+
+class Calling(nn.Module):
+    """Applies a function to what its layer computes."""
+
+    def __init__(self, function: Callable[[torch.Tensor], Any]) -> None:
+        super().__init__()
+        self.layer, self.function = nn.Linear(WIDTH, WIDTH), function
+
+    def forward(self, x: torch.Tensor) -> Any:
+        return self.function(self.layer(x))
+
+
+def halved(x: torch.Tensor) -> torch.Tensor:
+    x.register_hook(lambda gradient: gradient / 2)
+    return x
+
+
+def hooked() -> nn.Module:
+    module = Calling(torch.tanh)
+    module.layer.register_full_backward_hook(lambda *_: None)
+    return module
+
+
+@pytest.mark.parametrize(
+    ("module", "message"),
+    [
+        (Calling(Rounded.apply), "calls the autograd function Rounded, whose backward stages would not run"),
+        (Calling(halved), "calls Tensor.register_hook, and stages would not run that hook"),
+        (hooked(), "1.layer has a backward hook, which stages would not run"),
+        (torch.compile(Calling(torch.tanh)), "has a compiled submodule"),
+        (Calling(lambda y: (y,)), "returns a tuple of one tensor; a pipeline needs a tensor or a tuple of"),
+        (Calling(lambda y: (y, y)), "returns a tuple with the same tensor twice"),
+        (Calling(lambda y: (y, None)), "returns a tuple with numbers or None"),
+        (Calling(lambda y: (y, (y.exp(), y.sin()))), "returns a nested tuple"),
+        (Calling(lambda y: {"y": y}), "returns a dict"),
+    ],
+)
+def test_models_whose_stages_would_compute_something_else_are_refused(
+    module: nn.Module, message: str
+) -> None:
+    """An exported graph has neither the backward of an autograd function nor hooks, and the last stage returns plain
+    tensors to the loss."""
+    whole = nn.Sequential(nn.Linear(WIDTH, WIDTH), module)
+    with pytest.raises(ModelError, match=f"Sequential .*{message}"):
+        stage_modules(whole, (torch.zeros(4, WIDTH),), {}, ("1",))
+
+
+def test_a_part_with_a_name_of_graph_modules_is_refused() -> None:
+    whole = nn.ModuleDict({"first": nn.Linear(WIDTH, WIDTH), "code": nn.Linear(WIDTH, WIDTH)})
+    whole.forward = lambda x: whole["code"](whole["first"](x))  # type: ignore[method-assign]
+    with pytest.raises(
+        ModelError, match="has an attribute called code, as PyTorch's graph modules have; rename it"
+    ):
+        stage_modules(whole, (torch.zeros(4, WIDTH),), {}, ("code",))

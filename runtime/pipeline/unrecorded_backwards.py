@@ -1,0 +1,54 @@
+"""Refuse models whose backward differs from that of the ops in their forward. `torch.export` records ops only, so the
+stages of a pipeline would compute other gradients than the model."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from threading import get_ident
+from typing import Any
+from unittest.mock import patch
+
+import torch
+from torch import nn
+
+from rematplan.ir import ModelError
+
+BASE: Any = torch.autograd.Function.__base__
+"""The class whose ``apply`` each autograd function calls."""
+
+
+@contextmanager
+def refuse_unrecorded_backwards(model: nn.Module) -> Iterator[None]:
+    """At the end of the block, which exports the forward of ``model``, raise an error if this thread has called a
+    ``torch.autograd.Function``, or has registered a hook for the gradient of a tensor.
+
+    Raises:
+        ModelError: that has happened, or a module has a backward hook; the latter is raised before the block.
+    """
+    name = type(model).__name__
+    for part, module in model.named_modules():
+        if module._backward_hooks or module._backward_pre_hooks:
+            raise ModelError(
+                f"{name} cannot be cut into stages: {part or 'it'} has a backward hook, which stages would not run"
+            )
+    thread, found = get_ident(), list[str]()
+    register: Callable[..., Any] = torch.Tensor.register_hook
+
+    def apply(cls: type, *args: Any, **kwargs: Any) -> Any:
+        if get_ident() == thread:
+            found.append(f"the autograd function {cls.__name__}, whose backward stages would not run")
+        return super(BASE, cls).apply(*args, **kwargs)
+
+    def registered(tensor: torch.Tensor, hook: Callable[..., Any]) -> Any:
+        if get_ident() == thread:
+            found.append("Tensor.register_hook, and stages would not run that hook")
+        return register(tensor, hook)
+
+    with (
+        patch.object(BASE, "apply", classmethod(apply)),
+        patch.object(torch.Tensor, "register_hook", registered),
+    ):
+        yield
+    if found:
+        raise ModelError(f"{name} cannot be cut into stages: its forward calls {found[0]}")
