@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields
-from functools import cached_property
+from functools import cached_property, partial
 from itertools import pairwise
 from pathlib import Path
 from typing import Any, TypeVar
@@ -23,13 +23,21 @@ from rematplan.planner.pipeline.actions import (
     schedule_of_rows,
 )
 from rematplan.planner.pipeline.bubble_formulas import FORMULAS
+from rematplan.planner.pipeline.json_fields import (
+    field_of,
+    json_list,
+    json_object,
+    list_of,
+    number,
+    shown,
+    text,
+    whole,
+)
 from rematplan.planner.pipeline.messages import CHANNELS, least_credits
 from rematplan.planner.pipeline.rank_memory import in_flight, rank_peak
 from rematplan.planner.pipeline.timeline import Link, StageTimes, Timeline, replay
 
 PIPELINE_FORMAT = "rematplan.pipeline/1"
-LARGEST = 2**62
-"""A bound of all numbers of a file: of bytes, microseconds and counts."""
 Record = TypeVar("Record", StagePlan, StageTimes)
 
 
@@ -179,46 +187,37 @@ def pipeline_from_json(data: object) -> PlannedPipeline:
             budget.
     """
     if not isinstance(data, dict) or data.get("format") != PIPELINE_FORMAT:
-        raise ProblemError(f"not a {PIPELINE_FORMAT} file")
-    try:
-        rows = [
-            _with_messages([_entry(*one) for one in row], entries)
-            for row, entries in zip(data["actions"], data["messages"], strict=True)
-        ]
-        schedule = schedule_of_rows(
-            _text(data["schedule"], "schedule"),
-            _whole(data["stages"], "stages"),
-            _whole(data["microbatches"], "microbatches"),
-            rows,
-        )
-        if data["ranks"] != schedule.ranks:
-            raise ProblemError(f"ranks is {data['ranks']!r}, but there are actions of {schedule.ranks} ranks")
-        if schedule.name not in FORMULAS:
-            raise ProblemError(f"unknown schedule {schedule.name!r}; known: {', '.join(FORMULAS)}")
-        latency, bandwidth = data["link"]["latency"], data["link"]["bandwidth"]
-        speed = math.inf if bandwidth is None else _number(bandwidth, "bandwidth")
-        if not speed:
-            raise ValueError("bandwidth is 0")
-        plan = PlannedPipeline(
-            problem=_text(data["problem"], "problem"),
-            schedule=schedule,
-            budget=_whole(data["budget"], "budget"),
-            cuts=tuple(_whole(one, "a cut") for one in data["cuts"]),
-            stages=tuple(_record(StagePlan, row) for row in data["plans"]),
-            times=tuple(_record(StageTimes, row) for row in data["times"]),
-            link=Link(_number(latency, "latency"), speed),
-            overhead=_number(data["overhead"], "overhead"),
-            floors=tuple(_number(one, "a floor") for one in data["floors"]),
-            floor=math.inf if data["floor"] is None else _number(data["floor"], "floor"),
-            names=tuple(_text(one, "a name") for one in data["names"]),
-            model=dict(data["model"]),
-            ops=tuple(tuple(_stage_op(*row) for row in rows) for rows in data["ops"]),
-        )
-        _check_stages(plan)
-        peaks = plan.peaks
-    except (KeyError, TypeError, ValueError, IndexError) as error:
-        raise ProblemError(f"a field is missing or of another type: {error}") from None
-    for rank, peak in enumerate(peaks):
+        raise ProblemError(f"not a {PIPELINE_FORMAT} file; rematplan pipeline -o writes one")
+    rows = field_of(data, "actions", list_of(list_of(_entry)))
+    messages = field_of(data, "messages", list_of(list_of(_message)))
+    if len(messages) != len(rows):
+        raise ProblemError(f"messages has {len(messages)} lists, but there are actions of {len(rows)} ranks")
+    schedule = schedule_of_rows(
+        field_of(data, "schedule", _schedule_name),
+        field_of(data, "stages", whole),
+        field_of(data, "microbatches", whole),
+        [_with_messages(row, own) for row, own in zip(rows, messages, strict=True)],
+    )
+    for name, value in (("ranks", schedule.ranks), ("stage_of_rank", [*map(list, schedule.stage_of_rank)])):
+        if (stated := field_of(data, name, lambda one: one)) != value:
+            raise ProblemError(f"{name} is {str(stated)[:40]!r}, but by the actions it is {value}")
+    plan = PlannedPipeline(
+        problem=field_of(data, "problem", text),
+        schedule=schedule,
+        budget=field_of(data, "budget", whole),
+        cuts=tuple(field_of(data, "cuts", list_of(whole))),
+        stages=tuple(field_of(data, "plans", list_of(partial(_record, StagePlan)))),
+        times=tuple(field_of(data, "times", list_of(partial(_record, StageTimes)))),
+        link=field_of(data, "link", _link),
+        overhead=field_of(data, "overhead", number),
+        floors=tuple(field_of(data, "floors", list_of(number))),
+        floor=field_of(data, "floor", lambda floor: math.inf if floor is None else number(floor)),
+        names=tuple(field_of(data, "names", list_of(text))),
+        model=field_of(data, "model", json_object),
+        ops=tuple(map(tuple, field_of(data, "ops", list_of(list_of(_stage_op))))),
+    )
+    _check_stages(plan)
+    for rank, peak in enumerate(plan.peaks):
         if peak > plan.budget:
             raise ProblemError(
                 f"rank {rank} has a peak of {show_bytes(peak)}, above its budget, {show_bytes(plan.budget)}"
@@ -226,37 +225,71 @@ def pipeline_from_json(data: object) -> PlannedPipeline:
     return plan
 
 
-def _entry(kind: object, stage: object, microbatch: object) -> tuple[str, int, int]:
-    return _text(kind, "a kind"), _whole(stage, "a stage"), _whole(microbatch, "a micro-batch")
+def _entry(value: object) -> tuple[str, int, int]:
+    kind, stage, microbatch = json_list(value)
+    return text(kind), whole(stage), whole(microbatch)
 
 
-def _stage_op(
-    name: object, op: object, backward: object, loss: object, reads: list[object], writes: list[object]
-) -> StageOp:
+def _message(value: object) -> tuple[int, tuple[str, int, int]]:
+    position, *entry = json_list(value)
+    kind, stage, microbatch = _entry(entry)
+    if kind not in (*RECEIVES, *SENDS, *KEEPS, *DROPS):
+        raise ValueError(f"{kind[:40]!r} is no kind of entry of messages")
+    return whole(position), (kind, stage, microbatch)
+
+
+def _stage_op(value: object) -> StageOp:
+    name, op, backward, loss, reads, writes = json_list(value)
+    if not isinstance(backward, bool) or not isinstance(loss, bool):
+        raise TypeError(f"{shown(backward)} or {shown(loss)} is not true or false")
     return StageOp(
-        _text(name, "an op's name"),
-        _text(op, "an op"),
-        bool(backward),
-        bool(loss),
-        tuple(_text(one, "an op's name") for one in reads),
-        tuple(_whole(one, "a result") for one in writes),
+        text(name),
+        text(op),
+        backward,
+        loss,
+        tuple(map(text, json_list(reads))),
+        tuple(map(whole, json_list(writes))),
     )
 
 
-def _with_messages(row: list[tuple[str, int, int]], entries: list[Any]) -> list[tuple[str, int, int]]:
+def _schedule_name(value: object) -> str:
+    if value not in tuple(FORMULAS):
+        raise ValueError(f"{shown(value)} is unknown; known: {', '.join(FORMULAS)}")
+    return str(value)
+
+
+def _link(value: object) -> Link:
+    link = json_object(value)
+
+    def speed(bandwidth: object) -> float:
+        return math.inf if bandwidth is None else number(bandwidth)
+
+    found = Link(field_of(link, "latency", number), field_of(link, "bandwidth", speed))
+    if not found.bandwidth:
+        raise ValueError("bandwidth is 0")
+    return found
+
+
+def _with_messages(
+    row: list[tuple[str, int, int]], entries: Sequence[tuple[int, tuple[str, int, int]]]
+) -> list[tuple[str, int, int]]:
     """Return a rank's actions with the entries of messages between them, as `schedule_of_rows` takes them.
 
     ``entries``: for each of these the position of the action before which it happens (the number of actions, if it
     happens after the last one), and the entry.
 
     Raises:
-        ValueError: a position is too large, or an entry has no kind of `RECEIVES`, `SENDS`, `KEEPS` or `DROPS`.
+        ProblemError: a position is too large, or an entry is of a stage or micro-batch without an action in this rank.
     """
+    own = {action[1:] for action in row}
     before: dict[int, list[tuple[str, int, int]]] = {}
-    for position, *stated in entries:
-        entry = _entry(*stated)
-        if entry[0] not in (*RECEIVES, *SENDS, *KEEPS, *DROPS) or _whole(position, "a position") > len(row):
-            raise ValueError(f"an entry of messages is {[position, *stated]}")
+    for position, entry in entries:
+        if position > len(row):
+            raise ProblemError(f"messages has the position {position} in a rank of {len(row)} actions")
+        if entry[1:] not in own:
+            raise ProblemError(
+                f"messages has {entry[0]} for stage {entry[1]}, micro-batch {entry[2]}, which its rank does not run"
+            )
         before.setdefault(position, []).append(entry)
     found = [entry for at, action in enumerate(row) for entry in (*before.get(at, ()), action)]
     return [*found, *before.get(len(row), ())]
@@ -278,54 +311,42 @@ def _check_stages(plan: PlannedPipeline) -> None:
         raise ProblemError(f"{stages} stages need as many lists of ops, not {len(plan.ops)}")
     if len(plan.floors) != ranks:
         raise ProblemError(f"{ranks} ranks need as many floors, not {len(plan.floors)}")
-    for number, (one, other) in enumerate(pairwise((0, *plan.cuts))):
+    for at, (one, other) in enumerate(pairwise((0, *plan.cuts))):
         if other <= one:
-            raise ProblemError(f"cut {number} is at block {other}, not after block {one}: cuts must ascend")
-    for number, stage in enumerate(plan.stages):
-        if stage.stage != number:
-            raise ProblemError(f"plan {number} is of stage {stage.stage}; plans must be in the stages' order")
+            raise ProblemError(f"cut {at} is at block {other}, not after block {one}: cuts must ascend")
+    for at, stage in enumerate(plan.stages):
+        if stage.stage != at:
+            raise ProblemError(f"plan {at} is of stage {stage.stage}; plans must be in the stages' order")
 
 
-def _record(kind: type[Record], row: Mapping[str, Any]) -> Record:
+def _record(kind: type[Record], value: object) -> Record:
     """Build a `StagePlan` or `StageTimes` (``kind``) from JSON data, whose keys are the names of its fields.
 
     Raises:
-        TypeError: a field is missing or unknown, a number of bytes is not whole, or a plan has no steps.
-        ValueError: a number is negative, infinite or too large, or a plan's step is no pair.
+        ProblemError: a field is missing, or a number is of another type, negative, infinite or too large.
+        ValueError: a field is unknown.
     """
-    made = kind(**row)
-    for one in fields(made):
-        value = getattr(made, one.name)
-        if value is None and "None" in str(one.type):
-            continue
-        if one.name == "plan":
-            for action, name in value["steps"]:
-                _text(action, "a plan's step")
-                _text(name, "a plan's step")
-        else:
-            (_whole if "int" in str(one.type) else _number)(value, one.name)
-    return made
+    row, known = json_object(value), {one.name: one for one in fields(kind)}
+    if unknown := sorted(row.keys() - known.keys()):
+        raise ValueError(f"{unknown[0][:40]!r} is unknown")
+    return kind(**{name: field_of(row, name, _reader(str(one.type))) for name, one in known.items()})
 
 
-def _whole(value: object, name: str) -> int:
-    if isinstance(value, bool) or not isinstance(value, int):
-        raise TypeError(f"{name} is {str(value)[:40]!r}")
-    _number(value, name)
-    return value
+def _reader(kind: str) -> Callable[[Any], Any]:
+    """Return the function that reads a field of a `StagePlan` or `StageTimes` whose type is ``kind``, as text."""
+    read: Callable[[Any], Any] = _plan if "Mapping" in kind else whole if "int" in kind else number
+    return (lambda value: None if value is None else read(value)) if "None" in kind else read
 
 
-def _number(value: object, name: str) -> float:
-    if isinstance(value, bool) or not isinstance(value, (int, float)):
-        raise TypeError(f"{name} is {str(value)[:40]!r}")
-    if not 0 <= value < LARGEST:
-        raise ValueError(f"{name} is {str(value)[:40]}, not from 0 to {LARGEST:.0e}")
-    return float(value)
+def _plan(value: object) -> Mapping[str, Any]:
+    plan = json_object(value)
+    field_of(plan, "steps", list_of(_step))
+    return plan
 
 
-def _text(value: object, name: str) -> str:
-    if not isinstance(value, str):
-        raise TypeError(f"{name} is {str(value)[:40]!r}")
-    return value
+def _step(value: object) -> tuple[str, str]:
+    action, name = json_list(value)
+    return text(action), text(name)
 
 
 def save_pipeline(plan: PlannedPipeline, path: str | Path) -> None:

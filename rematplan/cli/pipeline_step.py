@@ -56,12 +56,13 @@ def run(args: argparse.Namespace, out: Output) -> int:
     ranks = plan.schedule.ranks
     if "RANK" not in os.environ or "WORLD_SIZE" not in os.environ:
         raise UsageError(
-            f"{args.file} needs {ranks} processes; write "
+            f"start one process for each rank of {args.file}: "
             f"torchrun --nproc-per-node {ranks} -m rematplan pipeline-step {args.file}"
         )
-    if int(os.environ["WORLD_SIZE"]) != ranks:
+    if (world := os.environ["WORLD_SIZE"]) != str(ranks):
         raise UsageError(
-            f"{args.file} is for {ranks} ranks, but there are {os.environ['WORLD_SIZE']} processes; run {ranks}"
+            f"torchrun started {world} {'process' if world == '1' else 'processes'}, but the ranks of {args.file} need "
+            f"{ranks}; write torchrun --nproc-per-node {ranks}"
         )
     from rematplan.pipeline.run_step import run_on_all_ranks
     from rematplan.pipeline.schedules import as_torch_runs_it

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import distributed, nn
 
-from rematplan.ir import InfeasibleBudget, ProblemError, ProcessEnded, UsageError, show_bytes
+from rematplan.ir import InfeasibleBudget, ModelError, ProblemError, ProcessEnded, UsageError, show_bytes
 from rematplan.models.names import ZooError
 from rematplan.pipeline.captured_stages import CapturedStage
 from rematplan.pipeline.frozen_stage import FrozenStage
@@ -97,7 +97,7 @@ def run_on_all_ranks(plan: PlannedPipeline, *, verify: bool, time_limit: float) 
         time_limit: seconds of search for each rank that cannot use the file's plans.
 
     Raises:
-        UsageError: there is no such network of the zoo or ONNX file.
+        ProblemError: the network or ONNX file that the pipeline file names cannot be loaded.
         InfeasibleBudget: no plans are found with which this rank stays within the budget.
         ProcessEnded: another process has ended.
     """
@@ -256,8 +256,8 @@ def _loaded(plan: PlannedPipeline) -> LoadedModel:
     Random weights and data are drawn with a fixed seed, so that they are equal in all processes.
 
     Raises:
-        ProblemError: the file's entry of the model has a field of another type, or sizes that the network cannot have.
-        UsageError: there is no such network or file.
+        ProblemError: the file's entry of the model has a field of another type, or sizes that the network cannot have;
+            or there is no such network or ONNX file.
     """
     model: dict[str, Any] = {name: plan.model.get(name) for name in MODEL_FIELDS}
     for name, kind in MODEL_FIELDS.items():
@@ -284,6 +284,8 @@ def _loaded(plan: PlannedPipeline) -> LoadedModel:
         )
     except ZooError as error:
         raise ProblemError(f"the file's model has impossible sizes: {error}") from None
+    except (ModelError, ProblemError, UsageError) as error:
+        raise ProblemError(f"the file's model cannot be loaded: {error}") from None
 
 
 def _whole_batch(loaded: LoadedModel, microbatches: int) -> tuple[tuple[torch.Tensor, ...], torch.Tensor]:

@@ -85,9 +85,8 @@ class _Reached:
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         if isinstance(error, RuntimeError):
-            first = (str(error).splitlines() or [""])[0]
             raise ProcessEnded(
-                f"rank {self.rank} of the pipeline has ended or cannot be reached: {first}"
+                f"rank {self.rank} of the pipeline has ended or cannot be reached; its output, or torchrun's, says why"
             ) from None
 
 

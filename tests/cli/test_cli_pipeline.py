@@ -103,29 +103,49 @@ def test_a_file_is_read_as_it_was_written(file, tmp_path) -> None:
     [
         ("format", "rematplan.plan/1", "not a rematplan.pipeline/1 file"),
         ("budget", 1000, r"rank 0 has a peak of .* above its budget, 1000 B"),
-        ("names", None, "a field is missing or of another type"),
+        ("names", None, "names: 'None' is not a list"),
         ("cuts", [], "2 stages need as many plans"),
-        ("actions", [[["F", 0, 0], ["B", 0, 0]], [["F", 1, 0]]], "is missing"),
+        (
+            "actions",
+            [[["F", 0, 0], ["B", 0, 0]], [["F", 1, 0]]],
+            "messages has the position 4 in a rank of 2",
+        ),
         ("microbatches", 10**9, "micro-batch 4 is missing"),
         ("stages", 10**9, "each of its 1000000000 stages must have exactly one rank"),
-        ("ranks", 3, "ranks is 3, but there are actions of 2 ranks"),
-        ("ranks", "2", "ranks is '2', but there are actions of 2 ranks"),
-        ("schedule", "best", "unknown schedule 'best'; known: gpipe"),
+        ("ranks", 3, "ranks is '3', but by the actions it is 2"),
+        ("stage_of_rank", [[1], [0]], "stage_of_rank is .*, but by the actions it is .*0.*1"),
+        ("schedule", "best", "schedule: 'best' is unknown; known: gpipe"),
         ("link", {"latency": 0, "bandwidth": 0}, "bandwidth is 0"),
-        ("link", {"latency": -1, "bandwidth": 1}, "latency is -1, not from 0"),
-        ("overhead", 1e300, "overhead is 1e.300, not from 0"),
-        ("budget", -1, "budget is -1, not from 0"),
-        ("budget", 10**400, "budget is 10{39}, not from 0"),
-        ("budget", "1", "budget is '1'"),
-        ("stages", True, "stages is 'True'"),
+        ("link", {"latency": -1, "bandwidth": 1}, "link: latency: -1 is not from 0"),
+        ("overhead", 1e300, "overhead: 1e.300 is not from 0"),
+        ("budget", -1, "budget: -1 is not from 0"),
+        ("budget", 10**400, "budget: 10{39} is not from 0"),
+        ("budget", "1", "budget: '1' is not a whole number"),
+        ("stages", True, "stages: 'True' is not a whole number"),
         ("cuts", [0], "cut 0 is at block 0, not after block 0: cuts must ascend"),
-        ("cuts", [1.5], "a cut is '1.5'"),
+        ("cuts", [1.5], "cuts: entry 0: '1.5' is not a whole number"),
+        (
+            "messages",
+            [[[0, "DROP_F", 1, 0]], []],
+            "messages has DROP_F for stage 1, micro-batch 0, which its rank",
+        ),
+        ("messages", [[[9, "DROP_F", 0, 0]], []], "messages has the position 9 in a rank of 8 actions"),
+        ("messages", [], "messages has 0 lists, but there are actions of 2 ranks"),
+        ("model", "vit_s", "model: 'vit_s' is not an object"),
         ("names", [], "1 cuts need as many names, all different"),
-        ("names", [7], "a name is '7'"),
+        ("names", [7], "names: entry 0: '7' is not a text"),
         ("floors", [0.0], "2 ranks need as many floors, not 1"),
         ("ops", [[]], "2 stages need as many lists of ops, not 1"),
-        ("ops", [[["mm", "aten.mm.default", False, False, [], [-4]]], []], "a result is -4, not from 0"),
-        ("ops", [[["mm", "aten.mm.default", False, False, [1], []]], []], "an op's name is '1'"),
+        (
+            "ops",
+            [[["mm", "aten.mm.default", False, False, [], [-4]]], []],
+            "ops: entry 0: entry 0: -4 is not from 0",
+        ),
+        (
+            "ops",
+            [[["mm", "aten.mm.default", False, False, [1], []]], []],
+            "ops: entry 0: entry 0: '1' is not a text",
+        ),
     ],
 )
 def test_changed_files_are_refused(file, tmp_path, field, value, text) -> None:
@@ -138,12 +158,14 @@ def test_changed_files_are_refused(file, tmp_path, field, value, text) -> None:
 @pytest.mark.parametrize(
     ("field", "value", "text"),
     [
-        ("kept_bytes", -1, "a field is missing or of another type: .*kept_bytes is -1"),
-        ("kept_bytes", 1.5, "a field is missing or of another type: .*kept_bytes is '1.5'"),
-        ("extra", -0.5, "a field is missing or of another type: .*extra is -0.5"),
-        ("plan", 7, "a field is missing or of another type"),
-        ("plan", {"steps": [["run"]]}, "a field is missing or of another type"),
-        ("plan", {"steps": [["run", 3]]}, "a field is missing or of another type: a plan's step is '3'"),
+        ("kept_bytes", -1, "plans: entry 0: kept_bytes: -1 is not from 0"),
+        ("kept_bytes", 1.5, "plans: entry 0: kept_bytes: '1.5' is not a whole number"),
+        ("extra", -0.5, "plans: entry 0: extra: -0.5 is not from 0"),
+        ("colour", 1, "plans: entry 0: 'colour' is unknown"),
+        ("plan", 7, "plans: entry 0: plan: '7' is not an object"),
+        ("plan", {}, "plans: entry 0: plan: steps is missing"),
+        ("plan", {"steps": [["run"]]}, "plans: entry 0: plan: steps: entry 0: not enough values"),
+        ("plan", {"steps": [["run", 3]]}, "plans: entry 0: plan: steps: entry 0: '3' is not a text"),
         ("stage", 1, "plan 0 is of stage 1; plans must be in the stages' order"),
     ],
 )
@@ -153,6 +175,23 @@ def test_figures_of_a_stage_that_cannot_be_are_refused(file, tmp_path, field, va
     (tmp_path / "bad.json").write_text(json.dumps(data))
     with pytest.raises(ProblemError, match=rf"bad.json: {text}"):
         load_pipeline(tmp_path / "bad.json")
+
+
+def test_a_file_without_one_of_its_fields_is_refused(file, tmp_path) -> None:
+    """Bytes that a file does not state must not count as none."""
+    whole = json.loads(file.read_text())
+    computed = {"in_flight", "peaks", "makespan", "bubble", "slowest"}
+    for name in whole.keys() - computed - {"format"}:
+        (tmp_path / "bad.json").write_text(json.dumps({k: v for k, v in whole.items() if k != name}))
+        with pytest.raises(ProblemError, match=rf"bad.json: {name} is missing"):
+            load_pipeline(tmp_path / "bad.json")
+    for kind in ("plans", "times"):
+        for name in whole[kind][0]:
+            data = json.loads(file.read_text())
+            del data[kind][1][name]
+            (tmp_path / "bad.json").write_text(json.dumps(data))
+            with pytest.raises(ProblemError, match=rf"bad.json: {kind}: entry 1: {name} is missing"):
+                load_pipeline(tmp_path / "bad.json")
 
 
 def test_a_rank_that_does_not_fit_is_named(call) -> None:

@@ -68,7 +68,7 @@ def test_another_number_of_processes_is_refused(call, file, monkeypatch) -> None
     monkeypatch.setenv("WORLD_SIZE", "3")
     done = call("pipeline-step", file)
     assert done.status == 2
-    assert "is for 2 ranks, but there are 3 processes" in done.err
+    assert "torchrun started 3 processes, but the ranks of" in done.err
 
 
 def test_a_missing_file_is_refused(call, tmp_path) -> None:

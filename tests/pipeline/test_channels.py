@@ -94,10 +94,9 @@ def test_a_gradient_that_there_is_none_of_is_sent_as_zeros() -> None:
 
 
 def test_an_error_of_the_connection_is_told_in_a_line_that_names_the_neighbour() -> None:
-    why = "rank 3 of the pipeline has ended or cannot be reached: closed"
-    with pytest.raises(ProcessEnded, match=why) as raised, Peer(None, 3, 0).reached():  # type: ignore[arg-type]
+    why = "^rank 3 of the pipeline has ended or cannot be reached; its output, or torchrun's, says why$"
+    with pytest.raises(ProcessEnded, match=why), Peer(None, 3, 0).reached():  # type: ignore[arg-type]
         raise RuntimeError("closed\nby peer")
-    assert "\n" not in str(raised.value)
 
 
 @pytest.mark.parametrize("hop", [0.0, 0.1, 0.5, 1.0, 4.0])

@@ -102,6 +102,8 @@ def test_the_files_plans_run_where_weight_gradients_are_computed_apart(
         ("sizes", {"image": 3}, "has impossible sizes: vit_s: image is 3; it must be 16 or more"),
         ("dims", [["n", "1"]], "has '1' as n, not a positive number"),
         ("costs", 7, "has '7' as costs"),
+        ("model", "nets", "cannot be loaded: 'nets' is neither an ONNX file nor a network of the zoo"),
+        ("loss", "least", "cannot be loaded: unknown loss 'least'; known: output, cross_entropy"),
     ],
 )
 def test_a_model_that_cannot_be_read_is_refused(file: Path, field: str, value: Any, text: str) -> None:

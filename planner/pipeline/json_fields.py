@@ -1,0 +1,109 @@
+"""Read fields of JSON data, with errors that state which field is at fault, and where.
+
+A reader is a function that makes a value of JSON data, and raises a TypeError, a ValueError or a ProblemError if the
+data is of another kind.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+from rematplan.ir import ProblemError
+
+LARGEST = 2**62
+"""A bound of all numbers of a file: of bytes, microseconds and counts."""
+Read = TypeVar("Read")
+
+
+def field_of(data: Any, name: str, read: Callable[[Any], Read]) -> Read:
+    """Return what ``read`` makes of a field of a JSON object.
+
+    Raises:
+        ProblemError: the field is missing, or ``read`` refuses it. The message begins with the field's name.
+    """
+    if name not in data:
+        raise ProblemError(f"{name} is missing")
+    return _at(name, read, data[name])
+
+
+def list_of(read: Callable[[Any], Read]) -> Callable[[Any], list[Read]]:
+    """Return a function that reads a list whose entries ``read`` reads. If one is refused, the message states its
+    position."""
+
+    def entries(value: object) -> list[Read]:
+        return [_at(f"entry {at}", read, one) for at, one in enumerate(json_list(value))]
+
+    return entries
+
+
+def _at(place: str, read: Callable[[Any], Read], value: object) -> Read:
+    try:
+        return read(value)
+    except (ProblemError, TypeError, ValueError) as error:
+        raise ProblemError(f"{place}: {error}") from None
+
+
+def json_object(value: object) -> dict[str, Any]:
+    """Return an object.
+
+    Raises:
+        TypeError: ``value`` is of another kind.
+    """
+    if not isinstance(value, dict):
+        raise TypeError(f"{shown(value)} is not an object")
+    return value
+
+
+def json_list(value: object) -> list[Any]:
+    """Return a list.
+
+    Raises:
+        TypeError: ``value`` is of another kind.
+    """
+    if not isinstance(value, list):
+        raise TypeError(f"{shown(value)} is not a list")
+    return value
+
+
+def whole(value: object) -> int:
+    """Return a whole number from 0 to `LARGEST`.
+
+    Raises:
+        TypeError: ``value`` is of another kind.
+        ValueError: the number is negative or too large.
+    """
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise TypeError(f"{shown(value)} is not a whole number")
+    number(value)
+    return value
+
+
+def number(value: object) -> float:
+    """Return a number from 0 to `LARGEST`.
+
+    Raises:
+        TypeError: ``value`` is of another kind.
+        ValueError: the number is negative, too large or not a number.
+    """
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        raise TypeError(f"{shown(value)} is not a number")
+    if not 0 <= value < LARGEST:
+        raise ValueError(f"{str(value)[:40]} is not from 0 to {LARGEST:.0e}")
+    return float(value)
+
+
+def text(value: object) -> str:
+    """Return a text.
+
+    Raises:
+        TypeError: ``value`` is of another kind.
+    """
+    if not isinstance(value, str):
+        raise TypeError(f"{shown(value)} is not a text")
+    return value
+
+
+def shown(value: object) -> str:
+    """Return the beginning of a value as text, for an error message."""
+    return repr(str(value)[:40])
