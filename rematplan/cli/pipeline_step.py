@@ -100,9 +100,10 @@ def _agreement(reports: Sequence[RankReport]) -> str:
     compared = sum(one.compared for one in reports)
     expected = max(one.expected for one in reports)
     error = max(one.error for one in reports)
+    forward = max(one.forward_error for one in reports)
     if not expected:
         return f"bit-equal to a single process: {compared} gradients, buffers and losses"
     return (
         f"within the predicted error {expected:.1e} of a single process: {compared} gradients (largest error "
-        f"{error:.1e}), buffers and losses (bit-equal)"
+        f"{error:.1e}), buffers and losses ({f'largest error {forward:.1e}' if forward else 'bit-equal'})"
     )

@@ -10,6 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from functools import partial
 
+import torch
 from torch import distributed
 from torch.distributed import ProcessGroup
 
@@ -51,7 +52,8 @@ class DataflowPart:
     problem.
 
     ``number``: the stage's number, from 0. ``stages``: how many stages the pipeline has. ``stage``: the stage's module
-    and arguments. ``step``: the captured forward and backward. ``problem``: the planning problem.
+    and arguments. ``step``: the captured forward and backward. ``problem``: the planning problem. ``rounding``: the
+    relative error by which results of the forward may differ from those of the model (`_rounding`).
     """
 
     number: int
@@ -59,6 +61,7 @@ class DataflowPart:
     stage: StageModule
     step: CapturedStep
     problem: StageProblem
+    rounding: float
 
     def compiled(self, plan: Plan, group: ProcessGroup) -> DataflowStage:
         """Compile the stage so that it follows ``plan``, and return it in the form that `DataflowSchedule` runs.
@@ -99,7 +102,8 @@ def dataflow_part(
     """
     first, last = number == 0, number == stages - 1
     named = {f"{WRAPPER}{name}": t for name, t in named_tensors(stage.module).items()}
-    step = dataflow_step(captured_step(stage), named, first=first, last=last)
+    captured = captured_step(stage)
+    step = dataflow_step(captured, named, first=first, last=last)
     graph = priced(step, planner.options.costs, max_inversion_error=planner.options.max_inversion_error)
     loss_bytes = 0
     if last:
@@ -126,7 +130,7 @@ def dataflow_part(
         reusable=reusable_bytes(step, operands, backward=True),
         template=template,
     )
-    return DataflowPart(number, stages, stage, step, problem)
+    return DataflowPart(number, stages, stage, step, problem, _rounding(captured, step))
 
 
 def dataflow_stages(
@@ -170,6 +174,24 @@ def _untaken_bytes(step: CapturedStep, schedule: Schedule) -> list[int]:
             for earlier in range(boundary + 1 if at > boundary else 0, at):
                 found[earlier] += taken
     return found
+
+
+def _rounding(captured: CapturedStep, step: CapturedStep) -> float:
+    """Return the relative error by which results of a stage's forward may differ from those of the model: half the last
+    place if an op reads a tensor with other strides than in the model, since it may sum in another order; else 0.
+
+    The halves of a reversible network, for example, are slices of one tensor in the model, and separate tensors in the
+    stage, so that inverses can recover one after the other.
+
+    Args:
+        captured: the captured forward and backward.
+        step: the same, changed for inverses.
+    """
+    pairs = (
+        (captured.values[name].fake, step.values[name].fake) for name in captured.values.keys() & step.values
+    )
+    moved = (own.dtype for own, new in pairs if own.stride() != new.stride() and own.is_floating_point())
+    return max((torch.finfo(dtype).eps / 2 for dtype in moved), default=0.0)
 
 
 def _answers(step: CapturedStep) -> frozenset[str]:

@@ -84,8 +84,9 @@ def plan_pipeline(
         time_limit: seconds of search for each rank, and for the cuts. If no plans fit a rank, searches for the smallest
             budget take up to five times as long.
         loss_memory: the peak of the loss, such as ``3x`` or ``1GiB``, as for `plan_module`.
-        loss_fn: the loss that `Pipeline.schedule` will get. It is run once on random outputs, and its memory is
-            measured; so the predicted peak is exact. It replaces ``loss_memory``, and needs ``target``.
+        loss_fn: the loss that `Pipeline.schedule` will get. Its first argument is the model's output; for a tuple of
+            one tensor it is that tensor. The loss is run once on random outputs, and its memory is measured; so the
+            predicted peak is exact. It replaces ``loss_memory``, and needs ``target``.
         target: the targets of a batch, which ``step`` will get.
         ranks: the ranks to plan; by default all. A process that runs one rank needs only that.
         plans: plans that were made before, as JSON data like `StagePlan.plan`, by the stage's number. They are used

@@ -20,6 +20,7 @@ from torch import distributed, nn
 from rematplan.ir import InfeasibleBudget, ModelError, ProblemError, ProcessEnded, UsageError, show_bytes
 from rematplan.models.names import ZooError
 from rematplan.pipeline.captured_stages import CapturedStage
+from rematplan.pipeline.dataflow import DataflowPart
 from rematplan.pipeline.frozen_stage import FrozenStage
 from rematplan.pipeline.match_file_plans import file_plan
 from rematplan.pipeline.one_process import step_in_one_process
@@ -69,10 +70,11 @@ class RankReport:
     empty except on the rank of the last stage.
 
     ``compared``: the number of parameters, buffers and losses that were compared; 0 without comparison. ``different``:
-    the names of parameters and buffers that are not bit-equal or whose gradients have a relative error above
-    ``expected``; ``the losses`` if these are not equal. ``expected``: the predicted relative error of gradients: 0
-    except in a dataflow pipeline, where inverses recover activations. ``error``: the largest relative error of a
-    gradient.
+    the names of parameters and buffers that differ, or whose gradients have a relative error above ``expected``; ``the
+    losses`` if these differ. Buffers and losses must be bit-equal, except in a dataflow whose forwards round otherwise
+    than the model (`DataflowPart.rounding`): there, a relative error up to ``expected`` is accepted, too. ``expected``:
+    the predicted relative error of gradients: 0 except in a dataflow. ``error``: the largest relative error of a
+    gradient. ``forward_error``: the largest relative error of a buffer or loss.
 
     ``anew``: why the rank's stages were planned again instead of following the file's plans; empty if they follow them.
     """
@@ -85,6 +87,7 @@ class RankReport:
     different: tuple[str, ...] = ()
     expected: float = 0.0
     error: float = 0.0
+    forward_error: float = 0.0
     anew: str = ""
 
 
@@ -169,26 +172,30 @@ def _run(plan: PlannedPipeline, rank: int, verify: bool, time_limit: float) -> R
         found.peak,
         peak + sum(t.nbytes for t in states),
         found.extra,
-        tuple(one.item() for one in losses),
+        tuple(loss.item() for loss in losses),
         anew=anew,
     )
     if plain is None:
         return report
     of_stages = {n for s in stages for n, _ in (*s.submod.named_parameters(), *s.submod.named_buffers())}
-    expected = _expected_error(pipe, stages)
+    expected, of_forwards = _expected_errors(pipe, rank, stages)
     wanted = _in_one_process(plain, inputs, target, pipe, any(_of_all_ranks(random, order.ranks)))
     ours, theirs = named_tensors(module.model), named_tensors(plain.model)
     names = of_stages & ours.keys()  # a stage has the constants of its forward, too
     errors = _gradient_errors(ours, theirs, names)
-    different = sorted(n for n in names if not torch.equal(ours[n], theirs[n]) or errors[n] > expected)
-    if losses and list(report.losses) != wanted:
-        different.append("the losses")
+    forward_errors = {n: _relative_error(ours[n], theirs[n]) for n in names}
+    if losses:
+        one, other = (torch.tensor(values, dtype=torch.float64) for values in (report.losses, wanted))
+        forward_errors["the losses"] = _relative_error(one, other)
+    different = {n for n, error in forward_errors.items() if not error <= of_forwards}
+    different |= {n for n, error in errors.items() if not error <= expected}
     return replace(
         report,
         compared=len(names) + len(losses),
-        different=tuple(different),
+        different=tuple(sorted(different)),
         expected=expected,
         error=max(errors.values(), default=0.0),
+        forward_error=max(forward_errors.values(), default=0.0),
     )
 
 
@@ -224,14 +231,18 @@ def _rank_plan(plan: PlannedPipeline, pipe: Pipeline, rank: int, asked: PlanOpti
     return rank_plans(pipe.order, [rank], pipe.parts, pipe.budget, asked)[rank], anew
 
 
-def _expected_error(pipe: Pipeline, stages: Sequence[Any]) -> float:
-    """Predict the relative error of gradients in a dataflow pipeline, where inverses that round recover activations.
+def _expected_errors(pipe: Pipeline, rank: int, stages: Sequence[Any]) -> tuple[float, float]:
+    """Predict the relative errors of gradients, and of buffers and losses.
 
-    The ranks exchange their predictions. The result is 0 for other pipelines.
+    They are 0, except in a dataflow: there, inverses that recover activations round. Forwards round otherwise than the
+    model's if ops read tensors with other strides. The ranks exchange their predictions.
     """
-    if pipe.order.name not in CHANNELS:
-        return 0.0
-    return gradient_error_of(_of_all_ranks((stages[0].error, stages[0].gain), pipe.order.ranks))
+    part = pipe.parts[pipe.order.stage_of_rank[rank][0]]
+    if not isinstance(part, DataflowPart):
+        return 0.0, 0.0
+    every = _of_all_ranks((stages[0].error, stages[0].gain, part.rounding), pipe.order.ranks)
+    expected = gradient_error_of([(max(error, rounding), gain) for error, gain, rounding in every])
+    return expected, expected if any(rounding for _, _, rounding in every) else 0.0
 
 
 def _of_all_ranks(own: Any, ranks: int) -> list[Any]:
@@ -373,9 +384,15 @@ def _gradient_errors(
     def error(one: torch.Tensor | None, other: torch.Tensor | None) -> float:
         if one is None or other is None:
             return 0.0 if one is other else math.inf
-        if torch.equal(one, other):
-            return 0.0
-        distance = float((one.double() - other.double()).norm())
-        return distance / (max(float(other.double().norm()), least) or 1.0)
+        return _relative_error(one, other, least)
 
     return {n: error(ours[n].grad, theirs[n].grad) for n in names}
+
+
+def _relative_error(one: torch.Tensor, other: torch.Tensor, least: float = 0.0) -> float:
+    """Return the norm of the difference of two tensors ÷ the norm of ``other``, or ÷ ``least`` if that is larger; 0 if
+    they have the same bits."""
+    if torch.equal(one, other):
+        return 0.0
+    distance = float((one.detach().double() - other.detach().double()).norm())
+    return distance / (max(float(other.detach().double().norm()), least) or 1.0)

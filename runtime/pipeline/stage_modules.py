@@ -112,8 +112,8 @@ def exported(model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -
 
 
 def _check_results(graph: fx.Graph, spec: pytree.TreeSpec, model: str) -> None:
-    """Refuse a model whose result the last stage could not return as it is, since it returns one tensor, or a tuple of
-    several different ones.
+    """Refuse a model whose result the last stage could not return, since it returns one tensor, or a tuple of several
+    different ones. For a tuple of one tensor it returns the tensor.
 
     Args:
         graph: the model's exported graph.
@@ -131,7 +131,6 @@ def _check_results(graph: fx.Graph, spec: pytree.TreeSpec, model: str) -> None:
         f"a {kind}": not alone and spec.type not in (tuple, list),
         f"a nested {kind}": not all(c.is_leaf() for c in spec.children()),
         f"a {kind} with numbers or None": len(tensors) < len(results),
-        f"a {kind} of one tensor": not alone and len(results) == 1,
         f"a {kind} with the same tensor twice": len({*tensors}) < len(tensors),
     }
     for fault, has in faults.items():

@@ -19,6 +19,7 @@ from torch.distributed.pipelining.stage import PipelineStage
 
 from rematplan.cli import main
 from rematplan.ir import ProblemError
+from rematplan.models.coupling import Coupling
 from rematplan.pipeline.run_step import RankReport, reports_of_step
 from rematplan.planner.pipeline.pipeline_file import load_pipeline
 
@@ -160,6 +161,31 @@ def test_a_step_of_an_onnx_file_has_the_bits_of_one_process(workers: Workers, tm
     assert [(one.anew, one.different) for one in reports] == [("", ())] * 4
     assert sum(one.compared for one in reports) == 2 + 4 * (2 + 4) + 2 + 4
     assert [len(one.losses) for one in reports] == [0, 0, 0, 4]
+
+
+class Halves(nn.Module):
+    """An additive coupling of two halves of the channels."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        branches = [nn.Sequential(nn.BatchNorm2d(4), nn.Conv2d(4, 4, 3, padding=1)) for _ in range(2)]
+        self.coupling = Coupling(*branches)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        a, b = x.chunk(2, 1)
+        return torch.cat(self.coupling(a, b), 1)
+
+
+def test_batch_norms_of_a_dataflow_are_within_the_predicted_error(workers: Workers, tmp_path: Path) -> None:
+    """A stage has halves of channels as separate tensors, which batch norm sums in another order than slices."""
+    path, model = tmp_path / "pipe.json", tmp_path / "net.onnx"
+    net = nn.Sequential(nn.Conv2d(3, 8, 3, padding=1), Halves(), Halves(), Halves(), nn.Conv2d(8, 1, 1))
+    exported(net, torch.zeros(4, 3, 8, 8), model)
+    asked = ("--dim", "batch=4", *ASKED, "--budget", "1GiB", "--schedule", "dataflow", "--cuts", "2,3,4")
+    assert main(["pipeline", str(model), *asked, "-o", str(path)]) == 0
+    reports = workers.run(step, path=path)[0]
+    assert [one.different for one in reports] == [()] * 4
+    assert 0 < max(one.forward_error for one in reports) < 1e-5
 
 
 def test_dropout_draws_in_each_stage_what_it_draws_in_one_process(workers: Workers, tmp_path: Path) -> None:

@@ -274,8 +274,10 @@ def hooked() -> nn.Module:
         (Calling(halved), "calls Tensor.register_hook, and stages would not run that hook"),
         (hooked(), "1.layer has a backward hook, which stages would not run"),
         (torch.compile(Calling(torch.tanh)), "has a compiled submodule"),
-        (Calling(lambda y: (y,)), "returns a tuple of one tensor; a pipeline needs a tensor or a tuple of"),
-        (Calling(lambda y: (y, y)), "returns a tuple with the same tensor twice"),
+        (
+            Calling(lambda y: (y, y)),
+            "returns a tuple with the same tensor twice; a pipeline needs a tensor or a",
+        ),
         (Calling(lambda y: (y, None)), "returns a tuple with numbers or None"),
         (Calling(lambda y: (y, (y.exp(), y.sin()))), "returns a nested tuple"),
         (Calling(lambda y: {"y": y}), "returns a dict"),
