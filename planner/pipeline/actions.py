@@ -231,7 +231,8 @@ class StagePlan:
     it does not include ``early_gradients``. None: no difference.
 
     ``states``: bytes of parameters, buffers, optimizer states and everything else that exists during the whole step,
-    except ``torch_bytes``: the buffers from which a channel sends, and the inputs of all micro-batches. ``received``,
+    except ``torch_bytes``: the buffers from which a channel sends, the inputs of all micro-batches, and the outputs of
+    all micro-batches unless ``left`` has them. ``received``,
     ``answered``: the bytes of a message from the previous and from the next stage. A message that waits for its action
     counts with these bytes; during the action it counts to the transient. ``credits``: the number of messages that a
     channel receives ahead in each of the two directions, or all that are left if they are fewer; 0 without channels.

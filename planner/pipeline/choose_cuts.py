@@ -49,7 +49,7 @@ class Terms:
     that each action takes in addition to the computation. ``optimizer``: bytes of optimizer state per byte of trained
     parameters. ``batch``: the names of inputs that differ between micro-batches; a rank that reads such an input keeps
     its contents for all micro-batches in memory. ``opening``: bytes that PyTorch allocates while it prepares the first
-    step.
+    step. ``outputs``: bytes of the model's outputs for one micro-batch, which PyTorch keeps to the end of the step.
     """
 
     budget: int
@@ -58,6 +58,7 @@ class Terms:
     optimizer: float = 0.0
     batch: frozenset[str] = frozenset()
     opening: int = RANDOM_STATE
+    outputs: int = 0
 
 
 def stage_times(
@@ -343,19 +344,22 @@ class PipelineSearch:
 
     def template(self, start: int, end: int, stage: int) -> StagePlan:
         """Return the memory of a stage that does not depend on how it is planned: optimizer states, messages, and, for
-        all micro-batches together, the inputs that it reads and that differ between micro-batches. The field ``stage``
+        all micro-batches together, the inputs that it reads and that differ between micro-batches, and the model's
+        outputs. The field ``stage``
         is its number; times and all other fields are 0.
 
         ``start``, ``end``: the stage's first block, and the block after its last one. ``stage``: its number.
         """
         _, trained, batch = self._input_bytes(start, end)
         sends = self.chain.sends
-        sizes = MessageBytes(sends[start], self._returns(end), sends[end], self._returns(start))
+        outputs = self.terms.outputs if end == len(self.chain) else 0
+        sizes = MessageBytes(sends[start], self._returns(end), sends[end], self._returns(start), outputs)
         plan = message_memory(self.schedule, stage, sizes, self.terms.opening)
         return replace(
             plan,
             states=int(self.terms.optimizer * trained),
-            torch_bytes=plan.torch_bytes + self.schedule.microbatches * batch,
+            torch_bytes=plan.torch_bytes + self.schedule.microbatches * (batch + plan.left),
+            left=0,  # the chain's last stage has the loss, too, and may free an output before its backward
         )
 
     def _input_bytes(self, start: int, end: int) -> tuple[int, int, int]:

@@ -232,7 +232,7 @@ def _largest_peak(search: PipelineSearch) -> int:
 
 
 def _terms(chain: NamedChain, asked: Asked, budget: int) -> Terms:
-    return Terms(budget, asked.link, asked.overhead, asked.optimizer, chain.batch, OPENING)
+    return Terms(budget, asked.link, asked.overhead, asked.optimizer, chain.batch, OPENING, chain.outputs)
 
 
 def _schedule(name: str, chain: NamedChain, asked: Asked) -> PipelineSchedule:

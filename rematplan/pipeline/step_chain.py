@@ -26,12 +26,14 @@ class NamedChain:
     """A captured step as a chain of blocks of ops. A pipeline stage may begin at each block.
 
     ``chain``: the blocks. ``names``: for each block, the name of the module (or op) with which it begins; empty for the
-    first block. ``batch``: the names of the inputs that differ between micro-batches.
+    first block. ``batch``: the names of the inputs that differ between micro-batches. ``outputs``: the bytes of the
+    model's outputs for one micro-batch from which the loss is computed.
     """
 
     chain: StageChain
     names: tuple[str, ...]
     batch: frozenset[str]
+    outputs: int = 0
 
     def positions(self, cuts: Sequence[str]) -> tuple[int, ...]:
         """Return the position in the chain of each block that a name in ``cuts`` denotes: the name of its first
@@ -85,12 +87,28 @@ def named_chain(
         first: dict[int, str] = {}
         for o, block in enumerate(chain.block):
             first.setdefault(block, graph.ops[o].name)
-        return NamedChain(chain, ("", *(first[b] for b in range(1, len(chain)))), batch)
+        return NamedChain(
+            chain, ("", *(first[b] for b in range(1, len(chain)))), batch, _outputs(step, prefix)
+        )
     places = sorted(begins)
     blocks = blocks_at(graph, places)
     names = ("", *(begins[at] for at in places))
     chain = stage_chain(graph, blocks, gradients, labels, _homes(step, graph, blocks, names, prefix))
-    return NamedChain(chain, names, batch)
+    return NamedChain(chain, names, batch, _outputs(step, prefix))
+
+
+def _outputs(step: CapturedStep, prefix: str) -> int:
+    """Return the bytes of the results of the model's forward that are read by forward ops outside of the model.
+
+    ``prefix``: what precedes the names of the model's modules in the step.
+    """
+    made: set[str] = set()
+    read: set[str] = set()
+    for call in (c for c in step.calls if not c.backward):
+        inside = call.module == prefix[:-1] or call.module.startswith(prefix)
+        made.update(step.writes(call) if inside else ())
+        read.update(() if inside else step.reads(call))
+    return sum(step.storage_bytes[storage] for storage in made & read)
 
 
 def _homes(

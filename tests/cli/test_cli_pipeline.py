@@ -328,3 +328,14 @@ def test_measured_costs_are_the_default(call, monkeypatch) -> None:
 
 def _stop() -> None:
     raise UsageError("enough")
+
+
+def test_the_last_rank_holds_the_models_outputs_of_all_microbatches(call) -> None:
+    """PyTorch keeps them to the end of a step."""
+    small = ("lstm", "--batch", "2", "--tokens", "8", "--width", "8", "--vocabulary", "500")
+    more = ("--costs", "roofline", "--time-limit", "1", "--stages", 2, "--cuts", "head", "--budget", "1GiB")
+    rows = [call("pipeline", *small, *more, "--microbatches", m, "--json").data for m in (2, 6)]
+    few, many = (said["plans"][1] for said in rows)
+    outputs = 4 * 2 * 8 * 500
+    assert (few["closing"], many["closing"]) == (2 * outputs, 6 * outputs)
+    assert rows[1]["peaks"][1] - rows[0]["peaks"][1] >= 4 * outputs
