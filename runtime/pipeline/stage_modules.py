@@ -19,6 +19,7 @@ from torch.fx.traceback import preserve_node_meta
 
 from rematplan.ir import ModelError, UsageError
 from rematplan.runtime.capture.capture import check_traceable
+from rematplan.runtime.capture.host_random import no_host_draws
 from rematplan.runtime.capture.patches.checkpoint import without_checkpoints
 from rematplan.runtime.capture.patches.trace_costs import no_collection
 from rematplan.runtime.graph.compat import OpOverload, pytree
@@ -26,6 +27,7 @@ from rematplan.runtime.graph.module_names import module_names
 from rematplan.runtime.pipeline.export_regions import without_regions
 from rematplan.runtime.pipeline.message_layout import inverse, keeps_format, memory_order, turned
 from rematplan.runtime.pipeline.unrecorded_backwards import refuse_unrecorded_backwards
+from rematplan.runtime.pipeline.unrecorded_state import Numbers, check_numbers, watched_attributes
 
 WITHOUT_GRADIENT = frozenset({torch.ops.aten.detach.default, torch.ops.aten.detach_.default})
 """Ops whose results do not require gradients even if their arguments do."""
@@ -86,8 +88,9 @@ def exported(model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -
     Raises:
         ModelError: the model cannot be exported (the message has the reason in one line); it is compiled, scripted or
             sharded, or has an attribute with a name in `RESERVED`; its backward is not only that of the forward's ops
-            (`refuse_unrecorded_backwards`); its result is not a tensor or a tuple of different tensors; or its forward
-            has a region that `without_regions` refuses.
+            (`refuse_unrecorded_backwards`); its forward draws random numbers outside PyTorch, assigns a buffer, or
+            computes with numbers that it changes; its result is not a tensor or a tuple of different tensors; or its
+            forward has a region that `without_regions` refuses.
     """
     check_traceable(model)
     states = (*model.named_parameters(), *model.named_buffers())
@@ -95,20 +98,36 @@ def exported(model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -
         raise ModelError(
             f"{type(model).__name__} has an attribute called {min(taken)}, as PyTorch's graph modules have; rename it"
         )
+    program, numbers = _program(model, args, kwargs)
+    check_numbers(model, numbers, program.graph, lambda: _program(model, args, kwargs)[0].graph)
+    module = program.module()
+    assert isinstance(module, fx.GraphModule)
+    _check_results(module.graph, program.module_call_graph[0].signature.out_spec, type(model).__name__)
+    return without_regions(module, type(model).__name__)
+
+
+def _program(
+    model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> tuple[torch.export.ExportedProgram, Numbers]:
+    """Return a model's exported forward, and the numbers that the forward assigns to attributes."""
+    name = type(model).__name__
     try:
-        with refuse_unrecorded_backwards(model), preserve_node_meta(), no_collection(), without_checkpoints():
-            program = torch.export.export(model, tuple(args), dict(kwargs))
+        with (
+            no_host_draws(f"{name} cannot be cut into stages"),
+            watched_attributes(model) as numbers,
+            refuse_unrecorded_backwards(model),
+            preserve_node_meta(),
+            no_collection(),
+            without_checkpoints(),
+        ):
+            return torch.export.export(model, tuple(args), dict(kwargs)), numbers
     except ModelError:
         raise
     except Exception as error:
         reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
         raise ModelError(
-            f"{type(model).__name__} cannot be cut into stages: its forward cannot be exported: {reason}"
+            f"{name} cannot be cut into stages: its forward cannot be exported: {reason}"
         ) from error
-    module = program.module()
-    assert isinstance(module, fx.GraphModule)
-    _check_results(module.graph, program.module_call_graph[0].signature.out_spec, type(model).__name__)
-    return without_regions(module, type(model).__name__)
 
 
 def _check_results(graph: fx.Graph, spec: pytree.TreeSpec, model: str) -> None:

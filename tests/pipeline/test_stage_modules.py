@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import random
 from collections.abc import Callable
 from typing import Any
 
@@ -261,6 +262,35 @@ def halved(x: torch.Tensor) -> torch.Tensor:
     return x
 
 
+class Counted(nn.Module):
+    """Counts its calls in an attribute. ``reads``: it computes with the number, too."""
+
+    def __init__(self, reads: bool) -> None:
+        super().__init__()
+        self.layer, self.calls, self.reads = nn.Linear(WIDTH, WIDTH), 0, reads
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.calls += 1
+        return self.layer(x) / self.calls if self.reads else self.layer(x)
+
+
+class Assigning(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(WIDTH, WIDTH)
+        self.register_buffer("mean", torch.zeros(WIDTH))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.mean = 0.9 * self.mean + x.detach().mean(0)
+        return self.layer(x) - self.mean
+
+
+def test_a_counter_that_the_forward_does_not_read_is_left_as_it_was() -> None:
+    whole = nn.Sequential(nn.Linear(WIDTH, WIDTH), Counted(False))
+    assert len(stage_modules(whole, (torch.zeros(4, WIDTH),), {}, ("1",))) == 2
+    assert whole[1].calls == 0
+
+
 def hooked() -> nn.Module:
     module = Calling(torch.tanh)
     module.layer.register_full_backward_hook(lambda *_: None)
@@ -274,6 +304,9 @@ def hooked() -> nn.Module:
         (Calling(halved), "calls Tensor.register_hook, and stages would not run that hook"),
         (hooked(), "1.layer has a backward hook, which stages would not run"),
         (torch.compile(Calling(torch.tanh)), "has a compiled submodule"),
+        (Calling(lambda y: y * random.random()), "its forward draws from Python's random"),
+        (Assigning(), "its forward assigns the buffer mean, and stages would not; change it in place"),
+        (Counted(True), "its forward computes with calls, which it changes; make it a buffer"),
         (
             Calling(lambda y: (y, y)),
             "returns a tuple with the same tensor twice; a pipeline needs a tensor or a",
