@@ -245,12 +245,12 @@ def _load_file(
 ) -> LoadedModel:
     if weightless:
         module, inputs, mode = without_data(
-            lambda: OnnxModule(graph, device="meta", alone=True).train(),
+            lambda: OnnxModule(graph, device="meta").train(),
             lambda: tuple(map(_empty_input, graph.inputs)),
             device,
         )
         return _with_loss(module, inputs, name, loss, seed, graph.notes, mode)
-    module = OnnxModule(graph, seed=seed, alone=True).train().to(device)
+    module = OnnxModule(graph, seed=seed).train().to(device)
     generator = torch.Generator().manual_seed(seed)
     inputs = tuple(_random_input(value, generator).to(device) for value in graph.inputs)
     return _with_loss(module, inputs, name, loss, seed, graph.notes)

@@ -232,10 +232,10 @@ class StagePlan:
 
     ``states``: bytes of parameters, buffers, optimizer states and everything else that exists during the whole step,
     except ``torch_bytes``: the buffers from which a channel sends, the inputs of all micro-batches, and the outputs of
-    all micro-batches unless ``left`` has them. ``received``,
-    ``answered``: the bytes of a message from the previous and from the next stage. A message that waits for its action
-    counts with these bytes; during the action it counts to the transient. ``credits``: the number of messages that a
-    channel receives ahead in each of the two directions, or all that are left if they are fewer; 0 without channels.
+    all micro-batches unless ``left`` has them. ``received``, ``answered``: the bytes of a message from the previous and
+    from the next stage. A message that waits for its action counts with these bytes; during the action it counts to the
+    transient. ``credits``: the number of messages that a channel receives ahead in each of the two directions, or all
+    that are left if they are fewer; 0 without channels.
     ``sent``, ``returned``: the bytes of a message to the next and to the previous stage, after the micro-batch's
     backward. 0 if that stage is on the same rank, because there is no message. ``loose``: the bytes of a message to the
     next stage before the micro-batch's backward, without those that ``kept_bytes`` includes. ``left``: bytes that each

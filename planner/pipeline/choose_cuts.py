@@ -345,8 +345,7 @@ class PipelineSearch:
     def template(self, start: int, end: int, stage: int) -> StagePlan:
         """Return the memory of a stage that does not depend on how it is planned: optimizer states, messages, and, for
         all micro-batches together, the inputs that it reads and that differ between micro-batches, and the model's
-        outputs. The field ``stage``
-        is its number; times and all other fields are 0.
+        outputs. The field ``stage`` is its number; times and all other fields are 0.
 
         ``start``, ``end``: the stage's first block, and the block after its last one. ``stage``: its number.
         """

@@ -151,9 +151,8 @@ class CompiledPlan:
         link = torch.empty(0, device=self.like.device)
         for k in range(len(self.wanting) - 1, 0, -1):
             into = [inputs[at] for at in self.wanting[k]]
-            if (
-                k >= self.halves.early
-            ):  # autograd has no gradient for them, and would run their hooks nevertheless
+            if k >= self.halves.early:
+                # Autograd gets no gradient for these parameters, but would run their hooks all the same.
                 into = [t.detach().requires_grad_() for t in into]
             link = _BackwardSegment.apply(call, k, link, *into)
         first = (inputs[at] for at in self.wanting[0])

@@ -58,18 +58,15 @@ class OnnxModule(nn.Module):
         graph: the graph.
         seed: the seed of the random initial values; None keeps the constants with which the file fills the weights.
         device: the device of the weights; with ``"meta"`` no weights are read.
-        alone: whether the forward of a graph with one output returns this tensor, instead of a tuple.
 
     Raises:
         ModelError: an op is not in the op table (the message names the node and its opset), a weight cannot be read, or
             the weights exceed the machine's memory.
     """
 
-    def __init__(
-        self, graph: Graph, seed: int | None = 0, device: str = "cpu", *, alone: bool = False
-    ) -> None:
+    def __init__(self, graph: Graph, seed: int | None = 0, device: str = "cpu") -> None:
         super().__init__()
-        self.graph, self.alone = graph, alone and len(graph.outputs) == 1
+        self.graph = graph
         self.program = program_of(graph)
         for value in graph.inputs:
             torch_dtype(value.dtype, f"the graph input {value.name!r}")
@@ -97,16 +94,15 @@ class OnnxModule(nn.Module):
         else:
             self.register_buffer(name, tensor, persistent=weight.role == "buffer")
 
-    def forward(self, *inputs: Tensor) -> Tensor | tuple[Tensor, ...]:
-        """Return the graph's outputs, in order, for the graph's inputs, in order; with ``alone`` only the one output.
+    def forward(self, *inputs: Tensor) -> tuple[Tensor, ...]:
+        """Return the graph's outputs, in order, for the graph's inputs, in order.
 
         Raises:
             ModelError: the number of inputs is wrong, or a node cannot run on its inputs.
         """
         values = self.start(inputs)
         self._execute(self.program, values)
-        outputs = tuple(self._tensor(o.name, values[o.name]) for o in self.graph.outputs)
-        return outputs[0] if self.alone else outputs
+        return tuple(self._tensor(o.name, values[o.name]) for o in self.graph.outputs)
 
     def start(self, inputs: Sequence[Tensor]) -> dict[str, Value]:
         """Return the values that exist before the first node runs (the graph's inputs and the weights), by name.

@@ -297,20 +297,10 @@ def test_malformed_links_are_refused(text) -> None:
 
 def test_a_reversible_network_keeps_little_in_a_dataflow(call) -> None:
     sizes = (
-        "--depth",
-        8,
-        "--width",
-        32,
-        "--image",
-        128,
-        "--classes",
-        10,
-        "--batch",
-        2,
-        "--costs",
-        "roofline",
+        *("--depth", 4, "--width", 32, "--image", 64),
+        *("--classes", 10, "--batch", 2, "--costs", "roofline"),
     )
-    more = ("--microbatches", 8, "--stages", 2, "--link", "50us", "--schedule", "dataflow", "--time-limit", 4)
+    more = ("--microbatches", 8, "--stages", 2, "--link", "50us", "--schedule", "dataflow", "--time-limit", 2)
     ample = call("pipeline", "revvit_s", *sizes, *more, "--budget", "1GiB", "--json").data
     tight = call("pipeline", "revvit_s", *sizes, *more, "--budget", "80%", "--json")
     assert tight.status == 0, tight.err

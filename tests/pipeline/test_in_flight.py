@@ -122,7 +122,7 @@ def test_an_output_that_torch_frees_is_charged_in_the_backward_only_where_it_is_
     assert again.measured(twice).loose == 0
 
 
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=8, deadline=None)
 @given(st.lists(st.tuples(st.integers(1, 6), st.integers(1, 9)), min_size=2, max_size=2), st.integers(2, 3))
 def test_floors_of_a_stage_whose_outputs_are_freed_hold_for_all_known_plans(
     rows: list[tuple[int, int]], ranks: int
