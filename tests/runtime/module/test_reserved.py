@@ -37,9 +37,9 @@ MAKERS: dict[str, Callable[[list[nn.Parameter]], optim.Optimizer]] = {
 }
 
 
-def network() -> nn.Module:
+def network(depth: int = 4) -> nn.Module:
     torch.manual_seed(0)
-    layers = [m for _ in range(8) for m in (nn.Linear(WIDTH, WIDTH), nn.GELU())]
+    layers = [m for _ in range(depth) for m in (nn.Linear(WIDTH, WIDTH), nn.GELU())]
     return nn.Sequential(*layers, nn.Linear(WIDTH, CLASSES))
 
 
@@ -77,12 +77,17 @@ def peaks(model: nn.Module, optimizer: optim.Optimizer, rows: int, backwards: in
     return found
 
 
-@pytest.mark.parametrize("rows", [8, 512])
-@pytest.mark.parametrize("accumulate", [False, True])
-@pytest.mark.parametrize("name", MAKERS)
+@pytest.mark.parametrize(
+    ("name", "accumulate", "rows"),
+    [  # each optimizer with both sizes and with and without accumulation; each size with and without
+        (name, accumulate, (8, 512)[(at + accumulate) % 2])
+        for at, name in enumerate(MAKERS)
+        for accumulate in (False, True)
+    ],
+)
 def test_whole_iterations_keep_the_budget_and_use_it(name: str, accumulate: bool, rows: int) -> None:
     for budget in ("100%", "80%") if rows > 8 else ("100%", "min"):
-        model = network()
+        model = network(depth=8)
         optimizer = MAKERS[name](list(model.parameters()))
         planned = planned_within(budget, model, rows, [optimizer], accumulate=accumulate)
         most = max(peaks(planned, optimizer, rows, 1 + accumulate))
