@@ -6,6 +6,7 @@ cuBLAS is used. Inductor compiles in the test process, since each process of a p
 import gc
 import os
 from collections.abc import Iterator
+from importlib import import_module
 from types import ModuleType
 
 import checker as plan_checker
@@ -13,11 +14,30 @@ import pytest
 import torch
 
 from rematplan.ir.cache_folder import cache_folder
+from rematplan.models import (
+    densenet,
+    diffusion_unet,
+    efficientnet,
+    googlenet,
+    mobilenet,
+    pspnet,
+    resnet,
+    revcol,
+    revnet,
+    revvit,
+    swin,
+    unet,
+)
 
 torch.set_num_threads(1)
 gc.disable()  # until all is loaded
 os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
 os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
+
+BLOCKS = (2, 2)
+"""Of each stage: one that changes the shape, and one that does not."""
+DILATED = (1, 1, 1, 2)
+"""Only the last two stages dilate; one has a block that does not change the shape."""
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -49,6 +69,27 @@ def _settings_stay() -> Iterator[None]:
     before = _settings()
     yield
     assert _settings() == before
+
+
+@pytest.fixture(scope="module")
+def few_blocks() -> Iterator[None]:
+    """The zoo's networks with fewer of the same stages and blocks: tracing them takes as long as they are deep."""
+    import_module("rematplan.models.zoo")  # which reads the networks' own depths once
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(densenet, "DEPTHS", {121: (densenet.DEPTHS[121][0], BLOCKS)})
+        patch.setattr(diffusion_unet, "BLOCKS", 1)
+        patch.setattr(diffusion_unet, "MULTIPLES", diffusion_unet.MULTIPLES[:2])
+        patch.setattr(efficientnet, "ROWS", efficientnet.ROWS[:3])
+        patch.setattr(googlenet, "STAGES", tuple(stage[:1] for stage in googlenet.STAGES[:2]))
+        patch.setattr(mobilenet, "ROWS", mobilenet.ROWS[:3])
+        patch.setattr(pspnet, "DEPTHS", {101: (pspnet.DEPTHS[101][0], DILATED)})
+        patch.setattr(resnet, "DEPTHS", {n: (resnet.DEPTHS[n][0], BLOCKS) for n in (18, 50)})
+        patch.setattr(revcol, "BLOCKS", (1, 1, 1))
+        patch.setattr(revnet, "BLOCKS", {38: 2, 110: 5})
+        patch.setattr(revvit, "BLOCKS", BLOCKS)
+        patch.setattr(swin, "BLOCKS", BLOCKS)
+        patch.setattr(unet, "LEVELS", 2)
+        yield
 
 
 @pytest.fixture(scope="session")

@@ -15,6 +15,7 @@ from torch import nn
 from rematplan.models import ZOO, ZooError, build, example_inputs, export_onnx
 from rematplan.models import export as export_module
 
+pytestmark = pytest.mark.usefixtures("few_blocks")
 TWINS = {
     *("resnet34", "resnet101", "resnet152", "densenet161", "vit_b", "gpt24", "roberta", "revnet110"),
 }
