@@ -38,7 +38,7 @@ class Net(nn.Module):
 
     def __init__(self, settings: Settings | None = None) -> None:
         super().__init__()
-        self.body = nn.Sequential(*(nn.Sequential(nn.Linear(16, 16), nn.Tanh()) for _ in range(3)))
+        self.body = nn.Sequential(*(nn.Sequential(nn.Linear(16, 16), nn.Tanh()) for _ in range(2)))
         self.drop, self.norm = nn.Dropout(0.1), nn.BatchNorm1d(16)
         self.temperature, self.unread = 1.0, 0
         self.mask, self.settings = torch.ones(16), settings or Settings()

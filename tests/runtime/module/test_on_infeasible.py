@@ -28,7 +28,7 @@ WIDTH, CLASSES = 64, 10
 
 def network() -> nn.Module:
     torch.manual_seed(0)
-    layers = [m for _ in range(8) for m in (nn.Linear(WIDTH, WIDTH), nn.GELU())]
+    layers = [m for _ in range(4) for m in (nn.Linear(WIDTH, WIDTH), nn.GELU())]
     return nn.Sequential(*layers, nn.Dropout(0.1), nn.Linear(WIDTH, CLASSES))
 
 
@@ -37,7 +37,7 @@ def rows(n: int) -> Tensor:
 
 
 def planned_for(n: int, **options: Any) -> nn.Module:
-    options = {"strategy": "approx_dp", "costs": "roofline", "budget": "60%", **options}
+    options = {"strategy": "approx_dp", "costs": "roofline", "budget": "75%", **options}
     return rematplan.plan_module(network(), (rows(n),), **options)
 
 
