@@ -27,9 +27,9 @@ SIZES = range(2, 22)
 class Layers(nn.Module):
     """Layers of attention; the bytes of scores are quadratic in the number of tokens."""
 
-    def __init__(self) -> None:
+    def __init__(self, layers: int = 2) -> None:
         super().__init__()
-        self.layers = nn.ModuleList(nn.Linear(8, 8) for _ in range(2))
+        self.layers = nn.ModuleList(nn.Linear(8, 8) for _ in range(layers))
 
     def forward(self, x: Tensor) -> Tensor:
         """Its loss for x (batch, tokens, 8)."""
@@ -141,7 +141,7 @@ def test_a_padded_mask_is_padded_at_all_sizes_that_are_planned_first() -> None:
     ranges = {name: {1: (2, 50)} for name in ("x", "mask")}
     options: dict[str, Any] = {"budget": "1GiB", "costs": "roofline", "refine": False}
     planned = rematplan.plan_module(
-        Padded(), (torch.ones(4, 20, 8), mask), shape_ranges=ranges, strategy="store_all", **options
+        Padded(layers=1), (torch.ones(4, 20, 8), mask), shape_ranges=ranges, strategy="store_all", **options
     )
     stats = rematplan.planning(planned).stats()
     assert (stats.captures, stats.open_captures) == (1, 1)
@@ -155,7 +155,7 @@ def test_few_sizes_are_all_planned_before_training() -> None:
         "costs": "roofline",
         "refine": False,
     }
-    planned = rematplan.plan_module(Layers(), (torch.zeros(4, 16, 8),), shape_ranges=ranges, **options)
+    planned = rematplan.plan_module(Layers(1), (torch.zeros(4, 16, 8),), shape_ranges=ranges, **options)
     before = rematplan.planning(planned).stats()
     assert (before.plans, before.captures, before.open_captures) == (12, 1, 1)
     for tokens in (4, 8, 12, 16):
@@ -257,7 +257,7 @@ class Square(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.layers = nn.ModuleList(nn.Conv2d(8, 8, 3, padding=1) for _ in range(6))
+        self.layers = nn.ModuleList(nn.Conv2d(8, 8, 3, padding=1) for _ in range(3))
 
     def forward(self, x: Tensor) -> Tensor:
         """Its loss for x (batch, side, side, 8)."""
@@ -277,7 +277,7 @@ def test_dimensions_of_equal_size_vary_together(monkeypatch: pytest.MonkeyPatch)
 
 def test_sizes_of_two_inputs_are_combined(monkeypatch: pytest.MonkeyPatch) -> None:
     ranges = {"x": {1: (8, 12)}, "y": {1: (2, 16)}}
-    proofs = product(monkeypatch, Two(), ranges, (2, 12), (2, 16))
+    proofs = product(monkeypatch, Two(layers=1), ranges, (2, 12), (2, 16))
     assert [len(proof.proof.rows) for _, proof in proofs] == [15] * 5
 
 
@@ -285,5 +285,5 @@ def test_too_many_combinations_are_counted_and_said(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(size_range_proof, "MOST_LINES", 4)
     ranges = {"x": {1: (8, 12)}, "y": {1: (2, 16)}}
     with pytest.warns(UserWarning, match="75 combinations of sizes, only.* at most 4 .*of 5"):
-        proofs = product(monkeypatch, Two(), ranges, (2, 12), (2, 16))
+        proofs = product(monkeypatch, Two(layers=1), ranges, (2, 12), (2, 16))
     assert [len(proof.proof.rows) for _, proof in proofs] == [5, 15]
