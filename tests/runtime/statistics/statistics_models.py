@@ -7,7 +7,7 @@ from torch.nn import functional
 
 def mlp() -> tuple[nn.Module, Tensor]:
     layers = [
-        m for _ in range(4) for m in (nn.Linear(6, 40), nn.Tanh(), nn.Linear(40, 6, bias=False), nn.GELU())
+        m for _ in range(2) for m in (nn.Linear(6, 40), nn.Tanh(), nn.Linear(40, 6, bias=False), nn.GELU())
     ]
     return nn.Sequential(*layers, nn.Linear(6, 4)), torch.randn(700, 6)
 
@@ -71,7 +71,7 @@ class GPT(nn.Module):
 
 
 def gpt() -> tuple[nn.Module, Tensor]:
-    return GPT(), torch.randint(0, 11, (4, 6))
+    return GPT(blocks=1), torch.randint(0, 11, (4, 6))
 
 
 class Attention(nn.Module):

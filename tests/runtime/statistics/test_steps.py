@@ -1,6 +1,7 @@
 """Which training steps have statistics, what they sum over micro-batches, and what memory they take."""
 
 import copy
+import itertools
 import warnings
 from functools import cache
 from typing import Any
@@ -24,7 +25,7 @@ SETTINGS: dict[str, Any] = {"strategy": "approx_dp", "costs": "profile"}
 
 def network() -> nn.Module:
     torch.manual_seed(0)
-    layers = [m for _ in range(5) for m in (nn.Linear(32, 32), nn.GELU())]
+    layers = [m for _ in range(3) for m in (nn.Linear(32, 32), nn.GELU())]
     return nn.Sequential(*layers, nn.Linear(32, 5))
 
 
@@ -69,7 +70,7 @@ def summed(model: nn.Module, batches: list[Tensor]) -> tuple[Tensor, Tensor]:
     return a, g
 
 
-@pytest.mark.parametrize("micro", [1, 2, 3])
+@pytest.mark.parametrize("micro", [1, 3])
 @pytest.mark.parametrize("accumulate", [False, True])
 def test_micro_batches_of_a_step_add_up(micro: int, accumulate: bool) -> None:
     model = network()
@@ -120,7 +121,7 @@ def test_without_an_optimizer_a_forward_without_gradients_begins_a_step() -> Non
         seen.append(len(planning.statistics().factors))
         for parameter in own.parameters():
             parameter.grad = None
-    assert seen == [6, 0, 6, 0]
+    assert seen == [4, 0, 4, 0]
 
 
 def test_evaluation_and_forwards_without_backward_count_for_nothing() -> None:
@@ -177,7 +178,7 @@ NETWORKS = {
         ),
         torch.randn(16, 3, 16, 16),
     ),
-    "gpt": lambda: (GPT(d=32), torch.randint(0, 11, (16, 6))),
+    "gpt": lambda: (GPT(d=32, blocks=1), torch.randint(0, 11, (16, 6))),
     "short mlp": lambda: (network(), batch(192)),
 }
 LARGE = ("mlp", "cnn", "gpt")
@@ -198,9 +199,13 @@ def loss_of(y: Tensor) -> Tensor:
     return functional.cross_entropy(y.flatten(0, -2), torch.zeros(y.shape[:-1], dtype=torch.long).flatten())
 
 
-@pytest.mark.parametrize("fisher", ["empirical", "mc"])
-@pytest.mark.parametrize("approx", ["expand", "reduce"])
-@pytest.mark.parametrize("name", LARGE)
+@pytest.mark.parametrize(
+    ("name", "approx", "fisher"),
+    [
+        *itertools.product(("cnn",), ("expand", "reduce"), ("empirical", "mc")),
+        *((name, *each) for name in ("mlp", "gpt") for each in (("expand", "empirical"), ("reduce", "mc"))),
+    ],
+)
 def test_the_measured_peak_is_within_the_budget(name: str, approx: str, fisher: str) -> None:
     torch.manual_seed(0)
     model, x = NETWORKS[name]()
@@ -234,7 +239,7 @@ def test_the_least_peak_grows_by_no_more_than_the_factors_and_a_chunk(name: str,
 def test_earlier_micro_batches_are_within_the_budget(room: float) -> None:
     model, x = NETWORKS["short mlp"]()
     gradients = sum(p.nbytes for p in model.parameters())
-    sums = 6 * 2 * 32 * 33 * 4
+    sums = 4 * 2 * 32 * 33 * 4
     budget = int(room * (least("short mlp", fisher="empirical") + gradients + sums))
     own, planning = planned(model, x, budget=budget)
     with warnings.catch_warnings():
