@@ -27,7 +27,7 @@ MEASURED = {"costs": "profile", "loss_memory": "4x"}
 class Encoder(nn.Module):
     """Attention with dropout; a short sequence takes another activation."""
 
-    def __init__(self, layers: int = 2, long: int = 0) -> None:
+    def __init__(self, layers: int = 3, long: int = 0) -> None:
         super().__init__()
         torch.manual_seed(0)
         self.layers, self.long = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(layers)), long
@@ -78,7 +78,7 @@ def test_gradients_of_different_lengths_accumulate_within_the_budget() -> None:
 
 
 def test_the_peak_is_within_the_budget_at_each_shape() -> None:
-    planned, plain = planned_and_plain(Encoder(), sequences(*SHAPES[0]), budget="75%", **MEASURED)
+    planned, plain = planned_and_plain(Encoder(), sequences(*SHAPES[0]), budget="70%", **MEASURED)
     budget = planned.plan.budget
     for sizes in SHAPES:
         for model in (planned, plain):
@@ -92,7 +92,7 @@ def test_the_peak_is_within_the_budget_at_each_shape() -> None:
 
 
 def test_each_side_of_a_branch_by_length_has_one_capture() -> None:
-    planned, plain = planned_and_plain(Encoder(long=12), sequences(4, 20), budget="85%")
+    planned, plain = planned_and_plain(Encoder(long=12), sequences(4, 20), budget="80%")
     for sizes in ((4, 20), (3, 8), (2, 12), (5, 11), (2, 30), (4, 3)):
         x = sequences(*sizes)
         equal_after(lambda model, x=x: backward(model, x), planned, plain)
