@@ -14,8 +14,8 @@ from torch import nn
 
 from rematplan.ir import ModelError
 
-BASE: Any = torch.autograd.Function.__base__
-"""The class whose ``apply`` each autograd function calls."""
+META: Any = type(torch.autograd.Function)
+"""The class of autograd functions. Each ``apply`` reads the attribute ``_backward_cls`` of its function."""
 
 
 @contextmanager
@@ -35,10 +35,10 @@ def refuse_unrecorded_backwards(model: nn.Module) -> Iterator[None]:
     thread, found = get_ident(), list[str]()
     register: Callable[..., Any] = torch.Tensor.register_hook
 
-    def apply(cls: type, *args: Any, **kwargs: Any) -> Any:
-        if get_ident() == thread:
+    def read(cls: type, attribute: str) -> Any:
+        if attribute == "_backward_cls" and get_ident() == thread:
             found.append(f"the autograd function {cls.__name__}, whose backward stages would not run")
-        return super(BASE, cls).apply(*args, **kwargs)
+        return type.__getattribute__(cls, attribute)
 
     def registered(tensor: torch.Tensor, hook: Callable[..., Any]) -> Any:
         if get_ident() == thread:
@@ -46,7 +46,7 @@ def refuse_unrecorded_backwards(model: nn.Module) -> Iterator[None]:
         return register(tensor, hook)
 
     with (
-        patch.object(BASE, "apply", classmethod(apply)),
+        patch.object(META, "__getattribute__", read, create=True),
         patch.object(torch.Tensor, "register_hook", registered),
     ):
         yield

@@ -108,7 +108,7 @@ def test_a_file_is_read_as_it_was_written(file, tmp_path) -> None:
         (
             "actions",
             [[["F", 0, 0], ["B", 0, 0]], [["F", 1, 0]]],
-            "messages has the position 4 in a rank of 2",
+            "messages has (the position 4 in a rank of 2|DROP_F for stage 0, micro-batch 1)",
         ),
         ("microbatches", 10**9, "micro-batch 4 is missing"),
         ("stages", 10**9, "each of its 1000000000 stages must have exactly one rank"),
