@@ -111,77 +111,90 @@ class Clock:
         return True
 
 
-def peak(actions: list[Key], entries: list[Key], plans: dict[int, Json]) -> int:
-    """Return the most bytes that a rank holds. ``plans``: those of its stages, by number."""
+def held_bytes(actions: list[Key], entries: list[Key], plans: dict[int, Json]) -> list[int]:
+    """Return the most bytes that a rank holds: at the start, before and during each action, after the last action, and
+    at the end of the step. ``plans``: those of its stages, by number."""
     held: dict[Key, int] = {}
     unread = Counter((HALF[kind], stage) for kind, stage, _ in actions if kind in HALF)
-
-    def ahead() -> int:
-        sizes = {"F": "received", "B": "answered"}
-        return sum(plans[s][sizes[h]] * min(plans[s]["credits"], n) for (h, s), n in unread.items())
+    always = sum(p["states"] + p["torch_bytes"] for p in plans.values())
 
     def total() -> int:
-        return always + sum(held.values()) + ahead()
+        ahead = sum(
+            plans[s]["received" if half == "F" else "answered"] * min(plans[s]["credits"], n)
+            for (half, s), n in unread.items()
+        )
+        return always + sum(held.values()) + ahead
 
-    def change(position: int) -> None:
-        nonlocal most
-        for kind, stage, m in (entry for place, *entry in entries if place == position):
-            half = kind[-1]
-            if kind in ("RECV_F", "RECV_B", "KEEP_B"):
-                held["waits", half, stage, m] = plans[stage]["received" if half == "F" else "answered"]
-            elif kind == "FORGET_B":
-                held.pop(("waits", half, stage, m), None)
-            elif kind in ("DROP_F", "DROP_B"):
-                held.pop(("sent", half, stage, m), None)
-            most = max(most, total())
+    def changed(position: int) -> int:
+        totals = [total()]
+        for entry in (entry for place, *entry in entries if place == position):
+            change(held, plans, *entry)
+            totals.append(total())
+        return max(totals)
 
-    always = sum(p["states"] + p["torch_bytes"] for p in plans.values())
-    most = max(always + max(p["opening"] for p in plans.values()), total())
+    found = [always + max(p["opening"] for p in plans.values())]
     for position, (kind, stage, m) in enumerate(actions):
-        plan, half = plans[stage], HALF.get(kind, "W")
-        change(position)
-        first_i = kind in "BI" and ("early", stage) not in held
-        first_w = kind in "BW" and ("gradients", stage) not in held
-        back = plan["first_backward"] if first_i else None
-        late = plan["first_weight"] if first_w else None
-        back = plan["transient_backward"] if back is None else back
-        late = plan["transient_weight"] if late is None else late
-        whole = late + plan["whole"] + (plan["early_gradients"] if first_i else 0)
-        transient = {"F": plan["transient_forward"], "I": back, "W": late, "B": max(back, whole)}[kind]
-        if half in "FB":
-            held.pop(("waits", half, stage, m), None)
-            unread[half, stage] -= 1
-        held.pop(("K" if half == "B" else "D", stage, m), None)
-        most = max(most, total() + transient)
-        if kind == "F":
-            held["K", stage, m] = plan["kept_bytes"]
-            if stage + 1 in plans:
-                held["waits", "F", stage + 1, m] = plans[stage + 1]["received"]
-            else:
-                held["sent", "F", stage, m] = plan["loose"]
-        if kind == "I":
-            held["D", stage, m] = plan["deferred_bytes"]
-        if kind in "BI":
-            held["early", stage] = plan["early_gradients"]
-            held["left", stage, m] = plan["left"]
-            held.pop(("waits", "F", stage + 1, m), None)
-            if ("sent", "F", stage, m) in held:
-                held["sent", "F", stage, m] = plan["sent"]
-            if stage - 1 in plans:
-                held["waits", "B", stage - 1, m] = plans[stage - 1]["answered"]
-                part = plan["deferred_input"] if kind == "I" else 0
-                held["waits", "F", stage, m] = max(0, plan["received"] - part)
-            else:
-                held["sent", "B", stage, m] = plan["returned"]
-        if kind == "W" and ("waits", "F", stage, m) in held:
-            held["waits", "F", stage, m] = plan["received"]
-        if kind in "BW":
-            held["gradients", stage] = plan["gradients"] - plan["early_gradients"]
-        most = max(most, total())
-    change(len(actions))
-    most = max(most, total() + max(p["ending"] for p in plans.values()))
+        found.append(changed(position))
+        if kind in HALF:
+            held.pop(("waits", HALF[kind], stage, m), None)
+            unread[HALF[kind], stage] -= 1
+        held.pop(("D" if kind == "W" else "K", stage, m), None)
+        found.append(total() + transient(held, plans[stage], kind, stage))
+        finish(held, plans, kind, stage, m)
+    found.append(changed(len(actions)))
+    divided = total() + max(p["ending"] for p in plans.values())
     kept = sum(size for key, size in held.items() if key[0] not in ("waits", "sent"))
-    return max(most, always + kept + sum(p["closing"] for p in plans.values()))
+    return [*found, max(divided, always + kept + sum(p["closing"] for p in plans.values()))]
+
+
+def change(held: dict[Key, int], plans: dict[int, Json], kind: str, stage: int, m: int) -> None:
+    """Change ``held`` by an entry of messages."""
+    if kind in ("RECV_F", "RECV_B", "KEEP_B"):
+        held["waits", kind[-1], stage, m] = plans[stage]["received" if kind[-1] == "F" else "answered"]
+    elif kind == "FORGET_B":
+        held.pop(("waits", "B", stage, m), None)
+    elif kind in ("DROP_F", "DROP_B"):
+        held.pop(("sent", kind[-1], stage, m), None)
+
+
+def transient(held: dict[Key, int], plan: Json, kind: str, stage: int) -> int:
+    """Return the bytes that the running action's micro-batch needs."""
+    first_i, first_w = ("early", stage) not in held, ("gradients", stage) not in held
+    back = plan["first_backward"] if first_i else None
+    late = plan["first_weight"] if first_w else None
+    back = plan["transient_backward"] if back is None else back
+    late = plan["transient_weight"] if late is None else late
+    whole = late + plan["whole"] + (plan["early_gradients"] if first_i else 0)
+    return {"F": plan["transient_forward"], "I": back, "W": late, "B": max(back, whole)}[kind]
+
+
+def finish(held: dict[Key, int], plans: dict[int, Json], kind: str, stage: int, m: int) -> None:
+    """Change ``held`` to what exists after an action."""
+    plan = plans[stage]
+    if kind == "F":
+        held["K", stage, m] = plan["kept_bytes"]
+        if stage + 1 in plans:
+            held["waits", "F", stage + 1, m] = plans[stage + 1]["received"]
+        else:
+            held["sent", "F", stage, m] = plan["loose"]
+    if kind == "I":
+        held["D", stage, m] = plan["deferred_bytes"]
+    if kind in "BI":
+        held["early", stage] = plan["early_gradients"]
+        held["left", stage, m] = plan["left"]
+        held.pop(("waits", "F", stage + 1, m), None)
+        if ("sent", "F", stage, m) in held:
+            held["sent", "F", stage, m] = plan["sent"]
+        if stage - 1 in plans:
+            held["waits", "B", stage - 1, m] = plans[stage - 1]["answered"]
+            part = plan["deferred_input"] if kind == "I" else 0
+            held["waits", "F", stage, m] = max(0, plan["received"] - part)
+        else:
+            held["sent", "B", stage, m] = plan["returned"]
+    if kind == "W" and ("waits", "F", stage, m) in held:
+        held["waits", "F", stage, m] = plan["received"]
+    if kind in "BW":
+        held["gradients", stage] = plan["gradients"] - plan["early_gradients"]
 
 
 def check(data: Json) -> Json:
@@ -194,7 +207,7 @@ def check(data: Json) -> Json:
         raise InvalidPipeline(f"format is {data.get('format')!r}")
     makespan, bubble = Clock(data).times()
     ranks = zip(data["actions"], data["messages"], data["stage_of_rank"], strict=True)
-    peaks = [peak(row, entries, {s: data["plans"][s] for s in own}) for row, entries, own in ranks]
+    peaks = [max(held_bytes(row, entries, {s: data["plans"][s] for s in own})) for row, entries, own in ranks]
     found = {"peaks": peaks, "makespan": makespan, "bubble": bubble}
     if max(peaks) > data["budget"]:
         raise InvalidPipeline(f"rank {peaks.index(max(peaks))} holds {max(peaks)} bytes, above the budget")

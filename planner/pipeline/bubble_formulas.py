@@ -48,8 +48,8 @@ def _pairs(ranks: int, microbatches: int, each: int) -> float:
     """Return the share of time in which ranks do not work in DualPipeV, where a forward and a backward run as a pair.
 
     The published pause is (P − 1)·(F&B + B − 3W), with the times of one stage: F&B of a pair, B of a backward, W of the
-    weights' gradients. A rank runs a pair's forward and backward one after the other, so F&B is F + B. The
-    pause is then twice as long as that of `_zero_bubble`.
+    weights' gradients. A rank runs a pair's forward and backward one after the other, so F&B is F + B. So the
+    pause is twice as long as in `_zero_bubble`.
     """
     return 2 * (ranks - 1) / (3 * each * microbatches + 2 * (ranks - 1))
 

@@ -358,7 +358,8 @@ class PipelineSearch:
             plan,
             states=int(self.terms.optimizer * trained),
             torch_bytes=plan.torch_bytes + self.schedule.microbatches * (batch + plan.left),
-            left=0,  # the chain's last stage has the loss, too, and may free an output before its backward
+            # The last stage has the outputs from the loss on, which is one of its ops, so they count from the start.
+            left=0,
         )
 
     def _input_bytes(self, start: int, end: int) -> tuple[int, int, int]:

@@ -44,26 +44,21 @@ def _at(place: str, read: Callable[[Any], Read], value: object) -> Read:
         raise ProblemError(f"{place}: {error}") from None
 
 
-def json_object(value: object) -> dict[str, Any]:
-    """Return an object.
+def _of_type(kind: type[Read], name: str) -> Callable[[object], Read]:
+    """Return a function that returns values of the type ``kind``, and raises a TypeError for others. ``name``: what the
+    error calls the type."""
 
-    Raises:
-        TypeError: ``value`` is of another kind.
-    """
-    if not isinstance(value, dict):
-        raise TypeError(f"{shown(value)} is not an object")
-    return value
+    def read(value: object) -> Read:
+        if not isinstance(value, kind):
+            raise TypeError(f"{shown(value)} is not {name}")
+        return value
+
+    return read
 
 
-def json_list(value: object) -> list[Any]:
-    """Return a list.
-
-    Raises:
-        TypeError: ``value`` is of another kind.
-    """
-    if not isinstance(value, list):
-        raise TypeError(f"{shown(value)} is not a list")
-    return value
+json_object: Callable[[object], dict[str, Any]] = _of_type(dict, "an object")
+json_list: Callable[[object], list[Any]] = _of_type(list, "a list")
+text = _of_type(str, "a text")
 
 
 def whole(value: object) -> int:
@@ -91,17 +86,6 @@ def number(value: object) -> float:
     if not 0 <= value < LARGEST:
         raise ValueError(f"{str(value)[:40]} is not from 0 to {LARGEST:.0e}")
     return float(value)
-
-
-def text(value: object) -> str:
-    """Return a text.
-
-    Raises:
-        TypeError: ``value`` is of another kind.
-    """
-    if not isinstance(value, str):
-        raise TypeError(f"{shown(value)} is not a text")
-    return value
 
 
 def shown(value: object) -> str:

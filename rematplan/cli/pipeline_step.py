@@ -100,7 +100,7 @@ def _agreement(reports: Sequence[RankReport]) -> str:
     compared = sum(one.compared for one in reports)
     expected = max(one.expected for one in reports)
     error = max(one.error for one in reports)
-    forward = max(one.forward_error for one in reports)
+    forward = max(one.of_forwards for one in reports)
     if not expected:
         return f"bit-equal to a single process: {compared} gradients, buffers and losses"
     return (

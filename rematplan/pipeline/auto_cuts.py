@@ -23,7 +23,8 @@ from rematplan.plans.options import PlanOptions
 from rematplan.plans.step_planner import StepPlanner
 from rematplan.runtime.execute.compile import named_tensors
 from rematplan.runtime.pipeline.dataflow_stage import WRAPPER
-from rematplan.runtime.pipeline.stage_modules import StageModule, cut_names, exported
+from rematplan.runtime.pipeline.exported_model import exported
+from rematplan.runtime.pipeline.stage_modules import StageModule, cut_names
 
 
 def auto_cuts(

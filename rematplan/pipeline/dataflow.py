@@ -53,7 +53,7 @@ class DataflowPart:
 
     ``number``: the stage's number, from 0. ``stages``: how many stages the pipeline has. ``stage``: the stage's module
     and arguments. ``step``: the captured forward and backward. ``problem``: the planning problem. ``rounding``: the
-    relative error by which results of the forward may differ from those of the model (`_rounding`).
+    relative error of an op that rounds otherwise in the stage than in the model; 0 if none does (`_rounding`).
     """
 
     number: int
@@ -177,8 +177,10 @@ def _untaken_bytes(step: CapturedStep, schedule: Schedule) -> list[int]:
 
 
 def _rounding(captured: CapturedStep, step: CapturedStep) -> float:
-    """Return the relative error by which results of a stage's forward may differ from those of the model: half the last
-    place if an op reads a tensor with other strides than in the model, since it may sum in another order; else 0.
+    """Return the relative error of an op of a stage that rounds otherwise than in the model; 0 if none does.
+
+    An op may sum in another order if it reads a tensor that has other strides than in the model. Its error is then half
+    the distance between 1 and the next larger number of the tensor's type.
 
     The halves of a reversible network, for example, are slices of one tensor in the model, and separate tensors in the
     stage, so that inverses can recover one after the other.

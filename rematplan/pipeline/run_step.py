@@ -27,6 +27,7 @@ from rematplan.pipeline.one_process import step_in_one_process
 from rematplan.pipeline.plan_pipeline import captured_pipeline
 from rematplan.pipeline.rank_plans import Part, measured_rank_plan, rank_plans
 from rematplan.pipeline.runnable_pipeline import Pipeline
+from rematplan.planner.core.inversion_error import forward_error
 from rematplan.planner.pipeline.in_flight import RankPlan
 from rematplan.planner.pipeline.messages import CHANNELS
 from rematplan.planner.pipeline.pipeline_file import PlannedPipeline
@@ -72,9 +73,9 @@ class RankReport:
     ``compared``: the number of parameters, buffers and losses that were compared; 0 without comparison. ``different``:
     the names of parameters and buffers that differ, or whose gradients have a relative error above ``expected``; ``the
     losses`` if these differ. Buffers and losses must be bit-equal, except in a dataflow whose forwards round otherwise
-    than the model (`DataflowPart.rounding`): there, a relative error up to ``expected`` is accepted, too. ``expected``:
-    the predicted relative error of gradients: 0 except in a dataflow. ``error``: the largest relative error of a
-    gradient. ``forward_error``: the largest relative error of a buffer or loss.
+    than the model (`DataflowPart.rounding`): there, the relative error that `forward_error` predicts is accepted.
+    ``expected``: the predicted relative error of gradients: 0 except in a dataflow. ``error``: the largest relative
+    error of a gradient. ``of_forwards``: the largest relative error of a buffer or loss.
 
     ``anew``: why the rank's stages were planned again instead of following the file's plans; empty if they follow them.
     """
@@ -87,7 +88,7 @@ class RankReport:
     different: tuple[str, ...] = ()
     expected: float = 0.0
     error: float = 0.0
-    forward_error: float = 0.0
+    of_forwards: float = 0.0
     anew: str = ""
 
 
@@ -178,7 +179,7 @@ def _run(plan: PlannedPipeline, rank: int, verify: bool, time_limit: float) -> R
     if plain is None:
         return report
     of_stages = {n for s in stages for n, _ in (*s.submod.named_parameters(), *s.submod.named_buffers())}
-    expected, of_forwards = _expected_errors(pipe, rank, stages)
+    expected, expected_forward = _expected_errors(pipe, rank, stages)
     wanted = _in_one_process(plain, inputs, target, pipe, any(_of_all_ranks(random, order.ranks)))
     ours, theirs = named_tensors(module.model), named_tensors(plain.model)
     names = of_stages & ours.keys()  # a stage has the constants of its forward, too
@@ -187,7 +188,7 @@ def _run(plan: PlannedPipeline, rank: int, verify: bool, time_limit: float) -> R
     if losses:
         one, other = (torch.tensor(values, dtype=torch.float64) for values in (report.losses, wanted))
         forward_errors["the losses"] = _relative_error(one, other)
-    different = {n for n, error in forward_errors.items() if not error <= of_forwards}
+    different = {n for n, error in forward_errors.items() if not error <= expected_forward}
     different |= {n for n, error in errors.items() if not error <= expected}
     return replace(
         report,
@@ -195,7 +196,7 @@ def _run(plan: PlannedPipeline, rank: int, verify: bool, time_limit: float) -> R
         different=tuple(sorted(different)),
         expected=expected,
         error=max(errors.values(), default=0.0),
-        forward_error=max(forward_errors.values(), default=0.0),
+        of_forwards=max(forward_errors.values(), default=0.0),
     )
 
 
@@ -232,17 +233,17 @@ def _rank_plan(plan: PlannedPipeline, pipe: Pipeline, rank: int, asked: PlanOpti
 
 
 def _expected_errors(pipe: Pipeline, rank: int, stages: Sequence[Any]) -> tuple[float, float]:
-    """Predict the relative errors of gradients, and of buffers and losses.
+    """Return the predicted relative error of gradients, and that of buffers and losses.
 
-    They are 0, except in a dataflow: there, inverses that recover activations round. Forwards round otherwise than the
-    model's if ops read tensors with other strides. The ranks exchange their predictions.
+    Both are 0, except in a dataflow. There, gradients differ because inverses round. Buffers and losses differ if the
+    forward of a stage rounds otherwise than the model (`DataflowPart.rounding`). The ranks exchange their predictions.
     """
     part = pipe.parts[pipe.order.stage_of_rank[rank][0]]
     if not isinstance(part, DataflowPart):
         return 0.0, 0.0
     every = _of_all_ranks((stages[0].error, stages[0].gain, part.rounding), pipe.order.ranks)
     expected = gradient_error_of([(max(error, rounding), gain) for error, gain, rounding in every])
-    return expected, expected if any(rounding for _, _, rounding in every) else 0.0
+    return expected, forward_error(max(rounding for _, _, rounding in every))
 
 
 def _of_all_ranks(own: Any, ranks: int) -> list[Any]:

@@ -73,7 +73,7 @@ def timeline_figure(plan: PlannedPipeline) -> Figure:
 
 
 def _short(name: str) -> str:
-    """Return a name that fits into a title, with an ellipsis for what is left out."""
+    """Return ``name``, shortened to `LONGEST_NAME` characters if it is longer. Then it ends with an ellipsis."""
     return name if len(name) <= LONGEST_NAME else name[: LONGEST_NAME - 1] + "…"
 
 

@@ -15,26 +15,15 @@ from typing import Any
 
 import torch
 from torch import fx, nn
-from torch.fx.traceback import preserve_node_meta
 
 from rematplan.ir import ModelError, UsageError
-from rematplan.runtime.capture.capture import check_traceable
-from rematplan.runtime.capture.host_random import no_host_draws
-from rematplan.runtime.capture.patches.checkpoint import without_checkpoints
-from rematplan.runtime.capture.patches.trace_costs import no_collection
 from rematplan.runtime.graph.compat import OpOverload, pytree
 from rematplan.runtime.graph.module_names import module_names
-from rematplan.runtime.pipeline.export_regions import without_regions
+from rematplan.runtime.pipeline.exported_model import exported
 from rematplan.runtime.pipeline.message_layout import inverse, keeps_format, memory_order, turned
-from rematplan.runtime.pipeline.unrecorded_backwards import refuse_unrecorded_backwards
-from rematplan.runtime.pipeline.unrecorded_state import Numbers, check_numbers, watched_attributes
 
 WITHOUT_GRADIENT = frozenset({torch.ops.aten.detach.default, torch.ops.aten.detach_.default})
 """Ops whose results do not require gradients even if their arguments do."""
-
-
-RESERVED = frozenset(name for name in dir(fx.GraphModule) if not hasattr(nn.Module, name))
-"""Names of a graph module's own attributes, such as ``code``, which a model's parts cannot have in a stage."""
 
 
 class StageGraph(fx.GraphModule):
@@ -80,83 +69,6 @@ class StageModule:
         """The device of the module's parameters and buffers; the CPU if it has none."""
         states = (*self.module.parameters(), *self.module.buffers())
         return next((t.device for t in states), torch.device("cpu"))
-
-
-def exported(model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> fx.Graph:
-    """Return the model's forward for these arguments as a graph of ATen calls, by ``torch.export``.
-
-    Raises:
-        ModelError: the model cannot be exported (the message has the reason in one line); it is compiled, scripted or
-            sharded, or has an attribute with a name in `RESERVED`; its backward is not only that of the forward's ops
-            (`refuse_unrecorded_backwards`); its forward draws random numbers outside PyTorch, assigns a buffer, or
-            computes with numbers that it changes; its result is not a tensor or a tuple of different tensors; or its
-            forward has a region that `without_regions` refuses.
-    """
-    check_traceable(model)
-    states = (*model.named_parameters(), *model.named_buffers())
-    if taken := RESERVED.intersection(name.partition(".")[0] for name, _ in states):
-        raise ModelError(
-            f"{type(model).__name__} has an attribute called {min(taken)}, as PyTorch's graph modules have; rename it"
-        )
-    program, numbers = _program(model, args, kwargs)
-    check_numbers(model, numbers, program.graph, lambda: _program(model, args, kwargs)[0].graph)
-    module = program.module()
-    assert isinstance(module, fx.GraphModule)
-    _check_results(module.graph, program.module_call_graph[0].signature.out_spec, type(model).__name__)
-    return without_regions(module, type(model).__name__)
-
-
-def _program(
-    model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]
-) -> tuple[torch.export.ExportedProgram, Numbers]:
-    """Return a model's exported forward, and the numbers that the forward assigns to attributes."""
-    name = type(model).__name__
-    try:
-        with (
-            no_host_draws(f"{name} cannot be cut into stages"),
-            watched_attributes(model) as numbers,
-            refuse_unrecorded_backwards(model),
-            preserve_node_meta(),
-            no_collection(),
-            without_checkpoints(),
-        ):
-            return torch.export.export(model, tuple(args), dict(kwargs)), numbers
-    except ModelError:
-        raise
-    except Exception as error:
-        reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
-        raise ModelError(
-            f"{name} cannot be cut into stages: its forward cannot be exported: {reason}"
-        ) from error
-
-
-def _check_results(graph: fx.Graph, spec: pytree.TreeSpec, model: str) -> None:
-    """Refuse a model whose result the last stage could not return, since it returns one tensor, or a tuple of several
-    different ones. For a tuple of one tensor it returns the tensor.
-
-    Args:
-        graph: the model's exported graph.
-        spec: the structure of the result.
-        model: the model's name, for the message.
-
-    Raises:
-        ModelError: the result is anything else.
-    """
-    results = pytree.tree_leaves(graph.output_node().args[0])
-    tensors = [one for one in results if isinstance(one, fx.Node)]
-    alone, kind = spec.is_leaf(), getattr(spec.type, "__name__", "")
-    faults = {
-        "a number or None": alone and not tensors,
-        f"a {kind}": not alone and spec.type not in (tuple, list),
-        f"a nested {kind}": not all(c.is_leaf() for c in spec.children()),
-        f"a {kind} with numbers or None": len(tensors) < len(results),
-        f"a {kind} with the same tensor twice": len({*tensors}) < len(tensors),
-    }
-    for fault, has in faults.items():
-        if has:
-            raise ModelError(
-                f"{model} returns {fault}; a pipeline needs a tensor or a tuple of different tensors"
-            )
 
 
 def cut_names(graph: fx.Graph) -> tuple[str, ...]:

@@ -1,5 +1,7 @@
-"""Refuse models whose backward differs from that of the ops in their forward. `torch.export` records ops only, so the
-stages of a pipeline would compute other gradients than the model."""
+"""Refuse models that define a part of their backward themselves, by an autograd function or by hooks.
+
+`torch.export` records only the ops of a forward, so the stages of a pipeline would compute other gradients than such a
+model."""
 
 from __future__ import annotations
 
