@@ -289,10 +289,9 @@ OBJECTS: dict[str, Callable[[Holding], Any]] = {
 }
 
 
-@pytest.mark.parametrize("change", OBJECTS.values(), ids=OBJECTS.keys())
-@pytest.mark.parametrize("copied", [False, True])
-def test_what_is_changed_in_an_object_counts(change: Callable[[Holding], Any], copied: bool) -> None:
-    ours = planned(Holding())
+@pytest.mark.parametrize(("name", "copied"), [(name, at % 2 == 1) for at, name in enumerate(OBJECTS)])
+def test_what_is_changed_in_an_object_counts(name: str, copied: bool) -> None:
+    change, ours = OBJECTS[name], planned(Holding())
     if copied:
         ours = copy.deepcopy(ours)
     for note in range(2):
