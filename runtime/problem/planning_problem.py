@@ -45,7 +45,7 @@ def training_graph(step: CapturedStep, costs: Mapping[str, CallCost]) -> Trainin
     for storage, kind in inputs.items():
         split[kind] += sizes[storage]
     drawing = step.drawing_devices
-    state = max(map(_state_bytes, drawing), default=0)
+    state = random_state_bytes(step)
     kept = [name for name in seeded if sum(sizes[s] for s in step.writes(step.call[name])) <= state]
     states = len(seeded) - len(kept) + 1 if len(kept) < len(seeded) else 0
     states += len(drawing) if step.left_out else 0  # in case the whole forward runs again
@@ -72,6 +72,12 @@ def training_graph(step: CapturedStep, costs: Mapping[str, CallCost]) -> Trainin
         never_rerun=(*kept, *(c.name for c in step.calls if c.collective)),
         fixed_split=split,
     )
+
+
+def random_state_bytes(step: CapturedStep) -> int:
+    """Return the bytes of the largest state among the random generators from which a step draws; 0 if it draws no
+    numbers."""
+    return max(map(_state_bytes, step.drawing_devices), default=0)
 
 
 def _state_bytes(device: torch.device) -> int:
