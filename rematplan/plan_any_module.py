@@ -19,7 +19,7 @@ from rematplan.runtime.execute.autograd_function import finish_backward
 from rematplan.runtime.execute.compile import named_tensors
 from rematplan.runtime.module.first_plan_check import check_first_plan
 from rematplan.runtime.module.planned_module import planned_module
-from rematplan.runtime.module.planning import Planning, compiled_plan
+from rematplan.runtime.module.planning import Planning, deferred_backwards
 from rematplan.runtime.module.shape_options import MAX_PLANS, Ranges, ShapeOptions
 from rematplan.runtime.problem.constraints import Name
 from rematplan.runtime.statistics.options import Kronecker
@@ -179,8 +179,8 @@ def plan_module(
             of them together with the parameters' gradients, which are counted once. It must be bytes or a percentage;
             inverses, ``overlap`` and saved plans are refused, and a budget that no plan fits raises.
         deferred: the largest number of earlier micro-batches whose weight gradients are still to be computed when a
-            backward begins. A backward then computes only the gradients of the inputs, and `finish_weights` computes
-            those of the weights later. None: a backward computes both.
+            forward or a backward begins. A backward then computes only the gradients of the inputs, and
+            `finish_weights` computes those of the weights later. None: a backward computes both.
 
     Raises:
         InfeasibleBudget: the strategy finds no plan that fits. The error has the smallest peak found.
@@ -249,7 +249,7 @@ def finish_weights(planned: nn.Module) -> int:
     Raises:
         UsageError: the module is not planned, or no backward has weight gradients left to compute.
     """
-    waiting = compiled_plan(planned).deferred
+    waiting = deferred_backwards(planned)
     if not waiting:
         raise UsageError(f"no backward of this {type(planned).__name__} waits for its weight gradients")
     finish_backward(waiting.pop(0))

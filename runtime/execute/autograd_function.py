@@ -84,9 +84,6 @@ class CompiledPlan:
         of = {(GRADIENT_OF.get(i.kind), i.target): at for at, i in enumerate(self.inputs)}
         self.wanting = [[of[o.kind, o.target] for o in segment.outputs] for segment in halves.backward]
         """For each segment of the backward, the positions in ``inputs`` of the tensors whose gradients it computes."""
-        self.deferred: list[_Call] = []
-        """Forwards whose backward has run only its first part, in the order of these backwards. `finish_backward` runs
-        the second part, which computes gradients of weights."""
         self.calls: WeakSet[_Call] = WeakSet()
 
     @property
@@ -104,7 +101,7 @@ class CompiledPlan:
         other = copy.copy(self)
         other._step, other.halves = step, self.halves.at(sizes)
         other.variants = self.variants.at(sizes, step, other.halves.backward)
-        other.deferred, other.calls = [], WeakSet()
+        other.calls = WeakSet()
         return other
 
     @property
@@ -126,6 +123,7 @@ class CompiledPlan:
         batch: Sequence[torch.Tensor],
         with_tangents: WithTangents | None = None,
         statistics: Sink | None = None,
+        deferred: Deferred | None = None,
     ) -> tuple[torch.Tensor, ...]:
         """Run the forward half, and copy the buffers' new content into the buffers.
 
@@ -137,6 +135,7 @@ class CompiledPlan:
                 plan expects none. None if that cannot happen.
             statistics: a function that is called after each segment (part) of the backward with the sums over rows of
                 layers (for Kronecker factors) that the segment computed; None to call nothing.
+            deferred: the list to which a split backward appends this forward. None if the plan has no split backward.
 
         Returns:
             The module's tensor outputs.
@@ -146,7 +145,7 @@ class CompiledPlan:
         """
         pools = (named, batch, self.like.constants)
         inputs = [pools[pool][key] for pool, key in self.sources]  # type: ignore[index]
-        call = _Call(self, named, inputs, with_tangents, statistics)
+        call = _Call(self, named, inputs, with_tangents, statistics, deferred if deferred is not None else [])
         self.calls.add(call)
         link = torch.empty(0, device=self.like.device)
         for k in range(len(self.wanting) - 1, 0, -1):
@@ -172,13 +171,17 @@ WithTangents: TypeAlias = Callable[[frozenset[str]], CompiledPlan]
 """A function from positions of outputs (as text) to the plan of the same step that also takes the gradients of these
 outputs."""
 
+Deferred: TypeAlias = "list[_Call]"
+"""Forwards whose backward has run only its first part, in the order of these backwards. `finish_backward` runs the
+second part, which computes gradients of weights."""
+
 
 def finish_backward(call: _Call) -> None:
     """Run the remaining segments of a split backward (those that compute only gradients of weights), and add their
     gradients to ``.grad`` of the parameters.
 
-    ``call``: a forward whose backward has run its first part, from the list `CompiledPlan.deferred`. It is not removed
-    from that list.
+    ``call``: a forward whose backward has run its first part, from a list `Deferred`. It is not removed from that
+    list.
 
     Raises:
         RuntimeError: a parameter, buffer or input that these segments read was changed in place since the forward.
@@ -216,7 +219,7 @@ class _Call:
     """One forward of a compiled plan, with the state that it leaves for its backward, and that one segment (part) of
     the backward leaves for the next.
 
-    - ``plan``, ``named``, ``with_tangents``, ``statistics``: the plan and the arguments of its call
+    - ``plan``, ``named``, ``with_tangents``, ``statistics``, ``deferred``: the plan and the arguments of its call
       (`CompiledPlan.__call__`).
     - ``inputs``: the step's inputs; empty once the forward has run.
     - ``read``: the inputs that the backward reads, and their version counters, which show changes in place; by position
@@ -238,6 +241,7 @@ class _Call:
     inputs: Sequence[torch.Tensor]
     with_tangents: WithTangents | None = None
     statistics: Sink | None = None
+    deferred: Deferred = field(default_factory=list)
     rerun: Rerun | None = None
     start: list[Any] | None = None
     held: list[Any] | None = None
@@ -268,13 +272,15 @@ class _Call:
         """Run the forward half without changing the buffers, and store what the backward needs in this object. Return
         the module's outputs and the buffers' new content."""
         plan, inputs = self.plan, self.inputs
-        late = [inputs[at] for at in plan.halves.read_late]
+        given = [t.detach() for t in inputs]  # an input itself would keep its gradient until its last read
+        late = [given[at] for at in plan.halves.read_late]
         self.inputs, self.read = (), {at: (t, t._version) for at, t in enumerate(late)}
         with _without_autocast(plan.like.device):
-            early, held = plan.halves.forward(*[t.detach() for t in inputs])
+            early, held = plan.halves.forward(*given)
+        del given
         # Detach: an autograd node that refers to its own output would be a reference cycle.
-        given = {id(early[at]) for at in plan.halves.outputs_late}
-        self.start = [t.detach() if id(t) in given else t for t in held] if given else held
+        shared = {id(early[at]) for at in plan.halves.outputs_late}
+        self.start = [t.detach() if id(t) in shared else t for t in held] if shared else held
         self.outputs = [early[at].detach() for at in plan.halves.outputs_late]
         self.output_versions = [t._version for t in self.outputs]
         return early
@@ -317,8 +323,9 @@ class _Call:
         """Check that a backward can start.
 
         Raises:
-            RuntimeError: an earlier backward has freed the saved tensors; an output that the backward reads was
-                changed in place; or a gradient in ``tangents`` is batched by ``torch.func`` or ``is_grads_batched``.
+            RuntimeError: an earlier backward has freed the saved tensors, or has not computed its weight gradients yet;
+                an output that the backward reads was changed in place; or a gradient in ``tangents`` is batched by
+                ``torch.func`` or ``is_grads_batched``.
         """
         name = self.plan.like.name
         if self.start is None:
@@ -328,6 +335,11 @@ class _Call:
             )
         if [t._version for t in self.outputs] != self.output_versions:
             raise RuntimeError(f"{name}: an output that the backward needs was changed in place")
+        if self in self.deferred:
+            raise RuntimeError(
+                f"{name}: backward a second time before the weight gradients of the first are computed; call "
+                f"finish_weights first"
+            )
         if any(given is not None and _is_batched(given) for given in tangents):
             raise RuntimeError(
                 f"{name}: a planned step computes one gradient at a time; for batched gradients (is_grads_batched, "
@@ -463,7 +475,7 @@ class _BackwardSegment(torch.autograd.Function):
     forward computes nothing.
 
     Segments that belong to the second part of a split backward are not run by autograd. The node's `_Call` object is
-    added to `CompiledPlan.deferred` instead, for `finish_backward`.
+    added to the list `_Call.deferred` instead, for `finish_backward`.
     """
 
     @staticmethod
@@ -480,7 +492,7 @@ class _BackwardSegment(torch.autograd.Function):
         call, early = ctx.call, ctx.call.plan.halves.early
         if ctx.k >= early:
             if ctx.k == early:
-                call.plan.deferred.append(call)
+                call.deferred.append(call)
             return None, None, link, *(None,) * len(call.plan.wanting[ctx.k])
         return None, None, link, *call.backward(ctx.k)
 

@@ -10,7 +10,7 @@ from torch import nn
 
 from rematplan.ir import UsageError
 from rematplan.planner.core.plan import Plan
-from rematplan.runtime.execute.autograd_function import CompiledPlan
+from rematplan.runtime.execute.autograd_function import Deferred
 from rematplan.runtime.graph.captured_step import CapturedStep
 from rematplan.runtime.module.cached_plans import CacheEntry
 from rematplan.runtime.module.captures import ReadyCapture
@@ -230,13 +230,13 @@ class Planning:
         return self._planned
 
 
-def compiled_plan(planned: nn.Module) -> CompiledPlan:
-    """Return the compiled plan of a planned module's most recent call (before any call: of the plan made last).
+def deferred_backwards(planned: nn.Module) -> Deferred:
+    """Return the list of a planned module's forwards whose backward has not computed its weight gradients yet.
 
     Raises:
-        UsageError: the module is not planned, or has no plan yet.
+        UsageError: the module is not planned.
     """
-    return _last(Planning(planned)._planned).compiled
+    return Planning(planned)._planned._rematplan.deferred
 
 
 def _last(planned: HasRunner) -> CacheEntry:

@@ -24,6 +24,7 @@ from rematplan.runtime.capture.flat_module import (
     tensors_in,
 )
 from rematplan.runtime.capture.left_out_tangents import with_expected_tangents
+from rematplan.runtime.execute.autograd_function import Deferred
 from rematplan.runtime.graph.captured_step import CapturedStep
 from rematplan.runtime.graph.compat import (
     FakeTensor,
@@ -92,6 +93,8 @@ class Runner:
         """The positions of outputs whose tangents arrived although their step had left them out."""
         self.told_of_pending = False
         """Whether the warning was given that several calls before a backward exceed the budget together."""
+        self.deferred: Deferred = []
+        """Of all plans, the backwards whose weight gradients are still to be computed, in order."""
         self.tree: guards.ModuleTree | None = None
         self.version: tuple[str, int | None] = ("", None)
         """A trained parameter's name and its version at the last call. An optimizer's step changes the
@@ -104,7 +107,7 @@ class Runner:
         ``with_plans``: whether the new runner begins with the plans and captures of this one; if not, with none.
         """
         twin = copy.copy(self)
-        twin.tree = None
+        twin.tree, twin.deferred = None, []
         twin.recorder = Recorder(self.recorder.options) if self.recorder else None
         twin.plans = self.plans.copy() if with_plans else CachedPlans(self.asked.max_plans)
         twin.captures = self.captures.copy(with_shapes=with_plans)
@@ -146,7 +149,11 @@ class Runner:
             self._warn_of_pending(entry)
         sink = self.recorder.sink(entry.statistics) if self.recorder else None
         flat = entry.compiled(
-            state.named, tensors, lambda arrived: self._with_tangents(entry, arrived).compiled, sink
+            state.named,
+            tensors,
+            lambda arrived: self._with_tangents(entry, arrived).compiled,
+            sink,
+            self.deferred,
         )
         places: dict[type, Any] = {ResultTensor: flat, ArgumentLeaf: leaves, ModuleTensor: state.named}
         found = [places[type(c)][c.at] if type(c) in places else c for c in entry.constants]

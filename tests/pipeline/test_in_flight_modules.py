@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import warnings
+import weakref
 from typing import Any
 
 import pytest
@@ -14,13 +15,14 @@ import rematplan
 from rematplan.ir import InfeasibleBudget, UsageError
 from rematplan.planner.auto.auto_strategy import Auto
 from rematplan.planner.core.schedule import runs_of
-from rematplan.planner.pipeline.actions import RankActions
+from rematplan.planner.pipeline.actions import RankActions, StagePlan
 from rematplan.planner.pipeline.auto_stages import AutoStages, StrategyStages
 from rematplan.planner.pipeline.gpipe_and_1f1b import one_stage_a_rank
 from rematplan.planner.pipeline.in_flight import RankPlan, RankSearch
 from rematplan.planner.pipeline.rank_memory import rank_peak
 from rematplan.planner.strategies.approx_dp import ApproxDP
 from rematplan.plans.in_flight import QUESTIONS, stage_planner, with_in_flight
+from rematplan.plans.stage_problems import stage_problem
 from rematplan.runtime.costs.device_models import device_model
 from rematplan.runtime.costs.measure import peak_above_entry
 from rematplan.runtime.costs.roofline import roofline_costs
@@ -195,6 +197,78 @@ def test_weight_gradients_that_read_the_inputs_gradient_come_with_it() -> None:
     run(plain, tuple(a for a in actions if a.kind != "W"))
     for ours, theirs in zip(planned.parameters(), plain.parameters(), strict=True):
         assert torch.equal(ours.grad, theirs.grad)  # type: ignore[arg-type]
+
+
+def deferring(module: nn.Module, **more: Any) -> nn.Module:
+    """The module planned with weight gradients of one earlier backward left for later."""
+    asked = ASKED | {"budget": "100%", "in_flight": 2, "deferred": 1} | more
+    return rematplan.plan_module(module, (example(),), **asked)
+
+
+def equal_gradients(one: nn.Module, other: nn.Module) -> bool:
+    pairs = zip(one.parameters(), other.parameters(), strict=True)
+    return all(torch.equal(p.grad, q.grad) for p, q in pairs)  # type: ignore[arg-type]
+
+
+def test_weight_gradients_of_calls_of_several_shapes_are_finished_in_order() -> None:
+    """Each shape has a plan of its own."""
+    plain, planned = model(), deferring(model())
+    for rows in (ROWS, ROWS // 2):
+        for module in (plain, planned):
+            module(torch.ones(rows, WIDTH, requires_grad=True)).square().sum().backward()
+    assert [rematplan.finish_weights(planned) for _ in range(2)] == [1, 0]
+    assert equal_gradients(planned, plain)
+
+
+def test_a_copy_finishes_its_own_weight_gradients() -> None:
+    planned, plain = deferring(model()), model()
+    twin = copy.deepcopy(planned)
+    for module in (twin, planned, plain):
+        module(example() + 1).square().sum().backward()
+    assert rematplan.finish_weights(planned) == 0
+    assert equal_gradients(planned, plain)
+    assert all(p.grad is None for p in twin.parameters())
+    assert rematplan.finish_weights(twin) == 0
+    assert equal_gradients(twin, plain)
+
+
+def test_an_input_that_waits_for_weight_gradients_does_not_keep_its_gradient() -> None:
+    planned, given = deferring(model()), example()
+    planned(given).square().sum().backward()
+    gradient = weakref.ref(given.grad)
+    del given
+    assert gradient() is None
+    rematplan.finish_weights(planned)
+
+
+def test_a_second_backward_before_the_weight_gradients_is_refused() -> None:
+    planned, plain = deferring(model()), model()
+    loss = planned(example() + 1).square().sum()
+    loss.backward(retain_graph=True)
+    with pytest.raises(RuntimeError, match="call finish_weights first"):
+        loss.backward(retain_graph=True)
+    rematplan.finish_weights(planned)
+    loss.backward()
+    rematplan.finish_weights(planned)
+    one = plain(example() + 1).square().sum()
+    one.backward(retain_graph=True)
+    one.backward()
+    assert equal_gradients(planned, plain)
+
+
+def test_the_state_of_the_generator_is_counted_while_a_dropout_runs_again() -> None:
+    """It is put aside, and set again afterwards. The last dropout makes the output, so it runs once."""
+    layers = [nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Dropout(0.5)) for _ in range(4)]
+    planned = rematplan.plan_module(nn.Sequential(*layers), (example(),), budget="100%", in_flight=2, **ASKED)
+    step, state = planned._rematplan.last.compiled.step, torch.get_rng_state().nbytes
+    graph = with_loss_boundary(step, training_graph(step, roofline_costs(step, device_model("laptop-cpu"))))
+    problem = stage_problem(step, graph, template=StagePlan(0, 0, 0, 0))
+    *again, last = (call.name for call in step.calls if call.seeded)
+    assert last in problem.graph.never_rerun
+    assert problem.copies == dict.fromkeys(again, state)
+    assert len(again) == 3
+    once = problem.graph.op[last].workspace
+    assert [problem.graph.op[name].workspace for name in again] == [once + state] * 3
 
 
 def test_nothing_left_to_finish_is_said() -> None:

@@ -15,7 +15,7 @@ from rematplan.ir import ProblemError
 from rematplan.planner.core.schedule import Run, with_frees
 from rematplan.planner.core.simulator import simulate
 from rematplan.planner.strategies.store_all import no_recompute
-from rematplan.runtime.module.planning import compiled_plan
+from rematplan.runtime.module.planning import deferred_backwards
 from rematplan.runtime.problem.loss_boundary import WEIGHTS
 
 
@@ -145,7 +145,7 @@ def test_an_output_that_only_the_inputs_gradient_needs_is_freed_with_it() -> Non
     output = stage(given)
     output.backward(torch.randn(4, 64))
     storage = output.untyped_storage().data_ptr()
-    calls = compiled_plan(stage).deferred
+    calls = deferred_backwards(stage)
     assert len(calls) == 1
     kept = {t.untyped_storage().data_ptr() for t in calls[0].held}
     assert kept
@@ -160,7 +160,7 @@ def test_an_input_that_no_weight_gradient_reads_is_freed_with_the_inputs_gradien
     plan = no_recompute(part.problem.graph)
     stage, given = part.planned(plan), torch.randn(4, 64).requires_grad_()
     stage(given).backward(torch.randn(4, 64))
-    (call,) = compiled_plan(stage).deferred
+    (call,) = deferred_backwards(stage)
     held = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in call.held}
     assert given.untyped_storage().data_ptr() not in held
     held = {p: n for p, n in held.items() if p not in {q.data_ptr() for q in model.parameters()}}
