@@ -195,8 +195,9 @@ def finish_backward(call: _Call) -> None:
 
 def add_gradient(parameter: torch.Tensor, gradient: torch.Tensor | None) -> None:
     """Add a gradient to ``parameter.grad`` in place; if that is None, set it to the gradient itself, without a copy.
-    The parameter's hooks run as in autograd. Nothing happens if ``gradient`` is None."""
-    if gradient is None:
+    The parameter's hooks run as in autograd. Nothing happens if ``gradient`` is None, or the parameter has been frozen
+    since its forward."""
+    if gradient is None or not parameter.requires_grad:
         return
     with torch.no_grad():
         for hook in (parameter._backward_hooks or {}).values():

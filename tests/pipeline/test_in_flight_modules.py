@@ -232,6 +232,17 @@ def test_a_copy_finishes_its_own_weight_gradients() -> None:
     assert equal_gradients(twin, plain)
 
 
+def test_a_parameter_that_is_frozen_after_its_forward_gets_no_gradient() -> None:
+    plain, planned = model(), deferring(model())
+    for module in (plain, planned):
+        result = module(example() + 1)
+        module.layers[1].requires_grad_(False)
+        result.square().sum().backward()
+    rematplan.finish_weights(planned)
+    for ours, theirs in zip(planned.parameters(), plain.parameters(), strict=True):
+        assert (ours.grad is None) == (theirs.grad is None) == (not theirs.requires_grad)
+
+
 def test_an_input_that_waits_for_weight_gradients_does_not_keep_its_gradient() -> None:
     planned, given = deferring(model()), example()
     planned(given).square().sum().backward()
