@@ -13,7 +13,7 @@ import math
 import time
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cached_property
+from functools import cache, cached_property
 from itertools import pairwise
 
 from rematplan.ir import InfeasibleBudget
@@ -27,7 +27,7 @@ from rematplan.planner.pipeline.messages import RANDOM_STATE, MessageBytes, mess
 from rematplan.planner.pipeline.pipeline_file import PlannedPipeline, most_in_flight
 from rematplan.planner.pipeline.stage_chain import StageChain
 from rematplan.planner.pipeline.stage_floor import time_floors
-from rematplan.planner.pipeline.stage_partition import Cuts, StageTime, partitions, shifted
+from rematplan.planner.pipeline.stage_partition import Cuts, StageTime, descent, partitions
 from rematplan.planner.pipeline.stage_slices import StageSlice, late_ops, stage_problem
 from rematplan.planner.pipeline.timeline import FREE_LINK, Link, StageTimes, replay
 
@@ -37,6 +37,10 @@ RECOVERING = ("dataflow",)
 """Names of schedules whose stages recover their inputs from their outputs."""
 REFUSED = 3
 """The search ends after this many cuts (divisions of the chain into stages) whose stages do not fit the budget."""
+REPLAYED = 400_000
+"""About how many actions are simulated to improve cuts, from each candidate. That takes about 2 seconds."""
+SHARE = 0.5
+"""The share of the time left that is spent on plans for the next cuts. The rest remains for further cuts."""
 Intervals = tuple[tuple[int, int], ...]
 """For each stage of a rank: its first block, and the block after its last one."""
 
@@ -151,7 +155,8 @@ class PipelineSearch:
             late = bool(tried) and not self._left
             if late or chosen is None or chosen[0] == math.inf or chosen[1] in tried:
                 break
-            tried[chosen[1]] = all(isinstance(plan, RankPlan) for plan in self._rank_plans(chosen[1]))
+            plans = self._rank_plans(chosen[1], self._left * SHARE)
+            tried[chosen[1]] = all(isinstance(plan, RankPlan) for plan in plans)
         fitting = [cuts for cuts, fits in tried.items() if fits]
         return min(fitting, key=self._makespan) if fitting else self.lean_cuts
 
@@ -217,13 +222,17 @@ class PipelineSearch:
         """Return the least simulated makespan in microseconds and the cuts that have it; None if no cuts fit the
         budget.
 
-        The candidates are the cuts that a dynamic program finds (`partitions`), the ones with the fastest slowest stage
-        first, and the cuts that differ from the first candidate in one cut, by one allowed block (`shifted`). A stage
-        without a plan counts with a lower bound of its time.
+        A dynamic program (`partitions`) finds candidates. Two of them, the one with the fastest slowest stage and the
+        one with the least makespan, are changed as long as this lowers the makespan (`descent`): the slowest stage does
+        not decide alone, least of all where a rank has several stages. A stage without a plan counts with a lower bound
+        of its time.
         """
         found = [p.cuts for p in partitions(self.chain, self.schedule.stages, self._time, self.terms.link)]
-        near = [cuts for one in found[:1] for cuts in shifted(self.chain, one)]
-        return min(((self._makespan(cuts), cuts) for cuts in dict.fromkeys((*found, *near))), default=None)
+        makespan = cache(self._makespan)
+        starts = {found[0], min(found, key=makespan)} if found else set()
+        most = REPLAYED // sum(map(len, self.schedule.actions))
+        best = [descent(self.chain, start, makespan, most) for start in starts]
+        return min(((makespan(cuts), cuts) for cuts in best), default=None)
 
     def _makespan(self, cuts: Cuts) -> float:
         """Return the simulated makespan of a pipeline with the cuts ``cuts``, in microseconds. The stages of a rank
@@ -261,14 +270,20 @@ class PipelineSearch:
         found = plan.stages[0]
         return found.forward + found.backward + found.weight
 
-    def _rank_plans(self, cuts: Cuts) -> Iterator[RankPlan | InfeasibleBudget]:
+    def _rank_plans(self, cuts: Cuts, seconds: float) -> Iterator[RankPlan | InfeasibleBudget]:
         """Yield, for each rank, the plans of its stages, or the error if none fit the budget. Plans that do not exist
-        yet are searched for and recorded in ``planned``."""
-        for rank in range(self.schedule.ranks):
-            key = rank, self._intervals(cuts, rank)
+        yet are searched for and recorded in ``planned``.
+
+        ``seconds``: how long these searches may take together. Each has an equal share of what its predecessors leave.
+        """
+        keys = [(rank, self._intervals(cuts, rank)) for rank in range(self.schedule.ranks)]
+        until, unplanned = time.monotonic() + seconds, sum(key not in self.planned for key in keys)
+        for key in keys:
             if key not in self.planned:
+                share = max(0.0, until - time.monotonic()) / unplanned
+                unplanned -= 1
                 try:
-                    search = self._rank_search(*key, self.terms.budget, self._left)
+                    search = self._rank_search(*key, self.terms.budget, share)
                     self.planned[key] = search.run(thorough=False)
                 except InfeasibleBudget as error:
                     self.planned[key] = error
@@ -295,7 +310,8 @@ class PipelineSearch:
         return RankSearch(problems, actions, budget, self.planner, seconds, starts, kept)
 
     def _pipeline(self, cuts: Cuts) -> PlannedPipeline:
-        known = {rank: plan for rank, plan in enumerate(self._rank_plans(cuts)) if isinstance(plan, RankPlan)}
+        searched = enumerate(self._rank_plans(cuts, self._left))
+        known = {rank: plan for rank, plan in searched if isinstance(plan, RankPlan)}
         share = self.seconds / self.schedule.ranks
         others = plans_of_ranks(
             lambda rank, budget: self._rank_search(rank, self._intervals(cuts, rank), budget, share),

@@ -130,3 +130,37 @@ def shifted(chain: StageChain, cuts: Cuts) -> list[Cuts]:
             if 0 <= to < len(places) and places[to] not in cuts:
                 found.append((*cuts[:at], places[to], *cuts[at + 1 :]))
     return found
+
+
+def descent(chain: StageChain, cuts: Cuts, cost: Callable[[Cuts], float], most: int) -> Cuts:
+    """Return the cuts that result from ``cuts`` if they are replaced by the cheapest of `changed`, as long as this one
+    is cheaper.
+
+    ``cuts``: the blocks at which the second and each later stage begin. ``cost``: returns what such cuts cost.
+    ``most``: no further replacement begins after so many calls of ``cost``.
+    """
+    while most > 0:
+        near = (cuts, *changed(chain, cuts))
+        most -= len(near)
+        best = min(near, key=cost)
+        if best == cuts:
+            break
+        cuts = best
+    return cuts
+
+
+def changed(chain: StageChain, cuts: Cuts) -> list[Cuts]:
+    """Return all cuts that result from ``cuts`` if one stage begins at another allowed block, after the stage before
+    and before the stage after, or if two are moved as in `shifted`.
+
+    ``cuts``: the blocks at which the second and each later stage begin.
+    """
+    ends = (0, *cuts, len(chain))
+    one = [
+        (*cuts[:at], to, *cuts[at + 1 :])
+        for at in range(len(cuts))
+        for to in chain.allowed()
+        if ends[at] < to < ends[at + 2]
+    ]
+    two = [both for first in shifted(chain, cuts) for both in shifted(chain, first)]
+    return [other for other in dict.fromkeys((*one, *two)) if other != cuts]

@@ -7,6 +7,8 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from itertools import combinations
+from random import Random
+from types import SimpleNamespace
 
 import problems
 import pytest
@@ -16,9 +18,9 @@ from test_stage_slices import one_op_a_block
 from rematplan.ir import InfeasibleBudget, Op, Tensor, TrainingGraph, UsageError
 from rematplan.pipeline.schedules import schedule_named
 from rematplan.planner.core.plan import Plan, plan_from_runs
-from rematplan.planner.pipeline import in_flight
+from rematplan.planner.pipeline import choose_cuts, in_flight
 from rematplan.planner.pipeline.choose_cuts import PipelineSearch, Terms
-from rematplan.planner.pipeline.in_flight import RankSearchLimits
+from rematplan.planner.pipeline.in_flight import RankPlan, RankSearch, RankSearchLimits
 from rematplan.planner.pipeline.messages import CONNECTING
 from rematplan.planner.pipeline.stage_chain import StageChain, stage_chain
 from rematplan.planner.pipeline.timeline import Link
@@ -104,6 +106,45 @@ def test_no_other_cuts_end_sooner(share: float, monkeypatch: pytest.MonkeyPatch)
         slowest = min(slowest, other.times[other.slowest].total)
     assert found.timeline.makespan == pytest.approx(best)
     assert found.floor <= slowest + 1e-6
+
+
+@pytest.mark.parametrize(("name", "seed"), [("zbv", 1), ("zbv", 7), ("interleaved", 7)])
+def test_the_cuts_of_ranks_with_two_stages_are_the_best(name: str, seed: int) -> None:
+    """The cuts with the fastest slowest stage, and those that differ by one block, are at least 3 % slower. The budget
+    is ample, so lower bounds of times are times."""
+    rng, tape = Random(seed), problems.Tape("uneven")
+    y = tape.x
+    for _ in range(12):
+        y = tape.conv(y, 1024 * rng.randint(1, 9))
+    graph = tape.finish(y)
+    chain = stage_chain(graph, one_op_a_block(graph))
+    found, other = search(chain, name, AMPLE).run(), search(chain, name, AMPLE)
+    every = [other._makespan(cuts) for cuts in combinations(chain.allowed(), 3)]
+    assert found.timeline.makespan == pytest.approx(min(every))
+
+
+def test_no_rank_and_no_cuts_take_the_time_of_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The clock stands still, except that each search for the plans of a rank takes as long as it may."""
+    now, given = [0.0], list[float]()
+
+    class Slow(RankSearch):
+        def run(self, thorough: bool = True) -> RankPlan:
+            given.append(self.seconds)
+            now[0] += self.seconds
+            return super().run(thorough)
+
+    monkeypatch.setattr(choose_cuts, "RankSearch", Slow)
+    monkeypatch.setattr(choose_cuts, "time", SimpleNamespace(monotonic=lambda: now[0]))
+    one = search(chained(), "1f1b", AMPLE, ranks=4)
+    one.seconds = 8.0
+    one.run((2, 4, 6))
+    assert given == [2.0] * 4
+    given.clear()
+    several = search(chained(), "1f1b", AMPLE, ranks=4)
+    several.seconds = 8.0
+    several.run()
+    assert given[:4] == [1.0] * 4
+    assert several._left >= 1.0
 
 
 @pytest.mark.parametrize("budget", [1000, 600, 400])

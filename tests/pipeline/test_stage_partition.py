@@ -14,7 +14,7 @@ from test_stage_slices import one_op_a_block, tied
 
 from rematplan.ir import UsageError
 from rematplan.planner.pipeline.stage_chain import StageChain, stage_chain
-from rematplan.planner.pipeline.stage_partition import Partition, partitions, shifted
+from rematplan.planner.pipeline.stage_partition import Partition, changed, descent, partitions, shifted
 from rematplan.planner.pipeline.timeline import Link
 
 
@@ -93,3 +93,29 @@ def test_shifted_cuts_stay_apart() -> None:
     chain = stage_chain(graph, one_op_a_block(graph))
     assert shifted(chain, (1, 2)) == [(1, 3)]
     assert shifted(chain, (2,)) == [(1,), (3,)]
+
+
+def test_changed_cuts_move_one_anywhere_or_two_by_one_place() -> None:
+    graph = problems.chain(6)
+    chain = stage_chain(graph, one_op_a_block(graph))
+    assert len(chain) == 7
+    assert set(changed(chain, (2,))) == {(1,), (3,), (4,), (5,), (6,)}
+    assert set(changed(chain, (2, 4))) == {
+        *((1, 4), (3, 4), (2, 3), (2, 5), (2, 6)),
+        *((1, 3), (1, 5), (3, 5)),
+    }
+    assert changed(chain, ()) == []
+
+
+def test_a_descent_ends_where_no_changed_cuts_cost_less_or_after_enough_calls() -> None:
+    graph = problems.chain(8)
+    chain = stage_chain(graph, one_op_a_block(graph))
+
+    def cost(cuts: tuple[int, ...]) -> float:
+        """The way to (3, 6); moving only one cut by one place costs more."""
+        return abs(cuts[0] - 3) + abs(cuts[1] - 6) + 3 * abs(cuts[1] - cuts[0] - 3)
+
+    assert cost((1, 4)) < min(map(cost, shifted(chain, (1, 4))))
+    assert descent(chain, (1, 4), cost, 1000) == (3, 6)
+    assert descent(chain, (1, 4), cost, 1) == (2, 5)
+    assert descent(chain, (1, 4), cost, 0) == (1, 4)
