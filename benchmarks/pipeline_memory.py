@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
+from operator import add
 from pathlib import Path
 
 import torch
@@ -26,6 +27,7 @@ from rematplan.planner.pipeline.actions import StagePlan
 from rematplan.planner.pipeline.auto_stages import AutoStages
 from rematplan.planner.pipeline.choose_cuts import PipelineSearch, Terms, returned_bytes
 from rematplan.planner.pipeline.messages import MessageBytes, message_memory
+from rematplan.planner.pipeline.pipeline_file import PlannedPipeline
 from rematplan.planner.pipeline.rank_memory import rank_peak
 from rematplan.planner.pipeline.stage_slices import StageSlice, stage_problem
 from rematplan.planner.strategies.reversible import Reversible
@@ -62,6 +64,10 @@ class Network:
 
 
 UNTIED = "gpt12, untied"
+PRODUCTS = re.compile(r"(mm|bmm|addmm|convolution|_scaled_dot_product\w*)(_\d+)?")
+"""Matches the names of products, convolutions and attention, whose results selective checkpointing keeps."""
+CHECKPOINTS: dict[str, re.Pattern[str] | None] = {"checkpoint": None, "selective": PRODUCTS}
+"""For each kind of checkpointing, the ops whose results it keeps within a group."""
 COUPLINGS = r"blocks\.blocks\.\d+"
 NETWORKS = (
     Network("vit_s", {"batch": 4}, r"blocks\.\d+"),
@@ -136,11 +142,19 @@ def units(chain: NamedChain, start: int, end: int, pattern: str) -> list[list[in
     return groups
 
 
-def checkpointed(chain: NamedChain, graph: TrainingGraph, start: int, end: int, pattern: str) -> Plan:
+def checkpointed(
+    chain: NamedChain,
+    graph: TrainingGraph,
+    start: int,
+    end: int,
+    pattern: str,
+    saved: re.Pattern[str] | None = None,
+) -> Plan:
     """Return the plan of a stage that keeps what passes between its groups of blocks (`units`), and runs each group
     again.
 
-    ``graph``: the stage's problem. ``start``, ``end``: the stage's blocks, ``end`` excluded.
+    ``graph``: the stage's problem. ``start``, ``end``: the stage's blocks, ``end`` excluded. ``saved``: matches the
+    names of ops whose results are kept, too; they do not run again.
     """
     ix, block = (
         indexed(graph),
@@ -154,12 +168,12 @@ def checkpointed(chain: NamedChain, graph: TrainingGraph, start: int, end: int, 
         ix.tensors[t]
         for o in forward
         for t in ix.writes[o]
-        if any(r in of and of[r] > of[o] for r in ix.readers[t])
+        if any(r in of and of[r] > of[o] for r in ix.readers[t]) or (saved and saved.fullmatch(ix.ops[o]))
     ]
     # The last block of a partition stays resident; an empty one, so that the last group is run again, too.
     blocks = (*(tuple(ix.ops[o] for o in group) for group in groups if group), ())
     parts = Partition(blocks, tuple(kept))
-    return plan_from_runs(graph, lower(graph, parts), "checkpoint")
+    return plan_from_runs(graph, lower(graph, parts), "selective" if saved else "checkpoint")
 
 
 def stages_of(
@@ -199,9 +213,13 @@ def with_all_buffers(stage: StagePlan, microbatches: int = MICROBATCHES) -> Stag
     )
 
 
+BUFFERS: dict[str, Callable[[StagePlan], StagePlan]] = {"2.15": lambda one: one, "2.14": with_all_buffers}
+"""The memory of a stage with the buffers for messages of each version of PyTorch."""
+
+
 def memory(quick: bool, _folder: Path | None) -> None:
-    """Print for each network the peak and extra time of: no recomputation, checkpoints, and plans within the peak of
-    checkpoints.
+    """Print for each network the peak and extra time of: no recomputation, checkpoints, selective checkpoints, and
+    plans within the peak of either kind of checkpoints.
 
     All have the cuts that are best without a budget. Checkpoints run in PyTorch's stages: those of version 2.15 and
     later allocate the buffer of a message when its receive begins, as ours do; those of earlier versions allocate the
@@ -216,28 +234,41 @@ def memory(quick: bool, _folder: Path | None) -> None:
         search = PipelineSearch(chain.chain, schedule, Terms(AMPLE, batch=chain.batch), AutoStages())
         cuts = search.run().cuts
         all_kept = stages_of(search, cuts, lambda graph, i, j: no_recompute(graph))
-        again = stages_of(
-            search, cuts, lambda graph, i, j, c=chain, p=network.pattern: checkpointed(c, graph, i, j, p)
-        )
-        base = [one.forward + one.backward for one in all_kept]
-
-        def slow(stages: Sequence[StagePlan], fastest: float = max(base)) -> float:
-            return max(s.forward + s.backward for s in stages) / fastest - 1
-
-        for version, of in (("2.15", lambda one: one), ("2.14", with_all_buffers)):
-            budget = max(peaks(search, [of(one) for one in again]))
-            within = PipelineSearch(
-                chain.chain, schedule, Terms(budget, batch=chain.batch), AutoStages(0.5 if quick else 1.0)
-            ).run(cuts)
-            least = max(b + floor for b, floor in zip(base, within.floors, strict=True)) / max(base) - 1
-            print(
-                f"{network.label:18} PyTorch {version}: keep "
-                f"{show_bytes(max(peaks(search, [of(one) for one in all_kept]))):>10}  checkpoint "
-                f"{show_bytes(budget):>10} {100 * slow(again):5.1f} %  plans {show_bytes(max(within.peaks)):>10} "
-                f"{100 * slow(within.stages):5.1f} % ({slow(within.stages) / slow(again):.2f}; floor "
-                f"{100 * least:.1f} %)",
-                flush=True,
+        for kind, saved in CHECKPOINTS.items():
+            again = stages_of(
+                search,
+                cuts,
+                lambda graph, i, j, c=chain, p=network.pattern, s=saved: checkpointed(c, graph, i, j, p, s),
             )
+            for version, of in BUFFERS.items():
+                budget = max(peaks(search, [of(one) for one in again]))
+                within = PipelineSearch(
+                    chain.chain, schedule, Terms(budget, batch=chain.batch), AutoStages(0.5 if quick else 1.0)
+                ).run(cuts)
+                print(
+                    f"{network.label:18} PyTorch {version}: keep "
+                    f"{show_bytes(max(peaks(search, [of(one) for one in all_kept]))):>10}  {kind:10} "
+                    f"{show_bytes(budget):>10}  plans {show_bytes(max(within.peaks)):>10}  "
+                    f"{extra_times(all_kept, again, within)}",
+                    flush=True,
+                )
+
+
+def extra_times(all_kept: Sequence[StagePlan], again: Sequence[StagePlan], within: PlannedPipeline) -> str:
+    """Return, as text, the extra time of the slowest stage under checkpoints and under plans, and its proven floor.
+
+    ``all_kept``, ``again``: the stages without recomputation and with checkpoints. ``within``: the pipeline whose
+    stages follow plans.
+    """
+    base = [one.forward + one.backward for one in all_kept]
+
+    def slowest(times: Iterable[float]) -> float:
+        return max(times) / max(base) - 1
+
+    theirs, ours = (slowest(s.forward + s.backward for s in stages) for stages in (again, within.stages))
+    least = slowest(map(add, base, within.floors))
+    ratio = f"{ours / theirs:.2f}" if theirs else "-"
+    return f"extra {100 * theirs:.1f} %, plans {100 * ours:.1f} % ({ratio}; floor {100 * least:.1f} %)"
 
 
 def dataflow_stage(
