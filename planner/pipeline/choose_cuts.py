@@ -38,7 +38,7 @@ RECOVERING = ("dataflow",)
 REFUSED = 3
 """The search ends after this many cuts (divisions of the chain into stages) whose stages do not fit the budget."""
 REPLAYED = 400_000
-"""About how many actions are simulated to improve cuts, from each candidate. That takes about 2 seconds."""
+"""The most actions that are simulated to improve candidates each time. That takes about 2 seconds."""
 SHARE = 0.5
 """The share of the time left that is spent on plans for the next cuts. The rest remains for further cuts."""
 Intervals = tuple[tuple[int, int], ...]
@@ -230,7 +230,7 @@ class PipelineSearch:
         found = [p.cuts for p in partitions(self.chain, self.schedule.stages, self._time, self.terms.link)]
         makespan = cache(self._makespan)
         starts = {found[0], min(found, key=makespan)} if found else set()
-        most = REPLAYED // sum(map(len, self.schedule.actions))
+        most = REPLAYED // (max(1, len(starts)) * sum(map(len, self.schedule.actions)))
         best = [descent(self.chain, start, makespan, most) for start in starts]
         return min(((makespan(cuts), cuts) for cuts in best), default=None)
 

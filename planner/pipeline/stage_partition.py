@@ -137,12 +137,11 @@ def descent(chain: StageChain, cuts: Cuts, cost: Callable[[Cuts], float], most: 
     is cheaper.
 
     ``cuts``: the blocks at which the second and each later stage begin. ``cost``: returns what such cuts cost.
-    ``most``: no further replacement begins after so many calls of ``cost``.
+    ``most``: the largest number of changed cuts that are tried.
     """
-    while most > 0:
-        near = (cuts, *changed(chain, cuts))
+    while near := changed(chain, cuts)[:most]:
         most -= len(near)
-        best = min(near, key=cost)
+        best = min((cuts, *near), key=cost)
         if best == cuts:
             break
         cuts = best
@@ -151,16 +150,17 @@ def descent(chain: StageChain, cuts: Cuts, cost: Callable[[Cuts], float], most: 
 
 def changed(chain: StageChain, cuts: Cuts) -> list[Cuts]:
     """Return all cuts that result from ``cuts`` if one stage begins at another allowed block, after the stage before
-    and before the stage after, or if two are moved as in `shifted`.
+    and before the stage after, or if two are moved as in `shifted`. Those with the smallest moves come first.
 
     ``cuts``: the blocks at which the second and each later stage begin.
     """
     ends = (0, *cuts, len(chain))
+    two = [both for first in shifted(chain, cuts) for both in shifted(chain, first)]
     one = [
-        (*cuts[:at], to, *cuts[at + 1 :])
+        (abs(to - cuts[at]), (*cuts[:at], to, *cuts[at + 1 :]))
         for at in range(len(cuts))
         for to in chain.allowed()
         if ends[at] < to < ends[at + 2]
     ]
-    two = [both for first in shifted(chain, cuts) for both in shifted(chain, first)]
-    return [other for other in dict.fromkeys((*one, *two)) if other != cuts]
+    ordered = (*shifted(chain, cuts), *two, *(other for _, other in sorted(one)))
+    return [other for other in dict.fromkeys(ordered) if other != cuts]

@@ -117,5 +117,17 @@ def test_a_descent_ends_where_no_changed_cuts_cost_less_or_after_enough_calls() 
 
     assert cost((1, 4)) < min(map(cost, shifted(chain, (1, 4))))
     assert descent(chain, (1, 4), cost, 1000) == (3, 6)
-    assert descent(chain, (1, 4), cost, 1) == (2, 5)
+    assert descent(chain, (1, 4), cost, len(shifted(chain, (1, 4)))) == (1, 4)
     assert descent(chain, (1, 4), cost, 0) == (1, 4)
+
+
+def test_a_descent_tries_no_more_cuts_than_it_may() -> None:
+    graph, tried = problems.chain(8), set[tuple[int, ...]]()
+    chain = stage_chain(graph, one_op_a_block(graph))
+
+    def cost(cuts: tuple[int, ...]) -> float:
+        tried.add(cuts)
+        return -sum(cuts)
+
+    assert sum(descent(chain, (1, 4), cost, 20)) > 5
+    assert len(tried) <= 21
