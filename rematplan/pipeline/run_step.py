@@ -369,9 +369,10 @@ def _gradient_errors(
 ) -> dict[str, float]:
     """Return the relative error of the gradients of ``ours`` compared with those of ``theirs``, by name.
 
-    It is 0 if the gradients are equal or both are missing, and infinite if one is missing. Otherwise it is the norm of
-    the difference ÷ the norm of the gradient in ``theirs``, or ÷ a hundredth of the norm of all gradients if that is
-    larger.
+    It is 0 if the gradients are equal or both are missing, or if that of ``ours`` is zeros and the other is missing:
+    PyTorch's stages send a gradient of zeros for a tensor that the loss does not read. It is infinite if only one is
+    missing otherwise. Else it is the norm of the difference ÷ the norm of the gradient in ``theirs``, or ÷ a hundredth
+    of the norm of all gradients if that is larger.
 
     Args:
         ours: parameters and buffers by name.
@@ -383,9 +384,9 @@ def _gradient_errors(
     least = LEAST_NORM * math.hypot(*norms) if norms else 0.0
 
     def error(one: torch.Tensor | None, other: torch.Tensor | None) -> float:
-        if one is None or other is None:
-            return 0.0 if one is other else math.inf
-        return _relative_error(one, other, least)
+        if other is None:
+            return 0.0 if one is None or not one.any() else math.inf
+        return math.inf if one is None else _relative_error(one, other, least)
 
     return {n: error(ours[n].grad, theirs[n].grad) for n in names}
 

@@ -163,6 +163,34 @@ def test_a_step_of_an_onnx_file_has_the_bits_of_one_process(workers: Workers, tm
     assert [len(one.losses) for one in reports] == [0, 0, 0, 4]
 
 
+class TwoHeads(nn.Module):
+    """Layers with a second head behind the first one. The loss reads only the first output."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(16, 16) for _ in range(4))
+        self.side = nn.Linear(16, 3)
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        x = self.layers[0](x).relu()
+        side = self.side(x)
+        for layer in self.layers[1:]:
+            x = layer(x).relu()
+        return x, side
+
+
+def test_zeros_for_an_output_that_the_loss_does_not_read_are_no_difference(
+    workers: Workers, tmp_path: Path
+) -> None:
+    path, model = tmp_path / "pipe.json", tmp_path / "net.onnx"
+    exported(TwoHeads(), torch.zeros(4, 16), model)
+    asked = ("--dim", "batch=4", *ASKED, "--budget", "1GiB", "-o", str(path))
+    assert main(["pipeline", str(model), *asked]) == 0
+    reports = workers.run(step, path=path)[0]
+    assert [one.different for one in reports] == [()] * 4
+    assert sum(one.compared for one in reports) == 2 * 5 + 4
+
+
 class Halves(nn.Module):
     """An additive coupling of two halves of the channels."""
 
