@@ -46,7 +46,7 @@ def add(parser: argparse.ArgumentParser) -> None:
         required=True,
         metavar="SIZE",
         help="memory for everything a rank holds: 4GiB, 512MB, or 60%% of the largest peak of a rank that recomputes "
-        "nothing",
+        "nothing in the same schedule",
     )
     parser.add_argument(
         "--schedule",
