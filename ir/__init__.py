@@ -10,6 +10,7 @@ from rematplan.ir.errors import (
     RematplanError,
     UnfitSizes,
     UsageError,
+    first_line,
     show_bytes,
 )
 from rematplan.ir.problem_json import load_problem, problem_from_json, problem_to_json, save_problem
@@ -29,6 +30,7 @@ __all__ = [
     "TrainingGraph",
     "UnfitSizes",
     "UsageError",
+    "first_line",
     "load_problem",
     "problem_from_json",
     "problem_to_json",

@@ -148,6 +148,11 @@ def _exactly(n: int) -> str:
     return f"{show_bytes(n)} ({n} bytes)"
 
 
+def first_line(error: Exception) -> str:
+    """Return the first line of an error's message, or the name of its type if it has no message."""
+    return (str(error).strip().splitlines() or [type(error).__name__])[0]
+
+
 def show_bytes(n: float) -> str:
     """Format ``n`` bytes for a reader, in binary units up to GiB, such as ``1.20 GiB``."""
     for unit, size in (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):

@@ -38,7 +38,8 @@ RECOVERING = ("dataflow",)
 REFUSED = 3
 """The search ends after this many cuts (divisions of the chain into stages) whose stages do not fit the budget."""
 REPLAYED = 400_000
-"""The most actions that are simulated to improve candidates each time. That takes about 2 seconds."""
+"""The largest number of actions that one choice of cuts simulates to improve its candidates. That takes about 2
+seconds."""
 SHARE = 0.5
 """The share of the time left that is spent on plans for the next cuts. The rest remains for further cuts."""
 Intervals = tuple[tuple[int, int], ...]

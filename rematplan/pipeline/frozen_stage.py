@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from torch.func import functional_call
 
-from rematplan.ir import ModelError, Op, Tensor, TrainingGraph
+from rematplan.ir import ModelError, Op, Tensor, TrainingGraph, first_line
 from rematplan.pipeline.captured_stages import StagePlace
 from rematplan.planner.core.plan import Plan
 from rematplan.planner.pipeline.actions import StagePlan
@@ -70,7 +70,7 @@ def frozen_stage(number: int, stage: StageModule, template: StagePlan, place: St
             peak, rest, _ = peak_and_rest_above_entry(forward, device)
             microseconds = 1e6 * wall_seconds(forward, device)
         except Exception as error:  # any error in the user's model is reported in one line
-            reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
+            reason = first_line(error)
             raise ModelError(f"the forward of stage {number} cannot be run: {reason}") from error
     received = template.received
     states = sum(allocated(t.nbytes, device) for t in (*stage.module.parameters(), *stage.module.buffers()))

@@ -233,7 +233,7 @@ def _rank_plan(plan: PlannedPipeline, pipe: Pipeline, rank: int, asked: PlanOpti
 
 
 def _expected_errors(pipe: Pipeline, rank: int, stages: Sequence[Any]) -> tuple[float, float]:
-    """Return the predicted relative error of gradients, and that of buffers and losses.
+    """Return two predicted relative errors: that of gradients, and that of buffers and losses.
 
     Both are 0, except in a dataflow. There, gradients differ because inverses round. Buffers and losses differ if the
     forward of a stage rounds otherwise than the model (`DataflowPart.rounding`). The ranks exchange their predictions.
@@ -369,10 +369,10 @@ def _gradient_errors(
 ) -> dict[str, float]:
     """Return the relative error of the gradients of ``ours`` compared with those of ``theirs``, by name.
 
-    It is 0 if the gradients are equal or both are missing, or if that of ``ours`` is zeros and the other is missing:
-    PyTorch's stages send a gradient of zeros for a tensor that the loss does not read. It is infinite if only one is
-    missing otherwise. Else it is the norm of the difference ÷ the norm of the gradient in ``theirs``, or ÷ a hundredth
-    of the norm of all gradients if that is larger.
+    The error is the norm of the difference ÷ the norm of the gradient in ``theirs``, or ÷ a hundredth of the norm of
+    all gradients if that is larger. It is 0 if both gradients are missing, and infinite if only one is missing. One
+    exception: it is 0 if the gradient in ``theirs`` is missing and that in ``ours`` is zeros, because PyTorch's stages
+    send a gradient of zeros for a tensor that the loss does not read.
 
     Args:
         ours: parameters and buffers by name.

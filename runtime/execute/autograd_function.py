@@ -145,7 +145,7 @@ class CompiledPlan:
         """
         pools = (named, batch, self.like.constants)
         inputs = [pools[pool][key] for pool, key in self.sources]  # type: ignore[index]
-        call = _Call(self, named, inputs, with_tangents, statistics, deferred if deferred is not None else [])
+        call = _Call(self, named, inputs, with_tangents, statistics, [] if deferred is None else deferred)
         self.calls.add(call)
         link = torch.empty(0, device=self.like.device)
         for k in range(len(self.wanting) - 1, 0, -1):

@@ -24,15 +24,15 @@ TESTED = ("2.11", "2.13", "2.14", "2.15")
 """The versions with which the whole test suite was run (``make test TORCH=2.15.0``)."""
 
 _OLDER_PIPELINES = torch.torch_version.TorchVersion(torch.__version__) < "2.13"
-"""Whether PyTorch is older than 2.13, the version that changed its pipelines. Only 2.11 was tried of the older ones."""
+"""Whether PyTorch is older than 2.13, the version that changed its pipelines. Of these, only 2.11 was tested."""
 
 PIPELINES_SEND_TO_THEMSELVES = _OLDER_PIPELINES
 """Whether PyTorch's pipeline schedules, before their first step, send a message from a rank to itself where two
 neighbouring stages are on one rank. Gloo cannot send it."""
 
 MESSAGES_HAVE_GRADIENTS = _OLDER_PIPELINES
-"""Whether PyTorch's pipeline stages send back a gradient of every message that they receive. Newer versions
-send a gradient only of messages that require one."""
+"""Whether PyTorch's pipeline stages send back a gradient for every message that they receive. Newer versions
+send one only for messages that require a gradient."""
 
 STEPS_COPY_RANDOM_STATE = not _OLDER_PIPELINES
 """Whether PyTorch copies the state of the random number generator before the first step of a pipeline."""

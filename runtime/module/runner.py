@@ -94,7 +94,7 @@ class Runner:
         self.told_of_pending = False
         """Whether the warning was given that several calls before a backward exceed the budget together."""
         self.deferred: Deferred = []
-        """Of all plans, the backwards whose weight gradients are still to be computed, in order."""
+        """The backwards whose weight gradients are not computed yet, in their order, whatever plan they follow."""
         self.tree: guards.ModuleTree | None = None
         self.version: tuple[str, int | None] = ("", None)
         """A trained parameter's name and its version at the last call. An optimizer's step changes the

@@ -12,7 +12,7 @@ import torch
 from torch import fx, nn
 from torch.fx.traceback import preserve_node_meta
 
-from rematplan.ir import ModelError
+from rematplan.ir import ModelError, first_line
 from rematplan.runtime.capture.capture import check_traceable
 from rematplan.runtime.capture.host_random import no_host_draws
 from rematplan.runtime.capture.patches.checkpoint import without_checkpoints
@@ -31,7 +31,7 @@ def exported(model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -
 
     Raises:
         ModelError: the model cannot be exported (the message has the reason in one line); it is compiled, scripted or
-            sharded, or has an attribute with a name in `RESERVED`; its backward is not only that of the forward's ops
+            sharded, or has an attribute with a name in `RESERVED`; it defines a part of its backward itself
             (`refuse_unrecorded_backwards`); its forward draws random numbers outside PyTorch, assigns a buffer, or
             computes with numbers that it changes; its result is not a tensor or a tuple of different tensors; or its
             forward has a region that `without_regions` refuses.
@@ -68,7 +68,7 @@ def _program(
     except ModelError:
         raise
     except Exception as error:  # any error in the user's model is reported in one line
-        reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
+        reason = first_line(error)
         raise ModelError(
             f"{name} cannot be cut into stages: its forward cannot be exported: {reason}"
         ) from error

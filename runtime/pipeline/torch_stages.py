@@ -12,7 +12,7 @@ from torch.distributed import P2POp, ProcessGroup
 from torch.distributed.pipelining import PipelineStage
 
 from rematplan.runtime.execute.autograd_function import finish_backward
-from rematplan.runtime.module.planning import HasRunner
+from rematplan.runtime.module.planning import HasRunner, deferred_backwards
 from rematplan.runtime.pipeline.stage_modules import StageModule
 
 META = torch.device("meta")
@@ -174,7 +174,7 @@ def deferred_weights(module: nn.Module) -> Callable[[], Callable[..., None]]:
     there are none."""
 
     def builder() -> Callable[..., None]:
-        calls = module._rematplan.deferred if isinstance(module, HasRunner) else ()
+        calls = deferred_backwards(module) if isinstance(module, HasRunner) else ()
         if not calls:  # nothing in the stage needs gradients
             return lambda: None
         call = calls.pop()

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from rematplan.ir import ModelError
+from rematplan.ir import ModelError, first_line
 from rematplan.runtime.costs.measure import peak_and_rest_above_entry
 from rematplan.runtime.graph.allocator_rounding import allocated
 from rematplan.runtime.graph.captured_step import CapturedStep
@@ -139,7 +139,7 @@ class LossMemory:
                     lambda: torch.autograd.grad(loss, learned, allow_unused=True), device
                 )
             except Exception as error:  # any error in the user's loss is reported in one line
-                reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
+                reason = first_line(error)
                 raise ModelError(f"the loss of a micro-batch cannot be computed: {reason}") from error
         passed = sum(allocated(g.untyped_storage().nbytes(), device) for g in gradients if g is not None)
         scalar = allocated(loss.nbytes, device)  # the gradient of the loss, which the backward begins with

@@ -205,9 +205,11 @@ def deferring(module: nn.Module, **more: Any) -> nn.Module:
     return rematplan.plan_module(module, (example(),), **asked)
 
 
-def equal_gradients(one: nn.Module, other: nn.Module) -> bool:
-    pairs = zip(one.parameters(), other.parameters(), strict=True)
-    return all(torch.equal(p.grad, q.grad) for p, q in pairs)  # type: ignore[arg-type]
+def equal_gradients(*modules: nn.Module) -> bool:
+    """Whether all parameters of both modules have gradients, and these are equal."""
+    ours, theirs = ([p.grad for p in m.parameters() if p.grad is not None] for m in modules)
+    every = len(list(modules[0].parameters()))
+    return len(ours) == len(theirs) == every and all(map(torch.equal, ours, theirs))
 
 
 def test_weight_gradients_of_calls_of_several_shapes_are_finished_in_order() -> None:
