@@ -43,7 +43,7 @@ from rematplan.runtime.costs.measure import interleaved_seconds, peak_above_entr
 BUDGETS = ("90%", "70%", "50%", "min")
 TYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 ROUNDS = 5
-TESTS = ("tests/runtime/module/test_devices.py", "tests/runtime/problem/test_charged_on_cuda.py")
+TESTS = ("tests/module/test_devices.py", "tests/runtime/problem/test_charged_on_cuda.py")
 MORE_TESTS = ("tests/runtime/execute/test_two_lanes.py", "tests/runtime/execute/test_training_step.py")
 COMPILING = 60.0
 """Seconds that must be left for torch.compile to be tried: it takes about that for one of the networks."""

@@ -23,10 +23,10 @@ from rematplan.ir import InfeasibleBudget, show_bytes
 from rematplan.models import build, example_inputs
 from rematplan.pipeline.one_process import step_in_one_process
 from rematplan.pipeline.schedules import VIRTUAL
+from rematplan.pipeline.torch_stages import torch_stage
 from rematplan.planner.pipeline import in_flight
 from rematplan.planner.pipeline.in_flight import RankSearchLimits
 from rematplan.runtime.costs.measure import peak_above_entry
-from rematplan.runtime.pipeline.torch_stages import torch_stage
 
 RANKS = 4
 SCHEDULES = ("gpipe", "1f1b", *VIRTUAL)

@@ -18,7 +18,7 @@ from rematplan.ir import InfeasibleBudget, ModelError, UsageError
 from rematplan.planner.core.plan import Plan
 from rematplan.plans.held_by_others import Reserved
 from rematplan.plans.options import PlanOptions
-from rematplan.plans.step_planner import StepPlanner
+from rematplan.plans.planner import Planner
 from rematplan.runtime.capture.read_fx import fixed_size, read_flat_joint_graph
 from rematplan.runtime.execute.fx_graphs import plan_graphs
 from rematplan.runtime.graph.captured_step import CapturedStep
@@ -64,7 +64,7 @@ class PlanningBackend:
     in the order in which they occurred.
     """
 
-    def __init__(self, planner: StepPlanner, compiler: str, dynamic: bool = True) -> None:
+    def __init__(self, planner: Planner, compiler: str, dynamic: bool = True) -> None:
         self.planner, self.compiler, self.dynamic = planner, compiler, dynamic
         self.plans: list[Plan] = []
         self.compiled: dict[int, set[int]] = {}
@@ -165,7 +165,7 @@ class PlanningBackend:
         present = CompileContext.current_compile_id()
         return repr((present and present.frame_id, parameters, [str(call.target) for call in step.calls]))
 
-    def plan(self, planner: StepPlanner, step: CapturedStep) -> Plan:
+    def plan(self, planner: Planner, step: CapturedStep) -> Plan:
         """Return the plan of a captured step. If no plan fits the budget, do what the option ``on_infeasible`` says.
 
         By default, an error is raised if no graph of the same function (a frame of TorchDynamo) has had a plan so
@@ -302,6 +302,4 @@ def backend(
     )
     if compiler not in COMPILERS:
         raise UsageError(f"unknown compiler {compiler!r}; known: {', '.join(COMPILERS)}")
-    return PlanningBackend(
-        StepPlanner(asked, keeps_tangents=COMPILED_BACKWARDS_KEEP_TANGENTS), compiler, dynamic
-    )
+    return PlanningBackend(Planner(asked, keeps_tangents=COMPILED_BACKWARDS_KEEP_TANGENTS), compiler, dynamic)

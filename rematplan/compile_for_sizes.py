@@ -20,7 +20,7 @@ from rematplan.ir import ModelError
 from rematplan.planner.core.plan import Plan
 from rematplan.planner.core.schedule import Schedule
 from rematplan.plans.plan_at_sizes import plan_at_sizes
-from rematplan.plans.step_planner import StepPlanner
+from rematplan.plans.planner import Planner
 from rematplan.runtime.graph.captured_step import CapturedStep
 from rematplan.runtime.graph.compat import (
     FakeTensorMode,
@@ -50,7 +50,7 @@ class Compiler(Protocol):
     """
 
     plans: list[Plan]
-    planner: StepPlanner
+    planner: Planner
 
     def compile(
         self, module: fx.GraphModule, inputs: Sequence[Any], partition: Partition
@@ -71,7 +71,7 @@ class Compiler(Protocol):
         ``parameters``: the shapes of the graph's parameters.
         """
 
-    def plan(self, planner: StepPlanner, step: CapturedStep) -> Plan:
+    def plan(self, planner: Planner, step: CapturedStep) -> Plan:
         """Return the plan of the captured step of a graph that is being compiled. If no plan fits the budget, the
         user's option ``on_infeasible`` decides.
 

@@ -9,18 +9,18 @@ from typing import TYPE_CHECKING, Any
 from torch import nn
 
 from rematplan.ir import UsageError
+from rematplan.module.first_plan_check import check_first_plan
+from rematplan.module.planned_module import planned_module
+from rematplan.module.planning import Planning, deferred_backwards
+from rematplan.module.shape_options import MAX_PLANS, Ranges, ShapeOptions
+from rematplan.module.size_range_proof import prove_ranges
 from rematplan.planner.core.plan import Plan
 from rematplan.plans.held_by_others import Reserved
 from rematplan.plans.options import PlanOptions
+from rematplan.plans.planner import Planner
 from rematplan.plans.progress import print_log
-from rematplan.plans.size_range_proof import prove_ranges
-from rematplan.plans.step_planner import StepPlanner
 from rematplan.runtime.execute.autograd_function import finish_backward
 from rematplan.runtime.execute.compile import named_tensors
-from rematplan.runtime.module.first_plan_check import check_first_plan
-from rematplan.runtime.module.planned_module import planned_module
-from rematplan.runtime.module.planning import Planning, deferred_backwards
-from rematplan.runtime.module.shape_options import MAX_PLANS, Ranges, ShapeOptions
 from rematplan.runtime.problem.constraints import Name
 from rematplan.runtime.statistics.options import Kronecker
 
@@ -228,7 +228,7 @@ def plan_module(
     if statistics is not None and plan is not None:
         raise UsageError("a saved plan cannot be used together with statistics; state a budget instead")
     shapes = ShapeOptions(dynamic, max_plans, shape_ranges or {})
-    planner = StepPlanner(asked, named=named)
+    planner = Planner(asked, named=named)
     planned = planned_module(model, planner, shapes, statistics)
     for positional, named_ones in shapes.first_calls(model, args, kwargs or {}):
         Planning(planned).prepare(*positional, **named_ones)

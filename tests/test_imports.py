@@ -67,12 +67,12 @@ LAYERS = {
         "statistics",
         "onnx/ops",
         "onnx",
-        "module",
         "pipeline",
     ),
     "rematplan": (
-        "optim",
         "plans",
+        "module",
+        "optim",
         "step_loading",
         "step_measurement",
         "api plan_any_module symbolic_halves compile_for_sizes compile_backend onnx_backend",
@@ -315,7 +315,7 @@ COMPILERS = frozenset({"torch._dynamo", "torch._inductor", "torch._functorch.aot
 LEFT_OUT = {
     "import rematplan": REPORTS | SEARCHES | COMPILERS | {"torch"},
     "import rematplan.runtime.execute.compile": REPORTS | SEARCHES | COMPILERS,
-    "import rematplan.runtime.module.planned_module": REPORTS | SEARCHES,
+    "import rematplan.module.planned_module": REPORTS,
     "from rematplan import plan_module": REPORTS,
 }
 """What each of these lines, one after another in a fresh interpreter, does not load."""

@@ -31,7 +31,7 @@ def run(args: argparse.Namespace, out: Output) -> int:
     step = load_model(args, out).step
     from rematplan.runtime.costs.profile import profile_costs
     from rematplan.runtime.costs.profile_json import profile_of, save_profile
-    from rematplan.runtime.pipeline.weight_gradients import with_separate_weights
+    from rematplan.runtime.problem.weight_gradients import with_separate_weights
 
     separate = with_separate_weights(step)  # as some schedules of pipelines run it
     with out.progress("measuring ops") as progress:

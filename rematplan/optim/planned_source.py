@@ -8,8 +8,8 @@ from dataclasses import replace
 from torch import nn
 
 from rematplan.ir import UsageError
+from rematplan.module.planning import Planning
 from rematplan.optim.statistics_source import Source
-from rematplan.runtime.module.planning import Planning
 from rematplan.runtime.statistics.factors import Factors, Statistics
 from rematplan.runtime.statistics.recorder import Listener
 

@@ -20,7 +20,7 @@ from rematplan.planner.pipeline.timeline import FREE_LINK
 from rematplan.plans.budgets import Budget
 from rematplan.plans.op_costs import priced
 from rematplan.plans.options import PlanOptions
-from rematplan.plans.step_planner import StepPlanner
+from rematplan.plans.planner import Planner
 from rematplan.runtime.execute.compile import named_tensors
 from rematplan.runtime.pipeline.dataflow_stage import WRAPPER
 from rematplan.runtime.pipeline.exported_model import exported
@@ -62,7 +62,7 @@ def auto_cuts(
     own = asked if schedule.name not in CHANNELS else replace(asked, inverses=True)
     named = {f"{WRAPPER}{name}": tensor for name, tensor in named_tensors(model).items()}
     whole = StageModule(model, tuple(args), dict(kwargs), ())
-    step = StepPlanner(own, named=named).opened(captured_step(whole))
+    step = Planner(own, named=named).with_inverses(captured_step(whole))
     graph = priced(step, asked.costs, max_inversion_error=asked.max_inversion_error)
     chain = named_chain(step, graph, only=known, prefix="")
     if not set(known).issuperset(chain.names[1:]):

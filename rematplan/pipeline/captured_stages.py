@@ -5,78 +5,68 @@ from __future__ import annotations
 from collections.abc import Set
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from torch import nn
 
 from rematplan.ir import ModelError
+from rematplan.module.captures import ReadyCapture, capture_call
+from rematplan.module.planned_module import planned_module
+from rematplan.module.planning import Planning
+from rematplan.module.shape_options import ShapeOptions
 from rematplan.planner.core.plan import Plan
 from rematplan.planner.core.schedule import Schedule
 from rematplan.planner.pipeline.actions import StagePlan
 from rematplan.planner.pipeline.stage_problem import StageProblem
 from rematplan.plans.op_costs import copies_priced, priced
+from rematplan.plans.options import PlanOptions
+from rematplan.plans.planner import Planner
+from rematplan.plans.refining import StepPlan
 from rematplan.plans.stage_problems import backward_spare, readers, stage_problem, whole_outputs
-from rematplan.plans.step_planner import StepPlanner
 from rematplan.runtime.capture.output_storages import with_own_outputs
 from rematplan.runtime.graph.captured_step import Call, CapturedStep
 from rematplan.runtime.graph.compat import pytree
-from rematplan.runtime.module.captures import ReadyCapture
-from rematplan.runtime.module.planned_module import planned_module
-from rematplan.runtime.module.planning import Planning, capture_of
-from rematplan.runtime.module.shape_options import ShapeOptions
 from rematplan.runtime.pipeline.stage_modules import StageModule
-from rematplan.runtime.pipeline.weight_gradients import with_separate_weights, with_weight_boundary
-from rematplan.runtime.problem.accumulation import StepPlan, end_of_first_segment
 from rematplan.runtime.problem.constraints import ops_that_run_once
+from rematplan.runtime.problem.earlier_gradients import end_of_first_segment
 from rematplan.runtime.problem.layout_copies import NONE
 from rematplan.runtime.problem.loss_boundary import with_loss_boundary
 from rematplan.runtime.problem.loss_memory import NO_LOSS, LossMemory
-
-
-class _NoPlan:
-    """The planner of a planned module that is only captured, and never called."""
-
-    bounds_one_call = False
-
-    def __call__(self, step: CapturedStep, first: bool = False) -> StepPlan:
-        del first
-        raise AssertionError(f"{step.name} was planned without a planner")
-
-    def with_gradients(self, step: CapturedStep, plan: Plan, gradients: int, names: Set[str]) -> None:
-        """Do nothing. It is never called, because the module gets no plan to run."""
-
+from rematplan.runtime.problem.weight_gradients import with_separate_weights, with_weight_boundary
 
 ONE_SHAPE = ShapeOptions(dynamic=False)
 
 
-@dataclass(frozen=True)
-class _FixedPlan:
-    """A planner of a planned module that returns the same plan for every step.
+@dataclass(frozen=True, kw_only=True)
+class _StagePlanner(Planner):
+    """The planner of a stage whose plan was made before, together with those of the rank's other stages."""
 
-    ``plan``: the plan, whose peak already includes the gradients of earlier micro-batches. ``calls``: the ATen ops of
-    the step for which it was made, in order, with the types of their results.
-
-    Raises:
-        ModelError: when called with a step that has other ATen ops, or results of other types.
-    """
-
-    plan: StepPlan
+    made: StepPlan
+    """The plan. Its peak includes the gradients of earlier micro-batches."""
     calls: tuple[object, ...]
-    bounds_one_call: ClassVar[bool] = False
-    """The budget of a rank is for all micro-batches in flight."""
+    """The ATen ops of the step for which it was made, in order, with the types of their results."""
 
-    def __call__(self, step: CapturedStep, first: bool = False) -> StepPlan:
+    @property
+    def bounds_one_call(self) -> bool:
+        """False: the budget of a rank is for all micro-batches in flight."""
+        return False
+
+    def plan(self, step: CapturedStep, first: bool = False) -> StepPlan:
+        """Return the plan.
+
+        Raises:
+            ModelError: the step has other ATen ops, or results of other types, than the one that was planned.
+        """
         del first
         if _targets(step) != self.calls:
             raise ModelError(
                 f"{step.name} runs other ops, or ops of other types, than those that it was planned for; plan it again"
             )
-        return self.plan
+        return self.made
 
     def with_gradients(self, step: CapturedStep, plan: Plan, gradients: int, names: Set[str]) -> None:
-        """Return None, so that no other plan is used if there are gradients already: the peak of the plan includes the
-        gradients of earlier micro-batches."""
+        """Return None: the plan's peak includes the gradients of earlier micro-batches."""
 
 
 @dataclass(frozen=True)
@@ -109,7 +99,7 @@ class CapturedStage:
     ``stage``: the stage's module and arguments. ``step``: the captured forward and backward of one micro-batch, with
     inverses. ``problem``: the planning problem. ``capture``: that from which ``step`` was made. ``calls``: the
     ATen ops of the capture before inverses were added, in order, with the types of their results. A module that
-    captures the stage again checks that they are the same.
+    captures the stage again checks that they are the same. ``options``: those with which it was planned.
     """
 
     stage: StageModule
@@ -117,6 +107,7 @@ class CapturedStage:
     problem: StageProblem
     capture: ReadyCapture
     calls: tuple[object, ...]
+    options: PlanOptions
 
     def planned(self, plan: Plan, prepared: bool = True) -> nn.Module:
         """Return a module that runs the stage as ``plan`` says. The module shares the stage's parameters and buffers.
@@ -131,7 +122,8 @@ class CapturedStage:
                 other ops than before. If ``prepared`` is false, the first forward raises it.
         """
         spare = backward_spare(self.problem, plan.schedule)
-        given = _FixedPlan(StepPlan(self.step, plan, spare, self.problem.gradient_bytes), self.calls)
+        made = StepPlan(self.step, plan, spare, self.problem.gradient_bytes)
+        given = _StagePlanner(self.options, made=made, calls=self.calls)
         if not prepared:
             return planned_module(self.stage.module, given, ONE_SHAPE)
         module = planned_module(self.stage.module, given, ONE_SHAPE, ready=self.capture)
@@ -141,7 +133,7 @@ class CapturedStage:
 
 def captured_stage(
     stage: StageModule,
-    planner: StepPlanner,
+    planner: Planner,
     template: StagePlan,
     place: StagePlace,
     loss: LossMemory | None = None,
@@ -159,7 +151,7 @@ def captured_stage(
         ModelError: the stage cannot be captured.
     """
     capture, captured = _captured(stage)
-    step = planner.opened(with_own_outputs(captured, leaves=True))
+    step = planner.with_inverses(with_own_outputs(captured, leaves=True))
     if place.split:
         step = with_separate_weights(step)
     costs = planner.options.costs
@@ -191,7 +183,7 @@ def captured_stage(
         problem = replace(problem, freed=readers(step, problem.graph, sent))
     if place.alone and place.last:  # torch holds those of other stages until the backward ends
         problem = replace(problem, tangents_held=partial(_tangents_held, step, problem))
-    return CapturedStage(stage, step, problem, capture, _targets(captured))
+    return CapturedStage(stage, step, problem, capture, _targets(captured), planner.options)
 
 
 def _are_messages(step: CapturedStep, received: bool) -> bool:
@@ -222,7 +214,7 @@ def captured_step(stage: StageModule) -> CapturedStep:
 
 
 def _captured(stage: StageModule) -> tuple[ReadyCapture, CapturedStep]:
-    return capture_of(planned_module(stage.module, _NoPlan(), ONE_SHAPE), *_arguments(stage))
+    return capture_call(stage.module, *_arguments(stage))
 
 
 def _targets(step: CapturedStep) -> tuple[object, ...]:

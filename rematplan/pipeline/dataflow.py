@@ -24,8 +24,8 @@ from rematplan.planner.core.schedule import Run, Schedule
 from rematplan.planner.pipeline.actions import StagePlan
 from rematplan.planner.pipeline.stage_problem import StageProblem
 from rematplan.plans.op_costs import priced
+from rematplan.plans.planner import Planner
 from rematplan.plans.stage_problems import reusable_bytes
-from rematplan.plans.step_planner import StepPlanner
 from rematplan.runtime.execute.compile import named_tensors
 from rematplan.runtime.execute.in_place import overwritable_operands, reused_bytes_of_all
 from rematplan.runtime.graph.allocator_rounding import allocated
@@ -35,8 +35,8 @@ from rematplan.runtime.pipeline.dataflow_stage import WRAPPER, DataflowStage
 from rematplan.runtime.pipeline.dataflow_step import Handed, dataflow_step, with_dataflow_boundary
 from rematplan.runtime.pipeline.random_seeds import STATE
 from rematplan.runtime.pipeline.stage_modules import StageModule
-from rematplan.runtime.problem.accumulation import adding_problem, earlier_gradients
 from rematplan.runtime.problem.constraints import ops_that_run_once
+from rematplan.runtime.problem.earlier_gradients import adding_problem, earlier_gradients
 from rematplan.runtime.problem.loss_boundary import LOSS
 from rematplan.runtime.problem.loss_memory import LossMemory
 
@@ -80,7 +80,7 @@ class DataflowPart:
 
 def dataflow_part(
     stage: StageModule,
-    planner: StepPlanner,
+    planner: Planner,
     template: StagePlan,
     number: int,
     stages: int,

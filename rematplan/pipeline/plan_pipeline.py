@@ -25,7 +25,7 @@ from rematplan.planner.pipeline.actions import PipelineSchedule
 from rematplan.planner.pipeline.messages import CHANNELS
 from rematplan.plans.budgets import Budget
 from rematplan.plans.options import PlanOptions
-from rematplan.plans.step_planner import StepPlanner
+from rematplan.plans.planner import Planner
 from rematplan.runtime.graph.compat import MESSAGES_HAVE_GRADIENTS
 from rematplan.runtime.pipeline.loss_storage import LossFunction, with_own_storage
 from rematplan.runtime.pipeline.stage_modules import StageModule, stage_modules
@@ -183,7 +183,7 @@ def captured_pipeline(
     modules = stage_modules(model, one_args, one_kwargs, cuts)
     if MESSAGES_HAVE_GRADIENTS and order.name not in CHANNELS:
         _check_messages(modules)
-    planner = StepPlanner(asked)
+    planner = Planner(asked)
     wanted = range(order.ranks) if ranks is None else sorted(set(ranks))
     needed = {s for rank in wanted for s in order.stage_of_rank[rank]}
     every = range(stages) if stated.kind != "bytes" else sorted(needed)

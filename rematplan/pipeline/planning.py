@@ -32,7 +32,7 @@ from rematplan.planner.pipeline.stage_partition import Cuts, partitions
 from rematplan.planner.pipeline.timeline import Link
 from rematplan.plans.budgets import Budget
 from rematplan.runtime.graph.captured_step import CapturedStep
-from rematplan.runtime.pipeline.weight_gradients import with_separate_weights
+from rematplan.runtime.problem.weight_gradients import with_separate_weights
 
 AUTO = "auto"
 QUESTIONS = 48

@@ -23,7 +23,7 @@ from rematplan.planner.strategies.store_all import no_recompute
 from rematplan.plans.budgets import Budget
 from rematplan.plans.in_flight import stage_planner
 from rematplan.plans.options import PlanOptions
-from rematplan.plans.step_planner import StepPlanner
+from rematplan.plans.planner import Planner
 from rematplan.runtime.pipeline.stage_modules import StageModule
 from rematplan.runtime.problem.loss_memory import LossMemory
 
@@ -33,7 +33,7 @@ Part = CapturedStage | DataflowPart | FrozenStage
 
 def captured_part(
     order: PipelineSchedule,
-    planner: StepPlanner,
+    planner: Planner,
     number: int,
     stage: StageModule,
     parallel: DataParallel = ALONE,

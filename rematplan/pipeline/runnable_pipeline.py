@@ -18,6 +18,7 @@ from rematplan.pipeline.data_parallel import check_precision
 from rematplan.pipeline.dataflow import DataflowPart, dataflow_stages
 from rematplan.pipeline.rank_plans import Part
 from rematplan.pipeline.schedules import SPLIT
+from rematplan.pipeline.torch_stages import torch_stage
 from rematplan.planner.pipeline.actions import PipelineSchedule, StagePlan
 from rematplan.planner.pipeline.in_flight import RankPlan
 from rematplan.planner.pipeline.messages import CHANNELS, least_credits
@@ -25,7 +26,6 @@ from rematplan.planner.pipeline.rank_memory import in_flight, message_buffers
 from rematplan.runtime.graph.compat import PIPELINES_SEND_TO_THEMSELVES
 from rematplan.runtime.pipeline.dataflow_schedule import DataflowSchedule
 from rematplan.runtime.pipeline.loss_storage import LossFunction, with_own_storage
-from rematplan.runtime.pipeline.torch_stages import torch_stage
 
 TORCH_CLASSES: Mapping[str, str] = {
     "gpipe": "ScheduleGPipe",

@@ -17,9 +17,9 @@ from rematplan.planner.pipeline.in_flight import RankSearch, StagePlanner
 from rematplan.planner.pipeline.rank_memory import rank_peak
 from rematplan.planner.strategies.store_all import no_recompute
 from rematplan.plans.budgets import Budget
+from rematplan.plans.refining import StepPlan
 from rematplan.plans.stage_problems import backward_spare, stage_problem
 from rematplan.runtime.graph.captured_step import CapturedStep
-from rematplan.runtime.problem.accumulation import StepPlan
 from rematplan.runtime.problem.loss_memory import LossMemory
 
 QUESTIONS = 24

@@ -12,7 +12,7 @@ from rematplan.planner.core.plan import Plan
 from rematplan.planner.core.schedule import Schedule
 from rematplan.planner.core.simulator import simulate
 from rematplan.plans.first_plan import plan_at_once
-from rematplan.plans.step_planner import StepPlanner
+from rematplan.plans.planner import Planner
 from rematplan.runtime.graph.captured_step import CapturedStep
 
 WORTH = 0.01
@@ -21,7 +21,7 @@ COMPILED = 8
 """Once this many plans are compiled, another one is compiled only if none of them fits."""
 
 
-def plan_at_sizes(planner: StepPlanner, step: CapturedStep, compiled: Sequence[Schedule]) -> Plan:
+def plan_at_sizes(planner: Planner, step: CapturedStep, compiled: Sequence[Schedule]) -> Plan:
     """Return a plan for a step at new sizes, preferably one whose schedule is compiled already.
 
     The cheapest compiled plan that fits is returned, unless fewer than `COMPILED` plans are compiled and a known
@@ -35,7 +35,7 @@ def plan_at_sizes(planner: StepPlanner, step: CapturedStep, compiled: Sequence[S
 
     Raises:
         InfeasibleBudget: no plan fits, and ``on_infeasible`` is ``raise``. Otherwise the plan that
-            `StepPlanner.instead` chooses is returned.
+            `Planner.instead` chooses is returned.
     """
     graph = planner.problem(step)
     budget = planner.limit(graph)

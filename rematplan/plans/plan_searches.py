@@ -18,10 +18,9 @@ from rematplan.plans.budgets import Budget, least_plan, plan_within
 from rematplan.plans.first_plan import plan_at_once
 from rematplan.plans.options import QUICK, PlanOptions
 from rematplan.plans.progress import shapes_of
-from rematplan.plans.refining import Refining, Wanted
+from rematplan.plans.refining import Refining, StepPlan, Wanted
 from rematplan.plans.refusals import accepts_refusals, explaining_refusals
 from rematplan.runtime.graph.captured_step import CapturedStep
-from rematplan.runtime.problem.accumulation import StepPlan
 
 FURTHER = 0.25
 """The share of the time limit for planning a step if an earlier plan, made for other shapes, fits its budget.

@@ -24,10 +24,9 @@ from rematplan.planner.core.schedule import Run, Schedule
 from rematplan.planner.family.amounts_by_position import Amounts, Bools, Floats, Ints, amounts_of
 from rematplan.planner.family.plan_family import PlanFamily
 from rematplan.planner.family.tensor_positions import TensorPositions, tensor_positions
-from rematplan.plans.rechoosing import Rechoosing
+from rematplan.plans.refining import Rechoosing, Refinement, Refining, StepPlan
 from rematplan.plans.sized_costs import KERNELS
 from rematplan.runtime.graph.captured_step import CapturedStep
-from rematplan.runtime.problem.accumulation import Refinement, StepPlan
 
 CORNERS = 8
 """The largest number of sizes whose amounts are kept: the smallest, the largest and the latest sizes."""
@@ -73,7 +72,7 @@ class Resizing:
     storages: tuple[str, ...]
     budget: int
     family: PlanFamily
-    search: Callable[[TrainingGraph, Plan], Refinement | None] | None = None
+    search: Callable[[TrainingGraph, Plan], Refining | None] | None = None
     corners: list[Corner] = field(default_factory=list)
     searches: list[Refinement] = field(default_factory=list)
 

@@ -15,7 +15,7 @@ from rematplan.runtime.execute.buffers_once import renewed_buffers
 from rematplan.runtime.execute.in_place import Operands, overwritable_operands, reused_bytes
 from rematplan.runtime.graph.allocator_rounding import allocated
 from rematplan.runtime.graph.captured_step import CapturedStep
-from rematplan.runtime.problem.accumulation import adding_problem, earlier_gradients, waiting_bytes
+from rematplan.runtime.problem.earlier_gradients import adding_problem, earlier_gradients, waiting_bytes
 from rematplan.runtime.problem.loss_boundary import LOSS, WEIGHTS
 from rematplan.runtime.problem.planning_problem import random_state_bytes
 

@@ -15,8 +15,8 @@ from rematplan.plans.options import PlanOptions
 from rematplan.plans.sized_costs import SizedCosts
 from rematplan.runtime.graph.captured_step import CapturedStep
 from rematplan.runtime.inversion.find_inverses import with_exact_inverses, with_inverses
-from rematplan.runtime.problem.accumulation import adding_problem, holding
 from rematplan.runtime.problem.constraints import ops_that_run_once
+from rematplan.runtime.problem.earlier_gradients import adding_problem, holding
 from rematplan.runtime.problem.loss_boundary import with_loss_boundary
 from rematplan.runtime.problem.loss_memory import LossMemory
 from rematplan.runtime.problem.optimizer_step import with_optimizer_step
@@ -45,7 +45,7 @@ class StepProblems:
     sized: SizedCosts = field(default_factory=SizedCosts, compare=False)
     """Measured costs of ops. Costs of the same steps at other sizes are interpolated from them."""
 
-    def opened(self, step: CapturedStep) -> CapturedStep:
+    def with_inverses(self, step: CapturedStep) -> CapturedStep:
         """Return the step with inverses (ops that compute an input from an output) added.
 
         If the user allows inverses that round, all inverses are added; otherwise only exact ones, which copy numbers
@@ -81,8 +81,8 @@ class StepProblems:
 
     def problem_at(self, step: CapturedStep) -> tuple[CapturedStep, TrainingGraph]:
         """Add inverses to a captured step, and return the step and its planning problem."""
-        opened = self.opened(step)
-        return opened, self.problem(opened)
+        step = self.with_inverses(step)
+        return step, self.problem(step)
 
     def loss(self, step: CapturedStep, graph: TrainingGraph) -> LossMemory:
         """Return the memory of a loss outside of the model: what the user states, otherwise a default amount.

@@ -20,7 +20,7 @@ from rematplan.planner.pipeline.actions import StagePlan
 from rematplan.planner.pipeline.dataflow_plans import dataflow_plans
 from rematplan.planner.strategies.store_all import no_recompute
 from rematplan.plans.options import PlanOptions
-from rematplan.plans.step_planner import StepPlanner
+from rematplan.plans.planner import Planner
 from rematplan.runtime.pipeline.dataflow_code import check_crossing, compile_stage
 from rematplan.runtime.pipeline.dataflow_schedule import DataflowSchedule
 from rematplan.runtime.pipeline.dataflow_stage import Drift, StageHooks, distance, sample
@@ -32,7 +32,7 @@ GROUP: Any = None
 @pytest.fixture(scope="module")
 def part() -> DataflowPart:
     stage = stage_modules(couplings.flow(), couplings.data(8)[:1], {}, CUTS)[1]
-    planner = StepPlanner(PlanOptions(budget="min", costs="roofline"))
+    planner = Planner(PlanOptions(budget="min", costs="roofline"))
     return dataflow_part(stage, planner, StagePlan(1, 0, 0, 0), 1, 4)
 
 
@@ -161,7 +161,7 @@ def test_weights_that_change_before_the_backward_are_told(mixed: bool) -> None:
     if mixed:
         model.blocks[2] = _Mixed(model.blocks[2])
     cut = stage_modules(model, couplings.data(8)[:1], {}, CUTS)[1]
-    planner = StepPlanner(PlanOptions(budget="min", costs="roofline"))
+    planner = Planner(PlanOptions(budget="min", costs="roofline"))
     part = dataflow_part(cut, planner, StagePlan(1, 0, 0, 0), 1, 4)
     inverting = [plan for plan in dataflow_plans(part.problem) if "invert" in str(plan.schedule)]
     stage = part.compiled(inverting[0], GROUP)

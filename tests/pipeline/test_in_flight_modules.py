@@ -26,10 +26,10 @@ from rematplan.plans.stage_problems import stage_problem
 from rematplan.runtime.costs.device_models import device_model
 from rematplan.runtime.costs.measure import peak_above_entry
 from rematplan.runtime.costs.roofline import roofline_costs
-from rematplan.runtime.pipeline.weight_gradients import with_weight_boundary
-from rematplan.runtime.problem.accumulation import adding_problem
+from rematplan.runtime.problem.earlier_gradients import adding_problem
 from rematplan.runtime.problem.loss_boundary import WEIGHTS, with_loss_boundary
 from rematplan.runtime.problem.planning_problem import training_graph
+from rematplan.runtime.problem.weight_gradients import with_weight_boundary
 
 ASKED: dict[str, Any] = {"costs": "roofline", "strategy": "approx_dp", "loss_memory": "4x"}
 ROWS, WIDTH = 64, 32

@@ -13,6 +13,7 @@ from torch import distributed, nn
 
 import rematplan
 from rematplan.ir import InfeasibleBudget, ModelError, RematplanError, UsageError
+from rematplan.module import forward_capture
 from rematplan.pipeline import plan_pipeline
 from rematplan.pipeline.auto_cuts import agreed
 from rematplan.pipeline.schedules import schedule_named
@@ -20,7 +21,6 @@ from rematplan.planner.core.schedule import Run
 from rematplan.planner.pipeline.messages import CONNECTING, RANDOM_STATE, MessageBytes, message_memory
 from rematplan.planner.strategies.store_all import no_recompute
 from rematplan.runtime.graph.compat import STEPS_COPY_RANDOM_STATE
-from rematplan.runtime.module import forward_capture
 from rematplan.runtime.pipeline import action_lists
 
 ASKED: dict[str, Any] = {

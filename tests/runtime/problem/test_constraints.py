@@ -14,14 +14,14 @@ from torch.distributed.fsdp import fully_shard
 
 import rematplan
 from rematplan.ir import InfeasibleBudget, ModelError, ProblemError, UsageError
+from rematplan.module.planned_module import planned_module
 from rematplan.planner.core.plan import Plan
 from rematplan.planner.core.schedule import runs_of
 from rematplan.planner.registry import STRATEGIES
 from rematplan.plans.options import PlanOptions
-from rematplan.plans.step_planner import StepPlanner
+from rematplan.plans.planner import Planner
+from rematplan.plans.refining import StepPlan
 from rematplan.runtime.graph.captured_step import CapturedStep
-from rematplan.runtime.module.planned_module import planned_module
-from rematplan.runtime.problem.accumulation import StepPlan
 
 
 class Block(nn.Module):
@@ -58,10 +58,10 @@ def captured() -> CapturedStep:
     """The step of `model` for which a drop-in makes its plans."""
     seen = []
 
-    class Noting(StepPlanner):
-        def __call__(self, step: CapturedStep) -> StepPlan:
+    class Noting(Planner):
+        def plan(self, step: CapturedStep, first: bool = False) -> StepPlan:
             seen.append(step)
-            return super().__call__(step)
+            return super().plan(step, first)
 
     planned_module(
         model(), Noting(PlanOptions(budget="100%", strategy="store_all", costs="roofline"))
@@ -72,7 +72,7 @@ def captured() -> CapturedStep:
 def plan_of(strategy: str = "approx_dp", budget: str = "85%", **more: Any) -> Plan:
     """What `planned` would follow; without tracing the model each time."""
     settings = {"costs": "roofline", "options": OPTIONS.get(strategy, {})} | more
-    return StepPlanner(PlanOptions(budget=budget, strategy=strategy, **settings))(captured()).plan
+    return Planner(PlanOptions(budget=budget, strategy=strategy, **settings)).plan(captured()).plan
 
 
 def reruns(plan: Plan, what: str) -> int:

@@ -15,8 +15,8 @@ from torch.nn import functional
 
 import rematplan
 from rematplan.ir import InfeasibleBudget, UsageError
+from rematplan.module.planning import Planning
 from rematplan.runtime.costs.measure import peak_above_entry
-from rematplan.runtime.module.planning import Planning
 from rematplan.runtime.statistics.gram import CHUNK_BYTES
 
 CPU = torch.device("cpu")

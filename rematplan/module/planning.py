@@ -4,18 +4,18 @@ from __future__ import annotations
 
 import time
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any
 
 from torch import nn
 
 from rematplan.ir import UsageError
+from rematplan.module.cached_plans import CacheEntry
+from rematplan.module.captures import ReadyCapture
+from rematplan.module.forward_capture import Original
+from rematplan.module.runner import Runner
 from rematplan.planner.core.plan import Plan
 from rematplan.runtime.execute.autograd_function import Deferred
 from rematplan.runtime.graph.captured_step import CapturedStep
-from rematplan.runtime.module.cached_plans import CacheEntry
-from rematplan.runtime.module.captures import ReadyCapture
-from rematplan.runtime.module.forward_capture import Planned
-from rematplan.runtime.module.runner import Runner
 from rematplan.runtime.statistics.factors import Factors, Statistics
 from rematplan.runtime.statistics.options import Kronecker
 from rematplan.runtime.statistics.recorder import Listener, Recorder, shapes
@@ -27,6 +27,10 @@ class HasRunner:
     __slots__ = ("_rematplan",)
 
     _rematplan: Runner
+
+    def _rematplan_original(self) -> Original:
+        """Return the model that this planned module runs."""
+        raise NotImplementedError
 
 
 @dataclass(frozen=True)
@@ -226,7 +230,7 @@ class Planning:
             InfeasibleBudget: no plan fits the budget.
             UsageError: an argument has a size outside of the ranges with which the module was planned.
         """
-        self._planned._rematplan.prepare(cast(Planned, self._planned), args, kwargs)
+        self._planned._rematplan.prepare(self._planned._rematplan_original(), args, kwargs)
         return self._planned
 
 
@@ -263,5 +267,5 @@ def capture_of(
         UsageError: the module is not planned.
         ModelError: the forward cannot be captured.
     """
-    runner = Planning(planned)._planned._rematplan
-    return runner.captured(cast(Planned, planned), args, kwargs)
+    found = Planning(planned)._planned
+    return found._rematplan.captured(found._rematplan_original(), args, kwargs)

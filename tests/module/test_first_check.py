@@ -8,8 +8,8 @@ from torch import nn
 
 from rematplan import plan_module
 from rematplan.ir import ModelError
+from rematplan.module import first_plan_check
 from rematplan.runtime.graph import compat
-from rematplan.runtime.module import first_plan_check
 
 X = torch.randn(4, 6, generator=torch.Generator().manual_seed(0))
 

@@ -86,3 +86,7 @@ class _SharedMode:
             if not of._sharing[me]:
                 del of._sharing[me]
             of._tell()
+
+
+LOCK = CaptureLock()
+"""The lock of all planned modules and captures of this process."""

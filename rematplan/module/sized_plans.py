@@ -23,13 +23,15 @@ from numpy.typing import NDArray
 
 from rematplan.ir import TrainingGraph
 from rematplan.planner.core.schedule import Schedule
+from rematplan.plans.planner import Planner
+from rematplan.plans.refining import StepPlan
+from rematplan.plans.resizing import Resizing
 from rematplan.runtime.capture.patches.fake_layouts import UNSURE, check_layouts
 from rematplan.runtime.execute.autograd_function import CompiledPlan
 from rematplan.runtime.execute.in_place import operands_to_overwrite
 from rematplan.runtime.graph.allocator_rounding import allocated
 from rematplan.runtime.graph.captured_step import Call, CapturedStep, refs
 from rematplan.runtime.graph.tracked_sizes import Sizes, without_values
-from rematplan.runtime.problem.accumulation import Carrier, Resizing, StepPlan
 from rematplan.runtime.symbols.expressions import OpenSize
 from rematplan.runtime.symbols.symbolic_step import OpenStep, Size
 
@@ -55,7 +57,7 @@ class _StepStructure:
 
     step: CapturedStep
     structure: Hashable
-    carrier: Carrier
+    carrier: Planner
     resizing: Resizing | None
     sources: OrderedDict[bytes, CompiledPlan] = field(default_factory=OrderedDict)
 
@@ -102,7 +104,7 @@ class SizedPlans:
         batch: Sequence[torch.Tensor],
         step: CapturedStep,
         problem: TrainingGraph,
-        carrier: Carrier,
+        carrier: Planner,
     ) -> None:
         """Remember the planning problem that was made for a batch, so that plans of it can be used at other sizes.
 
@@ -159,7 +161,7 @@ class SizedPlans:
         alike = self._of_pattern.get(self._pattern(sizes))
         if alike is None or alike.resizing is None:
             return None
-        key, source, most, opened = alike.resizing.key, alike.compiled, self.most, alike.carrier.opened
+        key, source, most, opened = alike.resizing.key, alike.compiled, self.most, alike.carrier.with_inverses
 
         def compile_(found: StepPlan) -> CompiledPlan:
             schedule = found.plan.schedule

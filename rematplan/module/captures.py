@@ -9,21 +9,27 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import nn
 
 from rematplan.ir import ModelError
+from rematplan.module.cached_plans import CacheEntry, plan_key
+from rematplan.module.capture_lock import LOCK
+from rematplan.module.forward_capture import Tracing
+from rematplan.module.plan_swaps import Running
+from rematplan.module.sized_plans import SizedPlans
+from rematplan.module.steps import Steps
+from rematplan.module.symbolic_forward import Found, Instance
+from rematplan.module.symbolic_shapes import OpenShapes
+from rematplan.plans.planner import Planner
+from rematplan.plans.refining import StepPlan
 from rematplan.runtime import guards
 from rematplan.runtime.capture.left_out_tangents import with_expected_tangents
 from rematplan.runtime.execute.autograd_function import CompiledPlan
+from rematplan.runtime.graph.captured_step import CapturedStep
 from rematplan.runtime.graph.warn import warn
-from rematplan.runtime.module.cached_plans import CacheEntry, plan_key
-from rematplan.runtime.module.forward_capture import Tracing
-from rematplan.runtime.module.plan_swaps import Running
-from rematplan.runtime.module.planner_interface import Planner
-from rematplan.runtime.module.sized_plans import SizedPlans
-from rematplan.runtime.module.steps import Steps
-from rematplan.runtime.module.symbolic_forward import Found, Instance
-from rematplan.runtime.module.symbolic_shapes import OpenShapes
-from rematplan.runtime.problem.accumulation import StepPlan
 from rematplan.runtime.symbols.expressions import NotSymbolic
 
 MANY = 8
@@ -56,7 +62,7 @@ class ReadyCapture:
 class Captures:
     """The captures of a planned module. They make the cache entries of calls for which no plan is valid.
 
-    ``name``: the model's name, for messages. ``planner``: makes the plans. ``most``: the largest number of plans, of
+    ``name``: the model's name, for messages. ``most``: the largest number of plans, of
     kinds of calls whose captures are remembered, and of captures with symbolic sizes. ``shapes``: the captures, by
     everything that selects a plan except sizes; the kind of call used last comes last. ``ready``: a capture of the
     first call that was made before, and is used if it is valid; None if there is none. ``warned``: whether
@@ -64,7 +70,6 @@ class Captures:
     """
 
     name: str
-    planner: Planner
     most: int
     shapes: dict[Hashable, OpenShapes] = field(default_factory=dict)
     ready: ReadyCapture | None = None
@@ -76,11 +81,12 @@ class Captures:
         shapes = {key: one.copy() for key, one in self.shapes.items()} if with_shapes else {}
         return replace(self, shapes=shapes)
 
-    def entry(self, tracing: Tracing, arrived: frozenset[str]) -> CacheEntry:
+    def entry(self, tracing: Tracing, planner: Planner, arrived: frozenset[str]) -> CacheEntry:
         """Return a new cache entry for a call.
 
         Args:
             tracing: traces the module for the arguments of the call.
+            planner: plans the step.
             arrived: the positions of outputs for which gradients arrived although their step had left them out.
 
         Raises:
@@ -89,7 +95,9 @@ class Captures:
         """
         shapes = self._of_call(tracing)
         known = self._with_known_plan(shapes, tracing, arrived)
-        return known or self._planned(self._captured(shapes, tracing), shapes, tracing.state, arrived)
+        if known is not None:
+            return known
+        return self._planned(self._captured(shapes, tracing), shapes, tracing.state, planner, arrived)
 
     def captured(self, tracing: Tracing) -> Found:
         """Return the captured step for a call.
@@ -114,7 +122,7 @@ class Captures:
         ready, self.ready = self.ready, None
         if ready is not None and ready.serves(tracing):
             return ready.found
-        found = shapes.find(tracing.state, tracing.batch, tracing.opened, tracing.fixed)
+        found = shapes.find(tracing.state, tracing.batch, tracing.symbolic, tracing.fixed)
         self._drop_oldest()
         return found
 
@@ -159,19 +167,24 @@ class Captures:
         return None
 
     def _planned(
-        self, forward: Found, shapes: OpenShapes, state: guards.ModuleState, arrived: frozenset[str]
+        self,
+        forward: Found,
+        shapes: OpenShapes,
+        state: guards.ModuleState,
+        planner: Planner,
+        arrived: frozenset[str],
     ) -> CacheEntry:
         captured = with_expected_tangents(forward.step, arrived)
-        found = self.planner(captured)
+        found = planner.plan(captured)
         outputs = [o for o in found.step.outputs if o.kind == "output"]
         if [int(o.target) for o in outputs] != list(range(forward.count)):
             raise ModelError(f"{forward.step.name}: an output could not be captured")
         steps, compile_, instance = Steps.of(forward.step, captured), None, forward.instance
         if instance is not None:
             steps = Steps(instance.step, arrived)
-            if found.carrier is not None:
+            if found.carries:
                 plans = instance.forward.plans(arrived, self.most)
-                _learn(plans, instance, found, shapes, arrived)
+                _learn(plans, instance, found, shapes, planner, arrived)
                 compile_ = _compiler(plans, instance, steps)
         running = Running.of(found, compile_)
         entry = CacheEntry(running, forward.outputs, forward.constants, forward.guard, steps)
@@ -179,8 +192,28 @@ class Captures:
         return entry.counting(found.gradients, trained)
 
 
+def capture_call(
+    model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[ReadyCapture, CapturedStep]:
+    """Capture the forward and backward of a model for these arguments. Return the capture, with which a planned module
+    of the same model can begin, and the captured step before planning.
+
+    Raises:
+        ModelError: the model cannot be captured.
+    """
+    with LOCK.alone(), torch.inference_mode(False), torch.enable_grad():
+        tracing = Tracing.of(model, args, kwargs)
+        found = Captures(tracing.name, most=1).captured(tracing)
+        return ReadyCapture.of(tracing, found), with_expected_tangents(found.step)
+
+
 def _learn(
-    plans: SizedPlans, instance: Instance, found: StepPlan, shapes: OpenShapes, arrived: frozenset[str]
+    plans: SizedPlans,
+    instance: Instance,
+    found: StepPlan,
+    shapes: OpenShapes,
+    planner: Planner,
+    arrived: frozenset[str],
 ) -> None:
     """Remember the planning problem of a batch, so that plans of it can be used at other sizes. If it is the first
     problem, also make and remember those of the shapes that were captured separately.
@@ -190,16 +223,15 @@ def _learn(
         instance: the capture with symbolic sizes, at the sizes of the batch.
         found: the plan and the problem of the batch.
         shapes: has the shapes that were captured separately.
+        planner: makes their problems.
         arrived: the positions of outputs for which gradients arrived although their step had left them out.
     """
-    carrier = found.carrier
-    assert carrier is not None
     assert found.problem is not None
     if not plans.learned:
         for known in shapes.known_instances(instance.forward):
-            other = carrier.problem_at(with_expected_tangents(known.step(), arrived))
-            plans.learn(known.sizes, known.batch, *other, carrier)
-    plans.learn(instance.sizes, instance.batch, found.step, found.problem, carrier)
+            other = planner.problem_at(with_expected_tangents(known.step(), arrived))
+            plans.learn(known.sizes, known.batch, *other, planner)
+    plans.learn(instance.sizes, instance.batch, found.step, found.problem, planner)
 
 
 def _compiler(

@@ -6,8 +6,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from rematplan.planner.core.plan import Plan
+from rematplan.plans.refining import Refinement, StepPlan
 from rematplan.runtime.execute.autograd_function import CompiledPlan
-from rematplan.runtime.problem.accumulation import Refinement, StepPlan
 
 
 @dataclass(eq=False)

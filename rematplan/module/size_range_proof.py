@@ -11,15 +11,15 @@ from typing import Any, TypeAlias
 from torch import nn
 
 from rematplan.ir import TrainingGraph, UnfitSizes, UsageError
+from rematplan.module.planning import capture_of
+from rematplan.module.shape_options import Axis, ShapeOptions
 from rematplan.planner.auto.auto_strategy import Auto
 from rematplan.plans.options import RAISE
+from rematplan.plans.planner import Planner
 from rematplan.plans.range_planning import RangePlan, plan_range, prove_sizes
 from rematplan.plans.size_ranges import problems_over
-from rematplan.plans.step_planner import StepPlanner
 from rematplan.runtime.graph.captured_step import CapturedStep
 from rematplan.runtime.graph.warn import warn
-from rematplan.runtime.module.planning import capture_of
-from rematplan.runtime.module.shape_options import Axis, ShapeOptions
 
 SMALLEST = 2
 """The smallest size at which it is checked that a plan fits; smaller sizes have other graphs."""
@@ -38,7 +38,7 @@ class _TooMany(Exception):
 
 def prove_ranges(
     planned: nn.Module,
-    planner: StepPlanner,
+    planner: Planner,
     shapes: ShapeOptions,
     model: nn.Module,
     args: Sequence[Any],
@@ -137,7 +137,7 @@ def _named(axis: Axis, fixed: Mapping[Axis, int] = MappingProxyType({})) -> str:
 
 
 def prove_step(
-    planner: StepPlanner, dimension: str, sizes: Sequence[int], step_at: Callable[[int], CapturedStep]
+    planner: Planner, dimension: str, sizes: Sequence[int], step_at: Callable[[int], CapturedStep]
 ) -> RangePlan:
     """Return, for each size of one dimension of a step, the best known plan and whether it fits the budget.
 
@@ -156,7 +156,7 @@ def prove_step(
     """
 
     def capture(size: int) -> TrainingGraph:
-        return planner.problem(planner.opened(step_at(size)))
+        return planner.problem(planner.with_inverses(step_at(size)))
 
     stated = planner.options.stated_budget()
     if stated.is_lean:

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from rematplan.module.sized_plans import SizedPlans
 from rematplan.runtime import guards
 from rematplan.runtime.capture.flat_module import ArgumentLeaf, ModuleTensor, ResultTensor
 from rematplan.runtime.capture.hidden_tensors import Withheld, hides_tensors
@@ -17,7 +18,6 @@ from rematplan.runtime.capture.read_fx import finished
 from rematplan.runtime.graph.captured_step import CapturedStep
 from rematplan.runtime.graph.compat import pytree
 from rematplan.runtime.graph.tracked_sizes import Sizes
-from rematplan.runtime.module.sized_plans import SizedPlans
 from rematplan.runtime.symbols.expressions import ExpressionTable, NotSymbolic, opened, resolved
 from rematplan.runtime.symbols.full_slices import without_full_slices
 from rematplan.runtime.symbols.symbolic_step import OpenStep

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import copy
 import functools
-from collections.abc import Callable
 from types import MethodType
 from typing import Any, cast
 
@@ -16,14 +15,15 @@ import torch
 from torch import nn
 
 from rematplan.ir import ModelError
+from rematplan.module.captures import ReadyCapture
+from rematplan.module.forward_capture import Original
+from rematplan.module.planning import HasRunner, Planning
+from rematplan.module.runner import FORWARDS, Runner
+from rematplan.module.shape_options import ShapeOptions
+from rematplan.plans.planner import Planner
 from rematplan.runtime.capture.capture import check_traceable
 from rematplan.runtime.graph.compat import disable_dynamo
 from rematplan.runtime.graph.warn import warn
-from rematplan.runtime.module.captures import ReadyCapture
-from rematplan.runtime.module.planner_interface import Planner
-from rematplan.runtime.module.planning import HasRunner, Planning
-from rematplan.runtime.module.runner import FORWARDS, LOCK, Runner
-from rematplan.runtime.module.shape_options import ShapeOptions
 from rematplan.runtime.statistics.options import Kronecker
 
 DEFAULT_SHAPES = ShapeOptions()
@@ -118,7 +118,7 @@ class _Forward:
         @functools.wraps(kind.forward)
         @disable_dynamo
         def forward(self: _Planned, *args: Any, **kwargs: Any) -> Any:
-            return self._rematplan(self, args, kwargs)
+            return self._rematplan(self._rematplan_original(), args, kwargs)
 
         self.function = forward
 
@@ -186,15 +186,11 @@ class _Planned(HasRunner):
         further = type(self) is not _class_of(self._rematplan_kind)
         return cast(nn.Module, self) if further else self._rematplan_origin
 
-    def _rematplan_forward_of(self, model: nn.Module) -> Callable[..., Any]:
-        """Return the original forward, which has no plan, bound to its object. ``model``: the result of
-        `_rematplan_model`."""
+    def _rematplan_original(self) -> Original:
+        """Return the original model with its own forward, which has no plan."""
+        model = self._rematplan_model()
         further = isinstance(model, _Planned) and "forward" not in self.__dict__
-        return cast(Callable[..., Any], super().forward if further else model.forward)  # type: ignore[misc]
-
-    def _rematplan_plain(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        with LOCK.shared():
-            return self._rematplan_forward_of(self._rematplan_model())(*args, **kwargs)
+        return Original(model, super().forward if further else model.forward)  # type: ignore[misc]
 
     def __copy__(self) -> Any:
         """Return another planned module with the same parameters, submodules and plans. Plans made later are

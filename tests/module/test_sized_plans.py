@@ -20,18 +20,17 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import rematplan
+from rematplan.module.sized_plans import PATTERNS, STRUCTURES
 from rematplan.planner.background import BackgroundSearch
 from rematplan.planner.caches.plan_store import FAMILIES
 from rematplan.planner.core.simulator import simulate
 from rematplan.planner.strategies.approx_dp import ApproxDP
 from rematplan.plans import sized_costs
-from rematplan.plans.rechoosing import Rechoosing
+from rematplan.plans.refining import Rechoosing, StepPlan
 from rematplan.plans.resizing import CORNERS
 from rematplan.runtime.costs.measure import peak_above_entry
 from rematplan.runtime.costs.profile import profile_costs
 from rematplan.runtime.graph.tracked_sizes import TrackedSize
-from rematplan.runtime.module.sized_plans import PATTERNS, STRUCTURES
-from rematplan.runtime.problem.accumulation import StepPlan
 
 WIDTH, HEADS = 8, 2
 AUTO: dict[str, Any] = {"strategy": "auto", "budget": "80%", "loss_memory": "1x"}

@@ -17,15 +17,15 @@ from typing import Any
 
 import torch
 
+from rematplan.module.least_recently_used import Recent
+from rematplan.module.plan_swaps import Running
+from rematplan.module.steps import Steps
 from rematplan.planner.core.plan import Plan
+from rematplan.plans.refining import StepPlan
 from rematplan.runtime import guards
 from rematplan.runtime.execute.autograd_function import CompiledPlan
 from rematplan.runtime.graph.captured_step import CapturedStep
 from rematplan.runtime.graph.compat import pytree
-from rematplan.runtime.module.least_recently_used import Recent
-from rematplan.runtime.module.plan_swaps import Running
-from rematplan.runtime.module.steps import Steps
-from rematplan.runtime.problem.accumulation import StepPlan
 from rematplan.runtime.statistics.insert import StatisticsStep
 
 

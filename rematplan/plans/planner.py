@@ -1,4 +1,4 @@
-"""`StepPlanner`: plan captured steps according to the options of `plan_module` or of the `torch.compile` backend."""
+"""`Planner`: plan captured steps according to the options of `plan_module` or of the `torch.compile` backend."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from rematplan.plans.options import RAISE
 from rematplan.plans.plan_searches import background_search, fixed_bytes, one_lane_plan, store_key
 from rematplan.plans.plan_with_inverses import better_of, plan_either
 from rematplan.plans.progress import log_plan, progress_bar
-from rematplan.plans.refining import Refining, mapped
+from rematplan.plans.refining import Refining, StepPlan, mapped
 from rematplan.plans.refusals import accepts_refusals, explaining_refusals, plan_over_budget, reaction
 from rematplan.plans.resizing import Resizing
 from rematplan.plans.step_problems import StepProblems
@@ -29,17 +29,12 @@ from rematplan.plans.two_lane_plans import OFF, overlapped, sharing_here
 from rematplan.runtime.graph.captured_step import CapturedStep
 from rematplan.runtime.graph.warn import warn
 from rematplan.runtime.inversion.find_inverses import with_exact_inverses
-from rematplan.runtime.pipeline.weight_gradients import with_separate_weights, with_weight_boundary
-from rematplan.runtime.problem.accumulation import (
-    EARLIER,
-    StepPlan,
-    earlier_gradients,
-    spare_bytes,
-)
+from rematplan.runtime.problem.earlier_gradients import EARLIER, earlier_gradients, spare_bytes
+from rematplan.runtime.problem.weight_gradients import with_separate_weights, with_weight_boundary
 
 
 @dataclass(frozen=True)
-class StepPlanner(StepProblems):
+class Planner(StepProblems):
     """Plans captured steps as the options of a user say. A planned module calls it for each new step.
 
     ``store``: known plans; new plans are stored in it.
@@ -73,7 +68,7 @@ class StepPlanner(StepProblems):
             fixed[key] = stated.of(graph)
         return Budget(stated.text, "bytes", Fraction(fixed[key]))
 
-    def __call__(self, step: CapturedStep, first: bool = False) -> StepPlan:
+    def plan(self, step: CapturedStep, first: bool = False) -> StepPlan:
         """Plan a step, and return the plan with the step, to which inverses were added.
 
         With ``accumulate``, the budget includes gradients of earlier backwards. If no plan fits, ``on_infeasible``
@@ -97,7 +92,7 @@ class StepPlanner(StepProblems):
             adding = replace(charged, added=names)._adding(step) if names else None
             found = adding or charged._alone(step)
         except InfeasibleBudget as error:
-            opened = self.opened(step)
+            opened = self.with_inverses(step)
             found = StepPlan(opened, charged.instead(opened, error, first))
         counted = mapped(found, lambda one: replace(one, gradients=held))
         assert counted is not None
@@ -123,7 +118,7 @@ class StepPlanner(StepProblems):
     def _in_flight(self, step: CapturedStep) -> StepPlan:
         """Return the plan of a step for the options ``in_flight`` (several micro-batches in flight) and
         ``deferred``."""
-        asked, step = self.options, self.opened(step)
+        asked, step = self.options, self.with_inverses(step)
         split = asked.deferred is not None
         step = with_separate_weights(step) if split else step
         graph = self.problem(step)
@@ -140,20 +135,19 @@ class StepPlanner(StepProblems):
 
     def _alone(self, step: CapturedStep) -> StepPlan:
         if self.options.inverses and isinstance(self.options.chosen(), Auto):
-            return self._either(with_exact_inverses(step), self.opened(step))
-        step, began = self.opened(step), time.monotonic()
+            return self._either(with_exact_inverses(step), self.with_inverses(step))
+        step, began = self.with_inverses(step), time.monotonic()
         with progress_bar(step.name, self.options.verbose) as progress:
             graph = self.problem(step, progress)
             profiled = time.monotonic()
             plan = self._planned(step, graph, progress)
         log_plan(step, plan, profiled - began, time.monotonic() - profiled)
-        carrier = self if self._carries else None
         return StepPlan(
             step,
             plan,
             refinement=background_search(self.options, self.store, step, graph, plan),
             problem=graph,
-            carrier=carrier,
+            carries=self._carries,
         )
 
     @property
@@ -258,7 +252,7 @@ class StepPlanner(StepProblems):
             )
             return None
 
-    def _within(self, budget: int) -> StepPlanner:
+    def _within(self, budget: int) -> Planner:
         """Return this planner with another budget. ``budget``: bytes."""
         return replace(self, options=replace(self.options, budget=budget))
 

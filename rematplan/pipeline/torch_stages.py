@@ -11,8 +11,8 @@ from torch import nn
 from torch.distributed import P2POp, ProcessGroup
 from torch.distributed.pipelining import PipelineStage
 
+from rematplan.module.planning import HasRunner, deferred_backwards
 from rematplan.runtime.execute.autograd_function import finish_backward
-from rematplan.runtime.module.planning import HasRunner, deferred_backwards
 from rematplan.runtime.pipeline.stage_modules import StageModule
 
 META = torch.device("meta")

@@ -1,4 +1,4 @@
-"""Planning problems for gradient accumulation.
+"""Planning problems of steps that begin while parameters have gradients of earlier steps (gradient accumulation).
 
 When the parameters have gradients of earlier steps already, autograd adds the gradients of a further step to them. The
 earlier gradients take memory during the whole step. The new ones may be freed as soon as they are added.
@@ -8,17 +8,13 @@ from __future__ import annotations
 
 import math
 from bisect import bisect
-from collections.abc import Callable, Mapping, Sequence, Set
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence, Set
+from dataclasses import replace
 from types import MappingProxyType
-from typing import Any, Protocol
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
 
 from rematplan.ir import Op, Tensor, TrainingGraph
-from rematplan.planner.core.plan import Plan
 from rematplan.planner.core.schedule import Free, Schedule
 from rematplan.planner.core.simulator import resident_bytes
 from rematplan.runtime.graph.allocator_rounding import allocated
@@ -28,112 +24,6 @@ from rematplan.runtime.problem.loss_boundary import SplitSchedule, split_at_loss
 
 EARLIER = "earlier_gradients"
 """The name of the problem's input that represents the gradients of earlier steps."""
-
-
-class Refinement(Protocol):
-    """A search for a better plan of a training step. It runs in the background while training uses the present plan."""
-
-    def begin(self, compiled: Callable[[StepPlan], Any]) -> None:
-        """Begin the search. For each better plan that it finds, the search calls ``compiled`` with the plan in another
-        thread. When that call has returned, `ready` becomes true.
-
-        ``compiled``: a function of a better plan, for example one that compiles the plan. `take` returns its result.
-        """
-
-    @property
-    def ready(self) -> bool:
-        """Whether the search has found a better plan since the last call of `take`, and the function passed to `begin`
-        has returned for that plan."""
-
-    def take(self) -> tuple[StepPlan, Any]:
-        """Return the best plan found so far, and what the function passed to `begin` returned for it. Call this only if
-        `ready` is true."""
-
-    @property
-    def working(self) -> bool:
-        """Whether the search is still running."""
-
-    def wait(self, seconds: float | None = None) -> bool:
-        """Wait until the search has ended, at most ``seconds`` (None: without limit). Return whether it has
-        ended."""
-
-    @property
-    def seconds(self) -> float:
-        """How long the search has taken, in seconds, as the search last reported it."""
-
-    @property
-    def floor(self) -> float | None:
-        """The largest lower bound that the search has proved so far for the overhead (the extra time, as a share of the
-        time without recomputation) of any plan; None if it has proved none."""
-
-
-class Resizing(Protocol):
-    """The planning problems of one step at any sizes of the batch, and its known plans, to find a plan for further
-    sizes without capturing the step again. Problems are known at some sizes (`add`) and interpolated between these.
-
-    Sizes are stated as the values of all size expressions in the step, in a fixed order."""
-
-    def add(self, sizes: Sequence[int], nominal: NDArray[np.int64], problem: TrainingGraph) -> bool:
-        """Add the problem at certain sizes. Return False, and do not add it, if its ops, tensors or names differ from
-        those of the problems at other sizes.
-
-        ``sizes``: the values of all size expressions in the step. ``nominal``: the bytes of the step's storages at
-        these sizes, in the order in which they were passed to `Carrier.resizing`. ``problem``: the problem.
-        """
-
-    def key(self, schedule: Schedule) -> bytes:
-        """Return a key that is equal for two schedules of this step if they run and free the same ops and tensors, by
-        position, in the same order."""
-
-    def plan(self, sizes: Sequence[int], nominal: NDArray[np.int64]) -> StepPlan | None:
-        """Return the cheapest known plan that fits the budget at certain sizes. The ``step`` of the result is the
-        captured step of other sizes. Return None if no known plan fits, or if the problem cannot be interpolated at
-        these sizes.
-
-        ``sizes``, ``nominal``: as for `add`.
-        """
-
-
-class Carrier(Protocol):
-    """Makes planning problems of captured steps, and uses plans of a step at other sizes of the batch."""
-
-    def opened(self, step: CapturedStep) -> CapturedStep:
-        """Return a captured step with inverses added: calls that recompute a tensor from tensors computed from it."""
-
-    def problem_at(self, step: CapturedStep) -> tuple[CapturedStep, TrainingGraph]:
-        """Return a captured step with inverses added, and the planning problem of this step."""
-
-    def resizing(self, step: CapturedStep, problem: TrainingGraph, storages: tuple[str, ...]) -> Resizing:
-        """Return an object that finds plans for a step at other sizes of the batch. It begins without known sizes.
-
-        Args:
-            step: the captured step, with its inverses.
-            problem: its planning problem.
-            storages: names of storages of the step, in the order in which ``nominal`` of `Resizing.add` and
-                `Resizing.plan` has their bytes.
-        """
-
-
-@dataclass(frozen=True)
-class StepPlan:
-    """A plan and the captured step (the ATen calls of forward and backward) that it plans. The step may have inverses
-    (calls that recompute a tensor from tensors computed from it) that the step as first captured lacks.
-
-    ``step``: the step. ``plan``: its plan. ``spare``: for each position of the plan's schedule, the bytes of the budget
-    that are unused there (see `spare_bytes`). It is empty for a plan that does not free new gradients before the step
-    ends. ``gradients``: the bytes of gradients of earlier steps that may be allocated while the plan runs within its
-    budget. ``refinement``: a search for a better plan, not begun yet; None if there is none. ``problem``: the plan's
-    planning problem, if the carrier may need it; else None. ``carrier``: uses this plan at other sizes of the batch;
-    None if that is not possible.
-    """
-
-    step: CapturedStep
-    plan: Plan
-    spare: tuple[int, ...] = ()
-    gradients: int = 0
-    refinement: Refinement | None = None
-    problem: TrainingGraph | None = None
-    carrier: Carrier | None = None
 
 
 def earlier_gradients(

@@ -12,12 +12,12 @@ from torch.nn import functional as F
 
 import rematplan
 from rematplan.ir import UnfitSizes, UsageError
+from rematplan.module import size_range_proof
+from rematplan.module.size_range_proof import prove_step
 from rematplan.planner.auto.auto_strategy import Auto
 from rematplan.planner.core.simulator import simulate
-from rematplan.plans import size_range_proof
 from rematplan.plans.options import PlanOptions
-from rematplan.plans.size_range_proof import prove_step
-from rematplan.plans.step_planner import StepPlanner
+from rematplan.plans.planner import Planner
 from rematplan.runtime.capture.capture import capture
 from rematplan.runtime.graph.captured_step import CapturedStep
 
@@ -49,15 +49,13 @@ class Steps:
         return capture(self.module, (torch.zeros(4, tokens, 8),), "layers")
 
 
-def planner(budget: str) -> StepPlanner:
-    return StepPlanner(
-        PlanOptions(budget=budget, costs="roofline", loss_memory=0, time_limit=0.3, refine=False)
-    )
+def planner(budget: str) -> Planner:
+    return Planner(PlanOptions(budget=budget, costs="roofline", loss_memory=0, time_limit=0.3, refine=False))
 
 
 def test_a_proof_holds_at_sizes_that_were_never_captured(monkeypatch: pytest.MonkeyPatch) -> None:
     steps, one = Steps(), planner("70% of activations")
-    one(steps(SIZES[-1]))
+    one.plan(steps(SIZES[-1]))
 
     def no_search(*_, **__):
         raise AssertionError("the plan of the largest size fits below")
@@ -70,7 +68,7 @@ def test_a_proof_holds_at_sizes_that_were_never_captured(monkeypatch: pytest.Mon
     assert steps.asked == found.captured
     assert len(steps.asked) < len(SIZES) - 10
     for row in found.proof.rows[4::9]:
-        graph = one.problem(one.opened(steps(row.size)))
+        graph = one.problem(one.with_inverses(steps(row.size)))
         family = one.store.family(graph)
         estimate = simulate(graph, family.plan(graph, row.member).schedule)
         assert (estimate.peak, estimate.reruns) == (row.estimate.peak, row.estimate.reruns)
@@ -80,12 +78,12 @@ def test_a_proof_holds_at_sizes_that_were_never_captured(monkeypatch: pytest.Mon
 def test_where_nothing_fits_it_is_searched_and_sizes_are_named() -> None:
     steps = Steps()
     one = planner("60% of activations")
-    one(steps(6))  # whose bytes are far too few for the largest
+    one.plan(steps(6))  # whose bytes are far too few for the largest
     found = prove_step(one, "tokens", SIZES, steps)
     assert found.proof.unfit == tuple(range(found.proof.unfit[0], SIZES[-1] + 1))
     assert found.proof.unfit[0] > 6
     assert SIZES[-1] in found.proven
-    plan = one(steps(found.proof.unfit[0] - 1)).plan
+    plan = one.plan(steps(found.proof.unfit[0] - 1)).plan
     assert plan.peak <= found.proof.budget == plan.budget
 
 
@@ -211,7 +209,7 @@ def product(monkeypatch: pytest.MonkeyPatch, model: nn.Module, ranges: Any, *sha
     """The proofs of a module with these ranges."""
     proofs, prove = [], size_range_proof.prove_step
 
-    def noted(planner: StepPlanner, name: str, *args: Any) -> Any:
+    def noted(planner: Planner, name: str, *args: Any) -> Any:
         proofs.append((name, prove(planner, name, *args)))
         return proofs[-1][1]
 

@@ -19,7 +19,7 @@ from rematplan.planner.core.plan import Plan
 from rematplan.planner.strategies.approx_dp import ApproxDP
 from rematplan.planner.strategies.store_all import no_recompute
 from rematplan.plans.options import PlanOptions
-from rematplan.plans.step_planner import StepPlanner
+from rematplan.plans.planner import Planner
 from rematplan.runtime.capture.capture import capture
 from rematplan.runtime.costs.measure import peak_above_entry
 
@@ -180,7 +180,7 @@ def test_what_a_later_call_uses_is_as_lean_as_block_plans_and_named_in_the_warni
 
 def test_block_plans_serve_where_a_search_leaves_no_plan() -> None:
     captured = capture(network(), (rows(512),), "network")
-    planner = StepPlanner(PlanOptions(budget=1000, costs="roofline", on_infeasible="least"))
+    planner = Planner(PlanOptions(budget=1000, costs="roofline", on_infeasible="least"))
     graph = planner.problem(captured)
     with pytest.warns(UserWarning, match="smallest found"):
         plan = planner.instead(captured, InfeasibleBudget("ilp", 1000, 2000, "searched"), first=True)

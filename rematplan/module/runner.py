@@ -8,12 +8,20 @@ import gc
 import threading
 from collections.abc import Hashable, Sequence
 from dataclasses import replace
-from typing import Any, cast
+from typing import Any
 
 import torch
-from torch import nn
 
 from rematplan.ir import ModelError, show_bytes
+from rematplan.module.cached_plans import CachedPlans, CacheEntry, plan_key
+from rematplan.module.capture_lock import LOCK
+from rematplan.module.captures import Captures, ReadyCapture
+from rematplan.module.existing_gradients import existing_gradients, gradient_storage
+from rematplan.module.forward_capture import Original, Tracing
+from rematplan.module.plan_swaps import Running
+from rematplan.module.shape_options import ShapeOptions
+from rematplan.module.steps import Steps
+from rematplan.plans.planner import Planner
 from rematplan.runtime import guards
 from rematplan.runtime.capture.flat_module import (
     ArgumentLeaf,
@@ -36,23 +44,12 @@ from rematplan.runtime.graph.compat import (
     pytree,
 )
 from rematplan.runtime.graph.warn import warn
-from rematplan.runtime.module.cached_plans import CachedPlans, CacheEntry, plan_key
-from rematplan.runtime.module.capture_lock import CaptureLock
-from rematplan.runtime.module.captures import Captures, ReadyCapture
-from rematplan.runtime.module.existing_gradients import existing_gradients, gradient_storage
-from rematplan.runtime.module.forward_capture import Planned, Tracing
-from rematplan.runtime.module.plan_swaps import Running
-from rematplan.runtime.module.planner_interface import Planner
-from rematplan.runtime.module.shape_options import ShapeOptions
-from rematplan.runtime.module.steps import Steps
 from rematplan.runtime.statistics.insert import with_statistics
 from rematplan.runtime.statistics.options import Kronecker
 from rematplan.runtime.statistics.recorder import Recorder
 
-LOCK = CaptureLock()
 YOUNG = 1
 """The oldest generation of Python's garbage collector with objects of the last call; a full collection takes long."""
-"""The lock of all planned modules."""
 
 
 class _Forwards(threading.local):
@@ -87,7 +84,7 @@ class Runner:
         self.name, self.planner, self.asked = name, planner, asked
         self.recorder = Recorder(statistics) if statistics else None
         self.plans = CachedPlans(asked.max_plans)
-        self.captures = Captures(name, planner, asked.max_plans, ready=ready)
+        self.captures = Captures(name, asked.max_plans, ready=ready)
         self.last: CacheEntry
         self.arrived: frozenset[str] = frozenset()
         """The positions of outputs whose tangents arrived although their step had left them out."""
@@ -115,7 +112,7 @@ class Runner:
             twin.__dict__.pop("last", None)
         return twin
 
-    def __call__(self, planned: Planned, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def __call__(self, original: Original, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run the model on these arguments and return its outputs, whose backward follows the plan. If no plan exists
         for a call of this kind, capture and plan the step first. The original model runs without a plan if gradients
         are disabled, no tensor requires a gradient, or another tracer traces the call.
@@ -129,17 +126,17 @@ class Runner:
         """
         FORWARDS.begun += 1
         if not torch.is_grad_enabled():
-            return planned._rematplan_plain(args, kwargs)
+            return original.plain(args, kwargs)
         leaves, spec = flattened_call(args, kwargs)
         if get_tracing_state() or any(isinstance(leaf, torch.fx.Proxy) for leaf in leaves):
-            return planned._rematplan_plain(args, kwargs)  # torch.jit or torch.fx traces
+            return original.plain(args, kwargs)  # torch.jit or torch.fx traces
         tensors = tensors_in(leaves)
-        state = self._state(planned)
+        state = self._state(original)
         wanting = (t for t in (*state.named.values(), *tensors) if t.requires_grad)
         if type(next(wanting, None)) in _NOT_TO_PLAN:
-            return planned._rematplan_plain(args, kwargs)
+            return original.plain(args, kwargs)
         self._check_first_order()
-        entry = self._entry(planned, leaves, spec, state)
+        entry = self._entry(original, leaves, spec, state)
         if self.recorder and self._takes_statistics(self.recorder, entry, state):
             entry = self._measured(entry, self.recorder)
         entry = self._with_gradients(entry, state, tensors)
@@ -197,7 +194,7 @@ class Runner:
             if entry.running.improved:
                 entry.swap_plan()
 
-    def prepare(self, planned: Planned, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def prepare(self, original: Original, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Make the plan for a call with these arguments without running the model. If there is a plan for such a call,
         keep it. If the module computes statistics, do the same for the step that computes them.
 
@@ -205,12 +202,12 @@ class Runner:
             ModelError, InfeasibleBudget, UsageError: as `__call__`.
         """
         with LOCK.alone(), torch.inference_mode(False), torch.enable_grad():
-            entry = self.find(planned, args, kwargs)
+            entry = self.find(original, args, kwargs)
             if self.recorder:
                 self._measured(entry, self.recorder)
 
     def captured(
-        self, planned: Planned, args: tuple[Any, ...], kwargs: dict[str, Any]
+        self, original: Original, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[ReadyCapture, CapturedStep]:
         """Return the capture for these arguments, and its step as it is planned without statistics.
 
@@ -218,7 +215,7 @@ class Runner:
             ModelError: the forward cannot be captured.
         """
         with LOCK.alone(), torch.inference_mode(False), torch.enable_grad():
-            tracing = Tracing(self.name, planned, *flattened_call(args, kwargs), self._state(planned))
+            tracing = Tracing(self.name, original, *flattened_call(args, kwargs), self._state(original))
             found = self.captures.captured(tracing)
             return ReadyCapture.of(tracing, found), with_expected_tangents(found.step, self.arrived)
 
@@ -239,13 +236,13 @@ class Runner:
                     found = with_statistics(entry.whole, recorder.options, recorder.draws)
                     captured = with_expected_tangents(found.step, self.arrived)
                     first = not any(w.measured for w in self.plans.plain())
-                    made = self.planner(captured, first=first)
+                    made = self.planner.plan(captured, first=first)
                     again = entry.planned_again(made, Steps.of(entry.whole, captured), statistics=found)
                     entry.measured.append(again)
         self.last = entry.measured[0]
         return self.last
 
-    def find(self, planned: Planned, args: tuple[Any, ...], kwargs: dict[str, Any]) -> CacheEntry:
+    def find(self, original: Original, args: tuple[Any, ...], kwargs: dict[str, Any]) -> CacheEntry:
         """Return the cache entry (compiled plan) for a call with these arguments whose guard holds, that is, for which
         everything that the traced forward read is unchanged. If there is none, capture, plan and compile the step.
 
@@ -253,10 +250,10 @@ class Runner:
             ModelError, InfeasibleBudget, UsageError: as `__call__`.
         """
         leaves, spec = flattened_call(args, kwargs)
-        return self._entry(planned, leaves, spec, self._state(planned))
+        return self._entry(original, leaves, spec, self._state(original))
 
-    def _state(self, planned: Planned) -> guards.ModuleState:
-        module = cast(nn.Module, planned)
+    def _state(self, original: Original) -> guards.ModuleState:
+        module = original.model
         with LOCK.shared():
             state = self.tree.state(module) if self.tree else None
             if state is None:
@@ -273,7 +270,7 @@ class Runner:
             )
 
     def _entry(
-        self, planned: Planned, leaves: list[Any], spec: pytree.TreeSpec, state: guards.ModuleState
+        self, original: Original, leaves: list[Any], spec: pytree.TreeSpec, state: guards.ModuleState
     ) -> CacheEntry:
         if parametrizations_are_cached() and any(
             "parametrizations" in a["_modules"] for a in state.attributes
@@ -287,7 +284,7 @@ class Runner:
             found = self.plans.valid(key, state, tensors)
         if found is None:
             with LOCK.alone():  # another thread may have made it meanwhile
-                found = self.plans.valid(key, state, tensors) or self._new(key, planned, leaves, spec, state)
+                found = self.plans.valid(key, state, tensors) or self._new(key, original, leaves, spec, state)
             gc.collect(YOUNG)  # a capture leaves cycles of objects that hold the inputs of this call
         self.plans.use(key)
         if found.compiled.like.left_out & self.arrived:
@@ -344,7 +341,7 @@ class Runner:
                 if not known.compiled.like.left_out & self.arrived:
                     return known
             captured = with_expected_tangents(entry.whole, self.arrived)
-            made = self.planner(captured)
+            made = self.planner.plan(captured)
             found = entry.planned_again(made, Steps.of(entry.whole, captured))
             self.plans.replace(found)
         return found
@@ -360,18 +357,20 @@ class Runner:
     def _new(
         self,
         key: Hashable,
-        planned: Planned,
+        original: Original,
         leaves: list[Any],
         spec: pytree.TreeSpec,
         state: guards.ModuleState,
     ) -> CacheEntry:
-        self.asked.check(planned._rematplan_model(), *pytree.tree_unflatten(leaves, spec))
+        self.asked.check(original.model, *pytree.tree_unflatten(leaves, spec))
         if self.plans and not self.asked.dynamic:
             raise ModelError(
                 f"{self.name} was planned for other shapes, types, modes, attributes or decisions; plan it again, or "
                 f"pass dynamic=True"
             )
-        entry = self.captures.entry(Tracing(self.name, planned, leaves, spec, state), self.arrived)
+        entry = self.captures.entry(
+            Tracing(self.name, original, leaves, spec, state), self.planner, self.arrived
+        )
         self.plans.add(key, entry)
         self.captures.warn_of_many()
         return entry

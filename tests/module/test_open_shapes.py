@@ -20,12 +20,12 @@ from torch.nn import functional as F
 
 import rematplan
 from rematplan import UsageError
+from rematplan.module.step_comparison import names_of
 from rematplan.runtime.capture.capture import capture
 from rematplan.runtime.capture.patches.fake_layouts import check_layouts
 from rematplan.runtime.capture.read_fx import finished
 from rematplan.runtime.capture.symbolic_capture import capture_with_open_sizes
 from rematplan.runtime.guards.decisions_by_values import ValueGuardRecorder
-from rematplan.runtime.module.step_comparison import names_of
 from rematplan.runtime.symbols.expressions import NotSymbolic
 from rematplan.runtime.symbols.full_slices import without_full_slices
 from rematplan.runtime.symbols.symbolic_batch import BatchSymbols

@@ -6,15 +6,19 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import nn
 
 from rematplan.ir import ModelError
+from rematplan.module.capture_lock import LOCK
+from rematplan.module.model_errors import own_error
+from rematplan.module.python_counters import check_counters
+from rematplan.module.symbolic_forward import Found, OpenForward, open_constants
 from rematplan.runtime import guards
 from rematplan.runtime.capture.capture import capture, check_traceable
-from rematplan.runtime.capture.flat_module import FlatModel, tensors_in
+from rematplan.runtime.capture.flat_module import FlatModel, flattened_call, tensors_in
 from rematplan.runtime.capture.hidden_tensors import (
     Withheld,
     check_dense,
@@ -27,44 +31,52 @@ from rematplan.runtime.capture.symbolic_capture import capture_with_open_sizes
 from rematplan.runtime.graph.captured_step import CapturedStep
 from rematplan.runtime.graph.compat import pytree
 from rematplan.runtime.graph.warn import warn
-from rematplan.runtime.module.model_errors import own_error
-from rematplan.runtime.module.python_counters import check_counters
-from rematplan.runtime.module.symbolic_forward import Found, OpenForward, open_constants
 from rematplan.runtime.symbols.expressions import NotSymbolic, opened
 from rematplan.runtime.symbols.symbolic_batch import BatchSymbols
 from rematplan.runtime.symbols.symbolic_step import OpenStep
 
 
-class Planned(Protocol):
-    """The methods of a planned module that its calls and its captures use. They return the original model, return the
-    original forward, and call the model without a plan."""
+@dataclass(frozen=True, slots=True)
+class Original:
+    """A model as it runs without a plan."""
 
-    def _rematplan_model(self) -> nn.Module: ...
+    model: nn.Module
+    forward: Callable[..., Any]
+    """Its own forward."""
 
-    def _rematplan_forward_of(self, model: nn.Module) -> Callable[..., Any]: ...
-
-    def _rematplan_plain(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any: ...
+    def plain(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Call the forward without a plan, while nothing is captured."""
+        with LOCK.shared():
+            return self.forward(*args, **kwargs)
 
 
 @dataclass(frozen=True)
 class Tracing:
-    """Traces a planned module's forward and backward for the arguments of a call: with fixed sizes (`fixed`), or with
-    symbolic sizes (`opened`), so that the result serves other sizes, too.
-
-    ``name``: the model's name, for messages. ``planned``: the planned module. ``leaves``, ``spec``: the leaves and the
-    pytree structure of the arguments. ``state``: the module's state when it is called.
-    """
+    """Traces a model's forward and backward for the arguments of a call: with fixed sizes (`fixed`), or with symbolic
+    sizes (`symbolic`), so that the result serves other sizes, too."""
 
     name: str
-    planned: Planned
+    """The model's name, for messages."""
+    original: Original
     leaves: list[Any]
+    """The leaves of the arguments."""
     spec: pytree.TreeSpec
+    """The pytree structure of the arguments."""
     state: guards.ModuleState
+    """The model's state when it is called."""
 
-    @cached_property
+    @staticmethod
+    def of(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tracing:
+        """Return the tracing of a call of a model that is not planned."""
+        leaves, spec = flattened_call(args, kwargs)
+        state = guards.ModuleTree(model).state(model)
+        assert state is not None
+        return Tracing(type(model).__name__, Original(model, model.forward), leaves, spec, state)
+
+    @property
     def model(self) -> nn.Module:
-        """The original model, which the planned module wraps."""
-        return self.planned._rematplan_model()
+        """The model whose forward is traced."""
+        return self.original.model
 
     @cached_property
     def batch(self) -> list[torch.Tensor]:
@@ -104,9 +116,8 @@ class Tracing:
             Exception: the forward fails in eager mode, too; this is the exception that it raises there.
         """
         with self._recording() as record:
-            forward = self.planned._rematplan_forward_of(self.model)
             arguments = pytree.tree_unflatten(self.leaves, self.spec)
-            with _own_errors(self.model, forward, *arguments):
+            with _own_errors(self.model, self.original.forward, *arguments):
                 flat = self._flat(record)
                 step = capture(flat, self.batch, self.name, self.model, record.values)
 
@@ -119,7 +130,7 @@ class Tracing:
         step = replace(step, attributes=flat.attributes)
         return Found(step, flat.outputs, self._withheld(flat.constants), record.guard(self.name), flat.count)
 
-    def opened(self, varying: Collection[tuple[int, int]] | None = None) -> OpenForward:
+    def symbolic(self, varying: Collection[tuple[int, int]] | None = None) -> OpenForward:
         """Trace the forward and the backward with symbolic sizes. The result serves all sizes of the arguments for
         which the graph is the same.
 
@@ -154,8 +165,7 @@ class Tracing:
             yield record
 
     def _flat(self, record: Any) -> FlatModel:
-        forward = self.planned._rematplan_forward_of(self.model)
-        return FlatModel(self.model, forward, self.leaves, self.spec, record.reads)
+        return FlatModel(self.model, self.original.forward, self.leaves, self.spec, record.reads)
 
     def _withheld(self, constants: Sequence[Any]) -> tuple[Any, ...]:
         return tuple(

@@ -11,9 +11,9 @@ from typing import TypeAlias
 import torch
 
 from rematplan.ir import ModelError
+from rematplan.module.step_comparison import names_of
+from rematplan.module.symbolic_forward import Found, Instance, OpenForward
 from rematplan.runtime import guards
-from rematplan.runtime.module.step_comparison import names_of
-from rematplan.runtime.module.symbolic_forward import Found, Instance, OpenForward
 from rematplan.runtime.symbols.expressions import NotSymbolic
 
 MISSES = 2

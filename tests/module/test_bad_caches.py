@@ -135,7 +135,7 @@ for k in range(40):
 
 
 def test_two_processes_write_one_file_at_once(folder: Path) -> None:
-    planner = str(Path(__file__).parents[2] / "planner")
+    planner = str(Path(__file__).parents[1] / "planner")
     both = [
         subprocess.Popen(
             [sys.executable, "-c", WRITING.format(planner=planner)],
