@@ -21,6 +21,7 @@ from rematplan.models import ZOO
 from rematplan.planner.auto.compile_kernels import compile_kernels
 from rematplan.planner.auto.smallest_peak_search import search_smallest_peak
 from rematplan.planner.bounds.cut_bounds import min_peak_bound
+from rematplan.planner.core.effort import Effort
 from rematplan.planner.strategies.store_all import no_recompute
 
 COLUMNS = ("problem", "ops", "no recompute", "smallest found", "proven least", "ratio", "seconds")
@@ -50,7 +51,7 @@ def line(*cells: object) -> str:
 def searched(graph: TrainingGraph, seconds: float) -> str:
     """Search the smallest peak of a problem for at most ``seconds`` seconds, and return the table's line for it."""
     began = time.monotonic()
-    found = search_smallest_peak(graph, seconds)[0].peak
+    found = search_smallest_peak(graph, Effort(seconds))[0].peak
     spent, proven = time.monotonic() - began, min_peak_bound(graph).bytes
     sizes = (show_bytes(n) for n in (no_recompute(graph).peak, found, proven))
     return line(graph.name[: WIDTHS[0]], len(graph.ops), *sizes, f"{found / proven:.3f}", f"{spent:.1f}")

@@ -124,9 +124,9 @@ class SearchJob:
         self.found += self.store.kept(self.problem)
         spent, at = 0.0, 0
         while at < len(SHARES) and spent < self.limit:
-            began = time.monotonic()
+            began = time.thread_time()
             plan, interrupted = self._searched(SHARES[at] * (self.limit - spent), urgent)
-            spent += time.monotonic() - began
+            spent += time.thread_time() - began
             at += not interrupted
             if plan is None:
                 yield {}

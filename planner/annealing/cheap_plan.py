@@ -8,8 +8,8 @@ from collections.abc import Sequence
 from rematplan.ir import CHEAP, InfeasibleBudget, TrainingGraph
 from rematplan.ir.errors import Known
 from rematplan.planner.annealing.restarts import Search
-from rematplan.planner.annealing.search_budget import SearchBudget
 from rematplan.planner.arrays.precedence import needed_ops
+from rematplan.planner.core.effort import Effort
 from rematplan.planner.core.plan import Plan, by_peak, plan_from_runs
 from rematplan.planner.core.schedule import runs_of
 from rematplan.planner.core.strategy import INTERRUPTS
@@ -26,7 +26,7 @@ RESOLUTION = 0.01
 def cheap_plan(
     graph: TrainingGraph,
     known: Sequence[Plan],
-    effort: SearchBudget,
+    effort: Effort,
     *,
     seed: int = 0,
     keep_order: bool = False,
@@ -47,7 +47,7 @@ def cheap_plan(
     base = plan_from_runs(graph, [op.name for op in needed_ops(graph)], "store_all")
     least = min((*known, base), key=by_peak)
     best = min((p for p in (*known, base) if p.estimate.overhead <= CHEAP), key=by_peak)
-    low, moves = least.estimate.peak, effort.moves // STEPS
+    low, share = least.estimate.peak, effort.total / STEPS
     for _ in range(STEPS):
         high = best.estimate.peak
         if high - low <= RESOLUTION * high:
@@ -56,9 +56,7 @@ def cheap_plan(
         search = Search(graph, middle, seed, keep_order, enough=lambda overhead: overhead <= CHEAP)
         starts = [runs_of(plan.schedule) for plan in (best, least)]
         try:
-            found = search.run(
-                starts, SearchBudget(effort.seconds / STEPS, max(1, moves) if effort.moves else 0)
-            )
+            found = search.run(starts, effort.part(share))
         except INTERRUPTS:
             return best
         if found is not None and found.estimate.overhead <= CHEAP:
@@ -75,7 +73,7 @@ def refusal(
     graph: TrainingGraph,
     budget: int,
     least: Plan,
-    effort: SearchBudget,
+    effort: Effort,
     *,
     known: Known = "searched",
     seed: int = 0,

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from rematplan.planner.annealing.annealer import ALL_MOVES, UNTIL_FEASIBLE, Annealer
 from rematplan.planner.annealing.cooling_schedule import WITH_PHASES
-from rematplan.planner.annealing.search_budget import SearchBudget
+from rematplan.planner.core.effort import Effort
 from rematplan.planner.core.plan import Plan
 from rematplan.planner.core.schedule import runs_of
 
@@ -64,10 +64,10 @@ class Descent:
     ops: int
     inputs: int
     offer: Callable[[Sequence[str]], Plan]
-    report: Callable[[SearchBudget], None]
+    report: Callable[[Effort], None]
     options: DescentOptions = DESCENTS
 
-    def run(self, start: Plan, effort: SearchBudget, until: float, enough: int = 0) -> None:
+    def run(self, start: Plan, effort: Effort, until: float, enough: int = 0) -> None:
         """Lower the peak of a plan step by step, until the peak is within the budget, steps become too small, or
         ``until`` is spent. Each plan found is passed to ``offer``.
 
@@ -104,7 +104,7 @@ class Descent:
                 patience *= 2
             price = annealer.price
 
-    def _cheapen(self, effort: SearchBudget, until: float) -> None:
+    def _cheapen(self, effort: Effort, until: float) -> None:
         """Lower the cost of the sequence that a step of the descent has just found, by annealing within the same
         budget. It ends after a fixed number of moves, or when ``until`` of ``effort`` (seconds or moves) is spent."""
         moves, hot, cold = self.options.cleaning_moves * self.ops, self.options.cleaning_heat, LAST_HEAT
@@ -114,17 +114,15 @@ class Descent:
             last = hot * (cold / hot) ** min(1.0, (made + effort.slice_) / moves)
             made += self._cool(effort, moves - made, until, (first, last), ALL_MOVES)
 
-    def _cool(
-        self, effort: SearchBudget, most: int, until: float, heat: tuple[float, float], mode: int
-    ) -> int:
+    def _cool(self, effort: Effort, most: int, until: float, heat: tuple[float, float], mode: int) -> int:
         """Anneal for a short time, at most ``most`` moves and until ``until`` of ``effort`` (seconds or moves) is
         spent. Record what was spent, report it, and return the number of moves made.
 
         ``heat``: the initial and the final temperature. ``mode``: the kinds of moves (see `Annealer.cool`).
         """
         moves = effort.next_slice(min(most, max(1.0, until - effort.spent())) if effort.moves else most)
-        clock = time.monotonic()
+        clock = time.thread_time()
         made = self.annealer.cool(min(moves, most), *heat, mode)
-        effort.made(made, time.monotonic() - clock)
+        effort.made(made, time.thread_time() - clock)
         self.report(effort)
         return made

@@ -24,8 +24,8 @@ from rematplan.planner.annealing.cooling_schedule import (
     Ordering,
 )
 from rematplan.planner.annealing.descents import DESCENTS, Descent
-from rematplan.planner.annealing.search_budget import SLICE, SearchBudget
 from rematplan.planner.arrays.precedence import needed_ops
+from rematplan.planner.core.effort import SLICE, Effort
 from rematplan.planner.core.plan import Plan, plan_from_runs
 from rematplan.planner.core.schedule import runs_of
 from rematplan.planner.core.strategy import INTERRUPTS
@@ -82,7 +82,7 @@ class Search:
         own = math.inf if best is None else best.estimate.overhead
         return own if self.twin is None else min(own, self.twin.overhead)
 
-    def run(self, starts: Sequence[Sequence[str]], effort: SearchBudget) -> Plan | None:
+    def run(self, starts: Sequence[Sequence[str]], effort: Effort) -> Plan | None:
         """Return the cheapest plan within the budget that the search finds, ``starts`` included, or None.
 
         A `KeyboardInterrupt` or `Enough` ends the search. Then the best plan so far is returned and ``interrupted``
@@ -135,20 +135,21 @@ class Search:
         is set, else `WITHOUT_PHASES`."""
         return WITH_PHASES if self.graph.has_phases or self.keep_order else WITHOUT_PHASES
 
-    def _wants_twin(self, effort: SearchBudget) -> bool:
+    def _wants_twin(self, effort: Effort) -> bool:
         """Return whether to search in a second thread, too: for large problems without phases, if there is more than
         one CPU. Not if moves are counted, because the result would then depend on the number of CPUs."""
         schedule = self.schedule
         large = schedule.reorders and len(self.base) >= schedule.two_threads
         return large and not effort.moves and (os.cpu_count() or 1) > 1
 
-    def _rounds_in_two(self, starts: Sequence[Sequence[str]], effort: SearchBudget) -> None:
+    def _rounds_in_two(self, starts: Sequence[Sequence[str]], effort: Effort) -> None:
         """Search in this thread and, with another seed, in a second one. Then add the best plans of the second thread
         to those of this one. ``starts``: sequences of op names for the second thread to start from."""
         self.twin = twin = Search(self.graph, self.budget, self.seed + 1, enough=lambda _: self._satisfied())
-        other = SearchBudget(effort.total - effort.spent())
+        other = Effort(effort.left)
 
         def search() -> None:
+            other.begin()
             twin.prepare(starts)
             twin._rounds(other)
 
@@ -163,12 +164,12 @@ class Search:
                     if plan is not None:
                         self._offer(runs_of(plan.schedule))
 
-    def _rounds(self, effort: SearchBudget) -> None:
+    def _rounds(self, effort: Effort) -> None:
         schedule = self.schedule
         shortest = effort.shortest_round(len(self.base), schedule.shortest)
         k = stale = 0
-        while stale < schedule.patience and not self._satisfied() and effort.spent() < effort.total:
-            left = effort.total - effort.spent()
+        while stale < schedule.patience and not self._satisfied() and not effort.over:
+            left = effort.left
             length = shortest * schedule.length(k, self.best is not None)
             before = self.best
             self._round(k, left if 2 * length > left else length, effort)
@@ -176,7 +177,7 @@ class Search:
             k += 1
         self.ended_early = stale >= schedule.patience
 
-    def _round(self, k: int, length: float, effort: SearchBudget) -> None:
+    def _round(self, k: int, length: float, effort: Effort) -> None:
         """Run annealing round ``k``: hot if ``k`` is even or no plan fits yet, else reheated. ``length``: seconds or
         moves, taken from ``effort``.
 
@@ -209,7 +210,7 @@ class Search:
             while effort.spent() < until and not self._satisfied():  # each ends in another local minimum
                 self.descend(effort, until, from_base=True)
 
-    def _cool_from_start(self, k: int, hot: float, length: float, effort: SearchBudget) -> None:
+    def _cool_from_start(self, k: int, hot: float, length: float, effort: Effort) -> None:
         """Anneal the loaded sequence from ``hot``, the initial temperature of a hot round. ``length``: seconds or
         moves, taken from ``effort``.
 
@@ -227,7 +228,7 @@ class Search:
         ended = self.annealer.best_overhead if self.annealer.feasible else math.inf
         self.reached[orders] = min(self.reached[orders], ended)
 
-    def _reheat(self, k: int, hot: float, length: float, effort: SearchBudget) -> None:
+    def _reheat(self, k: int, hot: float, length: float, effort: Effort) -> None:
         """Anneal the best sequence so far, which is loaded. The initial temperature is a share of ``hot``. In
         problems without phases, every other reheated round first changes the order and then begins at ``hot``.
         ``length``: seconds or moves, taken from ``effort``."""
@@ -240,7 +241,7 @@ class Search:
         price = partial(self._set_price, low=schedule.shaken_price) if shaken else self._set_price
         self._stage(ALL_MOVES, heat, length, effort, price)
 
-    def _raise_price_slowly(self, hot: float, length: float, effort: SearchBudget) -> float:
+    def _raise_price_slowly(self, hot: float, length: float, effort: Effort) -> float:
         """Raise the price of bytes over the budget slowly at the constant temperature ``hot``, until the sequence
         fits or a share of the round is over. Return the seconds or moves spent. ``length``: the length of the round
         in seconds or moves."""
@@ -248,10 +249,10 @@ class Search:
         began, rising = effort.spent(), schedule.rising_share * length
         until = began + rising
         annealer.limit_growth(math.pow(schedule.rising_factor, 1 / max(1.0, rising * effort.rate)))
-        while effort.spent() < until and not (annealer.feasible or effort.ended() or self._satisfied()):
+        while effort.spent() < until and not (annealer.feasible or effort.cut_short or self._satisfied()):
             most = max(1, int((until - effort.spent()) * effort.rate))
             # These are too few moves to measure their speed by `effort.made`.
-            effort.done += annealer.cool(min(most, effort.slice_), hot, hot, UNTIL_FEASIBLE)
+            effort.charge(moves=annealer.cool(min(most, effort.slice_), hot, hot, UNTIL_FEASIBLE))
             self._report(effort)
         annealer.limit_growth(math.inf)
         self._take(annealer)
@@ -268,7 +269,7 @@ class Search:
         near = () if self.schedule.reorders or k % 4 not in self.suggested_to else self.suggest()
         return near if near and self.annealer.accepts(near) else ()
 
-    def _reorder(self, ordering: Ordering, share: float, length: float, effort: SearchBudget) -> None:
+    def _reorder(self, ordering: Ordering, share: float, length: float, effort: Effort) -> None:
         """Change only the order of the current runs, by annealing, so that few bytes exceed the budget times
         ``share``. The stage takes ``ordering.share`` of ``length`` (seconds or moves)."""
         annealer, price = self.annealer, 1.0 / self.annealer.mean_size
@@ -282,7 +283,7 @@ class Search:
         mode: int,
         heat: tuple[float, float],
         length: float,
-        effort: SearchBudget,
+        effort: Effort,
         set_price: Callable[[float], None],
     ) -> None:
         """Anneal the current sequence for ``length`` seconds or moves with moves of one kind, and record better
@@ -295,14 +296,14 @@ class Search:
         began = effort.spent()
         hot, cold = heat
         # Once the budget has ended, `spent` stays the same, and less than `length` if earlier stages took too long.
-        while (spent := effort.spent() - began) < length and not (effort.ended() or self._satisfied()):
+        while (spent := effort.spent() - began) < length and not (effort.cut_short or self._satisfied()):
             moves = effort.next_slice(length - spent)
             share = spent / length
             end = min(1.0, share + (moves if effort.moves else SLICE) / length)
-            clock = time.monotonic()
+            clock = time.thread_time()
             set_price(share)
             moves = self.annealer.cool(moves, hot * (cold / hot) ** share, hot * (cold / hot) ** end, mode)
-            effort.made(moves, time.monotonic() - clock)
+            effort.made(moves, time.thread_time() - clock)
             self._take(self.annealer)
             self._report(effort)
 
@@ -321,7 +322,7 @@ class Search:
         unit = self.annealer.mean_cost / self.annealer.mean_size
         self.annealer.set_price(unit * first * math.pow(last / first, share / schedule.priced_share))
 
-    def descend(self, effort: SearchBudget, until: float, from_base: bool = False, enough: int = 0) -> None:
+    def descend(self, effort: Effort, until: float, from_base: bool = False, enough: int = 0) -> None:
         """Lower the peak of a plan step by step (see `Descent.run`), and record the plans found.
 
         Args:
@@ -353,9 +354,9 @@ class Search:
             self.best = plan
         return plan
 
-    def _report(self, effort: SearchBudget) -> None:
+    def _report(self, effort: Effort) -> None:
         overhead = self.overhead
-        self.report(min(1.0, effort.spent() / effort.total), overhead if math.isfinite(overhead) else None)
+        self.report(effort.share_spent, overhead if math.isfinite(overhead) else None)
 
     def _satisfied(self) -> bool:
         return self.enough(self.overhead)

@@ -5,17 +5,14 @@ from __future__ import annotations
 
 import math
 import os
-import time
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
-from functools import partial
 
 from rematplan.ir import InfeasibleBudget, TrainingGraph
 from rematplan.ir.errors import Known
 from rematplan.planner.annealing.annealer import Annealer
 from rematplan.planner.annealing.restarts import Search
-from rematplan.planner.annealing.search_budget import SearchBudget
 from rematplan.planner.arrays.phases import infer_phases
 from rematplan.planner.arrays.precedence import without_inverses
 from rematplan.planner.auto.block_starts import VAST, nested_plans, starting_plans
@@ -28,6 +25,7 @@ from rematplan.planner.auto.without_inverses_first import search_without_inverse
 from rematplan.planner.bounds.bound_search import BoundSearch
 from rematplan.planner.bounds.cut_bounds import Bound, min_peak_bound
 from rematplan.planner.bounds.loss_cut_start import cut_start
+from rematplan.planner.core.effort import Effort
 from rematplan.planner.core.plan import CLOSED, Plan, by_cost, plan_from_runs, with_bound
 from rematplan.planner.core.schedule import runs_of
 from rematplan.planner.core.strategy import INTERRUPTS, Progress
@@ -60,8 +58,8 @@ class AutoSession:
         known: Sequence[Plan] = (),
     ) -> None:
         self.options, self.problem, self.budget, self.progress = options, graph, budget, progress
+        self.effort = Effort(options.time_limit, options.moves)
         self.starts = starts
-        self.began = time.monotonic()
         self.for_blocks = without_inverses(graph)  # with the stated phases, if any
         self.graph = graph = infer_phases(graph)
         self.plain = without_inverses(graph)
@@ -70,10 +68,14 @@ class AutoSession:
         self.bound = BoundSearch(graph, budget)
         self.interrupted = False  # whether Ctrl-C ended an annealing, which still returned its best plan
         cores = (os.cpu_count() or 1) >= SHARES.cores
-        self.two_threads = graph.has_phases and cores  # without phases one search has two threads
-        self.proof = Proof(self.bound, (SHARES.bound if cores else 1.0) * options.time_limit, options.gap)
+        self.two_threads = (
+            graph.has_phases and cores and not options.moves
+        )  # without phases one search has two threads
+        self.proof = Proof(self.bound, self.effort.like(SHARES.bound if cores else 1.0), options.gap)
         self.take((*starts, *known))
-        self.refusal = RefusalSearch(options, self.problem, graph, starts, self.known, self.take, progress)
+        self.refusal = RefusalSearch(
+            options, self.problem, graph, starts, self.known, self.take, progress, self.effort
+        )
 
     def plan(self) -> Plan:
         """Search for plans within the time limit, and return the cheapest plan that fits the budget, with a proven
@@ -89,14 +91,14 @@ class AutoSession:
             try:
                 if not self.finished and not self.solved_exhaustively():
                     self.gather()
-                    if not self.finished and not self.solved_exhaustively(SHARES.states):
+                    if not self.finished and not self.solved_exhaustively(self.many_states):
                         self.search()
             except INTERRUPTS:
                 if self.best is None:
                     raise
         if self.best is None:
             known: Known = "proven" if self.bound.best.unreachable else "searched"
-            self.refusal.lower(self.left, proven=self.bound.best.unreachable)
+            self.refusal.lower(proven=self.bound.best.unreachable)
             self.take((cheap := self.refusal.cheap(),))
             least = self.smallest
             assert least is not None
@@ -147,21 +149,17 @@ class AutoSession:
         return overhead <= self.bound.best.overhead + max(CLOSED, self.options.gap)
 
     @property
-    def left(self) -> float:
-        """The seconds of the time limit that are left."""
-        return max(0.0, self.began + self.options.time_limit - time.monotonic())
+    def for_block_plans(self) -> Effort:
+        """What the block strategies may spend.
 
-    @property
-    def blocks_until(self) -> float:
-        """The time (of `time.monotonic`) at which the block strategies must end.
-
-        Their share of the time is counted from the beginning of the search if a known plan fits the budget. If none
-        fits, it is counted from now, because their plans are then needed more.
+        Their share is counted from the beginning of the search if a known plan fits the budget. If none fits, it is
+        counted from now, because their plans are then needed more. If moves are counted, there is no limit.
         """
-        now = time.monotonic()
-        begun = self.began if self.best else now
-        until = min(now + self.left, begun + SHARES.blocks * self.options.time_limit)
-        return max(until, begun + SHARES.blocks_least)
+        if self.options.moves:
+            return Effort()
+        spent = self.effort.spent() if self.best else 0.0
+        share = min(self.effort.left, SHARES.blocks * self.effort.total - spent)
+        return Effort(max(share, SHARES.blocks_least - spent, 0.0))
 
     def gather(self) -> None:
         """Collect plans from which the annealing starts: from a minimum cut at the loss, from eviction and the search
@@ -170,7 +168,7 @@ class AutoSession:
         if len(self.graph.ops) > VAST and near:
             return
         if self.best is None:  # the annealer works better from any plan that fits, even a costly one
-            self.take(nested_plans(self.for_blocks, self.budget, self.blocks_until, self.report))
+            self.take(nested_plans(self.for_blocks, self.budget, self.for_block_plans, self.report))
         if self.best is None:
             self.take((self.evicted(),))
         if self.best is None:
@@ -178,21 +176,20 @@ class AutoSession:
         if self.finished:
             return
         if self.two_threads and not self.graph.inverses and SHARES.few_ops <= len(self.graph.ops) <= VAST:
-            self.anneal(self.graph, SHARES.first_annealing * self.left, alone=True)
+            self.anneal(self.graph, SHARES.first_annealing * self.effort.left, alone=True)
             if self.finished:
                 return
-        self.take(starting_plans(self.for_blocks, self.budget, self.blocks_until, self.report))
+        self.take(starting_plans(self.for_blocks, self.budget, self.for_block_plans, self.report))
         if self.graph.inverses:
             self.take(Reversible().curve(self.graph, ()))
 
     def evicted(self) -> Plan:
         """Simulate eviction, and return the first plan found that fits the budget. If none is found, return the plan
         with the smallest peak known."""
-        until = time.monotonic() + SHARES.eviction * self.options.time_limit
         leanest = self.smallest or no_recompute(self.graph)
         enough = max(self.budget, min_peak_bound(self.graph).bytes)
-        go_on = partial(_is_before, until)
-        return lower_by_eviction(self.graph, leanest, enough, go_on, seed=self.options.seed)
+        effort = self.effort.part(SHARES.eviction * self.effort.total)
+        return lower_by_eviction(self.graph, leanest, enough, effort, seed=self.options.seed)
 
     def lower_the_peak(self) -> None:
         """Search for the smallest peak, until a plan fits the budget or it is proven that none fits. The search gets as
@@ -201,10 +198,10 @@ class AutoSession:
         Raises:
             KeyboardInterrupt, Enough: this ended the search, and no known plan fits the budget.
         """
-        seconds = self.refusal.seconds(self.left)
-        if self.finished or not seconds:
+        effort = self.refusal.effort_of_min
+        if self.finished or effort.over:
             return
-        interrupted = self.refusal.lower_for(seconds, self.budget, lambda: self.bound.best.unreachable)
+        interrupted = self.refusal.lower_for(effort, self.budget, lambda: self.bound.best.unreachable)
         if interrupted and self.best is None:
             raise interrupted
         self.interrupted = interrupted is not None
@@ -221,20 +218,25 @@ class AutoSession:
         if not graph.has_phases or not graph.base_cost or bound.loss_cut < 0 or self.bound.best.unreachable:
             return False
         floor = max(bound.price(bound.loss_cut) if graph is self.graph else -1.0, self.bound.best.overhead)
-        until = self.began + SHARES.cut * self.options.time_limit
-        runs = cut_start(graph, bound.order, bound.loss_cut, self.budget, until)
+        effort = self.effort.part(SHARES.cut * self.effort.total)
+        runs = cut_start(graph, bound.order, bound.loss_cut, self.budget, effort)
         if runs is None:
             return False
         plan = plan_from_runs(self.graph, runs, "loss_cut")
         self.take((plan,))
         return plan.estimate.overhead <= floor + SHARES.near
 
+    @property
+    def many_states(self) -> int:
+        """The largest number of sets of resident tensors for trying all schedules of a small problem."""
+        seconds = self.effort.total / self.effort.of(1.0)
+        return max(MOST_STATES, min(SHARES.states, int(SHARES.states_per_second * seconds)))
+
     def solved_exhaustively(self, most_states: int = MOST_STATES) -> bool:
         """Solve a problem of very few ops by trying all schedules. Return whether that was done: it is not for larger
         problems (see `exhaustive`), nor if all ops must keep their order."""
-        until = time.monotonic() + SHARES.exhaustive * self.options.time_limit
         keep = self.options.keep_order
-        exact = None if keep else exhaustive(self.graph, self.budget, most_states, until)
+        exact = None if keep else exhaustive(self.graph, self.budget, most_states)
         if exact is None:
             return False
         floor = math.inf
@@ -267,8 +269,8 @@ class AutoSession:
                 not last and graph is self.graph
             ):  # with inferred phases; it is searched again without them afterwards
                 share = 1.0 if self.options.keep_order else SHARES.marked
-            if self.anneal(graph, share * self.left) and last and not self.finished:
-                self.proof.finish(self.left)
+            if self.anneal(graph, share * self.effort.left) and last and not self.finished:
+                self.proof.finish(self.effort.left)
             return self.best
 
         marked = () if self.graph is final else (self.graph,)
@@ -276,7 +278,7 @@ class AutoSession:
             (*([self.plain] if plain else []), *marked, final), SHARES.plain, search_one
         )
 
-    def anneal(self, graph: TrainingGraph, seconds: float, alone: bool = False) -> bool:
+    def anneal(self, graph: TrainingGraph, amount: float, alone: bool = False) -> bool:
         """Anneal from the known plans. Add to the known plans the cheapest plan found that fits the budget, and the
         plan found with the smallest peak.
 
@@ -285,7 +287,7 @@ class AutoSession:
 
         Args:
             graph: the problem, or a variant of it without inverses or without phases.
-            seconds: the time limit.
+            amount: what it may spend, in the unit of ``effort``.
             alone: run no second annealing at the same time, and use another seed than the later annealings do.
         """
 
@@ -303,8 +305,9 @@ class AutoSession:
         search.suggest = other.suggest = lambda: self.bound.nearest
         other.suggested_to = (0,)
         try:
-            with nullcontext() if alone else self.second_annealing(other, usable, time.monotonic() + seconds):
-                search.run(usable, SearchBudget(seconds))
+            effort = self.effort.part(amount)
+            with nullcontext() if alone else self.second_annealing(other, usable, effort):
+                search.run(usable, effort)
         finally:
             found = (search.best, search.smallest, other.best, other.smallest)
             self.take([p for p in found if p is not None])
@@ -312,7 +315,7 @@ class AutoSession:
         return search.ended_early
 
     def second_annealing(
-        self, other: Search, starts: Sequence[Sequence[str]], until: float
+        self, other: Search, starts: Sequence[Sequence[str]], effort: Effort
     ) -> AbstractContextManager[object]:
         """Return a context during which a second annealing runs in another thread.
 
@@ -322,20 +325,15 @@ class AutoSession:
         Args:
             other: the second annealing.
             starts: sequences of runs (names of ops) to start from.
-            until: a time of `time.monotonic` at which the second annealing ends.
+            effort: that of the first annealing; the second one ends with it.
         """
         if not self.two_threads or not other.graph.has_phases:
             return nullcontext()
-        return SecondSearch(other, self.proof, until, starts)
+        return SecondSearch(other, self.proof, effort.left, starts)
 
     def report(self, text: str) -> None:
         """Call the progress callback with ``text`` and the share of the time limit that is spent."""
-        spent = (time.monotonic() - self.began) / max(self.options.time_limit, 1e-9)
-        self.progress(min(1.0, spent), text)
-
-
-def _is_before(until: float) -> bool:
-    return time.monotonic() < until
+        self.progress(self.effort.share_spent, text)
 
 
 def _text(overhead: float | None, bound: float) -> str:

@@ -3,7 +3,6 @@ lower bound of the overhead."""
 
 from __future__ import annotations
 
-import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import ClassVar
@@ -12,6 +11,7 @@ from rematplan.ir import InfeasibleBudget, TrainingGraph
 from rematplan.planner.auto.auto_session import AutoSession
 from rematplan.planner.auto.compile_kernels import compile_kernels
 from rematplan.planner.auto.time_shares import SessionOptions
+from rematplan.planner.core.effort import Effort
 from rematplan.planner.core.plan import Plan
 from rematplan.planner.core.strategy import Progress, Strategy, pareto, silent
 
@@ -44,8 +44,10 @@ class Auto(Strategy):
     graph, block plans are made with the stated and with the inferred phases; everything else uses the inferred ones. A
     problem with inverses is searched without them first, unless the best known plan is one of ``starts``.
 
-    Options: ``time_limit``: seconds from the start of planning, block strategies included. ``seed``: the seed of the
-    random choices. ``keep_order``: whether the first runs of all ops keep the problem's order. ``reuse``: whether plans
+    Options: ``time_limit``: CPU seconds of the search, block strategies included; the search for the bound may take as
+    many beside it. A busy machine delays the end, by a factor of 4 at most. ``moves``: if not 0, the number of random
+    changes that replaces the time limit; the plan is then the same on every machine. ``seed``: the seed of the random
+    choices. ``keep_order``: whether the first runs of all ops keep the problem's order. ``reuse``: whether plans
     are saved on disk, as starts for later processes. ``gap``: the search ends when the plan's overhead is proven to
     exceed the optimum's by no more than this (0.001: a tenth of a percent of the step's time).
     """
@@ -55,6 +57,7 @@ class Auto(Strategy):
     keep_order: bool = False
     reuse: bool = True
     gap: float = 0.0
+    moves: int = 0
 
     name: ClassVar[str] = "auto"
     summary: ClassVar[str] = "the best of all strategies, annealed further, with a proven bound"
@@ -64,12 +67,13 @@ class Auto(Strategy):
     @property
     def lasting(self) -> bool:
         """Whether the plans are worth saving on disk, as starts for searches in later processes. This is the option
-        ``reuse``."""
-        return self.reuse
+        ``reuse``; False if moves
+        are counted, because the result must not depend on earlier processes."""
+        return self.reuse and not self.moves
 
     @property
     def _options(self) -> SessionOptions:
-        return SessionOptions(self.name, self.time_limit, self.seed, self.keep_order, self.gap)
+        return SessionOptions(self.name, self.time_limit, self.moves, self.seed, self.keep_order, self.gap)
 
     def plan(
         self, graph: TrainingGraph, budget: int, progress: Progress = silent, starts: Sequence[Plan] = ()
@@ -104,11 +108,14 @@ class Auto(Strategy):
         steps = sorted(set(budgets), reverse=True)
         found: list[Plan] = []
         known: Sequence[Plan] = starts
-        left = self.time_limit
         compile_kernels(progress)  # before any clock starts
+        effort = Effort(self.time_limit, self.moves)
         for k, budget in enumerate(steps):
-            # The k-th of n gets k shares: small budgets are the hard ones. Unused time goes to the others.
-            share = replace(self, time_limit=left * (k + 1) / sum(range(k + 1, len(steps) + 1)))
+            # The k-th of n gets k shares: small budgets are the hard ones. Unused effort goes to the others.
+            amount = effort.left * (k + 1) / sum(range(k + 1, len(steps) + 1))
+            share = (
+                replace(self, moves=max(1, int(amount))) if self.moves else replace(self, time_limit=amount)
+            )
 
             def report(fraction: float, text: str, k: int = k) -> None:
                 progress((k + fraction) / len(steps), text)
@@ -120,5 +127,5 @@ class Auto(Strategy):
                 break
             finally:
                 known = session.known
-            left = max(0.0, left - (time.monotonic() - session.began))
+            effort.charge(moves=session.effort.done)
         return pareto([*found, *(p for p in known if p not in found)])

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import math
-import time
 from collections.abc import Callable
 
 from rematplan.ir import LatticeTooLarge, TrainingGraph
 from rematplan.planner.arrays.phases import infer_phases
+from rematplan.planner.core.effort import Effort
 from rematplan.planner.core.plan import Plan
 from rematplan.planner.core.strategy import Enough, FamilyStrategy, pareto
 from rematplan.planner.strategies.approx_dp import ApproxDP
@@ -48,7 +47,7 @@ LEANEST: FamilyStrategy = ApproxDP(objective="memory")
 
 
 def starting_plans(
-    graph: TrainingGraph, budget: int, until: float, report: Callable[[str], None]
+    graph: TrainingGraph, budget: int, effort: Effort, report: Callable[[str], None]
 ) -> tuple[Plan, ...]:
     """Return plans from which a search can start. Each block strategy makes two: the cheapest plan that fits the
     budget, if there is one, and the plan with the smallest peak.
@@ -59,20 +58,20 @@ def starting_plans(
         graph: the problem. If it has no phases and none can be inferred, only the plan without recomputation is made.
             If its phases contradict the graph, plans are made with the stated and with the inferred phases.
         budget: bytes.
-        until: a time of `time.monotonic`. After it, no further strategy begins, and a running one is stopped at its
+        effort: once it is spent, no further strategy begins, and a running one is stopped at its
             next report of progress.
         report: called with a text that says what is being done.
     """
     blocks = VAST_BLOCKS if len(graph.ops) > VAST else BLOCKS
     found: list[Plan] = []
     for row in (*ALWAYS, *(blocks if infer_phases(graph).has_phases else ())):
-        if not found or time.monotonic() <= until:
-            found.extend(_first(graph, row, budget, until, report))
+        if not found or not effort.over:
+            found.extend(_first(graph, row, budget, effort, report))
     return pareto(found)
 
 
 def nested_plans(
-    graph: TrainingGraph, budget: int, until: float, report: Callable[[str], None]
+    graph: TrainingGraph, budget: int, effort: Effort, report: Callable[[str], None]
 ) -> tuple[Plan, ...]:
     """Return two plans of the strategy ``nested_dp``, computed for peaks near the budget: the cheapest that fits, if
     there is one, and the one with the smallest peak.
@@ -80,7 +79,7 @@ def nested_plans(
     Args:
         graph: the problem.
         budget: bytes.
-        until: a time of `time.monotonic` at which the strategy is stopped.
+        effort: the strategy is stopped once it is spent.
         report: called with a text that says what is being done.
 
     Returns:
@@ -89,14 +88,14 @@ def nested_plans(
     """
     if not infer_phases(graph).has_phases:
         return ()
-    return _first(graph, (NestedDP(near=max(1, budget)),), budget, until, report)
+    return _first(graph, (NestedDP(near=max(1, budget)),), budget, effort, report)
 
 
-def leanest_plans(graph: TrainingGraph, until: float) -> tuple[Plan, ...]:
+def leanest_plans(graph: TrainingGraph, effort: Effort) -> tuple[Plan, ...]:
     """Return plans with small peaks, as starts for a search for the smallest peak.
 
     They are made by block strategies if the problem has phases or phases can be inferred, and by the strategy
-    `Reversible` if it has inverses. Otherwise there are none. After ``until`` (a time of `time.monotonic`) no further
+    `Reversible` if it has inverses. Otherwise there are none. Once ``effort`` is spent, no further
     strategy begins, and a running one is stopped. One fast strategy is used whatever the time: `ChenSqrt`, or one of
     `VAST_BLOCKS`. Without its plan, a search on a busy machine could end at the peak without recomputation.
 
@@ -105,16 +104,16 @@ def leanest_plans(graph: TrainingGraph, until: float) -> tuple[Plan, ...]:
     instead of 1.27 times.
     """
     found = [*Reversible().curve(graph, ())[-1:]] if graph.inverses else []
-    nested = nested_plans(graph, 0, until, lambda _: None)
+    nested = nested_plans(graph, 0, effort, lambda _: None)
     vast = len(graph.ops) > VAST
     has_phases = infer_phases(graph).has_phases
     if has_phases:
         fast = VAST_BLOCKS[-1] if vast else (ChenSqrt(),)
-        found += _first(graph, fast, 0, math.inf, lambda _: None)[-1:]
-    if has_phases and not vast and time.monotonic() <= until:
-        found += _first(graph, (LEANEST,), 0, until, lambda _: None)
-    if has_phases and time.monotonic() <= until:  # its coarser units sometimes give a lower peak
-        every = _first(graph, (NestedDP(),), 0, until, lambda _: None)
+        found += _first(graph, fast, 0, Effort(), lambda _: None)[-1:]
+    if has_phases and not vast and not effort.over:
+        found += _first(graph, (LEANEST,), 0, effort, lambda _: None)
+    if has_phases and not effort.over:  # its coarser units sometimes give a lower peak
+        every = _first(graph, (NestedDP(),), 0, effort, lambda _: None)
         nested = pareto((*nested, *every))[-1:]
     return (*found, *nested)
 
@@ -123,20 +122,20 @@ def _first(
     graph: TrainingGraph,
     row: tuple[FamilyStrategy, ...],
     budget: int,
-    until: float,
+    effort: Effort,
     report: Callable[[str], None],
 ) -> tuple[Plan, ...]:
     """Return two plans of one strategy: the cheapest that fits the budget, if there is one, and the one with the
     smallest peak.
 
     The strategy is the first one in ``row`` that does not refuse the problem as too large; if all do, there are no
-    plans. It is stopped at its first report of progress after ``until`` (a time of `time.monotonic`). ``report``:
+    plans. It is stopped at its first report of progress once ``effort`` is spent. ``report``:
     called with a text that says what is being done.
     """
     for member in row:
 
         def progress(_fraction: float, text: str, name: str = member.name) -> None:
-            if time.monotonic() > until:
+            if effort.over:
                 raise Enough
             report(f"{name}: {text}")
 

@@ -8,6 +8,7 @@ import threading
 from types import TracebackType
 
 from rematplan.planner.bounds.bound_search import BoundSearch
+from rematplan.planner.core.effort import PATIENCE, Effort
 from rematplan.planner.core.plan import CLOSED
 
 LAST_WORDS = 0.5
@@ -19,27 +20,36 @@ class Proof:
     """A context during which a thread searches for a lower bound of the overhead. At the end of the ``with`` block the
     search is stopped.
 
-    ``bound``: the search. ``seconds``: its time limit. ``overhead``: the overhead of the best plan so far; the code in
-    the block must update it, since it is infinite at first. ``gap``: the search ends when its bound is at most this
-    much below ``overhead``.
+    ``bound``: the search. ``effort``: what it may spend. If moves are counted, the block begins when the search has
+    ended, so that nothing depends on the speed of the machine. ``overhead``: the overhead of the best plan so far; the
+    code in the block must update it, since it is infinite at first. ``gap``: the search ends when its bound is at most
+    this much below ``overhead``.
 
     If the search raises an exception, it is raised again at the end of the block, unless the block itself raises one.
     """
 
-    def __init__(self, bound: BoundSearch, seconds: float, gap: float = 0.0) -> None:
-        self.bound, self.seconds, self.gap = bound, seconds, max(gap, CLOSED)
+    def __init__(self, bound: BoundSearch, effort: Effort, gap: float = 0.0) -> None:
+        self.bound, self.effort, self.gap = bound, effort, max(gap, CLOSED)
+        self.spent = 0.0
         self.overhead = math.inf
         self._fault: Exception | None = None
         self._thread = threading.Thread(target=self._work, daemon=True)
 
     def _work(self) -> None:
         try:
-            self.bound.run(self.seconds, lambda floor: self.overhead <= floor + self.gap)
+            self.effort.begin()
+            self.bound.run(self.effort, self._is_enough)
         except Exception as error:
             self._fault = error
 
+    def _is_enough(self, floor: float) -> bool:
+        self.spent = self.effort.spent()
+        return self.overhead <= floor + self.gap
+
     def __enter__(self) -> Proof:
         self._thread.start()
+        if self.effort.moves:
+            self._thread.join()
         return self
 
     def __exit__(
@@ -56,7 +66,7 @@ class Proof:
         return self._thread.is_alive()
 
     def finish(self, seconds: float) -> None:
-        """Let the search for a lower bound go on for up to ``seconds`` from now, whatever its time limit was, and wait
-        for its end."""
-        self.bound.extend(seconds)
-        self._thread.join(max(0.0, seconds))
+        """Let the search for a lower bound go on for up to ``seconds`` from now, whatever its limit was, and wait for
+        its end."""
+        self.effort.extend(seconds)
+        self._thread.join(PATIENCE * seconds)

@@ -3,13 +3,12 @@ is a small peak, or a low cost within a tight budget."""
 
 from __future__ import annotations
 
-import math
 import random
-from collections.abc import Callable
 from dataclasses import dataclass
 
 from rematplan.ir import TrainingGraph
 from rematplan.planner.auto.eviction_simulation import Policy, Simulation, random_policy, tables_of
+from rematplan.planner.core.effort import Effort
 from rematplan.planner.core.plan import Plan, plan_from_runs
 
 NAME = "eviction"
@@ -46,12 +45,11 @@ def lower_by_eviction(
     graph: TrainingGraph,
     best: Plan,
     floor: int,
-    go_on: Callable[[], bool],
+    effort: Effort,
     *,
     first: float = 1.0,
     enough: int = 0,
     seed: int = 0,
-    most_runs: float = math.inf,
 ) -> Plan:
     """Search by simulated eviction for a plan with a smaller peak than ``best``. Return the plan with the smallest peak
     found, or ``best`` itself if none is smaller.
@@ -63,26 +61,21 @@ def lower_by_eviction(
         graph: the problem.
         best: a plan of the problem.
         floor: bytes that are small enough, or below which no peak can be. The search ends when a peak is this small.
-        go_on: returns whether there is time left; called often.
+        effort: what may be spent. Each op that a simulation executes counts as a move.
         first: where the first target is, as a share of the distance from the peak of ``best`` to ``floor``. 1 suits a
             ``floor`` that may be reached, such as a budget.
         enough: bytes; the search also ends when a peak is this small. Unlike ``floor``, it does not change the targets.
         seed: the seed of the random eviction policies and of the simulations.
-        most_runs: no further simulation begins once all simulations together have executed this many ops, repetitions
-            included.
     """
     source, share, failures, passes = random.Random(seed), first, 0, 0
     policy: Policy | None = None
-    tables, made = tables_of(graph), 0
-    while (
-        best.estimate.peak > max(floor, enough) and passes < EVICTION.passes and made < most_runs and go_on()
-    ):
+    tables = tables_of(graph)
+    while best.estimate.peak > max(floor, enough) and passes < EVICTION.passes and not effort.over:
         peak = best.estimate.peak
         target = peak - max(1, int(share * (peak - floor)))
         tried = policy if policy and source.random() < EVICTION.repeat else random_policy(source)
-        simulation = Simulation(tables, target, tried, source, go_on)
+        simulation = Simulation(tables, target, tried, source, effort)
         fits = simulation.run()
-        made += len(simulation.runs)
         if fits:
             plan = plan_from_runs(graph, [tables.names[o] for o in simulation.runs], NAME)
             if plan.estimate.peak < peak:
@@ -97,7 +90,7 @@ def lower_by_eviction(
 
 
 def plan_by_eviction(
-    graph: TrainingGraph, budget: int, go_on: Callable[[], bool], *, tries: int, seed: int = 0
+    graph: TrainingGraph, budget: int, effort: Effort, *, tries: int, seed: int = 0
 ) -> Plan | None:
     """Simulate eviction ``tries`` times, each time with a random eviction policy. Return the cheapest plan found within
     ``budget`` bytes, or None if there is none.
@@ -105,15 +98,15 @@ def plan_by_eviction(
     Args:
         graph: the problem.
         budget: bytes.
-        go_on: returns whether there is time left; called often.
+        effort: what may be spent.
         tries: the number of simulations.
         seed: the seed of the random eviction policies.
     """
     source, tables = random.Random(seed), tables_of(graph)
     best: Plan | None = None
     for _ in range(tries):
-        simulation = Simulation(tables, budget, random_policy(source), source, go_on)
-        if not go_on():
+        simulation = Simulation(tables, budget, random_policy(source), source, effort)
+        if effort.over:
             break
         if simulation.run():
             plan = plan_from_runs(graph, [tables.names[o] for o in simulation.runs], NAME, budget=budget)

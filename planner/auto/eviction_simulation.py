@@ -17,12 +17,12 @@ from __future__ import annotations
 import math
 import random
 from bisect import bisect_right
-from collections.abc import Callable
 from dataclasses import dataclass
 
 from rematplan.ir import TrainingGraph
 from rematplan.planner.arrays.precedence import needed_ops
 from rematplan.planner.caches.graph_cache import cached_on
+from rematplan.planner.core.effort import Effort
 
 RUNS = 8
 """A simulation fails if it executes more than this many runs per op of the problem, plus 1000."""
@@ -148,8 +148,8 @@ class Simulation:
     tensors are evicted when memory is short, and evicted tensors are recomputed before they are read.
 
     ``tables``: the problem. ``policy``: the rule that chooses the tensor to evict. ``source``: the random numbers that
-    the rule uses. ``go_on``: returns whether there is time left. ``runs``: the result: the numbers of the ops executed
-    so far, in order, repetitions included.
+    the rule uses. ``effort``: what may be spent; each executed op counts as a move. ``runs``: the result: the numbers
+    of the ops executed so far, in order, repetitions included.
     """
 
     def __init__(
@@ -158,9 +158,9 @@ class Simulation:
         budget: int,
         policy: Policy,
         source: random.Random,
-        go_on: Callable[[], bool],
+        effort: Effort,
     ) -> None:
-        self.tables, self.policy, self.source, self.go_on = tables, policy, source, go_on
+        self.tables, self.policy, self.source, self.effort = tables, policy, source, effort
         self.left = budget - tables.input_bytes
         self.tiny = TINY * self.left
         self.uses = tables.uses
@@ -212,7 +212,8 @@ class Simulation:
         return 4 * len(reads) + 8
 
     def _execute(self, op: int) -> bool:
-        if len(self.runs) >= self.most or not (len(self.runs) % 64 or self.go_on()):
+        self.effort.charge(moves=1)
+        if len(self.runs) >= self.most or (len(self.runs) % 64 == 0 and self.effort.over):
             return False
         if self.tables.once[op] and op != self.now:
             return False

@@ -7,13 +7,13 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 from rematplan.ir import InfeasibleBudget, TrainingGraph
-from rematplan.planner.annealing.search_budget import SearchBudget
 from rematplan.planner.arrays.phases import infer_phases
 from rematplan.planner.auto.auto_strategy import Auto
 from rematplan.planner.auto.compile_kernels import compile_kernels
 from rematplan.planner.auto.eviction import plan_by_eviction
 from rematplan.planner.auto.smallest_peak_search import find_smallest_peak, search_smallest_peak
 from rematplan.planner.auto.time_shares import SHARES
+from rematplan.planner.core.effort import Effort
 from rematplan.planner.core.plan import Plan
 from rematplan.planner.core.strategy import INTERRUPTS, Progress, Strategy, silent
 from rematplan.planner.strategies.anneal import Anneal
@@ -73,17 +73,16 @@ def cheapest_near_smallest_peak(
         KeyboardInterrupt: before any plan was found. Later, Ctrl-C ends the search with the best plan so far.
     """
     compile_kernels(progress)  # before the clock starts
-    effort = SearchBudget(time_limit)
+    effort = Effort(moves=moves) if moves else Effort(time_limit)
     marked = infer_phases(graph)
     stated = graph if graph.has_phases else marked
-    share = SearchBudget(time_limit, -(-moves // 2))
+    share = effort.like(SHARES.smallest_peak)
     if moves:
         least = find_smallest_peak(stated, share, starts, progress, keep_order=keep_order, seed=seed)
         interrupted = share.interrupted
     else:
-        seconds = SHARES.smallest_peak * time_limit
         least, interrupted = search_smallest_peak(
-            stated, seconds, starts, progress, keep_order=keep_order, seed=seed
+            stated, share, starts, progress, keep_order=keep_order, seed=seed
         )
     budget = least.estimate.peak + int(slack * least.estimate.peak)  # exact for a slack of 0, however large
     known = [*starts, least]
@@ -93,12 +92,10 @@ def cheapest_near_smallest_peak(
         if moves:
             strategy: Strategy = Anneal(seed=seed, keep_order=keep_order, moves=max(1, moves - share.done))
         else:
-            until = effort.spent() + MIN_BUDGET.eviction * (time_limit - effort.spent())
-            lean = plan_by_eviction(
-                marked, budget, lambda: effort.spent() < until, tries=MIN_BUDGET.tries, seed=seed
-            )
+            part = effort.part(MIN_BUDGET.eviction * effort.left)
+            lean = plan_by_eviction(marked, budget, part, tries=MIN_BUDGET.tries, seed=seed)
             known += [lean] if lean else []
-            left = max(0.0, time_limit - effort.spent())
+            left = effort.left
             auto = Auto(seed=seed, keep_order=keep_order)
             strategy = cheapest(left) if cheapest else replace(auto, time_limit=left)
         plan = strategy.plan(stated, budget, progress, known)

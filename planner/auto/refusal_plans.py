@@ -4,17 +4,16 @@ the one with the smallest peak among those with little overhead."""
 from __future__ import annotations
 
 import math
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 
 from rematplan.ir import TrainingGraph
 from rematplan.planner.annealing.cheap_plan import CHEAP_SHARE, cheap_plan
-from rematplan.planner.annealing.search_budget import SearchBudget
 from rematplan.planner.auto.block_starts import leanest_plans
 from rematplan.planner.auto.smallest_peak_search import is_small, search_smallest_peak
 from rematplan.planner.auto.time_shares import SHARES, SessionOptions
+from rematplan.planner.core.effort import Effort
 from rematplan.planner.core.plan import Plan
 from rematplan.planner.core.strategy import Progress
 
@@ -26,6 +25,7 @@ class RefusalSearch:
     ``options``: the options of the strategy ``auto``. ``problem``: the problem as stated. ``graph``: the same with
     inferred phases. ``starts``: the plans that the caller of the strategy passed. ``known``: all plans known so far.
     ``take``: adds plans to ``known``. ``progress``: called with the fraction done (0 to 1) and a short text.
+    ``effort``: that of the whole search.
     """
 
     options: SessionOptions
@@ -35,19 +35,21 @@ class RefusalSearch:
     known: list[Plan]
     take: Callable[[Sequence[Plan]], None]
     progress: Progress
+    effort: Effort
     small: bool = field(init=False)
     """Whether searches for the smallest peak count moves instead of seconds."""
 
     def __post_init__(self) -> None:
         self.small = is_small(self.problem)
 
-    def seconds(self, left: float) -> float:
-        """Return the time limit of a search for the smallest peak: that of the budget ``min``, but at most ``left``
-        seconds. A small problem gets them even if less is left."""
-        most = SHARES.smallest_peak * self.options.time_limit
-        return most if self.small else min(left, most)
+    @property
+    def effort_of_min(self) -> Effort:
+        """What a search for the smallest peak may spend: as much as for the budget ``min``, but at most what is left. A
+        small problem gets this even if less is left."""
+        most = SHARES.smallest_peak * self.effort.total
+        return self.effort.like(SHARES.smallest_peak) if self.small else self.effort.part(most)
 
-    def lower(self, left: float, proven: bool) -> None:
+    def lower(self, proven: bool) -> None:
         """Search for the smallest peak, after no plan was found that fits a budget. The plans found are added to the
         known ones.
 
@@ -57,24 +59,23 @@ class RefusalSearch:
         stages of `search_smallest_peak` instead, as for the budget ``min``.
 
         Args:
-            left: the seconds that are left.
             proven: whether it is proven that no plan fits the budget.
         """
         if self.small or not proven:
-            self.lower_for(self.seconds(left) if proven else left)
+            self.lower_for(self.effort_of_min if proven else self.effort.part(self.effort.left))
             return
-        until = time.monotonic() + SHARES.smallest_peak * self.options.time_limit
-        self.take(leanest_plans(self.problem, min(until, time.monotonic() + SHARES.refused_blocks)))
-        seconds, before = SHARES.round_seconds, min((p.peak for p in self.known), default=math.inf)
-        while (left := until - time.monotonic()) > 0:
-            interrupted = self.lower_for(min(seconds, left))
+        effort = self.effort.like(SHARES.smallest_peak)
+        self.take(leanest_plans(self.problem, effort.part(effort.of(SHARES.refused_blocks))))
+        amount, before = effort.of(SHARES.round_seconds), min((p.peak for p in self.known), default=math.inf)
+        while not effort.over:
+            interrupted = self.lower_for(effort.part(amount))
             smallest = min(plan.peak for plan in self.known)
             if interrupted or smallest > (1 - SHARES.round_gain) * before:
                 return
-            before, seconds = smallest, 2 * seconds
+            before, amount = smallest, 2 * amount
 
     def lower_for(
-        self, seconds: float, enough: int = 0, ended: Callable[[], bool] = lambda: False
+        self, effort: Effort, enough: int = 0, ended: Callable[[], bool] = lambda: False
     ) -> BaseException | None:
         """Search for the smallest peak, and add the plan found to the known ones. Return the exception by which Ctrl-C
         or the progress callback ended the search, or None.
@@ -83,13 +84,13 @@ class RefusalSearch:
         finds the same peak.
 
         Args:
-            seconds: the time limit.
+            effort: what the search may spend.
             enough: bytes; the search also ends when a peak is this small.
             ended: the search also ends when this returns True.
         """
         found, interrupted = search_smallest_peak(
             self.problem,
-            seconds,
+            effort,
             self.starts if self.small else self.known,
             partial(_looking, self.progress),
             enough=enough,
@@ -103,7 +104,7 @@ class RefusalSearch:
     def cheap(self) -> Plan:
         """Return the plan with the smallest peak found among plans with little overhead. The error `InfeasibleBudget`
         names its peak."""
-        effort = SearchBudget(min(SHARES.cheap_seconds, CHEAP_SHARE * self.options.time_limit))
+        effort = self.effort.like(CHEAP_SHARE, most=SHARES.cheap_seconds)
         order, seed = self.options.keep_order, self.options.seed
         return cheap_plan(self.graph, self.known, effort, seed=seed, keep_order=order)
 

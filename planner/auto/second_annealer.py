@@ -4,12 +4,11 @@ ended, because a core is free then."""
 from __future__ import annotations
 
 import threading
-import time
 from collections.abc import Sequence
 
 from rematplan.planner.annealing.restarts import Search
-from rematplan.planner.annealing.search_budget import SearchBudget
 from rematplan.planner.auto.bound_thread import Proof
+from rematplan.planner.core.effort import Effort
 
 SHORTEST = 1.0
 """The second annealing begins only if more than this many seconds are left."""
@@ -19,14 +18,14 @@ class SecondSearch:
     """A context during which a thread waits for the end of the search for a lower bound, then runs a second annealing.
     At the end of the ``with`` block the annealing is stopped.
 
-    ``search``: the annealing; it has the plans that it found. ``proof``: the search for a lower bound. ``until``: the
-    time (of `time.monotonic`) at which the annealing ends. It does not begin if less than a second is left. ``starts``:
-    sequences of runs (names of ops) to start from.
+    ``search``: the annealing; it has the plans that it found. ``proof``: the search for a lower bound. ``seconds``: the
+    CPU seconds of the bound and the annealing together. The annealing does not begin if less than a second is left.
+    ``starts``: sequences of runs (names of ops) to start from.
     """
 
-    def __init__(self, search: Search, proof: Proof, until: float, starts: Sequence[Sequence[str]]) -> None:
-        self.search, self.proof, self.until, self.starts = search, proof, until, starts
-        self.effort: SearchBudget | None = None
+    def __init__(self, search: Search, proof: Proof, seconds: float, starts: Sequence[Sequence[str]]) -> None:
+        self.search, self.proof, self.seconds, self.starts = search, proof, seconds, starts
+        self.effort: Effort | None = None
         self._stopped = threading.Event()
         self._thread = threading.Thread(target=self._work, daemon=True)
 
@@ -41,11 +40,12 @@ class SecondSearch:
         self._thread.join()
 
     def _work(self) -> None:
+        began = self.proof.spent
         while self.proof.working:
             if self._stopped.wait(0.1):
                 return
-        left = self.until - time.monotonic()
+        left = self.seconds - (self.proof.spent - began)
         if left > SHORTEST:
-            self.effort = SearchBudget(left)
+            self.effort = Effort(left)
             if not self._stopped.is_set():  # `__exit__` cannot stop an effort that did not exist yet
                 self.search.run(self.starts, self.effort)

@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import math
 import os
-import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
@@ -26,13 +25,13 @@ from typing import TypeAlias
 from rematplan.ir import TrainingGraph
 from rematplan.planner.annealing.annealer import Annealer
 from rematplan.planner.annealing.restarts import Search
-from rematplan.planner.annealing.search_budget import SearchBudget
 from rematplan.planner.arrays.phases import infer_phases
 from rematplan.planner.arrays.precedence import without_inverses
 from rematplan.planner.auto.block_starts import leanest_plans
 from rematplan.planner.auto.eviction import EVICTION, lower_by_eviction
 from rematplan.planner.auto.without_inverses_first import search_without_inverses_first
 from rematplan.planner.bounds.cut_bounds import min_peak_bound
+from rematplan.planner.core.effort import Effort
 from rematplan.planner.core.plan import Plan, by_peak
 from rematplan.planner.core.schedule import runs_of
 from rematplan.planner.core.strategy import INTERRUPTS, Progress, silent
@@ -73,9 +72,6 @@ class PeakSearchOptions:
     """A stage that lowers the peak by less than this share of it counts as one without gain."""
     stale_stages: int = 2
     """The stages end after so many in a row without gain."""
-    patience: tuple[float, float] = (4.0, 10.0)
-    """Although the stages count moves, they end after this multiple of the time limit (the first number) or this many
-    seconds (the second), whichever is longer. This is for machines that are very slow or busy."""
 
 
 PEAK_SEARCH = PeakSearchOptions()
@@ -89,7 +85,7 @@ def is_small(graph: TrainingGraph) -> bool:
 
 def search_smallest_peak(
     graph: TrainingGraph,
-    seconds: float,
+    effort: Effort,
     starts: Sequence[Plan] = (),
     progress: Progress = silent,
     *,
@@ -98,7 +94,7 @@ def search_smallest_peak(
     keep_order: bool = False,
     seed: int = 0,
 ) -> tuple[Plan, BaseException | None]:
-    """Search for the plan with the smallest peak, as `find_smallest_peak` does, within a time limit.
+    """Search for the plan with the smallest peak, as `find_smallest_peak` does, but in stages.
 
     A small problem (`is_small`) is searched in stages. Each stage makes twice as many moves as the one before, and
     starts from the plan that the one before found. The time limit determines the number of stages, but the clock does
@@ -107,7 +103,7 @@ def search_smallest_peak(
 
     Args:
         graph: the problem, as for `find_smallest_peak`.
-        seconds: the time limit. A small problem may take more on a busy machine, or less if stages gain nothing.
+        effort: what the search may spend, in seconds or moves. It may end earlier if nothing more is gained.
         starts: known plans of the problem.
         progress: called with the fraction done (0 to 1) and a short text.
         enough: bytes; the search ends with the first plan found whose peak is this small.
@@ -125,26 +121,27 @@ def search_smallest_peak(
         find_smallest_peak, graph, progress=progress, enough=enough, keep_order=keep_order, seed=seed
     )
     if not is_small(graph):
-        effort = SearchBudget(seconds, ended=ended)
-        return search(effort, starts), effort.interrupted
-    until = time.monotonic() + max(PEAK_SEARCH.patience[0] * seconds, PEAK_SEARCH.patience[1])
-    left, moves = int(PEAK_SEARCH.moves_per_second * seconds), PEAK_SEARCH.first_stage
-    blocks, stale, least = leanest_plans(graph, math.inf), 0, None
+        part = effort.part(effort.left, ended)
+        return search(part, starts), part.interrupted
+    seconds, moves = effort.left / effort.of(1.0), PEAK_SEARCH.first_stage
+    left = int(PEAK_SEARCH.moves_per_second * seconds)
+    limit = math.inf if effort.moves else seconds
+    blocks, stale, least = leanest_plans(graph, Effort()), 0, None
     while least is None or (left >= moves and stale < PEAK_SEARCH.stale_stages):
-        effort = SearchBudget(seconds, moves, ended=lambda: ended() or time.monotonic() > until)
+        stage = Effort(limit, moves, ended=ended)
         known = starts if least is None else [*starts, least]
-        found = search(effort, known, blocks=blocks)
+        found = search(stage, known, blocks=blocks)
         gained = least is None or found.peak < (1 - PEAK_SEARCH.stage_gain) * least.peak
         stale, least = 0 if gained else stale + 1, found if least is None else min(found, least, key=by_peak)
         left, moves = left - moves, 2 * moves
-        if effort.interrupted or effort.ended() or least.peak <= max(enough, min_peak_bound(graph).bytes):
-            return least, effort.interrupted
+        if stage.interrupted or stage.cut_short or least.peak <= max(enough, min_peak_bound(graph).bytes):
+            return least, stage.interrupted
     return least, None
 
 
 def find_smallest_peak(
     graph: TrainingGraph,
-    effort: SearchBudget,
+    effort: Effort,
     starts: Sequence[Plan] = (),
     progress: Progress = silent,
     *,
@@ -177,8 +174,8 @@ def find_smallest_peak(
             ``effort.interrupted`` is set.
     """
     if blocks is None:
-        until = math.inf if effort.moves else effort.began + PEAK_SEARCH.blocks * effort.total
-        blocks = leanest_plans(graph, until)
+        part = Effort() if effort.moves else effort.part(PEAK_SEARCH.blocks * effort.total)
+        blocks = leanest_plans(graph, part)
     graph = infer_phases(graph)
     lean = min((p.estimate.peak for p in blocks), default=math.inf)
     inverses = {inverse.name for inverse in graph.inverses}
@@ -187,12 +184,14 @@ def find_smallest_peak(
         known = [
             p for p in (*starts, *blocks) if problem is graph or inverses.isdisjoint(runs_of(p.schedule))
         ]
-        until = effort.spent() + share * (effort.total - effort.spent())
+        part = effort.part(share * effort.left)
         if effort.interrupted:
             return min(carried, key=by_peak)
         aim = min_peak_bound(problem).bytes
-        lowering = _Lowering(problem, effort, until, aim, enough, seed, keep_order)
-        return lowering.run([*known, *carried], partial(_report, progress))
+        lowering = _Lowering(problem, part, aim, enough, seed, keep_order)
+        found = lowering.run([*known, *carried], partial(_report, progress))
+        effort.interrupted = part.interrupted
+        return found
 
     begun = any(p.estimate.peak <= lean for p in starts)
     plain = [without_inverses(graph)] if graph.inverses and not begun else []
@@ -207,16 +206,14 @@ def _report(progress: Progress, done: float, _overhead: float | None) -> None:
 class _Lowering:
     """The search for the smallest peak of one problem, by eviction and annealing.
 
-    ``effort``: the time or number of moves, of which other searches may spend some. ``until``: this search ends when so
-    much of ``effort`` is spent: seconds or moves. ``aim``: bytes that no peak is below; the search aims there.
+    ``effort``: what the search may spend. ``aim``: bytes that no peak is below; the search aims there.
     ``enough``: bytes; the search ends when a peak is this small. ``seed``: the seed of the random choices.
     ``keep_order``: whether the first runs of all ops keep the problem's order. ``least``: the plan with the smallest
     peak so far.
     """
 
     graph: TrainingGraph
-    effort: SearchBudget
-    until: float
+    effort: Effort
     aim: int
     enough: int
     seed: int
@@ -247,17 +244,14 @@ class _Lowering:
         return self.least.estimate.peak <= max(self.aim, self.enough)
 
     def _evict(self) -> None:
-        spent = self.effort.spent()
-        end = spent + PEAK_SEARCH.eviction * max(0.0, self.until - spent)
         self.least = lower_by_eviction(
             self.graph,
             self.least,
             self.aim,
-            lambda: self.effort.spent() < end,
+            self.effort.part(PEAK_SEARCH.eviction * self.effort.left),
             first=EVICTION.next_pass,
             enough=self.enough,
             seed=self.seed,
-            most_runs=self.effort.moves or math.inf,
         )
 
     def _descend(self, starts: Sequence[Sequence[str]], report: Report) -> None:
@@ -280,7 +274,7 @@ class _Lowering:
         """Search for plans within budgets that are clearly below the smallest peak so far. Repeat this until no such
         plan is found or the effort is spent."""
         gained = True
-        while gained and not self._ended and self.effort.spent() < self.until:
+        while gained and not self._ended and not self.effort.over:
             peak, gained = self.least.estimate.peak, False
             targets = [max(self.aim, peak - max(1, int(share * peak))) for share in PEAK_SEARCH.leaps]
             # Without phases, a search has two threads itself.
@@ -309,7 +303,7 @@ class _Lowering:
         self.least = min((self.least, *found), key=by_peak)
 
     def _in_threads(
-        self, searches: Sequence[Search], methods: Sequence[Callable[[SearchBudget], object]], share: float
+        self, searches: Sequence[Search], methods: Sequence[Callable[[Effort], object]], share: float
     ) -> None:
         """Run ``searches`` in parallel, one in this thread and each other in a thread of its own. If one of them finds
         a peak that is small enough, the others end soon.
@@ -319,11 +313,11 @@ class _Lowering:
             methods: for each search, the function that runs it. It is called with the effort that it may spend.
             share: the share (0 to 1) of the seconds or moves that are left, which each search may spend.
         """
-        left = share * max(0.0, self.until - self.effort.spent())
-        moves, ended = max(1, int(left)) if self.effort.moves else 0, self.effort.ended
-        parts = [SearchBudget(left, moves, ended=ended) for _ in searches]
+        first = self.effort.part(share * self.effort.left)
+        parts = [first, *(Effort(first.total, ended=lambda: first.cut_short) for _ in searches[1:])]
 
         def run(k: int) -> None:
+            parts[k].begin()
             methods[k](parts[k])
             if _peak_of(searches[k]) <= self.enough:
                 for part in parts:
@@ -336,7 +330,6 @@ class _Lowering:
                 for other in work:
                     other.result()
             finally:
-                self.effort.done += parts[0].done
                 for part in parts:
                     part.stop()
 
@@ -346,7 +339,7 @@ def _peak_of(search: Search) -> float:
     return math.inf if search.smallest is None else search.smallest.estimate.peak
 
 
-def _lower(search: Search, starts: Sequence[Sequence[str]], enough: int, effort: SearchBudget) -> None:
+def _lower(search: Search, starts: Sequence[Sequence[str]], enough: int, effort: Effort) -> None:
     """Lower the smallest peak of ``search`` by descents, until several in a row gain nothing, the budget is met, a peak
     is at most ``enough`` (bytes), or the effort is spent. ``starts``: sequences of runs (names of ops) to start
     from."""
@@ -355,14 +348,14 @@ def _lower(search: Search, starts: Sequence[Sequence[str]], enough: int, effort:
     while (
         stalls < PEAK_SEARCH.stalls
         and search.least.estimate.peak > max(search.budget, enough)
-        and effort.spent() < effort.total
+        and not effort.over
     ):
         before = search.least.estimate.peak
         search.descend(effort, effort.total, enough=enough)
         stalls = stalls + 1 if search.least.estimate.peak == before else 0
 
 
-def _fit(search: Search, starts: Sequence[Sequence[str]], enough: int, effort: SearchBudget) -> None:
+def _fit(search: Search, starts: Sequence[Sequence[str]], enough: int, effort: Effort) -> None:
     """Search for any plan within the budget of ``search``, however large its overhead is; the search ends with the
     first one, or when a peak is at most ``enough`` (bytes). ``starts``: sequences of runs (names of ops) to start
     from."""

@@ -51,8 +51,9 @@ class TimeShares:
     """The number of cores from which on a second annealing runs, after the search for the lower bound has ended."""
     few_ops: int = 200
     """With fewer ops than this, the block strategies take almost no time, and there is no annealing before them."""
-    exhaustive: float = 0.1
-    """The largest share for trying all schedules of a small problem."""
+    states_per_second: int = 3000
+    """All schedules of a small problem are tried through at most so many sets of resident tensors per second of the
+    time limit. That takes about a tenth of the time."""
     states: int = 100_000
     """If the plans from which annealing would start are not proven optimal, all schedules of a small problem are tried,
     through at most this many sets of resident tensors. That takes 2 to 5 seconds."""
@@ -71,6 +72,7 @@ class SessionOptions:
 
     name: str
     time_limit: float
+    moves: int
     seed: int
     keep_order: bool
     gap: float

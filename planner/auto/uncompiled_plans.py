@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterator
 
 from rematplan.ir import TrainingGraph
@@ -10,6 +9,7 @@ from rematplan.planner.arrays.precedence import without_inverses
 from rematplan.planner.auto.eviction import plan_by_eviction
 from rematplan.planner.blocks.forward_graph import forward_graph
 from rematplan.planner.blocks.lowering import lower_to_positions, partition_of
+from rematplan.planner.core.effort import Effort
 from rematplan.planner.core.plan import Plan, plan_from_runs
 from rematplan.planner.core.strategy import silent
 from rematplan.planner.strategies.block_strategy import BlockStrategy
@@ -31,20 +31,20 @@ def uncompiled_plan(graph: TrainingGraph, budget: int, seconds: float) -> Plan |
     ``seconds``: the time limit if a plan fits. If the two strategies find none, eviction may go on until four times
     this time.
     """
-    start = time.monotonic()
-    best = _best_of_chen(graph, budget, start + seconds) if graph.has_phases else None
-    until = start + (seconds if best else seconds * LONGEST)
-    evicted = plan_by_eviction(graph, budget, lambda: time.monotonic() < until, tries=SIMULATIONS)
+    effort = Effort(seconds * LONGEST)
+    best = _best_of_chen(graph, budget, effort.part(seconds)) if graph.has_phases else None
+    left = effort.part(seconds - effort.spent()) if best else effort
+    evicted = plan_by_eviction(graph, budget, left, tries=SIMULATIONS)
     found = [plan for plan in (best, evicted) if plan is not None]
     return min(found, key=lambda plan: plan.estimate.cost, default=None)
 
 
-def _best_of_chen(graph: TrainingGraph, budget: int, until: float) -> Plan | None:
+def _best_of_chen(graph: TrainingGraph, budget: int, effort: Effort) -> Plan | None:
     best: Plan | None = None
     for plan in _chen_plans(graph):
         if plan.peak <= budget and (best is None or plan.estimate.cost < best.estimate.cost):
             best = plan
-        if best is not None and time.monotonic() > until:
+        if best is not None and effort.over:
             break
     return best
 

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from rematplan.ir import TrainingGraph
 from rematplan.planner.bounds.cut_bounds import Bound, CutBounds
 from rematplan.planner.bounds.cut_growth import Growth
+from rematplan.planner.core.effort import Effort
 from rematplan.planner.ilp.solver import Solver
 
 
@@ -23,30 +24,21 @@ class BoundSearch(CutBounds):
     one, and integer programs for the set prove higher bounds.
     """
 
-    _growth: Growth | None = None
-
-    def run(self, time_limit: float, enough: Callable[[float], bool] = lambda _: False) -> Bound:
-        """Search for up to ``time_limit`` seconds. Return the best bound proven, which is also in ``best``.
+    def run(self, effort: Effort, enough: Callable[[float], bool] = lambda _: False) -> Bound:
+        """Search until ``effort`` is spent. Return the best bound proven, which is also in ``best``.
 
         ``enough``: the search ends when it returns True. It is called repeatedly, with the overhead that is proven so
         far (a fraction).
         """
         with Solver() as self._solver:
-            self._growth = Growth(self, time_limit, enough)
-            self._growth.run()
+            Growth(self, effort, enough).run()
         return self.best
-
-    def extend(self, seconds: float) -> None:
-        """Change the time limit of a search that is running: it may go on for ``seconds`` from now. This has no
-        effect before `run` has begun."""
-        if self._growth is not None:
-            self._growth.time_limit = self._growth.spent + seconds
 
 
 def lower_bound(graph: TrainingGraph, budget: int, time_limit: float = 10.0) -> Bound:
     """Return a proven lower bound of the overhead of all schedules whose peak is at most ``budget`` bytes.
 
-    ``time_limit``: seconds for the search. The bound is never below the overhead of running only the ops that every
+    ``time_limit``: CPU seconds for the search. The bound is never below the overhead of running only the ops that every
     schedule must run, each once.
     """
-    return BoundSearch(graph, budget).run(time_limit)
+    return BoundSearch(graph, budget).run(Effort(time_limit))

@@ -20,6 +20,7 @@ from rematplan.planner.bounds.max_flow import flow_bound
 from rematplan.planner.bounds.multi_cut_program import COST_UNIT, CutProgram
 from rematplan.planner.bounds.rounding import rounded_runs
 from rematplan.planner.caches.graph_cache import cached_on
+from rematplan.planner.core.effort import Effort
 from rematplan.planner.core.plan import CLOSED
 from rematplan.planner.ilp.solver import Solver
 
@@ -144,7 +145,7 @@ class CutBounds:
         needed = (op.cost for i, op in enumerate(self.graph.ops) if self.order.needed >> i & 1)
         return math.fsum(needed) / self.graph.base_cost - 1 if self.graph.base_cost else 0.0
 
-    def solve(self, cuts: Sequence[int], seconds: float, *, integer: bool) -> tuple[float, bool]:
+    def solve(self, cuts: Sequence[int], effort: Effort, *, integer: bool) -> tuple[float, bool]:
         """Solve the integer program of a set of cuts, or its linear relaxation, and record the bound that it proves.
 
         An integer solution may contain *loops*: tensors that it computes only from each other, by ops and their
@@ -152,7 +153,7 @@ class CutBounds:
 
         Args:
             cuts: positions in ``graph.ops`` of the ops to cut at. Each must precede the next in every schedule.
-            seconds: the time limit of the solver.
+            effort: what the solver may spend.
             integer: whether to solve the integer program; if not, the relaxation.
 
         Returns:
@@ -167,7 +168,7 @@ class CutBounds:
             return math.inf, True
         if not rows.cost:
             return self.best.overhead, True
-        answer = self._solver.solve(rows, seconds, integer=integer, gap=GAP)
+        answer = self._solver.solve(rows, effort, integer=integer, gap=GAP)
         if integer:
             self.rounded = ()
         proven = answer.dual

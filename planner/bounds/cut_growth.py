@@ -19,12 +19,12 @@ network's heaviest chain.
 from __future__ import annotations
 
 import math
-import time
 from collections.abc import Callable, Collection, Mapping
 
 from rematplan.planner.bounds.cut_bounds import CutBounds
 from rematplan.planner.bounds.cut_places import in_line, prominence
 from rematplan.planner.bounds.rounding import bytes_at_first_run
+from rematplan.planner.core.effort import Effort
 
 Cuts = tuple[int, ...]
 
@@ -54,13 +54,12 @@ class Growth:
     """Adds cuts to a set, to raise the lower bound of the overhead in ``search``. A *cut* at an op is the constraint
     that the bytes resident at the op's first execution fit the budget.
 
-    ``time_limit``: seconds since this object was created. ``enough``: the growth ends when it returns True. It is
-    called repeatedly, with the overhead that is proven so far.
+    ``effort``: what the growth may spend. ``enough``: the growth ends when it returns True. It is called repeatedly,
+    with the overhead that is proven so far.
     """
 
-    def __init__(self, search: CutBounds, time_limit: float, enough: Callable[[float], bool]) -> None:
-        self.search, self.enough = search, enough
-        self.began, self.time_limit = time.monotonic(), time_limit
+    def __init__(self, search: CutBounds, effort: Effort, enough: Callable[[float], bool]) -> None:
+        self.search, self.effort, self.enough = search, effort, enough
         self._relaxed: dict[Cuts, float] = {}
         self._solved: dict[Cuts, tuple[float, Mapping[int, int]]] = {}
         self._resident: Mapping[int, int] = {
@@ -195,28 +194,28 @@ class Growth:
         """Return the overhead that the linear relaxation of the integer program of ``cuts`` proves. The result is
         cached for each set of cuts."""
         if cuts not in self._relaxed:
-            self._relaxed[cuts] = self.search.solve(cuts, self.left, integer=False)[0]
+            self._relaxed[cuts] = self.search.solve(cuts, self.effort, integer=False)[0]
         return self._relaxed[cuts]
 
     def solve(self, cuts: Cuts) -> tuple[float, bool]:
         """Solve the integer program of the set ``cuts``. Return the overhead that it proves, and whether more time
         would prove nothing more.
 
-        The program gets as many seconds as were spent on the growth before, at least `FIRST`, at most the seconds
-        left. If a solution contains loops (tensors computed only from each other), the program is solved again
-        without them. The bytes resident in the solution are recorded for `resident`. For a problem with too many ops
-        for integer programs (``search.vast``), the result is (-inf, True) at once.
+        The program gets as much effort as was spent on the growth before, at least `FIRST`, at most what is left. If a
+        solution contains loops (tensors computed only from each other), the program is solved again without them. The
+        bytes resident in the solution are recorded for `resident`. For a problem with too many ops for integer programs
+        (``search.vast``), the result is (-inf, True) at once.
         """
         if self.search.vast:
             return -math.inf, True
         if cuts in self._solved:
             proven, self._resident = self._solved[cuts]
             return proven, True
-        until = self.spent + min(self.left, max(FIRST, self.spent))
+        effort = self.effort.part(max(self.effort.of(FIRST), self.effort.spent()))
         proven, solved, known = -math.inf, False, -1
-        while known < len(self.search.loops) and self.spent < until and not self.over():
+        while known < len(self.search.loops) and not effort.over and not self.over():
             known = len(self.search.loops)  # loops of this solution are excluded from the next program
-            floor, solved = self.search.solve(cuts, until - self.spent, integer=True)
+            floor, solved = self.search.solve(cuts, effort, integer=True)
             proven = max(proven, floor)
         if self.search.rounded:
             resident = bytes_at_first_run(self.search.graph, self.search.rounded)
@@ -227,18 +226,8 @@ class Growth:
             self._solved[cuts] = proven, self._resident
         return proven, solved
 
-    @property
-    def spent(self) -> float:
-        """The seconds since this object was created."""
-        return time.monotonic() - self.began
-
-    @property
-    def left(self) -> float:
-        """The seconds left until the time limit, at least 0."""
-        return max(0.0, self.time_limit - self.spent)
-
     def over(self) -> bool:
         """Return whether the growth must end: it was stopped, time is up, it is proven that no schedule fits, or
         ``enough`` returned True."""
         best = self.search.best
-        return self.search.stopped or not self.left or best.unreachable or self.enough(best.overhead)
+        return self.search.stopped or self.effort.over or best.unreachable or self.enough(best.overhead)

@@ -13,8 +13,6 @@ better. Complexity: a few dozen maximum flows and schedules.
 
 from __future__ import annotations
 
-import math
-import time
 from collections.abc import Sequence
 
 import numpy as np
@@ -26,6 +24,7 @@ from rematplan.planner.blocks.evaluate_runs import evaluate_runs
 from rematplan.planner.blocks.lowering import kept_always
 from rematplan.planner.blocks.lowering_kernel import lowered
 from rematplan.planner.bounds.max_flow import CutNetwork
+from rematplan.planner.core.effort import Effort
 
 SLOPE = 0.05
 PRICES = 28  # the largest number of prices tried
@@ -34,7 +33,7 @@ CLOSE = 1.00002  # prices within this factor count as equal
 
 
 def cut_start(
-    graph: TrainingGraph, order: Precedence, cut: int, budget: int, until: float = math.inf
+    graph: TrainingGraph, order: Precedence, cut: int, budget: int, effort: Effort | None = None
 ) -> list[str] | None:
     """Return the cheapest order of execution (names of ops, repeats included) within ``budget`` bytes that is found
     by minimum cuts between forward and backward; None if none is within the budget.
@@ -49,14 +48,14 @@ def cut_start(
         cut: the position in ``graph.ops`` of an op that every schedule runs, at the boundary of forward and backward
             or soon after it.
         budget: bytes.
-        until: a time of `time.monotonic`, in seconds; no further price is tried after it.
+        effort: no further price is tried once this is spent; None: without limit.
     """
     network = CutNetwork(graph, order, cut, SLOPE)
     unit = graph.base_cost / max(1, budget - graph.input_bytes)
     low, high, price = 0.0, 0.0, FIRST_PRICE * unit
     best: tuple[float, Ints] | None = None
     for _ in range(PRICES):
-        if time.monotonic() > until:
+        if effort is not None and effort.over:
             break
         found = network.minimum(price)
         if found is None:

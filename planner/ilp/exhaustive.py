@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import heapq
 import math
-import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
@@ -38,15 +37,13 @@ class Optimum:
     runs: tuple[str, ...]
 
 
-def exhaustive(
-    graph: TrainingGraph, budget: int, most_states: int = MOST_STATES, until: float = math.inf
-) -> Optimum | None:
+def exhaustive(graph: TrainingGraph, budget: int, most_states: int = MOST_STATES) -> Optimum | None:
     """Return the optimal schedule within ``budget`` bytes of a tiny problem, found by a search (A*) over all sets of
     resident tensors.
 
     Return None if the problem is too large: if it has more than `MOST_TENSORS` tensors (without inputs; an op that
     writes nothing, may run only once, or has its place in ``graph.ordered`` counts as a tensor), or if the search
-    reaches more than ``most_states`` sets of resident tensors, or lasts longer than ``until`` (of `time.monotonic`).
+    reaches more than ``most_states`` sets of resident tensors.
     """
     masks = _Masks(graph)
     if masks.bits > MOST_TENSORS:
@@ -62,8 +59,6 @@ def exhaustive(
             continue
         if mask & masks.goal == masks.goal:
             return Optimum(cost, _path(came, mask))
-        if time.monotonic() > until:
-            return None
         resident = graph.input_bytes + masks.bytes(mask)
         for op, reads, writes in masks.recipes:
             if mask & reads != reads or not writes & masks.useful & ~mask or masks.forbids(op.name, mask):

@@ -13,10 +13,13 @@ import os
 import signal
 import struct
 import sys
+import time
 from contextlib import suppress
 from typing import IO
 
 LENGTH = struct.Struct("<Q")
+CPU_SECONDS = struct.Struct("<d")
+"""The CPU seconds of this process for a request, which precede each response."""
 PR_SET_PDEATHSIG = 1
 """Linux's number of the request to send a signal when the parent ends (prctl(2))."""
 
@@ -81,7 +84,9 @@ def main() -> None:
     with os.fdopen(os.dup(sys.stdout.fileno()), "wb") as answers:
         os.dup2(sys.stderr.fileno(), sys.stdout.fileno())
         while (request := read_message(sys.stdin.buffer)) is not None:
-            write_message(answers, respond(request))
+            began = time.process_time()
+            response = respond(request)
+            write_message(answers, CPU_SECONDS.pack(time.process_time() - began) + response)
 
 
 if __name__ == "__main__":

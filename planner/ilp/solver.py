@@ -11,18 +11,24 @@ import math
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 
 from ortools.math_opt import model_pb2, parameters_pb2, result_pb2, rpc_pb2, solution_pb2
 
+from rematplan.planner.core.effort import PATIENCE, Effort
 from rematplan.planner.ilp import highs_process
-from rematplan.planner.ilp.highs_process import read_message, respond, write_message
+from rematplan.planner.ilp.highs_process import CPU_SECONDS, read_message, respond, write_message
 from rematplan.planner.ilp.sparse_rows import Rows
 
 OVERRUN = 0.5
 """Seconds by which HiGHS may exceed its own limit before its process is killed."""
+LONG = 0.05
+"""CPU seconds from which on a solve shows how busy the machine is."""
+MOVES, NODES = 20_000, 200
+"""If moves are counted, a program counts as so many of them, and its search tree has at most so many nodes."""
 
 
 @dataclass(frozen=True)
@@ -48,6 +54,8 @@ class Solver:
         self._process: subprocess.Popen[bytes] | None = None
         self._lock = threading.Lock()
         self._stopped = False
+        # HiGHS knows only the wall clock: its limit is the CPU seconds times this, which the last long solve needed.
+        self._stretch = 1.0
 
     def __enter__(self) -> Solver:
         return self
@@ -67,21 +75,21 @@ class Solver:
     def solve(
         self,
         rows: Rows,
-        seconds: float,
+        effort: Effort,
         *,
         integer: bool,
         gap: float,
         hint: Mapping[int, float] | None = None,
     ) -> Answer:
-        """Minimise the cost of a program for at most about ``seconds``, and return the best solution found and a proven
-        lower bound of the cost.
+        """Minimise the cost of a program, and return the best solution found and a proven lower bound of the cost.
 
         The result is an `Answer` without solution and bound after `stop`, if the process that solves had to be killed
         because it was late, or if HiGHS fails.
 
         Args:
             rows: the program. `Rows.constant` and `Rows.impossible` are ignored.
-            seconds: the time limit.
+            effort: what may be spent. The CPU seconds of the process are charged to it; if moves are counted,
+                `MOVES` are, and the number of nodes is limited instead of the time.
             integer: whether to solve the integer program; if False, its linear relaxation.
             gap: the solver stops when the cost of its best solution is proven to exceed the optimum by at most this
                 much; in the unit of the cost. Ignored for the linear relaxation.
@@ -89,26 +97,35 @@ class Solver:
         """
         if self._stopped:
             return Answer()
+        seconds = math.inf if effort.moves else effort.left * self._stretch
         request = _request(rows, seconds, integer, gap, hint or {})
-        response = self._exchange(request.SerializeToString(), seconds + OVERRUN)
-        return Answer() if response is None else _answer(response, len(rows.cost))
+        began = time.monotonic()
+        response = self._exchange(request.SerializeToString(), seconds + OVERRUN * self._stretch)
+        if response is None:
+            effort.charge(moves=MOVES, seconds=(time.monotonic() - began) / self._stretch)
+            return Answer()
+        cpu, answer = response
+        effort.charge(moves=MOVES, seconds=cpu)
+        if cpu >= LONG:
+            self._stretch = min(PATIENCE, max(1.0, (time.monotonic() - began) / cpu))
+        return _answer(answer, len(rows.cost))
 
-    def _exchange(self, request: bytes, seconds: float) -> bytes | None:
-        """Send a serialised request to the process that solves, and return its serialised response. Return None if
-        there is none after ``seconds``, or if `stop` was called.
+    def _exchange(self, request: bytes, seconds: float) -> tuple[float, bytes] | None:
+        """Send a serialised request to the process that solves. Return the CPU seconds of that process and its
+        serialised response; None if there is none after ``seconds`` on the clock, or if `stop` was called.
 
         If no process can be started, or if it ends by itself, the request is solved in this process.
         """
         process = self._running_process()
         if process is None:
-            return respond(request)
+            return 0.0, respond(request)
         late = threading.Event()
 
         def kill() -> None:
             late.set()
             process.kill()
 
-        timer = threading.Timer(seconds, kill)
+        timer = threading.Timer(min(seconds, threading.TIMEOUT_MAX), kill)
         timer.daemon = True
         timer.start()
         response = _ask(process, request)
@@ -116,8 +133,9 @@ class Solver:
         if response is None:
             self._kill()
             if not late.is_set() and not self._stopped:  # the process ended by itself
-                return respond(request)
-        return response
+                return 0.0, respond(request)
+            return None
+        return CPU_SECONDS.unpack_from(response)[0], response[CPU_SECONDS.size :]
 
     def _running_process(self) -> subprocess.Popen[bytes] | None:
         """Return the process that solves, and start it if it does not run; None if it cannot be started."""
@@ -165,8 +183,11 @@ def _request(
 ) -> rpc_pb2.SolveRequest:
     request = rpc_pb2.SolveRequest(solver_type=parameters_pb2.SOLVER_TYPE_HIGHS, model=_model(rows, integer))
     seconds = max(0.01, seconds)
-    request.parameters.time_limit.seconds = int(seconds)
-    request.parameters.time_limit.nanos = int(seconds % 1 * 1e9)
+    if math.isfinite(seconds):
+        request.parameters.time_limit.seconds = int(seconds)
+        request.parameters.time_limit.nanos = int(seconds % 1 * 1e9)
+    elif integer:
+        request.parameters.node_limit = NODES
     if integer:
         request.parameters.absolute_gap_tolerance = gap
         request.parameters.relative_gap_tolerance = 0.0

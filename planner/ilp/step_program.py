@@ -82,7 +82,7 @@ def solve_steps(graph: TrainingGraph, budget: int, steps: int, seconds: float) -
     price = [round(op.cost * scale) for op in recipes]
     model.minimize(sum(price[v] * count for v, count in _counted(model, graph, recipes, steps, runs).items()))
     solver = cp_model.CpSolver()
-    solver.parameters.max_time_in_seconds = max(0.01, seconds)
+    solver.parameters.max_deterministic_time = max(0.01, seconds)
     solver.parameters.num_workers = 1
     status = solver.solve(model)
     if status not in (cp_model.OPTIMAL, cp_model.FEASIBLE):

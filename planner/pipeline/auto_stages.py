@@ -9,6 +9,7 @@ from rematplan.ir import InfeasibleBudget, TrainingGraph
 from rematplan.planner.auto.auto_strategy import Auto
 from rematplan.planner.auto.smallest_peak_search import search_smallest_peak
 from rematplan.planner.bounds.bound_search import lower_bound
+from rematplan.planner.core.effort import Effort
 from rematplan.planner.core.plan import Plan
 from rematplan.planner.core.strategy import Strategy
 
@@ -36,7 +37,7 @@ class AutoStages:
 
         If the problem is small (`is_small`), the result does not depend on the speed of the machine.
         """
-        plan, interrupted = search_smallest_peak(graph, self.time_limit, starts)
+        plan, interrupted = search_smallest_peak(graph, Effort(self.time_limit), starts)
         if interrupted is not None:
             raise interrupted
         return plan

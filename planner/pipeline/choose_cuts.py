@@ -10,7 +10,6 @@ planned, or until a limit of rounds or time.
 from __future__ import annotations
 
 import math
-import time
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache, cached_property
@@ -18,6 +17,7 @@ from itertools import pairwise
 
 from rematplan.ir import InfeasibleBudget
 from rematplan.planner.arrays.indexed import indexed
+from rematplan.planner.core.effort import Effort
 from rematplan.planner.core.strategy import Progress, silent
 from rematplan.planner.pipeline.actions import PipelineSchedule, StagePlan, stages_that_free_outputs
 from rematplan.planner.pipeline.dataflow_plans import starting_plans
@@ -278,10 +278,10 @@ class PipelineSearch:
         ``seconds``: how long these searches may take together. Each has an equal share of what its predecessors leave.
         """
         keys = [(rank, self._intervals(cuts, rank)) for rank in range(self.schedule.ranks)]
-        until, unplanned = time.monotonic() + seconds, sum(key not in self.planned for key in keys)
+        effort, unplanned = Effort(seconds), sum(key not in self.planned for key in keys)
         for key in keys:
             if key not in self.planned:
-                share = max(0.0, until - time.monotonic()) / unplanned
+                share = effort.left / unplanned
                 unplanned -= 1
                 try:
                     search = self._rank_search(*key, self.terms.budget, share)
@@ -338,11 +338,11 @@ class PipelineSearch:
     @property
     def _left(self) -> float:
         """The seconds that are left for trying cuts, from the first use of this property on."""
-        return max(0.0, self._until - time.monotonic())
+        return self._effort.left
 
     @cached_property
-    def _until(self) -> float:
-        return time.monotonic() + self.seconds
+    def _effort(self) -> Effort:
+        return Effort(self.seconds)
 
     @property
     def recovers(self) -> bool:

@@ -21,7 +21,6 @@ assume that each op does so where it can. The search assumes the same first, and
 from __future__ import annotations
 
 import math
-import time
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from copy import copy
@@ -32,6 +31,7 @@ from typing import Protocol
 
 from rematplan.ir import CHEAP, InfeasibleBudget, TrainingGraph
 from rematplan.planner.bounds.cut_bounds import CutBounds, min_peak_bound
+from rematplan.planner.core.effort import Effort
 from rematplan.planner.core.plan import Plan
 from rematplan.planner.core.schedule import Run
 from rematplan.planner.pipeline.actions import RankActions, StagePlan
@@ -132,7 +132,7 @@ class RankSearch:
         starts: Sequence[Sequence[Plan]] = (),
         kept: Sequence[int] = (),
     ) -> None:
-        self.seconds, self.until = seconds, math.inf
+        self.seconds, self.effort = seconds, Effort()
         self.stages, self.budget, self.planner = tuple(stages), budget, planner
         self.known = RankCandidates(stages, actions, kept)
         for at, stage in enumerate(self.stages):
@@ -230,7 +230,7 @@ class RankSearch:
         its middle is tried; this is repeated. The search ends when no interval that can still be halved has a lower
         bound below the recomputation of the best plans, after `LIMITS.refined` intervals, or when time is over.
         """
-        self.until = time.monotonic() + self.seconds
+        self.effort = Effort(self.seconds)
         most = self._share(self._least_room)
         shares = sorted({*(most * k / (LIMITS.grid - 1) for k in range(LIMITS.grid)), 1.0})
         guess = min(most, self._share(self._even_room))
@@ -260,7 +260,7 @@ class RankSearch:
 
     @property
     def _late(self) -> bool:
-        return time.monotonic() > self.until
+        return self.effort.over
 
     def _middle(self, interval: tuple[float, float]) -> list[Bounds]:
         return self.rank.bounds(sum(interval) / 2)

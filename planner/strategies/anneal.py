@@ -8,10 +8,11 @@ from dataclasses import dataclass, replace
 from typing import ClassVar, Self
 
 from rematplan.ir import TrainingGraph
+from rematplan.planner.annealing.annealer import compile_annealer
 from rematplan.planner.annealing.cheap_plan import CHEAP_SHARE, refusal
 from rematplan.planner.annealing.problem_arrays import recipes
 from rematplan.planner.annealing.restarts import Search
-from rematplan.planner.annealing.search_budget import SearchBudget
+from rematplan.planner.core.effort import Effort
 from rematplan.planner.core.plan import Plan
 from rematplan.planner.core.schedule import runs_of
 from rematplan.planner.core.strategy import Progress, SearchStrategy, silent
@@ -64,7 +65,8 @@ class Anneal(SearchStrategy):
         Raises:
             InfeasibleBudget: no plan was found that fits; the error states the smallest peak found.
         """
-        floor = _floor(graph)
+        compile_annealer()  # before the clock starts
+        floor, effort = _floor(graph), Effort(self.time_limit, self.moves)
         search = Search(
             graph,
             budget,
@@ -73,10 +75,10 @@ class Anneal(SearchStrategy):
             enough=lambda overhead: overhead <= floor + 1e-12,
             report=lambda fraction, overhead: progress(fraction, _text(overhead)),
         )
-        plan = search.run([runs_of(p.schedule) for p in starts], SearchBudget(self.time_limit, self.moves))
+        plan = search.run([runs_of(p.schedule) for p in starts], effort)
         if plan is None:
-            least, effort = search.least, SearchBudget(CHEAP_SHARE * self.time_limit, self.moves // 20)
-            raise refusal(self.name, graph, budget, least, effort, seed=self.seed, keep_order=self.keep_order)
+            more, order = effort.like(CHEAP_SHARE), self.keep_order
+            raise refusal(self.name, graph, budget, search.least, more, seed=self.seed, keep_order=order)
         return plan
 
 

@@ -4,19 +4,19 @@ once."""
 from __future__ import annotations
 
 import math
-import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import ClassVar
 
 from rematplan.ir import TrainingGraph, UsageError
+from rematplan.planner.annealing.annealer import compile_annealer
 from rematplan.planner.annealing.cheap_plan import CHEAP_SHARE, refusal
 from rematplan.planner.annealing.restarts import Search
-from rematplan.planner.annealing.search_budget import SearchBudget
 from rematplan.planner.arrays.phases import infer_phases
 from rematplan.planner.arrays.precedence import without_inverses
 from rematplan.planner.bounds.bound_search import BoundSearch
 from rematplan.planner.bounds.loss_cut_start import cut_start
+from rematplan.planner.core.effort import Effort
 from rematplan.planner.core.plan import CLOSED, Plan, plan_from_runs, with_bound
 from rematplan.planner.core.schedule import runs_of
 from rematplan.planner.core.strategy import INTERRUPTS, Progress, SearchStrategy, silent
@@ -86,7 +86,8 @@ class ILP(SearchStrategy):
             InfeasibleBudget: no plan was found that fits; the error states the smallest peak found.
             KeyboardInterrupt: on Ctrl-C, before any plan was found that fits.
         """
-        graph = infer_phases(graph)
+        compile_annealer()  # before the clock starts
+        graph, effort = infer_phases(graph), Effort(self.time_limit)
         floor = BoundSearch(graph, budget).best.overhead
         best = _Best(graph, budget, progress, floor, floor)
         inverses = {op.name for op in graph.inverses}
@@ -94,18 +95,18 @@ class ILP(SearchStrategy):
             if inverses.isdisjoint(runs):
                 best.offer(runs)
         try:
-            self._search(graph, budget, best)
+            self._search(graph, budget, best, effort)
         except INTERRUPTS:
             if best.plan is None:
                 raise
         if best.plan is None:
-            plain, effort = without_inverses(graph), SearchBudget(CHEAP_SHARE * self.time_limit)
+            plain = without_inverses(graph)
             blocks = NestedDP().around(plain, budget) if plain.has_phases else ()
             least = min((best.least, *blocks), key=lambda plan: plan.peak)
-            raise refusal(self.name, plain, budget, least, effort)
+            raise refusal(self.name, plain, budget, least, effort.like(CHEAP_SHARE))
         return with_bound(replace(best.plan, budget=budget), min(best.bound, best.plan.estimate.overhead))
 
-    def _search(self, graph: TrainingGraph, budget: int, best: _Best) -> None:
+    def _search(self, graph: TrainingGraph, budget: int, best: _Best, effort: Effort) -> None:
         """Search for plans and record them in ``best``: by one integer program over all orders if the problem is small,
         else by annealing followed by an integer program with a fixed order of first executions."""
         recipes = len(graph.recipes)
@@ -117,7 +118,6 @@ class ILP(SearchStrategy):
             if found.runs is not None:
                 best.offer(found.runs)
             return
-        began = time.monotonic()
         plain = without_inverses(graph)
         search = BoundSearch(plain, budget)
         if search.loss_cut >= 0 and plain.base_cost:
@@ -125,54 +125,52 @@ class ILP(SearchStrategy):
             best.goal = search.best.overhead
             if plain is graph:  # a plan with inverses may have less overhead than all plans without them
                 best.bound = best.goal
-            until = began + LIMITS.start * self.time_limit
+            part = effort.part(LIMITS.start * effort.total)
             start = (
-                cut_start(plain, search.order, search.loss_cut, budget, until) if plain.has_phases else None
+                cut_start(plain, search.order, search.loss_cut, budget, part) if plain.has_phases else None
             )
             if start is not None:
                 best.offer(start)
         if best.closed or search.best.unreachable:
             return
-        self._anneal(plain, budget, best)
+        self._anneal(plain, budget, best, effort.part(LIMITS.start * effort.total))
         if best.plan is not None and len(plain.ops) <= LIMITS.most_ops and plain.base_cost:
             program = StageProgram(plain, budget, runs_of(best.plan.schedule), self.upstream)
             with Solver() as solver:
-                self._solve(program, solver, began, best)
+                self._solve(program, solver, effort, best)
 
-    def _anneal(self, graph: TrainingGraph, budget: int, best: _Best) -> None:
+    def _anneal(self, graph: TrainingGraph, budget: int, best: _Best, effort: Effort) -> None:
         """Anneal from the best plan so far, for a part of the time limit. Record in ``best`` the plan found and the one
         with the smallest peak."""
         search = Search(graph, budget, enough=lambda overhead: overhead <= best.goal + CLOSED)
-        found = search.run(best.starts(), SearchBudget(LIMITS.start * self.time_limit))
+        found = search.run(best.starts(), effort)
         if found is not None:
             best.offer(runs_of(found.schedule))
         best.offer(runs_of(search.least.schedule))
 
-    def _solve(self, program: StageProgram, solver: Solver, began: float, best: _Best) -> None:
+    def _solve(self, program: StageProgram, solver: Solver, effort: Effort, best: _Best) -> None:
         """Solve the integer program in slices of time, and record the plans found in ``best``, until the time limit or
         until the solver can find nothing better.
 
         The program is not exact about the peak. If the schedule of a solution exceeds the budget in the simulator,
         constraints are added that exclude it.
-
-        ``began``: the `time.monotonic` at which the search began.
         """
         hint = program.hint()
-        seconds = LIMITS.slice * self.time_limit
-        while not best.closed and (left := began + self.time_limit - time.monotonic()) > 0:
-            best.report(1 - left / self.time_limit)
-            answer = solver.solve(program.rows, min(seconds, left), integer=True, gap=1.0, hint=hint)
+        slice_ = LIMITS.slice * effort.total
+        while not best.closed and not effort.over:
+            best.report(effort.share_spent)
+            answer = solver.solve(program.rows, effort.part(slice_), integer=True, gap=1.0, hint=hint)
             values = answer.values
             if values is None:
                 if answer.done:
                     return
-                seconds *= 2
+                slice_ *= 2
                 continue
             hint = dict(enumerate(values))
             if best.offer(runs_at(program, values)):
                 if answer.done:
                     return
-                seconds *= 1.5
+                slice_ *= 1.5
             elif not add_violated(program, values):
                 return
 

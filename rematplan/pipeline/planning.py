@@ -6,7 +6,6 @@ Each rank stays within its budget.
 from __future__ import annotations
 
 import math
-import time
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
@@ -22,6 +21,7 @@ from rematplan.pipeline.schedules import (
 )
 from rematplan.pipeline.step_chain import NamedChain, named_chain
 from rematplan.pipeline.torch_memory import OPENING
+from rematplan.planner.core.effort import Effort
 from rematplan.planner.core.strategy import Progress, silent
 from rematplan.planner.pipeline.actions import PipelineSchedule
 from rematplan.planner.pipeline.auto_stages import AutoStages
@@ -124,11 +124,11 @@ def _best(
     searches = list(_searches(chains, asked, progress))
     if len(searches) > 1:  # to bound a makespan takes as long as to choose cuts
         searches.sort(key=lambda s: s.least_makespan)
-    until = time.monotonic() + asked.seconds
+    effort = Effort(asked.seconds)
     for number, search in enumerate(searches):
         if best is not None and search.least_makespan >= best.timeline.makespan:
             break
-        left = max(0.0, until - time.monotonic()) / (1 if best else len(searches) - number)
+        left = effort.left / (1 if best else len(searches) - number)
         search.planner, search.seconds = _planner(left, search.schedule.ranks), left
         name = search.schedule.name
         try:

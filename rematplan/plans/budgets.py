@@ -9,12 +9,12 @@ from dataclasses import dataclass, replace
 from fractions import Fraction
 
 from rematplan.ir import InfeasibleBudget, TrainingGraph, UsageError
-from rematplan.planner.annealing.search_budget import SearchBudget
 from rematplan.planner.auto.auto_strategy import Auto
 from rematplan.planner.auto.min_budget_plan import MIN_BUDGET, cheapest_near_smallest_peak
 from rematplan.planner.auto.smallest_peak_search import find_smallest_peak
 from rematplan.planner.bounds.cut_bounds import min_peak_bound
 from rematplan.planner.caches.plan_store import PlanStore
+from rematplan.planner.core.effort import Effort
 from rematplan.planner.core.plan import Plan, by_peak
 from rematplan.planner.core.strategy import Progress, Strategy, silent
 from rematplan.planner.peak_report import floor_text
@@ -259,7 +259,7 @@ def _plan_or_lower(
         if not isinstance(strategy, Anneal) or not strategy.moves:
             raise
         moves, order, seed = strategy.moves, strategy.keep_order, strategy.seed
-        effort = SearchBudget(strategy.time_limit, -(-moves // 2))
+        effort = Effort(moves=-(-moves // 2))
         least = find_smallest_peak(
             graph, effort, stored, progress, enough=budget, keep_order=order, seed=seed
         )

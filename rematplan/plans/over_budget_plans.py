@@ -3,16 +3,15 @@ plan."""
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterable
 
 from rematplan.ir import TrainingGraph
 from rematplan.planner.annealing.cheap_plan import refusal
-from rematplan.planner.annealing.search_budget import SearchBudget
 from rematplan.planner.auto.block_starts import leanest_plans
 from rematplan.planner.auto.smallest_peak_search import find_smallest_peak
 from rematplan.planner.bounds.cut_bounds import min_peak_bound
 from rematplan.planner.caches.warm_starts import transfer_plan
+from rematplan.planner.core.effort import Effort
 from rematplan.planner.core.plan import Plan, by_peak
 from rematplan.planner.core.strategy import Strategy
 from rematplan.planner.strategies.store_all import no_recompute
@@ -34,15 +33,15 @@ def leanest_plan(graph: TrainingGraph, known: Iterable[Plan] = ()) -> Plan:
         known: plans of this problem, or of another problem of the same step.
     """
     found = [plan for one in known if (plan := transfer_plan(one, graph))]
-    found = found or _lean_plans(graph, time.monotonic() + SECONDS)
+    found = found or _lean_plans(graph, Effort(SECONDS))
     return min((*found, no_recompute(graph)), key=by_peak)
 
 
-def _lean_plans(graph: TrainingGraph, until: float) -> list[Plan]:
-    """Search for plans with a small peak, until the time ``until`` of `time.monotonic`."""
-    found = [*leanest_plans(graph, until)]
-    if (left := until - time.monotonic()) > 0:
-        found.append(find_smallest_peak(graph, SearchBudget(left), found))
+def _lean_plans(graph: TrainingGraph, effort: Effort) -> list[Plan]:
+    """Search for plans with a small peak."""
+    found = [*leanest_plans(graph, effort)]
+    if not effort.over:
+        found.append(find_smallest_peak(graph, effort, found))
     return found
 
 
@@ -64,5 +63,5 @@ def check_floor(strategy: Strategy, graph: TrainingGraph, budget: int, known: It
     """
     if min_peak_bound(graph).bytes > budget:
         plan = min((leanest_plan(graph), *known), key=by_peak)
-        effort = SearchBudget(CHEAP_SECONDS)
+        effort = Effort(CHEAP_SECONDS)
         raise refusal(strategy.name, graph, budget, plan, effort, known="proven")

@@ -6,7 +6,6 @@ problem without inverses is planned first, for a part of the time. The search wi
 
 from __future__ import annotations
 
-import time
 from collections.abc import Sequence
 from dataclasses import replace
 
@@ -15,6 +14,7 @@ from rematplan.planner.auto.auto_strategy import Auto
 from rematplan.planner.auto.compile_kernels import compile_kernels
 from rematplan.planner.auto.without_inverses_first import Found, search_without_inverses_first
 from rematplan.planner.caches.plan_store import PlanStore
+from rematplan.planner.core.effort import Effort
 from rematplan.planner.core.plan import Plan
 from rematplan.planner.core.strategy import Progress, silent
 from rematplan.plans.budgets import Budget, least_plan, plan_within
@@ -54,14 +54,14 @@ def plan_either(
     compile_kernels(progress)  # before the clock starts
     amount = None if budget.is_lean else budget.of(plain)
     store = PlanStore() if store is None else store
-    began = time.monotonic()
+    effort = Effort(auto.time_limit)
     nothing_to_save: list[Plan] = []
     failed: list[InfeasibleBudget] = []
 
     def search(graph: TrainingGraph, share: float, starts: Sequence[Plan]) -> Plan | None:
         if nothing_to_save:
             return None
-        part = replace(auto, time_limit=share * max(0.0, auto.time_limit - (time.monotonic() - began)))
+        part = replace(auto, time_limit=share * effort.left)
         if amount is None:
             return least_plan(part, graph, progress, kind=budget.kind, starts=starts, store=store)
         try:

@@ -6,7 +6,6 @@ Sizes at which no plan is found are reported.
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
@@ -16,6 +15,7 @@ from rematplan.planner.auto.auto_strategy import Auto
 from rematplan.planner.auto.compile_kernels import compile_kernels
 from rematplan.planner.bounds.cut_bounds import min_peak_bound
 from rematplan.planner.caches.plan_store import PlanStore
+from rematplan.planner.core.effort import Effort
 from rematplan.planner.core.plan import Plan
 from rematplan.planner.core.strategy import Progress, silent
 from rematplan.planner.family.amounts_by_position import Amounts
@@ -152,7 +152,7 @@ class _RangeSearch:
         self.amounts: dict[int, Amounts] = {}
         self.structure: dict[int, str] = {}
         self.groups: dict[str, list[int]] = {}
-        self.began = time.monotonic()
+        self.effort = Effort(auto.time_limit)
         for size in problems.sizes:
             structure, self.amounts[size] = problems.amounts(size)
             self.structure[size] = structure
@@ -189,7 +189,7 @@ class _RangeSearch:
 
         ``sizes``: ordered by the total bytes of all tensors, the largest first.
         """
-        began = time.monotonic()
+        effort = Effort(seconds)
         first = next((at for at, size in enumerate(sizes) if not self.is_impossible(size)), len(sizes))
         possible = sizes[first:]
         if not possible or all(
@@ -198,31 +198,31 @@ class _RangeSearch:
             return
         self._say(possible[0])
         self._curve(possible[0], OPTIONS.curve_share * seconds)
-        self._fit(possible, (OPTIONS.curve_share + OPTIONS.fit_share) * seconds - (time.monotonic() - began))
-        self._polish(possible, began + seconds)
+        share = OPTIONS.curve_share + OPTIONS.fit_share
+        self._fit(possible, effort.part(share * seconds - effort.spent()))
+        self._polish(possible, effort)
 
     def _curve(self, size: int, seconds: float) -> None:
         graph, base = self.problems.problem(size), self.row(size).base_peak
         steps = [self.budget + (base - self.budget) * k // OPTIONS.budgets for k in range(OPTIONS.budgets)]
         self._take(size, replace(self.auto, time_limit=seconds).curve(graph, [s for s in steps if s < base]))
 
-    def _fit(self, sizes: Sequence[int], seconds: float) -> None:
-        """Search for plans at sizes at which no known plan fits, for up to ``seconds``.
+    def _fit(self, sizes: Sequence[int], effort: Effort) -> None:
+        """Search for plans at sizes at which no known plan fits.
 
         ``sizes``: ordered by the total bytes of all tensors, the largest first. Each search is for the size in the
         middle of those at which no plan fits. A plan that fits there mostly fits at smaller sizes, so that half of
         these sizes remain. If no plan is found, larger sizes are not tried again.
         """
-        until, low = time.monotonic() + seconds, 0
+        low = 0
         for _ in range(OPTIONS.searches):
             unfit = [at for at in range(low, len(sizes)) if not self.row(sizes[at]).fits]
-            left = until - time.monotonic()
-            if not unfit or left <= 0:
+            if not unfit or effort.over:
                 return
             at = unfit[len(unfit) // 2]
             graph = self.problems.problem(sizes[at])
             family = self.families[self.structure[sizes[at]]]
-            search = replace(self.auto, time_limit=left / 2)
+            search = replace(self.auto, time_limit=effort.left / 2)
             try:
                 plan = search.plan(graph, self.budget, starts=family.plans(graph))
             except InfeasibleBudget as error:
@@ -230,14 +230,13 @@ class _RangeSearch:
                 plan = error.plan
             self._take(sizes[at], [plan] if plan else [])
 
-    def _polish(self, sizes: Sequence[int], until: float) -> None:
-        """Improve the plans of sizes that need recomputation by short anneals, until the time ``until`` of
-        `time.monotonic`.
+    def _polish(self, sizes: Sequence[int], effort: Effort) -> None:
+        """Improve the plans of sizes that need recomputation by short anneals.
 
         The sizes are visited in an order that spreads over the range, as not all may be reached in time.
         """
         for at in _spread(len(sizes)):
-            if time.monotonic() >= until:
+            if effort.over:
                 return
             size = sizes[at]
             if self.row(size).fits and self.row(size).estimate.overhead > 0:
@@ -253,8 +252,7 @@ class _RangeSearch:
             self.families[self.structure[size]].add(graph, plan)
 
     def _say(self, size: int) -> None:
-        spent = (time.monotonic() - self.began) / max(self.auto.time_limit, 1e-9)
-        self.progress(min(1.0, spent), f"{self.problems.dimension} = {size}")
+        self.progress(self.effort.share_spent, f"{self.problems.dimension} = {size}")
 
 
 def _spread(count: int) -> list[int]:

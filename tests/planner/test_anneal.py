@@ -15,9 +15,9 @@ from hypothesis import strategies as st
 from rematplan.ir import InfeasibleBudget, Op, Tensor, TrainingGraph, problem_to_json
 from rematplan.planner.annealing.annealer import ALL_MOVES, Annealer
 from rematplan.planner.annealing.restarts import Search
-from rematplan.planner.annealing.search_budget import SearchBudget
 from rematplan.planner.auto.auto_strategy import Auto
 from rematplan.planner.auto.min_budget_plan import cheapest_near_smallest_peak
+from rematplan.planner.core.effort import Effort
 from rematplan.planner.core.plan import peak_op, plan_from_runs, plan_to_json
 from rematplan.planner.core.schedule import runs_of
 from rematplan.planner.core.strategy import Enough
@@ -58,12 +58,12 @@ def test_anneal_and_auto_reach_the_exhaustive_optimum(seed, layers, share, phase
     budget = int(share * peak_of_base(graph))
     optimum = exhaustive(graph, budget, 10**6)
     if optimum.cost == math.inf:
-        for strategy in (Anneal(moves=20_000), Auto(time_limit=2)):
+        for strategy in (Anneal(moves=20_000), Auto(moves=200_000)):
             with pytest.raises(InfeasibleBudget) as caught:
                 strategy.plan(graph, budget)
             assert budget < caught.value.smallest <= peak_of_base(graph)
         return
-    for plan in (Anneal(moves=60_000).plan(graph, budget), Auto(time_limit=2).plan(graph, budget)):
+    for plan in (Anneal(moves=60_000).plan(graph, budget), Auto(moves=200_000).plan(graph, budget)):
         assert plan.estimate.peak <= budget
         assert plan.estimate.cost == pytest.approx(optimum.cost)
     assert plan.status == "optimal"
@@ -82,7 +82,7 @@ def test_a_dropped_tensor_is_recomputed_while_its_inputs_are_resident():
 def test_plans_pass_the_independent_checker(layers, checker):
     graph = network(layers, random.Random(layers))
     for share in (0.9, 0.75):
-        plan = Auto(time_limit=2).plan(graph, int(share * peak_of_base(graph)))
+        plan = Auto(moves=200_000).plan(graph, int(share * peak_of_base(graph)))
         replayed = checker.replay(problem_to_json(graph), plan_to_json(plan))
         assert replayed["peak"] == plan.estimate.peak <= plan.budget
         assert plan.lower_bound is not None
@@ -108,7 +108,7 @@ def test_keep_order_keeps_the_order_of_first_runs():
     plan = Anneal(moves=8000, keep_order=True).plan(graph, int(0.6 * peak_of_base(graph)))
     firsts = list(dict.fromkeys(runs_of(plan.schedule)))
     assert firsts == [op.name for op in graph.ops]
-    plan = Auto(time_limit=1, keep_order=True).plan(graph, int(0.6 * peak_of_base(graph)))
+    plan = Auto(moves=100_000, keep_order=True).plan(graph, int(0.6 * peak_of_base(graph)))
     assert list(dict.fromkeys(runs_of(plan.schedule))) == [op.name for op in graph.ops]
 
 
@@ -129,7 +129,7 @@ def test_an_interrupted_search_returns_its_best_plan(reason):
 def test_the_curve_is_monotone_in_the_budget():
     graph = network(25)
     peak = peak_of_base(graph)
-    for strategy in (Anneal(moves=40_000), Auto(time_limit=1)):
+    for strategy in (Anneal(moves=40_000), Auto(moves=100_000)):
         plans = strategy.curve(graph, [int(peak * f) for f in (0.5, 0.6, 0.7, 0.8, 0.9, 1)])
         assert len(plans) > 3
         peaks, costs = [p.estimate.peak for p in plans], [p.estimate.cost for p in plans]
@@ -142,7 +142,7 @@ def test_a_later_plan_for_a_larger_budget_is_never_worse():
     peak = peak_of_base(graph)
     plans = []
     for share in (0.6, 0.65, 0.8):
-        plans.append(Auto(time_limit=0.7).plan(graph, int(peak * share), starts=plans))
+        plans.append(Auto(moves=30_000).plan(graph, int(peak * share), starts=plans))
     overheads = [plan.estimate.overhead for plan in plans]
     assert overheads == sorted(overheads, reverse=True)
 
@@ -192,7 +192,7 @@ def test_tidying_removes_every_rerun_that_the_budget_does_not_need():
     assert tidy.estimate.cost == plan.estimate.cost  # a search tidies what it returns
 
 
-@pytest.mark.parametrize("search", [Auto(time_limit=0.1), Anneal(moves=100), ILP(time_limit=0.1)])
+@pytest.mark.parametrize("search", [Auto(moves=30_000), Anneal(moves=100), ILP(time_limit=0.1)])
 def test_a_search_is_never_worse_than_its_start(search):
     graph = network(30)
     budget = int(0.6 * peak_of_base(graph))
@@ -205,7 +205,7 @@ def test_a_plan_depends_only_on_the_arguments():
     budget = int(0.6 * peak_of_base(graph))
     alone = Anneal(moves=8000).plan(graph, budget)
     start = Anneal(moves=60_000).plan(graph, budget)
-    Auto(time_limit=0.3).plan(graph, budget)
+    Auto(moves=30_000).plan(graph, budget)
     assert Anneal(moves=8000).plan(graph, budget) == alone
     assert Anneal(moves=8000).plan(graph, budget, starts=[start]).estimate.cost < alone.estimate.cost
 
@@ -213,10 +213,10 @@ def test_a_plan_depends_only_on_the_arguments():
 def test_a_refusal_reports_a_reachable_peak():
     graph = network(30)
     with pytest.raises(InfeasibleBudget) as caught:
-        Auto(time_limit=2).plan(graph, graph.input_bytes + 1)
+        Auto(moves=200_000).plan(graph, graph.input_bytes + 1)
     assert caught.value.smallest < 0.8 * peak_of_base(graph)
     assert caught.value.plan.estimate.peak == caught.value.smallest
-    again = Auto(time_limit=0.3).plan(graph, caught.value.smallest, starts=[caught.value.plan])
+    again = Auto(moves=30_000).plan(graph, caught.value.smallest, starts=[caught.value.plan])
     assert again.estimate.peak <= caught.value.smallest
 
 
@@ -252,7 +252,7 @@ def test_the_second_thread_ends_with_the_search(monkeypatch):
     monkeypatch.setattr("os.cpu_count", lambda: 2)
     before = threading.active_count()
     search = Search(graph, 29, seed=5, enough=lambda overhead: overhead <= 0)
-    assert search.run([], SearchBudget(60.0)).estimate.peak <= 29
+    assert search.run([], Effort(60.0)).estimate.peak <= 29
     assert sorted(begun) == [5, 6]
     assert threading.active_count() == before
     assert search.twin.best is None or search.overhead <= search.twin.best.estimate.overhead
@@ -264,7 +264,7 @@ def test_a_stopped_search_ends_within_a_stage_that_is_longer_than_what_is_left(s
     search = Search(graph, peak_of_base(graph) // 2)
     search.prepare([])
     search.annealer.load(search.base, search.budget)
-    effort, slices = SearchBudget(60.0), []
+    effort, slices = Effort(60.0), []
 
     def stop(*_: object) -> None:
         slices.append(effort.done)
@@ -295,6 +295,6 @@ def test_a_search_ends_if_the_needed_ops_fit_without_recomputation() -> None:
             Op("h", ("b", "x"), ("d",), 0.0, 0, "backward"),
         ),
     )
-    plan = Search(graph, 57).run([], SearchBudget(1.0, moves=500))
+    plan = Search(graph, 57).run([], Effort(moves=500))
     assert plan is not None
     assert runs_of(plan.schedule) == ["f", "g", "h"]

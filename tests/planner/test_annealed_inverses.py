@@ -113,7 +113,7 @@ def test_anneal_and_auto_reach_the_exhaustive_optimum(seed, share):
     budget = int(share * peak_of_base(graph))
     optimum = exhaustive(graph, budget, 10**6)
     if optimum.cost < math.inf:
-        for strategy in (Anneal(moves=40_000), Auto(time_limit=1)):
+        for strategy in (Anneal(moves=40_000), Auto(moves=100_000)):
             plan = strategy.plan(graph, budget)
             assert plan.estimate.peak <= budget
             assert plan.estimate.cost == pytest.approx(optimum.cost)
@@ -122,8 +122,8 @@ def test_anneal_and_auto_reach_the_exhaustive_optimum(seed, share):
 def test_a_reversible_chain_is_inverted_block_by_block(checker):
     graph = reversible(12)
     budget = int(0.3 * peak_of_base(graph))
-    plain = Auto(time_limit=1).plan(without(graph), budget)
-    plan = Auto(time_limit=2).plan(graph, budget)
+    plain = Auto(moves=100_000).plan(without(graph), budget)
+    plan = Auto(moves=200_000).plan(graph, budget)
     replayed = checker.replay(problem_to_json(graph), plan_to_json(plan))
     assert replayed["peak"] == plan.estimate.peak <= budget
     assert replayed["inversions"] > 0
@@ -140,8 +140,8 @@ def test_the_smallest_peak_is_no_larger_than_without_inverses():
 def test_auto_is_never_worse_than_without_inverses(share):
     graph = reversible(12)
     budget = int(share * peak_of_base(graph))
-    plain = Auto(time_limit=0.5).plan(without(graph), budget)
-    assert Auto(time_limit=1).plan(graph, budget).estimate.cost <= plain.estimate.cost + 1e-9
+    plain = Auto(moves=30_000).plan(without(graph), budget)
+    assert Auto(moves=100_000).plan(graph, budget).estimate.cost <= plain.estimate.cost + 1e-9
 
 
 def test_inverses_that_recover_nothing_are_left_out():

@@ -10,9 +10,10 @@ from rematplan.planner.auto.auto_strategy import Auto
 from rematplan.planner.auto.compile_kernels import compile_kernels
 from rematplan.planner.bounds.bound_search import BoundSearch
 from rematplan.planner.bounds.loss_cut_start import cut_start
+from rematplan.planner.core.effort import Effort
 from rematplan.planner.core.plan import plan_from_runs
 
-SLACK = 3.0  # seconds, for a machine that does other things too
+SLACK = 3.0  # CPU seconds beyond the limit
 
 
 def network(problems):
@@ -27,9 +28,9 @@ def budget_of(graph, share):
 def test_a_time_limit_holds(problems, seconds):
     graph = network(problems)
     compile_kernels()
-    began = time.monotonic()
+    began = time.thread_time()
     Auto(time_limit=seconds, reuse=False).plan(graph, budget_of(graph, 0.55))
-    assert time.monotonic() - began < max(1.0, seconds) + SLACK
+    assert time.thread_time() - began < max(1.0, seconds) + SLACK
 
 
 @pytest.mark.parametrize("phase", ["exact_dp", "overhead"])
@@ -80,4 +81,4 @@ def test_no_plan_is_made_from_the_loss_cut_after_the_time_limit(problems):
     budget = budget_of(graph, 0.8)
     bound = BoundSearch(graph, budget)
     assert cut_start(graph, bound.order, bound.loss_cut, budget)
-    assert cut_start(graph, bound.order, bound.loss_cut, budget, time.monotonic() - 1) is None
+    assert cut_start(graph, bound.order, bound.loss_cut, budget, Effort(0.0)) is None

@@ -24,6 +24,7 @@ from rematplan.planner.bounds.cut_growth import SIBLINGS, Growth
 from rematplan.planner.bounds.cut_places import cut_candidates, heaviest_chain, in_line, prominence
 from rematplan.planner.bounds.max_flow import flow_bound
 from rematplan.planner.bounds.multi_cut_program import COST_UNIT, CutProgram
+from rematplan.planner.core.effort import Effort
 from rematplan.planner.ilp.solver import Solver
 from rematplan.planner.strategies.anneal import Anneal
 from rematplan.planner.strategies.store_all import no_recompute
@@ -35,7 +36,7 @@ SOLVER = Solver()
 def lower_bound(graph: TrainingGraph, budget: int, seconds: float) -> Bound:
     """As the planner's, in one solver's process for all: to begin one takes longer than to solve most of these."""
     with patch.object(bounds, "Solver", lambda: nullcontext(SOLVER)):
-        return BoundSearch(graph, budget).run(seconds)
+        return BoundSearch(graph, budget).run(Effort(seconds))
 
 
 @st.composite
@@ -98,7 +99,7 @@ def one_cut(graph, order, cut, budget):
     program = CutProgram(graph, order, (cut,), budget, 0)
     if program.rows.impossible:
         return math.inf
-    answer = SOLVER.solve(program.rows, 10, integer=False, gap=0.0)
+    answer = SOLVER.solve(program.rows, Effort(10), integer=False, gap=0.0)
     return (answer.dual + program.rows.constant) * COST_UNIT - 1
 
 
@@ -115,7 +116,7 @@ def test_programs_of_any_cuts_are_at_most_the_optimum(graph, slack, chosen):
         search = BoundSearch(graph, budget)
         search._solver = SOLVER
         for integer in (False, True):
-            assert search.solve(cuts, 5, integer=integer)[0] <= optimum(graph, budget) + 1e-9
+            assert search.solve(cuts, Effort(5), integer=integer)[0] <= optimum(graph, budget) + 1e-9
 
 
 @LAWS
@@ -176,8 +177,8 @@ def test_further_cuts_are_in_branches_outside_of_the_chain():
 
 def test_a_bound_for_a_larger_budget_does_not_end_the_search():
     graph = branched(8, [(2, 3)] * 3)
-    BoundSearch(graph, 13).run(5)
-    assert BoundSearch(graph, 11).run(5).overhead == pytest.approx(2 / 3)
+    BoundSearch(graph, 13).run(Effort(5))
+    assert BoundSearch(graph, 11).run(Effort(5)).overhead == pytest.approx(2 / 3)
 
 
 def test_cuts_are_placed_where_tensor_sizes_change(problems):
@@ -222,20 +223,20 @@ def test_a_stopped_search_ends(problems):
     search = BoundSearch(graph, int(0.6 * sum(t.bytes for t in graph.tensors)))
     search.stop()
     began = time.monotonic()
-    search.run(60)
+    search.run(Effort(60))
     assert time.monotonic() - began < 5
 
 
 def test_an_extended_search_uses_the_added_time(problems):
     graph, again = problems.unet(3), problems.unet(3)
     budget = no_recompute(graph).estimate.peak // 2
-    search = BoundSearch(graph, budget)
+    search, effort = BoundSearch(graph, budget), Effort(0.05)
 
     def extended(_floor):
-        search.extend(30.0)
+        effort.extend(30.0)
         return False
 
-    assert search.run(0.05, extended) == bounds.lower_bound(again, budget, 30.0)
+    assert search.run(effort, extended) == bounds.lower_bound(again, budget, 30.0)
 
 
 def test_the_set_of_cuts_can_start_at_the_loss_and_in_either_branch(problems):
@@ -254,7 +255,7 @@ def test_two_cuts_can_raise_the_bound_though_neither_does_alone(problems):
 
     def proven(*cuts):
         rows = CutProgram(graph, order, cuts, budget, 0).rows
-        return SOLVER.solve(rows, 20.0, integer=True, gap=0.0).dual + rows.constant
+        return SOLVER.solve(rows, Effort(20.0), integer=True, gap=0.0).dual + rows.constant
 
     alone = proven(21, 26)
     assert proven(21, 26, 28) == pytest.approx(alone)
@@ -262,7 +263,7 @@ def test_two_cuts_can_raise_the_bound_though_neither_does_alone(problems):
     together = COST_UNIT * proven(21, 26, 28, 29) - 1
     assert together > COST_UNIT * alone - 1 + 0.01
     search = BoundSearch(graph, budget)
-    Growth(search, 20.0, lambda _: False).grow((21, 26), range(len(graph.ops)))
+    Growth(search, Effort(20.0), lambda _: False).grow((21, 26), range(len(graph.ops)))
     assert search.best.overhead >= together - 1e-6
 
 
@@ -287,7 +288,7 @@ def test_the_first_solved_cut_is_added_after_several_that_did_not_raise_the_boun
     best = SimpleNamespace(unreachable=False, overhead=0.0)
     search = SimpleNamespace(chain=(), places=(), stopped=False, best=best)
     added = (SIBLINGS, 99)
-    Stub(search, 20.0, lambda _: len(solved) > 9).grow((99,), range(20))
+    Stub(search, Effort(20.0), lambda _: len(solved) > 9).grow((99,), range(20))
     assert solved[: SIBLINGS + 3] == [(99,), *((op, 99) for op in range(SIBLINGS)), added, added]
     assert set(added) < set(solved[SIBLINGS + 3])
 
@@ -402,6 +403,6 @@ def vgg_like(width=4):
 def test_the_gap_closes_if_many_ops_hold_equal_bytes():
     base = no_recompute(vgg_like()).estimate.peak
     for share in (0.75, 0.7):
-        plan = Auto(time_limit=20.0, reuse=False).plan(vgg_like(), int(share * base))
+        plan = Auto(moves=300_000, reuse=False).plan(vgg_like(), int(share * base))
         assert plan.status == "optimal"
         assert plan.estimate.overhead > 0.02

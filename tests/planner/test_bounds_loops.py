@@ -12,6 +12,7 @@ from rematplan.planner.bounds import cut_bounds
 from rematplan.planner.bounds.bound_search import BoundSearch, lower_bound
 from rematplan.planner.bounds.loop_rows import pairs, violated
 from rematplan.planner.bounds.multi_cut_program import CutProgram
+from rematplan.planner.core.effort import Effort
 from rematplan.planner.ilp.exhaustive import exhaustive
 from rematplan.planner.ilp.solver import Solver
 
@@ -60,12 +61,12 @@ def test_a_loop_in_a_solution_is_found_and_ruled_out() -> None:
     assert pairs(graph, order) == [("a0", "y"), ("a1", "y")]
     with Solver() as solver:
         loose = CutProgram(graph, order, (large,), Z + 2, 0)
-        answer = solver.solve(loose.rows, 10, integer=True, gap=0.0)
+        answer = solver.solve(loose.rows, Effort(10), integer=True, gap=0.0)
         assert answer.values is not None
         assert violated(loose, answer.values) == [("a0", "a1", "y")]
         ruled_out = [("a0", "a1", "y"), *pairs(graph, order)]
         tight = CutProgram(graph, order, (large,), Z + 2, 0, ruled_out)
-        answer = solver.solve(tight.rows, 10, integer=True, gap=0.0)
+        answer = solver.solve(tight.rows, Effort(10), integer=True, gap=0.0)
         assert answer.values is not None
         assert violated(tight, answer.values) == []
 
@@ -75,5 +76,5 @@ def test_without_inverses_there_are_no_loops() -> None:
     plain = TrainingGraph("plain", graph.tensors, graph.inputs, graph.outputs, graph.ops)
     assert pairs(plain, precedence(plain)) == []
     search = BoundSearch(plain, Z + 2)
-    assert math.isfinite(search.run(5).overhead)
+    assert math.isfinite(search.run(Effort(5)).overhead)
     assert not search.loops

@@ -11,12 +11,12 @@ import pytest
 
 from rematplan.ir import Op, Tensor, TrainingGraph
 from rematplan.planner.annealing.restarts import Search
-from rematplan.planner.annealing.search_budget import SearchBudget
 from rematplan.planner.arrays.precedence import precedence
 from rematplan.planner.bounds.bound_search import BoundSearch
 from rematplan.planner.bounds.cut_places import cut_candidates, heaviest_chain
 from rematplan.planner.bounds.multi_cut_program import CutProgram
 from rematplan.planner.bounds.rounding import bytes_at_first_run, rounded_runs
+from rematplan.planner.core.effort import Effort
 from rematplan.planner.core.plan import plan_from_runs
 from rematplan.planner.core.schedule import with_frees
 from rematplan.planner.core.simulator import simulate
@@ -39,7 +39,7 @@ def solved(solver, graph, base, most):
     for share in (0.6, 0.7, 0.8, 0.9, 1.0):
         program = CutProgram(graph, order, cuts, int(share * base), 0)
         if not program.rows.impossible:
-            answer = solver.solve(program.rows, 10, integer=True, gap=1e-6)
+            answer = solver.solve(program.rows, Effort(10), integer=True, gap=1e-6)
             if answer.values is not None:
                 return program, answer.values
     raise AssertionError("the base order itself is a solution of the last")
@@ -90,7 +90,7 @@ def test_the_search_returns_the_sequence_of_the_best_bound(problems):
     graph = problems.unet(3)
     budget = int(0.6 * plan_from_runs(graph, [op.name for op in graph.ops], "base").estimate.peak)
     search = BoundSearch(graph, budget)
-    bound = search.run(3.0)
+    bound = search.run(Effort(3.0))
     estimate = plan_from_runs(graph, search.nearest, "nearest").estimate
     assert not math.isinf(bound.overhead)
     assert estimate.overhead == pytest.approx(bound.overhead, abs=1e-4)
@@ -100,7 +100,7 @@ def test_a_round_starts_from_the_suggested_sequence(problems):
     graph = problems.unet(3)
     budget = int(0.6 * plan_from_runs(graph, [op.name for op in graph.ops], "base").estimate.peak)
     good = Search(graph, budget)
-    good.run((), SearchBudget(0, moves=60_000))
+    good.run((), Effort(moves=60_000))
     asked = []
 
     def suggest():
@@ -108,9 +108,9 @@ def test_a_round_starts_from_the_suggested_sequence(problems):
         return [step.op for step in good.best.schedule if hasattr(step, "op")]
 
     short = Search(graph, budget, seed=3, suggest=suggest, suggested_to=(0,))
-    short.run((), SearchBudget(0, moves=400))
+    short.run((), Effort(moves=400))
     assert asked
     assert short.best.estimate.cost <= good.best.estimate.cost
     nonsense = Search(graph, budget, seed=3, suggest=lambda: ["no such op"])
-    nonsense.run((), SearchBudget(0, moves=3000))
+    nonsense.run((), Effort(moves=3000))
     assert nonsense.best is None or nonsense.best.estimate.peak <= budget

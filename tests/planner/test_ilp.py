@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 from rematplan.ir import InfeasibleBudget, Op, Tensor, TrainingGraph, problem_to_json
 from rematplan.planner.auto.auto_strategy import Auto
+from rematplan.planner.core.effort import Effort
 from rematplan.planner.core.plan import plan_from_runs, plan_to_json
 from rematplan.planner.core.schedule import runs_of
 from rematplan.planner.core.strategy import Enough
@@ -88,7 +89,7 @@ def test_the_stage_program_finds_a_better_schedule_than_the_known_one(problems):
     wasteful = [name for name in runs_of(known.schedule) for _ in range(2)]
     program = StageProgram(graph, budget, wasteful)
     with Solver() as solver:
-        answer = solver.solve(program.rows, 20, integer=True, gap=1.0)
+        answer = solver.solve(program.rows, Effort(20), integer=True, gap=1.0)
     assert answer.done
     found = plan_from_runs(graph, runs_at(program, answer.values), "stages")
     best = Anneal(moves=60_000).plan(graph, budget)

@@ -14,7 +14,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rematplan.ir import InfeasibleBudget, Op, Tensor, TrainingGraph
-from rematplan.planner.annealing.search_budget import SearchBudget
 from rematplan.planner.auto import block_starts, min_budget_plan
 from rematplan.planner.auto.auto_strategy import Auto
 from rematplan.planner.auto.block_starts import leanest_plans
@@ -25,6 +24,7 @@ from rematplan.planner.auto.smallest_peak_search import find_smallest_peak, sear
 from rematplan.planner.auto.time_shares import SHARES
 from rematplan.planner.bounds.cut_bounds import min_peak_bound
 from rematplan.planner.caches.plan_store import PlanStore
+from rematplan.planner.core.effort import Effort
 from rematplan.planner.core.plan import plan_from_runs
 from rematplan.planner.core.schedule import runs_of
 from rematplan.planner.core.strategy import Enough
@@ -34,10 +34,6 @@ from rematplan.planner.strategies.anneal import Anneal
 from rematplan.planner.strategies.nested_dp import NestedDP
 from rematplan.planner.strategies.store_all import no_recompute
 from rematplan.plans.budgets import least_plan, plan_within
-
-
-def always() -> bool:
-    return True
 
 
 def dense(layers: int, growth: int = 4096) -> TrainingGraph:
@@ -75,7 +71,7 @@ def test_a_simulation_keeps_its_budget_and_its_order(problems, seed):
         found = 0
         for share in (1.0, 0.8, 0.6, 0.5):
             budget = int(share * base)
-            simulation = Simulation(tables_of(graph), budget, random_policy(source), source, always)
+            simulation = Simulation(tables_of(graph), budget, random_policy(source), source, Effort())
             if not simulation.run():
                 continue
             found += 1
@@ -88,7 +84,7 @@ def test_a_simulation_keeps_its_budget_and_its_order(problems, seed):
 
 def test_without_pressure_nothing_is_recomputed(problems):
     graph = problems.unet(3)
-    plan = plan_by_eviction(graph, no_recompute(graph).estimate.peak, always, tries=1)
+    plan = plan_by_eviction(graph, no_recompute(graph).estimate.peak, Effort(), tries=1)
     assert plan is not None
     assert plan.estimate.reruns == 0
 
@@ -98,8 +94,8 @@ def test_what_must_not_run_again_does_not():
     once = tuple(f"out{k}" for k in range(4))
     bound = replace(graph, never_rerun=once)
     base = no_recompute(bound)
-    plan = lower_by_eviction(bound, base, min_peak_bound(bound).bytes, always)
-    free = lower_by_eviction(graph, no_recompute(graph), min_peak_bound(graph).bytes, always)
+    plan = lower_by_eviction(bound, base, min_peak_bound(bound).bytes, Effort())
+    free = lower_by_eviction(graph, no_recompute(graph), min_peak_bound(graph).bytes, Effort())
     runs = runs_of(plan.schedule)
     assert all(runs.count(name) == 1 for name in once)
     assert free.estimate.peak <= plan.estimate.peak < base.estimate.peak
@@ -107,7 +103,7 @@ def test_what_must_not_run_again_does_not():
 
 def test_eviction_goes_as_low_as_any_block_plan():
     graph = dense(6)
-    plan = lower_by_eviction(graph, no_recompute(graph), min_peak_bound(graph).bytes, always)
+    plan = lower_by_eviction(graph, no_recompute(graph), min_peak_bound(graph).bytes, Effort())
     assert plan.estimate.peak <= NestedDP().curve(graph, ())[-1].estimate.peak
 
 
@@ -136,14 +132,14 @@ def test_the_plan_for_min_is_as_cheap_as_any_within_its_budget():
 def test_the_least_peak_is_never_above_a_known_plan(problems):
     graph = problems.residual((2, 2))
     known = NestedDP().curve(graph, ())[-1]
-    assert find_smallest_peak(graph, SearchBudget(1.0, 1), [known]).estimate.peak <= known.estimate.peak
+    assert find_smallest_peak(graph, Effort(moves=1), [known]).estimate.peak <= known.estimate.peak
 
 
 def test_from_near_targets_eviction_lowers_the_peak_in_few_runs():
     graph = dense(16)
     base = no_recompute(graph)
     near = lower_by_eviction(
-        graph, base, min_peak_bound(graph).bytes, always, first=EVICTION.next_pass, most_runs=1000
+        graph, base, min_peak_bound(graph).bytes, Effort(moves=2000), first=EVICTION.next_pass
     )
     assert near.estimate.peak < 0.75 * base.estimate.peak
 
@@ -152,14 +148,14 @@ def test_from_near_targets_eviction_lowers_the_peak_in_few_runs():
 def test_block_plans_are_made_even_without_time(problems, monkeypatch, vast):
     graph = problems.residual((3, 4, 6, 3))
     monkeypatch.setattr(block_starts, "VAST", vast)
-    lean = leanest_plans(graph, 0.0)
+    lean = leanest_plans(graph, Effort(0.0))
     assert min(plan.peak for plan in lean) < 0.9 * no_recompute(graph).peak
 
 
 def test_a_refusal_names_what_min_finds():
     graph = dense(6)
     least = cheapest_near_smallest_peak(graph, 1.0).estimate.peak
-    auto = Auto(time_limit=1.0, reuse=False)
+    auto = Auto(moves=100_000, reuse=False)
     for budget in (min_peak_bound(graph).bytes - 1, least * 9 // 10):
         with pytest.raises(InfeasibleBudget) as caught:
             auto.plan(graph, budget)
@@ -172,10 +168,10 @@ def several() -> list[TrainingGraph]:
 
 
 def check_what_is_found_is_enough(graph: TrainingGraph, moves: int) -> None:
-    least = find_smallest_peak(graph, SearchBudget(1.0, moves)).estimate.peak
-    assert find_smallest_peak(graph, SearchBudget(1.0, moves), enough=least).estimate.peak == least
-    assert find_smallest_peak(graph, SearchBudget(1.0, moves), enough=least - 1).estimate.peak == least
-    effort = SearchBudget(1.0, moves)
+    least = find_smallest_peak(graph, Effort(moves=moves)).estimate.peak
+    assert find_smallest_peak(graph, Effort(moves=moves), enough=least).estimate.peak == least
+    assert find_smallest_peak(graph, Effort(moves=moves), enough=least - 1).estimate.peak == least
+    effort = Effort(moves=moves)
     loose = (least + no_recompute(graph).estimate.peak) // 2
     assert find_smallest_peak(graph, effort, enough=loose).estimate.peak <= loose
     assert effort.done < moves
@@ -202,8 +198,8 @@ def smallest_found(auto: Auto, graph: TrainingGraph, budget: int) -> int:
 
 @pytest.mark.parametrize("graph", several(), ids=lambda graph: graph.name)
 def test_the_bytes_that_min_found_get_a_plan(graph: TrainingGraph) -> None:
-    auto = Auto(time_limit=0.3, reuse=False)
-    least, _ = search_smallest_peak(graph, SHARES.smallest_peak * auto.time_limit)
+    auto = Auto(moves=30_000, reuse=False)
+    least, _ = search_smallest_peak(graph, Effort(moves=auto.moves).like(SHARES.smallest_peak))
     assert auto.plan(graph, least.peak).peak <= least.peak
     assert smallest_found(auto, graph, least.peak * 99 // 100) <= least.peak
     assert smallest_found(auto, graph, min_peak_bound(graph).bytes - 1) <= least.peak
@@ -211,7 +207,7 @@ def test_the_bytes_that_min_found_get_a_plan(graph: TrainingGraph) -> None:
 
 @pytest.mark.parametrize("graph", several(), ids=lambda graph: graph.name)
 def test_a_longer_search_for_the_smallest_peak_finds_no_larger_one(graph: TrainingGraph) -> None:
-    peaks = [search_smallest_peak(graph, seconds)[0].peak for seconds in (0.0, 0.3, 0.3)]
+    peaks = [search_smallest_peak(graph, Effort(moves=n))[0].peak for n in (1, 50_000, 50_000)]
     assert peaks == sorted(peaks, reverse=True)
     assert peaks[1] == peaks[2]
 
@@ -221,10 +217,10 @@ def test_a_plan_that_was_found_is_not_refused(
     reuse: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    graph, store, auto = problems.unet(3), PlanStore(), Auto(time_limit=0.5, reuse=reuse)
+    graph, store, auto = problems.unet(3), PlanStore(), Auto(moves=30_000, reuse=reuse)
     with pytest.raises(InfeasibleBudget) as refused:
         plan_within(auto, graph, min_peak_bound(graph).bytes - 1, store=store)
-    hasty = replace(auto, time_limit=0.0)
+    hasty = replace(auto, moves=1)
     for later in (store, PlanStore()) if reuse else (store,):
         assert plan_within(hasty, graph, refused.value.smallest, store=later).peak <= refused.value.smallest
 
@@ -243,7 +239,7 @@ def test_with_counted_moves_the_bytes_that_min_found_get_a_plan(seed: int, layer
 
 def test_a_search_that_is_no_longer_needed_ends() -> None:
     graph = dense(16)
-    effort = SearchBudget(1000.0, ended=lambda: True)
+    effort = Effort(1000.0, ended=lambda: True)
     plan = find_smallest_peak(graph, effort)
     assert effort.done == 0
     assert plan.estimate.peak < no_recompute(graph).estimate.peak
@@ -258,7 +254,7 @@ def test_an_interrupt_before_any_plan_fits_is_raised_again(interrupt: type[BaseE
             raise interrupt
 
     with pytest.raises(interrupt):
-        Auto(time_limit=10.0, reuse=False).plan(graph, min_peak_bound(graph).bytes, progress)
+        Auto(moves=300_000, reuse=False).plan(graph, min_peak_bound(graph).bytes, progress)
 
 
 def test_an_interrupt_between_the_searches_keeps_the_best_plan(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import tracemalloc
 from dataclasses import replace
 from itertools import count
@@ -18,6 +17,7 @@ from rematplan.planner.auto.block_starts import leanest_plans
 from rematplan.planner.auto.min_budget_plan import cheapest_near_smallest_peak
 from rematplan.planner.blocks.block_chain import block_chain, narrow_places
 from rematplan.planner.blocks.interval_dp import intervals
+from rematplan.planner.core.effort import Effort
 from rematplan.planner.core.schedule import runs_of
 from rematplan.planner.core.strategy import Enough
 from rematplan.planner.ilp.exhaustive import exhaustive
@@ -91,7 +91,7 @@ def test_the_search_for_the_smallest_peak_starts_from_the_leanest_table(problems
         y = tape.conv(y, rng.choice([10240, 10240, 20480]))
     graph = tape.finish(y)
     least = NestedDP().curve(graph, ())[-1].estimate.peak
-    assert min(p.estimate.peak for p in leanest_plans(graph, math.inf)) <= least
+    assert min(p.estimate.peak for p in leanest_plans(graph, Effort())) <= least
 
 
 @pytest.mark.parametrize("shape", ["unet", "residual"])

@@ -63,7 +63,7 @@ def test_a_refusal_states_the_lower_bound_of_the_peak():
             "is below the smallest found, .*; with a larger time limit a smaller one may be found",
         ),
         (
-            Auto(time_limit=0.5, reuse=False),
+            Auto(moves=30_000, reuse=False),
             -1,
             "proven",
             "is proven to be too small for any plan; the smallest found is .*; the proven least is ",

@@ -13,10 +13,10 @@ from rematplan.planner.annealing.annealer import Annealer
 from rematplan.planner.annealing.edits import commit, do_remove
 from rematplan.planner.annealing.plain_dag_moves import drop_with_siblings, removal, remove_run
 from rematplan.planner.annealing.restarts import Search
-from rematplan.planner.annealing.search_budget import SearchBudget
 from rematplan.planner.annealing.state import COST, PENALTY, PRICE
 from rematplan.planner.arrays.precedence import needed_ops
 from rematplan.planner.caches.numba_kernels import kernel
+from rematplan.planner.core.effort import Effort
 from rematplan.planner.core.plan import plan_from_runs
 
 
@@ -129,7 +129,7 @@ def test_drops_that_gain_only_together_are_found():
     graph = TrainingGraph("together", tuple(Tensor(t, n) for t, n in sizes.items()), (), ("end",), tuple(ops))
     # "wide" runs beside p0 and either the root or the four others
     search = Search(graph, 131)
-    plan = search.run([], SearchBudget(0, moves=20_000))
+    plan = search.run([], Effort(moves=20_000))
     assert plan is not None
     assert plan.estimate.peak <= 131
 
@@ -139,5 +139,5 @@ def test_searches_with_equal_numbers_of_moves_are_equal(keep_order):
     graph = drawn(random.Random(5), ops=60)
     base = [op.name for op in needed_ops(graph)]
     budget = int(0.75 * plan_from_runs(graph, base, "base").estimate.peak)
-    plans = [Search(graph, budget, 7, keep_order).run([], SearchBudget(0, moves=15_000)) for _ in range(2)]
+    plans = [Search(graph, budget, 7, keep_order).run([], Effort(moves=15_000)) for _ in range(2)]
     assert plans[0] == plans[1]

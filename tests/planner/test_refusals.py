@@ -9,11 +9,11 @@ import pytest
 
 from rematplan.ir import CHEAP, InfeasibleBudget, TrainingGraph
 from rematplan.planner.annealing.cheap_plan import cheap_plan
-from rematplan.planner.annealing.search_budget import SearchBudget
 from rematplan.planner.auto.auto_strategy import Auto
 from rematplan.planner.auto.compile_kernels import compile_kernels
 from rematplan.planner.bounds.cut_bounds import min_peak_bound
 from rematplan.planner.caches.plan_store import PlanStore
+from rematplan.planner.core.effort import Effort
 from rematplan.planner.core.strategy import Strategy
 from rematplan.planner.strategies.anneal import Anneal
 from rematplan.planner.strategies.chen_sqrt import ChenSqrt
@@ -35,7 +35,7 @@ def refusal(strategy: Strategy, graph: TrainingGraph, budget: int) -> Infeasible
 @pytest.mark.parametrize(
     "strategy",
     [
-        Auto(time_limit=2.0, reuse=False),
+        Auto(moves=200_000, reuse=False),
         Anneal(moves=60_000),
         ChenSqrt(),
         NestedDP(),
@@ -66,7 +66,7 @@ def test_the_cheap_plan_is_the_leanest_of_those_known_or_leaner(problems: Module
     graph = problems.residual((3, 4, 6, 3))
     known = NestedDP().curve(graph, ())
     cheap = [p for p in known if p.estimate.overhead <= CHEAP]
-    found = cheap_plan(graph, known, SearchBudget(1.0, 60_000))
+    found = cheap_plan(graph, known, Effort(moves=60_000))
     assert found.estimate.overhead <= CHEAP
     assert found.peak <= min(p.peak for p in cheap)
     assert found.peak < 0.8 * no_recompute(graph).peak
@@ -95,6 +95,6 @@ def test_a_proven_refusal_is_quick_whatever_the_time_limit(problems: ModuleType)
     graph = problems.unet(4)
     compile_kernels()
     began = time.monotonic()
-    error = refusal(Auto(time_limit=600, reuse=False), graph, min_peak_bound(graph).bytes - 1)
+    error = refusal(Auto(moves=90_000_000, reuse=False), graph, min_peak_bound(graph).bytes - 1)
     assert error.known == "proven"
     assert time.monotonic() - began < QUICK

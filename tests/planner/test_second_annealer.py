@@ -9,6 +9,7 @@ from rematplan.planner.auto.bound_thread import Proof
 from rematplan.planner.auto.compile_kernels import compile_kernels
 from rematplan.planner.auto.second_annealer import SecondSearch
 from rematplan.planner.bounds.bound_search import BoundSearch
+from rematplan.planner.core.effort import Effort
 from rematplan.planner.core.plan import plan_from_runs
 
 
@@ -18,10 +19,11 @@ def test_it_starts_after_the_bound_and_stops_immediately(problems):
     compile_kernels()
     other = Search(graph, budget, seed=1)
     with (
-        Proof(BoundSearch(graph, budget), 0.0) as proof,
-        SecondSearch(other, proof, time.monotonic() + 60, ()),
+        Proof(BoundSearch(graph, budget), Effort(0.0)) as proof,
+        SecondSearch(other, proof, 60.0, ()),
     ):
-        time.sleep(1.5)
+        while other.best is None:
+            time.sleep(0.05)
         began = time.monotonic()
     assert time.monotonic() - began < 5
     assert not proof.working
@@ -34,8 +36,8 @@ def test_it_does_not_start_while_the_bound_is_searched(problems):
     budget = int(0.5 * plan_from_runs(graph, [op.name for op in graph.ops], "base").estimate.peak)
     other = Search(graph, budget, seed=1)
     with (
-        Proof(BoundSearch(graph, budget), 30) as proof,
-        SecondSearch(other, proof, time.monotonic() + 60, ()),
+        Proof(BoundSearch(graph, budget), Effort(30)) as proof,
+        SecondSearch(other, proof, 60.0, ()),
     ):
         time.sleep(0.2)
         assert proof.working

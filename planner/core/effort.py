@@ -1,0 +1,163 @@
+"""How much work a search may do: CPU seconds, or a number of moves. All searches take an `Effort`, and nothing else
+limits their time.
+
+The wall clock is not a measure of work: on a busy machine a search gets a part of a core only. So a search counts the
+CPU seconds of its own thread, and of the processes that it waits for. The wall clock only ends a search that takes
+several times as long as it should.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable
+
+PATIENCE, SHORTEST_PATIENCE = 4.0, 10.0
+"""A search of counted seconds ends when the wall clock shows this multiple of them, but not before this many seconds.
+"""
+MOVES_PER_SECOND = 150_000
+"""The moves that count as one second, by which constants in seconds become moves."""
+SLICE = 0.2
+"""Seconds of annealing between two readings of the clock."""
+MOVES_IN_SLICE = 4000
+"""Moves of annealing between two readings of the clock: at first, and always if moves are counted instead of seconds.
+"""
+FEWEST_MOVES = 200
+"""The smallest number of moves between two readings of the clock, if seconds are counted."""
+
+
+def _goes_on() -> bool:
+    return False
+
+
+class Effort:
+    """The work that a search may do, and how much of it is done. The unit is the CPU second or the move.
+
+    A move is one random change of a schedule, or other work that takes about as long. If moves are counted, nothing
+    reads a clock: then the result is the same on every machine, however busy it is.
+
+    Args:
+        seconds: CPU seconds of the thread that created the effort, or that called `begin`.
+        moves: if not 0, the number of moves that replaces ``seconds``. If both are stated, moves are counted, but the
+            search also ends once it lasts several times ``seconds``.
+        ended: returns whether the search should end before its effort is spent; then all of it counts as spent.
+        parent: the effort of which this is a part. It ends the part, and all work of the part counts for it, too.
+    """
+
+    def __init__(
+        self,
+        seconds: float = math.inf,
+        moves: int = 0,
+        *,
+        ended: Callable[[], bool] = _goes_on,
+        parent: Effort | None = None,
+    ) -> None:
+        self.seconds, self.moves, self.total = seconds, moves, float(moves) if moves else seconds
+        self.ended, self.parent = ended, parent
+        self.done = 0
+        """The moves made so far."""
+        self.slice_ = MOVES_IN_SLICE
+        """The number of moves until the clock is read again."""
+        self.interrupted: BaseException | None = None
+        """The exception by which Ctrl-C or a progress callback ended the search."""
+        self._stopped = False
+        self._more: float | None = None
+        self._elsewhere = 0.0  # CPU seconds of processes that the search waited for
+        self.begin()
+
+    def begin(self) -> None:
+        """Count from now on, and the CPU seconds of the current thread."""
+        self._began = time.thread_time()
+        longest = max(PATIENCE * self.seconds, SHORTEST_PATIENCE)
+        self._latest = time.monotonic() + longest if self.parent is None else math.inf
+
+    def spent(self) -> float:
+        """Return the work done so far: moves if moves are counted, else CPU seconds. Only the thread that does the work
+        may call this."""
+        if self.cut_short:
+            return self.total
+        done = float(self.done) if self.moves else time.thread_time() - self._began + self._elsewhere
+        if self._more is not None:
+            self.total, self._more = done + self._more, None
+        return done
+
+    @property
+    def cut_short(self) -> bool:
+        """Whether the search must end although its effort may not be spent. Any thread may read this."""
+        late = self._latest < math.inf and time.monotonic() > self._latest
+        return self._stopped or late or self.ended() or (self.parent is not None and self.parent.cut_short)
+
+    @property
+    def left(self) -> float:
+        """The moves or seconds that are left, at least 0."""
+        return max(0.0, self.total - self.spent())
+
+    @property
+    def over(self) -> bool:
+        """Whether nothing is left."""
+        return self.spent() >= self.total
+
+    @property
+    def share_spent(self) -> float:
+        """The part of the effort that is spent, from 0 to 1."""
+        return min(1.0, self.spent() / self.total) if self.total else 1.0
+
+    def part(self, amount: float, ended: Callable[[], bool] = _goes_on) -> Effort:
+        """Return an effort for a part of this search: ``amount`` moves or seconds, but at most what is left."""
+        amount = max(0.0, min(amount, self.left))
+        return self._of_amount(amount, ended, self)
+
+    def like(self, share: float, most: float = math.inf) -> Effort:
+        """Return a new effort of this kind: ``share`` times the whole of this one, but at most ``most`` seconds."""
+        return self._of_amount(min(share * self.total, self.of(most)))
+
+    def _of_amount(
+        self, amount: float, ended: Callable[[], bool] = _goes_on, parent: Effort | None = None
+    ) -> Effort:
+        if self.moves:
+            return Effort(moves=max(1, int(amount)), ended=ended, parent=parent)
+        return Effort(amount, ended=ended, parent=parent)
+
+    def of(self, seconds: float) -> float:
+        """Return a constant in seconds in the unit of this effort."""
+        return seconds * MOVES_PER_SECOND if self.moves else seconds
+
+    def charge(self, *, moves: int = 0, seconds: float = 0.0) -> None:
+        """Count work that `spent` does not see: moves, or CPU seconds of another process."""
+        self.done += moves
+        self._elsewhere += seconds
+        if self.parent is not None:
+            self.parent.charge(moves=moves, seconds=seconds)
+
+    def stop(self) -> None:
+        """Make the search end soon, by counting all its effort as spent. Another thread may call this."""
+        self._stopped = True
+
+    def extend(self, amount: float) -> None:
+        """Let the search go on for ``amount`` from now, whatever its limit was. Another thread may call this."""
+        self._more = amount
+
+    def shortest_round(self, ops: int, shortest: tuple[float, float]) -> float:
+        """Return the length of the shortest cooling of an annealing search, in the unit of this effort.
+
+        ``ops``: of the problem. ``shortest``: the moves per op for a small problem, and the number of ops at which the
+        moves per op are twice as many.
+        """
+        moves = shortest[0] * ops * (1 + ops / shortest[1]) + 1000
+        return moves if self.moves else moves / (2 * MOVES_PER_SECOND)
+
+    @property
+    def rate(self) -> float:
+        """The estimated number of moves per unit of the effort."""
+        return 1.0 if self.moves else self.slice_ / SLICE
+
+    def next_slice(self, left: float) -> int:
+        """Return the number of moves to make before the clock is read again. ``left``: what is left for them."""
+        return max(1, min(self.slice_, int(left) if self.moves else self.slice_))
+
+    def made(self, moves: int, seconds: float) -> None:
+        """Count ``moves`` moves that took ``seconds``. If seconds are counted, the next slice is adapted to their
+        speed; it at most doubles."""
+        self.charge(moves=moves)
+        if not self.moves:
+            self.slice_ = max(FEWEST_MOVES, min(2 * self.slice_, int(moves * SLICE / max(seconds, 1e-6))))

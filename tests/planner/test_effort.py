@@ -1,0 +1,72 @@
+"""An effort counts what the search itself does: CPU seconds of its thread, or moves; never the time of others."""
+
+from __future__ import annotations
+
+import threading
+import time
+
+import pytest
+
+from rematplan.planner.core import effort as module
+from rematplan.planner.core.effort import Effort
+
+
+def work(seconds: float) -> None:
+    began = time.thread_time()
+    while time.thread_time() - began < seconds:
+        pass
+
+
+def test_waiting_spends_nothing_and_work_of_other_threads_neither() -> None:
+    effort = Effort(1.0)
+    thread = threading.Thread(target=work, args=(0.2,))
+    thread.start()
+    thread.join()
+    assert effort.spent() < 0.1
+    work(0.2)
+    assert effort.spent() >= 0.2
+
+
+def test_counted_moves_read_no_clock(monkeypatch: pytest.MonkeyPatch) -> None:
+    effort = Effort(moves=10)
+    part = effort.part(4)
+    monkeypatch.setattr(module, "time", None)
+    part.charge(moves=3)
+    assert (part.spent(), part.left, part.over) == (3, 1, False)
+    part.charge(moves=2)
+    assert part.over
+    assert not effort.over
+    assert effort.left == 5
+
+
+def test_a_part_is_at_most_what_is_left_and_ends_with_the_whole() -> None:
+    effort = Effort(moves=10)
+    effort.charge(moves=8)
+    part = effort.part(5)
+    assert part.total == 2
+    effort.stop()
+    assert part.over
+
+
+def test_seconds_of_a_process_that_is_waited_for_count() -> None:
+    effort = Effort(5.0)
+    effort.part(1.0).charge(seconds=3.0)
+    assert 3.0 <= effort.spent() < 4.0
+
+
+def test_the_wall_clock_ends_a_search_only_at_a_multiple(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = [0.0]
+    monkeypatch.setattr(module.time, "monotonic", lambda: now[0])
+    effort = Effort(100.0)
+    now[0] = 399.0
+    assert not effort.over
+    now[0] = 401.0
+    assert effort.over
+    assert effort.left == 0
+
+
+def test_a_search_can_be_extended_from_another_thread() -> None:
+    effort = Effort(moves=10)
+    effort.charge(moves=9)
+    effort.extend(5)
+    assert effort.left == 5
