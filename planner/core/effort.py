@@ -90,7 +90,8 @@ class Effort:
     @property
     def left(self) -> float:
         """The moves or seconds that are left, at least 0."""
-        return max(0.0, self.total - self.spent())
+        spent = self.spent()  # may change the total
+        return max(0.0, self.total - spent)
 
     @property
     def over(self) -> bool:
