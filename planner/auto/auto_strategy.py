@@ -44,8 +44,8 @@ class Auto(Strategy):
     graph, block plans are made with the stated and with the inferred phases; everything else uses the inferred ones. A
     problem with inverses is searched without them first, unless the best known plan is one of ``starts``.
 
-    Options: ``time_limit``: CPU seconds of the search, block strategies included; the search for the bound may take as
-    many beside it. A busy machine delays the end, by a factor of 4 at most. ``moves``: if not 0, the number of random
+    Options: ``time_limit``: CPU seconds of the search, block strategies included; the search for the bound takes up to as
+    many concurrently. A busy machine delays the end, by a factor of 4 at most. ``moves``: if not 0, the number of random
     changes that replaces the time limit; the plan is then the same on every machine. ``seed``: the seed of the random
     choices. ``keep_order``: whether the first runs of all ops keep the problem's order. ``reuse``: whether plans
     are saved on disk, as starts for later processes. ``gap``: the search ends when the plan's overhead is proven to
