@@ -74,6 +74,8 @@ class Captures:
     shapes: dict[Hashable, OpenShapes] = field(default_factory=dict)
     ready: ReadyCapture | None = None
     warned: bool = False
+    only_fixed: str = ""
+    """Why every shape is captured separately; empty if symbolic sizes are tried."""
 
     def copy(self, *, with_shapes: bool = True) -> Captures:
         """Return a copy, for a copy of the module. Captures that are later added to one of the two do not appear in the
@@ -139,7 +141,7 @@ class Captures:
         """Return the captures that serve a call: those for all calls that differ from it only in sizes of tensors. If
         there are none, a new object for them is remembered, and the one that was not used for longest is dropped."""
         key = guards.open_key(tracing.leaves, tracing.spec), tracing.state.key
-        shapes = self.shapes.pop(key, None) or OpenShapes()
+        shapes = self.shapes.pop(key, None) or OpenShapes(reason=self.only_fixed)
         self.shapes[key] = shapes  # the latest of them
         while len(self.shapes) > self.most:
             del self.shapes[next(iter(self.shapes))]
@@ -162,6 +164,7 @@ class Captures:
                     shapes.carry(forward)
                     steps = Steps(instance.step, arrived)
                     running = Running.of(found, _compiler(plans, instance, steps))
+                    running.compiled.first_runs.pass_all()
                     constants = forward.constants_at(sizes)
                     return CacheEntry(running, forward.outputs, constants, guard, steps, carried=True)
         return None

@@ -56,7 +56,10 @@ class Running:
         """Replace the present plan by the better one that the search has found, and return the better one. Calls in
         progress continue with the old plan. To be called only if `improved`."""
         assert self.refinement is not None
+        before = self.compiled
         found, self.compiled = self.refinement.take()
+        if before.first_runs.all_passed:
+            self.compiled.first_runs.pass_all()
         self.plan = found.plan
         self.swaps += 1
         return found

@@ -32,7 +32,9 @@ from rematplan.runtime.capture.flat_module import (
     tensors_in,
 )
 from rematplan.runtime.capture.left_out_tangents import with_expected_tangents
+from rematplan.runtime.capture.patches.fake_layouts import distrust
 from rematplan.runtime.execute.autograd_function import Deferred
+from rematplan.runtime.execute.first_run import OtherLayouts
 from rematplan.runtime.graph.captured_step import CapturedStep
 from rematplan.runtime.graph.compat import (
     FakeTensor,
@@ -93,6 +95,8 @@ class Runner:
         self.deferred: Deferred = []
         """The backwards whose weight gradients are not computed yet, in their order, whatever plan they follow."""
         self.tree: guards.ModuleTree | None = None
+        self.distrusted: frozenset[Any] = frozenset()
+        """Ops whose kernels returned other strides than a captured step had, before it was captured anew."""
         self.version: tuple[str, int | None] = ("", None)
         """A trained parameter's name and its version at the last call. An optimizer's step changes the
         version."""
@@ -136,10 +140,49 @@ class Runner:
         if type(next(wanting, None)) in _NOT_TO_PLAN:
             return original.plain(args, kwargs)
         self._check_first_order()
+        measures = False
+        if self.recorder:
+            entry = self._entry(original, leaves, spec, state)
+            measures = self._takes_statistics(self.recorder, entry, state)
+        while True:
+            try:
+                entry, flat = self._executed(original, leaves, spec, state, measures)
+                break
+            except OtherLayouts as other:
+                self._distrust(other)
+        places: dict[type, Any] = {ResultTensor: flat, ArgumentLeaf: leaves, ModuleTensor: state.named}
+        found = [places[type(c)][c.at] if type(c) in places else c for c in entry.constants]
+        results, given, left = pytree.tree_unflatten(found, entry.outputs)
+        for at, attributes in given.items():
+            state.attributes[at].update(attributes)
+        if left is not None:
+            refill((args, kwargs), left)
+        return results
+
+    def _executed(
+        self,
+        original: Original,
+        leaves: list[Any],
+        spec: pytree.TreeSpec,
+        state: guards.ModuleState,
+        measures: bool,
+    ) -> tuple[CacheEntry, tuple[torch.Tensor, ...]]:
+        """Run the forward half of a plan. Return the plan's cache entry, and the tensors that the forward returns.
+
+        ``measures``: whether the step computes statistics. The other arguments are those of `_entry`.
+
+        Raises:
+            OtherLayouts: kernels returned other strides than the captured step has, in this forward or in the first
+                backward of the plan.
+        """
+        tensors = tensors_in(leaves)
         entry = self._entry(original, leaves, spec, state)
-        if self.recorder and self._takes_statistics(self.recorder, entry, state):
+        if measures and self.recorder:
             entry = self._measured(entry, self.recorder)
         entry = self._with_gradients(entry, state, tensors)
+        failed = entry.compiled.first_runs.failed
+        if failed and not failed.ops <= self.distrusted:
+            raise failed
         if entry.running.refinement is not None:
             self._exchange(entry, state)
         if not self.told_of_pending and self.planner.bounds_one_call:
@@ -152,14 +195,28 @@ class Runner:
             sink,
             self.deferred,
         )
-        places: dict[type, Any] = {ResultTensor: flat, ArgumentLeaf: leaves, ModuleTensor: state.named}
-        found = [places[type(c)][c.at] if type(c) in places else c for c in entry.constants]
-        results, given, left = pytree.tree_unflatten(found, entry.outputs)
-        for at, attributes in given.items():
-            state.attributes[at].update(attributes)
-        if left is not None:
-            refill((args, kwargs), left)
-        return results
+        return entry, flat
+
+    def _distrust(self, found: OtherLayouts) -> None:
+        """Drop all plans and captures, since kernels returned other strides than a captured step has. Later captures
+        run these ops on real tensors; if that was not enough, they have fixed sizes, too.
+
+        Raises:
+            ModelError: the step was captured in this way.
+        """
+        again = found.ops <= self.distrusted
+        if again and self.captures.only_fixed:
+            raise ModelError(
+                f"{self.name}: {found.text}; a plan depends on strides that are known before it runs: plan the "
+                f"submodules that do not call this op"
+            )
+        with LOCK.alone():
+            self.distrusted |= found.ops
+            distrust(found.ops)
+            self.plans = CachedPlans(self.asked.max_plans)
+            self.captures = replace(
+                self.captures.copy(with_shapes=False), only_fixed=found.text if again else "", ready=None
+            )
 
     def _warn_of_pending(self, entry: CacheEntry) -> None:
         """Warn, once, if earlier calls hold so much for their backward that it exceeds the budget together with the

@@ -26,7 +26,7 @@ from rematplan.planner.core.schedule import Schedule
 from rematplan.plans.planner import Planner
 from rematplan.plans.refining import StepPlan
 from rematplan.plans.resizing import Resizing
-from rematplan.runtime.capture.patches.fake_layouts import UNSURE, check_layouts
+from rematplan.runtime.capture.patches.fake_layouts import check_layouts, is_unsure
 from rematplan.runtime.execute.autograd_function import CompiledPlan
 from rematplan.runtime.execute.in_place import operands_to_overwrite
 from rematplan.runtime.graph.allocator_rounding import allocated
@@ -181,15 +181,15 @@ class SizedPlans:
         doubtful = [
             call
             for call, operands in self._unsure
-            if not all(_is_contiguous(shape, stride, sizes) for shape, stride in operands)
+            if not all(_is_plain(shape, stride, sizes) for shape, stride in operands)
         ]
         if doubtful:
             check_layouts(self.step.excerpt(sizes, doubtful))
 
     @cached_property
     def _unsure(self) -> tuple[tuple[Call, tuple[Layout, ...]], ...]:
-        """The calls whose results may have other strides than in the trace (`UNSURE`). Each is paired with the shapes
-        and strides of its tensor arguments."""
+        """The calls whose results may have other strides than in the trace (`is_unsure`), whatever sizes are 1. Each is
+        paired with the shapes and strides of its tensor arguments."""
         values = self.step.values
         return tuple(
             (
@@ -200,7 +200,7 @@ class SizedPlans:
                 ),
             )
             for call in self.step.calls
-            if call.target in UNSURE
+            if is_unsure(call.target, ones=False)
         )
 
     def _pattern(self, sizes: Sizes) -> SizePattern:
@@ -285,17 +285,18 @@ class SizedPlans:
         return np.array(rounded, dtype=np.int64)
 
 
-def _is_contiguous(shape: Sequence[Size], stride: Sequence[Size], sizes: Sizes) -> bool:
-    """Return whether a tensor is contiguous whose ``shape`` and ``stride`` have integers and expressions of sizes.
+def _is_plain(shape: Sequence[Size], stride: Sequence[Size], sizes: Sizes) -> bool:
+    """Return whether a tensor has exactly the strides of a new contiguous one. Its ``shape`` and ``stride`` have
+    integers and expressions of sizes.
 
     ``sizes``: the values of all expressions.
     """
     expected = 1
     for dim in reversed(range(len(shape))):
         size, step = (sizes[n.at] if isinstance(n, OpenSize) else n for n in (shape[dim], stride[dim]))
-        if size != 1 and step != expected:
+        if step != expected:
             return False
-        expected *= size
+        expected *= max(size, 1)
     return True
 
 

@@ -25,6 +25,7 @@ from rematplan.runtime.graph.captured_step import (
 )
 from rematplan.runtime.graph.losses_among_outputs import in_own_losses
 from rematplan.runtime.graph.passes import with_phases, without_dead_calls
+from rematplan.runtime.graph.storage_slices import is_plain
 from rematplan.runtime.graph.zero_tangents import zeros_without
 
 ZEROS = torch.ops.aten.zeros.default
@@ -118,7 +119,7 @@ class _Reduced:
 
     def _zeros(self, value: str, name: str) -> Call:
         like = self.values[value].fake
-        self.possible &= like.is_contiguous()
+        self.possible &= is_plain(like)
         self.values[name] = Value(name, name, name, like.new_zeros(like.shape))
         options: dict[str, Any] = {"dtype": like.dtype, "device": like.device}
         return single_call(name, ZEROS, (list(like.shape),), options, backward=True)

@@ -21,7 +21,8 @@ from rematplan.planner.core.lane_schedule import Lanes
 from rematplan.planner.core.schedule import Schedule
 from rematplan.runtime.execute.backward_variants import AS_CAPTURED, BackwardVariant, BackwardVariants
 from rematplan.runtime.execute.compile import Backward, compile_halves
-from rematplan.runtime.execute.rerun_forward import Rerun
+from rematplan.runtime.execute.first_run import FirstRun, FirstRuns
+from rematplan.runtime.execute.rerun_forward import Rerun, states_restored_if_it_fails
 from rematplan.runtime.graph.captured_step import GRADIENT_OF, CapturedStep, StepInput
 from rematplan.runtime.graph.compat import (
     DelayedError,
@@ -73,6 +74,7 @@ class CompiledPlan:
             step, schedule, lanes=lanes, spare=spare, for_any_sizes=for_any_sizes
         )
         self.variants = BackwardVariants(step, schedule, halves.backward, lanes, spare)
+        self.first_runs = FirstRuns(self._step, schedule, spare)
         self.inputs = [i for i in step.inputs if i.kind != "tangent"]
         self.sources = [self._source(i) for i in self.inputs]
         self.tangents = [(int(i.target), i.value) for i in step.inputs if i.kind == "tangent"]
@@ -101,8 +103,16 @@ class CompiledPlan:
         other = copy.copy(self)
         other._step, other.halves = step, self.halves.at(sizes)
         other.variants = self.variants.at(sizes, step, other.halves.backward)
+        other.first_runs = FirstRuns(step, self.schedule, self.spare)
         other.calls = WeakSet()
         return other
+
+    def end_first_backward(self, variant: BackwardVariant, run: FirstRun) -> None:
+        """Record that the first backward under some conditions has run, and compared the strides of its values. If
+        they differ from those of the step, the backward is compiled anew for what the next one records."""
+        self.first_runs.end_backward(variant, run)
+        if self.first_runs.failed:
+            self.variants.misplace()
 
     @property
     def pending(self) -> bool:
@@ -233,7 +243,7 @@ class _Call:
     - ``rerun``: inputs and random states to run the forward again, if the plan does not take the gradients of all
       outputs; else None.
     - ``variant``, ``segments``, ``notes``: for the backward in progress, its conditions, its compiled segments, and
-      the strides that it records.
+      the strides that it records. ``first``: what compares the strides, if it is the first one.
     - ``gradients``: the gradients of the inputs, by position, if the forward was run again by another plan; else None.
     """
 
@@ -252,6 +262,7 @@ class _Call:
     variant: BackwardVariant = AS_CAPTURED
     segments: Sequence[Backward] = ()
     notes: Notes = field(default_factory=Notes)
+    first: FirstRun | None = None
     gradients: dict[int, torch.Tensor | None] | None = None
 
     def forward(self) -> tuple[torch.Tensor, ...]:
@@ -276,8 +287,14 @@ class _Call:
         given = [t.detach() for t in inputs]  # an input itself would keep its gradient until its last read
         late = [given[at] for at in plan.halves.read_late]
         self.inputs, self.read = (), {at: (t, t._version) for at, t in enumerate(late)}
+        first = plan.first_runs.forward()
         with _without_autocast(plan.like.device):
-            early, held = plan.halves.forward(*given)
+            if first is None:
+                early, held = plan.halves.forward(*given)
+            else:
+                with states_restored_if_it_fails(plan.like):
+                    early, held = first.halves.forward(*given)
+                    plan.first_runs.end_forward(first)
         del given
         # Detach: an autograd node that refers to its own output would be a reference cycle.
         shared = {id(early[at]) for at in plan.halves.outputs_late}
@@ -311,7 +328,12 @@ class _Call:
             tangents = []
         else:
             self.variant, self.notes = self.plan.variants.select(tangents, kept), Notes()
-            self.segments = self.plan.variants.segments(self.variant, self.notes)
+            self.first = self.plan.first_runs.backward(self.variant, self.plan.like)
+            self.segments = (
+                self.first.halves.backward
+                if self.first
+                else self.plan.variants.segments(self.variant, self.notes)
+            )
             for (_, value), given in zip(self.plan.tangents, tangents, strict=True):
                 if given is not None:
                     self.notes.note(value, given)
@@ -405,7 +427,10 @@ class _Call:
             self.read = {at: self.read[at] for at in self._still_read(k + 1)}
         if last:
             self.held, self.segments = None, ()
-            self.plan.variants.learn(self.variant, self.notes)
+            if self.first is None:
+                self.plan.variants.learn(self.variant, self.notes)
+            else:
+                self.plan.end_first_backward(self.variant, self.first)
         return gradients
 
     def _still_read(self, k: int) -> Sequence[int]:

@@ -32,12 +32,6 @@ class BackwardVariant:
     kept: bool = False
     strides: tuple[tuple[int, ...], ...] | None = None
 
-    @property
-    def noted(self) -> bool:
-        """Whether the first backward under these conditions records the strides of all values that it computes. Later
-        backwards use them to write results in place."""
-        return self.strides is not None and not (self.kept or self.missing)
-
 
 AS_CAPTURED = BackwardVariant()
 """The usual conditions: all gradients of outputs arrive, with the strides that they had at capture, and autograd does
@@ -76,6 +70,8 @@ class BackwardVariants:
         """Variants whose functions take the values of all size expressions as an argument."""
         self.tangents = [i.value for i in step.inputs if i.kind == "tangent"]
         self.strides = tuple(stride_of(step.values[value].fake) for value in self.tangents)
+        self.misplaced = False
+        """Whether values have other strides than in the step, although the tangents have the same."""
 
     def at(
         self, sizes: Sizes, step: Callable[[], CapturedStep], backward: tuple[Backward, ...]
@@ -112,7 +108,7 @@ class BackwardVariants:
         """Return the segments (parts) of the backward half, in order, compiled for the conditions of a backward.
 
         Compiled segments are cached. The exception are conditions under which strides are recorded
-        (`BackwardVariant.noted`), until `learn` was called for them.
+        (`_noted`), until `learn` was called for them.
 
         Args:
             variant: the conditions under which the backward runs.
@@ -121,19 +117,33 @@ class BackwardVariants:
         """
         if variant in self.compiled:
             return self.compiled[variant]
-        as_captured = variant.strides is None and not changes_strides(self.like, variant.missing)
+        as_captured = not (
+            self.misplaced or variant.strides is not None or changes_strides(self.like, variant.missing)
+        )
         if as_captured and self.sizes is not None:
             self.compiled[variant] = self._at_any_sizes(variant, self.sizes)
             return self.compiled[variant]
         step = self._step() if as_captured else for_any_layout(self._step())
-        note = notes.note if variant.noted else None
+        note = notes.note if self._noted(variant) else None
         overwrite = as_captured and not variant.kept
         halves = compile_halves(
             step, self.schedule, variant.missing, spare=self.spare, overwrite=overwrite, note=note
         )
-        if not variant.noted:
+        if not self._noted(variant):
             self.compiled[variant] = halves.backward
         return halves.backward
+
+    def _noted(self, variant: BackwardVariant) -> bool:
+        """Return whether the first backward under these conditions records the strides of all values that it computes.
+        Later backwards use them to write results in place."""
+        otherwise = self.misplaced or variant.strides is not None
+        return otherwise and not (variant.kept or variant.missing)
+
+    def misplace(self) -> None:
+        """Compile the backward anew, for the strides that the next backward records. To be called if values have other
+        strides than in the step, although the tangents have the same."""
+        self.misplaced = True
+        self.compiled = {one: segments for one, segments in self.compiled.items() if one.strides is not None}
 
     def _at_any_sizes(self, variant: BackwardVariant, sizes: Sizes) -> tuple[Backward, ...]:
         """Return the segments of the backward half for the conditions ``variant`` and certain sizes. They are compiled
@@ -158,14 +168,13 @@ class BackwardVariants:
         of all values, which the first backward of this kind recorded, are known now, so later backwards may write
         results in place.
 
-        Nothing happens if the variant records no strides (`BackwardVariant.noted`), or was compiled by this method
-        before.
+        Nothing happens if the variant records no strides (`_noted`), or was compiled by this method before.
 
         Args:
             variant: the conditions under which the backward ran.
             notes: the strides that it recorded.
         """
-        if variant.noted and variant not in self.compiled:
+        if self._noted(variant) and variant not in self.compiled:
             step = notes.with_layouts(for_any_layout(self._step()))
             halves = compile_halves(step, self.schedule, lanes=self.lanes, spare=self.spare)
             self.compiled[variant] = halves.backward

@@ -14,6 +14,7 @@ from rematplan.planner.core.schedule import Free, Run, Schedule
 from rematplan.runtime.execute.buffers_once import renewed_buffers
 from rematplan.runtime.execute.emitter import Emitter
 from rematplan.runtime.execute.in_place import overwriting_calls
+from rematplan.runtime.execute.layout_check import LayoutCheck
 from rematplan.runtime.execute.missing_tangents import ALL_USED, Unused
 from rematplan.runtime.execute.random_replay import first_draw, later_draw, replay_functions
 from rematplan.runtime.graph.captured_step import Call, CapturedStep, Ref
@@ -37,7 +38,8 @@ class Writer(Emitter):
             the step.
         unused: op executions that are left out, because gradients are missing.
         overwrite: whether calls may write their result into an operand that nothing reads again.
-        note: the source calls it with the name and the tensor of each value that it computes; None to call nothing.
+        note: the source calls it with the name and the tensor of each value that it computes; None to call nothing. If
+            calls may overwrite operands, it is a `LayoutCheck`.
     """
 
     def __init__(
@@ -47,7 +49,7 @@ class Writer(Emitter):
         for_any_sizes: bool = False,
         unused: Unused = ALL_USED,
         overwrite: bool = True,
-        note: Note | None = None,
+        note: Note | LayoutCheck | None = None,
     ) -> None:
         super().__init__(step, schedule)
         self.for_any_sizes, self.unused = for_any_sizes, unused
@@ -238,18 +240,25 @@ class Writer(Emitter):
             ProblemError: the step has no such op, or the op reads a tensor that is not resident.
         """
         call = self.call_of(run, at)
-        if not self.unused.zero:  # with zeros, a sum may be the same tensor as one summand
-            call = self.overwriting.get(at, call)
+        over = None if self.unused.zero else self.overwriting.get(at)  # with zeros, a sum may be one summand
         for storage in self.step.writes(call):
             self.free(storage)
         self.drop_dead()
         same = dict(self.unused.same).get(call.name)
-        expression = self.use(same) if same else self._expression(call)
+        expression = self.use(same) if same else self._overwriting(over, call)
         if call.name in self.rerun:
             self._replayed(call, expression)
         else:
             self.lines.append(f"{self._results(call)} = {expression}")
         self._made(call)
+
+    def _overwriting(self, over: Call | None, call: Call) -> str:
+        """Return the source of a call; of the call ``over`` that overwrites an operand instead, if there is one and all
+        values so far are as planned."""
+        if over is None:
+            return self._expression(call)
+        expression = self._expression(over)
+        return f"{expression} if note.as_planned else {self._expression(call)}" if self.noting else expression
 
     def _made(self, call: Call) -> None:
         """Record that the results of a call are in variables. Also write a call of ``note`` for each result if that was

@@ -17,6 +17,7 @@ from rematplan.planner.core.lane_schedule import Lanes
 from rematplan.planner.core.schedule import Schedule, runs_of
 from rematplan.runtime.execute.buffers_once import renewed_buffers
 from rematplan.runtime.execute.codegen import Note, Writer, read_from
+from rematplan.runtime.execute.layout_check import LayoutCheck
 from rematplan.runtime.execute.missing_tangents import unused_by
 from rematplan.runtime.execute.two_lane_codegen import LaneWriter
 from rematplan.runtime.graph.captured_step import CapturedStep, StepOutput
@@ -133,7 +134,7 @@ def compile_halves(
     lanes: Lanes | None = None,
     spare: Sequence[int] = (),
     overwrite: bool = True,
-    note: Note | None = None,
+    note: Note | LayoutCheck | None = None,
     for_any_sizes: bool = False,
 ) -> Halves:
     """Compile a schedule into a forward and a backward half.
@@ -153,7 +154,7 @@ def compile_halves(
             their segment (a part of the backward) may occupy them; empty for no limit.
         overwrite: whether calls may write their result into an operand that nothing reads again.
         note: is called with the name and the tensor of each value when it is computed; None to call nothing. Ignored
-            with lanes.
+            with lanes. If calls may overwrite operands, they do so while ``note.as_planned``.
         for_any_sizes: whether the functions take the values of all size expressions in the step as an argument
             (`Halves.at`), so that they serve all sizes of the batch. Ignored with lanes.
 

@@ -14,6 +14,19 @@ from rematplan.runtime.execute.random_replay import load_rng, save_rng
 from rematplan.runtime.graph.captured_step import CapturedStep
 
 
+@contextmanager
+def states_restored_if_it_fails(step: CapturedStep) -> Iterator[None]:
+    """Restore the states of the random number generators that a step uses if the body of the ``with`` statement raises
+    an error."""
+    states = {device: save_rng(device)() for device in step.drawing_devices}
+    try:
+        yield
+    except BaseException:
+        for device, state in states.items():
+            load_rng(device)(state)
+        raise
+
+
 @dataclass(frozen=True, slots=True)
 class Rerun:
     """The inputs and random states with which a forward ran, saved so that it can run again with the same bits.

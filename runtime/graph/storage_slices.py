@@ -65,6 +65,20 @@ def has_strides(tensor: torch.Tensor, strides: Sequence[int]) -> bool:
     return all(n == 1 or a == b for n, a, b in zip(tensor.shape, tensor.stride(), strides, strict=True))
 
 
+def is_plain(tensor: torch.Tensor) -> bool:
+    """Return whether a tensor has exactly the strides of a new contiguous tensor of its shape.
+
+    A tensor of shape (N, C, 1, 1) may be contiguous and channels-last at once. Kernels then choose the layout of their
+    results by the strides of the dimensions of size 1, so that ``is_contiguous`` does not tell which one they choose.
+    """
+    expected = 1
+    for size, stride in zip(reversed(tensor.shape), reversed(tensor.stride()), strict=True):
+        if stride != expected:
+            return False
+        expected *= max(size, 1)
+    return True
+
+
 def bands_tile(bands: list[Band]) -> bool:
     """Return whether these bands have the same period and together cover every element of the period exactly once.
     Return False for an empty list."""

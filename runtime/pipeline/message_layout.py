@@ -16,14 +16,16 @@ from typing import Any
 
 import torch
 
+from rematplan.runtime.graph.storage_slices import is_plain
+
 FORMATS = {4: torch.channels_last, 5: torch.channels_last_3d}
 """By the number of dimensions, the memory formats that gradients share with their tensors."""
 
 
 def memory_order(like: torch.Tensor) -> list[int] | None:
-    """Return the dimensions of a tensor from the largest stride to the smallest; None if the tensor is contiguous or
-    not dense, and therefore sent as a contiguous tensor of the same shape."""
-    if like.is_contiguous():
+    """Return the dimensions of a tensor from the largest stride to the smallest; None if it has the strides of a
+    new contiguous tensor, or is not dense and therefore sent as a contiguous tensor of the same shape."""
+    if is_plain(like):
         return None
     order = sorted(range(like.dim()), key=lambda d: -like.stride()[d])
     return order if like.permute(order).is_contiguous() else None

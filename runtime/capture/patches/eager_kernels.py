@@ -200,11 +200,14 @@ def native_kernels(open_sizes: bool = False) -> Iterator[None]:
     """Make a trace inside the block record the ops that eager mode runs, where PyTorch would decompose or replace them
     only under tracing.
 
+    Products of matrices (``matmul``) of fixed sizes are traced through C++, which folds a batch of one matrix into a
+    matrix where the Python code does not.
+
     ``open_sizes``: whether the sizes of the traced batch are symbols. Interpolations are then traced through Python
     code, because their C++ code refuses symbolic sizes.
     """
     dropout, cudnn = ATEN.dropout.default, ATEN.cudnn_batch_norm.default
-    pad = ATEN._pad_packed_sequence.default
+    pad, matmul = ATEN._pad_packed_sequence.default, ATEN.matmul.default
     kernels: _Kernels = {
         (op, key): _recurrent_of(op) if op._opname.startswith(RECURRENT) else None
         for op in _overloads()
@@ -216,6 +219,8 @@ def native_kernels(open_sizes: bool = False) -> Iterator[None]:
     }
     kernels |= {(cudnn, key): _batch_norm for key in cudnn.py_kernels if key in KEYS}
     kernels |= {(pad, key): _pad_packed_sequence for key in KEYS}
+    if not open_sizes:
+        kernels |= {(matmul, key): None for key in KEYS if key in matmul.py_kernels}
     kernels |= BY_VALUES
     kernels[ATEN.ctc_loss.IntList, COMPOSITE] = _ctc_loss
     if open_sizes:

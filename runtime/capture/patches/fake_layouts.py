@@ -11,7 +11,7 @@ count one tensor too few.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -34,6 +34,7 @@ from rematplan.runtime.graph.compat import (
     get_dispatch_mode,
     pytree,
 )
+from rematplan.runtime.graph.storage_slices import is_plain
 from rematplan.runtime.symbols.expressions import NotSymbolic
 from rematplan.runtime.symbols.symbolic_batch import BatchSymbols, is_dense
 
@@ -99,9 +100,13 @@ NORMS = frozenset(
 )
 """Ops whose fakes on a CPU have other types than the kernel's results, if the input has another type than the
 weight, as under autocast: the kernel keeps the mean and the deviation in the weight's type."""
-REFUSED = frozenset({ATEN._grouped_mm.default, ATEN._ctc_loss.default})
+REFUSED = frozenset(map(_op, ("_ctc_loss", "_grouped_mm", *(f"upsample_nearest{n}d" for n in (1, 2, 3)))))
 """Ops whose fakes refuse types that the kernels accept, or do not know shapes that follow from given
 numbers."""
+_HEAVY = ("addmm", "baddbmm", "bmm", "convolution", "convolution_backward", "mm")
+SURE_OF_ONES = frozenset(map(_op, _HEAVY))
+"""Ops whose fakes have the strides of the kernel's results even where a size of 1 makes several strides true. These
+are ops that take long. All others may have other strides there, if an argument does not have those of a new tensor."""
 INTERPOLATED = frozenset(_op(name) for name in _NAMES if name.startswith("upsample_"))
 """Ops whose fakes refuse symbolic sizes. Their third argument is the shape of the result."""
 WHOLE_STORAGES = frozenset(
@@ -110,14 +115,32 @@ WHOLE_STORAGES = frozenset(
 )
 """Ops whose result has a storage as large as that of their first argument, and its offset there. The fake mode's cache
 remembers neither."""
+DISTRUSTED: set[Any] = set()
+"""Further ops whose fakes were found, in this process, to have other strides than the kernel's results."""
 DIVIDING = frozenset({ATEN.floor_divide.default, ATEN.div.Tensor_mode})
+
+
+def distrust(ops: Collection[Any]) -> None:
+    """Let later captures of this process take the strides of the results of these ops from the kernels."""
+    DISTRUSTED.update(ops)
+
+
+def is_unsure(op: Any, plain: bool = False, ones: bool = True) -> bool:
+    """Return whether an op's fakes may have other strides than the kernel's results.
+
+    ``plain``: whether all arguments have the strides of new contiguous tensors. ``ones``: whether a result has a size
+    of 1, whose stride is arbitrary.
+    """
+    if op in DISTRUSTED or plain:
+        return op in DISTRUSTED
+    return op in UNSURE or (ones and op not in SURE_OF_ONES and getattr(op, "namespace", "") == "aten")
 
 
 class TrueLayouts(FakeTensorMode):
     """A fake mode whose results have the strides and types that the kernels' real results have.
 
     For some ops it gets them by running the op once on real tensors, filled with a constant. These are the ops whose
-    fakes have wrong strides for non-contiguous arguments (`UNSURE`), the ops whose fakes have wrong types for arguments
+    fakes may have wrong strides (`is_unsure`), the ops whose fakes have wrong types for arguments
     of several types (`NORMS`), and the ops that fail on fakes (`REFUSED`).
 
     ``symbols``: the symbols of the batch's sizes; None if all sizes are fixed. With symbols, an op runs with the sizes
@@ -145,10 +168,16 @@ class TrueLayouts(FakeTensorMode):
                     result = _all_different(result)
             if self.symbols:
                 self.symbols.check_lengths()
-            surely_strided = func not in UNSURE or _all_contiguous((args, kwargs))
+            ones = _has_ones(result)
+            if ones and _is_view(func) and func is not ATEN.as_strided.default:
+                if self.symbols:
+                    return result
+                with self:
+                    return _as_kernel_views(func, args, kwargs, result)
+            surely_strided = not is_unsure(func, _all_plain((args, kwargs)), ones)
             if surely_strided and not (func in NORMS and _mixed_on_cpu((args, kwargs))):
                 return result
-        except RuntimeError:
+        except (RuntimeError, TypeError):
             if func not in REFUSED:
                 raise
             if self.symbols:
@@ -156,13 +185,37 @@ class TrueLayouts(FakeTensorMode):
             result = None
         now = self.symbols.now if self.symbols else _as_given
         args, kwargs = now((args, kwargs))
-        real = _run(func, args, kwargs, now)
+        try:
+            real = _run(func, args, kwargs, now)
+        except RuntimeError:  # zeros are no valid argument
+            if result is None or is_unsure(func, ones=False):
+                raise
+            return result
         leaves, spec = pytree.tree_flatten(real)
         fakes = [None] * len(leaves) if result is None else pytree.tree_leaves(result)
         with self:
             return pytree.tree_unflatten(
                 [_like_real(f, r, now) for f, r in zip(fakes, leaves, strict=True)], spec
             )
+
+
+def _has_ones(results: Any) -> bool:
+    return any(1 in t.shape for t in pytree.tree_leaves(results) if isinstance(t, torch.Tensor))
+
+
+def _as_kernel_views(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], results: Any) -> Any:
+    """Return the results of an op that returns views, with the strides that they have of a real tensor."""
+    with disable_current_modes():
+        like = torch.empty_strided(
+            args[0].shape, args[0].stride(), dtype=args[0].dtype
+        )  # memory is not touched
+        real = func(like, *args[1:], **kwargs)
+
+    def view(fake: torch.Tensor, made: torch.Tensor) -> torch.Tensor:
+        same = fake.stride() == made.stride()
+        return fake if same else fake.as_strided(made.shape, made.stride(), fake.storage_offset())
+
+    return pytree.tree_map(view, results, real)
 
 
 def _all_different(results: Sequence[Any]) -> Sequence[Any]:
@@ -199,8 +252,8 @@ def _run(func: Any, args: Any, kwargs: Any, now: Callable[[Any], Any] = _as_give
         return func(*args, **kwargs)
 
 
-def _all_contiguous(arguments: Any) -> bool:
-    return all(t.is_contiguous() for t in pytree.tree_leaves(arguments) if isinstance(t, torch.Tensor))
+def _all_plain(arguments: Any) -> bool:
+    return all(is_plain(t) for t in pytree.tree_leaves(arguments) if isinstance(t, torch.Tensor))
 
 
 def _mixed_on_cpu(arguments: Any) -> bool:
@@ -234,6 +287,8 @@ def _like_real(fake: Any, real: Any, now: Callable[[Any], Any]) -> Any:
         if not is_dense(real):
             raise NotSymbolic("an op returns a tensor that is not dense")
         shape, stride = fake.shape, _dense_as(real, fake.shape)
+        if now(stride) != real.stride():
+            raise NotSymbolic("an op returns a tensor with arbitrary strides where its size is 1")
     return torch.empty_strided(shape, stride, dtype=real.dtype, device=real.device)
 
 
@@ -249,7 +304,7 @@ def _dense_as(real: torch.Tensor, shape: Sequence[Any]) -> tuple[Any, ...]:
 def check_layouts(step: CapturedStep) -> None:
     """Check the strides in a step whose shapes were computed from a capture at other sizes.
 
-    Ops whose fakes may have wrong strides (`UNSURE`, with non-contiguous arguments) are run on real tensors, and the
+    Ops whose fakes may have wrong strides (`is_unsure`) are run on real tensors, and the
     strides of the results are compared with those in the step.
 
     Raises:
@@ -257,18 +312,20 @@ def check_layouts(step: CapturedStep) -> None:
     """
     for call in step.calls:
         fakes = [step.values[r.value].fake for r in refs((call.args, call.kwargs))]
-        if call.target not in UNSURE or _all_contiguous(fakes):
+        results = [step.values[name].fake for name in call.results if name]
+        if not is_unsure(call.target, _all_plain(fakes), _has_ones(results)):
             continue
         args, kwargs = substitute((call.args, dict(call.kwargs)), lambda name: step.values[name].fake)
-        real = pytree.tree_leaves(_run(call.target, args, kwargs))
+        try:
+            real = pytree.tree_leaves(_run(call.target, args, kwargs))
+        except RuntimeError:  # zeros are no valid argument
+            if is_unsure(call.target, ones=False):
+                raise
+            continue
         for name, made in zip(call.results, real, strict=False):
-            if name and not _same_places(step.values[name].fake, made):
+            fake = step.values[name].fake if name else made
+            if (fake.shape, fake.stride()) != (made.shape, made.stride()):
                 raise NotSymbolic(f"the results of {call.target} have other strides for other sizes")
-
-
-def _same_places(fake: torch.Tensor, real: torch.Tensor) -> bool:
-    strides = zip(fake.shape, fake.stride(), real.stride(), strict=True)
-    return fake.shape == real.shape and all(size == 1 or a == b for size, a, b in strides)
 
 
 RUN, GRAIN = 64, 2**15
@@ -345,7 +402,7 @@ class InPlaceLayouts(TorchDispatchMode):
                 raise ModelError(
                     "the forward writes into windows of a tensor (unfold), which a plan cannot contain"
                 )
-            if func in DRAWS and not kwargs and (func is UNNAMEABLE or not written.is_contiguous()):
+            if func in DRAWS and not kwargs and (func is UNNAMEABLE or not is_plain(written)):
                 return _draw(func, written, args[1:])
             if written.device.type == "cpu":
                 _restore_strides(written)

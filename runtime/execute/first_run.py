@@ -1,0 +1,148 @@
+"""The check, when a plan runs for the first time, that its values have the strides with which the step was captured.
+
+A capture takes the strides of results from fake tensors. If a kernel gives others, what follows from strides is wrong:
+which tensors are views, and which may be overwritten. The first run therefore compares the strides of all values. It
+computes the bits of eager mode even if some differ in the backward half: reshapes choose again between a view and a
+copy (`for_any_layout`), and nothing is overwritten from then on.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from rematplan.planner.core.schedule import Schedule
+from rematplan.runtime.execute.backward_variants import AS_CAPTURED, BackwardVariant
+from rematplan.runtime.execute.compile import compile_halves
+from rematplan.runtime.execute.layout_check import LayoutCheck
+from rematplan.runtime.graph.captured_step import CapturedStep, refs
+from rematplan.runtime.graph.tangent_layouts import RESHAPE, AsCaptured, for_any_layout
+from rematplan.runtime.graph.zero_tangents import changes_strides
+
+CLONE = torch.ops.aten.clone.default
+
+
+class OtherLayouts(Exception):
+    """Kernels gave results with other strides than the captured step has.
+
+    ``ops``: the ops, although their arguments had the strides of the step. ``text``: one of them, and the strides.
+    """
+
+    def __init__(self, ops: frozenset[Any], text: str) -> None:
+        super().__init__(text)
+        self.ops, self.text = ops, text
+
+
+class FirstRun:
+    """The halves of a plan, compiled so that they compare the strides of all values with those of the captured step.
+
+    Args:
+        step: the captured step.
+        schedule: a schedule of its planning problem with a loss boundary.
+        spare: as for `compile_halves`.
+        missing: the tangents (gradients of outputs, by value name) that are None in the backward.
+        kept: whether autograd retains the graph, so that nothing may be overwritten.
+    """
+
+    def __init__(
+        self,
+        step: CapturedStep,
+        schedule: Schedule,
+        spare: Sequence[int],
+        missing: frozenset[str] = frozenset(),
+        kept: bool = False,
+    ) -> None:
+        self.step = step
+        opened = for_any_layout(step)
+        # The copy of a reshape has the new shape there.
+        reshaped = {c.name for c in opened.calls if c.target is RESHAPE and step.call[c.name].target is CLONE}
+        strides = {name: v.fake.stride() for name, v in step.values.items() if v.call not in reshaped}
+        read = {r.value for call in step.call.values() for r in refs((call.args, call.kwargs))}
+        self.check = check = LayoutCheck(strides, read)
+        self.halves = compile_halves(opened, schedule, missing, spare=spare, overwrite=not kept, note=check)
+
+    @property
+    def error(self) -> OtherLayouts | None:
+        """What the run found; None if all values have the strides of the step."""
+        others = self.check.others
+        if not others:
+            return None
+        makers = {name: self.step.call[self.step.values[name].call or ""] for name in others}
+        first = {
+            name: call
+            for name, call in makers.items()
+            if not any(r.value in others for r in refs((call.args, call.kwargs)))
+        }
+        name, call = next(iter((first or makers).items()))
+        shape, planned = tuple(self.step.values[name].fake.shape), self.check.strides[name]
+        text = f"{call.target} returned a tensor of shape {shape} with strides {others[name]}, not {planned}"
+        ops = (
+            c.target.op if isinstance(c.target, AsCaptured) else c.target for c in (first or makers).values()
+        )
+        return OtherLayouts(frozenset(ops), text)
+
+
+class FirstRuns:
+    """Which parts of a plan still have to be compared with the captured step, and the compiled halves that do it.
+
+    ``step``: returns the captured step. ``schedule``, ``spare``: as for `FirstRun`.
+    """
+
+    def __init__(self, step: Callable[[], CapturedStep], schedule: Schedule, spare: Sequence[int]) -> None:
+        self.step, self.schedule, self.spare = step, schedule, spare
+        self.forward_passed = False
+        self.passed: set[BackwardVariant] = set()
+        """The conditions under which a backward was compared. A comparison under `AS_CAPTURED` is one for all."""
+        self.failed: OtherLayouts | None = None
+        """What the first backward found, if not all values have the strides of the step."""
+        self._runs: dict[BackwardVariant, FirstRun] = {}
+
+    def pass_all(self) -> None:
+        """Compare nothing: a plan of the same step was compared."""
+        self.forward_passed = True
+        self.passed.add(AS_CAPTURED)
+
+    @property
+    def all_passed(self) -> bool:
+        """Whether the forward and all kinds of backwards were compared, or need not be."""
+        return self.forward_passed and AS_CAPTURED in self.passed
+
+    def forward(self) -> FirstRun | None:
+        """Return what runs the next forward; None if the forward was compared."""
+        return None if self.forward_passed else self._run(AS_CAPTURED)
+
+    def end_forward(self, run: FirstRun) -> None:
+        """Record that a forward has run.
+
+        Raises:
+            OtherLayouts: some values have other strides than in the step.
+        """
+        if run.error:
+            raise run.error
+        self.forward_passed = True
+
+    def backward(self, variant: BackwardVariant, like: CapturedStep) -> FirstRun | None:
+        """Return what runs the next backward under some conditions; None if it was compared, or if the backward is
+        compiled for any strides under these conditions.
+
+        ``like``: the step, perhaps of other sizes.
+        """
+        compared = self.failed or not self.passed.isdisjoint((variant, AS_CAPTURED))
+        if compared or variant.strides is not None or changes_strides(like, variant.missing):
+            return None
+        return self._run(variant)
+
+    def end_backward(self, variant: BackwardVariant, run: FirstRun) -> None:
+        """Record that a backward has run."""
+        self.failed = run.error
+        self.passed.add(variant)
+        self._runs.pop(variant, None)
+
+    def _run(self, variant: BackwardVariant) -> FirstRun:
+        if variant not in self._runs:
+            self._runs[variant] = FirstRun(
+                self.step(), self.schedule, self.spare, variant.missing, variant.kept
+            )
+        return self._runs[variant]
