@@ -171,6 +171,21 @@ def _ctc_loss(
     return (losses / lengths.clamp_min(1)).mean()
 
 
+def _product_of(traced: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a function that multiplies matrices as eager mode does.
+
+    ``traced``: the decomposition that PyTorch registers for traces. It does not fold a batch of transposed matrices
+    into one matrix where the C++ code does, if the batch has one element and the other operand needs no gradient.
+    """
+
+    def product(a: torch.Tensor, b: torch.Tensor) -> Any:
+        large, small = (a, b) if a.dim() >= b.dim() else (b, a)
+        same = small.dim() > 2 or small.requires_grad or large.is_contiguous()
+        return traced(a, b) if same else ATEN.matmul.default._op_dk(COMPOSITE, a, b)
+
+    return product
+
+
 def _resizing_of(op: OpOverload) -> Callable[..., Any]:
     """Return a function for an interpolation op that can be traced with symbolic sizes, which the op's C++ code
     refuses. The function calls the kernel that the op would call.
@@ -200,9 +215,6 @@ def native_kernels(open_sizes: bool = False) -> Iterator[None]:
     """Make a trace inside the block record the ops that eager mode runs, where PyTorch would decompose or replace them
     only under tracing.
 
-    Products of matrices (``matmul``) of fixed sizes are traced through C++, which folds a batch of one matrix into a
-    matrix where the Python code does not.
-
     ``open_sizes``: whether the sizes of the traced batch are symbols. Interpolations are then traced through Python
     code, because their C++ code refuses symbolic sizes.
     """
@@ -219,8 +231,8 @@ def native_kernels(open_sizes: bool = False) -> Iterator[None]:
     }
     kernels |= {(cudnn, key): _batch_norm for key in cudnn.py_kernels if key in KEYS}
     kernels |= {(pad, key): _pad_packed_sequence for key in KEYS}
-    if not open_sizes:
-        kernels |= {(matmul, key): None for key in KEYS if key in matmul.py_kernels}
+    if not open_sizes and COMPOSITE in matmul.py_kernels:
+        kernels[matmul, COMPOSITE] = _product_of(matmul.py_kernels[COMPOSITE])
     kernels |= BY_VALUES
     kernels[ATEN.ctc_loss.IntList, COMPOSITE] = _ctc_loss
     if open_sizes:

@@ -215,7 +215,8 @@ def _as_kernel_views(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], 
         same = fake.stride() == made.stride()
         return fake if same else fake.as_strided(made.shape, made.stride(), fake.storage_offset())
 
-    return pytree.tree_map(view, results, real)
+    leaves, spec = pytree.tree_flatten(results)
+    return pytree.tree_unflatten(map(view, leaves, pytree.tree_leaves(real)), spec)
 
 
 def _all_different(results: Sequence[Any]) -> Sequence[Any]:
