@@ -26,9 +26,9 @@ from torch.utils._pytree import tree_leaves
 import rematplan
 from rematplan.ir import InfeasibleBudget, show_bytes
 from rematplan.models import ZOO, build, example_inputs
+from rematplan.module.verification import same_bits
 from rematplan.runtime.costs.measure import peak_above_entry
 from rematplan.runtime.costs.optimizer_memory import plain_tensors
-from rematplan.runtime.execute.planned_step import same_bits
 
 SHARES = (0.9, 0.7, 0.5, 0.3)
 BATCH = 16

@@ -22,6 +22,7 @@ from torch import Tensor, nn
 
 from rematplan.cli.run_command import run as command
 from rematplan.ir import TrainingGraph, show_bytes
+from rematplan.module.verification import run_once
 from rematplan.planner.core.inversion_error import worst_error
 from rematplan.planner.core.lane_schedule import Sharing, place
 from rematplan.planner.core.plan import Plan
@@ -33,11 +34,12 @@ from rematplan.planner.strategies.store_all import no_recompute
 from rematplan.plans.op_costs import priced
 from rematplan.runtime.capture.capture import capture
 from rematplan.runtime.costs.measure import interleaved_seconds, peak_above_entry
-from rematplan.runtime.execute.compile import bind_inputs, named_tensors
+from rematplan.runtime.execute.autograd_function import CompiledPlan
+from rematplan.runtime.execute.compile import named_tensors
 from rematplan.runtime.execute.lane_speed import measured_sharing
-from rematplan.runtime.execute.planned_step import PlannedStep, eager_step
 from rematplan.runtime.graph.captured_step import Call, CapturedStep, substitute
 from rematplan.runtime.inversion.find_inverses import is_exact, with_inverses
+from rematplan.runtime.problem.loss_boundary import with_loss_boundary
 
 WIDTH, ROWS = 128, 256
 
@@ -104,14 +106,29 @@ def inverted(model: nn.Module, x: Tensor, limit: float | None = 1e9) -> tuple[Ca
     means no anchors, None a limit that suits the type.
     """
     step = with_inverses(capture(model, (x,), "couplings"), named_tensors(model)).step
-    graph = priced(step, "roofline", max_inversion_error=limit)
+    graph = with_loss_boundary(step, priced(step, "roofline", max_inversion_error=limit))
     return step, graph, Reversible().curve(graph, ())[-1]
+
+
+def planned_step(model: nn.Module, step: CapturedStep, plan: Plan) -> Callable[[Tensor], Tensor]:
+    """Return a function of the batch that runs the step by the plan, backward included, and returns the loss."""
+    compiled = CompiledPlan(step, plan.schedule, plan.lanes)
+
+    def loss(x: Tensor) -> Tensor:
+        return compiled(named_tensors(model), (x,))[0]
+
+    return lambda x: run_once(loss, (x,))
 
 
 def true_values(model: nn.Module, step: CapturedStep, x: Tensor) -> dict[str, Tensor]:
     """Return every value of a step's forward, by name, computed without recomputation and inverses."""
-    inputs = bind_inputs(step, named_tensors(model), (x,))
-    values = dict(zip((i.value for i in step.inputs), inputs, strict=True))
+    named = named_tensors(model)
+    pools: dict[str, Callable[[Any], Tensor]] = {
+        "parameter": lambda i: named[i.target].detach(),
+        "batch": lambda i: x,
+        "constant": lambda i: step.constants[i.value],
+    }
+    values = {i.value: pools[i.kind](i) for i in step.inputs if i.kind in pools}
     with torch.no_grad():
         for call in step.calls:
             if not call.backward:
@@ -134,10 +151,10 @@ def errors_of(model: nn.Module, step: CapturedStep, plan: Plan, x: Tensor) -> tu
         for c in step.inverses
     )
     model.zero_grad()
-    eager_step(model, (x,))
+    run_once(model, (x,))
     expected = torch.cat([p.grad.flatten().double() for p in model.parameters() if p.grad is not None])
     model.zero_grad()
-    PlannedStep(model, replace(step, inverses=recorded), plan.schedule)(x)
+    planned_step(model, replace(step, inverses=recorded), plan)(x)
     found = torch.cat([p.grad.flatten().double() for p in model.parameters() if p.grad is not None])
     return max(errors), relative(found, expected)
 
@@ -153,7 +170,7 @@ def memory(depths: tuple[int, ...]) -> None:
         gradients = sum(p.nbytes for p in model.parameters())
         rows: list[str] = []
         for one in (no_recompute(graph), plan):
-            planned = PlannedStep(model, step, one.schedule)
+            planned = planned_step(model, step, one)
             peak = _peak(model, lambda planned=planned, x=x: planned(x)) - gradients
             outputs = sum(graph.size[t] for t in graph.outputs)
             predicted = one.estimate.peak - graph.input_bytes - outputs
@@ -216,7 +233,7 @@ def overlap(depths: tuple[int, ...]) -> None:
             torch.manual_seed(0)
             model, x = kind(depth), torch.randn(4 * ROWS, 2 * WIDTH)
             step = with_inverses(capture(model, (x,), "couplings"), named_tensors(model)).step
-            graph = priced(step, "profile", max_inversion_error=1e9)
+            graph = with_loss_boundary(step, priced(step, "profile", max_inversion_error=1e9))
             plan = strategy.curve(graph, ())[-1]
             runs = runs_of(plan.schedule)
             sharing = measured_sharing(step, runs, place(graph, runs), {n: graph.op[n].cost for n in runs})
@@ -228,7 +245,7 @@ def overlap(depths: tuple[int, ...]) -> None:
 
 def _race(model: nn.Module, step: CapturedStep, x: Tensor, graph: TrainingGraph, plans: list[Plan]) -> None:
     """Run plans alternately, and print the peak and the time of each ÷ the time of the first."""
-    steps = [PlannedStep(model, step, p.schedule, p.lanes) for p in plans]
+    steps = [planned_step(model, step, p) for p in plans]
     timed = {str(k): partial(planned, x) for k, planned in enumerate(steps)}
     seconds = list(interleaved_seconds(timed, torch.device("cpu"), 9).values())
     for plan, planned, time in zip(plans, steps, seconds, strict=True):

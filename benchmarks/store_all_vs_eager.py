@@ -15,7 +15,8 @@ import time
 from collections.abc import Callable
 
 from rematplan import api
-from rematplan.runtime.execute.planned_step import PlannedStep, eager_step
+from rematplan.module.verification import run_once
+from rematplan.step_measurement import planned_step
 
 LIMIT = 1.05
 
@@ -29,7 +30,7 @@ def main() -> int:
     args = parser.parse_args()
     loaded = api.load_step(args.name, sizes=api.Sizes(args.batch, args.image, args.width))
     plan = api.no_recompute(api.problem(loaded))
-    planned = PlannedStep(loaded.module, loaded.step, plan.schedule)
+    planned = planned_step(loaded, plan)
 
     def run(step: Callable[[], object]) -> float:
         loaded.module.zero_grad(set_to_none=True)
@@ -38,8 +39,8 @@ def main() -> int:
         return time.perf_counter() - start
 
     calls = {
-        "eager": lambda: eager_step(loaded.module, loaded.batch),
-        "store_all": lambda: planned(*loaded.batch),
+        "eager": lambda: run_once(loaded.module, loaded.batch),
+        "store_all": lambda: run_once(planned, loaded.batch),
     }
     seconds: dict[str, list[float]] = {name: [] for name in calls}
     for at in range(args.rounds + 1):

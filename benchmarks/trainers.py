@@ -34,8 +34,8 @@ from torch.utils._pytree import tree_leaves
 import rematplan
 from rematplan.ir import InfeasibleBudget, show_bytes
 from rematplan.models import build
+from rematplan.module.verification import same_bits
 from rematplan.runtime.costs.measure import interleaved_rounds, peak_above_entry, seconds_of
-from rematplan.runtime.execute.planned_step import same_bits
 
 CPU = torch.device("cpu")
 SAMPLES, BATCH = 66, 32

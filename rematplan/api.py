@@ -11,10 +11,10 @@ from rematplan.planner.core.strategy import Progress, silent
 from rematplan.planner.registry import strategy as named_strategy
 from rematplan.planner.strategies.store_all import no_recompute
 from rematplan.plans.budgets import plan_within
-from rematplan.plans.op_costs import priced
+from rematplan.plans.options import PlanOptions
 from rematplan.plans.progress import LOG
+from rematplan.plans.step_problems import StepProblems
 from rematplan.plans.tradeoff import trace_curves
-from rematplan.runtime.costs.device_models import DEFAULT_DEVICE_MODEL
 from rematplan.step_loading import LoadedStep, Sizes, load_step
 from rematplan.step_measurement import MeasuredPlan, StepReport, measure_plans, predicted_error, run_step
 
@@ -37,7 +37,6 @@ __all__ = [
 def problem(
     loaded: LoadedStep,
     costs: str = "roofline",
-    device: str = DEFAULT_DEVICE_MODEL,
     progress: Progress = silent,
     max_inversion_error: float | None = None,
 ) -> TrainingGraph:
@@ -46,18 +45,19 @@ def problem(
 
     Args:
         loaded: the captured step, from `load_step`.
-        costs: ``roofline`` models the times of ops; ``profile`` measures times and workspaces on the present device;
-            any other text is the path of a JSON file that ``rematplan profile`` wrote.
-        device: the name of the device model for ``roofline``; ignored otherwise.
+        costs: ``roofline`` models the times of ops on a default device; the name of a device model, such as ``a100``;
+            ``profile`` measures times and workspaces on the present device; or the path of a JSON file of a profile
+            or a device model.
         progress: called with the fraction done (0 to 1) and a short text.
         max_inversion_error: the largest predicted relative error that a tensor may have after inverses (ops that
             compute an input from an output) recover it. None: a limit that suits the tensor's type.
 
     Raises:
-        UsageError: ``costs`` or ``device`` is unknown, the profile file lacks an op of the step, or
+        UsageError: ``costs`` is unknown, the profile file lacks an op of the step, or
             ``max_inversion_error`` is not positive.
     """
-    return priced(loaded.step, costs, device, progress, max_inversion_error)
+    options = PlanOptions(budget="100%", costs=costs, max_inversion_error=max_inversion_error)
+    return StepProblems(options, loaded.named).problem(loaded.step, progress)
 
 
 def plan(

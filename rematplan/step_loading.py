@@ -16,7 +16,7 @@ from rematplan.ir.onnx.graph import Graph, Value
 from rematplan.ir.onnx.load import load_onnx
 from rematplan.ir.onnx.training_form import Forms
 from rematplan.models import ZOO, build, example_inputs
-from rematplan.runtime.capture.capture import capture
+from rematplan.module.captures import ReadyCapture, capture_call
 from rematplan.runtime.capture.fake_weights import is_weightless, without_data
 from rematplan.runtime.capture.with_loss import WithLoss, with_loss
 from rematplan.runtime.costs.measure import check_fits
@@ -56,17 +56,26 @@ class LoadedStep:
     what the loader changed or noticed, as sentences for the user. ``inexact``: whether ``step`` has inverses that
     round, so that gradients may differ from plain autograd's by rounding errors.
 
-    ``without``: the same step with exact inverses only, which copy, move or negate numbers. ``bare``: the same step
-    without any inverse. Both are None unless the step was loaded with ``inverses=True``.
+    ``bare``: the same step as captured, without any inverse. ``capture``: that from which it was made, with which a
+    planned module can begin. ``without``: the same step with exact inverses only, which copy, move or negate
+    numbers; None unless the step was loaded with ``inverses=True``.
     """
 
     module: WithLoss
     batch: tuple[torch.Tensor, ...]
     step: CapturedStep
+    bare: CapturedStep
+    capture: ReadyCapture
     notes: tuple[str, ...] = ()
     inexact: bool = False
     without: LoadedStep | None = None
-    bare: LoadedStep | None = None
+
+    @property
+    def named(self) -> dict[str, torch.Tensor]:
+        """The parameters and buffers by their names in the step; empty without weights."""
+        if is_weightless(self.batch):
+            return {}
+        return {f"model.{name}": tensor for name, tensor in named_tensors(self.module).items()}
 
     @property
     def blind(self) -> LoadedStep | None:
@@ -75,10 +84,10 @@ class LoadedStep:
 
         None unless the step was loaded with ``inverses=True``.
         """
-        if self.bare is None:
+        if self.without is None:
             return None
-        found = with_inverses(self.bare.step, {})
-        return replace(self.bare, step=found.step, inexact=not all(map(is_exact, found.step.inverses)))
+        found = with_inverses(self.bare, {}, renormalise=True)
+        return replace(self.without, step=found.step, inexact=not all(map(is_exact, found.step.inverses)))
 
 
 @dataclass(frozen=True)
@@ -222,15 +231,13 @@ def _open(loaded: LoadedStep, inverses: bool) -> LoadedStep:
     """Find the inverses of a captured step (ops that compute an input from an output), and return the step with them.
 
     If ``inverses`` is false, only exact inverses are found. Otherwise all are found, and notes for the user say why
-    some tensors have no inverse. The steps with exact inverses and without any are then attached as
-    `LoadedStep.without` and `LoadedStep.bare`.
+    some tensors have no inverse. The step with exact inverses is then attached as `LoadedStep.without`.
     """
     without = replace(loaded, step=with_exact_inverses(loaded.step))
     if not inverses:
         return without
-    without = replace(without, bare=loaded)
     blind = is_weightless(loaded.batch)
-    found = with_inverses(loaded.step, {} if blind else named_tensors(loaded.module))
+    found = with_inverses(loaded.step, loaded.named, renormalise=True)
     notes = list(found.refused[:MOST_REFUSALS])
     if len(found.refused) > len(notes):
         notes.append(f"{len(found.refused) - len(notes)} more are not recovered for such reasons")
@@ -289,13 +296,13 @@ def _with_loss(
 def _captured(loaded: LoadedModel) -> LoadedStep:
     module, batch, notes = loaded.module, loaded.batch, loaded.notes
     with loaded.mode:
-        step = capture(module, batch, loaded.name)
+        ready, step = capture_call(module, tuple(batch), {}, loaded.name)
     parameters = sum(1 for p in module.parameters() if p.requires_grad)
     idle = parameters - sum(1 for output in step.outputs if output.kind == "gradient")
     if idle:
         why = "the loss is of one output alone, the first that depends on any"
         notes = (*notes, f"{idle} of {parameters} parameters get no gradient: {why}")
-    return LoadedStep(module, batch, step, notes)
+    return LoadedStep(module, batch, step, step, ready, notes)
 
 
 def _empty_input(value: Value) -> torch.Tensor:

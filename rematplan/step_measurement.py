@@ -4,14 +4,22 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import cast
 
 import torch
+from torch import nn
 
 from rematplan.ir import UsageError
+from rematplan.module.given_plan import module_with_plan, ops_of
+from rematplan.module.planning import Planning
+from rematplan.module.verification import Verification, run_once, untouched, verify
 from rematplan.planner.core.inversion_error import worst_error
 from rematplan.planner.core.plan import Plan
 from rematplan.planner.core.strategy import Progress, silent
+from rematplan.plans.op_costs import ROOFLINE
+from rematplan.plans.options import PlanOptions
+from rematplan.plans.refining import StepPlan
 from rematplan.runtime.capture.fake_weights import is_weightless
 from rematplan.runtime.costs.measure import (
     interleaved_rounds,
@@ -19,8 +27,8 @@ from rematplan.runtime.costs.measure import (
     peak_above_entry,
     release_libraries,
 )
-from rematplan.runtime.execute.planned_step import PlannedStep, Verification, eager_step, untouched, verify
 from rematplan.runtime.graph.call_cost import CallCost
+from rematplan.runtime.problem.loss_boundary import with_loss_boundary
 from rematplan.runtime.problem.planning_problem import training_graph
 from rematplan.step_loading import LoadedStep
 
@@ -83,19 +91,19 @@ def run_step(
         UsageError: the step was loaded without weights.
     """
     _check_runs(loaded)
-    planned = PlannedStep(loaded.module, loaded.step, plan.schedule, plan.lanes)
+    planned = planned_step(loaded, plan)
     module, batch, device = loaded.module, loaded.batch, loaded.step.device
     losses: list[float] = []
 
     def run_planned() -> None:
         module.zero_grad(set_to_none=True)
-        losses.append(float(planned(*batch)))
+        losses.append(float(run_once(planned, batch)))
 
-    run_eager = _eager(loaded)
+    run_eager = _running(loaded, module)
     verification = None
     if check:
         progress(0.0, "comparing with plain autograd")
-        verification = verify(planned, batch, predicted=predicted_error(loaded, plan))
+        verification = verify(module, planned, batch, predicted=predicted_error(loaded, plan))
     resident = _held_bytes(loaded)
     with untouched(module):
         progress(0.3, "measuring peaks")
@@ -134,7 +142,9 @@ def measure_plans(
         UsageError: the step was loaded without weights.
     """
     _check_runs(loaded)
-    calls = {str(k): _one_lane(loaded, plan) for k, plan in enumerate(plans)} | {"eager": _eager(loaded)}
+    calls = {str(k): _one_lane(loaded, plan) for k, plan in enumerate(plans)} | {
+        "eager": _running(loaded, loaded.module)
+    }
     resident, peaks = _held_bytes(loaded), []
     with untouched(loaded.module):
         for done, call in enumerate(calls.values()):
@@ -158,22 +168,29 @@ def _peak_above_entry(loaded: LoadedStep, run: Callable[[], None]) -> int:
     return peak_above_entry(run, loaded.step.device)[0]
 
 
-def _eager(loaded: LoadedStep) -> Callable[[], None]:
+def planned_step(loaded: LoadedStep, plan: Plan) -> nn.Module:
+    """Return a planned module that runs a step as `plan_module` would: it shares the parameters and buffers of
+    ``loaded.module``, and returns the loss.
+
+    Raises:
+        ProblemError: the plan is of another problem.
+    """
+    made = StepPlan(loaded.step, plan)
+    options = PlanOptions(budget=plan.peak, costs=ROOFLINE)
+    planned = module_with_plan(loaded.module, options, made, ops_of(loaded.bare), loaded.capture)
+    return cast(nn.Module, Planning(planned).prepare(*loaded.batch))
+
+
+def _running(loaded: LoadedStep, called: nn.Module) -> Callable[[], None]:
     def run() -> None:
         loaded.module.zero_grad(set_to_none=True)
-        eager_step(loaded.module, loaded.batch)
+        run_once(called, loaded.batch)
 
     return run
 
 
 def _one_lane(loaded: LoadedStep, plan: Plan) -> Callable[[], None]:
-    step = PlannedStep(loaded.module, loaded.step, plan.schedule)
-
-    def run() -> None:
-        loaded.module.zero_grad(set_to_none=True)
-        step(*loaded.batch)
-
-    return run
+    return _running(loaded, planned_step(loaded, replace(plan, lanes=None)))
 
 
 def predicted_error(loaded: LoadedStep, plan: Plan) -> float:
@@ -187,7 +204,10 @@ def predicted_error(loaded: LoadedStep, plan: Plan) -> float:
         return 0.0
     free = {call.name: CallCost(0.0) for call in loaded.step.priced_calls}
     rounding = max(torch.finfo(p.dtype).eps for p in loaded.module.parameters() if p.is_floating_point()) / 2
-    return max(rounding, worst_error(training_graph(loaded.step, free), plan.schedule))
+    return max(
+        rounding,
+        worst_error(with_loss_boundary(loaded.step, training_graph(loaded.step, free)), plan.schedule),
+    )
 
 
 def _held_bytes(loaded: LoadedStep) -> int:

@@ -18,6 +18,7 @@ from rematplan.ir import InfeasibleBudget
 from rematplan.planner.auto.auto_strategy import Auto
 from rematplan.planner.caches.plan_store import PlanStore
 from rematplan.planner.core.inversion_error import inverses_run, worst_error
+from rematplan.planner.core.lane_schedule import Sharing
 from rematplan.planner.core.plan import Plan
 from rematplan.planner.core.schedule import runs_of
 from rematplan.planner.core.strategy import Progress, Strategy
@@ -25,7 +26,7 @@ from rematplan.planner.strategies.chen_sqrt import ChenSqrt
 from rematplan.planner.strategies.reversible import Reversible
 from rematplan.planner.strategies.store_all import no_recompute
 from rematplan.plans.budgets import least_plan, parse_budget, plan_within
-from rematplan.plans.two_lane_plans import ON, overlapped
+from rematplan.plans.two_lane_plans import ON, overlapped, sharing_here
 from rematplan.report.comparison_row import Rival
 from rematplan.report.tables import comparison_table
 
@@ -80,10 +81,7 @@ def run(args: argparse.Namespace, out: Output) -> int:
     costs = costs_of(args)
     loaded = load_model(args, out, weightless=args.no_run and costs != PROFILE, inverses=True)
     assert loaded.without is not None
-    plain, inverted = (
-        price(one, out, costs, args.device_model, args.max_inversion_error)
-        for one in (loaded.without, loaded)
-    )
+    plain, inverted = (price(one, out, costs, args.max_inversion_error) for one in (loaded.without, loaded))
     base = no_recompute(plain.graph)
     least = Reversible().curve(inverted.graph, ())[-1].estimate.peak
     default = least if least < base.estimate.peak else base.estimate.peak * HALF // 100
@@ -140,7 +138,7 @@ def _overlapped(
     strategy `reversible`. The new row's name is that of the last of ``rivals``, with ``, overlap`` appended.
     """
     last, base, found = rivals[-1], rivals[0].plan.estimate.cost, []
-    sharing = cache(partial(lane_sharing, last.source, last.plan, args, out))
+    sharing = cache(partial(_sharing, last, args, out))
     for source in {id(r.source): r.source for r in rivals}.values():
         own = sorted((r.plan for r in rivals if r.source is source), key=lambda p: _rank(p, budget))
         best = replace(own[0], budget=max(budget, own[0].estimate.peak))
@@ -150,6 +148,13 @@ def _overlapped(
             error = worst_error(source.graph, plan.schedule)
             found.append(PlannedRival(f"{last.name}, overlap", plan, extra, error, source=source))
     return sorted(found, key=lambda r: (max(r.plan.peak, budget), r.extra))[:1]
+
+
+def _sharing(rival: PlannedRival, args: argparse.Namespace, out: Output) -> Sharing:
+    if args.lane_speed is not None or costs_of(args) != PROFILE or rival.source.loaded is None:
+        return lane_sharing(args)
+    with out.progress("measuring two lanes"):
+        return sharing_here(rival.source.loaded.step, rival.source.graph, rival.plan)
 
 
 def _rank(plan: Plan, budget: int) -> tuple[int, float]:

@@ -34,7 +34,7 @@ def add(parser: argparse.ArgumentParser) -> None:
         f"default {DEFAULT_RANKS}",
     )
     parser.add_argument(
-        "--device-model",
+        "--costs",
         metavar="NAME",
         default=DEFAULT_DEVICE,
         help=f"the device model; default {DEFAULT_DEVICE}",
@@ -114,7 +114,7 @@ def run(args: argparse.Namespace, out: Output) -> int:
     pairs = [(model.sgd(count), model.kfac(count)) for count in args.ranks]
     from rematplan.report.kfac_tables import breakdown_table, memory_table
 
-    title = f"{model.plain.name} on {args.device_model} ({LABEL})"
+    title = f"{model.plain.name} on {args.costs} ({LABEL})"
     out.show(breakdown_table(title, pairs), memory_table(f"memory a device ({LABEL})", pairs, peaks))
     if args.png:
         from rematplan.report.plot_breakdown import save_breakdown  # matplotlib is slow to load
@@ -141,12 +141,12 @@ def modelled(args: argparse.Namespace, out: Output) -> tuple[IterationModel, tup
 
     options = Kronecker(fisher="empirical", approx=args.approx)
     counted = with_statistics(loaded.step, options, Draws(options.seed))
-    device = device_model(args.device_model)
+    device = device_model(args.costs)
     model = IterationModel(
         loaded.step, counted.step, shapes(counted), device, Link(*args.link), args.every, args.inverse_every
     )
     steps = (loaded, replace(loaded, step=counted.step))
-    graphs = [api.problem(one, "roofline", args.device_model) for one in steps]
+    graphs = [api.problem(one, args.costs) for one in steps]
     plain, with_factors = (no_recompute(graph).estimate.peak for graph in graphs)
     return model, (plain, with_factors)
 
@@ -168,7 +168,7 @@ def document(
     return {
         "model": model.plain.name,
         "kind": LABEL,
-        "device_model": args.device_model,
+        "device_model": args.costs,
         "link": dict(zip(("gigabytes_a_second", "microseconds"), args.link, strict=True)),
         "layers": len(model.forms),
         "iterations": [

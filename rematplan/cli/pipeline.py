@@ -5,13 +5,12 @@ from __future__ import annotations
 
 import argparse
 import time
-from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rematplan.cli.arguments import check_outputs, given_sizes, positive, positive_number
 from rematplan.cli.output import Output
-from rematplan.cli.problem_source import PROFILE, ROOFLINE, add_costs, add_model, costs_of, load_model, price
+from rematplan.cli.problem_source import PROFILE, add_costs, add_model, costs_of, load_model
 from rematplan.ir import TrainingGraph, UsageError, show_bytes
 from rematplan.pipeline.options import OPTIMIZERS, optimizer_copies, parse_link, parse_rank_budget
 from rematplan.pipeline.schedules import SCHEDULES, SPLIT
@@ -105,9 +104,8 @@ def run(args: argparse.Namespace, out: Output) -> int:
         raise UsageError(f"unknown schedule {args.schedule!r}; known: {', '.join((*SCHEDULES, AUTO))}")
     if not 0 <= args.overhead < 1e12:
         raise UsageError(f"--overhead {args.overhead} is not a number of microseconds from 0 to 1e12")
-    if args.device_model is not None and costs_of(args) != ROOFLINE:
-        raise UsageError("--device-model can only be combined with --costs roofline, not with measured costs")
     from rematplan.pipeline.planning import Asked, plan_stages, step_for
+    from rematplan.plans.op_costs import priced as with_costs
 
     began = time.perf_counter()
     costs = costs_of(args)
@@ -117,10 +115,9 @@ def run(args: argparse.Namespace, out: Output) -> int:
     for names in (tuple(name for name in SCHEDULES if name not in SPLIT), SPLIT):
         if asked_for := [name for name in names if args.schedule in (AUTO, name)]:
             step = step_for(asked_for[0], loaded.step)
-            source = price(
-                replace(loaded, step=step), out, costs, args.device_model, args.max_inversion_error
-            )
-            priced |= dict.fromkeys(asked_for, (step, source.graph))
+            with out.progress("pricing the ops") as progress:
+                graph = with_costs(step, costs, progress, args.max_inversion_error)
+            priced |= dict.fromkeys(asked_for, (step, graph))
     cuts = None if args.cuts == AUTO else tuple(args.cuts.split(","))
     asked = Asked(
         args.schedule,

@@ -5,18 +5,17 @@ from __future__ import annotations
 import argparse
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from rematplan.cli.arguments import add_strategy_options, check_outputs, one_strategy
+from rematplan.cli.arguments import add_strategy_options, check_outputs, one_strategy, strategy_options
 from rematplan.cli.output import Output
-from rematplan.cli.overlap_option import add_overlap, check_overlap, wanted_lanes
-from rematplan.cli.problem_source import Source, add_costs, add_model, load
+from rematplan.cli.overlap_option import add_overlap, check_overlap, lane_sharing
+from rematplan.cli.problem_source import Source, add_costs, add_model, costs_of, load
 from rematplan.cli.size_range import plan_sizes, spanned
 from rematplan.ir import InfeasibleBudget, TrainingGraph, save_problem
-from rematplan.planner.auto.auto_strategy import Auto
 from rematplan.planner.core.inversion_error import inverses_run, worst_error
 from rematplan.planner.core.plan import Plan, save_plan
 from rematplan.planner.core.schedule import runs_of
@@ -25,8 +24,11 @@ from rematplan.planner.peak_report import peak_cause
 from rematplan.planner.registry import STRATEGIES
 from rematplan.planner.strategies.store_all import no_recompute
 from rematplan.plans.budgets import Budget, least_plan, parse_budget, plan_within, unit_missing
-from rematplan.plans.plan_with_inverses import plan_either
+from rematplan.plans.two_lane_plans import overlapped
 from rematplan.report.tables import pairs_table, plan_table, split_for_people, split_table
+
+if TYPE_CHECKING:
+    from rematplan.plans.options import PlanOptions
 
 
 def add(parser: argparse.ArgumentParser) -> None:
@@ -73,21 +75,19 @@ def run(args: argparse.Namespace, out: Output) -> int:
     check_overlap(args)
     if spanned(args):
         return plan_sizes(args, out)
-    source = load(args, out)
+    opened = source = load(args, out)
     if args.problem_out:
         save_problem(source.graph, args.problem_out)
     start = time.perf_counter()
-    opened, (source, plan) = source, plan_for(source, args, out)
-    if args.problem_out and source is not opened:
+    source, plan = plan_for(source, args, out)
+    if args.problem_out and source.graph != opened.graph:
         save_problem(source.graph, args.problem_out)
-    plan, said = wanted_lanes(source, plan, args, out)
     base = no_recompute(source.graph)
     seconds = time.perf_counter() - start
     if args.output:
         save_plan(replace(plan, fingerprint=source.graph.fingerprint), args.output)
     out.show(
         *source.notes,
-        *said,
         split_table(source.graph, base, plan),
         plan_table(source.graph, plan, base, _error(source, plan)),
     )
@@ -97,7 +97,7 @@ def run(args: argparse.Namespace, out: Output) -> int:
         if path:
             out.show(f"{what}: {path}")
     files = {"plan": _text(args.output), "problem": _text(args.problem_out)}
-    document = plan_document(source, plan, base, said)
+    document = plan_document(source, plan, base)
     out.data(document | {"planning_seconds": seconds, "files": files})
     return 0
 
@@ -113,30 +113,63 @@ def _error(source: Source, plan: Plan) -> float:
 
 
 def plan_for(source: Source, args: argparse.Namespace, out: Output) -> tuple[Source, Plan]:
-    """Plan a problem by the strategy of ``--strategy`` within the budget of ``--budget``. Return the problem to which
-    the plan belongs, and the plan.
+    """Plan a problem as the arguments say, or load the plan that they name. Return the problem to which the plan
+    belongs, with notes for the user, and the plan.
 
-    With the strategy `auto`, a problem with inexact inverses (ops that compute another op's input from its output, with
-    rounding errors) is also planned without them. The result is then the better of the two plans, with its problem.
+    A captured step is planned as `plan_module` plans it. With inverses that round, the plan may belong to the step
+    without them.
 
     Raises:
         InfeasibleBudget: the strategy finds no plan that fits.
+        ProblemError: the plan in the file belongs to another step.
     """
-    strategy, graph = one_strategy(args), source.graph
-    budget = parse_budget(args.budget)
-    with asking_for_units(budget, graph), out.progress(f"planning {graph.name}") as progress:
-        if source.without and isinstance(strategy, Auto):
-            plain = source.without
-            graph, plan = plan_either(strategy, plain.graph, graph, budget, progress)
-            if graph is plain.graph:
-                better = (
-                    f"{graph.name}: no plan with inverses was found that is better than this one without them"
-                )
-                source = replace(plain, notes=(*source.notes, better))
-            return source, plan
-        if budget.is_lean:
-            return source, least_plan(strategy, graph, progress, kind=budget.kind)
-        return source, plan_within(strategy, graph, budget.of(graph), progress)
+    graph, stated = source.graph, args.budget
+    asking = asking_for_units(parse_budget(stated), graph) if stated else nullcontext()
+    if source.loaded is None:
+        strategy, budget = one_strategy(args), parse_budget(stated)
+        with asking, out.progress(f"planning {graph.name}") as progress:
+            if budget.is_lean:
+                plan = least_plan(strategy, graph, progress, kind=budget.kind)
+            else:
+                plan = plan_within(strategy, graph, budget.of(graph), progress)
+            plan, notes = overlapped(graph, plan, args.overlap, lambda: lane_sharing(args))
+            return replace(source, notes=(*source.notes, *notes)), plan
+    from rematplan.plans.planner import Planner
+
+    loaded = source.loaded
+    planner = Planner(plan_options(args), named=loaded.named)
+    with asking, out.progress(f"planning {graph.name}") as progress:
+        found = planner.plan(loaded.bare, progress=progress)
+    assert found.problem is not None
+    notes = found.notes
+    rounds = any(inverse.noise for inverse in found.problem.inverses)
+    if loaded.inexact and not rounds and args.inverses and args.budget:
+        notes = (
+            f"{graph.name}: no plan with inverses was found that is better than this one without them",
+            *notes,
+        )
+    loaded = replace(loaded, step=found.step, inexact=loaded.inexact and rounds)
+    return Source(found.problem, loaded, (*source.notes, *notes)), found.plan
+
+
+def plan_options(args: argparse.Namespace) -> PlanOptions:
+    """Return the options of planning that the arguments state."""
+    from rematplan.plans.options import RAISE, PlanOptions
+
+    one_strategy(args)  # refuses an option that the strategy does not have
+    return PlanOptions(
+        budget=args.budget,
+        strategy=args.strategy,
+        options=strategy_options(args),
+        costs=costs_of(args),
+        plan=getattr(args, "plan", None),
+        inverses=args.inverses,
+        max_inversion_error=args.max_inversion_error,
+        overlap=args.overlap,
+        lane_speed=args.lane_speed,
+        on_infeasible=RAISE,
+        refine=False,
+    )
 
 
 @contextmanager
@@ -152,19 +185,18 @@ def asking_for_units(budget: Budget, graph: TrainingGraph) -> Iterator[None]:
         raise e.changed(hint=hint) from None
 
 
-def plan_document(source: Source, plan: Plan, base: Plan, said: tuple[str, ...] = ()) -> dict[str, Any]:
+def plan_document(source: Source, plan: Plan, base: Plan) -> dict[str, Any]:
     """Return the figures of a plan as JSON data, without its schedule. Peaks are in bytes, costs in microseconds.
 
     Args:
         source: the problem.
         plan: a plan of this problem.
         base: the problem's plan without recomputation.
-        said: further notes for the user, after those of ``source``.
     """
     e = plan.estimate
     return {
         "problem": source.graph.name,
-        "notes": [*source.notes, *said],
+        "notes": list(source.notes),
         "ops": len(source.graph.ops),
         "strategy": plan.strategy,
         "status": plan.status,

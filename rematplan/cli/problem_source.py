@@ -7,7 +7,7 @@ import argparse
 import ctypes
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -23,10 +23,9 @@ from rematplan.cli.output import Output
 from rematplan.ir import TrainingGraph, UsageError, load_problem
 from rematplan.models.names import SIZES, SUMMARIES, ZooError
 from rematplan.planner.arrays.phases import contradiction
-from rematplan.planner.auto.auto_strategy import Auto
 from rematplan.planner.core.inversion_error import with_anchors
 from rematplan.planner.strategies.reversible import Reversible
-from rematplan.runtime.costs.device_models import DEFAULT_DEVICE_MODEL, device_model
+from rematplan.runtime.costs.device_models import device_model
 
 if TYPE_CHECKING:
     from rematplan.api import LoadedStep
@@ -36,7 +35,7 @@ DRIVERS = ("libcuda.so.1", "nvcuda.dll")
 AMD_DEVICE = Path("/dev/kfd")
 """A file that exists if AMD's driver is installed; torch calls AMD's devices ``cuda``, too."""
 PROFILE, ROOFLINE = "profile", "roofline"
-MODEL_ONLY = (*SIZES, "dim", "loss", "bn", "dropout", "costs", "device", "device_model")
+MODEL_ONLY = (*SIZES, "dim", "loss", "bn", "dropout", "costs", "device")
 """The options that cannot be combined with a problem file."""
 
 
@@ -45,15 +44,12 @@ class Source:
     """A problem to plan, with its origin.
 
     ``graph``: the problem. ``loaded``: the captured training step from which it was made; None if it was read from a
-    problem file. ``notes``: sentences for the user. ``without``: the problem of the same step without inexact inverses
-    (ops that compute another op's input from its output, with rounding errors). It is None unless the strategy `auto`
-    is to plan both problems and choose.
+    problem file. ``notes``: sentences for the user.
     """
 
     graph: TrainingGraph
     loaded: LoadedStep | None
     notes: tuple[str, ...] = ()
-    without: Source | None = None
 
 
 def add_model(parser: argparse.ArgumentParser, *, problem_file: bool, ranges: bool = False) -> None:
@@ -105,7 +101,7 @@ def add_model(parser: argparse.ArgumentParser, *, problem_file: bool, ranges: bo
 
 
 def add_costs(parser: argparse.ArgumentParser) -> None:
-    """Add the options ``--inverses``, ``--max-inversion-error``, ``--costs`` and ``--device-model`` to ``parser``."""
+    """Add the options ``--inverses``, ``--max-inversion-error`` and ``--costs`` to ``parser``."""
     parser.add_argument(
         "--inverses",
         action="store_true",
@@ -122,14 +118,9 @@ def add_costs(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--costs",
         metavar="KIND",
-        help="profile: time and workspace of each op, measured on this machine and saved (default); roofline: from a "
-        "device model, without workspaces; FILE.json: measured elsewhere by `rematplan profile`",
-    )
-    parser.add_argument(
-        "--device-model",
-        metavar="NAME",
-        help="the device of the roofline model, such as a100 (rematplan devices lists them), or a file, FILE.json; "
-        "implies roofline",
+        help="profile: time and workspace of each op, measured on this machine and saved (default); a device model, "
+        "such as a100, without workspaces (rematplan devices lists them; roofline: a default device); FILE.json: a "
+        "device model, or costs measured elsewhere by `rematplan profile`",
     )
 
 
@@ -163,19 +154,13 @@ def load(args: argparse.Namespace, out: Output, *, runs: bool = False) -> Source
 
 
 def _load_model(args: argparse.Namespace, out: Output, runs: bool) -> Source:
-    if args.device_model is not None and args.costs not in (None, ROOFLINE):
-        raise UsageError("--device-model can only be combined with --costs roofline, not with measured costs")
     costs = costs_of(args)
     strategy = getattr(args, "strategy", None) or ()
     reversible = Reversible.name in ([strategy] if isinstance(strategy, str) else strategy)
     loaded = load_model(
         args, out, weightless=costs != PROFILE and not runs, inverses=args.inverses or reversible
     )
-    source = price(loaded, out, costs, args.device_model, args.max_inversion_error)
-    if strategy == Auto.name and loaded.without:
-        without = price(loaded.without, out, costs, args.device_model)
-        rounds = any(inverse.noise for inverse in source.graph.inverses)
-        return replace(source, without=without) if rounds else replace(without, notes=source.notes)
+    source = price(loaded, out, costs, args.max_inversion_error)
     if reversible and not source.graph.inverses:
         why = next(iter(loaded.notes[-1:]), "no tensor can be computed from later ones")
         raise UsageError(f"{Reversible.name}: nothing in {loaded.step.name} can be inverted: {why}")
@@ -183,9 +168,18 @@ def _load_model(args: argparse.Namespace, out: Output, runs: bool) -> Source:
 
 
 def costs_of(args: argparse.Namespace) -> str:
-    """Return where the costs of ops come from: the value of ``--costs``. If that is not stated,
-    ``roofline`` if ``--device-model`` is stated, otherwise ``profile``."""
-    return args.costs or (PROFILE if args.device_model is None else ROOFLINE)
+    """Return where the costs of ops come from: the value of ``--costs``, or ``profile`` if that is not stated."""
+    return getattr(args, "costs", None) or PROFILE
+
+
+def check_costs(costs: str) -> None:
+    """Refuse an unknown device model before torch is loaded, which takes seconds. Files are read later.
+
+    Raises:
+        UsageError: ``costs`` is neither a kind of costs, nor a file, nor the name of a device model.
+    """
+    if costs not in (PROFILE, ROOFLINE) and not costs.endswith(".json"):
+        device_model(costs)
 
 
 def load_model(
@@ -207,12 +201,11 @@ def load_model(
         RematplanError: the model cannot be read.
     """
     check_reachable(args.model, args.device)
-    if getattr(args, "device_model", None) is not None:
-        device_model(args.device_model)
+    check_costs(costs_of(args))
     from rematplan import api  # imported here, since problem files are planned without torch
-    from rematplan.plans.op_costs import check_costs
+    from rematplan.plans.op_costs import known_costs
 
-    check_costs(getattr(args, "costs", None) or PROFILE)
+    known_costs(costs_of(args))
     with out.progress("capturing the training step"), zoo_errors():
         return api.load_step(
             args.model,
@@ -257,32 +250,23 @@ def _has_driver() -> bool:
     return AMD_DEVICE.exists()
 
 
-def price(
-    loaded: LoadedStep,
-    out: Output,
-    costs: str,
-    device_model: str | None = None,
-    max_inversion_error: float | None = None,
-) -> Source:
+def price(loaded: LoadedStep, out: Output, costs: str, max_inversion_error: float | None = None) -> Source:
     """Return the planning problem of a captured step, with measured or modelled costs of its ops.
 
     Args:
         loaded: the captured step.
         out: shows the progress.
-        costs: ``profile`` (measure on this machine), ``roofline`` (model) or the path of a file that ``rematplan
-            profile`` wrote.
-        device_model: the name of the device for ``roofline``; None: the default one.
+        costs: as ``--costs``.
         max_inversion_error: the largest predicted relative error of a tensor that inverses (ops that compute another
             op's input from its output) recover; None: a limit that suits the tensor's type.
 
     Raises:
-        UsageError: the costs or the device model are unknown, or the file of costs lacks an op of the step.
+        UsageError: the costs are unknown, or the file of costs lacks an op of the step.
     """
     from rematplan import api
 
     with out.progress("measuring ops" if costs == PROFILE else "computing the ops' costs") as progress:
-        device = device_model or DEFAULT_DEVICE_MODEL
-        graph = api.problem(loaded, costs, device, progress, max_inversion_error)
+        graph = api.problem(loaded, costs, progress, max_inversion_error)
     return Source(graph, loaded, loaded.notes)
 
 

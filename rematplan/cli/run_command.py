@@ -32,7 +32,7 @@ COMMANDS = {
     "pipeline-step": "run a planned pipeline's step under torchrun, one process per rank",
     "step": "run a planned training step and measure it",
     "demo": "plan and run U-Net and ResNet-50, from ONNX files",
-    "devices": "list the device models that --device-model names",
+    "devices": "list the device models that --costs names",
     "warm": "compile the planner's loops now; otherwise the first plan on a machine does",
     "cache": "list or delete saved plans and measured costs",
 }

@@ -4,17 +4,17 @@ from __future__ import annotations
 
 import argparse
 import sys
-from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rematplan.cli.arguments import add_strategy_options, one_strategy, positive
 from rematplan.cli.output import Output
-from rematplan.cli.overlap_option import add_overlap, check_overlap, wanted_lanes
+from rematplan.cli.overlap_option import add_overlap, check_overlap
 from rematplan.cli.plan import add_budget, plan_document, plan_for
-from rematplan.cli.problem_source import Source, add_costs, add_model, costs_of, load, price
-from rematplan.ir import ProblemError, UsageError
-from rematplan.planner.core.plan import Plan, load_plan
+from rematplan.cli.problem_source import add_costs, add_model, load
+from rematplan.ir import UsageError
+from rematplan.planner.core.plan import Plan
 from rematplan.planner.strategies.store_all import no_recompute
 from rematplan.plans.budgets import parse_budget
 from rematplan.report.tables import plan_table, split_table, step_table
@@ -66,21 +66,19 @@ def run(args: argparse.Namespace, out: Output) -> int:
     check_overlap(args)
     from rematplan.api import predicted_error
 
-    source = load(args, out, runs=True)
-    source, plan = _saved(args, source, out) if args.plan else plan_for(source, args, out)
-    assert source.loaded is not None
+    source, plan = plan_for(load(args, out, runs=True), args, out)
+    loaded = source.loaded
+    assert loaded is not None
+    source = replace(source, notes=(*source.notes, *_added_loss(loaded, args.loss)))
     base = no_recompute(source.graph)
-    plan, lanes_said = wanted_lanes(source, plan, args, out)
-    said = (*_added_loss(source.loaded, args.loss), *lanes_said)
-    error = predicted_error(source.loaded, plan)
+    error = predicted_error(loaded, plan)
     out.show(
         *source.notes,
-        *said,
         split_table(source.graph, base, plan),
         plan_table(source.graph, plan, base, error),
     )
-    report = run_plan(source.loaded, plan, out, args.steps, args.verify)
-    out.data(plan_document(source, plan, base, said) | step_document(report))
+    report = run_plan(loaded, plan, out, args.steps, args.verify)
+    out.data(plan_document(source, plan, base) | step_document(report))
     return exit_status(report)
 
 
@@ -93,29 +91,6 @@ def _added_loss(loaded: LoadedStep, stated: str | None) -> tuple[str, ...]:
         return ()
     loss = loaded.module.loss
     return (f"{loaded.step.name}: the loss is {loss.name}, {loss.summary}; choose another with --loss",)
-
-
-def _saved(args: argparse.Namespace, source: Source, out: Output) -> tuple[Source, Plan]:
-    """Load the plan in the file of ``--plan``, and return the problem to which it belongs, and the plan.
-
-    The plan may have been made for a problem with other inverses (ops that compute another op's input from its output).
-    Three problems are tried: ``source``, the same step without inverses that round, and the same step with the inverses
-    that capturing without weights finds.
-
-    Raises:
-        ProblemError: the plan belongs to none of these problems.
-    """
-    try:
-        return source, load_plan(args.plan, source.graph)
-    except ProblemError:
-        if source.without is not None:
-            with suppress(ProblemError):
-                return source.without, load_plan(args.plan, source.without.graph)
-        blind = source.loaded and source.loaded.blind
-        if not blind:
-            raise
-        found = price(blind, out, costs_of(args), args.device_model, args.max_inversion_error)
-        return found, load_plan(args.plan, found.graph)
 
 
 def run_plan(loaded: LoadedStep, plan: Plan, out: Output, steps: int, check: bool) -> StepReport:

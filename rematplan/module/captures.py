@@ -196,16 +196,18 @@ class Captures:
 
 
 def capture_call(
-    model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], name: str = ""
 ) -> tuple[ReadyCapture, CapturedStep]:
     """Capture the forward and backward of a model for these arguments. Return the capture, with which a planned module
     of the same model can begin, and the captured step before planning.
+
+    ``name``: names the model in messages; by default its class.
 
     Raises:
         ModelError: the model cannot be captured.
     """
     with LOCK.alone(), torch.inference_mode(False), torch.enable_grad():
-        tracing = Tracing.of(model, args, kwargs)
+        tracing = Tracing.of(model, args, kwargs, name)
         found = Captures(tracing.name, most=1).captured(tracing)
         return ReadyCapture.of(tracing, found), with_expected_tangents(found.step)
 

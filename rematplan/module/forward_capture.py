@@ -66,12 +66,12 @@ class Tracing:
     """The model's state when it is called."""
 
     @staticmethod
-    def of(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tracing:
+    def of(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], name: str = "") -> Tracing:
         """Return the tracing of a call of a model that is not planned."""
         leaves, spec = flattened_call(args, kwargs)
         state = guards.ModuleTree(model).state(model)
         assert state is not None
-        return Tracing(type(model).__name__, Original(model, model.forward), leaves, spec, state)
+        return Tracing(name or type(model).__name__, Original(model, model.forward), leaves, spec, state)
 
     @property
     def model(self) -> nn.Module:

@@ -11,7 +11,7 @@ from typing import TypeAlias
 import torch
 
 from rematplan.ir import ModelError
-from rematplan.module.step_comparison import names_of
+from rematplan.module.matching_names import names_of
 from rematplan.module.symbolic_forward import Found, Instance, OpenForward
 from rematplan.runtime import guards
 from rematplan.runtime.symbols.expressions import NotSymbolic

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Set
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -10,11 +9,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from rematplan.ir import ModelError
 from rematplan.module.captures import ReadyCapture, capture_call
-from rematplan.module.planned_module import planned_module
+from rematplan.module.given_plan import module_with_plan, ops_of
 from rematplan.module.planning import Planning
-from rematplan.module.shape_options import ShapeOptions
 from rematplan.planner.core.plan import Plan
 from rematplan.planner.core.schedule import Schedule
 from rematplan.planner.pipeline.actions import StagePlan
@@ -25,7 +22,7 @@ from rematplan.plans.planner import Planner
 from rematplan.plans.refining import StepPlan
 from rematplan.plans.stage_problems import backward_spare, readers, stage_problem, whole_outputs
 from rematplan.runtime.capture.output_storages import with_own_outputs
-from rematplan.runtime.graph.captured_step import Call, CapturedStep
+from rematplan.runtime.graph.captured_step import CapturedStep
 from rematplan.runtime.graph.compat import pytree
 from rematplan.runtime.pipeline.stage_modules import StageModule
 from rematplan.runtime.problem.constraints import ops_that_run_once
@@ -34,39 +31,6 @@ from rematplan.runtime.problem.layout_copies import NONE
 from rematplan.runtime.problem.loss_boundary import with_loss_boundary
 from rematplan.runtime.problem.loss_memory import NO_LOSS, LossMemory
 from rematplan.runtime.problem.weight_gradients import with_separate_weights, with_weight_boundary
-
-ONE_SHAPE = ShapeOptions(dynamic=False)
-
-
-@dataclass(frozen=True, kw_only=True)
-class _StagePlanner(Planner):
-    """The planner of a stage whose plan was made before, together with those of the rank's other stages."""
-
-    made: StepPlan
-    """The plan. Its peak includes the gradients of earlier micro-batches."""
-    calls: tuple[object, ...]
-    """The ATen ops of the step for which it was made, in order, with the types of their results."""
-
-    @property
-    def bounds_one_call(self) -> bool:
-        """False: the budget of a rank is for all micro-batches in flight."""
-        return False
-
-    def plan(self, step: CapturedStep, first: bool = False) -> StepPlan:
-        """Return the plan.
-
-        Raises:
-            ModelError: the step has other ATen ops, or results of other types, than the one that was planned.
-        """
-        del first
-        if _targets(step) != self.calls:
-            raise ModelError(
-                f"{step.name} runs other ops, or ops of other types, than those that it was planned for; plan it again"
-            )
-        return self.made
-
-    def with_gradients(self, step: CapturedStep, plan: Plan, gradients: int, names: Set[str]) -> None:
-        """Return None: the plan's peak includes the gradients of earlier micro-batches."""
 
 
 @dataclass(frozen=True)
@@ -123,10 +87,10 @@ class CapturedStage:
         """
         spare = backward_spare(self.problem, plan.schedule)
         made = StepPlan(self.step, plan, spare, self.problem.gradient_bytes)
-        given = _StagePlanner(self.options, made=made, calls=self.calls)
+        capture = self.capture if prepared else None
+        module = module_with_plan(self.stage.module, self.options, made, self.calls, capture)
         if not prepared:
-            return planned_module(self.stage.module, given, ONE_SHAPE)
-        module = planned_module(self.stage.module, given, ONE_SHAPE, ready=self.capture)
+            return module
         args, kwargs = _arguments(self.stage)
         return Planning(module).prepare(*args, **kwargs)  # type: ignore[no-any-return]
 
@@ -183,7 +147,7 @@ def captured_stage(
         problem = replace(problem, freed=readers(step, problem.graph, sent))
     if place.alone and place.last:  # torch holds those of other stages until the backward ends
         problem = replace(problem, tangents_held=partial(_tangents_held, step, problem))
-    return CapturedStage(stage, step, problem, capture, _targets(captured), planner.options)
+    return CapturedStage(stage, step, problem, capture, ops_of(captured), planner.options)
 
 
 def _are_messages(step: CapturedStep, received: bool) -> bool:
@@ -215,13 +179,6 @@ def captured_step(stage: StageModule) -> CapturedStep:
 
 def _captured(stage: StageModule) -> tuple[ReadyCapture, CapturedStep]:
     return capture_call(stage.module, *_arguments(stage))
-
-
-def _targets(step: CapturedStep) -> tuple[object, ...]:
-    def types(call: Call) -> tuple[object, ...]:
-        return tuple(getattr(step.values[r].fake, "dtype", None) for r in call.results if r)
-
-    return tuple((call.target, types(call)) for call in step.calls)
 
 
 def _arguments(stage: StageModule) -> tuple[tuple[Any, ...], dict[str, Any]]:

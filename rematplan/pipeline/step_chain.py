@@ -80,7 +80,7 @@ def named_chain(
         if o.kind == "gradient" and o.target in owner
     }
     batch = frozenset(name for name, kind in kinds.items() if kind == "batch")
-    labels = {storage: name.removeprefix(WRAPPER) for name, storage in owner.items()}
+    labels = {storage: name.removeprefix(WRAPPER).removeprefix(prefix) for name, storage in owner.items()}
     begins = _begins(step, graph, wanted, only, prefix)
     if not begins:
         chain = stage_chain(graph, MOST_BLOCKS, gradients, labels)

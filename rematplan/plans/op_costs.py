@@ -5,45 +5,62 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 from dataclasses import replace
 from pathlib import Path
+from typing import Literal, TypeAlias
 
 from rematplan.ir import TrainingGraph, UsageError
 from rematplan.planner.core.inversion_error import with_anchors
 from rematplan.planner.core.strategy import Progress, silent
 from rematplan.plans.sized_costs import SizedCosts
-from rematplan.runtime.costs.device_models import DEFAULT_DEVICE_MODEL, device_model
+from rematplan.runtime.costs.device_models import (
+    DEFAULT_DEVICE_MODEL,
+    DEVICE_MODELS,
+    DeviceModel,
+    device_model,
+)
 from rematplan.runtime.costs.profile import profile_costs
-from rematplan.runtime.costs.profile_json import Profile, read_profile
+from rematplan.runtime.costs.profile_json import Profile, is_profile, read_profile
 from rematplan.runtime.costs.roofline import roofline_costs
+from rematplan.runtime.graph.call_cost import CallCost
 from rematplan.runtime.graph.captured_step import CapturedStep
 from rematplan.runtime.problem.layout_copies import Copies, most_copied
 from rematplan.runtime.problem.planning_problem import training_graph
 
-COSTS = ("roofline", "profile")
+PROFILE, ROOFLINE = "profile", "roofline"
+Known: TypeAlias = Literal["profile"] | DeviceModel | Profile
 
 
-def check_costs(costs: str) -> None:
-    """Check, before a network is captured, that ``costs`` is ``roofline``, ``profile`` or the path of a readable
-    profile file.
+def known_costs(costs: str) -> Known:
+    """Return what the text ``costs`` names: ``profile`` itself, a device model, or a profile that was measured before.
+
+    ``roofline`` is the default device's model. A file is a profile or a device model, as its content says.
 
     Raises:
-        UsageError: ``costs`` is none of these. The message lists the kinds, or says what is wrong with the file.
+        UsageError: ``costs`` is unknown, or a file that cannot be read. The message says what is known.
     """
+    if costs == PROFILE:
+        return "profile"
     if not isinstance(costs, (str, Path)):
-        raise UsageError(f"costs is {costs!r}; known: {', '.join(COSTS)}, and profile files (NAME.json)")
-    if costs not in COSTS:
-        _profile(costs)
+        raise UsageError(f"costs is {costs!r}; {_known()}")
+    name = str(costs)
+    if name == ROOFLINE:
+        return device_model(DEFAULT_DEVICE_MODEL)
+    if not name.endswith(".json"):
+        if name not in DEVICE_MODELS:
+            raise UsageError(f"unknown costs {name!r}; {_known()}")
+        return device_model(name)
+    return read_profile(Path(name)) if is_profile(Path(name)) else device_model(name)
 
 
-def _profile(costs: str) -> Profile:
-    if Path(costs).suffix != ".json":
-        raise UsageError(f"unknown costs {costs!r}; known: {', '.join(COSTS)}, and profile files (NAME.json)")
-    return read_profile(Path(costs))
+def _known() -> str:
+    return (
+        f"known: {PROFILE}, {ROOFLINE}, the device models {', '.join(DEVICE_MODELS)}, and files of a profile or of a "
+        f"device model (NAME.json)"
+    )
 
 
 def priced(
     step: CapturedStep,
     costs: str,
-    device: str = DEFAULT_DEVICE_MODEL,
     progress: Progress = silent,
     max_inversion_error: float | None = None,
     sized: SizedCosts | None = None,
@@ -53,10 +70,8 @@ def priced(
 
     Args:
         step: the captured step.
-        costs: ``profile`` measures time and workspace of each distinct op on the present device; ``roofline``
-            computes times from a model of the device ``device``, without workspaces; otherwise the path of a JSON
-            file that ``rematplan profile`` wrote.
-        device: the name of a device model; used only with ``roofline``.
+        costs: ``profile`` measures time and workspace of each distinct op on the present device. Other texts name
+            costs that are known (`known_costs`). A device model has no workspaces.
         progress: called with the fraction done (0 to 1) and a short text; used only with ``profile``.
         max_inversion_error: the largest relative error that a tensor may have after inverses (ops that compute an
             input from an output) recover it; None: a limit that suits its type. See `with_anchors`.
@@ -64,16 +79,18 @@ def priced(
             measured sizes are interpolated where possible. New measurements are added. None: all costs are measured.
 
     Raises:
-        UsageError: ``costs`` or ``device`` is unknown, the profile lacks an op of the step, or
-            ``max_inversion_error`` is not positive.
+        UsageError: ``costs`` is unknown, the profile lacks an op of the step, or ``max_inversion_error`` is not
+            positive.
     """
-    if costs == "profile":
-        known = (SizedCosts() if sized is None else sized).costs(step, progress)
-    elif costs == "roofline":
-        known = roofline_costs(step, device_model(device))
-    else:
-        known = _profile(costs).costs(step)
-    return with_anchors(training_graph(step, known), max_inversion_error)
+    found: Mapping[str, CallCost]
+    match known_costs(costs):
+        case DeviceModel() as device:
+            found = roofline_costs(step, device)
+        case Profile() as profile:
+            found = profile.costs(step)
+        case _:
+            found = (SizedCosts() if sized is None else sized).costs(step, progress)
+    return with_anchors(training_graph(step, found), max_inversion_error)
 
 
 def copies_priced(step: CapturedStep, graph: TrainingGraph, costs: str) -> Copies:
@@ -85,8 +102,8 @@ def copies_priced(step: CapturedStep, graph: TrainingGraph, costs: str) -> Copie
     Args:
         step: the captured step.
         graph: its planning problem.
-        costs: ``profile`` measures the workspaces of the ops that read gradients with other strides; ``roofline``
-            assumes workspaces of 0; for a profile file, each op is assumed to copy every argument whose strides
+        costs: ``profile`` measures the workspaces of the ops that read gradients with other strides; a device model
+            has workspaces of 0; for a profile file, each op is assumed to copy every argument whose strides
             differ.
     """
 
@@ -94,5 +111,6 @@ def copies_priced(step: CapturedStep, graph: TrainingGraph, costs: str) -> Copie
         return {name: cost.workspace for name, cost in profile_costs(other_strides, only=names).items()}
 
     own = {op.name: op.workspace for op in graph.ops}
-    copies = most_copied(step, own, measured if costs == "profile" else None)
-    return replace(copies, workspace={}) if costs == "roofline" else copies
+    known = known_costs(costs)
+    copies = most_copied(step, own, measured if known == PROFILE else None)
+    return replace(copies, workspace={}) if isinstance(known, DeviceModel) else copies

@@ -17,7 +17,7 @@ from rematplan.planner.strategies.anneal import Anneal
 from rematplan.planner.strategies.reversible import Reversible
 from rematplan.plans.budgets import Budget, parse_budget, parse_loss_memory
 from rematplan.plans.held_by_others import Reserved
-from rematplan.plans.op_costs import check_costs
+from rematplan.plans.op_costs import known_costs
 from rematplan.plans.two_lane_plans import OFF, check_mode
 
 if TYPE_CHECKING:
@@ -54,6 +54,9 @@ class PlanOptions:
     inverses: bool = False
     max_inversion_error: float | None = None
     overlap: str | None = None
+    lane_speed: float | None = None
+    """The speed of each of two lanes while both run, relative to one that runs alone. None: it is measured if costs are
+    measured, otherwise it is a typical value."""
     loss_memory: str | int | None = None
     accumulate: bool = False
     reserved: Reserved = field(default_factory=Reserved)
@@ -89,7 +92,7 @@ class PlanOptions:
             )
         self.stated_loss()
         self.chosen()
-        check_costs(self.costs)
+        known_costs(self.costs)
         check_mode(self.overlap)
         if self.on_infeasible not in (None, *INSTEAD):
             raise UsageError(f"unknown on_infeasible {self.on_infeasible!r}; known: {', '.join(INSTEAD)}")

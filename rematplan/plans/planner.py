@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Set
+from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from fractions import Fraction
 
@@ -13,10 +14,11 @@ from rematplan.planner.caches.plan_store import PlanStore
 from rematplan.planner.core.lane_schedule import Sharing
 from rematplan.planner.core.plan import Plan, load_plan
 from rematplan.planner.core.strategy import Progress, silent
+from rematplan.planner.overlap.place_on_lanes import USUAL
 from rematplan.planner.strategies.store_all import StoreAll
 from rematplan.plans.budgets import Budget
 from rematplan.plans.in_flight import plan_in_flight
-from rematplan.plans.op_costs import priced
+from rematplan.plans.op_costs import PROFILE, priced
 from rematplan.plans.options import RAISE
 from rematplan.plans.plan_searches import background_search, fixed_bytes, one_lane_plan, store_key
 from rematplan.plans.plan_with_inverses import better_of, plan_either
@@ -28,7 +30,7 @@ from rematplan.plans.step_problems import StepProblems
 from rematplan.plans.two_lane_plans import OFF, overlapped, sharing_here
 from rematplan.runtime.graph.captured_step import CapturedStep
 from rematplan.runtime.graph.warn import warn
-from rematplan.runtime.inversion.find_inverses import with_exact_inverses
+from rematplan.runtime.inversion.find_inverses import with_exact_inverses, with_inverses
 from rematplan.runtime.problem.earlier_gradients import EARLIER, earlier_gradients, spare_bytes
 from rematplan.runtime.problem.weight_gradients import with_separate_weights, with_weight_boundary
 
@@ -68,7 +70,7 @@ class Planner(StepProblems):
             fixed[key] = stated.of(graph)
         return Budget(stated.text, "bytes", Fraction(fixed[key]))
 
-    def plan(self, step: CapturedStep, first: bool = False) -> StepPlan:
+    def plan(self, step: CapturedStep, first: bool = False, progress: Progress | None = None) -> StepPlan:
         """Plan a step, and return the plan with the step, to which inverses were added.
 
         With ``accumulate``, the budget includes gradients of earlier backwards. If no plan fits, ``on_infeasible``
@@ -78,6 +80,8 @@ class Planner(StepProblems):
             step: the captured step.
             first: treat the step as the first one, even if plans of other steps are known. If ``on_infeasible`` is
                 None and no plan fits, the error is raised for the first step only.
+            progress: called with the fraction done (0 to 1) and a short text; by default a progress bar is shown if
+                the options say so.
 
         Raises:
             InfeasibleBudget: no plan is found that fits, and ``on_infeasible`` says that this is raised.
@@ -90,10 +94,10 @@ class Planner(StepProblems):
         charged = replace(self, held={**self.held, EARLIER: held})
         try:
             adding = replace(charged, added=names)._adding(step) if names else None
-            found = adding or charged._alone(step)
+            found = adding or charged._alone(step, progress)
         except InfeasibleBudget as error:
-            opened = self.with_inverses(step)
-            found = StepPlan(opened, charged.instead(opened, error, first))
+            form = self.with_inverses(step)
+            found = StepPlan(form, charged.instead(form, error, first))
         counted = mapped(found, lambda one: replace(one, gradients=held))
         assert counted is not None
         return counted
@@ -133,22 +137,41 @@ class Planner(StepProblems):
             asked.deferred,
         )
 
-    def _alone(self, step: CapturedStep) -> StepPlan:
-        if self.options.inverses and isinstance(self.options.chosen(), Auto):
-            return self._either(with_exact_inverses(step), self.with_inverses(step))
-        step, began = self.with_inverses(step), time.monotonic()
-        with progress_bar(step.name, self.options.verbose) as progress:
+    def _alone(self, step: CapturedStep, progress: Progress | None = None) -> StepPlan:
+        shown = nullcontext(progress) if progress else progress_bar(step.name, self.options.verbose)
+        with shown as progress:
+            if self.options.plan is not None:
+                return self._saved(step, progress)
+            if self.options.inverses and isinstance(self.options.chosen(), Auto):
+                return self._either(with_exact_inverses(step), self.with_inverses(step), progress)
+            step, began = self.with_inverses(step), time.monotonic()
             graph = self.problem(step, progress)
             profiled = time.monotonic()
-            plan = self._planned(step, graph, progress)
-        log_plan(step, plan, profiled - began, time.monotonic() - profiled)
-        return StepPlan(
-            step,
-            plan,
-            refinement=background_search(self.options, self.store, step, graph, plan),
-            problem=graph,
-            carries=self._carries,
-        )
+            plan, notes = self._planned(step, graph, progress)
+            log_plan(step, plan, profiled - began, time.monotonic() - profiled)
+        search = background_search(self.options, self.store, step, graph, plan)
+        return StepPlan(step, plan, refinement=search, problem=graph, carries=self._carries, notes=notes)
+
+    def _saved(self, step: CapturedStep, progress: Progress = silent) -> StepPlan:
+        """Return the saved plan with the form of the step for which it was made: with all inverses that the options
+        allow, with exact ones only, or with those that are found without weights.
+
+        Raises:
+            ProblemError: it was made for none of these forms.
+        """
+        assert self.options.plan is not None
+        forms = [self.with_inverses(step)]
+        if self.options.inverting:
+            forms += [with_exact_inverses(step), with_inverses(step, {}, renormalise=True).step]
+        errors = []
+        for form in forms:
+            graph = self.problem(form, progress)
+            try:
+                plan, notes = self._overlapped(form, graph, load_plan(self.options.plan, graph))
+                return StepPlan(form, plan, problem=graph, notes=notes)
+            except ProblemError as error:
+                errors.append(error)
+        raise errors[0]
 
     @property
     def _carries(self) -> bool:
@@ -256,24 +279,20 @@ class Planner(StepProblems):
         """Return this planner with another budget. ``budget``: bytes."""
         return replace(self, options=replace(self.options, budget=budget))
 
-    def _either(self, plain: CapturedStep, inverted: CapturedStep) -> StepPlan:
+    def _either(self, plain: CapturedStep, inverted: CapturedStep, progress: Progress = silent) -> StepPlan:
         """Plan a step with and without inverses that round, and return the better plan with its step.
 
-        If there is a saved plan, it is used, for the step that it belongs to. If there are no inverses that round,
-        only the step without them is planned.
+        If there are no inverses that round, only the step without them is planned.
 
         Args:
             plain: the captured step with exact inverses only.
             inverted: the same step with inverses that round, too.
+            progress: called with the fraction done (0 to 1) and a short text.
         """
-        graphs = self.problem(plain), self.problem(inverted)
+        graphs = self.problem(plain, progress), self.problem(inverted, progress)
         if not any(inverse.noise for inverse in graphs[1].inverses):
-            return StepPlan(plain, self._planned(plain, graphs[0]))
-        if self.options.plan is not None:
-            try:
-                return StepPlan(inverted, self._planned(inverted, graphs[1]))
-            except ProblemError:
-                return StepPlan(plain, self._planned(plain, graphs[0]))
+            alone, notes = self._planned(plain, graphs[0], progress)
+            return StepPlan(plain, alone, problem=graphs[0], notes=notes)
         budget, auto = self.limit(graphs[0]), self.options.chosen()
         assert isinstance(auto, Auto)
         made = [(graph, plan) for graph in graphs if (plan := self.store.get(graph, store_key(budget)))]
@@ -282,29 +301,37 @@ class Planner(StepProblems):
         else:
             with explaining_refusals(self.options, self.store, graphs[0]):
                 hurried = accepts_refusals(self.options, self.store)
-                graph, plan = plan_either(auto, *graphs, budget, store=self.store, hurried=hurried)
+                graph, plan = plan_either(auto, *graphs, budget, progress, store=self.store, hurried=hurried)
         step = inverted if graph is graphs[1] else plain
-        return StepPlan(step, self._overlapped(step, graph, replace(plan, fingerprint=graph.fingerprint)))
+        plan, notes = self._overlapped(step, graph, replace(plan, fingerprint=graph.fingerprint))
+        return StepPlan(step, plan, problem=graph, notes=notes)
 
     def planned(self, step: CapturedStep) -> Plan:
-        """Return the plan of a step. Unlike `__call__`, it adds no inverses, and raises an error if no plan fits.
+        """Return the plan of a step. Unlike `plan`, it adds no inverses, and raises an error if no plan fits.
 
         Raises:
             InfeasibleBudget: the strategy finds no plan that fits. The error has the smallest peak found.
             ProblemError: the saved plan belongs to another graph.
         """
-        return self._planned(step, self.problem(step))
+        graph = self.problem(step)
+        if self.options.plan is not None:
+            return self._overlapped(step, graph, load_plan(self.options.plan, graph))[0]
+        return self._planned(step, graph)[0]
 
-    def _planned(self, step: CapturedStep, graph: TrainingGraph, progress: Progress = silent) -> Plan:
-        saved = self.options.plan
-        if saved is None:
-            plan = one_lane_plan(self.options, self.store, graph, self.limit(graph), progress)
-        else:
-            plan = load_plan(saved, graph)
+    def _planned(
+        self, step: CapturedStep, graph: TrainingGraph, progress: Progress = silent
+    ) -> tuple[Plan, tuple[str, ...]]:
+        plan = one_lane_plan(self.options, self.store, graph, self.limit(graph), progress)
         return self._overlapped(step, graph, plan)
 
-    def _overlapped(self, step: CapturedStep, graph: TrainingGraph, plan: Plan) -> Plan:
-        def sharing() -> Sharing:
-            return sharing_here(step, graph, plan) if self.options.costs == "profile" else Sharing()
+    def _overlapped(
+        self, step: CapturedStep, graph: TrainingGraph, plan: Plan
+    ) -> tuple[Plan, tuple[str, ...]]:
+        """Divide a plan into two lanes if the options ask for it. Return also notes for the user."""
 
-        return overlapped(graph, plan, self.options.overlap, sharing)[0]
+        def sharing() -> Sharing:
+            if self.options.lane_speed is not None:
+                return replace(USUAL, speed=self.options.lane_speed)
+            return sharing_here(step, graph, plan) if self.options.costs == PROFILE else USUAL
+
+        return overlapped(graph, plan, self.options.overlap, sharing)

@@ -42,7 +42,9 @@ class StepPlan:
     refinement: Refinement | None = None
     """A search for a better plan that has not begun; None if there is none."""
     problem: TrainingGraph | None = None
-    """The plan's planning problem, if another size of the batch may need it."""
+    """The plan's planning problem; None if nothing needs it."""
+    notes: tuple[str, ...] = ()
+    """Sentences for the user, such as why a plan for two lanes has one."""
     carries: bool = False
     """Whether the plan may be used at other sizes of the batch."""
 

@@ -128,6 +128,8 @@ def trace_joint_graph(request: TraceRequest) -> Traced:
     except ModelError:
         raise
     except VALUES_DECIDE as error:
+        if refusal := getattr(error, "refusal", None):
+            raise refusal from error
         where = getattr(error, "module", "")
         apart = [n for n in _callable_parts(root) if not f"{where}.".startswith(f"{n}.")]
         raise ModelError(

@@ -246,5 +246,5 @@ def check_fits(needed: int, what: str) -> None:
     if needed > present:
         raise ModelError(
             f"{what} take {show_bytes(needed)}, this machine has {show_bytes(present)} "
-            "(a device model plans without allocating them: --device-model a100)"
+            "(a device model plans without allocating them: --costs a100)"
         )

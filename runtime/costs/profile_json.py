@@ -74,6 +74,19 @@ def save_profile(profile: Profile, path: Path) -> None:
     write_whole(path, json.dumps(data, indent=0))
 
 
+def is_profile(path: Path) -> bool:
+    """Return whether a JSON file says that it is a profile.
+
+    Raises:
+        UsageError: the file cannot be read.
+    """
+    try:
+        data = read_json(path)
+    except ProblemError as error:
+        raise UsageError(f"{path}: {error}") from None
+    return isinstance(data, dict) and "format" in data
+
+
 def read_profile(path: Path) -> Profile:
     """Read a profile from a JSON file of the format ``rematplan.profile/1``.
 

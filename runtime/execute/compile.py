@@ -6,7 +6,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -24,28 +23,6 @@ from rematplan.runtime.graph.captured_step import CapturedStep, StepOutput
 from rematplan.runtime.graph.tracked_sizes import Sizes
 from rematplan.runtime.problem.backward_segments import gradient_segments
 from rematplan.runtime.problem.loss_boundary import split_at_loss
-
-
-@dataclass(frozen=True)
-class Executable:
-    """A compiled schedule of a training step. Calling it with the step's input tensors returns the step's outputs. No
-    autograd graph is recorded.
-
-    ``source``: the source of ``function``. ``function``: takes the inputs in the order of `CapturedStep.inputs`, and
-    returns the outputs in the order of `CapturedStep.outputs`.
-    """
-
-    source: str
-    function: Callable[..., tuple[torch.Tensor, ...]] = field(repr=False)
-
-    def __call__(self, inputs: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
-        """Run the training step with autograd and autocast disabled, and return its outputs in the order of
-        `CapturedStep.outputs`.
-
-        ``inputs``: tensors in the order of `CapturedStep.inputs`, gradients of outputs (tangents) included.
-        """
-        with torch.no_grad(), torch.autocast(inputs[0].device.type, enabled=False):
-            return self.function(*inputs)
 
 
 @dataclass(frozen=True)
@@ -107,26 +84,6 @@ class Halves:
         return replace(self, forward=partial(self.forward, sizes), backward=backward)
 
 
-def compile_step(step: CapturedStep, schedule: Schedule, lanes: Lanes | None = None) -> Executable:
-    """Compile a schedule of the step's planning problem into one function.
-
-    Args:
-        step: the captured step.
-        schedule: a schedule of its planning problem.
-        lanes: the placement of the schedule's op executions on two lanes (threads on the CPU, streams on CUDA), which
-            changes no bit of the results; None for one lane.
-
-    Raises:
-        ProblemError: the schedule has an op that the step lacks, reads or frees a tensor that is not resident, runs a
-            collective twice, or runs random ops and collectives for the first time in another order than the step; or
-            the lanes do not fit the schedule, or do not wait for a tensor that they read.
-    """
-    _check_order(step, schedule)
-    writer = LaneWriter(step, schedule, lanes) if lanes else Writer(step, schedule)
-    source = writer.write()
-    return Executable(source, _defined(step, source, writer.scope)["step"])
-
-
 def compile_halves(
     step: CapturedStep,
     schedule: Schedule,
@@ -159,7 +116,10 @@ def compile_halves(
             (`Halves.at`), so that they serve all sizes of the batch. Ignored with lanes.
 
     Raises:
-        ProblemError: as `compile_step`; or an output does not exist at the loss boundary.
+        ProblemError: the schedule has an op that the step lacks, reads or frees a tensor that is not resident, runs a
+            collective twice, or runs random ops and collectives for the first time in another order than the step; an
+            output does not exist at the loss boundary; or the lanes do not fit the schedule, or do not wait for a
+            tensor that they read.
     """
     _check_order(step, schedule)
     own = split_at_loss(step, schedule, lanes)
@@ -227,33 +187,3 @@ def named_tensors(module: nn.Module) -> dict[str, torch.Tensor]:
     """Return a module's parameters and buffers by name, as a captured step names them. A tensor with several names is
     returned under the first."""
     return {**dict(module.named_parameters()), **dict(module.named_buffers())}
-
-
-def bind_inputs(
-    step: CapturedStep, named: Mapping[str, torch.Tensor], batch: Sequence[torch.Tensor]
-) -> tuple[torch.Tensor, ...]:
-    """Return all inputs of a captured step whose module returns a scalar loss, in the order of `CapturedStep.inputs`.
-
-    Args:
-        step: the captured step.
-        named: the parameters and buffers by name.
-        batch: the tensors among the module's arguments, by position.
-
-    Returns:
-        The parameters (detached), buffers, batch tensors and constants of the step; and a tensor of ones for each
-            tangent (the gradient of an output).
-    """
-    take: Mapping[str, Callable[[Any], torch.Tensor]] = MappingProxyType(
-        {
-            "parameter": lambda i: named[i.target].detach(),
-            "buffer": lambda i: named[i.target],
-            "batch": lambda i: batch[int(i.target)],
-            "constant": lambda i: step.constants[i.value],
-            "tangent": lambda i: torch.ones_like(_real_like(step.values[i.value].fake)),
-        }
-    )
-    return tuple(take[i.kind](i) for i in step.inputs)
-
-
-def _real_like(fake: torch.Tensor) -> torch.Tensor:
-    return torch.empty(fake.shape, dtype=fake.dtype, device=fake.device)

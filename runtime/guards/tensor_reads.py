@@ -34,13 +34,17 @@ def asked(answer: Callable[[Callable[..., Any], torch.Tensor], Any]) -> Iterator
             ``tensor``. For `tolist`, ``read`` is that method; for `numpy`, ``read`` returns type, shape and bytes of
             the array.
     """
-    thread = get_ident()  # all threads see the replaced methods
+    thread = get_ident()
+
+    def plainly() -> bool:
+        # All threads see the replaced methods. Without a mode, the tracer has been asked to look away.
+        return get_ident() != thread or not any_mode()
 
     def to_list(tensor: torch.Tensor) -> Any:
-        return answer(TO_LIST, tensor) if get_ident() == thread else TO_LIST(tensor)
+        return TO_LIST(tensor) if plainly() else answer(TO_LIST, tensor)
 
     def to_numpy(tensor: torch.Tensor, *, force: bool = False) -> Any:
-        if get_ident() != thread:
+        if plainly():
             return _TO_NUMPY(tensor, force=force)
         kind, shape, content = answer(_numpy, tensor)
         return np.frombuffer(bytearray(content), kind).reshape(shape)

@@ -159,6 +159,7 @@ class OnnxModule(nn.Module):
 
         Raises:
             ModelError: the node cannot run on these inputs.
+            DataDependentOutputException, DynamicOutputShapeException: a trace lacks values that the node needs.
         """
         node, row = step.node, step.row
         try:
@@ -173,7 +174,10 @@ class OnnxModule(nn.Module):
             else:
                 results = row.run(node, *self._operands(step, args))
         except VALUES_DECIDE as error:
-            raise refuse(node, "its result's shape depends on data; plans are for fixed shapes") from error
+            # A trace may run the forward again, and then read the values that the node needs.
+            why = "its result's shape depends on data; plans are for fixed shapes"
+            error.refusal = refuse(node, why)  # type: ignore[union-attr]
+            raise
         except (RuntimeError, TypeError, ValueError, IndexError, KeyError, ArithmeticError) as error:
             if isinstance(error, torch.OutOfMemoryError):
                 raise

@@ -4,6 +4,7 @@ their gradients."""
 from __future__ import annotations
 
 from bisect import bisect
+from collections.abc import Collection
 from dataclasses import dataclass, replace
 
 from rematplan.ir import Op, Tensor, TrainingGraph
@@ -60,6 +61,7 @@ def with_loss_boundary(
     tangents = {step.values[i.value].storage for i in step.inputs if i.kind == "tangent"}
     tangent_copies = sum(size for storage, size in copies.kept.items() if storage in tangents)
     late, marked = step.after_loss, {c.name for c in step.calls if c.late}
+    backward = late | _needed_later(graph, early)
     workspace = max(0, loss.peak - loss.kept - tangent_copies)
     between = Op(LOSS, tuple(early), (LOSS, LOSS_VALUE), 0.0, workspace, "backward")
 
@@ -77,9 +79,9 @@ def with_loss_boundary(
     old_buffers = {OLD_BUFFERS: old} if old else {}
     kept = {storage: size for storage, size in copies.kept.items() if storage not in tangents}
     ops = (
-        *(op for op in graph.ops if op.name not in late),
+        *(op for op in graph.ops if op.name not in backward),
         between,
-        *(after_loss(op) for op in graph.ops if op.name in late),
+        *(after_loss(op) if op.name in late else op for op in graph.ops if op.name in backward),
     )
     # The caller may communicate between the halves, too.
     ordered = {*graph.ordered, *([LOSS] if any(c.collective for c in step.calls) else [])}
@@ -99,6 +101,16 @@ def with_loss_boundary(
         inverses=tuple(i for i in graph.inverses if not outputs.keys() & set(i.writes)),
         never_rerun=tuple(dict.fromkeys((*graph.never_rerun, *made, LOSS))),
     )
+
+
+def _needed_later(graph: TrainingGraph, early: Collection[str]) -> set[str]:
+    """Return the backward ops that may run before the loss, but are not needed there: no tensor in ``early`` depends
+    on them. Some formulas of derivatives begin with ops of the forward's tensors alone."""
+    needed = set(early)
+    for op in reversed(graph.ops):
+        if not needed.isdisjoint(op.writes):
+            needed.update(op.reads)
+    return {op.name for op in graph.ops if op.phase == "backward" and needed.isdisjoint(op.writes)}
 
 
 def without_loss_bytes(graph: TrainingGraph) -> TrainingGraph:

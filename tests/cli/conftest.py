@@ -74,7 +74,7 @@ def problem(tmp_path_factory: pytest.TempPathFactory) -> Path:
             [
                 "plan",
                 *VGG,
-                "--device-model",
+                "--costs",
                 "t4",
                 "--budget",
                 "100%",

@@ -11,8 +11,8 @@ from rematplan import api
 from rematplan.cli import demo
 from rematplan.ir import load_problem
 from rematplan.models import ZOO
+from rematplan.module.verification import Difference, Verification
 from rematplan.planner.registry import STRATEGIES
-from rematplan.runtime.execute.planned_step import Difference, Verification
 
 SMALL = ("unet", "--batch", "2", "--image", "32", "--width", "4")
 

@@ -41,8 +41,7 @@ PLAN = ("plan", "--budget", "90%")
         (*PLAN, "unet", "--dim", "=3"),
         (*PLAN, "unet", "--loss", "hinge", "--image", "32", "--width", "2"),
         (*PLAN, "unet", "--costs", "guess", "--image", "32", "--width", "2"),
-        (*PLAN, "unet", "--costs", "profile", "--device-model", "a100"),
-        (*PLAN, "unet", "--device-model", "abacus", "--image", "32", "--width", "2"),
+        (*PLAN, "unet", "--costs", "abacus", "--image", "32", "--width", "2"),
         (*PLAN, "unet", "--strategy", "magic"),
         (*PLAN, "unet", "--strateg", "auto"),
         (*PLAN, "unet", "-o", "no/such/folder/plan.json"),
@@ -68,9 +67,7 @@ def test_wrong_arguments_are_refused_in_one_line(argv, call, refused, tmp_path, 
     assert not list(tmp_path.iterdir())
 
 
-@pytest.mark.parametrize(
-    "option", [("--costs", "guess"), ("--costs", "missing.json"), ("--device-model", "abacus")]
-)
+@pytest.mark.parametrize("option", [("--costs", "guess"), ("--costs", "missing.json"), ("--costs", "abacus")])
 @pytest.mark.parametrize("command", [PLAN, ("compare",)], ids=lambda c: c[0])
 def test_costs_are_checked_before_a_network_is_captured(call, refused, monkeypatch, command, option) -> None:
     monkeypatch.setattr(api, "load_step", None)
@@ -196,7 +193,7 @@ def test_broken_onnx_files_are_refused(call, refused, onnx_file, tmp_path) -> No
 
 
 def test_unbound_unknown_and_contradictory_dimensions_are_refused(call, refused, onnx_file) -> None:
-    unbound = call(*PLAN, onnx_file, "--device-model", "t4")
+    unbound = call(*PLAN, onnx_file, "--costs", "t4")
     refused(unbound, 2)
     assert "batch" in unbound.err
     refused(call(*PLAN, onnx_file, "--dim", "bach=2"), 2)

@@ -60,7 +60,7 @@ def test_devices_lists_all_models_and_each_can_be_used(call) -> None:
                 "2",
                 "--image",
                 "32",
-                "--device-model",
+                "--costs",
                 device["name"],
                 "--budget",
                 "100%",

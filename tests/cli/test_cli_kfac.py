@@ -85,7 +85,7 @@ def test_a_table_and_a_picture_are_made(tmp_path: Path, capsys: pytest.CaptureFi
         (["--ranks", "0"], "'0' is not a whole number"),
         (["--link", "25GB,5us"], "'25GB,5us' is not of the form 25GB/s,5us"),
         (["--link", "0GB/s,5us"], "not of the form"),
-        (["--device-model", "abacus"], "unknown device model 'abacus'"),
+        (["--costs", "abacus"], "unknown device model 'abacus'"),
     ],
 )
 def test_malformed_options_are_refused(

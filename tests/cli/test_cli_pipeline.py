@@ -6,13 +6,13 @@ from pathlib import Path
 
 import pytest
 
-from rematplan import api
 from rematplan.cli import main
 from rematplan.ir import ProblemError, UsageError
 from rematplan.pipeline.options import parse_link
 from rematplan.planner.pipeline.choose_cuts import PipelineSearch
 from rematplan.planner.pipeline.pipeline_file import load_pipeline, pipeline_to_json, save_pipeline
 from rematplan.planner.pipeline.timeline import Link
+from rematplan.plans import op_costs
 from rematplan.report.plot_timeline import timeline_figure
 
 SMALL = ("vit_s", "--depth", "4", "--width", "32", "--image", "32", "--batch", "2", "--costs", "roofline")
@@ -310,7 +310,7 @@ def test_a_reversible_network_keeps_little_in_a_dataflow(call) -> None:
 
 def test_measured_costs_are_the_default(call, monkeypatch) -> None:
     asked = []
-    monkeypatch.setattr(api, "problem", lambda loaded, costs, *more: asked.append(costs) or _stop())
+    monkeypatch.setattr(op_costs, "priced", lambda step, costs, *more: asked.append(costs) or _stop())
     done = call("pipeline", *SMALL[:-2], "--microbatches", "4", "--stages", "2", "--budget", "1GiB")
     assert asked == ["profile"]
     assert done.err == "rematplan: enough\n"

@@ -13,7 +13,7 @@ from rematplan.ir import load_problem, show_bytes
 from rematplan.planner.core.strategy import FamilyStrategy
 from rematplan.planner.registry import STRATEGIES
 
-UNET = ("unet", "--batch", "4", "--image", "64", "--width", "4", "--device-model", "t4")
+UNET = ("unet", "--batch", "4", "--image", "64", "--width", "4", "--costs", "t4")
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
@@ -70,7 +70,7 @@ def test_an_onnx_file_gives_a_plan_and_a_problem_file(call, checker, onnx_file, 
             onnx_file,
             "--dim",
             "batch=16",
-            "--device-model",
+            "--costs",
             "a100",
             "--budget",
             "85%",

@@ -44,7 +44,7 @@ def _captured_once_a_size() -> Iterator[None]:
 @pytest.fixture
 def ranged(call, chain_file):
     def run(command, *more):
-        return call(command, chain_file, "--dim", "batch=1..14", "--device-model", "a100", *more)
+        return call(command, chain_file, "--dim", "batch=1..14", "--costs", "a100", *more)
 
     return run
 
@@ -66,7 +66,7 @@ def test_a_family_serves_all_sizes_and_says_how(ranged, call, chain_file) -> Non
             chain_file,
             "--dim",
             f"batch={row['size']}",
-            "--device-model",
+            "--costs",
             "a100",
             "--budget",
             "100%",
@@ -154,7 +154,7 @@ def pairs_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_sizes_that_must_be_multiples_have_a_range_with_a_distance(call, refused, pairs_file) -> None:
-    options = ("--budget", "1GB", "--device-model", "a100", "--json")
+    options = ("--budget", "1GB", "--costs", "a100", "--json")
     result = call("plan", pairs_file, "--dim", "batch=2..32..2", *options)
     assert result.status == 0, result.err
     table = result.data["ranges"][0]["table"]

@@ -20,7 +20,7 @@ from torch.nn import functional as F
 
 import rematplan
 from rematplan import UsageError
-from rematplan.module.step_comparison import names_of
+from rematplan.module.matching_names import names_of
 from rematplan.runtime.capture.capture import capture
 from rematplan.runtime.capture.patches.fake_layouts import check_layouts
 from rematplan.runtime.capture.read_fx import finished

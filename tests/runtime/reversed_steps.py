@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 
+from planned_steps import PlannedStep, problem, verify
 from torch import Tensor, nn
 
 from rematplan.ir import TrainingGraph
@@ -12,10 +13,8 @@ from rematplan.runtime.capture.capture import capture
 from rematplan.runtime.costs.device_models import device_model
 from rematplan.runtime.costs.roofline import roofline_costs
 from rematplan.runtime.execute.compile import named_tensors
-from rematplan.runtime.execute.planned_step import PlannedStep, verify
 from rematplan.runtime.graph.captured_step import CapturedStep
 from rematplan.runtime.inversion.find_inverses import with_inverses
-from rematplan.runtime.problem.planning_problem import training_graph
 
 Functions = list[Callable[[Tensor], Tensor]]
 
@@ -35,7 +34,7 @@ class MeanSquare(nn.Module):
 
 
 def priced(step: CapturedStep) -> TrainingGraph:
-    return training_graph(step, roofline_costs(step, device_model("laptop-cpu")))
+    return problem(step, roofline_costs(step, device_model("laptop-cpu")))
 
 
 def activations(plan: Plan, graph: TrainingGraph) -> int:

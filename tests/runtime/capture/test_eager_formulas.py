@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 import rematplan
-from rematplan.runtime.execute.planned_step import same_bits
+from rematplan.module.verification import same_bits
 
 SHAPE = (6, 5, 13)
 

@@ -5,14 +5,16 @@ import copy
 import pytest
 import torch
 import torch.nn.functional as F
+from planned_steps import PlannedStep, problem, run_once, verify
 from torch import nn
 
-from rematplan import api
+from rematplan.planner.strategies.store_all import no_recompute
 from rematplan.runtime.capture.capture import capture
 from rematplan.runtime.capture.patches.eager_kernels import PREFIXES, native_kernels
 from rematplan.runtime.capture.with_loss import with_loss
+from rematplan.runtime.costs.device_models import device_model
+from rematplan.runtime.costs.roofline import roofline_costs
 from rematplan.runtime.execute.compile import named_tensors
-from rematplan.runtime.execute.planned_step import PlannedStep, verify
 from rematplan.runtime.graph.captured_step import refs
 from rematplan.runtime.inversion.find_inverses import with_inverses
 
@@ -49,7 +51,7 @@ def test_captured_whole_and_bit_equal(name):
     step = capture(module, batch, name)
     targets = [str(c.target).removeprefix("aten.") for c in step.calls]
     assert sum(t.startswith(PREFIXES) for t in targets) == 2  # forward and backward
-    plan = api.no_recompute(api.problem(api.LoadedStep(module, batch, step)))
+    plan = no_recompute(problem(step, roofline_costs(step, device_model("laptop-cpu"))))
     assert verify(PlannedStep(module, step, plan.schedule), batch).bit_equal
 
 
@@ -60,7 +62,7 @@ def test_dropout_has_the_bits_of_eager_mode_at_any_rate(rate, dtype):
     call = Call(lambda x: F.dropout(x, rate)).to(dtype)
     module, batch = with_loss(call, (torch.randn(2, 3, 32, 32).to(dtype),), "mse")
     step = capture(module, batch, "dropout")
-    plan = api.no_recompute(api.problem(api.LoadedStep(module, batch, step)))
+    plan = no_recompute(problem(step, roofline_costs(step, device_model("laptop-cpu"))))
     assert verify(PlannedStep(module, step, plan.schedule), batch).bit_equal
 
 
@@ -89,12 +91,12 @@ def test_cudnns_batch_norm_gives_its_running_statistics():
         "model.norm.running_mean",
         "model.norm.running_var",
     ]
-    plan = api.no_recompute(api.problem(api.LoadedStep(module, batch, step)))
+    plan = no_recompute(problem(step, roofline_costs(step, device_model("laptop-cpu"))))
     planned, plain = PlannedStep(module, step, plan.schedule), copy.deepcopy(module)
     plain.model = plain.model.norm  # on a CPU both run the same kernel
     loss = plain(*batch)
     loss.backward()
-    assert torch.equal(planned(*batch), loss)
+    assert torch.equal(run_once(planned, batch), loss)
     pairs = zip(module.model.norm.parameters(), plain.model.parameters(), strict=True)
     assert all(torch.equal(p.grad, q.grad) for p, q in pairs)
     assert torch.equal(module.model.norm.running_var, plain.model.running_var)

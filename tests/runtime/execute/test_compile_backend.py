@@ -138,7 +138,7 @@ def test_without_symbolic_sizes_each_size_is_compiled() -> None:
 
 @pytest.mark.usefixtures("scalar_code")
 def test_inductor_gets_the_same_plan() -> None:
-    compiled, model, backend, plain = compiled_and_plain(2, compiler="inductor", budget="90%")
+    compiled, model, backend, plain = compiled_and_plain(2, compiler="inductor", budget="93%")
     model.eval()  # Inductor draws other random numbers than eager mode
     plain.eval()
     x = torch.randn(512, 64)

@@ -6,6 +6,7 @@ from pathlib import Path
 import onnx
 import pytest
 import torch
+from planned_steps import PlannedStep, verify
 from torch import nn
 
 from rematplan.api import LoadedStep, Sizes, load_step, problem, run_step
@@ -14,7 +15,6 @@ from rematplan.models import ZOO, export_onnx
 from rematplan.models.transformer import DropPath
 from rematplan.planner.registry import STRATEGIES
 from rematplan.planner.strategies.store_all import no_recompute
-from rematplan.runtime.execute.planned_step import PlannedStep, verify
 
 pytestmark = pytest.mark.usefixtures("few_blocks")
 LIGHT = Path(onnx.__file__).parent / "backend" / "test" / "data" / "light"

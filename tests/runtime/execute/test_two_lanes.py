@@ -21,10 +21,12 @@ from typing import Any, ClassVar
 
 import pytest
 import torch
+from planned_steps import PlannedStep, bound, problem, results, run_once, verify
 from torch import Tensor, nn
 
 import rematplan
 from rematplan.ir import ProblemError, TrainingGraph, UsageError
+from rematplan.module.verification import untouched
 from rematplan.planner.core.plan import Plan
 from rematplan.planner.core.schedule import runs_of
 from rematplan.planner.overlap.place_on_lanes import on_two_lanes
@@ -34,12 +36,11 @@ from rematplan.runtime.capture.capture import capture
 from rematplan.runtime.costs.measure import peak_above_entry
 from rematplan.runtime.costs.profile import profile_costs
 from rematplan.runtime.execute import lane_threads
-from rematplan.runtime.execute.compile import bind_inputs, compile_step, named_tensors
+from rematplan.runtime.execute.compile import Halves, compile_halves, named_tensors
 from rematplan.runtime.execute.lane_threads import Lane, recovery_stream, stream_recorder, two_lanes
-from rematplan.runtime.execute.planned_step import PlannedStep, untouched, verify
 from rematplan.runtime.graph.captured_step import Call, CapturedStep
 from rematplan.runtime.inversion.find_inverses import with_inverses
-from rematplan.runtime.problem.planning_problem import training_graph
+from rematplan.runtime.problem.loss_boundary import LOSS, split_at_loss
 
 CPU = torch.device("cpu")
 
@@ -81,13 +82,8 @@ def made(blocks: int, cache: Path, ordinary: bool = False) -> Case:
     torch.manual_seed(blocks)
     module, batch = Couplings(blocks, ordinary), (torch.randn(64, 32),)
     step = with_inverses(capture(module, batch, "couplings"), named_tensors(module)).step
-    graph = training_graph(step, profile_costs(step, cache=cache))
+    graph = problem(step, profile_costs(step, cache=cache))
     return module, batch, step, graph, (ChenSqrt() if ordinary else Reversible()).curve(graph, ())[-1]
-
-
-def results(run: Any, module: nn.Module, step: CapturedStep, batch: tuple[Tensor, ...]) -> list[Tensor]:
-    torch.manual_seed(11)
-    return [*run(bind_inputs(step, named_tensors(module), batch)), torch.get_rng_state()]
 
 
 class Wrapped:
@@ -122,7 +118,6 @@ def slowed(step: CapturedStep, rng: Random) -> CapturedStep:
 @pytest.mark.parametrize("blocks", [1, 2, 3, 5])
 def test_two_lanes_give_the_bits_of_one(blocks: int, ordinary: bool, cache: Path) -> None:
     module, batch, step, graph, plan = made(blocks, cache, ordinary)
-    one = compile_step(step, plan.schedule)
     laned = [on_two_lanes(graph, plan, plan.estimate.peak + more) for more in (0, 2**14, 2**40)]
     if blocks == 1 and not plan.estimate.reruns:
         assert laned == [None] * 3
@@ -130,9 +125,9 @@ def test_two_lanes_give_the_bits_of_one(blocks: int, ordinary: bool, cache: Path
         if each is None:
             continue
         for timing in range(3):
-            other = compile_step(slowed(step, Random(timing)) if timing else step, each.schedule, each.lanes)
-            found = results(other, copy.deepcopy(module), step, batch)
-            expected = results(one, copy.deepcopy(module), step, batch)
+            slow = slowed(step, Random(timing)) if timing else step
+            found = results(PlannedStep(copy.deepcopy(module), slow, each.schedule, each.lanes), batch)
+            expected = results(PlannedStep(copy.deepcopy(module), step, plan.schedule), batch)
             assert all(map(torch.equal, expected, found))
     assert "rematplan recovery" not in [t.name for t in threading.enumerate()]
 
@@ -142,7 +137,7 @@ def test_dropout_is_replayed_and_batch_norm_updated_once(cache: Path) -> None:
     laned = on_two_lanes(graph, plan, 2**40)
     runs = [s.op for s in plan.schedule if hasattr(s, "op")]
     assert any(runs.count(name) > 1 for name in graph.ordered)
-    assert "with draws:" in compile_step(step, laned.schedule, laned.lanes).source
+    assert "with draws:" in PlannedStep(module, step, laned.schedule, laned.lanes).source
     outcome = verify(PlannedStep(module, step, laned.schedule, laned.lanes), batch, 3)
     assert outcome.bit_equal, outcome.differences
 
@@ -160,9 +155,9 @@ def test_the_promised_peak_holds(cache: Path) -> None:
             slow = slowed(step, Random(timing)) if timing else step
             planned = PlannedStep(module, slow, laned.schedule, laned.lanes)
             with untouched(module):
-                planned(*batch)
+                run_once(planned, batch)
                 module.zero_grad()
-                above, _ = peak_above_entry(lambda planned=planned: planned(*batch), CPU)
+                above, _ = peak_above_entry(lambda planned=planned: run_once(planned, batch), CPU)
             peaks.append(above)
             assert resident + above <= laned.lanes.peak
     assert len(set(peaks)) > 2
@@ -198,13 +193,13 @@ def test_lanes_run_at_the_same_time(ordinary: bool, cache: Path) -> None:
     module, batch, step, graph, plan = made(3, cache, ordinary)
     laned = on_two_lanes(graph, plan, 2**40)
     runs, recovery = runs_of(laned.schedule), laned.lanes.recovery
-    first = next(at for at in range(laned.lanes.fork, len(runs)) if at not in recovery)
+    first = next(at for at in range(runs.index(LOSS) + 1, len(runs)) if at not in recovery)
     meeting, met = threading.Barrier(2), list[int]()
     for at in (first, recovery[0]):
         step = before_run(
             step, runs[at], runs[: at + 1].count(runs[at]), lambda: met.append(meeting.wait(60))
         )
-    results(compile_step(step, laned.schedule, laned.lanes), module, step, batch)
+    results(PlannedStep(module, step, laned.schedule, laned.lanes), batch)
     assert sorted(met) == [0, 1]
 
 
@@ -213,13 +208,13 @@ def test_what_a_lane_raises_is_raised_and_nobody_hangs(ordinary: bool, cache: Pa
     module, batch, step, graph, plan = made(3, cache, ordinary)
     laned = on_two_lanes(graph, plan, 2**40)
     runs = [s.op for s in laned.schedule if hasattr(s, "op")]
-    for at in range(laned.lanes.fork, len(runs)):
+    for at in range(runs.index(LOSS) + 1, len(runs)):
         occurrence = runs[: at + 1].count(runs[at])
-        run = compile_step(breaking(step, runs[at], occurrence), laned.schedule, laned.lanes)
+        run = PlannedStep(module, breaking(step, runs[at], occurrence), laned.schedule, laned.lanes)
         with pytest.raises(Broken, match=runs[at]):
-            results(run, module, step, batch)
+            results(run, batch)
         assert "rematplan recovery" not in [t.name for t in threading.enumerate()]
-    results(run, module, step, batch)  # and the next step runs
+    results(run, batch)  # and the next step runs
 
 
 def test_an_interrupt_ends_both_lanes(cache: Path) -> None:
@@ -233,7 +228,7 @@ def test_an_interrupt_ends_both_lanes(cache: Path) -> None:
 
     tried = wrapped(step, lambda call: interrupt if call.name == last else None)
     with pytest.raises(KeyboardInterrupt):
-        results(compile_step(tried, laned.schedule, laned.lanes), module, step, batch)
+        results(PlannedStep(module, tried, laned.schedule, laned.lanes), batch)
     assert "rematplan recovery" not in [t.name for t in threading.enumerate()]
 
 
@@ -254,10 +249,10 @@ def test_an_interrupt_of_the_last_wait_ends_both_lanes(monkeypatch: pytest.Monke
 
 
 def test_lanes_that_do_not_wait_for_their_data_are_refused(cache: Path) -> None:
-    _, _, step, graph, plan = made(3, cache)
+    module, _, step, graph, plan = made(3, cache)
     laned = on_two_lanes(graph, plan, 2**40)
     with pytest.raises(ProblemError, match="does not wait for a tensor that it reads"):
-        compile_step(step, laned.schedule, replace(laned.lanes, waits=()))
+        PlannedStep(module, step, laned.schedule, replace(laned.lanes, waits=()))
 
 
 class FakeStream:
@@ -342,17 +337,32 @@ def test_on_cuda_what_changes_lanes_is_recorded_on_the_stream_that_takes_it(
     """The very source that CUDA would get, with real tensors of the CPU on streams that are stand-ins."""
     module, batch, step, graph, plan = made(5, cache, ordinary=True)
     laned = on_two_lanes(graph, plan, plan.estimate.peak)
-    expected = results(compile_step(step, plan.schedule), copy.deepcopy(module), step, batch)
     on_cuda = replace(step)
     on_cuda.__dict__["device"] = torch.device("cuda", 0)
-    run = compile_step(on_cuda, laned.schedule, laned.lanes)
-    assert all(map(torch.equal, results(run, copy.deepcopy(module), step, batch), expected))
-    lines = [line.strip() for line in run.source.splitlines()]
+    one, two = compile_halves(step, plan.schedule), compile_halves(on_cuda, laned.schedule, lanes=laned.lanes)
+    inputs = bound(step, module, batch)
+    found, expected = (in_two_halves(halves, step, inputs) for halves in (two, one))
+    assert all(map(torch.equal, found, expected))
+    lines = [line.strip() for line in two.source.splitlines()]
     assert sum(line.startswith("del h_") for line in lines) == sum(e[1] == "takes over" for e in streams) > 5
     waits = [line for line in lines if ".wait(" in line]
-    assert len(waits) == len(laned.lanes.waits) == sum(e[1] == "waits for event" for e in streams) > 5
+    own = split_at_loss(step, laned.schedule, laned.lanes).lanes
+    assert len(waits) == len(own.waits) == sum(e[1] == "waits for event" for e in streams) > 5
     assert streams[0] == ("side", "waits for stream", "main")
     assert streams[-1] == ("main", "waits for stream", "side")
+
+
+def in_two_halves(halves: Halves, step: CapturedStep, inputs: dict[str, Tensor]) -> list[Tensor]:
+    """All results of a compiled step, without autograd around it."""
+    torch.manual_seed(11)
+    kinds = {i.value: i.kind for i in step.inputs}
+    with torch.no_grad():
+        results, held = halves.forward(*(t.clone() for name, t in inputs.items() if kinds[name] != "tangent"))
+        found, tangents = list(results), [t for name, t in inputs.items() if kinds[name] == "tangent"]
+        for segment in halves.backward:
+            results, held = segment.function(held, *tangents)
+            found, tangents = [*found, *results], []
+    return found
 
 
 def test_both_lanes_compute_with_the_number_of_threads_that_was_set() -> None:

@@ -7,6 +7,7 @@ from functools import cache
 
 import pytest
 import torch
+from planned_steps import PlannedStep, bound, problem, run_once, verify
 from torch import Tensor, nn
 from torch.nn import functional
 
@@ -16,13 +17,11 @@ from rematplan.planner.strategies.reversible import Reversible
 from rematplan.runtime.capture.capture import capture
 from rematplan.runtime.costs.device_models import device_model
 from rematplan.runtime.costs.roofline import roofline_costs
-from rematplan.runtime.execute.compile import bind_inputs, named_tensors
-from rematplan.runtime.execute.planned_step import PlannedStep, verify
+from rematplan.runtime.execute.compile import named_tensors
 from rematplan.runtime.graph.captured_step import CapturedStep, Ref
 from rematplan.runtime.graph.constant_values import KnownValues
 from rematplan.runtime.graph.value_ranges import Ranges
 from rematplan.runtime.inversion.find_inverses import with_inverses
-from rematplan.runtime.problem.planning_problem import training_graph
 
 SCALES: dict[str, tuple[Callable[[Tensor, Tensor], Tensor], bool]] = {
     "exp of tanh": (lambda s, p: s.tanh().exp(), True),
@@ -89,7 +88,7 @@ def test_a_coupling_is_inverted_through_a_scale_that_keeps_away_from_zero(name: 
     assert (kernel in kernels) == SCALES[name][1]
     if not SCALES[name][1]:
         return
-    graph = training_graph(step, roofline_costs(step, device_model("laptop-cpu")))
+    graph = problem(step, roofline_costs(step, device_model("laptop-cpu")))
     plan = Reversible().curve(graph, ())[-1]
     predicted = worst_error(graph, plan.schedule)
     assert 0 < predicted < 1e-10
@@ -102,8 +101,7 @@ def test_no_value_is_outside_its_range(name: str) -> None:
     ranges = Ranges(step, KnownValues(step, named_tensors(model)))
     seen = 0
     for size in (1.0, 100.0):
-        values = bind_inputs(step, named_tensors(model), (size * x,))
-        known = dict(zip((i.value for i in step.inputs), values, strict=True))
+        known = bound(step, model, (size * x,))
         for call in step.calls:
             if call.backward:
                 continue
@@ -128,10 +126,10 @@ def _filled(args: object, known: dict[str, Tensor]) -> object:
 
 def test_a_scale_that_training_moved_near_zero_is_refused_at_run_time() -> None:
     model, x, step = made("times a parameter", divide=False)
-    graph = training_graph(step, roofline_costs(step, device_model("laptop-cpu")))
+    graph = problem(step, roofline_costs(step, device_model("laptop-cpu")))
     planned = PlannedStep(model, step, Reversible().curve(graph, ())[-1].schedule)
-    planned(x)
+    run_once(planned, (x,))
     with torch.no_grad():
         model.p.fill_(20.0)
     with pytest.raises(ModelError, match="has come near zero"):
-        planned(x)
+        run_once(planned, (x,))

@@ -12,7 +12,7 @@ from torch.nn.utils import rnn
 
 import rematplan
 from rematplan.ir import ModelError
-from rematplan.runtime.execute.planned_step import same_bits
+from rematplan.module.verification import same_bits
 
 X = torch.randn(6, 8, generator=torch.Generator().manual_seed(0))
 Body = Callable[["Deciding", Tensor, Tensor], Tensor]

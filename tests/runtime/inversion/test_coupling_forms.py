@@ -10,6 +10,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from planned_steps import PlannedStep, run_once, verify
 from reversed_steps import Functions, activations, pairs, priced
 from torch import Tensor, nn
 
@@ -19,7 +20,6 @@ from rematplan.planner.strategies.reversible import Reversible
 from rematplan.planner.strategies.store_all import no_recompute
 from rematplan.runtime.capture.capture import capture
 from rematplan.runtime.execute.compile import named_tensors
-from rematplan.runtime.execute.planned_step import PlannedStep, verify
 from rematplan.runtime.graph.index_to_slice import Slice, picked_slice
 from rematplan.runtime.inversion.find_inverses import with_inverses
 from rematplan.runtime.inversion.scatter_to_cat import scatter_to_cat
@@ -231,7 +231,7 @@ def test_indices_that_change_after_planning_are_refused_where_they_lose_somethin
     assert verify(planned, (x,), predicted=1e-15).passed
     model.order[0] = model.order[1]
     with pytest.raises(ModelError, match="has an entry twice"):
-        planned(x)
+        run_once(planned, (x,))
 
 
 @pytest.mark.parametrize(

@@ -6,6 +6,7 @@ import gc
 
 import pytest
 import torch
+from planned_steps import PlannedStep, problem, run_once, verify
 from torch import Tensor, nn
 
 import rematplan
@@ -17,11 +18,9 @@ from rematplan.runtime.capture.capture import capture
 from rematplan.runtime.costs.device_models import device_model
 from rematplan.runtime.costs.roofline import roofline_costs
 from rematplan.runtime.execute.compile import named_tensors
-from rematplan.runtime.execute.planned_step import PlannedStep, verify
 from rematplan.runtime.graph.captured_step import CapturedStep
 from rematplan.runtime.inversion import error_tracking
 from rematplan.runtime.inversion.find_inverses import with_inverses
-from rematplan.runtime.problem.planning_problem import training_graph
 
 KINDS = ("times", "over", "lerp", "exp", "norm")
 
@@ -60,7 +59,7 @@ class Scaled(nn.Module):
 
 def planned(model: nn.Module, captured: CapturedStep, lanes: bool = False) -> tuple[PlannedStep, float]:
     step = with_inverses(captured, named_tensors(model)).step
-    graph = with_anchors(training_graph(step, roofline_costs(step, device_model("laptop-cpu"))))
+    graph = with_anchors(problem(step, roofline_costs(step, device_model("laptop-cpu"))))
     plan = Reversible().curve(graph, ())[-1]
     assert any(name.startswith("invert_") for name in graph.op if name in str(plan.schedule))
     both = on_two_lanes(graph, plan, 2**40) if lanes else None
@@ -80,7 +79,7 @@ def test_a_step_whose_scales_have_fallen_too_far_is_refused(kind: str) -> None:
     assert verify(run, (x,), predicted=10 * predicted).passed
     model.set(0.02, 1.0)
     with pytest.raises(ModelError, match="plan again, or without inverses"):
-        run(x)
+        run_once(run, (x,))
     again, predicted = planned(model, captured)  # with more anchors
     assert verify(again, (x,), predicted=predicted).passed
     gc.collect()
@@ -92,12 +91,12 @@ def test_zero_is_refused_on_either_lane(lanes: bool) -> None:
     torch.manual_seed(0)
     model, x = Scaled("times", 6), torch.randn(16, 16)
     run, _ = planned(model, capture(model, (x,), "scaled"), lanes)
-    run(x)
+    run_once(run, (x,))
     model.scales[2].data[3] = 0.0
     with pytest.raises(
         ModelError, match=r"has come near zero \(its smallest absolute value 0 is below 0.001\)"
     ):
-        run(x)
+        run_once(run, (x,))
     model.scales[2].data[3] = 0.9
     run(x)
 

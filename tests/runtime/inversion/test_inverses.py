@@ -7,6 +7,7 @@ import copy
 
 import pytest
 import torch
+from planned_steps import PlannedStep, bound, run_once, verify
 from reversed_steps import (
     Functions,
     MeanSquare,
@@ -28,7 +29,6 @@ from rematplan.planner.strategies.reversible import Reversible
 from rematplan.planner.strategies.store_all import no_recompute
 from rematplan.runtime.capture.capture import capture
 from rematplan.runtime.execute.compile import named_tensors
-from rematplan.runtime.execute.planned_step import PlannedStep, verify
 from rematplan.runtime.graph.captured_step import CapturedStep
 from rematplan.runtime.inversion.find_inverses import with_exact_inverses, with_inverses
 
@@ -180,12 +180,9 @@ def test_every_inverse_gives_back_what_it_inverts() -> None:
 
 def _values(model: nn.Module, step: CapturedStep, x: tuple[Tensor, ...]) -> dict[str, Tensor]:
     """Every forward value of the step, by running it call by call."""
-    from rematplan.runtime.execute.compile import bind_inputs
     from rematplan.runtime.graph.captured_step import substitute
 
-    values = dict(
-        zip((i.value for i in step.inputs), bind_inputs(step, named_tensors(model), x), strict=True)
-    )
+    values = bound(step, model, x)
     torch.manual_seed(0)
     with torch.no_grad():
         for call in step.calls:
@@ -228,11 +225,11 @@ def test_scales_near_zero_are_refused_with_a_line(scale: Tensor, line: str) -> N
     model.gamma = nn.Parameter(torch.full((8,), 0.7))
     step, _, plan = reversed_step(model, x)
     planned = PlannedStep(model, step, plan.schedule)
-    planned(x)
+    run_once(planned, (x,))
     with torch.no_grad():
         model.gamma[3] = 1e-6  # training may bring it there after the plan was made
     with pytest.raises(ModelError, match="a scale by which the plan divides has come near zero"):
-        planned(x)
+        run_once(planned, (x,))
 
 
 def test_halves_of_odd_numbers_are_refused_with_a_line() -> None:

@@ -3,6 +3,7 @@
 from pathlib import Path
 
 import pytest
+from planned_steps import PlannedStep, verify
 
 from rematplan.api import LoadedStep, Sizes, load_step, problem
 from rematplan.ir import TrainingGraph
@@ -13,7 +14,6 @@ from rematplan.planner.core.inversion_error import worst_error
 from rematplan.planner.core.plan import Plan
 from rematplan.planner.strategies.reversible import Reversible
 from rematplan.planner.strategies.store_all import no_recompute
-from rematplan.runtime.execute.planned_step import PlannedStep, verify
 
 pytestmark = pytest.mark.usefixtures("few_blocks")
 BATCH = 32

@@ -3,11 +3,11 @@
 import warnings
 
 import torch
+from planned_steps import PlannedStep, verify
 from torch import nn
 
 from rematplan import api
 from rematplan.ir.onnx.load import load_onnx
-from rematplan.runtime.execute.planned_step import PlannedStep, verify
 from rematplan.runtime.onnx.module import OnnxModule, onnx_name
 
 

@@ -5,13 +5,13 @@ import onnx
 import pytest
 import torch
 from onnx import TensorProto, helper, numpy_helper
+from planned_steps import PlannedStep, verify
 from torch import nn
 from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 
 from rematplan import api
 from rematplan.ir import ModelError
 from rematplan.ir.onnx.load import graph_from_proto, load_onnx
-from rematplan.runtime.execute.planned_step import PlannedStep, verify
 from rematplan.runtime.onnx.module import OnnxModule
 
 KINDS = {"RNN": (nn.RNN, [0]), "GRU": (nn.GRU, [1, 0, 2]), "LSTM": (nn.LSTM, [0, 3, 1, 2])}

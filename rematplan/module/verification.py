@@ -1,9 +1,9 @@
-"""A planned training step of a module: run it, and compare it with plain autograd."""
+"""Compare a planned training step with plain autograd: loss, gradients, buffers and random state, bit by bit."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -11,57 +11,13 @@ import torch
 from torch import nn
 
 from rematplan.planner.core.inversion_error import gradient_error
-from rematplan.planner.core.lane_schedule import Lanes
-from rematplan.planner.core.schedule import Schedule
 from rematplan.runtime.capture.restore_state import same_buffers, same_draws, same_gradients
-from rematplan.runtime.execute.compile import bind_inputs, compile_step, named_tensors
-from rematplan.runtime.graph.captured_step import CapturedStep
 
 
-class PlannedStep:
-    """A training step of ``module`` that follows a schedule.
+def run_once(module: Callable[..., torch.Tensor], batch: Sequence[torch.Tensor]) -> torch.Tensor:
+    """Run the training step ``loss = module(*batch); loss.backward()``, and return the loss, detached.
 
-    Calling it with a batch has the effects of ``loss = module(*batch); loss.backward()``: it adds gradients to
-    ``.grad`` of the parameters and updates the buffers.
-
-    Args:
-        module: the module, whose output is a scalar loss.
-        step: its captured step.
-        schedule: a schedule of the step's planning problem.
-        lanes: the placement of the schedule's op executions on two lanes (threads on the CPU, streams on CUDA); None
-            for one lane.
-
-    Raises:
-        ProblemError: the schedule or the lanes do not fit the step (see `compile_step`).
-    """
-
-    def __init__(
-        self, module: nn.Module, step: CapturedStep, schedule: Schedule, lanes: Lanes | None = None
-    ) -> None:
-        self.module, self.step = module, step
-        self.executable = compile_step(step, schedule, lanes)
-
-    def __call__(self, *batch: torch.Tensor) -> torch.Tensor:
-        """Run the step on a batch and return the loss, a detached scalar."""
-        named = named_tensors(self.module)
-        results = self.executable(bind_inputs(self.step, named, batch))
-        loss = None
-        with torch.no_grad():
-            for output, result in zip(self.step.outputs, results, strict=True):
-                if output.kind == "output":
-                    loss = result
-                elif output.kind == "buffer":
-                    named[output.target].copy_(result)
-                elif output.kind == "gradient":
-                    parameter = named[output.target]
-                    parameter.grad = result if parameter.grad is None else parameter.grad.add_(result)
-        assert loss is not None
-        return loss
-
-
-def eager_step(module: nn.Module, batch: Sequence[torch.Tensor]) -> torch.Tensor:
-    """Run the training step ``loss = module(*batch); loss.backward()`` by plain autograd, and return the loss,
-    detached. The module must return a scalar loss. Gradients are added to ``.grad`` of the parameters."""
+    The module, planned or not, must return a scalar loss."""
     loss: torch.Tensor = module(*batch)
     loss.backward()
     return loss.detach()
@@ -136,7 +92,11 @@ class Verification:
 
 
 def verify(
-    planned: PlannedStep, batch: Sequence[torch.Tensor], seed: int = 0, predicted: float = 0.0
+    module: nn.Module,
+    planned: nn.Module,
+    batch: Sequence[torch.Tensor],
+    seed: int = 0,
+    predicted: float = 0.0,
 ) -> Verification:
     """Run a training step by plain autograd and as planned, each from the same buffers and seed. Compare the loss, all
     gradients, all buffers and the random state afterwards.
@@ -144,15 +104,15 @@ def verify(
     Buffers, gradients and the random state are restored at the end.
 
     Args:
-        planned: the planned step.
+        module: a module that returns a scalar loss.
+        planned: the planned module, which shares its parameters and buffers.
         batch: the inputs and targets.
         seed: the seed of PyTorch's generators.
         predicted: the predicted relative error of the tensors that the plan's inverses recompute; 0 if the step must
             be bit-equal.
     """
-    module = planned.module
-    expected = _results(module, lambda: eager_step(module, batch), seed)
-    found = _results(module, lambda: planned(*batch), seed)
+    expected = _results(module, module, batch, seed)
+    found = _results(module, planned, batch, seed)
     gradients = [t.double().norm() for name, t in expected.items() if name.startswith("gradient ")]
     floor = FLOOR * float(torch.stack(gradients).norm()) if gradients else 0.0
     differences = []
@@ -180,11 +140,12 @@ def same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
     return torch.equal(a.contiguous().view(as_integers), b.contiguous().view(as_integers))
 
 
-def _results(module: nn.Module, run: object, seed: int) -> dict[str, torch.Tensor]:
-    assert callable(run)
+def _results(
+    module: nn.Module, called: nn.Module, batch: Sequence[torch.Tensor], seed: int
+) -> dict[str, torch.Tensor]:
     with untouched(module):
         torch.manual_seed(seed)
-        results = {"loss": run()}
+        results = {"loss": run_once(called, batch)}
         results |= {f"random state{place}": state for place, state in _random_states().items()}
         results |= {f"gradient {n}": p.grad for n, p in module.named_parameters() if p.grad is not None}
         results |= {f"buffer {n}": b.clone() for n, b in module.named_buffers()}
