@@ -1,15 +1,16 @@
-"""In-place reuse: a pointwise call writes its result into an operand that nothing reads again.
+"""In-place reuse: a pointwise call writes its result into an operand that nothing reads again, and a call that replaces
+a part of a tensor (``slice_scatter``) writes that part.
 
-Autograd does the same when it accumulates gradients. The bits are equal, and one tensor fewer is live than the plan
-counts. Plans of whole steps do not need this to stay within their budgets: a backward with ``retain_graph``, and the
-first backward with new strides of the outputs' gradients, run without it. The promised peak of a pipeline's stage
-counts on it, where no such backward can come (`reused_bytes`).
+Autograd does the first when it accumulates gradients, and a model that fills a buffer does the second. The bits are
+equal, and one tensor fewer is live than the plan counts. Plans of whole steps do not need this to stay within their
+budgets: a backward with ``retain_graph``, and the first backward with new strides of the outputs' gradients, run
+without it. The promised peak of a pipeline's stage counts on it, where no such backward can come (`reused_bytes`).
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any, TypeAlias
 
 import torch
@@ -46,6 +47,18 @@ FRESH = frozenset(
         ATEN._softmax_backward_data.default,
         ATEN._scaled_dot_product_flash_attention_for_cpu.default,
         ATEN._scaled_dot_product_flash_attention_for_cpu_backward.default,
+        ATEN.empty.memory_format,
+        ATEN.empty_like.default,
+        ATEN.full.default,
+        ATEN.full_like.default,
+        ATEN.new_empty.default,
+        ATEN.new_zeros.default,
+        ATEN.ones.default,
+        ATEN.zeros.default,
+        ATEN.zeros_like.default,
+        ATEN.slice_scatter.default,
+        ATEN.select_scatter.default,
+        ATEN.diagonal_scatter.default,
     }
 )
 """Ops, in addition to the pointwise ones, whose results are known never to share memory with an argument. Results of
@@ -57,6 +70,34 @@ COMMUTES = frozenset({ATEN.add.Tensor, ATEN.mul.Tensor})
 IN_PLACE = {ATEN.mul.Scalar: ATEN.mul_.Tensor}
 """The in-place ops to use where an op's usual in-place variant computes other bits: ``mul_.Scalar`` rounds its number
 to the tensor's type if that has 16 bits."""
+
+
+@dataclass(frozen=True)
+class Written:
+    """Writes a part of a tensor, and returns the tensor.
+
+    ``part``: the op that returns the part as a view.
+    """
+
+    part: OpOverload
+
+    @property
+    def source_name(self) -> str:
+        """The function's name in generated code."""
+        return f"write_{self.part._opname}"
+
+    def __call__(self, tensor: torch.Tensor, content: torch.Tensor, *where: Any) -> torch.Tensor:
+        """Write ``content`` into the part of ``tensor`` that the op returns for the arguments ``where``."""
+        self.part(tensor, *where).copy_(content)
+        return tensor
+
+
+SCATTERS = {
+    ATEN.slice_scatter.default: Written(ATEN.slice.Tensor),
+    ATEN.select_scatter.default: Written(ATEN.select.int),
+    ATEN.diagonal_scatter.default: Written(ATEN.diagonal.default),
+}
+"""Ops that return a tensor in which a part is replaced, and the functions that replace the part in the tensor."""
 
 BUFFERED = frozenset({ATEN.mvlgamma.default})
 """Ops whose in-place variant computes into a new tensor first, so that it needs no less memory."""
@@ -140,6 +181,8 @@ def operands_to_overwrite(step: CapturedStep) -> tuple[tuple[str, ...], ...]:
 
 def _may_overwrite(call: Call) -> bool:
     plain = not call.seeded and call.single and bool(call.results[0])
+    if call.target in SCATTERS:
+        return plain and not call.kwargs
     return plain and _pointwise(call) and call.target not in BUFFERED
 
 
@@ -186,15 +229,14 @@ def _overwritable(step: CapturedStep, call: Call) -> Iterator[Value]:
     Nothing is yielded in four cases. The op has no in-place variant. An operand of the result's shape has other
     strides. The result has a dimension of size 1: the stride of this dimension is arbitrary and may differ in a new
     tensor, and kernels may choose their order of summation by it. The result is complex: in-place quotients have other
-    bits, and products depend on the order of operands.
+    bits, and products depend on the order of operands. The last two do not matter where a part is written.
     """
     read = [step.values[r.value] for r in refs((call.args, call.kwargs))]
     result = step.values[call.results[0] or ""].fake
     sibling = _sibling(call.target)
     if (
         not sibling
-        or 1 in result.shape
-        or result.is_complex()
+        or (call.target not in SCATTERS and (1 in result.shape or result.is_complex()))
         or any(_layout(v.fake) != _layout(result) for v in read if _full(v, result))
     ):
         return
@@ -232,8 +274,8 @@ def _sibling(target: Any) -> tuple[Any, str | None] | None:
     """Return the variant of an op that overwrites an operand, and the name of the keyword argument for that operand.
     The name is None if the variant overwrites its first argument (``add_``); gradient formulas have ``grad_input``.
     Return None if the op has no variant."""
-    if target in IN_PLACE:
-        return IN_PLACE[target], None
+    if target in IN_PLACE or target in SCATTERS:
+        return IN_PLACE.get(target) or SCATTERS[target], None
     packet, overload = target._overloadpacket, target._overloadname
     in_place = getattr(ATEN, f"{packet.__name__}_", None)
     if in_place is not None and overload in in_place.overloads():
