@@ -135,6 +135,13 @@ def test_gradients_have_eager_mode_s_bits(name: str) -> None:
     assert not fake_layouts.DISTRUSTED
 
 
+def test_a_gradient_is_expanded_as_another_tensor() -> None:
+    x = torch.randint(0, 9, (4, 3))
+    plain = nn.Sequential(nn.EmbeddingBag(9, 5, mode="sum"), nn.Linear(5, 1))
+    planned = rematplan.plan_module(copy.deepcopy(plain), (x,), budget="100%", costs="roofline", refine=False)
+    follow(planned, plain, x)
+
+
 def test_an_empty_batch_has_eager_mode_s_gradients() -> None:
     x = torch.randn(0, C, 4, 5)
     parts = [last(), nn.Upsample(scale_factor=2), conv(3), nn.Tanh()]

@@ -205,11 +205,13 @@ def _has_ones(results: Any) -> bool:
 
 def _as_kernel_views(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], results: Any) -> Any:
     """Return the results of an op that returns views, with the strides that they have of a real tensor."""
+
+    def like(fake: torch.Tensor) -> torch.Tensor:  # a view touches no memory
+        return torch.empty_strided(fake.shape, fake.stride(), dtype=fake.dtype)
+
     with disable_current_modes():
-        like = torch.empty_strided(
-            args[0].shape, args[0].stride(), dtype=args[0].dtype
-        )  # memory is not touched
-        real = func(like, *args[1:], **kwargs)
+        args, kwargs = pytree.tree_map_only(torch.Tensor, like, (args, kwargs))
+        real = func(*args, **kwargs)
 
     def view(fake: torch.Tensor, made: torch.Tensor) -> torch.Tensor:
         same = fake.stride() == made.stride()
