@@ -135,4 +135,6 @@ def floor_text(graph: TrainingGraph) -> str:
 
 def _floor_text(floor: PeakBound, at: Transients | None) -> str:
     because = "what the end holds" if at is None else f"{at} in addition to the inputs"
+    if floor.searched:
+        because = "proven by a search over all orders of execution"
     return f"{show_bytes(floor.bytes)} ({floor.bytes} bytes): {because}"

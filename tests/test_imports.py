@@ -49,6 +49,7 @@ LAYERS = {
         "annealing",
         "overlap",
         "bounds",
+        "least",
         "strategies",
         "auto",
         "registry peak_report search_job worker background",

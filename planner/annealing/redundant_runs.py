@@ -27,13 +27,15 @@ def tidy(P: Problem, S: State, order: Ints) -> None:
                 if not is_spare(P, S, node):
                     node = S.links.prev[node]
                     continue
-                slot = S.links.slot[node]
+                slot, before = S.links.slot[node], S.links.prev[node]
                 do_remove(P, S, node)
                 sweep(P, S, queue_servers(P, S, op, slot, 0))
                 if S.value[PENALTY] < HALF:
                     commit(S)
                     removed = True
-                    node = S.links.last[op]  # the op's list of runs has changed
+                    # Not from the last run again: a schedule of 10^5 runs would then take minutes.
+                    gone = before >= 0 and S.links.slot[before] < 0
+                    node = S.links.last[op] if gone else before
                 else:
                     undo(P, S)
-                    node = S.links.prev[node]
+                    node = before

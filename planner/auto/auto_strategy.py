@@ -44,10 +44,10 @@ class Auto(Strategy):
     graph, block plans are made with the stated and with the inferred phases; everything else uses the inferred ones. A
     problem with inverses is searched without them first, unless the best known plan is one of ``starts``.
 
-    Options: ``time_limit``: CPU seconds of the search, block strategies included; the search for the bound takes up to as
-    many concurrently. A busy machine delays the end, by a factor of 4 at most. ``moves``: if not 0, the number of random
-    changes that replaces the time limit; the plan is then the same on every machine. ``seed``: the seed of the random
-    choices. ``keep_order``: whether the first runs of all ops keep the problem's order. ``reuse``: whether plans
+    Options: ``time_limit``: CPU seconds of the search, block strategies included; the search for the bound takes up to
+    as many concurrently. A busy machine delays the end, by a factor of 4 at most. ``moves``: if not 0, the number of
+    random changes that replaces the time limit; the plan is then the same on every machine. ``seed``: the seed of the
+    random choices. ``keep_order``: whether the first runs of all ops keep the problem's order. ``reuse``: whether plans
     are saved on disk, as starts for later processes. ``gap``: the search ends when the plan's overhead is proven to
     exceed the optimum's by no more than this (0.001: a tenth of a percent of the step's time).
     """

@@ -12,11 +12,14 @@ from rematplan.planner.annealing import annealer, moves, redundant_runs
 from rematplan.planner.annealing.annealer import compile_annealer
 from rematplan.planner.blocks import interval_dp, lower_set_dp, lowering_kernel
 from rematplan.planner.caches.numba_kernels import are_compiled
+from rematplan.planner.core.effort import Effort
 from rematplan.planner.core.strategy import Progress, silent
+from rematplan.planner.least import regression, reuse
+from rematplan.planner.least.near_least import plan_near_least
 from rematplan.planner.strategies.exact_dp import ExactDP
 from rematplan.planner.strategies.nested_dp import NestedDP
 
-HOT = (annealer, redundant_runs, moves, lowering_kernel, lower_set_dp, interval_dp)
+HOT = (annealer, redundant_runs, moves, lowering_kernel, lower_set_dp, interval_dp, regression, reuse)
 """The modules whose compiled loops are called from Python."""
 
 
@@ -27,8 +30,8 @@ def kernels_are_ready() -> bool:
 
 
 def compile_kernels(progress: Progress = silent) -> None:
-    """Compile the numba loops of the annealer and of the block strategies, or load them from the cache on disk. To do
-    so, each is run on a tiny problem.
+    """Compile the numba loops of the annealer, of the block strategies and of the search for the least peak, or load
+    them from the cache on disk. To do so, each is run on a tiny problem.
 
     ``progress``: called once, with a text that says that loops are being loaded.
     """
@@ -39,3 +42,4 @@ def compile_kernels(progress: Progress = silent) -> None:
     graph = TrainingGraph("forward and backward", tensors, (), ("b",), ops)
     for member in (ExactDP(), NestedDP()):
         member.curve(graph, ())
+    plan_near_least(graph, 10**9, Effort(moves=1000))

@@ -199,10 +199,12 @@ class PeakBound:
 
     ``bytes``: no schedule has a smaller peak. ``op``: the name of the op that, in addition to the inputs, needs so
     many bytes for its reads, writes and workspace; None if the bound is the bytes of the inputs and outputs.
+    ``searched``: whether a search proved the bound, so that no single op is the reason.
     """
 
     bytes: int
     op: str | None
+    searched: bool = False
 
 
 def min_peak_bound(graph: TrainingGraph) -> PeakBound:
@@ -215,11 +217,24 @@ def min_peak_bound(graph: TrainingGraph) -> PeakBound:
     outputs = sum(graph.size[t] for t in graph.outputs if t not in inputs)
     needed = precedence(graph).needed
     own = zip(working_sets(graph), graph.ops, strict=True)
+    recorded = _recorded_peak(graph).get("bytes", 0)
     sets = [(bytes_, op.name) for i, (bytes_, op) in enumerate(own) if needed >> i & 1]
     largest, name = max(sets, key=lambda row: row[0], default=(0, ""))
+    if graph.input_bytes + max(largest, outputs) < recorded:
+        return PeakBound(recorded, None, searched=True)
     if largest < outputs or not sets:
         return PeakBound(graph.input_bytes + outputs, None)
     return PeakBound(graph.input_bytes + largest, name)
+
+
+def record_peak_bound(graph: TrainingGraph, bytes_: int) -> None:
+    """Record a proven lower bound of the peak of all schedules of a problem, for `min_peak_bound`."""
+    known = _recorded_peak(graph)
+    known["bytes"] = max(bytes_, known.get("bytes", 0))
+
+
+def _recorded_peak(graph: TrainingGraph) -> dict[str, int]:
+    return cached_on(graph, "peak_bound", dict[str, int])
 
 
 def _quantum(graph: TrainingGraph) -> float:

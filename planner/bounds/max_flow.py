@@ -41,6 +41,18 @@ STEPS = 40
 
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
+Ints32 = NDArray[np.int32]
+
+
+def least_cut(tails: Ints32, heads: Ints32, capacity: Ints) -> int:
+    """Return the capacity of a minimum cut between node 0 and node 1 of a network.
+
+    ``tails``, ``heads``: the nodes of each arc.
+    """
+    flow = max_flow.SimpleMaxFlow()
+    flow.add_arcs_with_capacity(tails, heads, capacity)
+    status = flow.solve(0, 1)
+    return int(flow.optimal_flow()) if status == flow.OPTIMAL else 0
 
 
 @dataclass(frozen=True)

@@ -264,17 +264,18 @@ def _plan_or_lower(
             graph, effort, stored, progress, enough=budget, keep_order=order, seed=seed
         )
         if least.peak > budget:
-            near = cheapest_near_smallest_peak(
-                graph,
-                strategy.time_limit,
-                progress,
-                slack=LEAN["min"],
-                moves=moves,
-                keep_order=order,
-                seed=seed,
-                starts=stored,
-            )
-            least = min(least, near, key=by_peak)
+            for slack in LEAN.values():  # each may end at another peak
+                near = cheapest_near_smallest_peak(
+                    graph,
+                    strategy.time_limit,
+                    progress,
+                    slack=slack,
+                    moves=moves,
+                    keep_order=order,
+                    seed=seed,
+                    starts=stored,
+                )
+                least = min(least, near, key=by_peak)
         if least.peak <= budget:
             try:
                 return strategy.plan(graph, budget, progress, (least, *starts))

@@ -1,0 +1,173 @@
+"""A planning problem as arrays for the regression search (`regression`): only the tensors that matter for the peak.
+
+Small tensors are left out: their sizes count as 0, which only lowers bounds, and `Demands.left_out` says by how many
+bytes a construction may be too small for that.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from rematplan.ir import Op, TrainingGraph
+from rematplan.planner.arrays.precedence import needed_ops
+
+Ints = NDArray[np.int64]
+Words = NDArray[np.uint64]
+Flags = NDArray[np.bool_]
+
+NEVER = 2**61
+"""The value of a tensor that cannot be eliminated, because what it is computed from may run only once."""
+
+
+class Tables(NamedTuple):
+    """The problem for compiled loops, without inputs. Op v reads ``reads[reads_at[v]:reads_at[v + 1]]`` and writes
+    ``writes[writes_at[v]:writes_at[v + 1]]``; tensors left out are not there."""
+
+    reads_at: Ints
+    reads: Ints
+    writes_at: Ints
+    writes: Ints
+    workspace: Ints
+    once: Flags
+    """By op: whether it may run only once."""
+    maker: Ints
+    """By tensor: the op that writes it."""
+    size: Ints
+    ancestors: Words
+    """By tensor: the set of tensors that it is computed from, as bits."""
+    hashes: Words
+    """By tensor: a random number. A set of tensors is identified by the exclusive or of theirs."""
+    value: Ints
+    """By tensor: a peak, in bytes without the inputs, within which it can be computed from nothing."""
+
+
+@dataclass(frozen=True)
+class Demands:
+    """A planning problem for the regression search."""
+
+    ops: tuple[Op, ...]
+    """The ops that every plan runs."""
+    reads: tuple[tuple[int, ...], ...]
+    """By op: the numbers of all tensors that it reads, inputs excepted."""
+    writes: tuple[tuple[int, ...], ...]
+    sizes: tuple[int, ...]
+    """By tensor: its true size."""
+    large: tuple[bool, ...]
+    """By tensor: whether it is in ``tables``."""
+    outputs: tuple[int, ...]
+    backward: tuple[bool, ...]
+    """By op: whether it is of the backward half."""
+    is_once: tuple[bool, ...]
+    """By op: whether it may run only once."""
+    inputs: int
+    """Bytes of the inputs."""
+    left_out: int
+    """Bytes of all tensors left out."""
+    after_once: frozenset[int]
+    """Tensors that are not eliminated: what ops that may run only once write, and what is computed from that. If all
+    that such an op writes is left out, this does not matter: its results stay resident."""
+    tables: Tables
+
+    @property
+    def work(self) -> Ints:
+        """The bytes that each op needs for what it reads and writes and for its workspace."""
+        t = self.tables
+        both = [{*r, *w} for r, w in zip(self.reads, self.writes, strict=True)]
+        own = [sum(int(t.size[k]) for k in one) for one in both]
+        return np.array(own, dtype=np.int64) + t.workspace
+
+    def large_of(self, tensors: Sequence[int]) -> list[int]:
+        """Return those of ``tensors`` that are in ``tables``."""
+        return [t for t in tensors if self.large[t]]
+
+
+def demands_of(graph: TrainingGraph, tiny: float = 0.001, smallest: int = 0) -> Demands:
+    """Return a problem for the regression search. Inverses are left out.
+
+    ``tiny``: tensors are left out up to a size such that those that are no outputs sum to this share of the largest
+    working set. ``smallest``: tensors of at most so many bytes are left out in any case.
+    """
+    ops, inputs, once = tuple(needed_ops(graph)), set(graph.inputs), set(graph.never_rerun)
+    # An op that writes nothing must run all the same: it gets an output of no bytes, with the op's own name.
+    made = tuple(op.writes or (f"({op.name})",) for op in ops)
+    number = {t: k for k, t in enumerate(t for row in made for t in row)}
+    sizes = tuple(graph.size.get(t, 0) for t in number)
+    reads = tuple(tuple(dict.fromkeys(number[t] for t in op.reads if t not in inputs)) for op in ops)
+    writes = tuple(tuple(number[t] for t in row) for row in made)
+    silent = {row[0] for op, row in zip(ops, made, strict=True) if not op.writes}
+    outputs = tuple(k for t, k in number.items() if t in silent or t in graph.outputs)
+    largest = max(
+        (sum(sizes[t] for t in {*r, *w}) + op.workspace for r, w, op in zip(reads, writes, ops, strict=True)),
+        default=0,
+    )
+    spared = {k for t, k in number.items() if t in silent}
+    smallest = max(smallest, _threshold([n for t, n in enumerate(sizes) if t not in outputs], tiny * largest))
+    out = {t for t, n in enumerate(sizes) if n <= smallest and t not in spared}
+    kept_once = [op.name in once and not out.issuperset(row) for op, row in zip(ops, writes, strict=True)]
+    large = tuple(t not in out for t in range(len(sizes)))
+    kept = np.array([n if large[t] else 0 for t, n in enumerate(sizes)], dtype=np.int64)
+    reads_at, read = _rows(reads, large)
+    writes_at, written = _rows(writes, large)
+    maker = np.array([v for v, row in enumerate(writes) for _ in row], dtype=np.int64)
+    hashes = np.random.default_rng(1).integers(1, 2**63, len(sizes), dtype=np.uint64)
+    tables = Tables(
+        reads_at, read, writes_at, written,
+        workspace=np.array([op.workspace for op in ops], dtype=np.int64),
+        once=np.array(kept_once, dtype=np.bool_),
+        maker=maker, size=kept, ancestors=_ancestors(reads, writes, large), hashes=hashes,
+        value=np.zeros(len(sizes), dtype=np.int64),
+    )  # fmt: skip
+    backward = tuple(op.phase == "backward" for op in ops)
+    left = sum(sizes[t] for t in out)
+    fixed, after = graph.input_bytes, frozenset(_after_once(kept_once, reads, writes))
+    single = tuple(op.name in once for op in ops)
+    return Demands(ops, reads, writes, sizes, large, outputs, backward, single, fixed, left, after, tables)
+
+
+def _after_once(
+    once: Sequence[bool], reads: Sequence[Sequence[int]], writes: Sequence[Sequence[int]]
+) -> set[int]:
+    """Return the tensors that are written by the ops ``once``, or computed from these."""
+    after: set[int] = set()
+    for single, row, made in zip(once, reads, writes, strict=True):
+        if single or not after.isdisjoint(row):
+            after.update(made)
+    return after
+
+
+def _threshold(sizes: Sequence[int], most: float) -> int:
+    """Return a size such that all of ``sizes`` up to it sum to at most ``most``, nearly."""
+    total, threshold = 0, 0
+    for size in sorted(sizes):
+        total += size
+        if total > most:
+            break
+        threshold = size
+    return threshold
+
+
+def _rows(rows: Sequence[Sequence[int]], large: Sequence[bool]) -> tuple[Ints, Ints]:
+    kept = [[t for t in row if large[t]] for row in rows]
+    at = np.cumsum([0, *map(len, kept)], dtype=np.int64)
+    return at, np.array([t for row in kept for t in row], dtype=np.int64)
+
+
+def _ancestors(
+    reads: Sequence[Sequence[int]], writes: Sequence[Sequence[int]], large: Sequence[bool]
+) -> Words:
+    count = sum(map(len, writes))
+    ancestors = np.zeros((count, (count + 63) // 64), dtype=np.uint64)
+    for row, made in zip(reads, writes, strict=True):
+        own = np.zeros(ancestors.shape[1], dtype=np.uint64)
+        for t in row:
+            own |= ancestors[t]
+            if large[t]:
+                own[t >> 6] |= np.uint64(1) << np.uint64(t & 63)
+        for t in made:
+            ancestors[t] = own
+    return ancestors

@@ -1,0 +1,82 @@
+"""Descent by groups: regress only what a part of the demanded tensors is computed from, until fewer bytes are demanded.
+
+A search over a whole set of hundreds of tensors, such as all gradients of a network, expands too many states. Here a
+group of tensors, neighbours in the order of the ops, is searched while the others stay demanded. The group with the
+lowest hill between the set and a smaller one is taken, and so on.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from rematplan.planner.core.effort import Effort
+from rematplan.planner.least.demands import NEVER, Tables
+from rematplan.planner.least.regression import certified, search
+
+WIDTHS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48)
+"""The numbers of tensors in a group that are tried, the smallest first."""
+MOVES_PER_STATE, TENSORS_PER_MOVE = 3, 16
+"""The expansion of a state of the search counts as so many moves, and one more for so many demanded tensors."""
+
+
+@dataclass(frozen=True)
+class Descent:
+    """The actions back in time from a set of demanded tensors (an op, or -1 - t for the elimination of tensor t)."""
+
+    peak_of_actions: int
+    """Bytes within which the actions are possible."""
+    level: int
+    """Bytes within which, in addition, the rest can be eliminated."""
+    actions: list[int]
+    rest: list[int]
+    """The tensors demanded at the end."""
+
+
+def descend_by_groups(
+    tables: Tables, start: Sequence[int], level: int, limit: int, effort: Effort, deepest: bool = True
+) -> Descent:
+    """Descend from the set ``start`` until it is certified (see `regression`) within the level so far.
+
+    ``level``: bytes that the actions may take in any case. ``limit``: of states to expand for one group.
+    """
+    actions: list[int] = []
+    demanded = list(start)
+    frozen = np.zeros(tables.size.size, np.bool_)
+    while demanded and not effort.over:
+        peak = certified(tables, demanded)
+        if peak <= level:
+            break
+        size = int(tables.size[demanded].sum())
+        demanded.sort(key=lambda t: tables.maker[t])
+        best = None
+        for group in _groups(demanded):
+            frozen[demanded], frozen[group] = True, False
+            found = search(tables, np.array(demanded, np.int64), frozen, level, size, limit, deepest, level)
+            frozen[demanded] = False
+            effort.charge(moves=work_of(int(found[2]), len(demanded)))
+            if found[0] < NEVER and (best is None or found[0] < best[0]):
+                best = found
+            if found[0] <= level or effort.over:
+                break
+        if best is None or best[0] >= peak:
+            break
+        level = max(level, int(best[0]))
+        actions += best[3].tolist()
+        demanded = best[4].tolist()
+    return Descent(level, max(level, certified(tables, demanded)), actions, demanded)
+
+
+def work_of(states: int, tensors: int) -> int:
+    """Return the moves that the expansion of ``states`` states counts as. ``tensors``: demanded at the beginning."""
+    return (1 + states) * (MOVES_PER_STATE + tensors // TENSORS_PER_MOVE)
+
+
+def _groups(demanded: Sequence[int]) -> Iterator[list[int]]:
+    """Yield groups of neighbours, overlapping by half."""
+    for width in WIDTHS:
+        step = max(1, width // 2)
+        for at in range(0, len(demanded) - width + step, step) if width <= len(demanded) else ():
+            yield list(demanded[at : at + width])

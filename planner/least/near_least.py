@@ -1,0 +1,154 @@
+"""Plans near the least peak, and a proof of how low a peak can be.
+
+First come the values of all tensors (`values`), then the proofs. Then a descent back in time from the outputs at a
+level slightly above what is proven (`group_descent`). It must not eliminate results of the backward half, because each
+of these costs a whole step; only if it gets stuck, the rest is eliminated. The actions are unfolded into runs
+(`unfold`), which are shortened (`reuse`, then the annealer's tidying). If no plan is found at a level, the next one is
+tried.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import numpy as np
+
+from rematplan.ir import TrainingGraph
+from rematplan.planner.annealing.annealer import Annealer
+from rematplan.planner.arrays.precedence import without_inverses
+from rematplan.planner.bounds.cut_bounds import min_peak_bound, record_peak_bound
+from rematplan.planner.core.effort import Effort
+from rematplan.planner.core.plan import Plan, plan_from_runs
+from rematplan.planner.least.demands import NEVER, Demands, demands_of
+from rematplan.planner.least.group_descent import descend_by_groups
+from rematplan.planner.least.last_heavy_run import LastHeavyRun, heaviest_targets
+from rematplan.planner.least.reuse import shortened
+from rematplan.planner.least.unfold import TooLong, Unfolding
+from rematplan.planner.least.values import Values
+
+NAME = "regression"
+
+
+@dataclass(frozen=True)
+class NearLeastOptions:
+    """The constants of the search for plans near the least peak."""
+
+    first: tuple[int, int] = (60, 60)
+    """The states to expand for the value of one op, and for one group of a descent, at first."""
+    rounds: int = 4
+    """Rounds that improve values. Each expands three times as many states as the one before."""
+    flows: tuple[int, int, int] = (1500, 10, 200)
+    """Maximum flows for the outputs' bound, ops with large values whose reads are bounded, flows for each of them."""
+    coarse: tuple[float, ...] = (0.16, 0.12, 0.09, 0.07, 0.05, 0.035, 0.025, 0.017)
+    """Bounds are searched in problems without the tensors up to this share of the largest working set. With fewer
+    tensors, searches end; DenseNet-121's bound rose from 124.2 to 130.3 MiB."""
+    coarse_states: int = 2000
+    levels: tuple[float, ...] = (1.03, 1.06, 1.1, 1.15, 1.2, 1.3, 1.5)
+    """The levels that are tried: multiples of the proven peak."""
+    descents: tuple[int, ...] = (300, 1000)
+    """The states to expand for one group in the descent from the outputs: a second descent follows if the first is
+    stuck."""
+    most_ops: int = 3000
+    """Larger problems are not searched."""
+    longest: int = 1_200_000
+    """Longer sequences of runs are given up."""
+    most_tidied: int = 300_000
+    """Longer sequences are not tidied but given up, after they were shortened."""
+
+
+NEAR_LEAST = NearLeastOptions()
+
+
+def plan_near_least(graph: TrainingGraph, known: int, effort: Effort) -> Plan | None:
+    """Return a plan with a peak near the least, or None if none is found whose peak is below ``known`` bytes.
+
+    What is proven of the least peak is recorded for `min_peak_bound`. Inverses are not used.
+    """
+    plain = without_inverses(graph)
+    demands = demands_of(plain)
+    if not 0 < len(demands.ops) <= NEAR_LEAST.most_ops:
+        return None
+    values = Values(demands, effort)
+    values.run(*NEAR_LEAST.first)
+    proven = max(_proven(plain, demands, values, effort), min_peak_bound(plain).bytes)
+    record_peak_bound(plain, proven)
+    _improve(values, proven - demands.inputs)
+    for share in NEAR_LEAST.levels:
+        level = int(share * proven) - demands.inputs - demands.left_out
+        if effort.over or share * proven >= known:
+            return None
+        for runs in _runs_within(demands, values, level, effort):
+            plan = _tidied(graph, plain, demands, runs, effort)
+            if plan is not None and plan.peak < known:
+                return plan
+    return None
+
+
+def _proven(graph: TrainingGraph, demands: Demands, values: Values, effort: Effort) -> int:
+    """Return a lower bound of the peak of any plan, by cuts and by searches in coarser problems."""
+    most, targets, fewer = NEAR_LEAST.flows
+    bound = int(values.floor.max(initial=0))
+    heavy = LastHeavyRun(demands)
+    bound = heavy.bound(demands.outputs, bound, most)
+    for v in heaviest_targets(values.value, values.risen, targets):
+        if values.value[v] > bound and not effort.over:
+            bound = heavy.bound(demands.reads[v], bound, fewer)
+    effort.charge(moves=heavy.flows * len(demands.sizes) // 10)
+    for share in NEAR_LEAST.coarse:
+        if values.value.max(initial=0) <= bound or effort.over:
+            break
+        coarse = Values(demands_of(graph, 0.0, int(share * values.largest)), effort)
+        coarse.run(100, 100)
+        bound = max(bound, coarse.proven(bound, NEAR_LEAST.coarse_states))
+    return demands.inputs + bound
+
+
+def _improve(values: Values, bound: int) -> None:
+    limit = NEAR_LEAST.first[0]
+    for k in range(NEAR_LEAST.rounds):
+        if values.value.max() <= bound:
+            break
+        limit *= 3
+        values.improve(bound, limit, deepest=k % 2 == 0)
+
+
+def _runs_within(demands: Demands, values: Values, level: int, effort: Effort) -> Iterator[list[int]]:
+    """Yield sequences of runs (positions in `Demands.ops`) of at most ``level`` bytes without inputs."""
+    value, outputs = demands.tables.value, demands.large_of(demands.outputs)
+    stuck = value.copy()
+    forward_only = np.array([demands.backward[v] for v in demands.tables.maker], np.bool_)
+    for limit in NEAR_LEAST.descents:
+        value[forward_only] = NEVER
+        first = descend_by_groups(demands.tables, outputs, level, limit, effort)
+        value[:] = stuck
+        if first.peak_of_actions > level:
+            return
+        rest = descend_by_groups(demands.tables, first.rest, level, limit, effort)
+        if rest.level > level:
+            continue
+        try:
+            unfolding = Unfolding(values, level, NEAR_LEAST.longest)
+            runs = unfolding.run([*first.actions, *rest.actions])
+        except TooLong:
+            effort.charge(moves=NEAR_LEAST.longest)
+            return
+        effort.charge(moves=len(runs))
+        yield shortened(demands, runs, level + demands.left_out)
+        return
+
+
+def _tidied(
+    graph: TrainingGraph, plain: TrainingGraph, demands: Demands, runs: list[int], effort: Effort
+) -> Plan | None:
+    """Return the plan of a sequence of runs without those that its peak does not need; None if it breaks an order that
+    the problem requires, or is too long."""
+    names = [demands.ops[v].name for v in runs]
+    annealer = Annealer(plain)
+    once = set(graph.never_rerun)
+    singles = [name for name in names if name in once]
+    if len(runs) > NEAR_LEAST.most_tidied or len(singles) > len(set(singles)) or not annealer.accepts(names):
+        return None
+    effort.charge(moves=4 * len(runs))
+    plan = plan_from_runs(graph, names, NAME)
+    return plan_from_runs(graph, annealer.tidied(names, plan.peak), NAME)

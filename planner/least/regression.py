@@ -1,0 +1,378 @@
+"""Regression search: plan backwards in time, from a set of tensors that must be resident at once to the empty set.
+
+A state is the set of tensors that are demanded at some time. An action takes a step back in time: it *regresses* an op
+(what the op writes leaves the set, what it reads enters), or *eliminates* a tensor (the tensor is computed from nothing
+just before, while the rest is resident; this takes `Tables.value` bytes). The *level* of a state is the largest number
+of bytes on the way to it. The search expands the state of the least level first, as Dijkstra's algorithm does, so the
+level of the first end state is the least possible, and the level of the states left over is a proven bound.
+
+Two rules hold without loss, at the level of the state: a tensor that can be eliminated within the level is, because
+fewer demanded tensors are never worse. And an op is regressed at once if this fits the level, demands no more bytes
+than before, and nothing else that is demanded is computed from what it writes.
+
+A set is *certified* within some bytes if its tensors can be eliminated one after the other in the order of rising
+value − size, the order of Sethi and Ullman (1970) for registers. So a search may end at any certified set.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from rematplan.planner.caches.numba_kernels import inner, kernel
+from rematplan.planner.least.demands import NEVER, Flags, Ints, Tables, Words
+
+MOST_CHILDREN = 1024
+"""A search ends when there is room for fewer further states than this."""
+
+
+@inner
+def certified_peak(T: Tables, demanded: Ints, n: int, size: int, order: Ints) -> int:
+    """Return the bytes within which the first ``n`` tensors of ``demanded`` can be eliminated. ``size``: their bytes
+    together. ``order``: scratch space."""
+    for i in range(n):  # insertion sort by value - size
+        t = demanded[i]
+        key, j = T.value[t] - T.size[t], i
+        while j > 0 and T.value[order[j - 1]] - T.size[order[j - 1]] > key:
+            order[j] = order[j - 1]
+            j -= 1
+        order[j] = t
+    peak = 0
+    for i in range(n):
+        size -= T.size[order[i]]
+        peak = max(peak, size + T.value[order[i]])
+    return peak
+
+
+@inner
+def transition(T: Tables, op: int, size: int, marks: Ints) -> tuple[int, int]:
+    """Return the bytes resident while an op runs, and those demanded before it. ``size``: the bytes demanded after it.
+    ``marks``: 1 for each demanded tensor."""
+    during, before = size + T.workspace[op], size
+    for k in range(T.writes_at[op], T.writes_at[op + 1]):
+        t = T.writes[k]
+        if marks[t]:
+            before -= T.size[t]
+        else:
+            during += T.size[t]
+    for k in range(T.reads_at[op], T.reads_at[op + 1]):
+        t = T.reads[k]
+        if not marks[t]:
+            during += T.size[t]
+            before += T.size[t]
+    return during, before
+
+
+@inner
+def regress_op(T: Tables, op: int, demanded: Ints, n: int, marks: Ints) -> int:
+    """Replace what ``op`` writes by what it reads, among the first ``n`` tensors of ``demanded``. Return the new
+    number of tensors."""
+    for k in range(T.writes_at[op], T.writes_at[op + 1]):
+        if marks[T.writes[k]]:
+            marks[T.writes[k]] = 2
+    kept = 0
+    for i in range(n):
+        t = demanded[i]
+        if marks[t] == 2:
+            marks[t] = 0
+        else:
+            demanded[kept] = t
+            kept += 1
+    for k in range(T.reads_at[op], T.reads_at[op + 1]):
+        t = T.reads[k]
+        if not marks[t]:
+            marks[t] = 1
+            demanded[kept] = t
+            kept += 1
+    return kept
+
+
+@inner
+def is_closed(T: Tables, op: int, demanded: Ints, n: int, marks: Ints) -> bool:
+    """Return whether no demanded tensor is computed from a demanded one that ``op`` writes."""
+    for k in range(T.writes_at[op], T.writes_at[op + 1]):
+        t = T.writes[k]
+        if marks[t]:
+            for j in range(n):
+                x = demanded[j]
+                if T.maker[x] != op and (T.ancestors[x, t >> 6] >> np.uint64(t & 63)) & np.uint64(1):
+                    return False
+    return True
+
+
+@inner
+def eliminate_all(
+    T: Tables,
+    demanded: Ints,
+    n: int,
+    size: int,
+    level: int,
+    marks: Ints,
+    frozen: Flags,
+    actions: Ints,
+    made: int,
+) -> tuple[int, int, int]:
+    """Eliminate tensors that are not frozen, as long as that fits ``level``. Return the number of tensors left, their
+    bytes and the number of actions, which are written to ``actions`` from ``made`` on: -1 - t for tensor t."""
+    while True:
+        best, least = -1, NEVER
+        for i in range(n):
+            t = demanded[i]
+            key = T.value[t] - T.size[t]
+            if not frozen[t] and size + key <= level and key < least:
+                best, least = i, key
+        if best < 0:
+            return n, size, made
+        t = demanded[best]
+        size -= T.size[t]
+        marks[t] = 0
+        actions[made] = -1 - t
+        made += 1
+        n -= 1
+        demanded[best] = demanded[n]
+
+
+@inner
+def settle(
+    T: Tables,
+    demanded: Ints,
+    n: int,
+    size: int,
+    level: int,
+    marks: Ints,
+    frozen: Flags,
+    actions: Ints,
+    made: int,
+) -> tuple[int, int, int]:
+    """Apply the two rules of the search until neither applies. Arguments and results are those of `eliminate_all`."""
+    while True:
+        n, size, made = eliminate_all(T, demanded, n, size, level, marks, frozen, actions, made)
+        moved, below = False, T.reads_at.size
+        for _ in range(n):
+            op = -1
+            for i in range(n):
+                maker = T.maker[demanded[i]]
+                if not frozen[demanded[i]] and op < maker < below:
+                    op = maker
+            if op < 0:
+                break
+            below = op
+            during, before = transition(T, op, size, marks)
+            if before > size or during > level or not is_closed(T, op, demanded, n, marks):
+                continue
+            n, size = regress_op(T, op, demanded, n, marks), before
+            actions[made] = op
+            made += 1
+            moved = True
+            break
+        if not moved:
+            return n, size, made
+
+
+@inner
+def precedes(a: int, b: int, keys: Ints) -> bool:
+    """Return whether state ``a`` is expanded before state ``b``: by three keys, then by number."""
+    for k in range(3):
+        if keys[a, k] != keys[b, k]:
+            return bool(keys[a, k] < keys[b, k])
+    return a < b
+
+
+@inner
+def push(heap: Ints, length: int, state: int, keys: Ints) -> int:
+    """Add a state to a binary heap and return the heap's new length."""
+    i = length
+    heap[i] = state
+    while i > 0 and precedes(heap[i], heap[(i - 1) >> 1], keys):
+        heap[i], heap[(i - 1) >> 1] = heap[(i - 1) >> 1], heap[i]
+        i = (i - 1) >> 1
+    return length + 1
+
+
+@inner
+def pop(heap: Ints, length: int, keys: Ints) -> tuple[int, int]:
+    """Remove the first state from a binary heap. Return it and the heap's new length."""
+    first, length, i = heap[0], length - 1, 0
+    heap[0] = heap[length]
+    while 2 * i + 1 < length:
+        c = 2 * i + 1
+        if c + 1 < length and precedes(heap[c + 1], heap[c], keys):
+            c += 1
+        if not precedes(heap[c], heap[i], keys):
+            break
+        heap[c], heap[i] = heap[i], heap[c]
+        i = c
+    return first, length
+
+
+@inner
+def is_new(T: Tables, demanded: Ints, n: int, level: int, seen: Words, levels: Ints) -> bool:
+    """Record a set of tensors in a hash table. Return whether it was not reached at this or a lower level before."""
+    name = np.uint64(0)
+    for i in range(n):
+        name ^= T.hashes[demanded[i]]
+    name |= np.uint64(1)
+    mask = np.uint64(seen.size - 1)
+    slot = name & mask
+    while seen[slot] != 0 and seen[slot] != name:
+        slot = (slot + np.uint64(1)) & mask
+    known = seen[slot] == name and levels[slot] <= level
+    if not known:
+        seen[slot], levels[slot] = name, level
+    return not known
+
+
+@kernel
+def grown(array: Ints, used: int, more: int) -> Ints:
+    """Return an array with room for ``more`` numbers after the first ``used``."""
+    if used + more <= array.size:
+        return array
+    larger = np.empty(2 * array.size + more, dtype=np.int64)
+    larger[:used] = array[:used]
+    return larger
+
+
+@kernel
+def search(
+    T: Tables, start: Ints, frozen: Flags, low: int, goal: int, limit: int, deepest: bool, enough: int
+) -> tuple[int, int, int, Ints, Ints]:
+    """Search backwards from the set ``start``.
+
+    ``frozen``: by tensor, whether it stays demanded. ``low``: a known lower bound of the level; the search ends there.
+    ``goal``: if not negative, an end state is one of fewer bytes; else it is any state, and its level is that of its
+    certificate. ``limit``: of states to expand. ``deepest``: of states of one level, expand the one whose latest
+    tensor is the earliest first; else the smallest. ``enough``: the search may end at this level, too.
+
+    Returns:
+        The least level found (`NEVER` if none), a proven lower bound of it, the number of states expanded, the actions
+            back in time (an op, or -1 - t for the elimination of tensor t), and the tensors demanded at the end.
+    """
+    n, size = start.size, 0
+    room = n + T.size.size
+    demanded, parent_set, order = np.empty(room, np.int64), np.empty(room, np.int64), np.empty(room, np.int64)
+    for i in range(n):
+        demanded[i] = start[i]
+        size += T.size[start[i]]
+    best = NEVER
+    if goal < 0:
+        best = max(low, certified_peak(T, demanded, n, size, order))
+    none = np.empty(0, np.int64)
+    if best <= max(low, enough):
+        return best, low, 0, none, start
+    capacity = min(32 * limit + 4096, 1_000_000)
+    marks = np.zeros(T.size.size, np.int64)
+    pool, actions = np.empty(1 << 14, np.int64), np.empty(1 << 14, np.int64)
+    steps = np.empty(2 * (room + T.workspace.size), np.int64)
+    first_tensor, first_action = np.empty(capacity + 1, np.int64), np.empty(capacity + 1, np.int64)
+    sizes, parent, heap = (
+        np.empty(capacity, np.int64),
+        np.empty(capacity, np.int64),
+        np.empty(capacity, np.int64),
+    )
+    keys = np.empty((capacity, 3), np.int64)
+    buckets = 4
+    while buckets < 4 * capacity:
+        buckets *= 2
+    seen, levels = np.zeros(buckets, np.uint64), np.empty(buckets, np.int64)
+    first_tensor[0] = first_action[0] = 0
+    states, waiting, expanded, end = 0, 0, 0, -1
+    bound = low
+    current, children = -1, 1
+    while True:
+        if current >= 0 or states:
+            if not waiting:
+                bound = best
+                break
+            current, waiting = pop(heap, waiting, keys)
+            bound = min(best, keys[current, 0])
+            if keys[current, 0] >= best or expanded >= limit or states + MOST_CHILDREN >= capacity:
+                break
+            expanded += 1
+            children = first_tensor[current + 1] - first_tensor[current]
+            parent_set[:children] = pool[first_tensor[current] : first_tensor[current + 1]]
+        for c in range(children):
+            made = 0
+            if current < 0:
+                level = low
+            else:
+                if frozen[parent_set[c]]:
+                    continue
+                op, known = T.maker[parent_set[c]], False
+                for i in range(c):  # ops with several demanded results are regressed once
+                    known |= T.maker[parent_set[i]] == op and not frozen[parent_set[i]]
+                if known:
+                    continue
+                n, size = children, sizes[current]
+                demanded[:n] = parent_set[:n]
+            for i in range(n):
+                marks[demanded[i]] = 1
+            fits = True
+            if current >= 0:
+                during, before = transition(T, op, size, marks)
+                level = max(keys[current, 0], during)
+                fits = level < best and (not T.once[op] or is_closed(T, op, demanded, n, marks))
+                if fits:
+                    n, size = regress_op(T, op, demanded, n, marks), before
+                    steps[0], made = op, 1
+            if fits and is_new(T, demanded, n, level, seen, levels):
+                before = made
+                n, size, made = settle(T, demanded, n, size, level, marks, frozen, steps, made)
+                fits = made == before or n == 0 or is_new(T, demanded, n, level, seen, levels)
+            else:
+                fits = False
+            for i in range(n):
+                marks[demanded[i]] = 0
+            if not fits:
+                continue
+            start_of, acts = first_tensor[states], first_action[states]
+            pool, actions = grown(pool, start_of, n), grown(actions, acts, made)
+            pool[start_of : start_of + n] = demanded[:n]
+            actions[acts : acts + made] = steps[:made]
+            sizes[states], parent[states] = size, current
+            first_tensor[states + 1], first_action[states + 1] = start_of + n, acts + made
+            reached = NEVER
+            if goal < 0:
+                reached = max(level, certified_peak(T, demanded, n, size, order))
+            elif size < goal:
+                reached = level
+            if reached < best or (reached == best and end >= 0 and goal >= 0 and size < sizes[end]):
+                best, end = reached, states
+            latest = -1
+            for i in range(n):
+                if not frozen[demanded[i]]:
+                    latest = max(latest, T.maker[demanded[i]])
+            keys[states, 0] = level
+            keys[states, 1], keys[states, 2] = (latest, size) if deepest else (size, latest)
+            if level < best and n:
+                waiting = push(heap, waiting, states, keys)
+            states += 1
+            if states >= capacity:
+                break
+        if best <= max(low, enough):
+            break
+    if end < 0:
+        return best, bound, expanded, none, start
+    count, state = 0, end
+    while state >= 0:
+        count += first_action[state + 1] - first_action[state]
+        state = parent[state]
+    path, state = np.empty(count, np.int64), end
+    while state >= 0:
+        own = first_action[state + 1] - first_action[state]
+        path[count - own : count] = actions[first_action[state] : first_action[state + 1]]
+        count -= own
+        state = parent[state]
+    return best, bound, expanded, path, pool[first_tensor[end] : first_tensor[end + 1]].copy()
+
+
+@kernel
+def _certified(T: Tables, demanded: Ints, size: int) -> int:
+    return certified_peak(T, demanded, demanded.size, size, np.empty(demanded.size, np.int64))
+
+
+def certified(tables: Tables, demanded: Sequence[int]) -> int:
+    """Return the bytes within which a set of tensors can be eliminated in the order of Sethi and Ullman."""
+    if not demanded:
+        return 0
+    return min(NEVER, int(_certified(tables, np.array(demanded, np.int64), int(tables.size[demanded].sum()))))

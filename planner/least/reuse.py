@@ -1,0 +1,153 @@
+"""Shorten a sequence of runs within a budget: results that are computed again later stay resident if there is room.
+
+The sequence is replayed. What it needs at a time is resident anyway. Of the rest, whatever will be computed again
+stays, and its later runs are left out; if memory is short, the tensor that is read latest goes, which is the rule of
+Belady (1966). A pass takes linear time, so sequences of a million runs are shortened in a second.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from rematplan.planner.caches.numba_kernels import inner, kernel
+from rematplan.planner.least.demands import Demands, Flags, Ints
+
+NEVER = 2**60
+PASSES = 12
+"""The largest number of passes. Each finds runs whose results nothing reads any more."""
+
+
+@kernel
+def useful(runs: Ints, reads_at: Ints, reads: Ints, writes_at: Ints, writes: Ints, output: Flags) -> Flags:
+    """Return, for each run, whether an output or a later run needs it."""
+    want, kept = output.copy(), np.zeros(runs.size, np.bool_)
+    for i in range(runs.size - 1, -1, -1):
+        op, needed = runs[i], False
+        for k in range(writes_at[op], writes_at[op + 1]):
+            needed |= want[writes[k]]
+        if needed:
+            kept[i] = True
+            for k in range(writes_at[op], writes_at[op + 1]):
+                want[writes[k]] = False
+            for k in range(reads_at[op], reads_at[op + 1]):
+                want[reads[k]] = True
+    return kept
+
+
+@kernel
+def places(runs: Ints, row_at: Ints, row: Ints, tensors: int) -> tuple[Ints, Ints]:
+    """Return, for each tensor, the positions of the runs whose ``row`` has it, as compressed sparse rows."""
+    at = np.zeros(tensors + 1, np.int64)
+    for op in runs:
+        for k in range(row_at[op], row_at[op + 1]):
+            at[row[k] + 1] += 1
+    at = np.cumsum(at)
+    filled, found = at[:-1].copy(), np.empty(at[-1], np.int64)
+    for i in range(runs.size):
+        for k in range(row_at[runs[i]], row_at[runs[i] + 1]):
+            found[filled[row[k]]] = i
+            filled[row[k]] += 1
+    return at, found
+
+
+@inner
+def upcoming(t: int, nexts: Ints, at: Ints, found: Ints) -> int:
+    """Return the next position of tensor ``t``, or `NEVER`."""
+    return int(found[nexts[t]]) if nexts[t] < at[t + 1] else NEVER
+
+
+@inner
+def drop(t: int, listed: Ints, count: int, place: Ints) -> int:
+    """Remove a tensor from the list of resident ones. Return how many are left."""
+    count -= 1
+    last = listed[count]
+    listed[place[t]], place[last] = last, place[t]
+    place[t] = -1
+    return count
+
+
+@kernel
+def replay(
+    runs: Ints, reads_at: Ints, reads: Ints, writes_at: Ints, writes: Ints, size: Ints, workspace: Ints,
+    output: Flags, budget: int,
+) -> Flags:  # fmt: skip
+    """Return, for each run of a sequence of which all are useful, whether it is still needed within ``budget``."""
+    tensors = size.size
+    read_at, read = places(runs, reads_at, reads, tensors)
+    write_at, written = places(runs, writes_at, writes, tensors)
+    next_read, next_write = read_at[:-1].copy(), write_at[:-1].copy()
+    kept = np.zeros(runs.size, np.bool_)
+    listed, place, count, live = np.empty(tensors, np.int64), np.full(tensors, -1), 0, np.int64(0)
+    pinned = np.full(tensors, -1)
+    for i in range(runs.size):
+        op, needed, more = runs[i], False, workspace[runs[i]]
+        for k in range(writes_at[op], writes_at[op + 1]):
+            t = writes[k]
+            next_write[t] += 1
+            pinned[t] = i
+            if place[t] < 0:
+                more += size[t]
+                reader, writer = (
+                    upcoming(t, next_read, read_at, read),
+                    upcoming(t, next_write, write_at, written),
+                )
+                needed |= (reader <= writer and reader < NEVER) or (writer == NEVER and output[t])
+        for k in range(reads_at[op], reads_at[op + 1]):
+            pinned[reads[k]] = i
+        while needed and live + more > budget:
+            worst, latest = -1, -1
+            for j in range(count):
+                t = listed[j]
+                reader, writer = (
+                    upcoming(t, next_read, read_at, read),
+                    upcoming(t, next_write, write_at, written),
+                )
+                own = (reader <= writer and reader < NEVER) or (writer == NEVER and output[t])
+                if not own and pinned[t] != i and reader > latest:
+                    worst, latest = t, reader
+            if worst < 0:
+                break
+            live -= size[worst]
+            count = drop(worst, listed, count, place)
+        kept[i] = needed
+        if needed:
+            for k in range(writes_at[op], writes_at[op + 1]):
+                t = writes[k]
+                if place[t] < 0:
+                    listed[count], place[t] = t, count
+                    count += 1
+                    live += size[t]
+        for k in range(reads_at[op], reads_at[op + 1]):
+            t = reads[k]
+            next_read[t] += 1
+            if next_read[t] == read_at[t + 1] and not output[t] and place[t] >= 0:
+                live -= size[t]
+                count = drop(t, listed, count, place)
+        for k in range(writes_at[op], writes_at[op + 1]):
+            t = writes[k]
+            if next_read[t] == read_at[t + 1] and not output[t] and place[t] >= 0:
+                live -= size[t]
+                count = drop(t, listed, count, place)
+    return kept
+
+
+def shortened(demands: Demands, runs: list[int], budget: int) -> list[int]:
+    """Return a shorter sequence of runs (positions in `Demands.ops`) with the same outputs.
+
+    ``budget``: bytes without inputs. The result exceeds it only if ``runs`` does.
+    """
+    rows = [
+        np.array([t for row in table for t in row], np.int64) for table in (demands.reads, demands.writes)
+    ]
+    starts = [np.cumsum([0, *map(len, table)], dtype=np.int64) for table in (demands.reads, demands.writes)]
+    flow = (starts[0], rows[0], starts[1], rows[1])
+    sizes, output = np.array(demands.sizes, np.int64), np.zeros(len(demands.sizes), np.bool_)
+    output[list(demands.outputs)] = True
+    left = np.array(runs, np.int64)
+    for _ in range(PASSES):
+        left = left[useful(left, *flow, output)]
+        kept = replay(left, *flow, sizes, demands.tables.workspace, output, budget)
+        if kept.all():
+            break
+        left = left[kept]
+    return [int(v) for v in left]

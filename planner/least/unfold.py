@@ -1,0 +1,212 @@
+"""Unfold actions back in time into a sequence of runs within a number of bytes.
+
+The actions eliminate tensors as early as they can, which recomputes far too often. Here an elimination is put off: the
+tensor stays demanded, until its bytes are needed or an earlier op reads it anyway. Tensors that stay although the
+actions eliminate them are *extras*. They remain certified (see `regression`) at all times, so there is always one that
+can be eliminated. The one that costs least for its bytes and the distance to its next use is.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Iterable, Sequence
+
+import numpy as np
+
+from rematplan.planner.least.values import Values
+
+
+class TooLong(Exception):
+    """The sequence of runs would be longer than the limit."""
+
+
+class Unfolding:
+    """A sequence of runs that grows back in time. The tensors that are demanded belong to *frames*: one for each
+    elimination in progress, and one for the outputs."""
+
+    def __init__(self, values: Values, limit: int, most: int) -> None:
+        self.values, self.demands, self.limit, self.most = values, values.demands, limit, most
+        tables = self.demands.tables
+        self.size, self.value, self.maker = tables.size.tolist(), tables.value.tolist(), tables.maker.tolist()
+        self.key = [v - s for v, s in zip(self.value, self.size, strict=True)]
+        self.workspace = tables.workspace.tolist()
+        self.reads = [self.demands.large_of(row) for row in self.demands.reads]
+        self.writes = [self.demands.large_of(row) for row in self.demands.writes]
+        large = self.demands.large
+        self.small_reads = [[t for t in row if not large[t]] for row in self.demands.reads]
+        self.small_writes = [[t for t in row if not large[t]] for row in self.demands.writes]
+        self.frame_of: dict[int, set[int]] = {}  # demanded large tensors
+        self.small: set[int] = set()  # demanded small tensors
+        self.bytes, self.cost = 0, 0.0
+        self.runs: list[int] = []  # back in time
+        self.costs = [op.cost for op in self.demands.ops]
+        self.price = self._prices()
+        self.riders = self._riders()
+
+    def _prices(self) -> list[float]:
+        """Return the cost of computing each tensor from nothing, if no op ran twice; later the cost that it had."""
+        count = len(self.demands.ops)
+        behind = np.eye(count, dtype=np.bool_)
+        for v, row in enumerate(self.demands.reads):
+            for t in row:
+                behind[v] |= behind[self.maker[t]]
+        total = behind @ np.array(self.costs)
+        return [float(total[v]) for v in self.maker]
+
+    def _riders(self) -> dict[int, list[int]]:
+        """Return, for each large tensor, the ops that read it and write only small outputs or gradients. They run as
+        soon as all that they read is resident."""
+        riders: dict[int, list[int]] = {}
+        outputs = set(self.demands.outputs)
+        for v, op in enumerate(self.demands.ops):
+            small = self.small_writes[v]
+            if self.writes[v] or not self.reads[v] or self.demands.is_once[v]:
+                continue
+            if any(t in outputs or op.phase == "backward" for t in small):
+                for t in self.reads[v]:
+                    riders.setdefault(t, []).append(v)
+        return riders
+
+    def run(self, actions: Sequence[int]) -> list[int]:
+        """Return the ops to run, in order, from nothing to the outputs. ``actions``: from the outputs, back in time;
+        the set at their end must be certified.
+
+        Raises:
+            TooLong: it would be more than ``most`` runs.
+        """
+        frame: set[int] = set()
+        for t in self.demands.outputs:
+            if self.demands.large[t]:
+                self._demand(t, frame)
+            else:
+                self.small.add(t)
+        self._follow(frame, actions)
+        self._finish(frame, ())
+        while self.small:  # small tensors that are left are computed first, and stay
+            self._eliminate(max(self.small, key=self.maker.__getitem__))
+        return self.runs[::-1]
+
+    def _demand(self, t: int, frame: set[int]) -> None:
+        self.frame_of[t] = frame
+        frame.add(t)
+        self.bytes += self.size[t]
+
+    def _transition(self, v: int) -> tuple[int, int]:
+        """Return the bytes while op ``v`` runs and those before it."""
+        known, size = self.frame_of, self.size
+        during, before = self.bytes + self.workspace[v], self.bytes
+        for t in self.writes[v]:
+            if t in known:
+                before -= size[t]
+            else:
+                during += size[t]
+        for t in self.reads[v]:
+            if t not in known:
+                during += size[t]
+                before += size[t]
+        return during, before
+
+    def _regress(self, v: int, frame: set[int]) -> None:
+        for t in self.writes[v]:
+            if t in self.frame_of:
+                self.frame_of.pop(t).discard(t)
+                self.bytes -= self.size[t]
+        fresh = [t for t in self.reads[v] if t not in self.frame_of]
+        for t in fresh:
+            self._demand(t, frame)
+        self.small.difference_update(self.small_writes[v])
+        self.small.update(self.small_reads[v])
+        self.runs.append(v)
+        self.cost += self.costs[v]
+        if len(self.runs) > self.most:
+            raise TooLong
+        for t in fresh:
+            for u in self.riders.get(t, ()):
+                if not self.small.isdisjoint(self.small_writes[u]) and all(
+                    r in self.frame_of for r in self.reads[u]
+                ):
+                    self._regress(u, frame)
+
+    def _eliminate(self, t: int) -> None:
+        """Compute a tensor from nothing just before, and note what that cost."""
+        before, v, frame = self.cost, self.maker[t], set[int]()
+        self._regress(v, frame)
+        self._finish(frame, self.values.recipe[v].tolist())
+        cost = self.cost - before
+        self.price[t] = max(cost, (self.price[t] + cost) / 2)
+
+    def _is_certified(self, tensors: Iterable[int], size: int) -> bool:
+        for t in sorted(tensors, key=self.key.__getitem__):
+            size -= self.size[t]
+            if size + self.value[t] > self.limit:
+                return False
+        return True
+
+    def _certified_before(self, v: int, own: Iterable[int]) -> bool:
+        """Return whether op ``v`` can be regressed within the limit, and the rest of ``own`` is certified then."""
+        during, before = self._transition(v)
+        if during > self.limit:
+            return False
+        gone = self.writes[v]
+        fresh = [t for t in self.reads[v] if t not in self.frame_of]
+        return self._is_certified([*(t for t in own if t not in gone), *fresh], before)
+
+    def _follow(self, frame: set[int], actions: Sequence[int]) -> None:
+        """Regress the ops of ``actions``, and put off their eliminations as long as possible."""
+        uses: dict[int, list[int]] = {}
+        for i, v in enumerate(actions):
+            for t in self.reads[v] if v >= 0 else ():
+                uses.setdefault(t, []).append(i)
+        extras: set[int] = set()
+        for i, v in enumerate(actions):
+            if v < 0:
+                extras |= {-1 - v} & self.frame_of.keys()
+            elif any(t in self.frame_of and t not in extras for t in self.writes[v]):
+                while extras and not self._keeps(extras, v):
+                    t = self._cheapest(extras, uses, i)
+                    extras.discard(t)
+                    self._eliminate(t)
+                extras.difference_update(self.reads[v], self.writes[v])
+                self._regress(v, frame)
+
+    def _keeps(self, extras: set[int], v: int) -> bool:
+        """Return whether all extras may stay when op ``v`` is regressed."""
+        during, before = self._transition(v)
+        rest = extras.difference(self.writes[v], self.reads[v])
+        return during <= self.limit and self._is_certified(rest, before)
+
+    def _cheapest(self, extras: set[int], uses: dict[int, list[int]], now: int) -> int:
+        def price(t: int) -> tuple[float, int]:
+            later = uses.get(t, [])
+            at = bisect_left(later, now)
+            distance = later[at] - now if at < len(later) else len(self.runs) + 10**6
+            return self.price[t] / (max(1, self.size[t]) * (distance + 1)), t
+
+        fits = [t for t in extras if self.bytes + self.key[t] <= self.limit]
+        if fits:
+            return min(fits, key=price)
+        return min(extras, key=lambda t: (self.key[t], t))
+
+    def _finish(self, frame: set[int], actions: Sequence[int]) -> None:
+        """Regress the tensors of a frame to nothing. ``actions`` are followed until the frame is certified. From then
+        on, the latest op is regressed as long as the frame stays certified; otherwise a tensor is eliminated."""
+        at, certified = 0, False
+        while frame:
+            certified = certified or self._is_certified(frame, self.bytes)
+            if not certified and at < len(actions):
+                v, at = actions[at], at + 1
+                if v < 0 and -1 - v in frame:
+                    self._eliminate(-1 - v)
+                elif v >= 0 and not frame.isdisjoint(self.writes[v]):
+                    self._regress(v, frame)
+                continue
+            v = max(map(self.maker.__getitem__, frame))
+            if self._certified_before(v, frame):
+                self._regress(v, frame)
+                continue
+            room = self.limit - self.bytes
+            fits = [t for t in frame if self.key[t] <= room]
+            if fits:
+                self._eliminate(max(fits, key=lambda t: (self.size[t] / (self.price[t] + 1e-9), t)))
+            else:
+                self._eliminate(min(frame, key=lambda t: (self.key[t], t)))

@@ -1,0 +1,126 @@
+"""The search back in time: its values, bounds and plans against all schedules of small problems."""
+
+from __future__ import annotations
+
+import heapq
+import random
+from collections.abc import Iterable
+
+import numpy as np
+import problems
+import pytest
+
+from rematplan.ir import Op, Tensor, TrainingGraph
+from rematplan.planner.bounds.cut_bounds import min_peak_bound
+from rematplan.planner.core.effort import Effort
+from rematplan.planner.core.plan import plan_from_runs
+from rematplan.planner.core.schedule import runs_of
+from rematplan.planner.least.demands import Demands, demands_of
+from rematplan.planner.least.group_descent import descend_by_groups
+from rematplan.planner.least.last_heavy_run import LastHeavyRun
+from rematplan.planner.least.near_least import plan_near_least
+from rematplan.planner.least.regression import search
+from rematplan.planner.least.reuse import shortened
+from rematplan.planner.least.values import Values
+from rematplan.planner.strategies.store_all import no_recompute
+
+UNLIMITED = 10**9
+
+
+def random_problem(rng: random.Random, count: int) -> TrainingGraph:
+    tensors: list[Tensor] = []
+    ops: list[Op] = []
+    for i in range(count):
+        made = [t.name for t in tensors]
+        reads = rng.sample(made, min(len(made), rng.choice((1, 1, 2, 3)))) if made else []
+        if made and rng.random() < 0.6:
+            reads = list(dict.fromkeys((made[-1], *reads)))
+        writes = [f"t{i}_{j}" for j in range(1 if rng.random() < 0.75 else 2)]
+        tensors += [Tensor(name, rng.choice((1, 2, 3, 4, 6, 9))) for name in writes]
+        ops.append(Op(f"o{i}", tuple(reads), tuple(writes), 1.0, workspace=rng.choice((0, 0, 1, 3))))
+    read = {t for op in ops for t in op.reads}
+    outputs = tuple(t.name for t in tensors if t.name not in read or rng.random() < 0.1)
+    return TrainingGraph("random", tuple(tensors), (), outputs, tuple(ops))
+
+
+def least_peak(demands: Demands, goal: Iterable[int]) -> int:
+    """The least peak of all sequences of runs and frees after which ``goal`` is resident."""
+    wanted, best = frozenset(goal), {frozenset[int](): 0}
+    queue: list[tuple[int, tuple[int, ...]]] = [(0, ())]
+    while queue:
+        peak, state = heapq.heappop(queue)
+        resident = frozenset(state)
+        if peak > best[resident]:
+            continue
+        if wanted <= resident:
+            return peak
+        reached = [(peak, resident - {t}) for t in resident]
+        for op, reads, writes in zip(demands.ops, demands.reads, demands.writes, strict=True):
+            if resident.issuperset(reads):
+                after = resident.union(writes)
+                reached.append((max(peak, sum(demands.sizes[t] for t in after) + op.workspace), after))
+        for level, after in reached:
+            if level < best.get(after, UNLIMITED):
+                best[after] = level
+                heapq.heappush(queue, (level, tuple(sorted(after))))
+    raise AssertionError("every set can be computed")
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_values_and_bounds_enclose_the_least_peak_of_all_schedules(seed: int) -> None:
+    graph = random_problem(random.Random(seed), 6)
+    demands = demands_of(graph, 0.0)
+    if len(demands.sizes) > 11:
+        return
+    effort = Effort(moves=UNLIMITED)
+    values = Values(demands, effort)
+    values.run(3000, 300)
+    heavy = LastHeavyRun(demands)
+    for v, reads in enumerate(demands.reads):
+        least = least_peak(demands, reads)
+        assert values.value[v] == max(least, demands.work[v])
+        assert values.floor[v] <= values.value[v]
+        assert heavy.bound(reads, 0, 1000) <= least if reads else True
+    least = least_peak(demands, demands.outputs)
+    outputs = np.array(demands.outputs, np.int64)
+    level, bound, *_ = search(demands.tables, outputs, values.free, 0, -1, 3000, False, -1)
+    assert bound == level == least
+    assert heavy.bound(demands.outputs, 0, 1000) <= least
+    assert descend_by_groups(demands.tables, demands.outputs, 0, 300, effort).level >= least
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_a_shortened_sequence_has_the_same_outputs_within_its_budget(seed: int) -> None:
+    rng = random.Random(seed)
+    graph = random_problem(rng, 12)
+    demands = demands_of(graph, 0.0)
+    runs: list[int] = []
+    for v in range(len(demands.ops)):  # everything again before each op
+        runs += [*range(v), v]
+    peak = plan_from_runs(graph, [demands.ops[v].name for v in runs], "long").peak
+    short = shortened(demands, runs, peak)
+    plan = plan_from_runs(graph, [demands.ops[v].name for v in short], "short")
+    assert plan.peak <= peak
+    assert len(short) < len(runs)
+
+
+@pytest.mark.parametrize(
+    "graph",
+    [problems.unet(3), problems.residual((2, 2)), problems.chain(12), problems.towers(6, 3)],
+    ids=lambda graph: graph.name,
+)
+def test_plans_near_the_least_are_near_what_is_proven(graph: TrainingGraph) -> None:
+    plan = plan_near_least(graph, no_recompute(graph).peak, Effort(moves=3_000_000))
+    assert plan is not None
+    assert min_peak_bound(graph).bytes <= plan.peak <= 1.2 * min_peak_bound(graph).bytes
+
+
+def test_ops_that_may_run_only_once_do() -> None:
+    graph = problems.unet(3)
+    forward = [op.name for op in graph.ops if op.phase == "forward"]
+    graph = TrainingGraph(
+        graph.name, graph.tensors, graph.inputs, graph.outputs, graph.ops, never_rerun=(forward[3],)
+    )
+    plan = plan_near_least(graph, no_recompute(graph).peak, Effort(moves=3_000_000))
+    if plan is not None:
+        assert runs_of(plan.schedule).count(forward[3]) == 1
