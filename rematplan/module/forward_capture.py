@@ -13,8 +13,8 @@ from torch import nn
 
 from rematplan.ir import ModelError
 from rematplan.module.capture_lock import LOCK
+from rematplan.module.changing_state import check_state_returns
 from rematplan.module.model_errors import own_error
-from rematplan.module.python_counters import check_counters
 from rematplan.module.symbolic_forward import Found, OpenForward, open_constants
 from rematplan.runtime import guards
 from rematplan.runtime.capture.capture import capture, check_traceable
@@ -28,7 +28,6 @@ from rematplan.runtime.capture.hidden_tensors import (
 )
 from rematplan.runtime.capture.host_random import check_default_generator, no_host_draws
 from rematplan.runtime.capture.symbolic_capture import capture_with_open_sizes
-from rematplan.runtime.graph.captured_step import CapturedStep
 from rematplan.runtime.graph.compat import pytree
 from rematplan.runtime.graph.warn import warn
 from rematplan.runtime.symbols.expressions import NotSymbolic, opened
@@ -111,22 +110,19 @@ class Tracing:
         """Trace the forward and the backward for exactly the sizes that the arguments have.
 
         Raises:
-            ModelError: the step cannot be captured, or its forward computes with a number in an attribute that it
-                changes in each call.
+            ModelError: the step cannot be captured, or its forward computes with Python state that it changes in each
+                call.
             Exception: the forward fails in eager mode, too; this is the exception that it raises there.
         """
         with self._recording() as record:
-            arguments = pytree.tree_unflatten(self.leaves, self.spec)
-            with _own_errors(self.model, self.original.forward, *arguments):
+            args, kwargs = pytree.tree_unflatten(self.leaves, self.spec)
+            with _own_errors(self.model, self.original.forward, args, kwargs):
                 flat = self._flat(record)
                 step = capture(flat, self.batch, self.name, self.model, record.values)
 
-        def again() -> tuple[FlatModel, CapturedStep]:
-            with guards.recording(self.model, self.leaves, self.state.named, self.batch) as further:
-                other = self._flat(further)
-                return other, capture(other, self.batch, self.name, self.model, further.values)
-
-        check_counters(self.name, self.model, flat, step, again)
+        forward = self.original.forward
+        check_state_returns(self.name, self.model, record.state, forward, args, kwargs, self.fixed)
+        self._warn_of_lost(flat)
         step = replace(step, attributes=flat.attributes)
         return Found(step, flat.outputs, self._withheld(flat.constants), record.guard(self.name), flat.count)
 
@@ -148,12 +144,16 @@ class Tracing:
             traced = capture_with_open_sizes(flat, self.batch, self.name, self.model, record.values, symbols)
         table = traced.table
         assert table
-        if flat.counted:
-            raise NotSymbolic("its forward changes numbers in attributes")
+        if record.state.guarded:
+            raise NotSymbolic("its forward changes Python state with which it computes")
         constants = open_constants(self._withheld(flat.constants), table)
         guard = record.guard(self.name).mapped(lambda given: opened(given, table.add))
         step = OpenStep.of(traced.step, symbols, table)
         return OpenForward(step, flat.outputs, tuple(constants), flat.attributes, guard, flat.count)
+
+    def _warn_of_lost(self, flat: FlatModel) -> None:
+        if flat.lost:
+            warn(f"the forward of {self.name} sets {', '.join(flat.lost)}, which a planned one does not")
 
     @contextmanager
     def _recording(self) -> Iterator[Any]:
@@ -165,7 +165,7 @@ class Tracing:
             yield record
 
     def _flat(self, record: Any) -> FlatModel:
-        return FlatModel(self.model, self.original.forward, self.leaves, self.spec, record.reads)
+        return FlatModel(self.model, self.original.forward, self.leaves, self.spec, record.state)
 
     def _withheld(self, constants: Sequence[Any]) -> tuple[Any, ...]:
         return tuple(

@@ -7,7 +7,7 @@ error of the tracer.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -58,7 +58,26 @@ def _raised(
     kwargs: dict[str, Any],
     keeping: AbstractContextManager[Any],
 ) -> Exception | None:
-    args, kwargs = pytree.tree_map_only(torch.Tensor, _copy, (args, kwargs))
+    with keeping:
+        (error,) = eager_forwards(model, forward, args, kwargs, 1)
+    # Errors of TorchDynamo, or of a tensor that a trace left in a cache, are a tracer's, not the model's.
+    return None if isinstance(error, TorchDynamoException) or TRACED in str(error) else error
+
+
+def eager_forwards(
+    model: nn.Module, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], times: int
+) -> Iterator[Exception | None]:
+    """Run a forward in eager mode, on copies of the tensors among the arguments, and yield after each run the exception
+    that it has raised (None if none). When the iteration ends, the model's attributes, buffers and gradients and all
+    random states are as before.
+
+    Args:
+        model: the model.
+        forward: the model's forward.
+        args: the positional arguments of the call.
+        kwargs: its keyword arguments.
+        times: the number of runs.
+    """
     with (
         warnings.catch_warnings(),
         same_buffers(model),
@@ -66,15 +85,16 @@ def _raised(
         same_draws(),
         same_attributes(model, ""),
         torch.enable_grad(),
-        keeping,
     ):
         warnings.simplefilter("ignore")
-        try:
-            forward(*args, **kwargs)
-        except Exception as error:
-            # Errors of TorchDynamo, or of a tensor that a trace left in a cache, are a tracer's, not the model's.
-            return None if isinstance(error, TorchDynamoException) or TRACED in str(error) else error
-    return None
+        for _ in range(times):
+            given, named = pytree.tree_map_only(torch.Tensor, _copy, (args, kwargs))
+            raised = None
+            try:
+                forward(*given, **named)
+            except Exception as error:  # any error of the user's model
+                raised = error
+            yield raised
 
 
 def _copy(tensor: torch.Tensor) -> torch.Tensor:

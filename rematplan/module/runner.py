@@ -153,8 +153,8 @@ class Runner:
         places: dict[type, Any] = {ResultTensor: flat, ArgumentLeaf: leaves, ModuleTensor: state.named}
         found = [places[type(c)][c.at] if type(c) in places else c for c in entry.constants]
         results, given, left = pytree.tree_unflatten(found, entry.outputs)
-        for at, attributes in given.items():
-            state.attributes[at].update(attributes)
+        if given:
+            guards.store(given, state.attributes)
         if left is not None:
             refill((args, kwargs), left)
         return results

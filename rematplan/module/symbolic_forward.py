@@ -18,6 +18,7 @@ from rematplan.runtime.capture.read_fx import finished
 from rematplan.runtime.graph.captured_step import CapturedStep
 from rematplan.runtime.graph.compat import pytree
 from rematplan.runtime.graph.tracked_sizes import Sizes
+from rematplan.runtime.guards.state_writes import Write
 from rematplan.runtime.symbols.expressions import ExpressionTable, NotSymbolic, opened, resolved
 from rematplan.runtime.symbols.full_slices import without_full_slices
 from rematplan.runtime.symbols.symbolic_step import OpenStep
@@ -191,7 +192,7 @@ def _open(constant: Any, table: ExpressionTable) -> Any:
     if isinstance(constant, torch.SymInt):
         return table.add(constant)
     seen = isinstance(
-        constant, (ResultTensor, ArgumentLeaf, ModuleTensor, Withheld, *PLAIN)
+        constant, (ResultTensor, ArgumentLeaf, ModuleTensor, Withheld, Write, *PLAIN)
     ) or hides_tensors(constant, called_later=True)
     if not seen:
         raise NotSymbolic(f"it gives a {type(constant).__name__}")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import lru_cache
@@ -13,9 +14,12 @@ from torch import nn
 
 from rematplan.ir import ModelError
 from rematplan.runtime.capture.functional_call import slots
-from rematplan.runtime.capture.hidden_tensors import check_no_hidden_tensors
-from rematplan.runtime.graph.compat import pytree
-from rematplan.runtime.guards.attributes import Reads
+from rematplan.runtime.capture.hidden_tensors import check_no_hidden_tensors, hides_tensors
+from rematplan.runtime.graph.compat import is_functional_tensor, pytree
+from rematplan.runtime.guards.containers import containers_in
+from rematplan.runtime.guards.module_tensors import ModuleTensors
+from rematplan.runtime.guards.python_state import PythonState
+from rematplan.runtime.guards.state_writes import Write
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,20 +125,19 @@ class FlatModel(nn.Module):
         forward: the function to call, in general the model's forward.
         leaves: the leaves of the arguments.
         spec: the pytree structure of the arguments.
-        reads: records which attributes the forward sets.
+        state: the Python state before the forward, and the changes that the forward makes in it.
 
     Each call sets the attributes below. From these and the returned tensors, the model's nested results can be rebuilt.
 
-    ``outputs``: the pytree structure of a triple. The first item is the results. The second item is a dictionary of the
-    attributes that the forward set, by the position of the module, then by the attribute's name. The third item is the
-    arguments if the forward changed a list or dictionary among them, otherwise None.
+    ``outputs``: the pytree structure of a triple. The first item is the results. The second item is a list of pairs:
+    a change of Python state (`Write`), and the value that is stored. The third item is the arguments if the forward
+    changed a list or dictionary among them, otherwise None.
 
     ``constants``: the leaves of this triple, with placeholders: a `ResultTensor` for each output tensor, an
-    `ArgumentLeaf` for each leaf of changed arguments that the caller passed, and a `ModuleTensor` for each parameter or
-    buffer in attributes. ``count``: the number of output tensors. ``attributes``: the positions, as text, of output
-    tensors that occur only in the second item.
-    ``counted``: the new values of attributes that are numbers and that the forward changed, by the module's position,
-    then by the attribute's name.
+    `ArgumentLeaf` for each leaf of changed arguments or stored values that the caller passed, and a `ModuleTensor` for
+    each parameter or buffer in stored values. ``count``: the number of output tensors. ``attributes``: the positions,
+    as text, of output tensors that occur only in the second item. ``lost``: the names of what the forward changes and a
+    planned call does not, because it has tensors that are not found.
     """
 
     def __init__(
@@ -143,10 +146,10 @@ class FlatModel(nn.Module):
         forward: Callable[..., Any],
         leaves: list[Any],
         spec: pytree.TreeSpec,
-        reads: Reads,
+        state: PythonState,
     ) -> None:
         super().__init__()
-        self.model, self._forward, self._reads = model, forward, reads
+        self.model, self._forward, self._state = model, forward, state
         self.training = model.training
         first: dict[int, str] = {}  # tied tensor → its first name
         self._names = {name: first.setdefault(id(t), name) for name, t in slots(model).items()}
@@ -160,7 +163,7 @@ class FlatModel(nn.Module):
         self.constants: list[Any] = []
         self.count = 0  # the number of tensors among the outputs
         self.attributes: frozenset[str] = frozenset()
-        self.counted: dict[int, dict[str, Any]] = {}
+        self.lost: tuple[str, ...] = ()
 
     def forward(self, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
         """Call the model with these tensors in its arguments, and return the tensors in its results, in the attributes
@@ -174,28 +177,30 @@ class FlatModel(nn.Module):
         """
         leaves = [leaf if at is None else tensors[at] for at, leaf in self._leaves]
         args, kwargs = pytree.tree_unflatten(leaves, self._spec)
-        modules = list(self.model.modules())
-        before = [dict(vars(m)) for m in modules]
+        tensors_of = ModuleTensors(self.model)
+        self._state.begin()
         results = self._forward(*args, **kwargs)
-        attributes = {
-            at: self._attributes_set(m, had) for at, (m, had) in enumerate(zip(modules, before, strict=True))
-        }
-        counted = {
-            at: _changed_numbers(vars(m), had)
-            for at, (m, had) in enumerate(zip(modules, before, strict=True))
-        }
-        self.counted = {at: numbers for at, numbers in counted.items() if numbers}
+        changes = [*self._state.changes(), *tensors_of.changes()]
         # A recurrent layer rebuilds its list of weights. The weights in it are no results, but the model's parameters.
-        names = {
+        names: dict[int, Any] = {
             id(t): ModuleTensor(self._names[name])
             for name, t in slots(self.model).items()
             if name in self._names
         }
-        leaves_set, spec_set = flattened({at: one for at, one in attributes.items() if one})
-        attributes = pytree.tree_unflatten([names.get(id(one), one) for one in leaves_set], spec_set)
+        names |= {id(t): ArgumentLeaf(at) for at, t in enumerate(leaves) if isinstance(t, torch.Tensor)}
+        writes = [(write, _named(write, value, names)) for write, value in changes]
+        self.lost = tuple(write.name for write, value in writes if value is LOST)
+        writes = [one for one in writes if one[1] is not LOST]
         left = self._left((args, kwargs), leaves)
-        flat, self.outputs = flattened((results, attributes, left))
-        outputs = {id(o): o for o in flat if isinstance(o, torch.Tensor)}
+        flat, self.outputs = flattened((results, writes, left))
+        self._state.restore()  # the results may be among it
+        tensors_of.restore()
+        returned = {id(o) for o in flattened((results, left))[0]}
+        outputs = {
+            id(o): o
+            for o in flat
+            if isinstance(o, torch.Tensor) and (id(o) in returned or not _existed_before(o))
+        }
         if not outputs:
             check_no_hidden_tensors(flat, f"{type(self.model).__name__} returns nothing but", True)
         if any(o.retains_grad for o in outputs.values()):
@@ -205,7 +210,6 @@ class FlatModel(nn.Module):
             )
         places = {of: ResultTensor(at) for at, of in enumerate(outputs)}
         self.constants, self.count = [places.get(id(o), o) for o in flat], len(outputs)
-        returned = {id(o) for o in flattened((results, left))[0]}
         self.attributes = frozenset(str(place.at) for of, place in places.items() if of not in returned)
         own = {id(t) for t in (*tensors, *self.model.parameters(), *self.model.buffers())}
         # A view must be copied to have a separate tangent.
@@ -224,27 +228,45 @@ class FlatModel(nn.Module):
         at = {id(leaf): ArgumentLeaf(at) for at, leaf in enumerate(leaves)}
         return pytree.tree_unflatten([at.get(id(leaf), leaf) for leaf in left], spec)
 
-    def _attributes_set(self, module: nn.Module, before: dict[str, Any]) -> dict[str, Any]:
-        """Return, by name, the attributes that the forward set on a module without reading them first. Undo these
-        assignments.
 
-        ``before``: the module's attributes by name, before the forward.
-        """
-        attributes = self._reads.attributes_set(module, before)
-        for name in attributes:
-            if name in before:
-                vars(module)[name] = before[name]
-            else:
-                del vars(module)[name]
-        return attributes
+LOST = object()
+"""Stands for a value that a planned call cannot store, because it has tensors that are not found."""
 
 
-def _changed_numbers(now: dict[str, Any], before: dict[str, Any]) -> dict[str, Any]:
-    """Return, by name, the new values of those attributes that are an int or float in both dictionaries, but with
-    different values."""
-    kinds = (int, float)
-    return {
-        name: value
-        for name, value in now.items()
-        if type(value) in kinds and type(before.get(name)) in kinds and value != before[name]
-    }
+def _named(write: Write, value: Any, names: dict[int, Any]) -> Any:
+    """Return the value that a planned call stores, with placeholders for arguments, parameters and buffers; `LOST` if
+    it cannot store the value.
+
+    Args:
+        write: the change.
+        value: the value that the forward has stored.
+        names: the placeholders, by the id of the tensor.
+
+    Raises:
+        ModelError: the value cannot be stored, and the forward reads it in the next call.
+    """
+    leaves, spec = flattened(value)
+    for leaf in leaves:
+        if not isinstance(leaf, (torch.Tensor, nn.Module)) and _hides_tensors(leaf):
+            if write.read:
+                raise ModelError(
+                    f"the forward leaves a {type(leaf).__name__} with tensors in {write.name} and reads it in the next "
+                    f"call; make the tensors buffers (register_buffer)"
+                )
+            return LOST
+    return pytree.tree_unflatten([names.get(id(leaf), leaf) for leaf in leaves], spec)
+
+
+def _hides_tensors(leaf: Any) -> bool:
+    if isinstance(leaf, weakref.ref):
+        return isinstance(leaf(), torch.Tensor)
+    return hides_tensors(leaf, called_later=True) or any(
+        isinstance(item, torch.Tensor)
+        for one in containers_in(leaf)
+        for item in (one.values() if isinstance(one, dict) else one)
+    )
+
+
+def _existed_before(tensor: torch.Tensor) -> bool:
+    """Return whether a tensor is not one of a trace, so that it has existed before."""
+    return type(tensor) in (torch.Tensor, nn.Parameter) and not is_functional_tensor(tensor)

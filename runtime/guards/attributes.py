@@ -9,6 +9,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager, suppress
+from enum import Enum
 from threading import get_ident
 from types import FrameType
 from typing import Any
@@ -28,13 +29,13 @@ from rematplan.runtime.guards.places import (
     SharedRecord,
     record_of,
 )
-from rematplan.runtime.guards.snapshots import PLAIN, UNSET, is_data, kept, same, unchanged
+from rematplan.runtime.guards.snapshots import PLAIN, kept, unchanged
 
 _DEPTH = 2
 
 
 class Reads:
-    """The attributes that a forward reads, and those of its modules that it sets.
+    """The attributes that a forward reads or sets.
 
     The objects whose attributes are recorded are called holders. They are the modules, and the records in their
     attributes: objects that exist for their attributes, such as a configuration (`is_record`). While a forward runs
@@ -52,8 +53,14 @@ class Reads:
         """The ids of all modules and records."""
         self.kinds: set[type] = {nn.Module}
         """The classes whose attribute lookup must be replaced."""
-        self.found: dict[tuple[Owner, str], Any] = {}
-        """The values that were read, by holder and attribute name; `UNSET` if two reads differed."""
+        self.use: Callable[[Any, str, Any, FrameType], Any] = lambda _holder, _name, value, _frame: value
+        """Is called with each module or record that is read, the attribute's name and value, and the frame that reads.
+        Returns the value that the reader gets."""
+        self.store: Callable[[Any, str, Any], Any] = lambda _holder, _name, value: value
+        """Is called with each module or record of which an attribute is set, its name and value. Returns the value that
+        is stored."""
+        self.found: dict[tuple[Owner, str], None] = {}
+        """The attributes that were read, by holder and name."""
         self.met: dict[int, tuple[Any, dict[Owner, None]]] = {}
         """By id, the records that were read, each with all positions (`Owner`) at which it was found."""
         self.asked: set[tuple[Owner, str]] = set()
@@ -62,6 +69,7 @@ class Reads:
         """Attributes that were set before they were read: the forward produces them and does not depend on
         them."""
         self.holders: dict[Owner, Any] = {}
+        """All modules and records."""
         self.inherited: dict[Owner, dict[str, None]] = {}
         """By holder, the names that were found in its class or nowhere, but not in its ``__dict__``."""
         self.classes: dict[type, dict[str, Any]] = {}
@@ -76,6 +84,7 @@ class Reads:
 
     def _look_into(self, holder: Any, owner: Owner) -> None:
         self.owners.setdefault(id(vars(holder)), owner)
+        self.holders[owner] = holder
         self.things.add(id(holder))
         self._may_answer(holder, owner)
         for name, value in vars(holder).items():
@@ -92,11 +101,16 @@ class Reads:
             holder: a module, a record or another object.
             owner: where the holder was found: the position of a module and a path of attribute names.
         """
-        if is_record(holder) and hasattr(type(holder), "__getattr__"):
+        if is_record(holder) and _has_getattr(type(holder)):
             self.answering[id(holder)] = owner
             self.answers.setdefault(owner, (holder, {}))
 
-    def _owner(self, holder: Any) -> Owner | None:
+    def every_holder(self) -> list[tuple[Owner, Any, dict[str, Any]]]:
+        """Return all modules and records: the position, the module or record, and its ``__dict__``."""
+        return [(owner, h, object.__getattribute__(h, "__dict__")) for owner, h in self.holders.items()]
+
+    def owner_of(self, holder: Any) -> Owner | None:
+        """Return the position of a module or record; None for another object."""
         return self.owners.get(id(object.__getattribute__(holder, "__dict__")))
 
     def note(self, holder: Any, name: str, value: Any) -> None:
@@ -108,19 +122,16 @@ class Reads:
             name: the attribute's name.
             value: its value.
         """
-        owner = self._owner(holder)
+        owner = self.owner_of(holder)
         if owner is None or (owner, name) in self.fresh or name.startswith("__"):
             return
         if name not in object.__getattribute__(holder, "__dict__"):
             self._note_inherited(owner, type(holder), name)
         elif id(value) in self.things:
             if is_record(value):
-                self._note_record(value, self._owner(value), (owner[0], (*owner[1], name)))
+                self._note_record(value, self.owner_of(value), (owner[0], (*owner[1], name)))
         elif (type(value) in PLAIN and (name != "training" or owner[1])) or name not in BOOKKEEPING:
-            self.holders[owner] = holder
-            first = self.found.setdefault((owner, name), kept(value))
-            if not same(value, first):
-                self.found[owner, name] = UNSET
+            self.found[owner, name] = None
 
     def _note_record(self, record: Any, *owners: Owner | None) -> None:
         _, known = self.met.setdefault(id(record), (record, {}))
@@ -140,7 +151,7 @@ class Reads:
             holder: the module or record; another object is ignored.
             reader: the frame of the code that reads.
         """
-        known = self._owner(holder) is not None and id(holder) not in self.answering
+        known = self.owner_of(holder) is not None and id(holder) not in self.answering
         if known and not is_library(reader.f_globals.get("__name__"), self.own):
             attributes = object.__getattribute__(holder, "__dict__")
             for name in named_in(reader.f_code):
@@ -152,14 +163,14 @@ class Reads:
     def note_asked(self, holder: Any, name: str) -> None:
         """Record that the forward looks up an attribute of a module or record, whether or not the attribute exists. If
         the forward sets the attribute later, it still depends on the earlier value."""
-        owner = self._owner(holder)
+        owner = self.owner_of(holder)
         if owner is not None and (owner, name) not in self.fresh:
             self.asked.add((owner, name))
 
     def note_absent(self, holder: Any, name: str) -> None:
         """Record that the forward looked up an attribute that is neither in the ``__dict__`` of ``holder`` (a module or
         record) nor in its class. A guard then checks that the ``__dict__`` still lacks it."""
-        owner = self._owner(holder)
+        owner = self.owner_of(holder)
         if owner is not None and (owner, name) not in self.fresh and not name.startswith("__"):
             self.inherited.setdefault(owner, {})[name] = None
 
@@ -182,45 +193,36 @@ class Reads:
             self.answers[owner][1].setdefault(name, kept(value))
 
     def note_set(self, holder: Any, name: str) -> None:
-        """Record that the forward set an attribute of a module. If the forward has not looked up the attribute before,
-        later reads of it are not recorded: the forward does not depend on a value that it produces itself."""
-        owner = self._owner(holder)
+        """Record that the forward set an attribute of a module or record. If the forward has not looked up the
+        attribute before, later reads of it are not recorded: the forward does not depend on a value that it produces
+        itself."""
+        owner = self.owner_of(holder)
         if owner is not None and (owner, name) not in self.asked:
             self.fresh.add((owner, name))
 
-    def attributes_set(self, module: nn.Module, before: dict[str, Any]) -> dict[str, Any]:
-        """Return the attributes that the forward set on a module without looking them up before, by name.
-
-        An attribute is left out if its value is the same object as before the forward, or is neither a tensor nor a
-        plain value nor a container of these.
-
-        Args:
-            module: the module.
-            before: the module's attributes by name, at the start of the forward.
-        """
-        owner = self.owners[id(vars(module))]
-        return {
-            name: value
-            for name, value in vars(module).items()
-            if (owner, name) in self.fresh and value is not before.get(name, UNSET) and is_data(value)
-        }
-
-    def found_in_places(self) -> list[Found]:
+    def found_in_places(
+        self, guarded: Collection[tuple[Owner, str]], unguarded: Collection[tuple[Owner, str]]
+    ) -> list[Found]:
         """Return the attribute values on which a plan depends, as one `Found` for each place in which values were
-        found.
+        found. The attributes must have the values that they had before the forward.
 
         A record is an object that exists for its attributes, such as a configuration. A place is the ``__dict__`` of a
-        module or record, the results of a record's ``__getattr__``, or a class. Values that the forward has changed
-        after it read them are left out.
+        module or record, the results of a record's ``__getattr__``, or a class.
+
+        Args:
+            guarded: further attributes on which the plan depends.
+            unguarded: attributes on which it does not depend, although the forward reads them.
         """
         owned: dict[Owner, dict[str, Any]] = {owner: {} for owner in self.inherited}
-        for (owner, name), value in self.found.items():
-            owned.setdefault(owner, {})[name] = value
+        for owner, name in (*self.found, *guarded):
+            values = vars(self.holders[owner])
+            if name in values and (owner, name) not in unguarded:
+                owned.setdefault(owner, {})[name] = kept(values[name])
         own = [
             Found(
                 Attribute(owner),
-                *(unchanged(values, vars(self.holders[owner])) if values else ({}, {})),
-                tuple(self.inherited.get(owner, ())),
+                *unchanged(values, vars(self.holders[owner])),
+                tuple(n for n in self.inherited.get(owner, ()) if n not in vars(self.holders[owner])),
             )
             for owner, values in owned.items()
         ]
@@ -260,7 +262,7 @@ covers these."""
 @contextmanager
 def reads_of(modules: Sequence[nn.Module]) -> Iterator[Reads]:
     """Record, inside the block, which attributes of the modules and of the records in them (`is_record`) this thread
-    reads, and which attributes of the modules it sets. The block gets the `Reads` that records each access.
+    reads and sets. The block gets the `Reads` that records each access.
 
     The methods by which Python reads and sets attributes of these objects are replaced meanwhile. Other threads may run
     the same modules; their accesses are not recorded.
@@ -281,7 +283,7 @@ def reads_of(modules: Sequence[nn.Module]) -> Iterator[Reads]:
                 reads.note_absent(holder, name)
                 raise
             reads.note(holder, name, value)
-            return value
+            return reads.use(holder, name, value, sys._getframe(1))
 
         return noted
 
@@ -295,16 +297,18 @@ def reads_of(modules: Sequence[nn.Module]) -> Iterator[Reads]:
         return noted
 
     def noting_sets(set_: Any) -> Any:
-        def noted(module: nn.Module, name: str, value: Any) -> None:
-            set_(module, name, value)
-            if get_ident() == thread:
-                reads.note_set(module, name)
+        def noted(holder: Any, name: str, value: Any) -> None:
+            if get_ident() != thread:
+                set_(holder, name, value)
+                return
+            set_(holder, name, reads.store(holder, name, value))
+            reads.note_set(holder, name)
 
         return noted
 
-    answering = {kind for kind in reads.kinds - {nn.Module} if hasattr(kind, "__getattr__")}
+    answering = {kind for kind in reads.kinds - {nn.Module} if _has_getattr(kind)}
     with (
-        _replaced({nn.Module}, "__setattr__", noting_sets),
+        _replaced(reads.kinds, "__setattr__", noting_sets),
         _replaced(reads.kinds, "__getattribute__", noting),
         _replaced(answering, "__getattr__", noting_answers),
     ):
@@ -337,15 +341,21 @@ def _replaced(kinds: Collection[type], name: str, by: Callable[[Any], Any]) -> I
                     delattr(kind, name)
 
 
-NO_RECORDS = (type, torch.Tensor, torch.Generator, dict, list, set, tuple, fx.Graph, fx.Node)
+def _has_getattr(kind: type) -> bool:
+    """Return whether a class, and not only its metaclass, has a ``__getattr__``."""
+    return any("__getattr__" in vars(home) for home in kind.__mro__)
+
+
+NO_RECORDS = (type, Enum, torch.Tensor, torch.Generator, dict, list, set, tuple, fx.Graph, fx.Node)
 
 
 def is_record(value: Any) -> bool:
     """Return whether an object is a record: an object that exists for its attributes, such as a configuration.
 
     A record has a ``__dict__`` and is not callable (which excludes modules and classes). It is not of a built-in type,
-    and no container, tensor or random number generator. It is no graph of `torch.fx` and no node of one, either: a
-    `torch.fx.GraphModule` runs code that was generated from its graph, and the tracer uses the same two classes.
+    and no container, tensor, member of an enumeration or random number generator. It is no graph of `torch.fx` and no
+    node of one, either: a `torch.fx.GraphModule` runs code that was generated from its graph, and the tracer uses the
+    same two classes.
     """
     kind = type(value)
     return (

@@ -10,13 +10,13 @@ function names counts as read, even in a branch that is not taken.
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence, Set
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from functools import cache, partial
 from inspect import getattr_static
 from itertools import chain
-from types import BuiltinMethodType, FunctionType, MethodType, ModuleType
+from types import BuiltinMethodType, CodeType, FunctionType, MethodType, ModuleType
 from typing import Any
 
 import torch
@@ -33,6 +33,7 @@ from rematplan.runtime.guards.bytecode import (
     strings_in,
     variables_in,
 )
+from rematplan.runtime.guards.module_state import HOOKS
 from rematplan.runtime.guards.places import AttributesByName, ByName, Fixed, Found
 from rematplan.runtime.guards.snapshots import PLAIN, is_data, kept, parts_of, unchanged
 
@@ -47,11 +48,16 @@ _ENVIRONMENT = frozenset({"environ", "getenv"})
 class _Shelf:
     """The values to which code refers in one namespace.
 
-    ``values``: the namespace. ``found``: the values by name, copied if their content may change (`snapshots.kept`).
+    ``holder``: the object that has the namespace. ``values``: the namespace. ``found``: the values by name.
+    ``variables``: whether the values are those of variables or attributes, and not the items of a dictionary.
+    ``named``: whether code reads them by these names; not true of default arguments.
     """
 
+    holder: Any
     values: Mapping[str, Any]
     found: dict[str, Any] = field(default_factory=dict)
+    variables: bool = True
+    named: bool = True
 
 
 class GlobalReads:
@@ -69,6 +75,8 @@ class GlobalReads:
         self.waiting: list[tuple[Any, Names]] = []
         self.met: set[tuple[int, Names]] = set()
         self.names: Names = frozenset()  # all names in the code that was examined
+        self.codes: dict[CodeType, None] = {}
+        """The code of the functions that were examined."""
         self.generators: dict[int, Any] = {}
         """By id, the random number generators that the code refers to."""
         self.walked = {id(vars(module)) for module in modules}  # which a planned module shares with its model
@@ -77,7 +85,8 @@ class GlobalReads:
         for kind in kinds:
             self._meet(kind, _UNNAMED)
         values = [v for module in modules for name, v in vars(module).items() if name not in BOOKKEEPING]
-        for value in values:
+        hooks = [hook for module in modules for kind in HOOKS for hook in vars(module)[kind].values()]
+        for value in (*values, *hooks):
             self._meet(value, _UNNAMED)
         self._follow()
         # Arguments, and objects in containers, have other names in the code that reads their attributes.
@@ -92,20 +101,31 @@ class GlobalReads:
                 for name in wanted & values.keys():
                     self._note(thing, holder, values, name, named)
 
-    def found_in_places(self, model: str) -> list[Found]:
-        """Return the values to which the code refers, as one `Found` for each namespace in which some were found.
+    def found_in_places(
+        self, model: str, guarded: Mapping[int, Set[str]], unguarded: Mapping[int, Set[str]]
+    ) -> list[Found]:
+        """Return the values to which the code refers, as one `Found` for each namespace in which some were found. They
+        must have the values that they had before the forward.
 
-        Values that the forward has changed since this object was made are left out. A warning says that a planned
-        forward will not change them.
+        Values that the forward has changed nevertheless are left out. A warning says that a planned forward will not
+        change them.
 
         Args:
             model: the model's name, for the warning.
+            guarded: by the id of a namespace, names of dictionaries whose whole content is compared.
+            unguarded: by the id of a namespace, names that are left out.
         """
         found, changed = [], set[str]()
         for shelf in self.shelves.values():
-            objects, copies = unchanged(shelf.found, shelf.values)
+            out, whole = unguarded.get(id(shelf.values), ()), guarded.get(id(shelf.values), ())
+            before = {
+                name: kept(shelf.values[name]) if name in whole else value
+                for name, value in shelf.found.items()
+                if name not in out
+            }
+            objects, copies = unchanged(before, shelf.values)
             found.append(Found(Fixed(shelf.values), objects, copies))
-            changed |= shelf.found.keys() - objects.keys() - copies.keys()
+            changed |= before.keys() - objects.keys() - copies.keys()
         if changed:
             warn(f"the forward of {model} sets {', '.join(sorted(changed))}, which a planned one does not")
         return found
@@ -124,7 +144,11 @@ class GlobalReads:
         # A registry may grow, so only the keys that the code names are compared.
         registry = isinstance(value, dict) and not is_data(value)
         if not isinstance(value, ModuleType):
-            shelf = self.shelves.setdefault(id(holder), _Shelf(values))
+            shelf = self.shelves.setdefault(id(holder), _Shelf(holder, values))
+            shelf.variables = shelf.variables and thing is not values
+            function = _inside(thing)
+            hidden = function is not None and (holder is function or self._is_library(function.__module__))
+            shelf.named = shelf.named and not hidden
             shelf.found.setdefault(name, value if registry else kept(value))
         self._meet(value, named)
         function = _inside(value) if isinstance(thing, type) or self._is_object(thing) else None
@@ -159,12 +183,14 @@ class GlobalReads:
             own = named_in(function.__code__)
             if not self._is_library(function.__module__):
                 self.names |= own
+                self.codes[function.__code__] = None
                 yield function.__globals__, function.__globals__, variables_in(function.__code__), own
                 if _ENVIRONMENT & own:
                     variables = ByName(
                         filter(str.isidentifier, strings_in(function.__code__)), os.environ.get
                     )
                     yield function.__code__, variables, variables.names, own
+                yield function.__dict__, function.__dict__, names, names
                 defaults = _defaults(function)
                 yield function, defaults, frozenset(defaults), own
             if cells := function.__closure__:

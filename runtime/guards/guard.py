@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from rematplan.runtime.guards.bulk_comparison import Namespaces, Table
+from rematplan.runtime.guards.counted_numbers import Comparison
 from rematplan.runtime.guards.module_state import ModuleState
 from rematplan.runtime.guards.places import (
     Attribute,
@@ -25,9 +26,10 @@ from rematplan.runtime.guards.places import (
     SharedRecord,
     record_of,
 )
+from rematplan.runtime.guards.state_writes import KnownKeys
 from rematplan.runtime.guards.value_guard import ValueGuard
 
-_GONE = (LookupError, AttributeError, RuntimeError, ValueError)
+_GONE = (LookupError, AttributeError, RuntimeError, ValueError, TypeError)
 """Exceptions raised by the lookup of a value that no longer exists."""
 
 
@@ -43,9 +45,16 @@ class Guard:
         shared: the records (objects that exist for their attributes, such as a configuration) that the forward read,
             each with all positions that must still have the same object.
         decided: the check of control-flow decisions that depended on values of inputs and buffers.
+        conditions: what must hold of values that the forward changes in each call, such as counters.
     """
 
-    def __init__(self, found: Sequence[Found], shared: Sequence[SharedRecord], decided: ValueGuard) -> None:
+    def __init__(
+        self,
+        found: Sequence[Found],
+        shared: Sequence[SharedRecord],
+        decided: ValueGuard,
+        conditions: Sequence[Comparison | KnownKeys] = (),
+    ) -> None:
         modules: list[tuple[int, Found]] = []
         items: list[tuple[Any, Found]] = []
         attributes: list[tuple[Any, Found]] = []
@@ -64,7 +73,7 @@ class Guard:
         self.objects, self.of_objects = _numbered(attributes, getattr)
         self.others, self.of_others = _numbered(others)
         self.shared = [_Shared.of(record) for record in shared]
-        self.decided = decided
+        self.decided, self.conditions = decided, conditions
 
     def mapped(self, change: Callable[[Any], Any]) -> Guard:
         """Return a copy of this guard for other sizes. Only the recorded calls change, which compute the values that
@@ -101,6 +110,7 @@ class Guard:
                 and all(table.holds(self.objects) for table in self.of_objects)
                 and self._others_hold(attributes)
                 and all(record.holds(attributes) for record in self.shared)
+                and all(condition.holds(attributes) for condition in self.conditions)
             )
         except _GONE:
             return False

@@ -84,6 +84,17 @@ class Attribute:
 
 
 @dataclass(frozen=True, slots=True)
+class Buffers:
+    """The dictionary in which a module has its buffers. ``at``: the module's position."""
+
+    at: int
+
+    def find(self, attributes: Attributes) -> Any:
+        """Return the dictionary. ``attributes``: the ``__dict__`` of each module, by position."""
+        return attributes[self.at]["_buffers"]
+
+
+@dataclass(frozen=True, slots=True)
 class Answers:
     """The results of a record's ``__getattr__``, for names that are not attributes of the record. A record is an object
     that exists for its attributes; a configuration, for example, may keep its entries in a dictionary.
@@ -144,6 +155,15 @@ class AttributesByName(ByName):
     def __init__(self, where: Mapping[str, tuple[Any, str]]) -> None:
         super().__init__(where, lambda name: getattr(*where[name]))
         self.where = where
+
+
+class ClassAttributes(ByName):
+    """A read-only mapping of attributes that a class itself has, without those that it inherits. ``home``: the
+    class."""
+
+    def __init__(self, home: type, names: Iterable[str]) -> None:
+        super().__init__(names, lambda name: vars(home)[name])
+        self.home = home
 
 
 @dataclass(frozen=True)

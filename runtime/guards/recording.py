@@ -14,6 +14,7 @@ from rematplan.runtime.guards.attributes import Reads, reads_of
 from rematplan.runtime.guards.decisions_by_values import ValueGuardRecorder
 from rematplan.runtime.guards.globals import GlobalReads
 from rematplan.runtime.guards.guard import Guard
+from rematplan.runtime.guards.python_state import PythonState
 
 
 @dataclass(frozen=True)
@@ -22,11 +23,13 @@ class Record:
 
     ``reads``: the attributes of modules, and of objects in them, that it reads. ``global_reads``: the values outside of
     the modules to which its code refers. ``values``: the decisions that depend on values of inputs and buffers.
+    ``state``: the Python state before the forward, and the changes that the forward makes in it.
     """
 
     reads: Reads
     global_reads: GlobalReads
     values: ValueGuardRecorder
+    state: PythonState
 
     @property
     def generators(self) -> Collection[Any]:
@@ -45,8 +48,12 @@ class Record:
 
         ``model``: the model's name, for the warning.
         """
-        found = (*self.reads.found_in_places(), *self.global_reads.found_in_places(model))
-        return Guard(found, self.reads.shared(), self.values.guard())
+        state = self.state
+        found = (
+            *self.reads.found_in_places(*state.of_holders()),
+            *self.global_reads.found_in_places(model, *state.of_shelves()),
+        )
+        return Guard(found, self.reads.shared(), self.values.guard(), state.conditions)
 
 
 @contextmanager
@@ -68,4 +75,8 @@ def recording(
     modules = list(model.modules())
     global_reads = GlobalReads(modules, leaves)
     with reads_of(modules) as reads:
-        yield Record(reads, global_reads, ValueGuardRecorder(buffers, batch))
+        state = PythonState(reads, global_reads)
+        try:
+            yield Record(reads, global_reads, ValueGuardRecorder(buffers, batch), state)
+        finally:
+            state.restore()

@@ -27,13 +27,14 @@ _CONTAINERS: Mapping[type[Any], Callable[[Any], Iterable[Any]]] = {
     set: set.__iter__,
     frozenset: frozenset.__iter__,
     deque: deque.__iter__,
+    bytearray: bytearray.__iter__,
 }
 """By type of container, the method that iterates over its values. The built-in method is used, since subclasses
 may override it."""
-_MOST = 1000
+MOST = 1000
 """The largest number of entries of a container whose content is compared, since the comparison happens at
 every call."""
-_MOST_NUMBERS = 1 << 16
+MOST_NUMBERS = 1 << 16
 """The largest number of elements of an array whose content is compared."""
 _DEEPEST = 4
 """The largest nesting depth of containers whose content is compared."""
@@ -68,9 +69,9 @@ def kept(value: Any, depth: int = _DEEPEST) -> Any:
     containers only down to ``depth`` levels.
     """
     kind = _kind(value)
-    if kind is np.ndarray and value.size <= _MOST_NUMBERS:
+    if kind is np.ndarray and value.size <= MOST_NUMBERS:
         return value.copy()
-    if kind not in _CONTAINERS or kind.__len__(value) > _MOST or not depth:
+    if kind not in _CONTAINERS or kind.__len__(value) > MOST or not depth:
         return value
     if kind is dict:
         return {key: kept(part, depth - 1) for key, part in dict.items(value)}
@@ -86,7 +87,7 @@ def parts_of(value: Any, depth: int = _DEEPEST) -> Iterator[Any]:
     kind = _kind(value)
     if kind not in _CONTAINERS:
         yield value
-    elif depth and kind.__len__(value) <= _MOST:
+    elif depth and kind.__len__(value) <= MOST:
         for part in _CONTAINERS[kind](value):
             yield from parts_of(part, depth - 1)
 
@@ -119,9 +120,7 @@ def same(a: Any, b: Any) -> bool:
         )
     if kind is np.ndarray:
         return (
-            a.size <= _MOST_NUMBERS
-            and (a.dtype, a.shape) == (b.dtype, b.shape)
-            and a.tobytes() == b.tobytes()
+            a.size <= MOST_NUMBERS and (a.dtype, a.shape) == (b.dtype, b.shape) and a.tobytes() == b.tobytes()
         )
     return bool(a == b) if kind in _CONTAINERS else kind in PLAIN and repr(a) == repr(b)  # 0.0 is not −0.0
 

@@ -1,6 +1,6 @@
 """What a forward sets in its modules is set by a planned one where it is only given, and is not left by planning."""
 
-from collections import defaultdict, deque
+from collections import OrderedDict, defaultdict, deque
 from types import SimpleNamespace
 from typing import Any
 
@@ -10,6 +10,7 @@ from same_bits import SETTINGS, X, equal_after, planned_and_plain
 from torch import Tensor, nn
 
 import rematplan
+from rematplan.ir import ModelError
 
 
 class Recording(nn.Module):
@@ -30,15 +31,17 @@ class Recording(nn.Module):
         return tuple(self.record)
 
 
-@pytest.mark.filterwarnings("ignore:.*sets:UserWarning")
+@pytest.mark.filterwarnings("ignore:.*has hooks on:UserWarning")
 def test_hooks_that_a_forward_installs_are_not_left_by_planning() -> None:
     torch.manual_seed(0)
     model = Recording()
     planned, plain = planned_and_plain(model)
     assert not model.body[0]._forward_hooks
-    equal_after(lambda m: m(X)[1].sum().backward(), planned, plain)
+    for _ in range(3):
+        equal_after(lambda m: m(X)[1].sum().backward(), planned, plain)
     assert len(planned(X)) == 3
-    assert len(planned.plans) == 1
+    assert len(planned.body[0]._forward_hooks) == 1
+    assert len(planned.plans) == 2
 
 
 class Balanced(nn.Linear):
@@ -79,43 +82,83 @@ def test_attributes_that_a_forward_sets_are_set() -> None:
     assert len(planned.plans) == 2
 
 
-def test_records_are_as_before_planning() -> None:
-    class Recorded(nn.Linear):
-        def forward(self, x: Tensor) -> Tensor:
-            self.record.x = super().forward(x)
-            self.record.seen.append(self.record.x)
-            return self.record.x
+class Record:
+    """Has what a forward leaves."""
 
-    model = Recorded(16, 16)
-    model.record = SimpleNamespace(x=None, seen=[])
-    with pytest.warns(UserWarning, match=r"sets record\.x, record\.seen|sets record\.seen, record\.x"):
-        rematplan.plan_module(model, (X,), **SETTINGS)
-    assert vars(model.record) == {"x": None, "seen": []}
+    def __init__(self) -> None:
+        self.x: Any = None
+        self.seen: list[Tensor] = []
 
 
-def test_what_is_in_containers_is_as_before_planning() -> None:
+class Recorded(nn.Linear):
+    def __init__(self, record: Any) -> None:
+        super().__init__(16, 16)
+        self.record = record
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.record.x = super().forward(x)
+        self.record.seen.append(self.record.x)
+        return self.record.x.tanh()
+
+
+def test_records_are_as_before_planning_and_filled_by_calls() -> None:
+    planned, plain = planned_and_plain(Recorded(Record()))
+    assert vars(planned.record) == {"x": None, "seen": []}
+
+    def use(model: nn.Module) -> list[Tensor]:
+        for _ in range(3):
+            (model(X).sum() + model.record.seen[-1].square().sum()).backward()
+        return [t.detach() for t in (model.record.x, *model.record.seen)]
+
+    equal_after(use, planned, plain)
+    assert len(planned.plans) == 1
+
+
+def test_records_whose_accesses_are_not_seen_are_refused_if_they_are_filled() -> None:
+    with pytest.raises(ModelError, match=r"changes record\.x and computes with it"):
+        rematplan.plan_module(Recorded(SimpleNamespace(x=None, seen=[])), (X,), **SETTINGS)
+
+
+def test_containers_are_as_before_planning_and_filled_by_calls() -> None:
     class Logging(nn.Linear):
         def forward(self, x: Tensor) -> Tensor:
             y = super().forward(x)
-            for held in (self.log["inner"]["seen"], self.groups["first"], self.recent, self.pair[0]):
-                held.append(y)
+            self.log["y"] = y
+            self.recent.append(y)
+            self.kinds.add(y.dtype)
+            self.shapes.update(last=y.shape)
             return y
 
     model = Logging(16, 16)
-    model.log, model.groups, model.recent, model.pair = (
-        {"inner": {"seen": []}},
-        defaultdict(list),
-        deque(),
-        ([],),
-    )
-    with pytest.warns(UserWarning, match="sets log, groups, recent, pair, which a planned one does not"):
+    model.log, model.recent, model.kinds, model.shapes = OrderedDict(), deque(), set(), defaultdict(list)
+    planned, plain = planned_and_plain(model)
+    assert (planned.log, planned.recent, planned.kinds, planned.shapes) == ({}, deque(), set(), {})
+    logs = planned.log, planned.recent
+
+    def use(model: nn.Module) -> list[Tensor]:
+        for x in (X, X, X[:3]):
+            (model(x).sum() + model.log["y"].square().sum()).backward()
+        return [t.detach() for t in (*model.log.values(), *model.recent)]
+
+    equal_after(use, planned, plain)
+    assert logs == (planned.log, planned.recent)
+    assert logs[1] is planned.recent
+    assert (planned.kinds, planned.shapes) == (plain.kinds, plain.shapes)
+    assert len(planned.plans) == 2
+
+
+def test_a_container_in_a_container_that_is_filled_is_refused() -> None:
+    class Nested(nn.Linear):
+        def forward(self, x: Tensor) -> Tensor:
+            y = super().forward(x)
+            self.log["seen"].append(y)
+            return y
+
+    model = Nested(16, 16)
+    model.log = {"seen": []}
+    with pytest.raises(ModelError, match="changes log and computes with it"):
         rematplan.plan_module(model, (X,), **SETTINGS)
-    assert (model.log, model.groups, model.recent, model.pair) == (
-        {"inner": {"seen": []}},
-        {},
-        deque(),
-        ([],),
-    )
+    assert model.log == {"seen": []}
 
 
 @pytest.mark.parametrize("kind", [nn.LSTM, nn.GRU, nn.RNN])

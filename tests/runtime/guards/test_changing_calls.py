@@ -112,12 +112,11 @@ def test_a_counter_that_is_computed_with_is_refused() -> None:
         rematplan.plan_module(nn.Sequential(Counting(True)), (X,), **SETTINGS)
 
 
-@pytest.mark.filterwarnings("ignore:.*sets .*calls:UserWarning")
-def test_a_counter_that_only_counts_is_none_of_a_plans_business() -> None:
+def test_a_counter_that_only_counts_is_counted_on() -> None:
     planned, plain = planned_and_plain(Counting(False))
     equal_after(lambda model: [model(X).square().mean().backward() for _ in "abc"] and [], planned, plain)
-    assert planned.calls == 0  # see the warning
-    assert len(planned.plans) == 1
+    assert (planned.calls, planned.longest) == (plain.calls, plain.longest) == (3, 8)
+    assert len(planned.plans) == 2  # for the two lengths that it knows
 
 
 class CountingInABuffer(nn.Linear):

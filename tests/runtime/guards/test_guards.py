@@ -17,7 +17,7 @@ from rematplan.runtime.guards.decisions_by_values import ValueGuardRecorder
 from rematplan.runtime.guards.module_state import StateKey
 from rematplan.runtime.guards.snapshots import kept
 
-MODULE = Path(__file__).parents[3] / "runtime" / "module"
+MODULE = Path(__file__).parents[3] / "rematplan" / "module"
 
 
 @pytest.mark.parametrize("name", ["runner", "cached_plans", "captures"])

@@ -1,0 +1,40 @@
+"""Iterators that a forward advances, which a fixed graph cannot repeat."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterator
+from types import GeneratorType
+from typing import Any, NoReturn
+
+from rematplan.ir import ModelError
+
+
+def is_iterator(value: Any) -> bool:
+    """Return whether a value is one of Python's own iterators, whose state cannot be seen or restored."""
+    return isinstance(value, Iterator) and type(value).__module__ in ("builtins", "itertools")
+
+
+def refuse_iterator(name: str, iterator: Any) -> NoReturn:
+    """Raise the error that a forward reads an iterator. ``name``: the variable that has it.
+
+    Raises:
+        ModelError: always.
+    """
+    raise ModelError(
+        f"the forward reads {name}, a {type(iterator).__name__}, which gives something else at each call; take the "
+        f"next item before the call and pass it as an argument"
+    )
+
+
+def progress(iterator: Any) -> Any:
+    """Return something by which one sees whether an iterator has advanced."""
+    if isinstance(iterator, GeneratorType):
+        frame = iterator.gi_frame
+        return frame and (frame.f_lasti, repr(frame.f_locals))
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            return repr(iterator.__reduce__())
+    except TypeError:
+        return None

@@ -1,0 +1,65 @@
+"""The tensors and submodules of a module before a forward, and those that the forward adds or replaces."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import nn
+
+from rematplan.ir import ModelError
+from rematplan.runtime.guards.places import Buffers
+from rematplan.runtime.guards.state_writes import Write
+
+
+class ModuleTensors:
+    """The parameters, buffers and submodules of all modules of a model before a forward.
+
+    A forward may add a buffer, or replace one by a tensor of another shape or type (a table that grows). A buffer that
+    it replaces by one of the same shape and type is not counted here: its new values are copied into the old one.
+
+    ``model``: the model.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self.modules = [object.__getattribute__(module, "__dict__") for module in model.modules()]
+        self.names = [name for name, _ in model.named_modules()]
+        self.before = [
+            (dict(m["_buffers"]), tuple(m["_parameters"]), tuple(m["_modules"])) for m in self.modules
+        ]
+
+    def changes(self) -> list[tuple[Write, Any]]:
+        """Return the buffers that the forward added or replaced, as changes of Python state, each with the tensor.
+
+        Raises:
+            ModelError: the forward has made a parameter or a submodule.
+        """
+        found = []
+        for at, (now, (buffers, parameters, modules)) in enumerate(
+            zip(self.modules, self.before, strict=True)
+        ):
+            for kind, earlier in (("parameter", parameters), ("submodule", modules)):
+                new = [name for name in now[f"_{kind.replace('sub', '')}s"] if name not in earlier]
+                if new:
+                    path = f"{self.names[at]}.{new[0]}".lstrip(".")
+                    raise ModelError(
+                        f"the forward makes the {kind} {path}; call the model once before it is planned"
+                    )
+            for name, tensor in now["_buffers"].items():
+                if _is_other(tensor, buffers.get(name)):
+                    found.append((Write(Buffers(at), name, "set"), tensor))
+        return found
+
+    def restore(self) -> None:
+        """Undo the changes that `changes` returned."""
+        for now, (buffers, _, _) in zip(self.modules, self.before, strict=True):
+            for name, tensor in list(now["_buffers"].items()):
+                if name not in buffers:
+                    del now["_buffers"][name]
+                elif _is_other(tensor, buffers[name]):
+                    now["_buffers"][name] = buffers[name]
+
+
+def _is_other(tensor: Any, before: Any) -> bool:
+    if tensor is None or tensor is before:
+        return False
+    return before is None or (tensor.shape, tensor.dtype) != (before.shape, before.dtype)

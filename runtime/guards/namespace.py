@@ -1,0 +1,52 @@
+"""The names in a namespace, such as the attributes of a module, and the values that they had before a forward."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection
+from dataclasses import dataclass
+from typing import Any
+
+from rematplan.runtime.guards.places import Owner, Place
+from rematplan.runtime.guards.snapshots import UNSET
+from rematplan.runtime.guards.state_writes import assign
+
+
+@dataclass
+class Namespace:
+    """Some names and their values before the forward.
+
+    ``owner``: the module or record whose attributes they are; None for others. ``uses``: if accesses are not recorded
+    while the forward runs, a function that returns the uses of a name, as the bytecode of all functions has them.
+    ``key``: the id of the namespace. ``left_out``: names that are not compared: those of tensors, and of lists of
+    parameters and buffers, whose content a trace replaces.
+    """
+
+    place: Place
+    values: Any
+    before: dict[str, Any]
+    owner: Owner | None = None
+    uses: Callable[[str], Collection[str]] | None = None
+    key: int = 0
+    left_out: frozenset[str] | set[str] = frozenset()
+
+    def now(self, name: str) -> Any:
+        """Return the present value of a name; `UNSET` if there is none."""
+        try:
+            return self.values[name]
+        except (LookupError, AttributeError, ValueError):
+            return UNSET
+
+    def changed(self) -> list[str]:
+        """Return the names whose values are other objects than before the forward, or exist only before or after it."""
+        changed = [name for name, value in self.before.items() if self.now(name) is not value]
+        if self.owner is not None and len(self.values) != len(self.before):
+            changed += [name for name in self.values if name not in self.before and name not in self.left_out]
+        return changed
+
+    def restore(self) -> None:
+        """Give all names their earlier values."""
+        for name in self.changed():
+            if name in self.before:
+                assign(self.values, name, self.before[name])
+            else:
+                del self.values[name]

@@ -1,0 +1,409 @@
+"""The Python state that a forward changes: attributes, variables, and the content of containers.
+
+A capture runs the forward several times. Each run must begin with the state of the first one, so what a run has changed
+is undone after it. A planned call then makes the same changes, and its guard checks the state that the forward read.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections import deque
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, field
+from types import FrameType, MappingProxyType
+from typing import Any
+
+import numpy as np
+
+from rematplan.ir import ModelError
+from rematplan.runtime.guards.attributes import BOOKKEEPING, Reads
+from rematplan.runtime.guards.containers import (
+    CONTAINERS,
+    added,
+    compared_in,
+    containers_in,
+    content,
+    copied,
+    items_in,
+    refill,
+    unchanged_content,
+)
+from rematplan.runtime.guards.counted_numbers import (
+    Counting,
+    Expression,
+    Variable,
+    expression_of,
+    plain,
+)
+from rematplan.runtime.guards.globals import GlobalReads
+from rematplan.runtime.guards.iterators import is_iterator, progress, refuse_iterator
+from rematplan.runtime.guards.namespace import Namespace
+from rematplan.runtime.guards.places import Attribute, ClassAttributes, Fixed, Owner
+from rematplan.runtime.guards.snapshots import UNSET
+from rematplan.runtime.guards.state_writes import KnownKeys, Write, assign
+from rematplan.runtime.guards.value_flow import COUNTED, ITEM, READ, WRITERS, use_of, uses_of
+
+TENSORS = ("_parameters", "_buffers", "_modules")
+"""The attributes of a module that have its tensors and submodules. They are compared separately."""
+_NUMBERS = (int, float)
+_WRITES = WRITERS | {ITEM}
+FRESH = "fresh"
+"""The use of a container that reads it when nothing of its earlier content is left."""
+
+
+@dataclass
+class _Alias:
+    """One alias to a changed container: the name in a namespace whose value is the container, or has it inside."""
+
+    at: int
+    name: str
+    direct: bool
+
+
+@dataclass
+class PythonState:
+    """The Python state of a module before a forward that is traced, and the changes that the forward makes in it.
+
+    ``reads``: the attributes that the forward reads and sets. ``global_reads``: the values outside of the modules.
+    """
+
+    reads: Reads
+    global_reads: GlobalReads
+    namespaces: list[Namespace] = field(default_factory=list)
+    contents: dict[int, tuple[Any, Any]] = field(default_factory=dict)
+    """By id, all containers in the namespaces, each with a copy of its content."""
+    uses: dict[tuple[Owner, str], list[str]] = field(default_factory=dict)
+    keys: dict[tuple[Owner, str], tuple[Any, ...]] = field(default_factory=dict)
+    """By attribute that is a dictionary, the keys that it has when it is read first (`FRESH`)."""
+    counting: Counting = field(default_factory=Counting)
+    counted: dict[tuple[int, str], Expression] = field(default_factory=dict)
+    """By namespace and name, the numbers that the present run of the forward counts with: what each is now."""
+    numbers: list[tuple[int, str]] = field(default_factory=list)
+    """The numbers that the last run of the forward changed, and perhaps only counts with."""
+    iterators: list[tuple[str, Any]] = field(default_factory=list)
+    progress: list[Any] = field(default_factory=list)
+    unguarded: set[tuple[int, str]] = field(default_factory=set)
+    guarded: set[tuple[int, str]] = field(default_factory=set)
+    conditions: list[Any] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        """Copy the state."""
+        for owner, holder, values in self.reads.every_holder():
+            uses = None if _is_watched(type(holder)) else self._uses
+            self.namespaces.append(Namespace(Attribute(owner), values, {}, owner, uses, id(values)))
+        own = {
+            id(tensor)
+            for namespace in self.namespaces
+            for kind in TENSORS[:2]
+            for tensor in namespace.values.get(kind, {}).values()
+        }
+        for namespace in self.namespaces:
+            namespace.left_out = {n for n, v in namespace.values.items() if n in TENSORS or _lists(v, own)}
+            namespace.before = {
+                name: value for name, value in namespace.values.items() if name not in namespace.left_out
+            }
+        known = {id(namespace.values) for namespace in self.namespaces}
+        for shelf in self.global_reads.shelves.values():
+            if id(shelf.values) in known or not shelf.variables:
+                continue
+            variables: Any = shelf.values
+            if isinstance(variables, MappingProxyType):
+                variables = ClassAttributes(shelf.holder, shelf.found)
+            before = {name: shelf.values[name] for name in shelf.found}
+            uses = self._uses if shelf.named else None
+            self.namespaces.append(
+                Namespace(Fixed(variables), variables, before, uses=uses, key=id(shelf.values))
+            )
+        self.places = {n.owner: at for at, n in enumerate(self.namespaces) if n.owner is not None}
+        found = self.contents
+        for namespace in self.namespaces:
+            for value in namespace.before.values():
+                for container in containers_in(value):
+                    if id(container) not in found:
+                        found[id(container)] = container, content(container)
+        self.iterators = [
+            (name, value)
+            for namespace in self.namespaces
+            if namespace.owner is None
+            for name, value in namespace.before.items()
+            if is_iterator(value)
+        ]
+        self.reads.use, self.reads.store = self.used, self.number_set
+
+    def _uses(self, name: str) -> list[str]:
+        return [use for code in self.global_reads.codes for use in uses_of(code, name)]
+
+    def begin(self) -> None:
+        """Prepare for a run of the forward: restore the state, and let numbers that the last run changed be counted."""
+        self.restore()
+        self.uses.clear()
+        self.keys.clear()
+        self.counting = Counting()
+        self.counted = {}
+        self.progress = [progress(one) for _, one in self.iterators]
+        for at, name in self.numbers:
+            namespace = self.namespaces[at]
+            variable = Variable(namespace.place, name)
+            self.counted[at, name] = variable
+            if namespace.uses:
+                number = self.counting.number(namespace.before[name], variable)
+                assign(namespace.values, name, number)
+
+    def restore(self) -> None:
+        """Restore the state: values of names, and the content of containers, each the same object as before."""
+        for namespace in self.namespaces:
+            namespace.restore()
+        for container, was in self.contents.values():
+            if not unchanged_content(container, was):
+                refill(container, was)
+
+    def used(self, holder: Any, name: str, value: Any, frame: FrameType) -> Any:
+        """Record a read of an attribute of a module or record, and return the value for the reader: a counted number in
+        place of a number that the forward changes.
+
+        Raises:
+            ModelError: the value is an iterator.
+        """
+        kind = type(value)
+        if kind not in _NUMBERS and not isinstance(value, (*CONTAINERS, np.ndarray)):
+            if is_iterator(value):
+                refuse_iterator(name, value)
+            return value
+        owner = self.reads.owner_of(holder)
+        at = self.places.get(owner) if owner is not None else None
+        if (
+            owner is None
+            or at is None
+            or (owner, name) in self.reads.fresh
+            or name not in self.namespaces[at].values
+        ):
+            return value
+        use = use_of(frame.f_code, frame.f_lasti, name)
+        if kind not in _NUMBERS and use == READ:
+            use = self._read(at, owner, name, value)
+        self.uses.setdefault((owner, name), []).append(use)
+        if (at, name) not in self.counted:
+            return value
+        if use == COUNTED:
+            return self.counting.number(value, self.counted[at, name])
+        self.counting.reveal(self.counted[at, name])
+        return value
+
+    def _read(self, at: int, owner: Owner, name: str, value: Any) -> str:
+        """Return `FRESH` if a container that is read has nothing of its content before the forward, else `READ`."""
+        was = self._content_of(value)
+        if was is None or value is not self.namespaces[at].before.get(name, UNSET):
+            return READ
+        if isinstance(value, dict):
+            earlier = {id(v) for v in was.values()}
+            if not value or any(id(v) in earlier for v in dict.values(value)):
+                return READ
+            first = self.keys.setdefault((owner, name), tuple(dict.keys(value)))
+            return FRESH if list(was) == list(first[: len(was)]) else READ
+        if isinstance(value, (list, deque)) and len(was):
+            earlier = {id(v) for v in was}
+            return READ if any(id(v) in earlier for v in value) else FRESH
+        return READ
+
+    def _content_of(self, container: Any) -> Any:
+        return self.contents.get(id(container), (None, None))[1]
+
+    def number_set(self, holder: Any, name: str, value: Any) -> Any:
+        """Return the plain value of what the forward stores in an attribute, and remember how it was computed."""
+        owner = self.reads.owner_of(holder)
+        if owner is None:
+            return value
+        at = self.places.get(owner)
+        if at is not None and (at, name) in self.counted:
+            self.counted[at, name] = expression_of(value)
+        else:
+            self.counting.reveal(expression_of(value))
+        return plain(value)
+
+    def path_of(self, at: int, name: str) -> tuple[int | None, str]:
+        """Return the position of the module that has a name (None for a variable outside of the modules), and the path
+        of attributes from the module to it. ``at``: the position of the namespace."""
+        owner = self.namespaces[at].owner
+        return (None, name) if owner is None else (owner[0], ".".join((*owner[1], name)))
+
+    def of_holders(self) -> tuple[set[tuple[Owner, str]], set[tuple[Owner, str]]]:
+        """Return the attributes of modules and records that the forward changes: those that a guard checks, and those
+        that it does not check."""
+        guarded, unguarded = (
+            {(owner, name) for at, name in names if (owner := self.namespaces[at].owner) is not None}
+            for names in (self.guarded, self.unguarded)
+        )
+        return guarded, unguarded
+
+    def of_shelves(self) -> tuple[dict[int, set[str]], dict[int, set[str]]]:
+        """Return the names outside of modules and records that the forward changes, by the id of their namespace: those
+        that a guard checks, and those that it does not check there. (Records are checked as attributes.)"""
+        guarded: dict[int, set[str]] = {}
+        unguarded: dict[int, set[str]] = {}
+        for names, found in ((self.guarded, guarded), (self.unguarded, unguarded)):
+            for at, name in names:
+                namespace = self.namespaces[at]
+                where = unguarded if namespace.owner is not None else found
+                where.setdefault(namespace.key, set()).add(name)
+                value = namespace.before.get(name)
+                if found is unguarded and isinstance(value, dict):
+                    unguarded.setdefault(id(value), set()).update(map(str, value))
+        return guarded, unguarded
+
+    def changes(self) -> list[tuple[Write, Any]]:
+        """Return what a planned call must change after its forward, each with the value to store, and decide which of
+        the changed values a guard checks.
+
+        Raises:
+            ModelError: the forward reads and changes a container that is too large to be compared at every call.
+        """
+        for (name, iterator), before in zip(self.iterators, self.progress, strict=True):
+            if progress(iterator) != before:
+                refuse_iterator(name, iterator)
+        self.unguarded, self.guarded, self.conditions, self.numbers = set(), set(), [], []
+        rebound = [(at, name) for at, n in enumerate(self.namespaces) for name in n.changed()]
+        writes = [self._rebound(at, name) for at, name in rebound]
+        self.conditions += self.counting.comparisons
+        changed = [one for one, was in self.contents.values() if not unchanged_content(one, was)]
+        every = self._aliases(changed)
+        written: set[tuple[int, str]] = set(rebound)
+        for container in changed:
+            aliases = [alias for alias in every[id(container)] if (alias.at, alias.name) not in rebound]
+            if aliases:
+                writes += self._refilled(container, aliases, written)
+        return writes
+
+    def _rebound(self, at: int, name: str) -> tuple[Write, Any]:
+        """Return the change of a name that has another value after the forward."""
+        namespace = self.namespaces[at]
+        now, before = namespace.now(name), namespace.before.get(name, UNSET)
+        if now is UNSET:
+            self.guarded.add((at, name))
+            return Write(namespace.place, name, "remove", read=True), None
+        if (at, name) in self.counted:
+            expression = expression_of(now) if namespace.uses else self.counted[at, name]
+            self.numbers.append((at, name))
+            if not any(v.name == name and v.place is namespace.place for v in self.counting.revealed):
+                self.unguarded.add((at, name))
+                return Write(namespace.place, name, "count", expression), None
+        elif (
+            type(now) in _NUMBERS and type(before) is type(now) and set(self._all_uses(at, name)) == {COUNTED}
+        ):
+            self.numbers.append((at, name))
+        if self._is_fresh(at, name) or name in BOOKKEEPING:
+            self.unguarded.add((at, name))
+        else:
+            self.guarded.add((at, name))
+        read = (at, name) in self.guarded
+        return Write(namespace.place, name, "set", read=read), copied(plain(now))
+
+    def _is_fresh(self, at: int, name: str) -> bool:
+        """Return whether the forward sets a name before it reads it, or does not read it."""
+        namespace = self.namespaces[at]
+        if namespace.uses:
+            return not namespace.uses(name)
+        return namespace.owner is not None and (namespace.owner, name) in self.reads.fresh
+
+    def _all_uses(self, at: int, name: str) -> Collection[str]:
+        namespace = self.namespaces[at]
+        if namespace.uses:
+            return namespace.uses(name)
+        return (READ,) if namespace.owner is None else self.uses.get((namespace.owner, name), ())
+
+    def _aliases(self, changed: Sequence[Any]) -> dict[int, list[_Alias]]:
+        """Return, by id, all aliases to the changed containers through values of names before the forward."""
+        aliases: dict[int, list[_Alias]] = {id(container): [] for container in changed}
+        if not changed:
+            return aliases
+        for at, namespace in enumerate(self.namespaces):
+            for name, value in namespace.before.items():
+                for container in containers_in(value):
+                    if id(container) in aliases:
+                        aliases[id(container)].append(_Alias(at, name, container is value))
+        return aliases
+
+    def _refilled(
+        self, container: Any, aliases: Sequence[_Alias], written: set[tuple[int, str]]
+    ) -> list[tuple[Write, Any]]:
+        """Return the change of a container that has other content after the forward, at most one.
+
+        Args:
+            container: the container.
+            aliases: all aliases to it.
+            written: the names whose changes were returned already. The name of this change is added.
+        """
+        uses = {
+            use
+            for alias in aliases
+            for use in (self._all_uses(alias.at, alias.name) if alias.direct else self._nested(alias))
+        }
+        known = [alias for alias in aliases if self._all_uses(alias.at, alias.name)]
+        direct = sorted(
+            (alias for alias in aliases if alias.direct),
+            key=lambda alias: self.namespaces[alias.at].owner is None,
+        )
+        alias = (direct or list(aliases))[0]
+        namespace, names = self.namespaces[alias.at], {(one.at, one.name) for one in aliases}
+        how, items = "refill", None
+        if uses and uses <= _WRITES | {FRESH} and direct:
+            how, items = self._without_content(container, uses, direct)
+        if items is not None or how == "whole":
+            self.unguarded |= names
+        elif alias.name in BOOKKEEPING:
+            how = "refill"
+        else:
+            how = "refill"
+            self.unguarded -= names
+            self.guarded |= {(one.at, one.name) for one in known or [alias]}
+            for one in known or [alias]:
+                value = self.namespaces[one.at].before[one.name]
+                if not any(container is seen for seen in compared_in(value)):
+                    raise ModelError(
+                        f"the forward changes and reads {one.name}, which has too many entries to be compared at every "
+                        f"call; change it outside the forward"
+                    )
+        if (alias.at, alias.name) in written:
+            return []
+        written.add((alias.at, alias.name))
+        if how == "add":
+            return [(Write(namespace.place, alias.name, "add"), items)]
+        write = Write(namespace.place, alias.name, "refill", read=not names <= self.unguarded)
+        return [(write, copied(namespace.before[alias.name]))]
+
+    def _nested(self, alias: _Alias) -> Collection[str]:
+        return (READ,) if self._all_uses(alias.at, alias.name) else ()
+
+    def _without_content(self, container: Any, uses: set[str], direct: Sequence[_Alias]) -> tuple[str, Any]:
+        """Return how a planned call changes a container whose content the forward does not read: "add" and the added
+        items, or "whole" and None if all its content is new. Return "" and None if neither is known."""
+        was = self._content_of(container)
+        owners = [(self.namespaces[alias.at].owner, alias.name) for alias in direct]
+        while_running = {use for owner, name in owners if owner for use in self.uses.get((owner, name), ())}
+        if FRESH in uses:
+            for owner, name in owners:
+                if owner is not None and (owner, name) in self.keys:
+                    self.conditions.append(KnownKeys(Attribute(owner), name, self.keys[owner, name]))
+            return "whole", None
+        if "clear" in while_running:
+            return "whole", None
+        if "clear" in uses and not len(was):
+            return "", None  # it may have been called, with no effect
+        items = added(container, was)
+        if items is None and len(was) and "clear" in uses:
+            return "whole", None
+        return ("add", items) if items is not None else ("", None)
+
+
+def _is_watched(kind: type) -> bool:
+    """Return whether accesses to attributes of a class's objects can be recorded. Classes implemented in C are
+    immutable."""
+    return bool(kind.__flags__ & 1 << 9) and not kind.__flags__ & 1 << 8
+
+
+def _lists(value: Any, own: set[int]) -> bool:
+    """Return whether a container has a parameter or buffer, or a weak reference to one. ``own``: their ids."""
+    return any(
+        id(item() if isinstance(item, weakref.ref) else item) in own
+        for one in containers_in(value)
+        for item in items_in(one)
+    )

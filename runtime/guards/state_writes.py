@@ -1,0 +1,85 @@
+"""Changes of Python state that a planned call makes after its forward, as the forward does."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from rematplan.ir import ModelError
+from rematplan.runtime.guards.containers import add, copied, refilled
+from rematplan.runtime.guards.counted_numbers import Expression, evaluated
+from rematplan.runtime.guards.places import Attributes, AttributesByName, ClassAttributes, Place
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Write:
+    """A change of Python state that a planned call makes after its forward.
+
+    ``place``, ``name``: the variable or attribute. ``how``: what is stored: "set", the value; "refill", the value's
+    content, in the present container; "add", the items that are
+    added to a container; "count", the value of ``expression``; "remove", nothing, and the name is deleted.
+    """
+
+    place: Place
+    name: str
+    how: str
+    expression: Expression = None
+    read: bool = False
+    """Whether the forward reads what it changes, so that its graph may be another one in the next call."""
+
+
+@dataclass(frozen=True, slots=True)
+class KnownKeys:
+    """A check that a dictionary has no other keys than those that the forward stores in it before it reads it."""
+
+    place: Place
+    name: str
+    keys: tuple[Any, ...]
+
+    def holds(self, attributes: Attributes) -> bool:
+        """Return whether the dictionary has only these keys, in this order. ``attributes``: the ``__dict__`` of each
+        module, by position."""
+        now = self.place.find(attributes)[self.name]
+        return isinstance(now, dict) and tuple(now) == self.keys[: len(now)]
+
+
+def assign(namespace: Any, name: str, value: Any) -> None:
+    """Store a value under a name in a namespace: in a dictionary, or in an attribute of an object."""
+    if isinstance(namespace, AttributesByName):
+        holder, attribute = namespace.where[name]
+        setattr(holder, attribute, value)
+    elif isinstance(namespace, ClassAttributes):
+        setattr(namespace.home, name, value)
+    elif isinstance(namespace, dict):
+        namespace[name] = value
+    else:
+        raise ModelError(
+            f"the forward changes {name}, which a planned one cannot change; change it outside the forward"
+        )
+
+
+def store(writes: Sequence[tuple[Write, Any]], attributes: Attributes) -> None:
+    """Change the Python state as a forward does.
+
+    Args:
+        writes: the changes, each with the value to store.
+        attributes: the ``__dict__`` of each module, by position.
+    """
+    numbers = [
+        evaluated(write.expression, attributes) if write.how == "count" else None for write, _ in writes
+    ]
+    for (write, value), number in zip(writes, numbers, strict=True):
+        namespace = write.place.find(attributes)
+        if write.how == "remove":
+            namespace.pop(write.name, None)
+        elif write.how == "count":
+            assign(namespace, write.name, number)
+        elif write.how == "set":
+            assign(namespace, write.name, copied(value))
+        elif write.how == "add":
+            add(namespace[write.name], value)
+        else:
+            found = refilled(namespace[write.name], value)
+            if found is not namespace[write.name]:
+                assign(namespace, write.name, found)

@@ -1,0 +1,211 @@
+"""What code does with a value that it has just loaded, read off its bytecode.
+
+A forward that only counts its calls, or only appends to a list, does not depend on the count or on the list's content.
+The instructions after the load are followed until the value has left the stack. Whatever is not in the tables below
+counts as a use that reveals the value.
+"""
+
+from __future__ import annotations
+
+import dis
+from collections.abc import Iterator
+from functools import cache
+from types import CodeType
+
+READ = "read"
+"""The use may reveal the value."""
+COUNTED = "counted"
+"""The value is only an operand of arithmetic with numbers, of comparisons and of truth tests, or is stored back."""
+WRITERS = frozenset({"append", "appendleft", "extend", "extendleft", "add", "update", "clear"})
+"""Methods of containers that return nothing and whose effect does not depend on what the container has. They are uses,
+too, under their names, like `ITEM`."""
+ITEM = "[]="
+"""The value is a container, and the use stores an item in it."""
+
+_LOADS = {
+    "LOAD_GLOBAL": "STORE_GLOBAL",
+    "LOAD_NAME": "STORE_NAME",
+    "LOAD_DEREF": "STORE_DEREF",
+    "LOAD_ATTR": "STORE_ATTR",
+}
+_OTHER_LOADS = frozenset(n for n in dis.opmap if n.startswith("LOAD_")) - {
+    *_LOADS,
+    "LOAD_CONST",
+    "LOAD_CLOSURE",
+}
+_VALUE, _OTHER, _CONSTANT, _OWNER, _METHOD = "value", "other", "constant", "owner", "method"
+_NOTHING = frozenset({"CACHE", "EXTENDED_ARG", "NOP", "PRECALL", "RESUME", "KW_NAMES", "NOT_TAKEN"})
+_PUSHES = frozenset({"LOAD_FAST", "LOAD_FAST_BORROW", "LOAD_FAST_CHECK", "LOAD_DEREF", "LOAD_NAME"})
+_CONSTANTS = frozenset({"LOAD_CONST", "LOAD_SMALL_INT"})
+_POPS = {
+    "BINARY_SUBSCR": 2,
+    "BINARY_SLICE": 3,
+    "UNARY_NEGATIVE": 1,
+    "UNARY_NOT": 1,
+    "UNARY_INVERT": 1,
+    "TO_BOOL": 1,
+}
+"""How many values an instruction replaces by one."""
+
+
+@cache
+def uses_of(code: CodeType, name: str) -> tuple[str, ...]:
+    """Return the uses of all loads of a global variable, closure cell or attribute of this name in a code object,
+    nested functions included. A string constant of this name counts as `READ`: the code may look the name up."""
+    found = [
+        use_of(code, i.offset, name) for i in _instructions(code) if _LOADS.get(i.opname) and i.argval == name
+    ]
+    found += [READ for i in _instructions(code) if i.opname in _OTHER_LOADS and i.argval == name]
+    found += [READ for constant in code.co_consts if isinstance(constant, str) and constant == name]
+    for constant in code.co_consts:
+        if isinstance(constant, CodeType):
+            found += uses_of(constant, name)
+    return tuple(found)
+
+
+@cache
+def use_of(code: CodeType, offset: int, name: str) -> str:
+    """Return what the code does with the value that the instruction at ``offset`` loads by ``name``: `READ`, `COUNTED`,
+    `ITEM` or the name of one of the `WRITERS`. Return `READ` if the instruction loads no value by this name."""
+    instructions = _instructions(code)
+    at = next((k for k, i in enumerate(instructions) if i.offset == offset), None)
+    if at is None or instructions[at].opname not in _LOADS or instructions[at].argval != name:
+        return READ
+    load = instructions[at]
+    owner = _owner(instructions, at) if load.opname == "LOAD_ATTR" else _OTHER
+    if _is_method(load):
+        return READ
+    stack = [_OTHER] * 4 + [owner, _VALUE] if owner == _OWNER else [_OTHER] * 5 + [_VALUE]
+    return _followed(instructions[at + 1 :], load, owner, stack)
+
+
+def _followed(rest: tuple[dis.Instruction, ...], load: dis.Instruction, owner: str, stack: list[str]) -> str:
+    for i in rest:
+        name = i.opname
+        if name in _NOTHING:
+            continue
+        if i.is_jump_target:
+            return READ
+        if name == "STORE_SUBSCR" and stack[-2] == _VALUE and _VALUE not in (stack[-1], stack[-3]):
+            return ITEM
+        if name in ("LOAD_METHOD", "LOAD_ATTR") and stack[-1] == _VALUE:
+            return str(i.argval) if i.argval in WRITERS and _is_dropped(rest, i) else READ
+        if name == _LOADS[load.opname] and i.argval == load.argval:
+            stored = -1 if owner == _OTHER else -2
+            if owner != _OTHER and stack[-1] not in (_OWNER, owner):
+                return READ
+            taken = stack[stored:]
+            del stack[stored:]
+            if taken[0] == _VALUE and _VALUE not in stack:
+                return COUNTED
+            return READ
+        if not _apply(i, stack):
+            return READ
+        if _VALUE not in stack:
+            return COUNTED
+    return READ
+
+
+def _apply(i: dis.Instruction, stack: list[str]) -> bool:
+    """Apply an instruction to the symbols on the stack. Return False if it is unknown, or may reveal the value."""
+    name = i.opname
+    if name in _PUSHES:
+        stack.append(f"{name}:{i.argval}")
+    elif name == "LOAD_GLOBAL":
+        stack += [_OTHER] * (1 + (i.arg or 0) % 2)
+    elif name in _CONSTANTS:
+        stack.append(_CONSTANT)
+    elif name == "COPY":
+        copied = stack[-(i.arg or 1)]
+        stack.append(copied)
+    elif name == "SWAP":
+        at = -(i.arg or 1)
+        stack[at], stack[-1] = stack[-1], stack[at]
+    elif name == "BINARY_OP":
+        return _combined(stack)
+    elif name == "COMPARE_OP":
+        right, left = stack.pop(), stack.pop()
+        stack.append(_OTHER)
+        return left == _VALUE or (right == _VALUE and left == _CONSTANT) or _VALUE not in (left, right)
+    elif name in (
+        "POP_JUMP_FORWARD_IF_FALSE",
+        "POP_JUMP_FORWARD_IF_TRUE",
+        "POP_JUMP_IF_FALSE",
+        "POP_JUMP_IF_TRUE",
+    ):
+        stack.pop()
+        return _VALUE not in stack
+    elif name in ("TO_BOOL", "UNARY_NOT"):
+        stack[-1] = _OTHER
+    elif name in _POPS:
+        taken = stack[-_POPS[name] :]
+        stack[-_POPS[name] :] = [_OTHER]
+        return _VALUE not in taken
+    elif name in ("LOAD_METHOD", "LOAD_ATTR"):
+        stack[-1] = _OTHER
+        stack += [_OTHER] * (name == "LOAD_METHOD" or _is_method(i))
+    elif name == "CALL":
+        taken = stack[-(i.arg or 0) - 2 :]
+        stack[-(i.arg or 0) - 2 :] = [_OTHER]
+        return _VALUE not in taken
+    else:
+        return False
+    return True
+
+
+def _combined(stack: list[str]) -> bool:
+    """Apply a binary operation. A number on its right side is only followed if a constant is on its left side: a
+    tensor there would not say that it reads the number."""
+    right, left = stack.pop(), stack.pop()
+    stack.append(_VALUE if _VALUE in (left, right) else _OTHER)
+    return left in (_VALUE, _CONSTANT) or right != _VALUE
+
+
+def _is_dropped(rest: tuple[dis.Instruction, ...], method: dis.Instruction) -> bool:
+    """Return whether a method that is loaded is called without keywords and its result is dropped."""
+    stack = ["callee", "callee"]
+    for i in _after(rest, method):
+        if i.opname in _NOTHING:
+            continue
+        if i.opname == "CALL" and len(stack) - (i.arg or 0) == 2:
+            stack = [_METHOD]
+        elif i.opname == "POP_TOP":
+            return stack == [_METHOD]
+        elif i.opname in ("MAKE_FUNCTION", "LOAD_CLOSURE") or not _known(i, stack):
+            return False
+    return False
+
+
+def _known(i: dis.Instruction, stack: list[str]) -> bool:
+    if stack == [_METHOD]:
+        return False
+    if i.opname in ("BUILD_TUPLE", "BUILD_LIST", "BUILD_STRING"):
+        count = i.arg or 0
+        stack[len(stack) - count :] = [_OTHER]
+        return len(stack) > 2
+    if i.opname == "FORMAT_VALUE":
+        del stack[len(stack) - bool((i.arg or 0) & 4) :]  # the format
+        return len(stack) > 2
+    return _apply(i, stack) and len(stack) >= 2
+
+
+def _after(rest: tuple[dis.Instruction, ...], one: dis.Instruction) -> Iterator[dis.Instruction]:
+    return (i for i in rest if i.offset > one.offset)
+
+
+def _owner(instructions: tuple[dis.Instruction, ...], at: int) -> str:
+    """Return the symbol of the object whose attribute is loaded: `_OWNER` if a copy of it stays on the stack."""
+    before = instructions[at - 1]
+    if before.opname == "COPY" and before.arg == 1:
+        return _OWNER
+    return f"{before.opname}:{before.argval}" if before.opname in _PUSHES else "unknown"
+
+
+def _is_method(load: dis.Instruction) -> bool:
+    """Return whether an instruction loads an attribute in order to call it, and so loads two values (Python 3.12)."""
+    return load.opname == "LOAD_ATTR" and dis.stack_effect(load.opcode, load.arg) > 0
+
+
+@cache
+def _instructions(code: CodeType) -> tuple[dis.Instruction, ...]:
+    return tuple(dis.get_instructions(code))

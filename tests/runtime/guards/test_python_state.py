@@ -1,0 +1,577 @@
+"""Laws of Python state that a forward reads and changes: a planned loop has eager mode's bits and state, call by call,
+or the model is refused in one line."""
+
+import copy
+import itertools
+import random
+import weakref
+from collections import Counter, OrderedDict, defaultdict, deque, namedtuple
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from enum import Enum
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from same_bits import SETTINGS, X, equal_after
+from torch import Tensor, nn
+
+import rematplan
+from rematplan.ir import ModelError
+
+
+class Mode(Enum):
+    WARM = 1
+    HOT = 2
+
+
+@dataclass
+class Settings:
+    calls: int = 0
+    scale: float = 1.0
+
+
+@dataclass(frozen=True)
+class Frozen:
+    calls: int = 0
+
+
+class Slotted:
+    __slots__ = ("calls",)
+
+    def __init__(self) -> None:
+        self.calls = 0
+
+
+class Callable_:
+    """A helper that is called."""
+
+    def __init__(self) -> None:
+        self.calls = 0
+
+    def __call__(self) -> float:
+        self.calls += 1
+        return 2.0 if self.calls % 3 == 0 else 1.0
+
+
+Pair = namedtuple("Pair", "first second")
+CALLS = 0
+SEEN: list[int] = []
+LAST: Any = None
+TABLE: dict[Any, Any] = {}
+
+
+class Net(nn.Module):
+    """Scales by what ``rule`` makes of the state."""
+
+    calls_of_class = default_of_class = 0
+
+    def __init__(self, rule: Callable[..., Any]) -> None:
+        super().__init__()
+        self.lin, self.rule = nn.Linear(16, 16), rule
+        self.flag, self.first, self.step, self.tau, self.shape = True, True, 0, 1.0, None
+        self.many, self.table, self.items, self.names = (0,), {}, [], set()
+        self.mode, self.settings, self.frozen, self.slotted, self.helper = (
+            Mode.WARM,
+            Settings(),
+            Frozen(),
+            Slotted(),
+            Callable_(),
+        )
+        self.helpers, self.recent, self.pair = [Settings()], deque(maxlen=2), Pair(0, 1)
+        self.ordered, self.tally, self.default = OrderedDict(), Counter(), defaultdict(int)
+        self.bytes, self.array, self.cycle = bytearray(2), np.zeros(2), itertools.cycle([1.0, 2.0])
+        self.random, self.numbers = random.Random(3), np.random.default_rng(3)
+        self.parts = nn.ModuleDict({"inner": nn.ModuleDict({"last": nn.Identity()})})
+        self.parts["inner"]["last"].hits = 0
+        self.cached: Any = None
+        self._hidden = 0
+
+    @property
+    def hidden(self) -> int:
+        self._hidden += 1
+        return self._hidden
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.tanh(self.lin(x)) * self.rule(self, x)
+
+
+def flip(s: Any, _: Tensor) -> float:
+    s.flag = not s.flag
+    return 3.0 if s.flag else 1.0
+
+
+def first_call(s: Any, _: Tensor) -> float:
+    first, s.first = s.first, False
+    return 3.0 if first else 1.0
+
+
+def shape(s: Any, x: Tensor) -> float:
+    new = s.shape != x.shape
+    s.shape = x.shape
+    return 3.0 if new else 1.0
+
+
+def modulo(s: Any, _: Tensor) -> float:
+    s.step += 1
+    return 2.0 if s.step % 3 == 0 else 1.0
+
+
+def threshold(s: Any, _: Tensor) -> float:
+    if s.step < 3:
+        s.step += 1
+        return 2.0
+    return 1.0
+
+
+def counted_only(s: Any, x: Tensor) -> float:
+    s.step += x.shape[0]
+    s.tau = s.tau * 0.5
+    return 1.0
+
+
+def cycling(s: Any, _: Tensor) -> float:
+    s.step = (s.step + 1) % 3
+    return [1.0, 2.0, 3.0][s.step]
+
+
+def mode(s: Any, _: Tensor) -> float:
+    before, s.mode = s.mode, Mode.HOT
+    return 2.0 if before is Mode.WARM else 1.0
+
+
+def settings(s: Any, _: Tensor) -> float:
+    s.settings.calls += 1
+    return 2.0 if s.settings.calls % 2 else 1.0
+
+
+def slotted(s: Any, _: Tensor) -> float:
+    s.slotted.calls += 1
+    return 2.0 if s.slotted.calls % 2 else 1.0
+
+
+def called(s: Any, _: Tensor) -> float:
+    return s.helper()
+
+
+def in_a_list(s: Any, _: Tensor) -> float:
+    s.helpers[0].calls += 1
+    return 2.0 if s.helpers[0].calls % 2 else 1.0
+
+
+def of_a_class(_s: Any, _: Tensor) -> float:
+    Net.calls_of_class += 1
+    return 2.0 if Net.calls_of_class % 2 else 1.0
+
+
+def inherited(s: Any, _: Tensor) -> float:
+    s.default_of_class += 1
+    return 2.0 if s.default_of_class % 2 else 1.0
+
+
+def a_global(_s: Any, _: Tensor) -> float:
+    global CALLS
+    CALLS += 1
+    return 2.0 if CALLS % 2 else 1.0
+
+
+def a_list_of_shapes(_s: Any, x: Tensor) -> float:
+    SEEN.append(x.shape[0])
+    return 1.0
+
+
+def of_a_function(_s: Any, _: Tensor) -> float:
+    of_a_function.calls += 1  # type: ignore[attr-defined]
+    return 2.0 if of_a_function.calls % 2 else 1.0  # type: ignore[attr-defined]
+
+
+of_a_function.calls = 0  # type: ignore[attr-defined]
+
+
+def property_(s: Any, _: Tensor) -> float:
+    return 2.0 if s.hidden > 2 else 1.0
+
+
+def nested_modules(s: Any, _: Tensor) -> float:
+    last = s.parts["inner"]["last"]
+    last.hits += 1
+    return 2.0 if last.hits > 2 else 1.0
+
+
+def cached(s: Any, x: Tensor) -> Any:
+    if s.cached is None or s.cached.shape[0] != len(x):
+        s.cached = torch.linspace(0.5, 1, len(x))
+    return s.cached[:, None]
+
+
+def cached_by_size(s: Any, x: Tensor) -> Any:
+    if len(x) not in s.table:
+        s.table[len(x)] = torch.linspace(0.5, 1, len(x))
+    return s.table[len(x)][:, None]
+
+
+def a_global_table(_s: Any, x: Tensor) -> Any:
+    if len(x) not in TABLE:
+        TABLE[len(x)] = torch.linspace(0.5, 1, len(x))
+    return TABLE[len(x)][:, None]
+
+
+def default(s: Any, _: Tensor) -> float:
+    s.made = getattr(s, "made", 0) + 1
+    return 1.0
+
+
+def deleted(s: Any, _: Tensor) -> float:
+    if hasattr(s, "first"):
+        del s.first
+        return 2.0
+    return 1.0
+
+
+def a_set(s: Any, x: Tensor) -> float:
+    new = len(x) not in s.names
+    s.names.add(len(x))
+    return 2.0 if new else 1.0
+
+
+def a_deque(s: Any, x: Tensor) -> float:
+    s.recent.append(len(x))
+    return float(len(s.recent))
+
+
+def a_buffer_of_another_shape(s: Any, x: Tensor) -> Any:
+    if not hasattr(s, "index") or s.index.shape[0] != len(x):
+        s.register_buffer("index", torch.arange(1.0, 1 + len(x)), persistent=False)
+    return s.index[:, None]
+
+
+def closing() -> Callable[..., float]:
+    calls = 0
+
+    def rule(_s: Any, _: Tensor) -> float:
+        nonlocal calls
+        calls += 1
+        return 2.0 if calls % 2 else 1.0
+
+    return rule
+
+
+def an_argument(s: Any, _: Tensor, seen: dict[str, int] = {"n": 0}) -> float:  # noqa: B006
+    seen["n"] = 1 - seen["n"]
+    return 1.0 + seen["n"]
+
+
+def an_array(s: Any, _: Tensor) -> float:
+    s.array[0] = 1 - s.array[0]
+    return float(1 + s.array[0])
+
+
+def some_bytes(s: Any, _: Tensor) -> float:
+    s.bytes[0] = (s.bytes[0] + 1) % 3
+    return float(1 + s.bytes[0])
+
+
+FOLLOWED = (
+    flip,
+    first_call,
+    shape,
+    modulo,
+    threshold,
+    counted_only,
+    cycling,
+    mode,
+    settings,
+    slotted,
+    called,
+    in_a_list,
+    of_a_class,
+    inherited,
+    a_global,
+    a_list_of_shapes,
+    of_a_function,
+    nested_modules,
+    cached,
+    cached_by_size,
+    a_global_table,
+    deleted,
+    a_set,
+    a_deque,
+    a_buffer_of_another_shape,
+    closing,
+    an_argument,
+    an_array,
+    some_bytes,
+)
+
+
+def outside() -> tuple[Any, ...]:
+    return copy.deepcopy(
+        (CALLS, SEEN, TABLE, Net.calls_of_class, vars(of_a_function), an_argument.__defaults__)
+    )
+
+
+def reset() -> None:
+    global CALLS
+    CALLS, Net.calls_of_class, of_a_function.calls = 0, 0, 0  # type: ignore[attr-defined]
+    SEEN.clear()
+    TABLE.clear()
+    an_argument.__defaults__[0]["n"] = 0  # type: ignore[index]
+
+
+def state_of(model: nn.Module) -> str:
+    names = (
+        "flag first step tau shape many table items names mode settings frozen helpers recent pair ordered tally "
+        "default bytes array _hidden made index cached default_of_class"
+    )
+    held = {name: getattr(model, name, "absent") for name in names.split()}
+    return repr((held, model.slotted.calls, model.helper.calls, model.parts["inner"]["last"].hits))
+
+
+@pytest.mark.parametrize("rule", FOLLOWED, ids=lambda rule: rule.__name__)
+def test_state_that_a_forward_reads_and_changes_is_followed(rule: Callable[..., Any]) -> None:
+    def new() -> nn.Module:
+        reset()
+        torch.manual_seed(0)
+        return Net(closing() if rule is closing else rule)
+
+    def use(model: nn.Module) -> list[Tensor]:
+        given = []
+        for x in (X, X, X[:3], X, X):
+            model.zero_grad()
+            y = model(x)
+            y.square().sum().backward()
+            given += [y.detach(), *(p.grad.clone() for p in model.parameters() if p.grad is not None)]
+        return given
+
+    plain = new()
+    torch.manual_seed(5)
+    expected, left = use(plain), (state_of(plain), repr(outside()), torch.get_rng_state())
+    model = new()
+    before = state_of(model), repr(outside())
+    planned = rematplan.plan_module(model, (X,), **SETTINGS)
+    assert (state_of(planned), repr(outside())) == before
+    torch.manual_seed(5)
+    assert all(map(torch.equal, use(planned), expected))
+    assert (state_of(planned), repr(outside())) == left[:2]
+    assert torch.equal(torch.get_rng_state(), left[2])
+
+
+def growing_tuple(s: Any, _: Tensor) -> float:
+    s.many = (s.many[0] + 1,)
+    return 3.0 if s.many[0] < 3 else 1.0
+
+
+def growing_table(s: Any, _: Tensor) -> float:
+    s.table["n"] = s.table.get("n", 0) + 1
+    return 3.0 if s.table["n"] < 2 else 1.0
+
+
+def growing_list(s: Any, _: Tensor) -> float:
+    s.items.append(0)
+    return float(len(s.items))
+
+
+def annealed(s: Any, _: Tensor) -> float:
+    s.tau = s.tau * 0.9
+    return s.tau
+
+
+def made_and_annealed(s: Any, _: Tensor) -> float:
+    s.made = getattr(s, "made", 1.0) * 0.9
+    return s.made
+
+
+def a_frozen_one(s: Any, _: Tensor) -> float:
+    s.frozen = replace(s.frozen, calls=s.frozen.calls + 1)
+    return 1.0 + s.frozen.calls
+
+
+def a_pair(s: Any, _: Tensor) -> float:
+    s.pair = s.pair._replace(first=s.pair.first + 1)
+    return 1.0 + s.pair.first
+
+
+def tallied(s: Any, _: Tensor) -> float:
+    s.tally["calls"] += 1
+    return 1.0 + s.tally["calls"]
+
+
+def of_a_default(s: Any, _: Tensor) -> float:
+    s.default["calls"] += 1
+    return 1.0 + s.default["calls"]
+
+
+def ordered(s: Any, _: Tensor) -> float:
+    s.ordered[len(s.ordered)] = 0
+    return float(len(s.ordered))
+
+
+def next_of_a_cycle(s: Any, _: Tensor) -> float:
+    return next(s.cycle)
+
+
+def popped(s: Any, _: Tensor) -> float:
+    s.items = s.items or list(range(20))
+    return float(s.items.pop())
+
+
+def drawn(s: Any, _: Tensor) -> float:
+    return s.random.random()
+
+
+def drawn_by_numpy(s: Any, _: Tensor) -> float:
+    return float(s.numbers.random())
+
+
+def kept_activations(s: Any, x: Tensor) -> Any:
+    s.items.append(x.detach().mean())
+    return torch.stack(s.items).mean()
+
+
+REFUSED = (
+    property_,
+    default,
+    growing_tuple,
+    growing_table,
+    growing_list,
+    annealed,
+    made_and_annealed,
+    a_frozen_one,
+    a_pair,
+    tallied,
+    of_a_default,
+    ordered,
+    next_of_a_cycle,
+    popped,
+    drawn,
+    drawn_by_numpy,
+    kept_activations,
+)
+
+
+@pytest.mark.parametrize("rule", REFUSED, ids=lambda rule: rule.__name__)
+def test_state_that_makes_another_graph_in_each_call_is_refused(rule: Callable[..., Any]) -> None:
+    model = Net(rule)
+    before = state_of(model), model.random.getstate(), repr(model.cycle.__reduce__())
+    with pytest.raises(ModelError) as error:
+        rematplan.plan_module(model, (X,), **SETTINGS)
+    assert len(str(error.value).splitlines()) == 1
+    assert (state_of(model), model.random.getstate(), repr(model.cycle.__reduce__())) == before
+
+
+class Owned(nn.Module):
+    """Counts in the module that it is a part of."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.owner: Any = None
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.owner().step += 1
+        return x * 2 if self.owner().step % 2 else x
+
+
+def test_a_part_may_count_in_its_owner() -> None:
+    def new() -> nn.Module:
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(16, 16), Owned())
+        model.step = 0
+        model[1].owner = weakref.ref(model)
+        return model
+
+    plain, model = new(), new()
+    planned = rematplan.plan_module(model, (X,), **SETTINGS)
+    equal_after(lambda m: [m(X).square().sum().backward() for _ in range(5)] and [], planned, plain)
+    assert model.step == plain.step == 5
+
+
+def distilled(model: nn.Module, kept: Any) -> list[Tensor]:
+    for x in (X, X, X[:4]):
+        y = model(x)
+        acts = kept.values() if isinstance(kept, dict) else kept
+        (y.square().mean() + sum(a.abs().mean() for a in acts)).backward()
+    return []
+
+
+@pytest.mark.filterwarnings("ignore:.*has hooks on:UserWarning")
+@pytest.mark.parametrize("place", ["list", "dictionary", "hook"])
+def test_activations_that_a_forward_leaves_for_a_loss_take_part_in_it(place: str) -> None:
+    class Leaving(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.body = nn.ModuleList(nn.Linear(16, 16) for _ in range(3))
+            self.acts: Any = {} if place == "dictionary" else []
+
+        def forward(self, x: Tensor) -> Tensor:
+            if place == "list":
+                self.acts.clear()
+            for at, layer in enumerate(self.body):
+                x = torch.tanh(layer(x))
+                if place == "list":
+                    self.acts.append(x)
+                if place == "dictionary":
+                    self.acts[at] = x
+            return x
+
+    def new() -> tuple[nn.Module, Any]:
+        torch.manual_seed(0)
+        model, kept = Leaving(), {}
+        if place != "hook":
+            return model, model.acts
+        for at, layer in enumerate(model.body):
+            layer.register_forward_hook(keeping(kept, at))
+        return model, kept
+
+    def keeping(kept: dict[int, Tensor], at: int) -> Callable[..., None]:
+        def keep(_module: nn.Module, _x: Any, y: Tensor) -> None:
+            kept[at] = y
+
+        return keep
+
+    (model, kept), (plain, plain_kept) = new(), new()
+    planned = rematplan.plan_module(model, (X,), **SETTINGS)
+    assert not kept
+    held = {id(planned): kept, id(plain): plain_kept}
+    equal_after(lambda m: distilled(m, held[id(m)]), planned, plain)
+    assert len(kept) == 3
+
+
+class Extracting(nn.Module):
+    """Gives the features that hooks leave in a dictionary of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = nn.Sequential(*(nn.Linear(16, 16) for _ in range(3)))
+        self.features: dict[str, Tensor] = {}
+        for name, layer in self.body.named_children():
+            layer.register_forward_hook(self.keeping(name))
+
+    def keeping(self, name: str) -> Callable[..., None]:
+        def keep(_module: nn.Module, _x: Any, y: Tensor) -> None:
+            self.features[name] = y
+
+        return keep
+
+    def forward(self, x: Tensor) -> dict[str, Tensor]:
+        self.body(x)
+        return self.features
+
+
+@pytest.mark.filterwarnings("ignore:.*has hooks on:UserWarning", "ignore:.*a gradient arrived:UserWarning")
+def test_features_that_hooks_leave_may_be_the_result() -> None:
+    torch.manual_seed(0)
+    plain, model = Extracting(), Extracting()
+    model.load_state_dict(plain.state_dict())
+    planned = rematplan.plan_module(model, (X,), **SETTINGS)
+
+    def use(m: nn.Module) -> list[Tensor]:
+        for x in (X, X, X[:4]):
+            sum(y.abs().mean() for y in m(x).values()).backward()
+        return [y.detach() for y in m.features.values()]
+
+    equal_after(use, planned, plain)
+    assert len(planned.plans) == 2
+    planned.features["other"] = X  # the result would have it, too
+    with pytest.raises(ModelError, match="changes features and computes with it"):
+        planned(X)
