@@ -103,10 +103,43 @@ weight, as under autocast: the kernel keeps the mean and the deviation in the we
 REFUSED = frozenset(map(_op, ("_ctc_loss", "_grouped_mm", *(f"upsample_nearest{n}d" for n in (1, 2, 3)))))
 """Ops whose fakes refuse types that the kernels accept, or do not know shapes that follow from given
 numbers."""
-_HEAVY = ("addmm", "baddbmm", "bmm", "convolution", "convolution_backward", "mm")
-SURE_OF_ONES = frozenset(map(_op, _HEAVY))
-"""Ops whose fakes have the strides of the kernel's results even where a size of 1 makes several strides true. These
-are ops that take long. All others may have other strides there, if an argument does not have those of a new tensor."""
+_OF_ONES = (
+    "_log_softmax",
+    "_prelu_kernel",
+    "_prelu_kernel_backward",
+    "_unsafe_view",
+    "binary_cross_entropy_backward",
+    "diag_embed",
+    "empty_like",
+    "fill.Scalar",
+    "flip",
+    "full_like",
+    "glu",
+    "im2col",
+    "index_add",
+    "index_copy",
+    "linalg_vector_norm",
+    "max_pool3d_with_indices_backward",
+    "mish_backward",
+    "native_group_norm",
+    "native_group_norm_backward",
+    "ones_like",
+    "renorm",
+    "rot90",
+    "soft_margin_loss_backward",
+    "sort",
+    "tril",
+    "triu",
+    "upsample_bicubic2d",
+    "upsample_bilinear2d",
+    "upsample_linear1d",
+    "upsample_nearest2d",
+    "upsample_trilinear3d",
+    "zeros_like",
+)
+UNSURE_OF_ONES = frozenset(map(_op, _OF_ONES))
+"""Further ops whose fakes were found to have other strides where a size of 1 makes several strides true, if an argument
+does not have those of a new tensor. The same is true for all pointwise ops."""
 INTERPOLATED = frozenset(_op(name) for name in _NAMES if name.startswith("upsample_"))
 """Ops whose fakes refuse symbolic sizes. Their third argument is the shape of the result."""
 WHOLE_STORAGES = frozenset(
@@ -133,7 +166,11 @@ def is_unsure(op: Any, plain: bool = False, ones: bool = True) -> bool:
     """
     if op in DISTRUSTED or plain:
         return op in DISTRUSTED
-    return op in UNSURE or (ones and op not in SURE_OF_ONES and getattr(op, "namespace", "") == "aten")
+    return op in UNSURE or (ones and (op in UNSURE_OF_ONES or _is_pointwise(op)))
+
+
+def _is_pointwise(op: Any) -> bool:
+    return getattr(op, "namespace", "") == "aten" and torch.Tag.pointwise in op.tags
 
 
 class TrueLayouts(FakeTensorMode):
