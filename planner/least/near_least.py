@@ -9,7 +9,6 @@ tried.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 
 import numpy as np
@@ -51,8 +50,8 @@ class NearLeastOptions:
     stuck."""
     most_ops: int = 3000
     """Larger problems are not searched."""
-    longest: int = 1_200_000
-    """Longer sequences of runs are given up."""
+    longest: int = 600_000
+    """If a sequence of runs would be longer, the search gives up. DenseNet-121 would need a million."""
     most_tidied: int = 300_000
     """Longer sequences are not tidied but given up, after they were shortened."""
 
@@ -78,10 +77,13 @@ def plan_near_least(graph: TrainingGraph, known: int, effort: Effort) -> Plan | 
         level = int(share * proven) - demands.inputs - demands.left_out
         if effort.over or share * proven >= known:
             return None
-        for runs in _runs_within(demands, values, level, effort):
-            plan = _tidied(graph, plain, demands, runs, effort)
-            if plan is not None and plan.peak < known:
-                return plan
+        try:
+            runs = _runs_within(demands, values, level, effort)
+        except TooLong:
+            return None
+        plan = _tidied(graph, plain, demands, runs, effort)
+        if plan is not None and plan.peak < known:
+            return plan
     return None
 
 
@@ -113,8 +115,13 @@ def _improve(values: Values, bound: int) -> None:
         values.improve(bound, limit, deepest=k % 2 == 0)
 
 
-def _runs_within(demands: Demands, values: Values, level: int, effort: Effort) -> Iterator[list[int]]:
-    """Yield sequences of runs (positions in `Demands.ops`) of at most ``level`` bytes without inputs."""
+def _runs_within(demands: Demands, values: Values, level: int, effort: Effort) -> list[int]:
+    """Return a sequence of runs (positions in `Demands.ops`) of at most ``level`` bytes without inputs; an empty one if
+    none is found.
+
+    Raises:
+        TooLong: a longer sequence would be needed than `NearLeastOptions.longest`.
+    """
     value, outputs = demands.tables.value, demands.large_of(demands.outputs)
     stuck = value.copy()
     forward_only = np.array([demands.backward[v] for v in demands.tables.maker], np.bool_)
@@ -123,19 +130,14 @@ def _runs_within(demands: Demands, values: Values, level: int, effort: Effort) -
         first = descend_by_groups(demands.tables, outputs, level, limit, effort)
         value[:] = stuck
         if first.peak_of_actions > level:
-            return
+            break
         rest = descend_by_groups(demands.tables, first.rest, level, limit, effort)
         if rest.level > level:
             continue
-        try:
-            unfolding = Unfolding(values, level, NEAR_LEAST.longest)
-            runs = unfolding.run([*first.actions, *rest.actions])
-        except TooLong:
-            effort.charge(moves=NEAR_LEAST.longest)
-            return
+        runs = Unfolding(values, level, NEAR_LEAST.longest).run([*first.actions, *rest.actions])
         effort.charge(moves=len(runs))
-        yield shortened(demands, runs, level + demands.left_out)
-        return
+        return shortened(demands, runs, level + demands.left_out)
+    return []
 
 
 def _tidied(
@@ -147,7 +149,11 @@ def _tidied(
     annealer = Annealer(plain)
     once = set(graph.never_rerun)
     singles = [name for name in names if name in once]
-    if len(runs) > NEAR_LEAST.most_tidied or len(singles) > len(set(singles)) or not annealer.accepts(names):
+    if (
+        not 0 < len(runs) <= NEAR_LEAST.most_tidied
+        or len(singles) > len(set(singles))
+        or not annealer.accepts(names)
+    ):
         return None
     effort.charge(moves=4 * len(runs))
     plan = plan_from_runs(graph, names, NAME)

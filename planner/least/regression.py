@@ -263,7 +263,8 @@ def search(
     capacity = min(32 * limit + 4096, 1_000_000)
     marks = np.zeros(T.size.size, np.int64)
     pool, actions = np.empty(1 << 14, np.int64), np.empty(1 << 14, np.int64)
-    steps = np.empty(2 * (room + T.workspace.size), np.int64)
+    # `settle` regresses an op at most once, and eliminates a tensor at most once for each op that reads it.
+    steps = np.empty(room + T.reads.size + T.workspace.size, np.int64)
     first_tensor, first_action = np.empty(capacity + 1, np.int64), np.empty(capacity + 1, np.int64)
     sizes, parent, heap = (
         np.empty(capacity, np.int64),
