@@ -62,7 +62,7 @@ class PeakSearchOptions:
     leaps: tuple[float, ...] = (0.03, 0.01)
     """After the descents, plans are searched within budgets below the smallest peak so far: below it by each of these
     shares of it."""
-    regression: float = 0.7
+    regression: float = 0.55
     """The share of the time for the search back in time."""
     regression_moves: int = 300_000
     """The moves that it makes for each second. It counts moves always, so its plan and its proof are the same on every
