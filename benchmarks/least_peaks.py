@@ -35,7 +35,7 @@ def problems(names: list[str], device_model: str) -> Iterator[TrainingGraph]:
     """
     for name in names:
         if name in ZOO:
-            yield problem(load_step(name, weightless=True), "roofline", device_model)
+            yield problem(load_step(name, weightless=True), device_model)
         else:
             yield load_problem(Path(name))
 

@@ -37,7 +37,7 @@ class Network:
     def load(self) -> tuple[LoadedStep, TrainingGraph]:
         """Capture the network's step without weights, and return it and its planning problem."""
         loaded = load_step(self.model or self.name, sizes=self.sizes, weightless=True)
-        return loaded, problem(loaded, "roofline", DEVICE)
+        return loaded, problem(loaded, DEVICE)
 
 
 _ALL = (

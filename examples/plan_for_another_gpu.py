@@ -12,7 +12,7 @@ loaded = rematplan.load_step("gpt12", sizes=rematplan.Sizes(batch=16, depth=6), 
 print(f"{len(loaded.step.calls)} calls of PyTorch operators")
 print("device     step without recomputation   budget      overhead   proven floor")
 for device in ("t4", "a100", "h100"):
-    graph = rematplan.problem(loaded, device=device)
+    graph = rematplan.problem(loaded, device)
     base = rematplan.no_recompute(graph)
     for share in (85, 75):
         budget = base.estimate.peak * share // 100

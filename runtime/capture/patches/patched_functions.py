@@ -52,6 +52,7 @@ PATCHES = (
                     "ctc_loss",
                     "dropout",
                     "hardshrink",
+                    "matmul",
                     "softshrink",
                     "_pad_packed_sequence",
                 ),
