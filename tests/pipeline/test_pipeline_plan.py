@@ -17,6 +17,7 @@ from test_stage_slices import one_op_a_block
 
 from rematplan.ir import InfeasibleBudget, Op, Tensor, TrainingGraph, UsageError
 from rematplan.pipeline.schedules import schedule_named
+from rematplan.planner.core import effort
 from rematplan.planner.core.plan import Plan, plan_from_runs
 from rematplan.planner.pipeline import choose_cuts, in_flight
 from rematplan.planner.pipeline.choose_cuts import PipelineSearch, Terms
@@ -134,7 +135,7 @@ def test_no_rank_and_no_cuts_take_the_time_of_others(monkeypatch: pytest.MonkeyP
             return super().run(thorough)
 
     monkeypatch.setattr(choose_cuts, "RankSearch", Slow)
-    monkeypatch.setattr(choose_cuts, "time", SimpleNamespace(monotonic=lambda: now[0]))
+    monkeypatch.setattr(effort, "time", SimpleNamespace(thread_time=lambda: now[0], monotonic=lambda: 0.0))
     one = search(chained(), "1f1b", AMPLE, ranks=4)
     one.seconds = 8.0
     one.run((2, 4, 6))

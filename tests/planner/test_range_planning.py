@@ -111,7 +111,7 @@ def test_what_fits_nowhere_is_said_and_what_no_plan_can(problems):
     assert unfit
     assert unfit == tuple(range(unfit[0], 25))
     for size in range(1, 25):
-        assert (size in plan.proven) is (min_peak_bound(maker.at(size)).bytes > budget)
+        assert size in plan.proven or min_peak_bound(maker.at(size)).bytes <= budget  # searches prove more
         assert size not in plan.proven or size in unfit
     assert len(plan.families) == 2
     assert (

@@ -167,24 +167,28 @@ class Broken(RuntimeError):
     """What a broken op raises."""
 
 
-def before_run(step: CapturedStep, name: str, at: int, what: Callable[[], Any]) -> CapturedStep:
-    """The step with something to do before one of its ops runs for the ``at``-th time."""
-    count = itertools.count(1)
+def before_run(step: CapturedStep, runs: list[str], at: int, what: Callable[[], Any]) -> CapturedStep:
+    """The step with something to do before its run ``at``, the second time that a plan with these runs is executed.
+
+    The first execution compares strides, on one lane.
+    """
+    count, name = itertools.count(1), runs[at]
+    chosen = runs.count(name) + runs[: at + 1].count(name)
 
     def first() -> None:
-        if next(count) == at:
+        if next(count) == chosen:
             what()
 
     return wrapped(step, lambda call: first if call.name == name else None)
 
 
-def breaking(step: CapturedStep, name: str, at: int) -> CapturedStep:
-    """The step, one of whose ops fails when it runs for the ``at``-th time."""
+def breaking(step: CapturedStep, runs: list[str], at: int) -> CapturedStep:
+    """The step, whose run ``at`` fails in the second execution."""
 
     def fail() -> None:
-        raise Broken(name)
+        raise Broken(runs[at])
 
-    return before_run(step, name, at, fail)
+    return before_run(step, runs, at, fail)
 
 
 @pytest.mark.parametrize("ordinary", [False, True], ids=["inverted", "recomputed"])
@@ -196,10 +200,11 @@ def test_lanes_run_at_the_same_time(ordinary: bool, cache: Path) -> None:
     first = next(at for at in range(runs.index(LOSS) + 1, len(runs)) if at not in recovery)
     meeting, met = threading.Barrier(2), list[int]()
     for at in (first, recovery[0]):
-        step = before_run(
-            step, runs[at], runs[: at + 1].count(runs[at]), lambda: met.append(meeting.wait(60))
-        )
-    results(PlannedStep(module, step, laned.schedule, laned.lanes), batch)
+        step = before_run(step, runs, at, lambda: met.append(meeting.wait(60)))
+    planned = PlannedStep(module, step, laned.schedule, laned.lanes)
+    results(planned, batch)
+    assert not met
+    results(planned, batch)
     assert sorted(met) == [0, 1]
 
 
@@ -209,8 +214,8 @@ def test_what_a_lane_raises_is_raised_and_nobody_hangs(ordinary: bool, cache: Pa
     laned = on_two_lanes(graph, plan, 2**40)
     runs = [s.op for s in laned.schedule if hasattr(s, "op")]
     for at in range(runs.index(LOSS) + 1, len(runs)):
-        occurrence = runs[: at + 1].count(runs[at])
-        run = PlannedStep(module, breaking(step, runs[at], occurrence), laned.schedule, laned.lanes)
+        run = PlannedStep(module, breaking(step, runs, at), laned.schedule, laned.lanes)
+        results(run, batch)
         with pytest.raises(Broken, match=runs[at]):
             results(run, batch)
         assert "rematplan recovery" not in [t.name for t in threading.enumerate()]
@@ -226,9 +231,11 @@ def test_an_interrupt_ends_both_lanes(cache: Path) -> None:
     def interrupt() -> None:
         raise KeyboardInterrupt
 
-    tried = wrapped(step, lambda call: interrupt if call.name == last else None)
+    tried = before_run(step, runs, runs.index(last), interrupt)
+    planned = PlannedStep(module, tried, laned.schedule, laned.lanes)
+    results(planned, batch)
     with pytest.raises(KeyboardInterrupt):
-        results(PlannedStep(module, tried, laned.schedule, laned.lanes), batch)
+        results(planned, batch)
     assert "rematplan recovery" not in [t.name for t in threading.enumerate()]
 
 
