@@ -33,6 +33,7 @@ from rematplan.runtime.capture.flat_module import (
 )
 from rematplan.runtime.capture.left_out_tangents import with_expected_tangents
 from rematplan.runtime.capture.patches.fake_layouts import distrust
+from rematplan.runtime.capture.patches.saved_tensors import check_saved_tensors_hooks
 from rematplan.runtime.execute.autograd_function import Deferred
 from rematplan.runtime.execute.first_run import OtherLayouts
 from rematplan.runtime.graph.captured_step import CapturedStep
@@ -123,8 +124,8 @@ class Runner:
 
         Raises:
             ModelError: the forward cannot be captured, needs another plan although ``asked.dynamic`` is false, or is
-                called within a torch.func transform, a forward-mode derivative, or
-                `torch.nn.utils.parametrize.cached`.
+                called within a torch.func transform, a forward-mode derivative, `torch.nn.utils.parametrize.cached`,
+                or hooks on saved tensors.
             InfeasibleBudget: no plan fits the budget.
             UsageError: an argument has a size outside of the ranges that ``asked`` allows.
         """
@@ -140,6 +141,7 @@ class Runner:
         if type(next(wanting, None)) in _NOT_TO_PLAN:
             return original.plain(args, kwargs)
         self._check_first_order()
+        check_saved_tensors_hooks(self.name)
         measures = False
         if self.recorder:
             entry = self._entry(original, leaves, spec, state)

@@ -25,6 +25,7 @@ from rematplan.runtime.capture.host_random import no_host_draws
 from rematplan.runtime.capture.patches.checkpoint import without_checkpoints
 from rematplan.runtime.capture.patches.eager_kernels import native_kernels
 from rematplan.runtime.capture.patches.fake_layouts import InPlaceLayouts, TrueLayouts
+from rematplan.runtime.capture.patches.saved_tensors import no_saved_tensors_hooks
 from rematplan.runtime.capture.patches.size_arithmetic import sizes_computed_once
 from rematplan.runtime.capture.patches.size_text import no_size_as_text
 from rematplan.runtime.capture.patches.size_types import sizes_have_plain_types
@@ -121,7 +122,12 @@ def trace_joint_graph(request: TraceRequest) -> Traced:
     if not any(t.requires_grad for t in (*request.module.parameters(), *request.batch)):
         raise ModelError(f"{name}: no trainable parameter, so there is no training step to plan")
     try:
-        with same_attributes(root, name), no_host_draws(name), only_what_is_read():
+        with (
+            same_attributes(root, name),
+            no_host_draws(name),
+            no_saved_tensors_hooks(name),
+            only_what_is_read(),
+        ):
             return _traced(request)
     except NotSymbolic as error:
         raise _at_line(str(error), error) from error

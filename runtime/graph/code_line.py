@@ -8,7 +8,7 @@ from types import FrameType
 
 ABOVE = "rematplan.runtime.capture.flat_module"
 """The module that calls a model's forward while it is traced."""
-LIBRARIES = ("torch", "sympy", "rematplan.runtime")
+LIBRARIES = ("torch", "sympy", "contextlib", "rematplan.runtime")
 
 
 def code_line(frames: Iterable[tuple[FrameType, int]]) -> str:

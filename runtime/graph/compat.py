@@ -82,6 +82,7 @@ try:
     from torch._C._autograd import _enable_profiler_legacy as enable_profiler_legacy
     from torch._C._autograd import _get_current_graph_task_keep_graph as keeps_graph
     from torch._C._autograd import _profiler_enabled as profiler_enabled
+    from torch._C._autograd import _top_saved_tensors_default_hooks as top_saved_tensors_hooks
     from torch._C._dynamo.guards import TensorGuards
     from torch._C._functorch import (
         is_functorch_wrapped_tensor,
@@ -193,6 +194,9 @@ CHECKPOINT_GENERATOR = _name_in(
 )
 """The name in `torch.utils.checkpoint` of the generator that runs before and after a function under
 non-reentrant checkpointing. Before PyTorch 2.14 it has no suffix."""
+c_autograd = torch._C._autograd  # no module that `import` finds by name
+PUSH_SAVED_TENSORS_HOOKS = _name_in(c_autograd, "_push_saved_tensors_default_hooks")
+"""The name in `c_autograd` of the function by which `torch.autograd.graph.saved_tensors_hooks` pushes its hooks."""
 _name_in(forward_ad, "_current_level")
 _name_in(parametrize, "_cache_enabled")
 
@@ -219,6 +223,7 @@ __all__ = [
     "COMPILING_FLAG",
     "MESSAGES_HAVE_GRADIENTS",
     "PIPELINES_SEND_TO_THEMSELVES",
+    "PUSH_SAVED_TENSORS_HOOKS",
     "STEPS_COPY_RANDOM_STATE",
     "TESTED",
     "AutoDispatchBelowAutograd",
@@ -250,6 +255,7 @@ __all__ = [
     "aot_autograd",
     "aot_export_joint_with_descriptors",
     "boxed_nop",
+    "c_autograd",
     "clear_cublas_workspaces",
     "compile_fx",
     "detect_fake_mode",
@@ -290,6 +296,7 @@ __all__ = [
     "run_and_save_rng_state",
     "run_with_rng_state",
     "set_cudnn_enabled",
+    "top_saved_tensors_hooks",
     "tracing",
     "unset_fake_temporarily",
 ]

@@ -16,6 +16,7 @@ from rematplan.ir import ModelError, first_line
 from rematplan.runtime.capture.capture import check_traceable
 from rematplan.runtime.capture.host_random import no_host_draws
 from rematplan.runtime.capture.patches.checkpoint import without_checkpoints
+from rematplan.runtime.capture.patches.saved_tensors import no_saved_tensors_hooks
 from rematplan.runtime.capture.patches.trace_costs import no_collection
 from rematplan.runtime.graph.compat import pytree
 from rematplan.runtime.pipeline.export_regions import without_regions
@@ -63,6 +64,7 @@ def _program(
             preserve_node_meta(),
             no_collection(),
             without_checkpoints(),
+            no_saved_tensors_hooks(f"{name} cannot be cut into stages"),
         ):
             return torch.export.export(model, tuple(args), dict(kwargs)), numbers
     except ModelError:

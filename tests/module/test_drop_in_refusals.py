@@ -4,13 +4,16 @@ import copy
 import functools
 import random
 from collections.abc import Callable
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import disable_saved_tensors_hooks, save_on_cpu, saved_tensors_hooks
 from torch.nn.utils import parametrizations, parametrize
+from torch.utils.checkpoint import checkpoint
 
 import rematplan
 from rematplan.ir import ModelError
@@ -249,6 +252,62 @@ def test_what_calls_would_share_is_refused() -> None:
         with parametrize.cached(), pytest.raises(ModelError, match=r"parametrize\.cached"):
             use()
     model(X).sum().backward()
+
+
+class Around(nn.Sequential):
+    """Runs its first layer inside of a context."""
+
+    def __init__(self, context: Callable[[], AbstractContextManager[Any]]) -> None:
+        super().__init__(nn.Linear(16, 16), nn.Tanh())
+        self.context = context
+
+    def forward(self, x: Tensor) -> Tensor:
+        with self.context():
+            x = self[0](x)
+        return self[1](x)
+
+
+def halved() -> saved_tensors_hooks:
+    return saved_tensors_hooks(lambda t: t.bfloat16(), lambda t: t.float())
+
+
+def entering(model: nn.Module) -> nn.Module:
+    """Make a submodule's hooks of forward enter and leave hooks on saved tensors."""
+    open_ = ExitStack()
+    model[0].register_forward_pre_hook(lambda *_: open_.enter_context(halved()) and None)
+    model[0].register_forward_hook(lambda *_: open_.close())
+    return model
+
+
+@pytest.mark.filterwarnings("ignore:.*has hooks on 0:UserWarning")
+def test_hooks_on_saved_tensors_are_refused() -> None:
+    with pytest.raises(ModelError, match=r"Around: its forward uses .* at line \d+ of test_drop.*halved"):
+        planned(Around(halved))
+    with pytest.raises(ModelError, match="Around: its forward uses"):
+        planned(entering(Around(nullcontext)))
+    model = planned(Around(nullcontext))
+    with halved(), pytest.raises(ModelError, match=r"Around is called inside .*halved"):
+        model(X)
+    with halved(), torch.no_grad():
+        model(X)
+
+
+def test_hooks_on_saved_tensors_that_keep_the_bits_have_no_effect() -> None:
+    def run(model: nn.Module) -> list[Tensor]:
+        with save_on_cpu():
+            y = model(X)
+        y.pow(2).sum().backward()
+        checkpoint(model, X, use_reentrant=False).sum().backward()
+        return [p.grad for p in model.parameters()]
+
+    plain = Around(save_on_cpu)
+    with pytest.warns(UserWarning, match="the forward of Around uses torch.autograd.graph.save_on_cpu"):
+        model = planned(copy.deepcopy(plain))
+    with pytest.warns(UserWarning, match="Around is called inside torch.autograd.graph.save_on_cpu") as told:
+        assert all(map(torch.equal, run(model), run(plain)))
+    assert all(one.filename == __file__ for one in told)
+    with disable_saved_tensors_hooks("none here"):
+        planned(Around(lambda: disable_saved_tensors_hooks("none here")))(X).sum().backward()
 
 
 def test_outputs_that_hide_tensors_are_withheld() -> None:

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.autograd.graph import saved_tensors_hooks
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
@@ -280,6 +281,11 @@ def halved(x: torch.Tensor) -> torch.Tensor:
     return x
 
 
+def rounded_if_saved(x: torch.Tensor) -> torch.Tensor:
+    with saved_tensors_hooks(torch.round, torch.clone):
+        return x.tanh()
+
+
 class Counted(nn.Module):
     """Counts its calls in an attribute. ``reads``: it computes with the number, too."""
 
@@ -322,6 +328,7 @@ def hooked() -> nn.Module:
         (Calling(halved), "calls Tensor.register_hook, and stages would not run that hook"),
         (hooked(), "1.layer has a backward hook, which stages would not run"),
         (torch.compile(Calling(torch.tanh)), "has a compiled submodule"),
+        (Calling(rounded_if_saved), "its forward uses torch.autograd.graph.saved_tensors_hooks"),
         (Calling(lambda y: y * random.random()), "its forward draws from Python's random"),
         (Assigning(), "its forward assigns the buffer mean, and stages would not; change it in place"),
         (Counted(True), "its forward computes with calls, which it changes; make it a buffer"),

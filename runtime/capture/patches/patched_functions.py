@@ -10,7 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from rematplan.runtime.capture.patches.size_arithmetic import OPERATIONS
-from rematplan.runtime.graph.compat import CHECKPOINT_GENERATOR, TORCH
+from rematplan.runtime.graph.compat import CHECKPOINT_GENERATOR, PUSH_SAVED_TENSORS_HOOKS, TORCH
 from rematplan.runtime.graph.host_generators import seeding_functions
 
 _ROOM = "rematplan.runtime"
@@ -88,6 +88,11 @@ PATCHES = (
         ),
         "a model's checkpoints would run ops twice in the graph; the plan decides what is recomputed",
         f"{_ROOM}.capture.patches.checkpoint",
+    ),
+    Patch(
+        (f"torch._C._autograd.{PUSH_SAVED_TENSORS_HOOKS}",),
+        "a tracer drops hooks on saved tensors, which may change the gradients, so a forward that uses them is refused",
+        f"{_ROOM}.capture.patches.saved_tensors",
     ),
     Patch(
         ("torch.set_autocast_enabled", "torch.clear_autocast_cache"),

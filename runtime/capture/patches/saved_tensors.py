@@ -1,0 +1,93 @@
+"""Refuse hooks on saved tensors (`torch.autograd.graph.saved_tensors_hooks`): a planned step saves other tensors than
+eager mode, and without hooks, so hooks that change what is saved would not change its gradients."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from threading import get_ident
+from traceback import walk_stack
+from typing import Any
+from unittest.mock import patch
+
+from rematplan.ir import ModelError
+from rematplan.runtime.graph.code_line import code_line
+from rematplan.runtime.graph.compat import PUSH_SAVED_TENSORS_HOOKS, c_autograd, top_saved_tensors_hooks
+from rematplan.runtime.graph.warn import warn
+
+OF_CHECKPOINTS = "torch.utils.checkpoint."
+"""The beginning of the names of the hooks with which a checkpoint runs a function again: they store nothing."""
+ON_CPU = "torch.autograd.graph.save_on_cpu."
+"""The beginning of the names of the hooks that store the same bits on another device."""
+
+
+@contextmanager
+def no_saved_tensors_hooks(name: str) -> Iterator[None]:
+    """Refuse, inside the block and in this thread, hooks on saved tensors. Warn after the block if it used
+    `torch.autograd.graph.save_on_cpu`, which has no effect on gradients.
+
+    ``name``: the module's name, for the message.
+
+    Raises:
+        ModelError: the block pushes hooks that may change what is saved.
+    """
+    thread = get_ident()  # all threads see the replaced function
+    push = getattr(c_autograd, PUSH_SAVED_TENSORS_HOOKS)
+    ignored = False
+
+    def checked(pack: Callable[..., Any], unpack: Callable[..., Any]) -> None:
+        nonlocal ignored
+        if get_ident() == thread:
+            line = code_line(walk_stack(sys._getframe(1)))
+            ignored |= _is_ignored(pack, f"{name}: its forward uses", f" at {line}" if line else "")
+        push(pack, unpack)
+
+    with patch.object(c_autograd, PUSH_SAVED_TENSORS_HOOKS, checked):
+        yield
+    if ignored:
+        _warn_of_ignored(f"the forward of {name} uses")
+
+
+def check_saved_tensors_hooks(name: str) -> None:
+    """Refuse the call of a planned module among hooks on saved tensors, except those of a checkpoint. Warn if they are
+    those of `torch.autograd.graph.save_on_cpu`, which has no effect on gradients.
+
+    ``name``: the module's name, for the message.
+
+    Raises:
+        ModelError: the hooks may change what is saved.
+    """
+    hooks = top_saved_tensors_hooks(False)
+    if hooks and _is_ignored(hooks[0], f"{name} is called inside"):
+        _warn_of_ignored(f"{name} is called inside")
+
+
+def _is_ignored(pack: Callable[..., Any], what: str, where: str = "") -> bool:
+    """Return whether hooks on saved tensors are those of ``save_on_cpu``, which a planned step ignores; if not, they
+    must be a checkpoint's.
+
+    Args:
+        pack: the hook that stores a tensor.
+        what: the beginning of the error's message.
+        where: the line that pushes the hooks, for the message.
+
+    Raises:
+        ModelError: the hooks may change what is saved.
+    """
+    hook = pack if hasattr(pack, "__qualname__") else type(pack)
+    name = f"{hook.__module__}.{hook.__qualname__}"
+    if not name.startswith((OF_CHECKPOINTS, ON_CPU)):
+        raise ModelError(
+            f"{what} torch.autograd.graph.saved_tensors_hooks{where} ({name}), which a planned step would ignore, "
+            f"since it saves other tensors than eager mode: leave the hooks out, because the plan keeps to the memory "
+            f"budget, or plan the submodules that run outside of them"
+        )
+    return name.startswith(ON_CPU)
+
+
+def _warn_of_ignored(what: str) -> None:
+    warn(
+        f"{what} torch.autograd.graph.save_on_cpu, which a planned step ignores: the plan decides what is kept, and "
+        f"keeps it on the device"
+    )
