@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     from rematplan.pipeline.plan_pipeline import plan_pipeline
     from rematplan.pipeline.runnable_pipeline import Pipeline
     from rematplan.plan_any_module import finish_weights, plan_module, planning
+    from rematplan.plan_in_place import apply, remove
     from rematplan.planner.core.plan import Plan, save_plan
     from rematplan.runtime.statistics.options import Kronecker
 
@@ -53,6 +54,7 @@ __all__ = [
     "StepReport",
     "TrainingGraph",
     "UsageError",
+    "apply",
     "backend",
     "curves",
     "finish_weights",
@@ -64,6 +66,7 @@ __all__ = [
     "plan_pipeline",
     "planning",
     "problem",
+    "remove",
     "run_step",
     "save_plan",
     "save_problem",
@@ -92,6 +95,7 @@ _HOMES = {
     "plan_pipeline": "rematplan.pipeline.plan_pipeline",
     "finish_weights": "rematplan.plan_any_module",
     "planning": "rematplan.plan_any_module",
+    **dict.fromkeys(("apply", "remove"), "rematplan.plan_in_place"),
     "Kronecker": "rematplan.runtime.statistics.options",
     "Plan": "rematplan.planner.core.plan",
     "save_plan": "rematplan.planner.core.plan",

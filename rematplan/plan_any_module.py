@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import torch
 from torch import nn
 
 from rematplan.ir import UsageError
 from rematplan.module.first_plan_check import check_first_plan
 from rematplan.module.planned_module import planned_module
-from rematplan.module.planning import Planning, deferred_backwards
+from rematplan.module.planning import Planning, deferred_backwards, runner_of
 from rematplan.module.shape_options import MAX_PLANS, Ranges, ShapeOptions
 from rematplan.module.size_range_proof import prove_ranges
 from rematplan.planner.core.plan import Plan
@@ -199,22 +201,26 @@ def plan_module(
         raise UsageError(
             f"args is a {type(args).__name__}; write the arguments of the model as a tuple, such as (x,)"
         )
-    named = {f"model.{name}": tensor for name, tensor in named_tensors(model).items()}
-    asked = PlanOptions(
+    asked = asked_of(
+        model,
         budget=budget,
         strategy=strategy,
         time_limit=time_limit,
-        options=options or {},
+        options=options,
         costs=costs,
-        keep=_names(model, keep),
-        never_rerun=_names(model, never_rerun),
+        keep=keep,
+        never_rerun=never_rerun,
         plan=plan,
+        dynamic=dynamic,
+        shape_ranges=shape_ranges,
+        max_plans=max_plans,
         inverses=inverses,
         max_inversion_error=max_inversion_error,
         overlap=overlap,
         loss_memory=loss_memory,
         accumulate=accumulate,
-        reserved=Reserved.of(reserved),
+        statistics=statistics,
+        reserved=reserved,
         on_infeasible=on_infeasible,
         refine=refine,
         gap=gap,
@@ -223,18 +229,83 @@ def plan_module(
         deferred=deferred,
         verbose=verbose,
     )
-    if verbose:
-        print_log()
-    if statistics is not None and plan is not None:
-        raise UsageError("a saved plan cannot be used together with statistics; state a budget instead")
-    shapes = ShapeOptions(dynamic, max_plans, shape_ranges or {})
-    planner = Planner(asked, named=named)
-    planned = planned_module(model, planner, shapes, statistics)
-    for positional, named_ones in shapes.first_calls(model, args, kwargs or {}):
-        Planning(planned).prepare(*positional, **named_ones)
-    prove_ranges(planned, planner, shapes, model, args, kwargs or {})
-    check_first_plan(model, planned, args, kwargs or {}, FIRST_CHECK_TOLERANCE if inverses else 0.0)
+    planner = Planner(asked.options, named=names_of_tensors(model))
+    planned = planned_module(model, planner, asked.shapes, asked.statistics)
+    make_first_plans(planned, asked, model, args, kwargs or {})
     return planned  # type: ignore[return-value]
+
+
+@dataclass(frozen=True)
+class Asked:
+    """What a user asks of the plans of a module: the keywords of `plan_module`.
+
+    ``options``: those that determine a plan. ``shapes``: which shapes are planned. ``statistics``: the Kronecker-
+    factored statistics that the steps compute; None for none.
+    """
+
+    options: PlanOptions
+    shapes: ShapeOptions = field(default_factory=ShapeOptions)
+    statistics: Kronecker | None = None
+
+
+def names_of_tensors(model: nn.Module) -> dict[str, torch.Tensor]:
+    """Return the parameters and buffers of a model under the names that captured steps use."""
+    return {f"model.{name}": tensor for name, tensor in named_tensors(model).items()}
+
+
+def asked_of(
+    model: nn.Module,
+    *,
+    keep: Iterable[Name | nn.Module] = (),
+    never_rerun: Iterable[Name | nn.Module] = (),
+    options: Mapping[str, object] | None = None,
+    reserved: Iterable[object] = (),
+    dynamic: bool = True,
+    shape_ranges: Ranges | None = None,
+    max_plans: int = MAX_PLANS,
+    statistics: Kronecker | None = None,
+    **others: Any,
+) -> Asked:
+    """Return the keywords of `plan_module` for a model as one object.
+
+    Raises:
+        UsageError: a keyword is unknown, a value is malformed, or two exclude each other.
+    """
+    known = {one.name for one in fields(PlanOptions)}
+    if unknown := sorted(others.keys() - known):
+        raise UsageError(
+            f"unknown option {', '.join(unknown)}; see rematplan.plan_module for those there are"
+        )
+    options_ = PlanOptions(
+        keep=_names(model, keep),
+        never_rerun=_names(model, never_rerun),
+        options=options or {},
+        reserved=Reserved.of(reserved),
+        **others,
+    )
+    if options_.verbose:
+        print_log()
+    if statistics is not None and options_.plan is not None:
+        raise UsageError("a saved plan cannot be used together with statistics; state a budget instead")
+    return Asked(options_, ShapeOptions(dynamic, max_plans, shape_ranges or {}), statistics)
+
+
+def make_first_plans(
+    planned: nn.Module, asked: Asked, model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> None:
+    """Make the plans for a first call, and for the ranges of sizes that the user states.
+
+    ``planned``: the planned module of ``model``. ``args``, ``kwargs``: the arguments of the call.
+
+    Raises:
+        InfeasibleBudget, ModelError, ProblemError, UnfitSizes, UsageError: as `plan_module`.
+    """
+    for positional, named in asked.shapes.first_calls(model, args, kwargs):
+        Planning(planned).prepare(*positional, **named)
+    runner = runner_of(planned)
+    prove_ranges(planned, runner.planner, asked.shapes, model, args, kwargs)
+    tolerance = FIRST_CHECK_TOLERANCE if asked.options.inverses else 0.0
+    check_first_plan(model, planned, tuple(args), kwargs, tolerance)
 
 
 def finish_weights(planned: nn.Module) -> int:

@@ -76,7 +76,7 @@ LAYERS = {
         "optim",
         "step_loading",
         "step_measurement",
-        "api plan_any_module symbolic_halves compile_for_sizes compile_backend onnx_backend",
+        "api plan_any_module plan_in_place symbolic_halves compile_for_sizes compile_backend onnx_backend",
         "pipeline",
         "report",
         "cli",

@@ -28,6 +28,11 @@ class CaptureLock:
         exclusively. Several threads may do so at the same time."""
         return self._shared
 
+    @property
+    def is_mine(self) -> bool:
+        """Whether this thread has the lock exclusively, so that it captures or plans a module."""
+        return self._alone == get_ident()
+
     @contextmanager
     def alone(self) -> Iterator[None]:
         """Run the body of the ``with`` statement while no other thread has the lock, neither exclusively nor in shared

@@ -33,6 +33,43 @@ class HasRunner:
         raise NotImplementedError
 
 
+IN_PLACE = "_rematplan_in_place"
+"""The attribute, in the ``__dict__`` of a module that is planned in place, with the object that plans it."""
+
+
+def with_runner(module: nn.Module) -> HasRunner:
+    """Return the planned module that ``module`` is or wraps (as DDP and PEFT do), or the object that plans it in place.
+
+    Raises:
+        UsageError: nothing in the module is planned, or several of its submodules are.
+    """
+    if isinstance(module, HasRunner):
+        return module
+    parts = {
+        name: part if isinstance(part, HasRunner) else vars(part)[IN_PLACE]
+        for name, part in module.named_modules()
+        if isinstance(part, HasRunner) or IN_PLACE in vars(part)
+    }
+    if not parts:
+        raise UsageError(f"a {type(module).__name__} is not planned; see rematplan.plan_module")
+    if len(parts) > 1 and "" not in parts:
+        raise UsageError(
+            f"several submodules of this {type(module).__name__} are planned: ask for one of "
+            f"{', '.join(list(parts)[:4])}{', ...' * (len(parts) > 4)}"
+        )
+    found: HasRunner = next(iter(parts.values()))
+    return found
+
+
+def runner_of(planned: nn.Module) -> Runner:
+    """Return the runner of a planned module.
+
+    Raises:
+        UsageError: the module is not planned.
+    """
+    return with_runner(planned)._rematplan
+
+
 @dataclass(frozen=True)
 class PlanningStats:
     """Figures about the plans, searches and captures of a planned module.
@@ -75,10 +112,8 @@ class Planning:
     """
 
     def __init__(self, planned: nn.Module) -> None:
-        if not isinstance(planned, HasRunner):
-            raise UsageError(f"a {type(planned).__name__} is not planned; see rematplan.plan_module")
-        self._planned: HasRunner = planned
-        if recorder := planned._rematplan.recorder:
+        self._module, self._planned = planned, with_runner(planned)
+        if recorder := self._planned._rematplan.recorder:
             recorder.watch_shards(planned.parameters())
 
     @property
@@ -231,7 +266,7 @@ class Planning:
             UsageError: an argument has a size outside of the ranges with which the module was planned.
         """
         self._planned._rematplan.prepare(self._planned._rematplan_original(), args, kwargs)
-        return self._planned
+        return self._module
 
 
 def deferred_backwards(planned: nn.Module) -> Deferred:

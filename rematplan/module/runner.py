@@ -133,12 +133,8 @@ class Runner:
         if not torch.is_grad_enabled():
             return original.plain(args, kwargs)
         leaves, spec = flattened_call(args, kwargs)
-        if get_tracing_state() or any(isinstance(leaf, torch.fx.Proxy) for leaf in leaves):
-            return original.plain(args, kwargs)  # torch.jit or torch.fx traces
-        tensors = tensors_in(leaves)
-        state = self._state(original)
-        wanting = (t for t in (*state.named.values(), *tensors) if t.requires_grad)
-        if type(next(wanting, None)) in _NOT_TO_PLAN:
+        state = self.state_if_planned(original, leaves)
+        if state is None:
             return original.plain(args, kwargs)
         self._check_first_order()
         check_saved_tensors_hooks(self.name)
@@ -160,6 +156,15 @@ class Runner:
         if left is not None:
             refill((args, kwargs), left)
         return results
+
+    def state_if_planned(self, original: Original, leaves: list[Any]) -> guards.ModuleState | None:
+        """Return the model's state if a call with these leaves of arguments is planned. Return None if it runs without
+        a plan: another tracer traces it, or no tensor requires a gradient."""
+        if get_tracing_state() or any(isinstance(leaf, torch.fx.Proxy) for leaf in leaves):
+            return None  # torch.jit or torch.fx traces
+        state = self._state(original)
+        wanting = (t for t in (*state.named.values(), *tensors_in(leaves)) if t.requires_grad)
+        return None if type(next(wanting, None)) in _NOT_TO_PLAN else state
 
     def _executed(
         self,

@@ -60,7 +60,8 @@ def check_traceable(module: nn.Module) -> None:
         map(_is_sharded, module.parameters())
     ):
         raise ModelError(
-            f"{name} is sharded, or has a sharded submodule; plan first, then shard the planned module as one unit"
+            f"{name} is sharded, or has a sharded submodule; plan each sharded unit by itself, or plan first, then "
+            f"shard the planned module as one unit"
         )
     if any(isinstance(m, OptimizedModule) for m in module.modules()):
         raise ModelError(

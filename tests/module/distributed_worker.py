@@ -75,6 +75,18 @@ def sharded(model: nn.Module) -> nn.Module:
     return fully_shard(model)
 
 
+def planned_copies(model: nn.Module) -> nn.Module:
+    """A copy of the weights in each process, planned in place after it is wrapped."""
+    wrapped = DistributedDataParallel(model, broadcast_buffers=False)
+    rematplan.apply(wrapped.module, **SETTINGS)
+    return wrapped
+
+
+def planned_shards(model: nn.Module) -> nn.Module:
+    """A part of the weights in each process, planned in place after it is sharded."""
+    return rematplan.apply(fully_shard(model), **SETTINGS)
+
+
 def sharded_units(model: nn.Module) -> nn.Module:
     """The same unit by unit; each gathers its weights again before its backward."""
     for unit in model[:-1]:
@@ -105,6 +117,29 @@ def train(model: nn.Module, x: torch.Tensor) -> list[float]:
     return losses
 
 
+IN_PLACE = {
+    "copies, planned before": lambda model: data_parallel(rematplan.apply(model, **SETTINGS)),
+    "copies, planned after": planned_copies,
+    "shards, planned before": lambda model: sharded(rematplan.apply(model, **SETTINGS)),
+    "shards, planned after": planned_shards,
+}
+
+
+def check_in_place(how: str, rank: int) -> None:
+    """Train a model plainly and planned in place; say so if they end equal."""
+    (plain, x), (planned, _) = whole(False, rank), whole(False, rank)
+    parallel = data_parallel if "copies" in how else sharded
+    assert train(parallel(plain), x) == train(IN_PLACE[how](planned), x)
+    assert rematplan.planning(planned).plan.estimate.reruns > 0
+    assert all(map(torch.equal, local(plain), local(planned)))
+    print(f"{how}: equal")
+
+
+def local(model: nn.Module) -> list[torch.Tensor]:
+    """What this process has of the state."""
+    return [getattr(t, "_local_tensor", t) for t in model.state_dict().values()]
+
+
 def check(how: str, rank: int) -> None:
     """Train both; say so if they end equal."""
     make, parallel = HOW[how]
@@ -113,8 +148,7 @@ def check(how: str, rank: int) -> None:
     assert plans
     assert all(plan.estimate.reruns > 0 for plan in plans)
     assert train(parallel(plain), x) == train(parallel(planned), x)
-    local = [[getattr(t, "_local_tensor", t) for t in m.state_dict().values()] for m in (plain, planned)]
-    assert all(map(torch.equal, *local))
+    assert all(map(torch.equal, local(plain), local(planned)))
     print(f"{how}: equal")
 
 
@@ -125,6 +159,8 @@ def main() -> None:
     distributed.init_process_group("gloo", init_method=f"file://{rendezvous}", rank=rank, world_size=2)
     for how in HOW:
         check(how, rank)
+    for how in IN_PLACE:
+        check_in_place(how, rank)
     distributed.destroy_process_group()
 
 

@@ -1,0 +1,210 @@
+"""`apply` and `remove`: plan a module in place, for trainers that own the training loop."""
+
+from __future__ import annotations
+
+import copy
+import inspect
+import sys
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import replace
+from types import FrameType
+from typing import Any, TypeVar
+
+import torch
+from torch import distributed, nn
+from torch.nn.parallel import DistributedDataParallel
+
+from rematplan.ir import UsageError, show_bytes
+from rematplan.module.capture_lock import LOCK
+from rematplan.module.forward_capture import Original
+from rematplan.module.planning import IN_PLACE, HasRunner
+from rematplan.module.runner import Runner
+from rematplan.plan_any_module import Asked, asked_of, make_first_plans, names_of_tensors
+from rematplan.planner.core.plan import Plan
+from rematplan.plans.planner import Planner
+from rematplan.runtime.capture.flat_module import flattened_call
+from rematplan.runtime.graph.compat import OptimizedModule, disable_dynamo, is_tested
+
+Module = TypeVar("Module", bound=nn.Module)
+
+
+def apply(model: Module, budget: str | int | None = None, **options: Any) -> Module:
+    """Plan ``model`` in place, and return it: the same object, of the same class, with the same names of parameters.
+
+    Nothing is planned yet. The first call in training mode with gradients captures and plans the step, for the types,
+    devices and modes of that call; it also turns a percentage into bytes. Other calls, such as evaluation and
+    generation, run the model as it is, and so does training in evaluation mode (``model.eval()``). Copies and pickles
+    of the model are planned in place, too, and make plans of their own. `rematplan.planning` shows the plans, also of
+    a model that DDP or PEFT wraps.
+
+    Apply it before or after the model is moved, wrapped or patched: the forward that the model has at a call is
+    planned. A model that is planned in place already gets the new budget and options.
+
+    Args:
+        model: the model.
+        budget: as in `plan_module`.
+        options: the other keywords of `plan_module`, such as ``time_limit`` and ``reserved``.
+
+    Raises:
+        UsageError: ``model`` is no module, or was made by `plan_module`; there is no budget; or an option is unknown
+            or malformed. The first training call raises the other errors of `plan_module`.
+    """
+    if not isinstance(model, nn.Module):
+        raise UsageError(f"model is a {type(model).__name__}; it must be a torch.nn.Module")
+    if isinstance(model, (DistributedDataParallel, nn.DataParallel, OptimizedModule)):
+        raise UsageError(f"a {type(model).__name__} runs another module; plan that one in place")
+    if isinstance(model, HasRunner):
+        raise UsageError(
+            f"this {type(model).__name__} was made by plan_module; plan its model in place instead"
+        )
+    asked = asked_of(model, budget=budget, **options)
+    InPlace.undo(model)
+    InPlace(model, asked).begin()
+    return model
+
+
+def remove(model: Module) -> Module:
+    """Undo `apply` for a model and all of its submodules, and return the model. It runs as it did before.
+
+    A function that was set as the model's ``forward`` since, and calls the planned one, stays; it then calls the
+    model's own forward.
+    """
+    for part in model.modules():
+        InPlace.undo(part)
+    return model
+
+
+class InPlace(HasRunner):
+    """The ``forward`` of a module that is planned in place. It is an attribute of the instance, and looks like a bound
+    method to libraries that wrap ``forward.__func__``.
+
+    ``model``: the module. ``asked``: what the user asks of the plans. ``replaced``: an earlier attribute ``forward``
+    of the instance, which is what is planned; None for the forward of its class. ``active``: whether calls are planned.
+    ``seen``: the function that the plans are for; None if there are none.
+    """
+
+    __slots__ = ("active", "asked", "model", "replaced", "seen")
+
+    def __init__(self, model: nn.Module, asked: Asked, replaced: Callable[..., Any] | None = None) -> None:
+        self.model, self.asked, self.replaced = model, asked, replaced
+        self.active = True
+        self.seen: Callable[..., Any] | None = None
+        self._rematplan = self._new_runner()
+
+    def _new_runner(self) -> Runner:
+        asked = self.asked
+        return Runner(type(self.model).__name__, Planner(asked.options), asked.shapes, asked.statistics)
+
+    def begin(self) -> None:
+        """Make this object the forward of its module."""
+        self.replaced = vars(self.model).get("forward")
+        vars(self.model).update({"forward": self, IN_PLACE: self})
+
+    @staticmethod
+    def undo(model: nn.Module) -> None:
+        """Undo `begin`, if the module is planned in place."""
+        if IN_PLACE not in vars(model):
+            return
+        planned: InPlace = vars(model).pop(IN_PLACE)
+        planned.active &= planned.model is not model
+        own = vars(model)
+        if own.get("forward") is planned:
+            del own["forward"]
+            own.update({} if planned.replaced is None else {"forward": planned.replaced})
+
+    def own_forward(self) -> Callable[..., Any]:
+        """Return the module's own forward, which has no plan."""
+        if self.replaced is not None:
+            return self.replaced
+        kind = type(self.model)
+        found: Callable[..., Any] = inspect.getattr_static(kind, "forward").__get__(self.model, kind)
+        return found
+
+    def _rematplan_original(self) -> Original:
+        return Original(self.model, self.own_forward())
+
+    @disable_dynamo
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the module on these arguments: by its plan in training mode with gradients, otherwise as it is."""
+        if _called(sys._getframe(1)) not in (None, self.model):
+            raise UsageError(
+                f"a shallow copy of a {type(self.model).__name__} that is planned in place was called (copy.copy, "
+                f"DataParallel); use copy.deepcopy or DistributedDataParallel, or call rematplan.apply on the copy"
+            )
+        original = self._rematplan_original()
+        trains = self.active and self.model.training and torch.is_grad_enabled()
+        if not trains or LOCK.is_mine:  # or a module of which this is a part is captured
+            return original.plain(args, kwargs)
+        function = getattr(original.forward, "__func__", original.forward)
+        if function is not self.seen:  # the first call, or the forward was patched
+            self._rematplan = self._rematplan.twin(with_plans=False)
+            self.seen = function
+        runner = self._rematplan
+        is_first = not runner.plans
+        if is_first and runner.state_if_planned(original, flattened_call(args, kwargs)[0]) is not None:
+            runner.planner = replace(runner.planner, named=names_of_tensors(self.model))
+            plain = self.model if is_tested(torch.__version__) else remove(copy.deepcopy(self.model))
+            make_first_plans(self.model, self.asked, plain, args, kwargs)
+            self._say(runner.last.plan)
+        return runner(original, args, kwargs)
+
+    def _say(self, plan: Plan) -> None:
+        """Print one line about the first plan, in the first process of several."""
+        if distributed.is_available() and distributed.is_initialized() and distributed.get_rank():
+            return
+        uncounted = "what is outside of the model"
+        if not self.asked.options.reserved.items:
+            uncounted = f"the optimizer (reserved=[optimizer]) and {uncounted}"
+        searching = " so far" if plan.status == "refining" else ""
+        print(
+            f"rematplan: {type(self.model).__name__} trains with a peak of {show_bytes(plan.peak)} within "
+            f"{show_bytes(plan.budget or plan.peak)}, {100 * plan.estimate.overhead:.1f} % overhead{searching}; not "
+            f"counted: {uncounted}",
+            file=sys.stderr,
+        )
+
+    @property
+    def __signature__(self) -> inspect.Signature:
+        """The signature of the module's own forward."""
+        return inspect.signature(self.own_forward())
+
+    @property
+    def __self__(self) -> nn.Module:
+        """The module."""
+        return self.model
+
+    @property
+    def __func__(self) -> Callable[..., Any]:
+        """A function whose first argument is a module that is planned in place, as of a bound method. A library that
+        wraps it and binds the result to the module keeps a forward that copies of the module can have, too."""
+
+        def forward(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+            planned = vars(module).get(IN_PLACE)
+            run = type(module).forward.__get__(module) if planned is None else planned
+            return run(*args, **kwargs)
+
+        own = self.own_forward()
+        with suppress(ValueError, TypeError):
+            forward.__signature__ = inspect.signature(getattr(own, "__func__", own))  # type: ignore[attr-defined]
+        return forward
+
+    def __getstate__(self) -> tuple[Any, ...]:
+        """Return what a copy or pickle has: no plans."""
+        return self.model, self.asked, self.replaced, self.active
+
+    def __setstate__(self, state: tuple[Any, ...]) -> None:
+        """Set what `__getstate__` returned. The module may have no attributes yet."""
+        self.model, self.asked, self.replaced, self.active = state
+        self.seen = None
+        self._rematplan = self._new_runner()
+
+
+def _called(frame: FrameType | None) -> Any:
+    """Return the module whose call has led to a frame directly; None if another function has."""
+    while frame is not None and frame.f_globals.get("__name__", "").startswith(
+        ("torch._compile", "torch._dynamo")
+    ):
+        frame = frame.f_back  # of `disable_dynamo`
+    calls = frame is not None and frame.f_globals is vars(torch.nn.modules.module)
+    return frame.f_locals.get("self") if frame is not None and calls else None
