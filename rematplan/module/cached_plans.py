@@ -163,7 +163,11 @@ class CachedPlans:
         return bool(self._entries)
 
     def valid(
-        self, key: Hashable, state: guards.ModuleState, tensors: Sequence[torch.Tensor]
+        self,
+        key: Hashable,
+        state: guards.ModuleState,
+        tensors: Sequence[torch.Tensor],
+        assumed: tuple[bool, ...],
     ) -> CacheEntry | None:
         """Return the entry whose plan is valid for a call: it has the call's key, and everything that its traced
         forward read is unchanged. Return None if there is none.
@@ -172,8 +176,15 @@ class CachedPlans:
             key: the result of `plan_key` for the call.
             state: the module's present state.
             tensors: the tensors among the arguments.
+            assumed: the outcomes of the forward's first tests for infinite and NaN values, as far as they are known.
         """
-        return next((one for one in self._entries.get(key, ()) if one.guard.holds(state, tensors)), None)
+        known = self._entries.get(key, ())
+        return next((one for one in known if one.guard.holds(state, tensors, assumed)), None)
+
+    def put_first(self, entry: CacheEntry) -> None:
+        """Let later calls try the entries for the forward of ``entry`` before others of the same key."""
+        for entries in self._entries.values():
+            entries.sort(key=lambda one: one.guard is not entry.guard)
 
     def use(self, key: Hashable) -> None:
         """Record that the entries with this key are used now."""

@@ -55,7 +55,7 @@ class ReadyCapture:
         """Return whether the capture is valid for a call: the call has the same key, and everything that the traced
         forward read is unchanged."""
         same = self.key == plan_key(tracing.leaves, tracing.spec, tracing.state)
-        return same and self.found.guard.holds(tracing.state, tracing.batch)
+        return same and self.found.guard.holds(tracing.state, tracing.batch, tracing.assumed)
 
 
 @dataclass
@@ -140,7 +140,7 @@ class Captures:
     def _of_call(self, tracing: Tracing) -> OpenShapes:
         """Return the captures that serve a call: those for all calls that differ from it only in sizes of tensors. If
         there are none, a new object for them is remembered, and the one that was not used for longest is dropped."""
-        key = guards.open_key(tracing.leaves, tracing.spec), tracing.state.key
+        key = guards.open_key(tracing.leaves, tracing.spec), tracing.state.key, tracing.assumed
         shapes = self.shapes.pop(key, None) or OpenShapes(reason=self.only_fixed)
         self.shapes[key] = shapes  # the latest of them
         while len(self.shapes) > self.most:

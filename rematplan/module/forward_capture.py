@@ -63,6 +63,8 @@ class Tracing:
     """The pytree structure of the arguments."""
     state: guards.ModuleState
     """The model's state when it is called."""
+    assumed: tuple[bool, ...] = ()
+    """The outcomes of the forward's first tests for infinite and NaN values, as far as they are known."""
 
     @staticmethod
     def of(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], name: str = "") -> Tracing:
@@ -158,7 +160,7 @@ class Tracing:
     @contextmanager
     def _recording(self) -> Iterator[Any]:
         with (
-            guards.recording(self.model, self.leaves, self.state.named, self.batch) as record,
+            guards.recording(self.model, self.leaves, self.state.named, self.batch, self.assumed) as record,
             no_host_draws(self.name, record.generators),
         ):
             check_default_generator(record.names)

@@ -47,6 +47,7 @@ from rematplan.runtime.graph.compat import (
     pytree,
 )
 from rematplan.runtime.graph.warn import warn
+from rematplan.runtime.guards.finite_tests import OtherOutcome
 from rematplan.runtime.statistics.insert import with_statistics
 from rematplan.runtime.statistics.options import Kronecker
 from rematplan.runtime.statistics.recorder import Recorder
@@ -142,12 +143,18 @@ class Runner:
         if self.recorder:
             entry = self._entry(original, leaves, spec, state)
             measures = self._takes_statistics(self.recorder, entry, state)
+        assumed: tuple[bool, ...] = ()
         while True:
             try:
-                entry, flat = self._executed(original, leaves, spec, state, measures)
+                entry, flat = self._executed(original, leaves, spec, state, measures, assumed)
                 break
             except OtherLayouts as other:
                 self._distrust(other)
+            except OtherOutcome as other:
+                assumed = other.outcomes
+        if assumed:
+            with LOCK.alone():
+                self.plans.put_first(entry)
         places: dict[type, Any] = {ResultTensor: flat, ArgumentLeaf: leaves, ModuleTensor: state.named}
         found = [places[type(c)][c.at] if type(c) in places else c for c in entry.constants]
         results, given, left = pytree.tree_unflatten(found, entry.outputs)
@@ -173,17 +180,20 @@ class Runner:
         spec: pytree.TreeSpec,
         state: guards.ModuleState,
         measures: bool,
+        assumed: tuple[bool, ...],
     ) -> tuple[CacheEntry, tuple[torch.Tensor, ...]]:
         """Run the forward half of a plan. Return the plan's cache entry, and the tensors that the forward returns.
 
         ``measures``: whether the step computes statistics. The other arguments are those of `_entry`.
 
         Raises:
+            OtherOutcome: a test of the forward for infinite and NaN values has another outcome than the plan assumes.
+                Nothing is changed.
             OtherLayouts: kernels returned other strides than the captured step has, in this forward or in the first
                 backward of the plan.
         """
         tensors = tensors_in(leaves)
-        entry = self._entry(original, leaves, spec, state)
+        entry = self._entry(original, leaves, spec, state, assumed)
         if measures and self.recorder:
             entry = self._measured(entry, self.recorder)
         entry = self._with_gradients(entry, state, tensors)
@@ -334,7 +344,12 @@ class Runner:
             )
 
     def _entry(
-        self, original: Original, leaves: list[Any], spec: pytree.TreeSpec, state: guards.ModuleState
+        self,
+        original: Original,
+        leaves: list[Any],
+        spec: pytree.TreeSpec,
+        state: guards.ModuleState,
+        assumed: tuple[bool, ...] = (),
     ) -> CacheEntry:
         if parametrizations_are_cached() and any(
             "parametrizations" in a["_modules"] for a in state.attributes
@@ -345,10 +360,13 @@ class Runner:
             )
         key, tensors = plan_key(leaves, spec, state), tensors_in(leaves)
         with LOCK.shared():
-            found = self.plans.valid(key, state, tensors)
+            found = self.plans.valid(key, state, tensors, assumed)
         if found is None:
             with LOCK.alone():  # another thread may have made it meanwhile
-                found = self.plans.valid(key, state, tensors) or self._new(key, original, leaves, spec, state)
+                found = self.plans.valid(key, state, tensors, assumed)
+                if found is None:
+                    tracing = Tracing(self.name, original, leaves, spec, state, assumed)
+                    found = self._new(key, tracing)
             gc.collect(YOUNG)  # a capture leaves cycles of objects that hold the inputs of this call
         self.plans.use(key)
         if found.compiled.like.left_out & self.arrived:
@@ -418,23 +436,14 @@ class Runner:
                 f"exceed the budget; later plans expect the gradient"
             )
 
-    def _new(
-        self,
-        key: Hashable,
-        original: Original,
-        leaves: list[Any],
-        spec: pytree.TreeSpec,
-        state: guards.ModuleState,
-    ) -> CacheEntry:
-        self.asked.check(original.model, *pytree.tree_unflatten(leaves, spec))
+    def _new(self, key: Hashable, tracing: Tracing) -> CacheEntry:
+        self.asked.check(tracing.model, *pytree.tree_unflatten(tracing.leaves, tracing.spec))
         if self.plans and not self.asked.dynamic:
             raise ModelError(
                 f"{self.name} was planned for other shapes, types, modes, attributes or decisions; plan it again, or "
                 f"pass dynamic=True"
             )
-        entry = self.captures.entry(
-            Tracing(self.name, original, leaves, spec, state), self.planner, self.arrived
-        )
+        entry = self.captures.entry(tracing, self.planner, self.arrived)
         self.plans.add(key, entry)
         self.captures.warn_of_many()
         return entry

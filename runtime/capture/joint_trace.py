@@ -7,7 +7,7 @@ module is not changed.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from threading import get_ident
@@ -49,6 +49,7 @@ from rematplan.runtime.graph.module_names import MODULE
 from rematplan.runtime.graph.quiet_logs import quiet
 from rematplan.runtime.guards.assertions import VALUES_DECIDE, SpeculatedAssertions
 from rematplan.runtime.guards.decisions_by_values import ValueGuardRecorder
+from rematplan.runtime.guards.finite_tests import FiniteTests
 from rematplan.runtime.guards.tensor_reads import undecided
 from rematplan.runtime.symbols.expressions import ExpressionTable, NotSymbolic
 from rematplan.runtime.symbols.symbolic_batch import BatchSymbols
@@ -137,7 +138,7 @@ def trace_joint_graph(request: TraceRequest) -> Traced:
         if refusal := getattr(error, "refusal", None):
             raise refusal from error
         where = getattr(error, "module", "")
-        apart = [n for n in _callable_parts(root) if not f"{where}.".startswith(f"{n}.")]
+        apart = list(_parts_without(root, type(root.get_submodule(where))))
         raise ModelError(
             f"{name}: its forward reads values of tensors ({error}{where and f' in {where}'}), so it has no fixed "
             f"graph; plan the submodules{_listed(apart)} that do not, or decide before the call and pass the outcome "
@@ -162,12 +163,14 @@ def _at_line(why: str, error: Exception) -> NotSymbolic:
     return NotSymbolic(f"{why} ({line})" if line else why)
 
 
-def _callable_parts(module: nn.Module) -> Iterator[str]:
-    """Yield the names of a module's direct submodules that have trainable parameters. A module list or dictionary has
-    no forward, so its entries count as direct submodules instead."""
+def _parts_without(module: nn.Module, kind: type[nn.Module]) -> Iterator[str]:
+    """Yield the names of the largest submodules that have trainable parameters and contain no module of a class.
+
+    ``kind``: the class. A module list or dictionary has no forward, so its entries are yielded instead.
+    """
     for name, part in module.named_children():
-        if isinstance(part, (nn.ModuleList, nn.ModuleDict)):
-            yield from (f"{name}.{inner}" for inner in _callable_parts(part))
+        if isinstance(part, (nn.ModuleList, nn.ModuleDict)) or any(type(m) is kind for m in part.modules()):
+            yield from (f"{name}.{inner}" for inner in _parts_without(part, kind))
         elif any(p.requires_grad for p in part.parameters()):
             yield name
 
@@ -207,24 +210,39 @@ def _traced(request: TraceRequest) -> Traced:
         def trace() -> Any:
             return aot_export_joint_with_descriptors(stack, untied, tuple(batch))
 
-        try:
-            with undecided() if decisions else nullcontext():
-                joint = trace()
-        except VALUES_DECIDE:
-            untied.decisions = decisions
-            with decisions or nullcontext():
-                try:
-                    joint = untied.assertions.traced(trace)
-                except VALUES_DECIDE:
-                    # Models that inspect their data for a shortcut often skip that while they are being compiled.
-                    stack.enter_context(patch.object(torch.compiler, COMPILING_FLAG, True))
-                    untied.assertions = SpeculatedAssertions()
-                    joint = untied.assertions.traced(trace)
+        joint = _deciding(trace, untied, decisions)
         if symbols:
             check_no_sizes_kept(request.root)
     table = symbols.table() if symbols else None
     step = read_joint_graph(joint.graph_module, untied.names, untied.outputs, request.name, table)
     return Traced(step, table)
+
+
+def _deciding(trace: Callable[[], Any], untied: UntiedModule, decisions: ValueGuardRecorder | None) -> Any:
+    """Return what ``trace`` returns. If the forward reads values, trace it again: with the values that are known before
+    the step; and then while PyTorch says that it compiles, since many models skip an inspection of their data then.
+
+    ``untied``: the module that ``trace`` traces. ``decisions``: records the decisions; None forbids them.
+
+    Raises:
+        DataDependentOutputException, DynamicOutputShapeException: the forward reads a value that is not known.
+    """
+    try:
+        with undecided() if decisions else nullcontext():
+            return trace()
+    except VALUES_DECIDE:
+        untied.decisions = decisions
+        untied.finite = decisions.finite if decisions else FiniteTests()
+    with decisions or nullcontext():
+        try:
+            return untied.assertions.traced(trace)
+        except VALUES_DECIDE as reason:
+            untied.assertions = SpeculatedAssertions()
+            try:
+                with patch.object(torch.compiler, COMPILING_FLAG, True):
+                    return untied.assertions.traced(trace)
+            except Exception:  # a model that runs uncompiled may fail in any other way
+                raise reason from None
 
 
 @contextmanager

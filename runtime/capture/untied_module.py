@@ -14,9 +14,11 @@ from rematplan.runtime.capture.host_random import no_seeding
 from rematplan.runtime.capture.indexing import MarkedIndexing
 from rematplan.runtime.capture.patches.assertion_ops import Checks
 from rematplan.runtime.capture.patches.autocast_cache import casting_once
+from rematplan.runtime.capture.patches.lists_of_tensors import lists_of_tensors_stacked
 from rematplan.runtime.capture.patches.tensor_data import written_data
 from rematplan.runtime.guards.assertions import SpeculatedAssertions
 from rematplan.runtime.guards.decisions_by_values import ValueGuardRecorder
+from rematplan.runtime.guards.finite_tests import FiniteTests
 
 
 class UntiedModule(nn.Module):
@@ -34,6 +36,7 @@ class UntiedModule(nn.Module):
         self.casts_once = torch.is_autocast_cache_enabled()
         self.decisions: ValueGuardRecorder | None = None
         self.assertions = SpeculatedAssertions()
+        self.finite: FiniteTests | None = None
         self.outputs = 0  # the number of the module's outputs; further results are checks
         self.names: dict[str, str] = {}
         short: dict[int, str] = {}
@@ -58,11 +61,14 @@ class UntiedModule(nn.Module):
             self.decisions.begin({name.removeprefix("model."): t for name, t in buffers.items()}, batch)
         leaves = [*self.parameters(), *batch]
         self.assertions.begin()
+        if self.finite:
+            self.finite.begin()
         with (
-            Checks(self.assertions) as checks,
+            Checks(self.assertions, self.finite) as checks,
             no_seeding(),
             casting_once(leaves, self.casts_once),
             MarkedIndexing() if self.open else nullcontext(),
+            lists_of_tensors_stacked(),
             written_data([*leaves, *self.buffers()]),
         ):
             results = call_with(self.__dict__["inner"], state, batch)

@@ -288,13 +288,14 @@ class _Call:
         late = [given[at] for at in plan.halves.read_late]
         self.inputs, self.read = (), {at: (t, t._version) for at, t in enumerate(late)}
         first = plan.first_runs.forward()
-        with _without_autocast(plan.like.device):
+        may_fail = first is not None or plan.like.checks
+        restoring = states_restored_if_it_fails(plan.like) if may_fail else nullcontext()
+        with _without_autocast(plan.like.device), restoring:
             if first is None:
                 early, held = plan.halves.forward(*given)
             else:
-                with states_restored_if_it_fails(plan.like):
-                    early, held = first.halves.forward(*given)
-                    plan.first_runs.end_forward(first)
+                early, held = first.halves.forward(*given)
+                plan.first_runs.end_forward(first)
         del given
         # Detach: an autograd node that refers to its own output would be a reference cycle.
         shared = {id(early[at]) for at in plan.halves.outputs_late}

@@ -240,6 +240,11 @@ class CapturedStep:
         return tuple(dict.fromkeys(self.drawing_device(c) for c in self.calls if c.seeded))
 
     @cached_property
+    def checks(self) -> bool:
+        """Whether the step checks values, and so may raise an error midway."""
+        return any(o.kind == "check" for o in self.outputs)
+
+    @cached_property
     def after_loss(self) -> frozenset[str]:
         """The names of all calls that run after the loss boundary, the moment at which the gradients of the outputs
         arrive: calls that read such a gradient, calls marked as late (`Call.late`), and all calls that depend on one

@@ -25,6 +25,7 @@ from rematplan.runtime.graph.compat import (
 )
 from rematplan.runtime.graph.kernel_of import kernel_of
 from rematplan.runtime.guards.data_dependent_shapes import STATIC
+from rematplan.runtime.guards.finite_tests import FiniteTests
 from rematplan.runtime.guards.tensor_reads import Plainly, asked
 from rematplan.runtime.guards.value_guard import (
     UNDECIDED,
@@ -47,13 +48,20 @@ class ValueGuardRecorder(TorchDispatchMode):
     Args:
         buffers: the real parameters and buffers by name.
         batch: the real tensors among the arguments.
+        assumed: the outcomes of the forward's first tests for infinite and NaN values, as far as they are known.
 
     The attribute ``now`` is a function that replaces symbolic sizes in nested arguments by those of the real tensors.
     """
 
-    def __init__(self, buffers: Mapping[str, torch.Tensor], batch: Sequence[torch.Tensor]) -> None:
+    def __init__(
+        self,
+        buffers: Mapping[str, torch.Tensor],
+        batch: Sequence[torch.Tensor],
+        assumed: tuple[bool, ...] = (),
+    ) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.buffers, self.batch = buffers, batch
+        self.finite = FiniteTests(assumed)
         self.now: Callable[[Any], Any] = unchanged
         self._tape = OpTape(self)
         self._asking = asked(lambda read, tensor: self._tape.read(read, tensor))
@@ -89,7 +97,7 @@ class ValueGuardRecorder(TorchDispatchMode):
 
     def guard(self) -> ValueGuard:
         """Return the guard that checks the decisions of the forward that was traced last."""
-        return self._tape.guard()
+        return replace(self._tape.guard(), assumed=tuple(self.finite.outcomes))
 
 
 class OpTape:

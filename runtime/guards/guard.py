@@ -86,14 +86,18 @@ class Guard:
         other.decided = self.decided.mapped(change)
         return other
 
-    def holds(self, state: ModuleState, tensors: Sequence[torch.Tensor]) -> bool:
+    def holds(
+        self, state: ModuleState, tensors: Sequence[torch.Tensor], assumed: tuple[bool, ...] = ()
+    ) -> bool:
         """Return whether tracing the forward again now would give the same graph.
 
         Args:
             state: the module's present state.
             tensors: the tensors among the arguments.
+            assumed: the outcomes of the forward's first tests for infinite and NaN values, as far as they are known.
         """
-        return self.holds_for(state) and self.decided.holds(state.named, tensors)
+        decided = self.decided
+        return decided.assumes(assumed) and self.holds_for(state) and decided.holds(state.named, tensors)
 
     def holds_for(self, state: ModuleState) -> bool:
         """Return whether everything that the forward read still has the same value, except values of inputs and

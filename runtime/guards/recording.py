@@ -62,6 +62,7 @@ def recording(
     leaves: Sequence[Any],
     buffers: Mapping[str, torch.Tensor],
     batch: Sequence[torch.Tensor],
+    assumed: tuple[bool, ...] = (),
 ) -> Iterator[Record]:
     """Record what the forward of ``model`` depends on while the block traces it. The block gets the `Record`, which is
     complete after the trace.
@@ -71,12 +72,13 @@ def recording(
         leaves: the leaves of the forward's arguments.
         buffers: the real parameters and buffers by name.
         batch: the real tensors among the leaves.
+        assumed: the outcomes of the forward's first tests for infinite and NaN values, as far as they are known.
     """
     modules = list(model.modules())
     global_reads = GlobalReads(modules, leaves)
     with reads_of(modules) as reads:
         state = PythonState(reads, global_reads)
         try:
-            yield Record(reads, global_reads, ValueGuardRecorder(buffers, batch), state)
+            yield Record(reads, global_reads, ValueGuardRecorder(buffers, batch, assumed), state)
         finally:
             state.restore()

@@ -70,6 +70,12 @@ class ValueGuard:
     `Source`, or the tensor itself if it is neither an input nor a buffer."""
     written: frozenset[int] = frozenset()
     """The numbers of those tensors in ``sources`` that a recorded call writes to, so that they must be copied."""
+    assumed: tuple[bool, ...] = ()
+    """The outcomes that the trace assumed of the forward's tests for infinite and NaN values. The step checks them."""
+
+    def assumes(self, outcomes: tuple[bool, ...]) -> bool:
+        """Return whether the trace assumed these outcomes of the first tests for infinite and NaN values."""
+        return self.assumed[: len(outcomes)] == outcomes
 
     def holds(self, buffers: Mapping[str, torch.Tensor], batch: Sequence[torch.Tensor]) -> bool:
         """Return whether the forward would decide in the same way for these tensors. The recorded calls are executed
@@ -91,8 +97,9 @@ class ValueGuard:
 
     @property
     def outcomes(self) -> tuple[str, ...]:
-        """The values by which the forward decided, as text, in the order of the decisions."""
-        return tuple(repr(e.expected) for e in self.entries if e.decides)
+        """The values by which the forward decided, as text, in the order of the decisions, and those that were
+        assumed."""
+        return (*(repr(e.expected) for e in self.entries if e.decides), *map(repr, self.assumed))
 
     def mapped(self, change: Callable[[Any], Any]) -> ValueGuard:
         """Return a copy of this guard with changed arguments of the recorded calls, to replace sizes by symbols or

@@ -48,7 +48,9 @@ def training_graph(step: CapturedStep, costs: Mapping[str, CallCost]) -> Trainin
     state = random_state_bytes(step)
     kept = [name for name in seeded if sum(sizes[s] for s in step.writes(step.call[name])) <= state]
     states = len(seeded) - len(kept) + 1 if len(kept) < len(seeded) else 0
-    states += len(drawing) if step.left_out else 0  # in case the whole forward runs again
+    states += len(drawing) * (
+        bool(step.left_out) + step.checks
+    )  # in case the whole forward runs again, or stops
     if states * state:
         sizes[RNG_STATES] = split[RNG_STATES] = states * state
     # Unused bytes of a cached block, beyond those that `allocated` counts.

@@ -237,6 +237,35 @@ def test_a_refusal_says_where_and_which_parts_are_left() -> None:
         planned(model)
 
 
+class Routing(nn.Module):
+    """Picks rows by the values of its gate, and fails if it is told that it is compiled."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate, self.expert = nn.Linear(16, 2), nn.Linear(16, 16)
+
+    def forward(self, x: Tensor) -> Tensor:
+        mask = None if torch.compiler.is_compiling() else torch.ones(len(x), 1)
+        return self.expert((x * mask)[self.gate(x).argmax(-1) == 1])
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.attention, self.route = nn.Linear(16, 16), Routing()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.route(self.attention(x)).sum()
+
+
+def test_a_refusal_names_no_part_that_is_refused_too() -> None:
+    model = nn.Sequential(nn.Linear(16, 16), Block(), Block())
+    with pytest.raises(
+        ModelError, match=r"nonzero.default in 1\.route\), .*\(0, 1.attention, 1.route.gate, ...\)"
+    ):
+        planned(model)
+
+
 def test_other_derivatives_than_the_backward_are_refused() -> None:
     model = planned(nn.Linear(16, 16))
     with pytest.raises(ModelError, match=r"torch\.func"):

@@ -16,6 +16,7 @@ from rematplan.runtime.guards.assertions import (
     Assertion,
     SpeculatedAssertions,
 )
+from rematplan.runtime.guards.finite_tests import CHECK_OUTCOME, FiniteTests
 
 ATEN = torch.ops.aten
 
@@ -63,20 +64,20 @@ class Checks(TorchDispatchMode):
     originals, because they return nothing.
 
     If the forward asks for the value of a boolean tensor that is unknown during the trace, the outcome that
-    ``assertions`` supplies is assumed, and an op is added that asserts it when the step runs. If none is supplied, the
-    tracer's error is raised. The conditions that `torch.distributions` validates are assumed to hold, and asserted in
-    the same way.
+    ``finite`` or ``assertions`` supplies is assumed, and an op is added that asserts it when the step runs. If none is
+    supplied, the tracer's error is raised. The conditions that `torch.distributions` validates are assumed to hold, and
+    asserted in the same way.
 
     ``results``: the tensors that the assertion ops return. They must be outputs of the graph, or the ops are removed.
-    ``assertions``: the outcomes to assume.
+    ``assertions``: the outcomes to assume. ``finite``: those of tests for infinite and NaN values; None to assume none.
     """
 
     supports_higher_order_operators = True  # they are not changed
 
-    def __init__(self, assertions: SpeculatedAssertions) -> None:
+    def __init__(self, assertions: SpeculatedAssertions, finite: FiniteTests | None = None) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.results: list[torch.Tensor] = []
-        self.assertions = assertions
+        self.assertions, self.finite = assertions, finite
 
     def __torch_dispatch__(
         self, func: Any, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: Any = None
@@ -88,7 +89,10 @@ class Checks(TorchDispatchMode):
             return self._condition(*args)
         check = _WITH_RESULT.get(func)
         if check is None:
-            return func(*args, **(kwargs or {}))
+            result = func(*args, **(kwargs or {}))
+            if self.finite is not None:
+                self.finite.note(func, args, result)
+            return result
         self.results.append(check(*args, **(kwargs or {})))
         return None
 
@@ -96,6 +100,10 @@ class Checks(TorchDispatchMode):
         try:
             return ATEN._local_scalar_dense.default(condition)
         except VALUES_DECIDE:
+            outcomes = self.finite.next(condition) if self.finite else None
+            if outcomes is not None:
+                self.results.append(CHECK_OUTCOME(condition, outcomes))
+                return outcomes[-1]
             expected = self.assertions.next()
             if expected is None:
                 raise

@@ -155,6 +155,11 @@ PATCHES = (
         f"{_ROOM}.capture.patches.tensor_data",
     ),
     Patch(
+        ("torch.tensor", "torch.as_tensor"),
+        "they read the memory of tensors in a list, which a tracer's tensors do not have",
+        f"{_ROOM}.capture.patches.lists_of_tensors",
+    ),
+    Patch(
         ("torch.Tensor.tolist", "torch.Tensor.numpy"),
         "both read a tensor's memory without a call that a tracer could see",
         f"{_ROOM}.guards.tensor_reads",

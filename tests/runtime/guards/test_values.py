@@ -134,6 +134,16 @@ def packed(model: Deciding, y: Tensor, mask: Tensor) -> Tensor:
     return torch.cat([padded[0], last[:, 0], y * lengths[:, None]])
 
 
+def listed_as_tensor(_: Deciding, y: Tensor, mask: Tensor) -> Tensor:
+    """Lists of 0-d tensors become a tensor: of an input, of activations, and of both with numbers."""
+    longest = torch.tensor([row.max() + 1 for row in mask.view(3, 2)])
+    means = torch.as_tensor([y.mean().detach(), y.detach().max()])
+    both = torch.tensor([[y.detach().sum(), 1], [2.5, mask[0]]], dtype=torch.float64)
+    mixed = torch.tensor([mask[1], 0.5, True])
+    assert (longest.dtype, means.dtype, mixed.dtype) == (torch.int64, torch.float32, torch.float32)
+    return (y[:3] * longest[:, None] * means.sum()).tanh() * both.cos().mean() + mixed.sum()
+
+
 def never_dropped(_: Deciding, y: Tensor, mask: Tensor) -> Tensor:
     """As layers are dropped at a rate, here of 0; what is drawn for it is drawn all the same."""
     return y if torch.rand([]) < 0.0 else y.tanh() * torch.rand(())
@@ -159,6 +169,7 @@ BODIES = {
         seen_by_numpy,
         counted_by_kind,
         packed,
+        listed_as_tensor,
         never_dropped,
     )
 }
