@@ -47,7 +47,6 @@ from rematplan.runtime.graph.compat import (
     pytree,
 )
 from rematplan.runtime.graph.warn import warn
-from rematplan.runtime.guards.finite_tests import OtherOutcome
 from rematplan.runtime.statistics.insert import with_statistics
 from rematplan.runtime.statistics.options import Kronecker
 from rematplan.runtime.statistics.recorder import Recorder
@@ -150,7 +149,7 @@ class Runner:
                 break
             except OtherLayouts as other:
                 self._distrust(other)
-            except OtherOutcome as other:
+            except guards.OtherOutcome as other:
                 assumed = other.outcomes
         if assumed:
             with LOCK.alone():

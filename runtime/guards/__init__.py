@@ -1,9 +1,10 @@
 """Guards: checks that everything a captured forward depends on, besides its arguments, still holds."""
 
 from rematplan.runtime.guards.call_key import call_key, open_key
+from rematplan.runtime.guards.finite_tests import OtherOutcome
 from rematplan.runtime.guards.guard import Guard
 from rematplan.runtime.guards.module_state import ModuleState, ModuleTree
 from rematplan.runtime.guards.recording import recording
 from rematplan.runtime.guards.state_writes import store
 
-__all__ = ["Guard", "ModuleState", "ModuleTree", "call_key", "open_key", "recording", "store"]
+__all__ = ["Guard", "ModuleState", "ModuleTree", "OtherOutcome", "call_key", "open_key", "recording", "store"]
