@@ -13,7 +13,7 @@ from torch import nn
 from rematplan.ir import UsageError
 from rematplan.module.first_plan_check import check_first_plan
 from rematplan.module.planned_module import planned_module
-from rematplan.module.planning import Planning, deferred_backwards, runner_of
+from rematplan.module.planning import Planning, deferred_backwards, runner_of, watch_backwards
 from rematplan.module.shape_options import MAX_PLANS, Ranges, ShapeOptions
 from rematplan.module.size_range_proof import prove_ranges
 from rematplan.planner.core.plan import Plan
@@ -232,6 +232,7 @@ def plan_module(
     planner = Planner(asked.options, named=names_of_tensors(model))
     planned = planned_module(model, planner, asked.shapes, asked.statistics)
     make_first_plans(planned, asked, model, args, kwargs or {})
+    watch_backwards(planned)
     return planned  # type: ignore[return-value]
 
 

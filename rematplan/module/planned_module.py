@@ -11,19 +11,18 @@ import functools
 from types import MethodType
 from typing import Any, cast
 
-import torch
 from torch import nn
 
 from rematplan.ir import ModelError
 from rematplan.module.captures import ReadyCapture
 from rematplan.module.forward_capture import Original
 from rematplan.module.planning import HasRunner, Planning
-from rematplan.module.runner import FORWARDS, Runner
+from rematplan.module.runner import Runner
 from rematplan.module.shape_options import ShapeOptions
+from rematplan.module.unplanned_calls import watched_methods
 from rematplan.plans.planner import Planner
 from rematplan.runtime.capture.capture import check_traceable
 from rematplan.runtime.graph.compat import disable_dynamo
-from rematplan.runtime.graph.warn import warn
 from rematplan.runtime.statistics.options import Kronecker
 
 DEFAULT_SHAPES = ShapeOptions()
@@ -80,8 +79,9 @@ def _new_class(kind: type[nn.Module]) -> Any:
     more = {key: getattr(kind, key) for key in ("__module__", "__qualname__")}
     try:
         ours = {name: _Ours(name) for name in OURS if not hasattr(kind, name)}
+        watched = watched_methods(kind, lambda planned: planned._rematplan.unplanned)
         own = {"forward": _Forward(kind), "_rematplan_kind": kind}
-        return type(kind.__name__, (_Planned, kind), {**more, **ours, **own})
+        return type(kind.__name__, (_Planned, kind), {**more, **watched, **ours, **own})
     except TypeError as error:
         raise ModelError(f"{kind.__name__} allows no planned subclass: {error}") from error
 
@@ -169,16 +169,13 @@ class _Planned(HasRunner):
 
     @disable_dynamo
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Call the module as usual. If a function was assigned to ``forward`` after planning and it did not call the
+        """Call the module as usual. If a function was assigned to ``forward`` after planning and it bypasses the
         planned forward, warn that this step had no plan."""
-        before = FORWARDS.begun
-        results = super().__call__(*args, **kwargs)  # type: ignore[misc]
-        if self._rematplan_replaced is not None and FORWARDS.begun == before and torch.is_grad_enabled():
-            warn(
-                f"the forward of {self._rematplan.name} was replaced after it was planned, and the new one does not "
-                f"call the planned one: this step has no plan and may exceed the budget; plan what it calls"
-            )
-        return results
+        call = functools.partial(super().__call__, *args, **kwargs)  # type: ignore[misc]
+        if self._rematplan_replaced is None:
+            return call()
+        what = f"the function that replaced the forward of {self._rematplan.name}"
+        return self._rematplan.unplanned.tell(cast(nn.Module, self), what, call)
 
     def _rematplan_model(self) -> nn.Module:
         """Return the original model, which shares this object's attributes. If this object's class was changed after

@@ -278,6 +278,15 @@ def deferred_backwards(planned: nn.Module) -> Deferred:
     return Planning(planned)._planned._rematplan.deferred
 
 
+def watch_backwards(planned: nn.Module) -> None:
+    """Warn if a backward gives gradients to a planned module's parameters before any planned module was called.
+
+    Raises:
+        UsageError: the module is not planned.
+    """
+    Planning(planned)._planned._rematplan.unplanned.watch(planned.parameters())
+
+
 def _last(planned: HasRunner) -> CacheEntry:
     runner = planned._rematplan
     if not hasattr(runner, "last"):

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import copy
 import gc
-import threading
 from collections.abc import Hashable, Sequence
 from dataclasses import replace
 from typing import Any
@@ -21,6 +20,7 @@ from rematplan.module.forward_capture import Original, Tracing
 from rematplan.module.plan_swaps import Running
 from rematplan.module.shape_options import ShapeOptions
 from rematplan.module.steps import Steps
+from rematplan.module.unplanned_calls import UnplannedCalls
 from rematplan.plans.planner import Planner
 from rematplan.runtime import guards
 from rematplan.runtime.capture.flat_module import (
@@ -55,15 +55,6 @@ YOUNG = 1
 """The oldest generation of Python's garbage collector with objects of the last call; a full collection takes long."""
 
 
-class _Forwards(threading.local):
-    """A count of forwards of planned modules, for each thread separately."""
-
-    begun = 0
-
-
-FORWARDS = _Forwards()
-
-
 class Runner:
     """Executes the calls of one planned module: captures, plans and compiles its training steps, and keeps the results
     for later calls.
@@ -93,6 +84,7 @@ class Runner:
         """The positions of outputs whose tangents arrived although their step had left them out."""
         self.told_of_pending = False
         """Whether the warning was given that several calls before a backward exceed the budget together."""
+        self.unplanned = UnplannedCalls(name)
         self.deferred: Deferred = []
         """The backwards whose weight gradients are not computed yet, in their order, whatever plan they follow."""
         self.tree: guards.ModuleTree | None = None
@@ -110,6 +102,7 @@ class Runner:
         """
         twin = copy.copy(self)
         twin.tree, twin.deferred = None, []
+        twin.unplanned = UnplannedCalls(self.name)
         twin.recorder = Recorder(self.recorder.options) if self.recorder else None
         twin.plans = self.plans.copy() if with_plans else CachedPlans(self.asked.max_plans)
         twin.captures = self.captures.copy(with_shapes=with_plans)
@@ -129,7 +122,6 @@ class Runner:
             InfeasibleBudget: no plan fits the budget.
             UsageError: an argument has a size outside of the ranges that ``asked`` allows.
         """
-        FORWARDS.begun += 1
         if not torch.is_grad_enabled():
             return original.plain(args, kwargs)
         leaves, spec = flattened_call(args, kwargs)
@@ -138,6 +130,7 @@ class Runner:
             return original.plain(args, kwargs)
         self._check_first_order()
         check_saved_tensors_hooks(self.name)
+        self.unplanned.begin_planned_call()
         measures = False
         if self.recorder:
             entry = self._entry(original, leaves, spec, state)

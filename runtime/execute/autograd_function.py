@@ -524,6 +524,8 @@ class _BackwardSegment(torch.autograd.Function):
         return None, None, link, *call.backward(ctx.k)
 
 
+NODES: tuple[type, ...] = tuple(f._backward_cls for f in (_ForwardNode, _BackwardSegment))
+"""The classes of the nodes of planned steps in the autograd graph."""
 _NOTHING = nullcontext()
 
 

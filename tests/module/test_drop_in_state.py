@@ -310,7 +310,7 @@ def test_forward_can_be_replaced_and_has_the_model_s_signature() -> None:
 def test_a_replaced_forward_that_bypasses_the_plan_causes_a_warning() -> None:
     planned, _ = planned_and_plain(net())
     planned.forward = lambda x: planned.body(x)
-    with pytest.warns(UserWarning, match="no plan and may exceed the budget") as said:
+    with pytest.warns(UserWarning, match="has no plan and may exceed the budget") as said:
         step(planned)
     assert said[0].filename == __file__
     with pytest.raises(ModelError, match="replaced since"):
@@ -339,7 +339,7 @@ def test_a_planned_forward_in_another_thread_does_not_hide_one_that_bypasses_the
     planned.forward = past_the_plan
     with ThreadPoolExecutor(1) as pool:
         ran = pool.submit(run_other)
-        with pytest.warns(UserWarning, match="no plan and may exceed the budget"):
+        with pytest.warns(UserWarning, match="has no plan and may exceed the budget"):
             step(planned)
         ran.result()
 

@@ -1,0 +1,138 @@
+"""Warn of training that bypasses a planned module's plan: through methods other than ``forward``, through a function
+that replaced ``forward``, or through the original model or its parts."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import threading
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from types import FunctionType
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils.hooks import RemovableHandle
+
+from rematplan.runtime.execute.autograd_function import NODES
+from rematplan.runtime.graph.compat import any_mode, disable_dynamo, pytree
+from rematplan.runtime.graph.warn import warn
+
+_NO_PLAN = "that part of the step has no plan and may exceed the budget"
+
+
+class _Found(threading.local):
+    """The number of calls that bypassed a plan, in each thread separately."""
+
+    calls = 0
+
+
+_FOUND = _Found()
+_planned_calls = 0
+"""The number of calls of planned modules in this process."""
+
+
+@dataclass
+class UnplannedCalls:
+    """What a planned module was warned of. ``name``: the model's name."""
+
+    name: str
+    told: set[str] = field(default_factory=set)
+    """The calls that were warned of, as texts. Each is warned of once."""
+    watched: list[RemovableHandle] = field(default_factory=list)
+    """The hooks that wait for a backward before the first planned call."""
+
+    def watch(self, parameters: Iterable[nn.Parameter]) -> None:
+        """Warn if a backward gives a gradient to one of the model's parameters before any planned module was called."""
+        before = _planned_calls
+
+        def tell(_: torch.Tensor) -> None:
+            self._end_watch()
+            if _planned_calls == before:
+                warn(
+                    f"a backward gave gradients to parameters of {self.name}, whose planned forward has not run: "
+                    f"{_NO_PLAN}; call what plan_module returned, in place of the original model and its parts"
+                )
+
+        trained = (p for p in parameters if p.requires_grad and p.is_leaf)
+        self.watched += [p.register_post_accumulate_grad_hook(tell) for p in trained]
+
+    def begin_planned_call(self) -> None:
+        """Record that a planned forward runs: backwards are not watched any longer."""
+        global _planned_calls
+        _planned_calls += 1
+        if self.watched:
+            self._end_watch()
+
+    def _end_watch(self) -> None:
+        while self.watched:
+            self.watched.pop().remove()
+
+    def tell(self, planned: nn.Module, what: str, call: Callable[[], Any]) -> Any:
+        """Make a call, and return its result. Warn if a backward of the result would give gradients to the planned
+        module's parameters other than through a planned forward. Of calls inside of each other, only the innermost is
+        warned of.
+
+        Args:
+            planned: the planned module.
+            what: describes the call, for the message.
+            call: makes the call.
+        """
+        if not torch.is_grad_enabled() or any_mode():
+            return call()
+        before = _FOUND.calls
+        result = call()
+        if _FOUND.calls == before and (what in self.told or _bypasses_plan(result, planned)):
+            _FOUND.calls += 1
+            if what not in self.told:
+                self.told.add(what)
+                self._end_watch()
+                warn(
+                    f"{what} computes with parameters of the planned {self.name} outside of its planned forward: "
+                    f"{_NO_PLAN}; call the planned module itself, or plan the submodules that are called"
+                )
+        return result
+
+
+def watched_methods(kind: type[nn.Module], calls: Callable[[Any], UnplannedCalls]) -> dict[str, Any]:
+    """Return the methods of a model's class for its planned subclass: each does what the original does, by
+    `UnplannedCalls.tell`. The methods of `nn.Module` and special methods are not among them.
+
+    ``calls``: returns what a planned module was warned of.
+    """
+    names = (name for name in dir(kind) if not (name.startswith("__") or hasattr(nn.Module, name)))
+    found = {name: inspect.getattr_static(kind, name) for name in names}
+    return {name: _watched(kind, m, calls) for name, m in found.items() if isinstance(m, FunctionType)}
+
+
+def _watched(kind: Any, method: FunctionType, calls: Callable[[Any], UnplannedCalls]) -> Any:
+    @functools.wraps(method)
+    @disable_dynamo
+    def watched(self: Any, *args: Any, **kwargs: Any) -> Any:
+        present = getattr(kind, method.__name__)  # the class may have got another method since
+        what = f"{kind.__name__}.{method.__name__}"
+        return calls(self).tell(self, what, functools.partial(present, self, *args, **kwargs))
+
+    return watched
+
+
+def _bypasses_plan(result: Any, planned: nn.Module) -> bool:
+    """Return whether a backward of the tensors in ``result`` gives gradients to parameters of a planned module other
+    than through planned forwards."""
+    tensors = (t for t in pytree.tree_leaves(result) if isinstance(t, torch.Tensor))
+    todo = [t.grad_fn for t in tensors if t.grad_fn is not None]
+    seen, own = set(todo), None
+    while todo:
+        node = todo.pop()
+        for inner, _ in node.next_functions:
+            if inner is None or inner in seen:
+                continue
+            if type(inner).__name__ != "AccumulateGrad":
+                seen.add(inner)
+                todo.append(inner)
+            elif not isinstance(node, NODES):
+                own = {id(p) for p in planned.parameters()} if own is None else own
+                if id(inner.variable) in own:  # type: ignore[attr-defined]
+                    return True
+    return False
