@@ -27,6 +27,7 @@ from rematplan.ir.onnx.bound_dimensions import MOST_ELEMENTS, bound_inputs, know
 from rematplan.ir.onnx.constant_folding import MAX_ELEMENTS, constant_value, fold
 from rematplan.ir.onnx.control_flow import captured, without_subgraphs
 from rematplan.ir.onnx.draft import Array, Draft
+from rematplan.ir.onnx.fake_quantisation import with_fake_quantisation
 from rematplan.ir.onnx.graph import Graph, Node, Role, Value, Weight
 from rematplan.ir.onnx.protobuf import read_onnx, read_proto
 from rematplan.ir.onnx.tied_weights import untangled
@@ -87,7 +88,8 @@ def _graph(draft: Draft, dims: Mapping[str, int], forms: Forms) -> Graph:
     nodes, outputs = _without_aliases(draft.nodes, draft)
     nodes = _live(nodes, outputs)
     work = _Work(draft.initialisers, roles.uses(nodes))
-    nodes = _live(work.fold(nodes), outputs)
+    nodes, joined = with_fake_quantisation(_live(work.fold(nodes), outputs), work.source)
+    nodes = _live(nodes, outputs)
     weights = _weights(work, draft, nodes, outputs)
     return Graph(
         name=draft.name,
@@ -97,7 +99,7 @@ def _graph(draft: Draft, dims: Mapping[str, int], forms: Forms) -> Graph:
         ),
         weights=weights,
         nodes=_silenced(nodes, outputs),
-        notes=(*unrolled, *untied, *formed, *_notes(draft, weights, nodes)),
+        notes=(*unrolled, *untied, *formed, *joined, *_notes(draft, weights, nodes)),
         batch=batch,
     )
 
@@ -343,6 +345,8 @@ def _notes(draft: Draft, weights: Sequence[Weight], nodes: Sequence[Node]) -> tu
     generated = sum(1 for w in weights if w.generated)
     read = {w.name for w in weights}
     unused = sum(1 for a in draft.initialisers.values() if a.dtype in roles.FLOATS and a.name not in read)
+    used = roles.uses(nodes)
+    rounded = sum(1 for w in weights if w.role == "constant" and w.shape and roles.is_rounded(w.name, used))
     promoted = [
         w for w in weights if w.role == "parameter" and w.name not in draft.initialisers and not w.generated
     ]
@@ -354,6 +358,9 @@ def _notes(draft: Draft, weights: Sequence[Weight], nodes: Sequence[Node]) -> tu
         and f"{frozen} of {kinds['BatchNormalization']} batch norms are in inference form and stay fixed",
         generated and f"{generated} weights have no values in the file and start random",
         promoted and f"{len(promoted)} weights are stored in Constant nodes and are trained all the same",
+        rounded
+        and f"{rounded} weights are not trained, because rounding them to integers has no gradient: they are stored as "
+        "integers, or no DequantizeLinear of the same scale reads what a QuantizeLinear makes of them",
         unused and f"{unused} float initialisers are read by nothing that an output needs and are dropped",
     )
     reached = roles.differentiable_values(nodes, [d.name for d in draft.outputs])

@@ -16,8 +16,9 @@ from rematplan.ir.onnx.graph import Node
 
 FLOATS = frozenset({"float16", "bfloat16", "float32", "float64"})
 
-# Ops that only rearrange one tensor: an op that reads the result of one of them on a weight reads that weight.
-VIEW_OPS = frozenset({"Flatten", "Identity", "Reshape", "Squeeze", "Transpose", "Unsqueeze"})
+# Ops that only rearrange one tensor or round it: an op that reads the result of one of them on a weight reads that
+# weight.
+VIEW_OPS = frozenset({"FakeQuantize", "Flatten", "Identity", "Reshape", "Squeeze", "Transpose", "Unsqueeze"})
 
 # Ops that are differentiable in their first input only.
 IN_THE_FIRST = (
@@ -25,7 +26,7 @@ IN_THE_FIRST = (
     "ReduceL1", "ReduceL2", "ReduceLogSum", "ReduceLogSumExp", "ReduceMax", "ReduceMean", "ReduceMin",
     "ReduceProd", "ReduceSum", "ReduceSumSquare", "Reshape", "Resize", "Slice", "Split", "Squeeze", "Tile",
     "TopK", "Trilu", "Unsqueeze", "Upsample", "Pow", "MaxUnpool", "Compress", "CumProd", "RotaryEmbedding",
-    "Col2Im", "DFT", "ReverseSequence",
+    "Col2Im", "DFT", "FakeQuantize", "ReverseSequence",
 )  # fmt: skip
 
 # Ops that are differentiable in no input.
@@ -67,6 +68,7 @@ WEIGHT_INPUTS: dict[str, frozenset[int]] = {
     "RNN": frozenset({1, 2, 3}),
 }
 AFFINE_OPS = frozenset({"Add", "Div", "Mul", "Sub"})  # per-channel scale and shift written as arithmetic
+ROUNDING = frozenset({"DequantizeLinear", "DynamicQuantizeLinear", "QuantizeLinear"})
 STATISTICS = frozenset({3, 4})  # batch norm's mean and variance
 
 
@@ -104,6 +106,12 @@ def uses(nodes: Iterable[Node]) -> Uses:
 def is_statistic(name: str, used: Uses) -> bool:
     """Return whether a batch norm reads the value, possibly through views, as its mean or variance."""
     return any(node.op == "BatchNormalization" and at in STATISTICS for node, at in used.through_views(name))
+
+
+def is_rounded(name: str, used: Uses) -> bool:
+    """Return whether a node reads the value, possibly through views, to quantise it, or as integers that it
+    dequantises."""
+    return any(node.op in ROUNDING and at == 0 for node, at in used.through_views(name))
 
 
 def in_weight_input(name: str, used: Uses) -> bool:

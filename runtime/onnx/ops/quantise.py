@@ -2,16 +2,19 @@
 zero point.
 
 Dequantisation is differentiable with respect to the scale. No gradient passes through the integers, because they are
-rounded.
+rounded. Only fake quantisation, which quantises and dequantises, passes gradients straight through.
 """
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
+from rematplan.ir.onnx.fake_quantisation import INT32
 from rematplan.ir.onnx.graph import Node
-from rematplan.runtime.onnx.ops.rows import Rows, integer, refuse
+from rematplan.runtime.onnx.ops.rows import Rows, integer, ints, refuse
 from rematplan.runtime.onnx.ops.values import ONNX_DTYPES
 
 ROWS = Rows()
@@ -63,9 +66,18 @@ def quantize_linear(node: Node, x: Tensor, scale: Tensor, zero: Tensor | None = 
         ModelError: the result's type is not (u)int8 or (u)int16, or the shape of a scale needs a ``block_size`` that is
             absent.
     """
+    whole, dtype = _rounded(node, x, scale, zero, integer(node, "output_dtype", 0))
+    ends = torch.iinfo(dtype)
+    return whole.clamp(ends.min, ends.max).to(dtype)
+
+
+def _rounded(
+    node: Node, x: Tensor, scale: Tensor, zero: Tensor | None, stated: int
+) -> tuple[Tensor, torch.dtype]:
+    """Return ``round(x / scale) + zero`` as int32, and the type of the quantised integers. ``stated``: ONNX's number of
+    this type if there is no zero point; 0 for uint8."""
     axis = integer(node, "axis", 1)
-    stated = ONNX_DTYPES.get(integer(node, "output_dtype", 0), torch.uint8)
-    dtype = stated if zero is None else zero.dtype
+    dtype = ONNX_DTYPES.get(stated, torch.uint8) if zero is None else zero.dtype
     if dtype not in QUANTISED:
         raise refuse(node, f"quantisation to {str(dtype).removeprefix('torch.')} is not supported")
     steps = _along(node, scale, x, axis)
@@ -74,8 +86,7 @@ def quantize_linear(node: Node, x: Tensor, scale: Tensor, zero: Tensor | None = 
     whole = torch.round(x / steps).to(torch.int32)
     if zero is not None:
         whole = whole + _along(node, _wide(zero), x, axis)
-    ends = torch.iinfo(dtype)
-    return whole.clamp(ends.min, ends.max).to(dtype)
+    return whole, dtype
 
 
 @ROWS.add("DequantizeLinear", 10, 13, 19, 21, 23, 24, 25, 28)
@@ -96,6 +107,38 @@ def dequantize_linear(node: Node, x: Tensor, scale: Tensor, zero: Tensor | None 
     wide = torch.promote_types(scale.dtype, torch.float32)
     y = whole.to(wide) * _along(node, scale, x, axis).to(wide)
     return y.to(ONNX_DTYPES.get(integer(node, "output_dtype", 0), scale.dtype))
+
+
+@ROWS.add("FakeQuantize", 1)
+def fake_quantize(node: Node, x: Tensor, scale: Tensor, zero: Tensor | None = None) -> Tensor:
+    """Run QuantizeLinear and DequantizeLinear of the same scale and zero point. The gradient passes unchanged where
+    ``x`` is within the range of the integers, and is 0 outside.
+
+    Attributes of the node: ``quantised`` is ONNX's number of the integers' type if there is no zero point; ``clip`` has
+    the ends of the range if it is narrower than that type.
+    """
+    rounded, dtype = _rounded(node, x.detach(), scale, zero, integer(node, "quantised", 0))
+    ends, (low, high) = torch.iinfo(dtype), ints(node, "clip") or INT32
+    whole = rounded.clamp(max(low, ends.min), min(high, ends.max))
+    y: Tensor = _StraightThrough.apply(
+        x, dequantize_linear(node, whole.to(dtype), scale, zero), whole == rounded
+    )
+    return y
+
+
+class _StraightThrough(torch.autograd.Function):
+    """Returns its second argument, whose gradient goes to the first where the third is true."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, y: Tensor, inside: Tensor) -> Tensor:
+        ctx.dtype = x.dtype
+        ctx.save_for_backward(inside)
+        return y.view_as(y)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
+        (inside,) = ctx.saved_tensors
+        return torch.where(inside, gradient, 0).to(ctx.dtype), None, None
 
 
 @ROWS.add("DynamicQuantizeLinear", 11)
