@@ -18,7 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 from rematplan.ir import UsageError, show_bytes
 from rematplan.module.capture_lock import LOCK
 from rematplan.module.forward_capture import Original
-from rematplan.module.planning import IN_PLACE, HasRunner
+from rematplan.module.planning import IN_PLACE, HasRunner, watch_backwards
 from rematplan.module.runner import Runner
 from rematplan.plan_any_module import Asked, asked_of, make_first_plans, names_of_tensors
 from rematplan.planner.core.plan import Plan
@@ -61,6 +61,7 @@ def apply(model: Module, budget: str | int | None = None, **options: Any) -> Mod
     asked = asked_of(model, budget=budget, **options)
     InPlace.undo(model)
     InPlace(model, asked).begin()
+    watch_backwards(model)
     return model
 
 

@@ -284,7 +284,7 @@ def watch_backwards(planned: nn.Module) -> None:
     Raises:
         UsageError: the module is not planned.
     """
-    Planning(planned)._planned._rematplan.unplanned.watch(planned.parameters())
+    runner_of(planned).unplanned.watch(planned.parameters())
 
 
 def _last(planned: HasRunner) -> CacheEntry:

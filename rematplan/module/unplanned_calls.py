@@ -52,7 +52,7 @@ class UnplannedCalls:
             if _planned_calls == before:
                 warn(
                     f"a backward gave gradients to parameters of {self.name}, whose planned forward has not run: "
-                    f"{_NO_PLAN}; call what plan_module returned, in place of the original model and its parts"
+                    f"{_NO_PLAN}; call the planned module itself, not its original model, a part or a method"
                 )
 
         trained = (p for p in parameters if p.requires_grad and p.is_leaf)

@@ -103,6 +103,15 @@ def test_training_the_original_or_a_part_in_place_of_the_planned_module_is_told_
         train(model, planned).sum().backward()
 
 
+def test_a_method_of_a_model_that_is_planned_in_place_is_told_of() -> None:
+    model = rematplan.apply(Net(), budget="min", strategy="approx_dp", costs="roofline")
+    with pytest.warns(UserWarning, match=NOT_RUN):
+        model.encode(X).sum().backward()
+    model = rematplan.apply(Net(), budget="min", strategy="approx_dp", costs="roofline")
+    with warnings.catch_warnings(action="error"):
+        model(X).sum().backward()
+
+
 def test_a_planned_call_ends_the_watch_for_other_backwards() -> None:
     model = Net()
     planned = rematplan.plan_module(rematplan.plan_module(model, (X,), **SETTINGS), (X,), **SETTINGS)
