@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from rematplan.ir import ModelError
+from rematplan.runtime.capture.patches.tensor_text import TEXT
 from rematplan.runtime.graph.compat import pytree
 from rematplan.runtime.guards.module_state import HOOKS
 
@@ -58,7 +59,7 @@ def check_no_hidden_tensors(leaves: Sequence[Any], what: str, called_later: bool
 
 def hides_tensors(one: Any, called_later: bool = False) -> bool:
     """Return whether a tensor is found among an object's attributes, in containers and objects inside them included.
-    Also true for an iterator, because it may compute tensors when it is read.
+    Also true for an iterator, because it may compute tensors when it is read, and for the text of a traced tensor.
 
     Functions, classes and modules inside the object are not searched.
 
@@ -66,13 +67,13 @@ def hides_tensors(one: Any, called_later: bool = False) -> bool:
         one: the object.
         called_later: whether to search the closure if ``one`` is a function, and the instance if it is a bound method.
     """
-    if isinstance(one, Iterator):
+    if isinstance(one, Iterator) or (isinstance(one, str) and TEXT in one):
         return True
     seen: set[int] = set()
     todo = _behind(one) if called_later else [getattr(one, "__dict__", None)]
     while todo:
         value = todo.pop()
-        if isinstance(value, torch.Tensor):
+        if isinstance(value, torch.Tensor) or (isinstance(value, str) and TEXT in value):
             return True
         if id(value) in seen or isinstance(value, (type, ModuleType, FunctionType, nn.Module)):
             continue
@@ -117,8 +118,8 @@ class Withheld:
 
     def _refuse(self, *_args: Any, **_kwargs: Any) -> NoReturn:
         raise NotGiven(
-            f"{self._what}, whose tensors PyTorch does not see, so a planned step does not return it; register the "
-            f"class with torch.utils._pytree, or call the model without gradients"
+            f"{self._what}, whose tensors PyTorch does not see, so a planned step does not return it; return "
+            f"the tensors themselves, register the class with torch.utils._pytree, or call the model without gradients"
         )
 
     __call__ = __iter__ = _refuse

@@ -31,6 +31,7 @@ from rematplan.runtime.capture.patches.size_text import no_size_as_text
 from rematplan.runtime.capture.patches.size_types import sizes_have_plain_types
 from rematplan.runtime.capture.patches.sum_numbers import sums_of_gradients_numbered
 from rematplan.runtime.capture.patches.tangent_strides import tangents_strided_as_outputs
+from rematplan.runtime.capture.patches.tensor_text import tensors_have_text
 from rematplan.runtime.capture.patches.trace_costs import only_what_is_read
 from rematplan.runtime.capture.read_fx import read_joint_graph
 from rematplan.runtime.capture.restore_state import check_no_sizes_kept, same_attributes
@@ -127,6 +128,7 @@ def trace_joint_graph(request: TraceRequest) -> Traced:
             same_attributes(root, name),
             no_host_draws(name),
             no_saved_tensors_hooks(name),
+            tensors_have_text(),
             only_what_is_read(),
         ):
             return _traced(request)

@@ -160,6 +160,11 @@ PATCHES = (
         f"{_ROOM}.capture.patches.lists_of_tensors",
     ),
     Patch(
+        ("torch.Tensor.__format__", "torch._subclasses.functional_tensor.FunctionalTensor.__repr__"),
+        "a traced tensor has no numbers for a text, so what a forward does with its text must be recognised",
+        f"{_ROOM}.capture.patches.tensor_text",
+    ),
+    Patch(
         ("torch.Tensor.tolist", "torch.Tensor.numpy"),
         "both read a tensor's memory without a call that a tracer could see",
         f"{_ROOM}.guards.tensor_reads",
