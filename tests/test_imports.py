@@ -34,7 +34,10 @@ WALLS = {
         ("rematplan.ir", "rematplan.runtime", "rematplan.planner.core"), ("ml_dtypes", "numpy", "torch")
     ),
     "models": Wall(("rematplan.models",), ("torch",)),
-    "rematplan": Wall(("rematplan",), ("matplotlib", "numpy", "onnx", "rich", "torch")),
+    "rematplan": Wall(
+        ("rematplan",),
+        ("matplotlib", "numpy", "onnx", "pytorch_lightning", "rich", "torch", "transformers"),
+    ),
 }
 
 LAYERS = {
@@ -77,6 +80,7 @@ LAYERS = {
         "step_loading",
         "step_measurement",
         "api plan_any_module plan_in_place symbolic_halves compile_for_sizes compile_backend onnx_backend",
+        "integrations",
         "pipeline",
         "report",
         "cli",
@@ -90,6 +94,8 @@ ONLY_IN = {
     "onnx": ("ir/onnx/*.py", "rematplan/onnx_backend.py"),
     "onnx_ir": ("ir/onnx/*.py",),
     "platformdirs": ("ir/cache_folder.py",),
+    "pytorch_lightning": ("rematplan/integrations/lightning.py",),
+    "transformers": ("rematplan/integrations/transformers.py",),
     "ortools": (
         "planner/ilp/solver.py",
         "planner/ilp/highs_process.py",
@@ -185,7 +191,9 @@ def test_third_party_doors() -> None:
 
 def test_every_package_that_is_imported_is_a_dependency() -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-    declared = {re.split(r"[<>=!~;\[ ]", text)[0].replace("-", "_") for text in project["dependencies"]}
+    extras = project["optional-dependencies"]
+    needed = [*project["dependencies"], *extras["transformers"], *extras["lightning"]]
+    declared = {re.split(r"[<>=!~;\[ ]", text)[0].replace("-", "_") for text in needed}
     used = {name.split(".")[0] for file in FILES for _, name in imported(ROOT / file)}
     assert used - set(sys.stdlib_module_names) - {"rematplan"} <= declared
 

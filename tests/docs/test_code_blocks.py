@@ -2,7 +2,8 @@
 
 Blocks of a page share one namespace and one empty folder, and run in their order. An HTML comment in front of a block,
 ``<!-- tests: ARGUMENTS -->``, adds arguments to its ``rematplan`` commands, so that the tests run them on a smaller
-network; ``<!-- tests: raises NAME -->`` says that a Python block ends with that exception. What a console block shows
+network; ``<!-- tests: raises NAME -->`` says that a Python block ends with that exception, and
+``<!-- tests: needs NAME -->`` that it runs only where that package is installed. What a console block shows
 is compared line by line with what the command prints, numbers and their units of bytes aside: the zoo's networks have
 fewer blocks here.
 """
@@ -15,6 +16,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -23,6 +25,7 @@ import rematplan
 from rematplan.cli import main
 from rematplan.planner.auto.auto_strategy import Auto
 from rematplan.planner.strategies.anneal import Anneal
+from rematplan.plans.options import PlanOptions
 
 ROOT = Path(__file__).parent.parent.parent
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
@@ -68,6 +71,7 @@ def short(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """An empty folder to work in, and searches of a third of a second."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setitem(rematplan.plan_module.__kwdefaults__, "time_limit", float(SECONDS))
+    monkeypatch.setitem(PlanOptions.__init__.__kwdefaults__, "time_limit", float(SECONDS))
     for kind in (Auto, Anneal):
         defaults = kind.__init__.__defaults__
         monkeypatch.setattr(kind.__init__, "__defaults__", (float(SECONDS), *defaults[1:]))
@@ -78,6 +82,9 @@ def short(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
 def test_the_blocks_of_a_page_run(page: Path, capsys: pytest.CaptureFixture[str]) -> None:
     namespace: dict[str, object] = {"__name__": "__main__"}
     for block in blocks(page):
+        needed = re.fullmatch(r"needs (\w+)", block.note)
+        if needed and find_spec(needed[1]) is None:
+            continue
         if block.language == "python":
             run_python(block, namespace)
         elif block.language == "console":

@@ -1,0 +1,1 @@
+"""Byte budgets in trainers of other libraries: one file a library."""

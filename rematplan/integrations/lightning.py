@@ -1,0 +1,97 @@
+"""Plan the network of a LightningModule within a budget in bytes.
+
+Tested with pytorch-lightning 2.6. Install ``rematplan[lightning]``.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from pytorch_lightning import Callback, LightningModule, Trainer
+from pytorch_lightning.callbacks import BatchSizeFinder
+from torch import nn
+
+from rematplan.integrations.tested import warn_if_untested
+from rematplan.integrations.trained_parts import (
+    check_options,
+    part_of,
+    plain_optimizers,
+    warn_if_not_called,
+)
+from rematplan.ir import UsageError
+from rematplan.plan_in_place import apply
+
+TESTED = ("2.6",)
+"""The versions of pytorch-lightning with which the tests were run."""
+
+
+class RematplanCallback(Callback):  # type: ignore[misc]
+    """Plan the network inside of a LightningModule in place when training begins (`rematplan.apply`), the trainer's
+    optimizers included in the budget.
+
+    ``Trainer(callbacks=[RematplanCallback(budget="8GiB")])``. The loss, ``self.log`` and what else
+    ``training_step`` does stay outside of the plan. The first training step makes the plan. The network stays planned
+    after training; `rematplan.remove` undoes it.
+
+    Args:
+        budget: as in `plan_module`.
+        module: the name of the submodule that is planned, within the LightningModule; an empty name for the forward of
+            the LightningModule itself, if ``training_step`` calls ``self(...)``. By default its only direct submodule
+            with trainable parameters.
+        options: the other keywords of `plan_module`. ``reserved`` replaces the trainer's optimizers.
+
+    Raises:
+        UsageError: there is no budget, or an option is unknown or malformed. When training begins: there is no such
+            submodule, there are several to choose from, or a ``BatchSizeFinder`` is used, whose trials run without
+            callbacks and so without a plan. `rematplan.apply` names the other errors.
+    """
+
+    def __init__(self, budget: str | int | None = None, *, module: str | None = None, **options: Any) -> None:
+        check_options(budget, options)
+        self.budget, self.module, self.options = budget, module, options
+        self.unseen: nn.Module | None = None
+        """The planned part until its first step has ended."""
+
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        """Refuse a trainer whose trials would run without a plan."""
+        del pl_module, stage
+        warn_if_untested("pytorch-lightning", TESTED)
+        if any(isinstance(one, BatchSizeFinder) for one in trainer.callbacks):
+            raise UsageError(
+                "BatchSizeFinder tries batches without callbacks, so without a plan; state the batch size, and "
+                "lower it if the budget is refused"
+            )
+
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Plan the network in place."""
+        part = _only_network(pl_module) if self.module is None else part_of(pl_module, self.module)
+        trained = {
+            "reserved": plain_optimizers(trainer.optimizers),
+            "accumulate": trainer.accumulate_grad_batches > 1,
+        }
+        self.unseen = apply(part, self.budget, **trained | self.options)
+
+    def on_train_batch_end(self, *_args: Any, **_kwargs: Any) -> None:
+        """Warn if the first step has not called what is planned."""
+        part, self.unseen = self.unseen, None
+        if part is not None:
+            warn_if_not_called(part)
+
+
+def _only_network(model: nn.Module) -> nn.Module:
+    """Return the only direct submodule with trainable parameters.
+
+    Raises:
+        UsageError: there is none, or there are several.
+    """
+    trained = {
+        name: child
+        for name, child in model.named_children()
+        if any(parameter.requires_grad for parameter in child.parameters())
+    }
+    if len(trained) != 1:
+        raise UsageError(
+            f"{type(model).__name__} trains {', '.join(trained) or 'no submodule'}: name the one to plan, such as "
+            f"module={next(iter(trained), 'net')!r}, or '' for the forward of {type(model).__name__} itself"
+        )
+    return next(iter(trained.values()))

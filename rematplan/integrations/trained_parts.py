@@ -1,0 +1,60 @@
+"""Plan in place the part of a model that a trainer's budget bounds."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from rematplan.ir import UsageError
+from rematplan.plan_any_module import planning
+from rematplan.plan_in_place import apply
+from rematplan.runtime.graph.warn import warn
+
+
+def check_options(budget: str | int | None, options: dict[str, Any]) -> None:
+    """Refuse a missing or malformed budget, and unknown or malformed options, before there is a model.
+
+    Raises:
+        UsageError: as `apply`.
+    """
+    apply(
+        nn.Module(),
+        budget,
+        **{key: value for key, value in options.items() if key not in ("keep", "never_rerun")},
+    )
+
+
+def part_of(model: nn.Module, module: str | None) -> nn.Module:
+    """Return the submodule of a model with this name; the model itself if the name is None.
+
+    Raises:
+        UsageError: there is no such submodule.
+    """
+    try:
+        return model.get_submodule(module or "")
+    except AttributeError:
+        names = [name for name, _ in model.named_children()]
+        raise UsageError(
+            f"a {type(model).__name__} has no module {module!r}; it has {', '.join(names[:6])}"
+        ) from None
+
+
+def warn_if_not_called(part: nn.Module) -> None:
+    """Warn if no training step has called a part that is planned in place."""
+    if not planning(part).plans:
+        warn(
+            f"no training step has called this {type(part).__name__}, so nothing is planned and the budget bounds "
+            f"nothing; name the module that the step calls"
+        )
+
+
+def plain_optimizers(optimizers: Sequence[Any]) -> list[Any]:
+    """Return the optimizers that a trainer's wrappers run."""
+    found = []
+    for optimizer in optimizers:
+        inner = getattr(optimizer, "optimizer", None)
+        found.append(inner if isinstance(inner, torch.optim.Optimizer) else optimizer)
+    return found
