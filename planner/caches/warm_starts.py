@@ -12,7 +12,7 @@ from rematplan.planner.core.schedule import runs_of, without_idle
 
 def transfer_plan(plan: Plan, graph: TrainingGraph) -> Plan | None:
     """Convert a plan of another problem of the same training step to a plan of ``graph``, from which a search can
-    start; None if the result is not a valid schedule.
+    start; None if the result is not a valid schedule, or runs random ops first in another order than ``graph.ordered``.
 
     Ops and inverses are matched by name. Runs of ops that ``graph`` does not have are left out. An op of ``graph``
     that the plan does not run is inserted after each run that writes one of the tensors it reads, once all of them
@@ -23,6 +23,9 @@ def transfer_plan(plan: Plan, graph: TrainingGraph) -> Plan | None:
     shared = set(known)
     runs = _with_new(graph, shared, known)
     runs = without_idle(graph, runs, [r in shared for r in runs])
+    ordered = set(graph.ordered)
+    if tuple(name for name in dict.fromkeys(runs) if name in ordered) != graph.ordered:
+        return None
     try:
         return plan_from_runs(graph, runs, plan.strategy)
     except ProblemError:

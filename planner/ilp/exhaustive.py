@@ -79,12 +79,12 @@ def exhaustive(graph: TrainingGraph, budget: int, most_states: int = MOST_STATES
 class _Masks:
     """A problem whose sets of tensors are bit masks: one bit for each tensor that is not an input.
 
-    An op that writes nothing runs for its side effect, and must run. So it gets a further bit of 0 bytes, which it sets
-    and which is part of ``goal``. An op that may run only once, or whose first run has its place in an order, gets such
-    a bit too, outside of ``goal``: the bit tells whether the op has run. ``bits``: the number of bits. ``recipes``:
-    each op and inverse that may run, with the masks of what it reads and writes. ``sizes``: pairs of a tensor's bit and
-    its bytes, largest first, without tensors of 0 bytes. ``goal``: the bits that must be set at the end. ``useful``:
-    the bits of ``goal``, of ops that have run, and of all tensors that an op or inverse reads.
+    An op that writes nothing, or whose first run has its place in an order, runs for its side effect, and must run. So
+    it gets a further bit of 0 bytes, which it sets and which is part of ``goal``. An op that may run only once gets
+    such a bit too, outside of ``goal``: the bit tells whether the op has run. ``bits``: the number of bits.
+    ``recipes``: each op and inverse that may run, with the masks of what it reads and writes. ``sizes``: pairs of a
+    tensor's bit and its bytes, largest first, without tensors of 0 bytes. ``goal``: the bits that must be set at the
+    end. ``useful``: the bits of ``goal``, of ops that have run, and of all tensors that an op or inverse reads.
     """
 
     def __init__(self, graph: TrainingGraph) -> None:
@@ -103,7 +103,9 @@ class _Masks:
             for op in graph.recipes
             if inputs.isdisjoint(op.writes)  # an inverse that writes an input may never run
         ]
-        self.goal = sum(bit.get(t, 0) for t in graph.outputs) + sum(mark[name] for name in silent)
+        self.goal = sum(bit.get(t, 0) for t in graph.outputs) + sum(
+            mark[name] for name in silent.union(graph.ordered)
+        )
         self.useful = self.goal | sum(mark.values())
         self._again = {name: mark[name] for name in graph.never_rerun}
         self._first = {

@@ -10,29 +10,13 @@ import torch
 
 from rematplan.planner.core.schedule import Schedule, runs_of
 from rematplan.runtime.graph.captured_step import CapturedStep
-
-Generator = Callable[[], Any]
-"""A function that returns the state of a random number generator."""
+from rematplan.runtime.graph.generator_states import load_rng, save_rng
 
 
 def replayed_ops(step: CapturedStep, schedule: Schedule) -> set[str]:
     """Return the names of the random ops that a schedule runs more than once."""
     count = Counter(runs_of(schedule))
     return {call.name for call in step.calls if call.seeded and count[call.name] > 1}
-
-
-def save_rng(device: torch.device) -> Generator:
-    """Return a function without arguments that returns the state of the device's default random number generator."""
-    if device.type == "cuda":
-        return lambda: torch.cuda.get_rng_state(device)
-    return torch.get_rng_state
-
-
-def load_rng(device: torch.device) -> Callable[[Any], None]:
-    """Return a function that sets the device's default random number generator to the state that it is called with."""
-    if device.type == "cuda":
-        return lambda state: torch.cuda.set_rng_state(state, device)
-    return torch.set_rng_state
 
 
 def replay_functions(device: torch.device) -> dict[str, Callable[..., Any]]:

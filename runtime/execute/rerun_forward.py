@@ -10,8 +10,8 @@ from typing import Any
 import torch
 
 from rematplan.runtime.execute.buffers_once import renewed_buffers
-from rematplan.runtime.execute.random_replay import load_rng, save_rng
 from rematplan.runtime.graph.captured_step import CapturedStep
+from rematplan.runtime.graph.generator_states import load_rng, save_rng
 
 
 @contextmanager

@@ -17,15 +17,13 @@ ATEN = torch.ops.aten
 
 class Tape(Protocol):
     """The part of `decisions_by_values.OpTape` that the functions in this file need. An `OpTape` records the calls of a
-    traced forward, and computes on real tensors the values that depend neither on trained parameters nor on random
-    numbers."""
+    traced forward, and computes on real tensors the values that do not depend on trained parameters."""
 
     drawn: dict[int, torch.Tensor]
     """By id, results of ``rand`` that no call has written to since."""
 
     def run(self, func: Any, *args: Any, **kwargs: Any) -> Any:
-        """Execute a call and return its result. Record the call if it draws no random numbers and the values of all its
-        tensor arguments are known."""
+        """Execute a call and return its result. Record the call if the values of all its tensor arguments are known."""
 
     def read(self, of: Callable[..., Any], *arguments: Any) -> Any:
         """Return ``of(*arguments)``, computed on the real tensors that the traced ones represent. The result is
@@ -41,8 +39,8 @@ class Tape(Protocol):
         the step runs."""
 
     def knows(self, value: Any) -> bool:
-        """Return whether all tensors in nested arguments have known values: values that depend neither on a trained
-        parameter nor on random numbers."""
+        """Return whether all tensors in nested arguments have known values: values that do not depend on a trained
+        parameter, nor on draws that cannot be repeated."""
 
 
 def _rand(tape: Tape, *args: Any, **kwargs: Any) -> Any:

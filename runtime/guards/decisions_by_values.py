@@ -2,8 +2,8 @@
 
 A forward may decide by the values of its inputs, for example by whether a mask is all ones, or how many of its elements
 are set. A trace is valid only for the outcomes of these decisions. Therefore the calls that compute the decisive values
-from inputs and buffers are recorded. At a later call of the module they are executed again; if an outcome differs, that
-call needs another graph. Values that depend on a trained parameter or on random numbers are unknown before the step
+from inputs, buffers and random numbers are recorded. At a later call of the module they are executed again; if an
+outcome differs, that call needs another graph. Values that depend on a trained parameter are unknown before the step
 runs, so no decision may depend on them.
 """
 
@@ -23,8 +23,10 @@ from rematplan.runtime.graph.compat import (
     is_functional_tensor,
     pytree,
 )
+from rematplan.runtime.graph.generator_states import all_states, set_states, states_of, states_restored
 from rematplan.runtime.graph.kernel_of import kernel_of
 from rematplan.runtime.guards.data_dependent_shapes import STATIC
+from rematplan.runtime.guards.draws import ADVANCING, arguments_of_repeated, own_generator, repeated
 from rematplan.runtime.guards.finite_tests import FiniteTests
 from rematplan.runtime.guards.tensor_reads import Plainly, asked
 from rematplan.runtime.guards.value_guard import (
@@ -62,6 +64,7 @@ class ValueGuardRecorder(TorchDispatchMode):
         super().__init__()  # type: ignore[no-untyped-call]
         self.buffers, self.batch = buffers, batch
         self.finite = FiniteTests(assumed)
+        self.states = all_states()  # of the generators, with which the forward begins
         self.now: Callable[[Any], Any] = unchanged
         self._tape = OpTape(self)
         self._asking = asked(lambda read, tensor: self._tape.read(read, tensor))
@@ -101,8 +104,8 @@ class ValueGuardRecorder(TorchDispatchMode):
 
 
 class OpTape:
-    """A record of a traced forward's calls whose arguments have known values: values that depend neither on a trained
-    parameter nor on random numbers. It computes these values from the real tensors when the forward asks for them.
+    """A record of a traced forward's calls whose arguments have known values: values that do not depend on a trained
+    parameter. It computes these values from the real tensors, and makes the same draws, when the forward asks for them.
 
     Args:
         decisions: the recorder that has the real tensors.
@@ -118,6 +121,9 @@ class OpTape:
         self.drawn: dict[int, torch.Tensor] = {}  # by id, results of `rand`; cleared by any write
         self.written: set[int] = set()  # storages that a recorded call writes to
         self.lost: set[int] = set()  # storages that unknown values were written to
+        self.chance: set[int] = set()  # storages whose values depend on random numbers
+        self.blind = False  # whether the generators' states are unknown from now on
+        self.states = decisions.states  # of the generators, after the last entry whose result is in `real`
         self.real: dict[int, torch.Tensor] = {}  # by number, real tensors: sources and results of entries
         self.made = 0  # the number of entries whose results are in `real`
 
@@ -136,11 +142,13 @@ class OpTape:
         """Return a guard with all recorded decisions, and with the recorded calls and source tensors from which they
         are computed."""
         needed: set[int] = set()
-        entries = []
+        entries, drawing = [], False
         for entry in reversed(self.entries):
-            if entry.decides or entry.touches & needed:
+            # A needed number depends on all draws before it.
+            if entry.decides or entry.touches & needed or (drawing and entry.draws is not None):
                 needed |= entry.reads | entry.touches
                 entries.append(entry)
+                drawing |= entry.draws is not None
         sources = tuple((place, of) for place, of in self.sources.items() if self.memory[place] in needed)
         written = frozenset(place for place, _ in sources if self.memory[place] in self.written)
         return ValueGuard((*reversed(entries),), sources, written)
@@ -155,7 +163,7 @@ class OpTape:
         Raises:
             ModelError: the number is that of a buffer which the forward has changed before.
         """
-        if torch.Tag.data_dependent_output in func.tags and self.knows((args, kwargs)):
+        if torch.Tag.data_dependent_output in func.tags and self._may_decide((args, kwargs)):
             self._check_counters(args)
             return self._decided(func, args, kwargs)
         instead = STATIC.get(func)
@@ -164,17 +172,30 @@ class OpTape:
         return self.run(func, *args, **kwargs)
 
     def run(self, func: Any, *args: Any, **kwargs: Any) -> Any:
-        """Execute a call and return its result. Record the call if it draws no random numbers and the values of all its
-        tensor arguments are known. Otherwise, tensors that it writes to count as unknown from then on."""
+        """Execute a call and return its result. Record the call if the values of all its tensor arguments are known.
+        Otherwise, tensors that it writes to count as unknown from then on."""
         result = func(*args, **kwargs)
         written = _written(func, args, kwargs)
         if written:
             self.drawn.clear()
-        if torch.Tag.nondeterministic_seeded in func.tags or not self.knows((args, kwargs)):
-            self.lost |= {self.memory[self.places[id(t)]] for t in written if id(t) in self.places}
+        draws = torch.Tag.nondeterministic_seeded in func.tags
+        known = self.knows((args, kwargs)) and not (draws and (self.blind or own_generator(args, kwargs)))
+        if known:
+            self._note(func, args, kwargs, result, written)
             return result
-        self._note(func, args, kwargs, result, written)
+        self.lost |= {self.memory[self.places[id(t)]] for t in written if id(t) in self.places}
+        if draws and not own_generator(args, kwargs):
+            self._note_unknown_draw(func, args, kwargs)
         return result
+
+    def _note_unknown_draw(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Record a draw into tensors of unknown values, which advances the generator."""
+        self.blind |= func.overloadpacket not in ADVANCING
+        if not self.blind:
+            entry = self._entry(
+                repeated, arguments_of_repeated(func, args, kwargs), {}, (), frozenset(), UNDECIDED
+            )
+            self.entries.append(replace(entry, draws=_device(args)))
 
     def read(self, of: Callable[..., Any], *arguments: Any) -> Any:
         """Return ``of(*arguments)``, computed on the real tensors that the traced ones represent. The result is
@@ -183,7 +204,7 @@ class OpTape:
         Raises:
             DataDependentOutputException: the values of the tensors are unknown before the step runs.
         """
-        if not self.knows(arguments):
+        if not self._may_decide(arguments):
             raise DataDependentOutputException(of.__name__.lstrip("_"))  # type: ignore[arg-type]
         return self._decided(of, arguments, {})
 
@@ -191,15 +212,18 @@ class OpTape:
         """Return the integer ``of(tensor)``, computed on the real tensor that the traced one represents. It is recorded
         as a decision, which the guard checks at later calls. Return None if the values of the tensor are unknown before
         the step runs."""
-        return int(self._decided(of, (tensor,), {})) if self.knows(tensor) else None
+        known = self.knows(tensor) and not self._is_chance(tensor)  # a count of drawn numbers hardly returns
+        return int(self._decided(of, (tensor,), {})) if known else None
 
     def _decided(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         asked = self._entry(func, args, kwargs, (), frozenset(), None)
         pools: Pools = {"batch": self.decisions.batch, "buffer": self.decisions.buffers}
-        with Plainly():
+        with Plainly(), states_restored(self.states):
             for place in self.sources.keys() - self.real.keys():
                 self.real[place] = tensor_of(self.sources[place], pools, True)
+            set_states(self.states)
             *_, (_, value) = executed((*self.entries[self.made :], asked), self.real, self.decisions.now)
+            self.states = states_of(self.states)
         self.entries.append(replace(asked, expected=value))
         self.made = len(self.entries)
         return value
@@ -229,7 +253,12 @@ class OpTape:
         touched = [*(p for p in places if p is not None), *(self.places[id(t)] for t in written)]
         memories = frozenset(self.memory[p] for p in touched)
         self.written.update(self.memory[self.places[id(t)]] for t in written)
-        self.entries.append(self._entry(func, args, kwargs, places, memories, UNDECIDED))
+        entry = self._entry(func, args, kwargs, places, memories, UNDECIDED)
+        if torch.Tag.nondeterministic_seeded in func.tags:
+            entry = replace(entry, draws=_device((result, args)))
+        if entry.draws is not None or entry.reads & self.chance:
+            self.chance |= memories
+        self.entries.append(entry)
 
     def _entry(
         self,
@@ -266,9 +295,21 @@ class OpTape:
         return self.places[id(tensor)]
 
     def knows(self, value: Any) -> bool:
-        """Return whether all tensors in nested arguments have known values: values that depend neither on a trained
-        parameter nor on random numbers."""
+        """Return whether all tensors in nested arguments have known values: values that do not depend on a trained
+        parameter, nor on draws that cannot be repeated."""
         return all(self._is_known(t) for t in pytree.tree_leaves(value) if isinstance(t, torch.Tensor))
+
+    def _may_decide(self, value: Any) -> bool:
+        """Return whether a forward may decide by the tensors in nested arguments: their values are known, and may
+        return in later calls. Of drawn numbers, a truth value or a single integer may."""
+        tensors = [t for t in pytree.tree_leaves(value) if isinstance(t, torch.Tensor)]
+        return self.knows(value) and not any(
+            self._is_chance(t) and (t.is_floating_point() or t.is_complex() or t.numel() > 1) for t in tensors
+        )
+
+    def _is_chance(self, tensor: torch.Tensor) -> bool:
+        """Return whether a tensor of known values depends on random numbers."""
+        return self.memory[self.places[id(tensor)]] in self.chance
 
     def _is_known(self, tensor: torch.Tensor) -> bool:
         if (
@@ -278,6 +319,11 @@ class OpTape:
         ):
             self.begin(tensor, tensor)  # not traced: made from numbers, or a plain attribute
         return id(tensor) in self.places and self.memory[self.places[id(tensor)]] not in self.lost
+
+
+def _device(tensors: Any) -> torch.device:
+    """Return the device of the first of nested tensors, from whose generator a call draws."""
+    return next(t.device for t in pytree.tree_leaves(tensors) if isinstance(t, torch.Tensor))
 
 
 def _written(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[torch.Tensor]:

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from rematplan.runtime.graph.compat import pytree
+from rematplan.runtime.graph.generator_states import Generator, states_restored
 from rematplan.runtime.guards.tensor_reads import Plainly
 
 Source = tuple[str, str | int]
@@ -35,7 +36,7 @@ class RecordedCall:
     ``results``: the numbers of the resulting tensors; None for a result that is not a tensor. ``reads``: the storages
     that the call reads, each denoted by the number of the first tensor in it. ``touches``: the storages that it
     allocates, views or writes, denoted in the same way. ``expected``: the result, if the forward decided by it; else
-    `UNDECIDED`.
+    `UNDECIDED`. ``draws``: the generator from which it draws random numbers; None if it draws none.
     """
 
     call: Callable[..., Any]
@@ -45,6 +46,7 @@ class RecordedCall:
     reads: frozenset[int]
     touches: frozenset[int]
     expected: Any
+    draws: Generator | None = None
 
     @property
     def decides(self) -> bool:
@@ -88,7 +90,8 @@ class ValueGuard:
         if not self.entries:
             return True
         pools: Pools = {"batch": batch, "buffer": buffers}
-        with Plainly():
+        drawing = dict.fromkeys(e.draws for e in self.entries if e.draws is not None)
+        with Plainly(), states_restored(drawing):
             known = {place: tensor_of(of, pools, place in self.written) for place, of in self.sources}
             for entry, value in executed(self.entries, known):
                 if entry.expected is not UNDECIDED and not _same(entry.expected, value):

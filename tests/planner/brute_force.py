@@ -28,7 +28,8 @@ def cheapest(graph: TrainingGraph, budget: int, over: Mapping[str, str] = Mappin
         for op in (*graph.ops, *graph.inverses)
         if inputs.isdisjoint(op.writes)
     ]
-    goal = sum(bit.get(t, 0) for t in (*graph.outputs, *(op.name for op in graph.ops if not op.writes)))
+    silent = [op.name for op in graph.ops if not op.writes or op.name in graph.ordered]
+    goal = sum(bit.get(t, 0) for t in (*graph.outputs, *silent))
 
     def held(mask: int) -> int:
         return graph.input_bytes + sum(size[name] for name, b in bit.items() if mask & b)

@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from rematplan.ir import InfeasibleBudget, Op, Tensor, TrainingGraph
 from rematplan.planner.auto.auto_strategy import Auto
 from rematplan.planner.bounds.cut_bounds import min_peak_bound
+from rematplan.planner.caches.warm_starts import transfer_plan
 from rematplan.planner.core.plan import plan_from_runs
 from rematplan.planner.core.schedule import runs_of
 from rematplan.planner.ilp import exhaustive as module
@@ -49,6 +50,25 @@ def restricted(rng, graph):
     names = [op.name for op in graph.ops]
     once, ordered = ([name for name in names if rng.random() < 0.4] for _ in range(2))
     return replace(graph, never_rerun=tuple(once), ordered=tuple(ordered))
+
+
+def test_random_ops_run_even_if_nothing_reads_their_results() -> None:
+    ops = (Op("draw", (), ("d",), 1.0), Op("use", ("x",), ("y",), 1.0), Op("draw again", (), ("e",), 1.0))
+    tensors = tuple(Tensor(name, 8) for name in "xyde")
+    graph = TrainingGraph("drawing", tensors, ("x",), ("y",), ops, ordered=("draw", "draw again"))
+    found = exhaustive(graph, 24)
+    assert sorted(found.runs) == ["draw", "draw again", "use"]
+    assert found.runs.index("draw") < found.runs.index("draw again")
+
+
+def test_a_plan_of_another_order_of_draws_is_not_transferred() -> None:
+    ops = (Op("draw", (), ("d",), 1.0), Op("use", ("d",), ("y",), 1.0), Op("draw again", (), ("e",), 1.0))
+    tensors = tuple(Tensor(name, 8) for name in "yde")
+    graph = TrainingGraph("drawing", tensors, (), ("y",), ops, ordered=("draw", "draw again"))
+    other = replace(graph, ops=(ops[2], *ops[:2]), ordered=("draw again", "draw"))
+    plan = plan_from_runs(other, [op.name for op in other.ops], "base")
+    assert transfer_plan(plan, other) is not None
+    assert transfer_plan(plan, graph) is None
 
 
 @pytest.mark.parametrize("seed", range(12))
