@@ -104,9 +104,10 @@ def plan_module(
         budget: bytes, or text: ``8GiB``; ``60%`` of the peak without recomputation; ``50% of activations``, which
             keeps inputs, outputs and gradients whole and half of the rest of that peak; ``least``, the smallest peak
             found; or ``min``, for the cheapest plan within 1 % of it. A percentage becomes bytes here, for the
-            peak of ``args`` or of the largest sizes in ``shape_ranges``. These bytes apply to all later plans, also of
-            copies and pickles of the module, so ``args`` should be the largest batch. ``least`` and ``min`` are
-            determined for each plan separately.
+            peak of ``args`` or of the largest sizes in ``shape_ranges``; or at the first training step, if that has the
+            same shapes but other types, modes, layouts or devices (autocast, frozen layers, channels-last). These bytes
+            apply to all later plans, also of copies and pickles of the module, so ``args`` should be the largest batch.
+            ``least`` and ``min`` are determined for each plan separately.
         strategy: the name of a planning algorithm; ``auto`` combines several.
         time_limit: seconds of search for a plan. With ``refine`` the search runs in another process while training
             runs. The search for another shape starts from the earlier plans, and is given a quarter of the time if one

@@ -85,6 +85,9 @@ class Runner:
         self.told_of_pending = False
         """Whether the warning was given that several calls before a backward exceed the budget together."""
         self.unplanned = UnplannedCalls(name)
+        self.prepared: tuple[Hashable, list[torch.Size]] | None = None
+        """The key (`plan_key`) and the shapes of the first call for which a plan was made without running it; None once
+        a step has run."""
         self.deferred: Deferred = []
         """The backwards whose weight gradients are not computed yet, in their order, whatever plan they follow."""
         self.tree: guards.ModuleTree | None = None
@@ -107,6 +110,7 @@ class Runner:
         twin.plans = self.plans.copy() if with_plans else CachedPlans(self.asked.max_plans)
         twin.captures = self.captures.copy(with_shapes=with_plans)
         if not twin.plans:
+            twin.prepared = None
             twin.__dict__.pop("last", None)
         return twin
 
@@ -131,6 +135,8 @@ class Runner:
         self._check_first_order()
         check_saved_tensors_hooks(self.name)
         self.unplanned.begin_planned_call()
+        if self.prepared is not None:
+            self._begin_training(leaves, spec, state)
         measures = False
         if self.recorder:
             entry = self._entry(original, leaves, spec, state)
@@ -260,6 +266,21 @@ class Runner:
             if entry.running.improved:
                 entry.swap_plan()
 
+    def _begin_training(self, leaves: list[Any], spec: pytree.TreeSpec, state: guards.ModuleState) -> None:
+        """At the first training step, let a budget in percent refer to this step, if plans were made for the same
+        shapes with other types, modes, layouts or devices. These plans and captures are dropped.
+
+        A step of other shapes does not count: its batch may be a small one.
+        """
+        prepared, self.prepared = self.prepared, None
+        planner = self.planner.of_training()
+        if planner is None or prepared is None or prepared[1] != [t.shape for t in tensors_in(leaves)]:
+            return
+        if prepared[0] != plan_key(leaves, spec, state):
+            with LOCK.alone():
+                self.planner, self.plans = planner, CachedPlans(self.asked.max_plans)
+                self.captures = replace(self.captures.copy(with_shapes=False), ready=None)
+
     def prepare(self, original: Original, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Make the plan for a call with these arguments without running the model. If there is a plan for such a call,
         keep it. If the module computes statistics, do the same for the step that computes them.
@@ -268,6 +289,10 @@ class Runner:
             ModelError, InfeasibleBudget, UsageError: as `__call__`.
         """
         with LOCK.alone(), torch.inference_mode(False), torch.enable_grad():
+            if not self.plans:
+                leaves, spec = flattened_call(args, kwargs)
+                key = plan_key(leaves, spec, self._state(original))
+                self.prepared = key, [t.shape for t in tensors_in(leaves)]
             entry = self.find(original, args, kwargs)
             if self.recorder:
                 self._measured(entry, self.recorder)

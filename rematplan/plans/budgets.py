@@ -95,6 +95,11 @@ class Budget:
         found."""
         return self.kind in LEAN
 
+    @property
+    def is_percentage(self) -> bool:
+        """Whether the budget is a share of the peak without recomputation, or of the activations."""
+        return self.kind in ("share", "activations")
+
     def of(self, graph: TrainingGraph, smallest: Callable[[], int] = lambda: 0) -> int:
         """Return the budget in bytes for a planning problem.
 

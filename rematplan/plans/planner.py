@@ -70,6 +70,14 @@ class Planner(StepProblems):
             fixed[key] = stated.of(graph)
         return Budget(stated.text, "bytes", Fraction(fixed[key]))
 
+    def of_training(self) -> Planner | None:
+        """Return this planner for the first training step, whose problem turns a percentage into bytes anew. Return
+        None if the budget is no percentage that plans share."""
+        asked = self.options
+        if asked.plan is not None or asked.several or not asked.stated_budget().is_percentage:
+            return None
+        return replace(self, scope=f"{self.scope} in training")
+
     def plan(self, step: CapturedStep, first: bool = False, progress: Progress | None = None) -> StepPlan:
         """Plan a step, and return the plan with the step, to which inverses were added.
 

@@ -2,6 +2,9 @@
 
 import copy
 import pickle
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
 
 import pytest
 import torch
@@ -58,6 +61,53 @@ def test_other_modes_and_states_have_the_bytes_of_the_first() -> None:
     assert len(planned.plans) == 3
     assert [p.budget for p in planned.plans] == [budget] * 3
     assert planned.plan.estimate.reruns == 0  # frozen layers need less than the budget by themselves
+
+
+def in_bfloat16(model: nn.Module) -> AbstractContextManager[Any]:
+    return torch.autocast("cpu", torch.bfloat16)
+
+
+def frozen(model: nn.Module) -> AbstractContextManager[Any]:
+    model[:8].requires_grad_(False)
+    return nullcontext()
+
+
+def in_float64(model: nn.Module) -> AbstractContextManager[Any]:
+    model.double()
+    return nullcontext()
+
+
+@pytest.mark.parametrize("change", [in_bfloat16, frozen, in_float64])
+def test_a_percentage_is_of_the_step_that_trains_first(change: Callable[[nn.Module], Any]) -> None:
+    planned, asked = planned_for(1024), network()
+    before = planned.plan.budget
+    dtype = torch.float64 if change is in_float64 else torch.float32
+    x = rows(1024).to(dtype)
+    with change(asked):
+        own = rematplan.plan_module(asked, (x,), budget="60%", **QUICK).plan.budget
+    for n in (1024, 2):
+        with change(planned):
+            y = planned(x[:n])
+        functional.cross_entropy(y.to(dtype), torch.arange(n) % CLASSES).backward()
+        assert planned.plan.budget == own != before
+        planned.zero_grad()
+    assert copy.deepcopy(planned).prepare(x[:3]).plan.budget == own
+    for _ in range(2):  # of other modes later, too
+        with torch.autocast("cpu", torch.bfloat16):
+            planned.eval()(x[:4]).sum().backward()
+        assert planned.plan.budget == own
+        planned.zero_grad()
+
+
+def test_a_percentage_is_of_the_call_that_was_planned_if_the_first_step_has_other_shapes() -> None:
+    planned = planned_for(1024)
+    before = planned.plan.budget
+    for n in (2, 1024):
+        with torch.autocast("cpu", torch.bfloat16):
+            y = planned(rows(n))
+        functional.cross_entropy(y.float(), torch.arange(n) % CLASSES).backward()
+        assert planned.plan.budget == before
+        planned.zero_grad()
 
 
 def test_a_larger_batch_is_judged_by_the_same_bytes() -> None:
