@@ -222,7 +222,9 @@ def without_limit(case: Case, inputs: tuple[Tensor, ...], rounds: int, time_limi
     mode's."""
     models = {name: network(case) for name in ("eager", "planned", "planned again", "eager again")}
     for name in ("planned", "planned again"):
-        models[name] = rematplan.plan_module(models[name], inputs, budget=2**62, time_limit=time_limit)
+        models[name] = rematplan.plan_module(
+            models[name], inputs, budget=2**62, strategy=rematplan.Auto(time_limit=time_limit)
+        )
     steps = {name: stepper(m, inputs) for name, m in models.items()}
     seconds = interleaved_seconds(steps, CPU, 2 * rounds, settling=1)
     return ", ".join(f"{name} × {s / seconds['eager']:.3f}" for name, s in seconds.items() if name != "eager")
@@ -237,7 +239,9 @@ def run(case: Case, rounds: int, time_limit: float) -> None:
     ours: dict[str, nn.Module] = {}
     for name, peak in [*peaks.items(), *ladder(peaks.values())]:
         with told(name):
-            ours[name] = rematplan.plan_module(network(case), inputs, budget=peak, time_limit=time_limit)
+            ours[name] = rematplan.plan_module(
+                network(case), inputs, budget=peak, strategy=rematplan.Auto(time_limit=time_limit)
+            )
     steps = {name: stepper(m, inputs) for name, m in models.items()}
     steps |= {f"plan at {name}": stepper(m, inputs) for name, m in ours.items()}
     our_peaks = {name: measured(m, inputs) for name, m in ours.items()}

@@ -92,7 +92,10 @@ def planned(case: Case, inputs: tuple[torch.Tensor, ...], time_limit: float) -> 
     log.setLevel(logging.INFO)
     began = time.perf_counter()
     model = rematplan.plan_module(
-        network(case), inputs, budget=f"{100 * SHARE:g}% of activations", time_limit=time_limit
+        network(case),
+        inputs,
+        budget=f"{100 * SHARE:g}% of activations",
+        strategy=rematplan.Auto(time_limit=time_limit),
     )
     step, overheads = stepper(model, inputs), list[float]()
 

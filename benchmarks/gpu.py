@@ -243,9 +243,12 @@ class Bench:
                 block.forward = partial(checkpoint, block.forward, use_reentrant=False)  # type: ignore[method-assign]
             return model
 
-        def planned(budget: str, **options: Any) -> nn.Module:
+        def planned(budget: str, **lanes: Any) -> nn.Module:
             return rematplan.plan_module(
-                self.model(case, dtype), inputs, budget=budget, time_limit=PLANNING, **options
+                self.model(case, dtype),
+                inputs,
+                budget=budget,
+                strategy=rematplan.Auto(time_limit=PLANNING, **lanes),
             )
 
         def promise(model: nn.Module) -> dict[str, Any]:
@@ -257,7 +260,7 @@ class Bench:
             "eager": (plain, lambda _: {}),
             "checkpoint": (checkpointed, lambda _: {}),
             **{f"plan {budget}": (partial(planned, budget), promise) for budget in BUDGETS},
-            "plan 50%, two streams": (partial(planned, "50%", overlap="on"), promise),
+            "plan 50%, two streams": (partial(planned, "50%", two_lanes="on"), promise),
         }
 
     def peak(self, model: nn.Module, inputs: tuple[Tensor, ...], run: Callable[[], None]) -> int:

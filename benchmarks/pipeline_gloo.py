@@ -231,7 +231,7 @@ def zbv(quick: bool, _folder: Path | None) -> None:
     case = Case("gpt" if quick else "large gpt", "zbv", RANKS, 2 * RANKS, "")
     ((_, eager),) = measured([(case, 0, None)])
     most = max(one["peak"] for one in eager.values())
-    pipe = planned(case, FULL, budget=int(SHARE * most), strategy="auto", time_limit=20.0)
+    pipe = planned(case, FULL, budget=int(SHARE * most), strategy=rematplan.Auto(time_limit=20.0))
     ((_, found),) = measured([task_of(case, pipe)])
     extra = [
         sum(one.extra for one in rank.stages)

@@ -239,7 +239,11 @@ def check(name: str, make: Callable[[], Made], time_limit: float, optimizer: str
         model, stepping = copied()
         try:
             planned = rematplan.plan_module(
-                model, *made[1:], budget=budget, time_limit=time_limit, reserved=[stepping]
+                model,
+                *made[1:],
+                budget=budget,
+                reserved=[stepping],
+                strategy=rematplan.Auto(time_limit=time_limit),
             )
         except InfeasibleBudget as error:
             print(f"  {share:.0%}: refused, smallest found {error.smallest / eager_peak:.1%}", flush=True)

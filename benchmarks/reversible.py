@@ -270,10 +270,21 @@ def _ahead(graph: TrainingGraph, plan: Plan, laned: Plan) -> str:
 
 
 NETWORKS = {
-    "revnet38": ("--batch", "32"),
-    "revvit_s": ("--batch", "8", "--image", "96"),
-    "revcol_t": ("--batch", "4", "--image", "64"),
-    "revbert": ("--batch", "4", "--tokens", "64", "--depth", "8", "--width", "128", "--vocabulary", "1000"),
+    "revnet38": ("--dim", "batch=32"),
+    "revvit_s": ("--dim", "batch=8", "--dim", "image=96"),
+    "revcol_t": ("--dim", "batch=4", "--dim", "image=64"),
+    "revbert": (
+        "--dim",
+        "batch=4",
+        "--dim",
+        "tokens=64",
+        "--dim",
+        "depth=8",
+        "--dim",
+        "width=128",
+        "--dim",
+        "vocabulary=1000",
+    ),
 }
 
 

@@ -9,7 +9,7 @@ seconds, so that a busy machine does not count: of the calling thread for the wa
 The process that refines plans is not in them. A loop's ratio to eager mode is also shown without the waiting, and
 divided by what the plans in use predict: eager mode's time of each step plus the overhead of the step's plan.
 
-With ``--ranges``, the range of sizes is stated when the network is planned (`shape_ranges`), so that the capture with
+With ``--ranges``, the range of sizes is stated when the network is planned (`dynamic_shapes`), so that the capture with
 open sizes is made then and not in the loop.
 
 Rivals, on the same batches: `torch.utils.checkpoint` for each block; ``torch.compile(dynamic=True)`` with
@@ -46,6 +46,7 @@ from torch._dynamo.backends.common import aot_autograd
 from torch._dynamo.backends.debugging import boxed_nop
 from torch._functorch import config as functorch_config
 from torch._functorch.partitioners import min_cut_rematerialization_partition
+from torch.export import Dim
 from torch.utils.checkpoint import checkpoint
 
 import rematplan
@@ -202,12 +203,12 @@ def _compiled(model: nn.Module) -> nn.Module:
     return torch.compile(model, backend=backend, dynamic=True)  # type: ignore[return-value]
 
 
-def _ranges(model: nn.Module, case: Case) -> dict[str, dict[tuple[int, ...], tuple[int, int, int]]]:
+def _ranges(model: nn.Module, case: Case) -> dict[str, dict[int, Dim]]:
     """Return the sizes of the dimensions of the batch that vary, as for `plan_module`."""
     names = list(inspect.signature(type(model).forward).parameters)[1:]
-    sizes = case.least, case.largest, case.step
+    varying = case.step * Dim("size", min=-(-case.least // case.step), max=case.largest // case.step)
     return {
-        name: {tuple(dim for dim, size in enumerate(low.shape) if size == case.least): sizes}
+        name: {dim: varying for dim, size in enumerate(low.shape) if size == case.least}
         for name, low in zip(names, case.batch(case.least), strict=False)
     }
 
@@ -223,7 +224,7 @@ def train(
     model, sizes = case.make().train(), random.Random(seed)
     copies = [copy.deepcopy(model) for _ in range(3)]
     began = time.process_time()
-    stated = {"shape_ranges": _ranges(model, case)} if ranges else {}
+    stated = {"dynamic_shapes": _ranges(model, case)} if ranges else {}
     planned = rematplan.plan_module(model, case.batch(case.largest), budget=budget, **stated)
     first = time.process_time() - began
     others = {CHECKPOINTED: _checkpointed(copies[1], case.block), COMPILED: _compiled(copies[2])}
@@ -324,7 +325,7 @@ def many(lengths: int, budget: str, seed: int) -> None:
     """Train a small GPT on many random lengths, and print every tenth of them what it keeps."""
     torch.manual_seed(seed)
     model, sizes = build("gpt12", depth=2, width=32, vocabulary=100, tokens=2048).train(), random.Random(seed)
-    planned = rematplan.plan_module(model, (torch.randint(0, 100, (2, 1100)),), budget=budget, max_plans=16)
+    planned = rematplan.plan_module(model, (torch.randint(0, 100, (2, 1100)),), budget=budget)
     print(f"{'lengths':>8} {'resident':>12} {'ms':>6}  plans families sources searching")
     waits: list[float] = []
     for at in range(1, lengths + 1):

@@ -86,7 +86,11 @@ def measure(name: str, args: argparse.Namespace) -> None:
     """Measure one model in eager mode, planned, and planned with each kind of statistics; print its lines."""
     model, x = made(name, args)
     plain = rematplan.plan_module(
-        copy.deepcopy(model), (x,), budget=args.budget, time_limit=args.time_limit, costs=args.costs
+        copy.deepcopy(model),
+        (x,),
+        budget=args.budget,
+        costs=args.costs,
+        strategy=rematplan.Auto(time_limit=args.time_limit),
     )
     models: dict[str, nn.Module] = {"eager": copy.deepcopy(model), "plain plan": plain}
     for variant, options in VARIANTS.items():
@@ -107,9 +111,9 @@ def measure(name: str, args: argparse.Namespace) -> None:
             copy.deepcopy(model),
             (x,),
             budget=budget,
-            time_limit=args.time_limit,
             costs=args.costs,
             statistics=statistics,
+            strategy=rematplan.Auto(time_limit=args.time_limit),
         )
     least = dict.fromkeys(models, float("inf"))
     for at in range(args.rounds + 1):

@@ -114,7 +114,7 @@ def loop(rounds: int, time_limit: float) -> bool:
     with warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("always")
         planned = rematplan.plan_module(
-            copy.deepcopy(model), (batches[0],), budget=BUDGET, time_limit=time_limit
+            copy.deepcopy(model), (batches[0],), budget=BUDGET, strategy=rematplan.Auto(time_limit=time_limit)
         )
         trainers = {"eager mode": Trainer.of(model), "planned": Trainer.of(planned)}
         peaks, seconds = (
@@ -183,7 +183,11 @@ def against_checkpointing(name: str, rounds: int, time_limit: float) -> bool:
     budget = peak(models["gradient checkpointing"])
     try:
         models["planned"] = rematplan.plan_module(
-            copy.deepcopy(made[0]), *made[1:], budget=budget, time_limit=time_limit, refine=False
+            copy.deepcopy(made[0]),
+            *made[1:],
+            budget=budget,
+            refine=False,
+            strategy=rematplan.Auto(time_limit=time_limit),
         )
     except InfeasibleBudget as error:
         print(f"{name}: gradient checkpointing's peak, {show_bytes(budget)}, is REFUSED: {error}")

@@ -81,7 +81,11 @@ def consolidated(model: nn.Module, x: Tensor, strength: float) -> Callable[[], T
     The penalty is ``strength`` / 2 · (w − w₁)ᵀ F (w − w₁), where F is the curvature of the loss for the inputs ``x``.
     """
     planned = rematplan.plan_module(
-        model, (x,), budget="1GiB", time_limit=2, statistics=rematplan.Kronecker(fisher="type-2")
+        model,
+        (x,),
+        budget="1GiB",
+        statistics=rematplan.Kronecker(fisher="type-2"),
+        strategy=rematplan.Auto(time_limit=2),
     )
     planned(x).sum().backward()  # any loss works: the statistics draw labels from the model
     layers = rematplan.planning(planned).statistics().factors

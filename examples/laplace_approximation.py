@@ -23,7 +23,9 @@ class Posterior:
     def __init__(self, model: nn.Module, x: Tensor) -> None:
         self.model = model
         statistics = rematplan.Kronecker(fisher="type-2", likelihood="gaussian", loss_reduction="sum")
-        planned = rematplan.plan_module(model, (x,), budget="1GiB", time_limit=2, statistics=statistics)
+        planned = rematplan.plan_module(
+            model, (x,), budget="1GiB", statistics=statistics, strategy=rematplan.Auto(time_limit=2)
+        )
         planned(
             x
         ).sum().backward()  # any loss works: the Hessian of a Gaussian likelihood does not depend on targets

@@ -18,7 +18,7 @@ for note in loaded.notes:
     print("note:", note)
 graph = rematplan.problem(loaded, costs="profile")
 base = rematplan.no_recompute(graph)
-plan = rematplan.plan(graph, budget=base.estimate.peak * 7 // 10, options={"time_limit": 5})
+plan = rematplan.plan(graph, budget=base.estimate.peak * 7 // 10, strategy=rematplan.Auto(time_limit=5))
 print(plan)
 
 report = rematplan.run_step(loaded, plan, steps=2, check=True)

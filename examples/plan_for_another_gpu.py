@@ -16,7 +16,7 @@ for device in ("t4", "a100", "h100"):
     base = rematplan.no_recompute(graph)
     for share in (85, 75):
         budget = base.estimate.peak * share // 100
-        plan = rematplan.plan(graph, budget, options={"time_limit": 2})
+        plan = rematplan.plan(graph, budget, rematplan.Auto(time_limit=2))
         floor = f"{plan.lower_bound:.2%}" if plan.lower_bound is not None else "none"
         milliseconds = base.estimate.cost / 1000
         print(

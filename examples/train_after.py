@@ -25,7 +25,7 @@ class Block(nn.Module):
 torch.manual_seed(0)
 batches = [(torch.randn(512, 64), torch.randint(10, (512,))) for _ in range(4)]
 model = nn.Sequential(*(Block(64) for _ in range(8)), nn.Linear(64, 10))
-model = rematplan.plan_module(model, (batches[0][0],), budget="50%", time_limit=5)
+model = rematplan.plan_module(model, (batches[0][0],), budget="50%", strategy=rematplan.Auto(time_limit=5))
 print(model.plan)
 
 optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)

@@ -30,6 +30,10 @@ LIMIT = "time_limit"
 it."""
 
 
+SWITCHES = {"on": True, "off": False}
+"""The texts for the values of an option that is on or off."""
+
+
 def strategy(name: str, **options: object) -> Strategy:
     """Return a strategy (an algorithm that chooses a plan) by its name, with options.
 
@@ -50,9 +54,27 @@ def strategy(name: str, **options: object) -> Strategy:
         options = {option: value for option, value in options.items() if option != LIMIT}
     for option in options:
         if option not in known:
-            has = f"its options are {', '.join(known)}" if known else "it has none"
-            raise UsageError(f"{name}: no option is named {option!r}; {has}")
-    return kind(**{option: _fit(name, option, value, known[option]) for option, value in options.items()})
+            raise UsageError(f"{name}: no option is named {option!r}; its options are {', '.join(known)}")
+    stated: dict[str, Any] = {
+        option: _fit(name, option, value, known[option]) for option, value in options.items()
+    }
+    return kind(**stated)
+
+
+def checked(one: Strategy) -> Strategy:
+    """Return a strategy whose fields were stated in Python.
+
+    Raises:
+        UsageError: a field has a value that it cannot have.
+    """
+    hints = typing.get_type_hints(type(one))
+    for f in fields(one):
+        kind, value = hints[f.name], getattr(one, f.name)
+        if kind in (bool, int, float) and isinstance(value, str):  # which is read on the command line only
+            raise UsageError(f"{type(one).name}: {f.name} is {value!r}, not of type {kind.__name__}")
+        if typing.get_origin(kind) is Literal or kind in (bool, int, float):
+            _fit(type(one).name, f.name, value, kind)
+    return one
 
 
 def _fit(name: str, option: str, value: object, kind: Any) -> object:
@@ -63,6 +85,8 @@ def _fit(name: str, option: str, value: object, kind: Any) -> object:
                 f"{name}: {option} is {value!r}; it must be one of {', '.join(map(str, choices))}"
             )
         return value
+    if isinstance(value, str) and kind is bool:
+        value = SWITCHES.get(value, value)
     if isinstance(value, str) and kind in (int, float):
         try:
             value = kind(value)
@@ -71,9 +95,14 @@ def _fit(name: str, option: str, value: object, kind: Any) -> object:
     if isinstance(value, bool) is not (kind is bool) or not isinstance(
         value, (int, float) if kind is float else kind
     ):
-        raise UsageError(f"{name}: {option} is {value!r}, not of type {kind.__name__}")
+        expected = " or ".join(SWITCHES) if kind is bool else f"of type {kind.__name__}"
+        raise UsageError(f"{name}: {option} is {value!r}, not {expected}")
     if kind is float and not -math.inf < value < math.inf:
         raise UsageError(f"{name}: {option} is {value!r}, not a finite number")
+    if option == LIMIT and not value > 0:
+        raise UsageError(f"{name}: {option} is {value!r}; it must be above 0")
+    if option == "lane_speed" and value != 0 and not 0.5 <= value <= 1:
+        raise UsageError(f"{name}: {option} is {value!r}; it must be from 0.5 to 1")
     if kind is float and option != "gap" and value < 0:  # a negative gap means: search until the time limit
         raise UsageError(f"{name}: {option} is {value!r}; it must be at least 0")
     return value

@@ -155,7 +155,8 @@ class SearchJob:
                 interrupted = True
                 raise Enough
 
-        search = replace(self.strategy, **{LIMIT: seconds})
+        limit: dict[str, Any] = {LIMIT: seconds}
+        search = replace(self.strategy, **limit)
         try:
             return search.plan(self.problem, self.budget, report, self.found), interrupted
         except InfeasibleBudget:

@@ -33,25 +33,49 @@ if TYPE_CHECKING:
     from rematplan.optim.kfac import KFAC
     from rematplan.pipeline.plan_pipeline import plan_pipeline
     from rematplan.pipeline.runnable_pipeline import Pipeline
-    from rematplan.plan_any_module import finish_weights, plan_module, planning
+    from rematplan.plan_any_module import finish_weights, plan_module, plan_stage, planning
     from rematplan.plan_in_place import apply, remove
+    from rematplan.planner.auto.auto_strategy import Auto
     from rematplan.planner.core.plan import Plan, save_plan
+    from rematplan.planner.core.strategy import Strategy
+    from rematplan.planner.strategies.anneal import Anneal
+    from rematplan.planner.strategies.approx_dp import ApproxDP
+    from rematplan.planner.strategies.chen_greedy import ChenGreedy
+    from rematplan.planner.strategies.chen_sqrt import ChenSqrt
+    from rematplan.planner.strategies.exact_dp import ExactDP
+    from rematplan.planner.strategies.ilp import ILP
+    from rematplan.planner.strategies.nested_dp import NestedDP
+    from rematplan.planner.strategies.reversible import Reversible
+    from rematplan.planner.strategies.store_all import StoreAll
+    from rematplan.plans.options import SavedPlan
     from rematplan.runtime.statistics.options import Kronecker
 
 __version__: str
 
 __all__ = [
+    "ILP",
     "KFAC",
+    "Anneal",
+    "ApproxDP",
+    "Auto",
+    "ChenGreedy",
+    "ChenSqrt",
+    "ExactDP",
     "InfeasibleBudget",
     "Kronecker",
     "LoadedStep",
     "ModelError",
+    "NestedDP",
     "Pipeline",
     "Plan",
     "ProblemError",
     "RematplanError",
+    "Reversible",
+    "SavedPlan",
     "Sizes",
     "StepReport",
+    "StoreAll",
+    "Strategy",
     "TrainingGraph",
     "UsageError",
     "apply",
@@ -64,6 +88,7 @@ __all__ = [
     "plan",
     "plan_module",
     "plan_pipeline",
+    "plan_stage",
     "planning",
     "problem",
     "remove",
@@ -92,11 +117,24 @@ _HOMES = {
     "backend": "rematplan.compile_backend",
     "Pipeline": "rematplan.pipeline.runnable_pipeline",
     "plan_module": "rematplan.plan_any_module",
+    "plan_stage": "rematplan.plan_any_module",
     "plan_pipeline": "rematplan.pipeline.plan_pipeline",
     "finish_weights": "rematplan.plan_any_module",
     "planning": "rematplan.plan_any_module",
     **dict.fromkeys(("apply", "remove"), "rematplan.plan_in_place"),
     "Kronecker": "rematplan.runtime.statistics.options",
+    "Auto": "rematplan.planner.auto.auto_strategy",
+    "Anneal": "rematplan.planner.strategies.anneal",
+    "ApproxDP": "rematplan.planner.strategies.approx_dp",
+    "ChenGreedy": "rematplan.planner.strategies.chen_greedy",
+    "ChenSqrt": "rematplan.planner.strategies.chen_sqrt",
+    "ExactDP": "rematplan.planner.strategies.exact_dp",
+    "NestedDP": "rematplan.planner.strategies.nested_dp",
+    "StoreAll": "rematplan.planner.strategies.store_all",
+    "ILP": "rematplan.planner.strategies.ilp",
+    "Reversible": "rematplan.planner.strategies.reversible",
+    "SavedPlan": "rematplan.plans.options",
+    "Strategy": "rematplan.planner.core.strategy",
     "Plan": "rematplan.planner.core.plan",
     "save_plan": "rematplan.planner.core.plan",
 }

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 from rematplan.ir import TrainingGraph
 from rematplan.planner.arrays.phases import contradiction
 from rematplan.planner.core.plan import Plan
-from rematplan.planner.core.strategy import Progress, silent
-from rematplan.planner.registry import strategy as named_strategy
+from rematplan.planner.core.strategy import Progress, Strategy, silent
 from rematplan.planner.strategies.store_all import no_recompute
 from rematplan.plans.budgets import plan_within
-from rematplan.plans.options import PlanOptions
+from rematplan.plans.options import PlanOptions, stated_strategy
 from rematplan.plans.progress import LOG
 from rematplan.plans.step_problems import StepProblems
 from rematplan.plans.tradeoff import trace_curves
@@ -38,7 +37,7 @@ def problem(
     loaded: LoadedStep,
     costs: str = "roofline",
     progress: Progress = silent,
-    max_inversion_error: float | None = None,
+    inverses: bool | float = True,
 ) -> TrainingGraph:
     """Return the planning problem of a captured training step: its ops and tensors, with the cost of each op in
     microseconds and the size of each tensor in bytes.
@@ -49,22 +48,21 @@ def problem(
             ``profile`` measures times and workspaces on the present device; or the path of a JSON file of a profile
             or a device model.
         progress: called with the fraction done (0 to 1) and a short text.
-        max_inversion_error: the largest predicted relative error that a tensor may have after inverses (ops that
-            compute an input from an output) recover it. None: a limit that suits the tensor's type.
+        inverses: the largest predicted relative error that a tensor may have after the step's inverses (ops that
+            compute an input from an output) recover it. True: a limit that suits the tensor's type.
 
     Raises:
         UsageError: ``costs`` is unknown, the profile file lacks an op of the step, or
-            ``max_inversion_error`` is not positive.
+            ``inverses`` is not positive.
     """
-    options = PlanOptions(budget="100%", costs=costs, max_inversion_error=max_inversion_error)
+    options = PlanOptions(budget="100%", costs=costs, inverses=inverses)
     return StepProblems(options, loaded.named).problem(loaded.step, progress)
 
 
 def plan(
     graph: TrainingGraph,
     budget: int,
-    strategy: str = "auto",
-    options: Mapping[str, object] | None = None,
+    strategy: str | Strategy = "auto",
     progress: Progress = silent,
 ) -> Plan:
     """Return the plan of least overhead that a strategy finds within ``budget`` bytes of simulated peak.
@@ -75,8 +73,8 @@ def plan(
     Args:
         graph: the planning problem.
         budget: bytes that the simulated peak must not exceed.
-        strategy: the name of a planning algorithm, such as ``auto``, ``anneal`` or ``ilp``.
-        options: the strategy's options, by name.
+        strategy: a planning algorithm by its name, such as ``auto``, ``anneal`` or ``ilp``, or with its options, such
+            as ``Anneal(moves=100_000)``.
         progress: called with the fraction done (0 to 1) and a short text.
 
     Raises:
@@ -85,12 +83,12 @@ def plan(
         InfeasibleBudget: the strategy finds no plan that fits. The error has the smallest peak found.
     """
     _warn_of_contradiction(graph)
-    return plan_within(named_strategy(strategy, **(options or {})), graph, budget, progress)
+    return plan_within(stated_strategy(strategy), graph, budget, progress)
 
 
 def curves(
     graph: TrainingGraph,
-    strategies: Sequence[str],
+    strategies: Sequence[str | Strategy],
     budgets: Sequence[int],
     progress: Progress = silent,
 ) -> dict[str, tuple[Plan, ...]]:
@@ -101,7 +99,7 @@ def curves(
 
     Args:
         graph: the planning problem.
-        strategies: names of planning algorithms.
+        strategies: planning algorithms, by name or with their options.
         budgets: in bytes. A strategy that plans for one budget at a time plans for each of them. Other strategies
             ignore them.
         progress: called with the fraction done (0 to 1) and a short text.
@@ -111,7 +109,7 @@ def curves(
             half.
     """
     _warn_of_contradiction(graph)
-    chosen = {name: named_strategy(name) for name in strategies}
+    chosen = {one.name: one for one in map(stated_strategy, strategies)}
     return trace_curves(graph, chosen, budgets, progress)[0]
 
 

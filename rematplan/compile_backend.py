@@ -5,7 +5,7 @@ It splits each joint graph (forward and backward) that AOTAutograd makes into tw
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any, cast
@@ -16,8 +16,9 @@ from torch import fx
 from rematplan.compile_for_sizes import Shapes, SymbolicGraph, parameter_shapes
 from rematplan.ir import InfeasibleBudget, ModelError, UsageError
 from rematplan.planner.core.plan import Plan
+from rematplan.planner.core.strategy import Strategy
 from rematplan.plans.held_by_others import Reserved
-from rematplan.plans.options import PlanOptions
+from rematplan.plans.options import PlanOptions, stated_strategy
 from rematplan.plans.planner import Planner
 from rematplan.runtime.capture.read_fx import fixed_size, read_flat_joint_graph
 from rematplan.runtime.execute.fx_graphs import plan_graphs
@@ -36,7 +37,7 @@ from rematplan.runtime.graph.compat import (
     unset_fake_temporarily,
 )
 from rematplan.runtime.graph.warn import warn
-from rematplan.runtime.problem.constraints import Name
+from rematplan.runtime.problem.constraints import stated_policy
 from rematplan.runtime.symbols.expressions import NotSymbolic
 from rematplan.symbolic_halves import fill, give_sizes
 
@@ -86,8 +87,9 @@ class PlanningBackend:
         if any(isinstance(given, torch.SymInt) for given in inputs):
             if not self.dynamic:
                 raise ModelError(
-                    "a call has other sizes than the compiled ones, and the backend was made with dynamic=False; make "
-                    "it with dynamic=True, or pass dynamic=False to torch.compile too, for a plan for each size"
+                    "a call has other sizes than the compiled ones, and the backend was made with "
+                    "dynamic_shapes=False; make it without, or pass dynamic=False to torch.compile too, for a plan "
+                    "for each size"
                 )
             try:
                 return SymbolicGraph(self, module, inputs)
@@ -244,21 +246,18 @@ class _Partitioner(CustomPartitionerFn):
 def backend(
     *,
     budget: str | int,
-    strategy: str = "auto",
-    time_limit: float = 30.0,
-    options: Mapping[str, object] | None = None,
+    strategy: str | Strategy = "auto",
     costs: str = "profile",
-    keep: Iterable[Name] = (),
-    never_rerun: Iterable[Name] = (),
+    policy: object = None,
+    dynamic_shapes: bool | None = None,
     compiler: str = "eager",
-    dynamic: bool = True,
     loss_memory: str | int | None = None,
     reserved: Iterable[object] = (),
     on_infeasible: str | None = None,
 ) -> PlanningBackend:
     """Return a backend for `torch.compile` that recomputes in the backward as a plan within ``budget`` says.
 
-    The arguments are those of `plan_module`, except ``compiler`` and ``dynamic``. By default, it is an error if no plan
+    The arguments are those of `plan_module`, except ``compiler``. By default, it is an error if no plan
     fits the budget and the compiled function has no plan yet. If it has one, further graphs of this function get the
     plan with the smallest peak that was found (as with ``on_infeasible="least"``).
 
@@ -274,8 +273,8 @@ def backend(
     graphs with symbolic sizes to the backend. Such a graph is compiled for all sizes, and the bytes of its plan are
     computed for each new size. It is compiled again only if a size needs another plan: if no compiled plan fits the
     budget, or if a known plan has less overhead by more than 1 % of the step's time. `PlanningBackend.reasons` says why
-    a graph was compiled for fixed sizes, if one was. A backend made with ``dynamic=False`` refuses graphs with symbolic
-    sizes.
+    a graph was compiled for fixed sizes, if one was. With ``dynamic_shapes=False``, the backend refuses graphs with
+    symbolic sizes.
 
     TorchDynamo compiles a function for at most ``torch._dynamo.config.recompile_limit`` (8) fixed sizes and modes, and
     runs further ones without a plan. A warning is given when the last one is compiled.
@@ -290,16 +289,18 @@ def backend(
     asked = PlanOptions(
         budget=budget,
         refine=False,
-        strategy=strategy,
-        time_limit=time_limit,
-        options=options or {},
+        strategy=stated_strategy(strategy),
         costs=costs,
-        keep=tuple(keep),
-        never_rerun=tuple(never_rerun),
+        policy=stated_policy(policy),
         loss_memory=loss_memory,
         reserved=Reserved.of(reserved),
         on_infeasible=on_infeasible,
     )
     if compiler not in COMPILERS:
         raise UsageError(f"unknown compiler {compiler!r}; known: {', '.join(COMPILERS)}")
-    return PlanningBackend(Planner(asked, keeps_tangents=COMPILED_BACKWARDS_KEEP_TANGENTS), compiler, dynamic)
+    if dynamic_shapes not in (None, True, False):
+        raise UsageError(
+            "dynamic_shapes must be None or False here; torch.compile marks sizes with torch._dynamo.mark_dynamic"
+        )
+    planner = Planner(asked, keeps_tangents=COMPILED_BACKWARDS_KEEP_TANGENTS)
+    return PlanningBackend(planner, compiler, dynamic_shapes is not False)

@@ -1,10 +1,10 @@
-"""`plan_module`: plan any module, for use in any training loop."""
+"""`plan_module` and `plan_stage`: plan any module, for use in any training loop."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
-from pathlib import Path
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -14,16 +14,16 @@ from rematplan.ir import UsageError
 from rematplan.module.first_plan_check import check_first_plan
 from rematplan.module.planned_module import planned_module
 from rematplan.module.planning import Planning, deferred_backwards, runner_of, watch_backwards
-from rematplan.module.shape_options import MAX_PLANS, Ranges, ShapeOptions
+from rematplan.module.shape_options import DynamicShapes, ShapeOptions
 from rematplan.module.size_range_proof import prove_ranges
 from rematplan.planner.core.plan import Plan
+from rematplan.planner.core.strategy import Strategy
 from rematplan.plans.held_by_others import Reserved
-from rematplan.plans.options import PlanOptions
+from rematplan.plans.options import PlanOptions, stated_strategy
 from rematplan.plans.planner import Planner
-from rematplan.plans.progress import print_log
 from rematplan.runtime.execute.autograd_function import finish_backward
 from rematplan.runtime.execute.compile import named_tensors
-from rematplan.runtime.problem.constraints import Name
+from rematplan.runtime.problem.constraints import stated_policy
 from rematplan.runtime.statistics.options import Kronecker
 
 if TYPE_CHECKING:
@@ -58,30 +58,16 @@ def plan_module(
     kwargs: Mapping[str, Any] | None = None,
     *,
     budget: str | int | None = None,
-    strategy: str = "auto",
-    time_limit: float = 30.0,
-    options: Mapping[str, object] | None = None,
+    strategy: str | Strategy = "auto",
     costs: str = "profile",
-    keep: Iterable[Name | nn.Module] = (),
-    never_rerun: Iterable[Name | nn.Module] = (),
-    plan: str | Path | None = None,
-    dynamic: bool = True,
-    shape_ranges: Ranges | None = None,
-    max_plans: int = MAX_PLANS,
-    inverses: bool = False,
-    max_inversion_error: float | None = None,
-    overlap: str | None = None,
+    policy: object = None,
+    dynamic_shapes: DynamicShapes = None,
+    inverses: bool | float = False,
     loss_memory: str | int | None = None,
-    accumulate: bool = False,
-    statistics: Kronecker | None = None,
     reserved: Iterable[object] = (),
+    statistics: Kronecker | None = None,
     on_infeasible: str | None = None,
     refine: bool = True,
-    gap: float = 0.001,
-    deterministic: bool = False,
-    verbose: bool = False,
-    in_flight: int = 1,
-    deferred: int | None = None,
 ) -> PlannedModule:
     """Return a module that computes what ``model`` computes, in any training loop, with a peak within ``budget``.
 
@@ -97,6 +83,9 @@ def plan_module(
     when the module is called, and the plan together with these gradients exceeds the budget, another plan is made, or
     a warning says that no plan fits.
 
+    The logger ``rematplan`` records each plan at level INFO. While a search lasts, a line on standard error shows its
+    progress, if that is a terminal.
+
     Args:
         model: the module to plan. It is not changed.
         args: example positional arguments, as a tuple.
@@ -104,132 +93,162 @@ def plan_module(
         budget: bytes, or text: ``8GiB``; ``60%`` of the peak without recomputation; ``50% of activations``, which
             keeps inputs, outputs and gradients whole and half of the rest of that peak; ``least``, the smallest peak
             found; or ``min``, for the cheapest plan within 1 % of it. A percentage becomes bytes here, for the
-            peak of ``args`` or of the largest sizes in ``shape_ranges``; or at the first training step, if that has the
-            same shapes but other types, modes, layouts or devices (autocast, frozen layers, channels-last). These bytes
-            apply to all later plans, also of copies and pickles of the module, so ``args`` should be the largest batch.
-            ``least`` and ``min`` are determined for each plan separately.
-        strategy: the name of a planning algorithm; ``auto`` combines several.
-        time_limit: seconds of search for a plan. With ``refine`` the search runs in another process while training
-            runs. The search for another shape starts from the earlier plans, and is given a quarter of the time if one
-            of these plans fits.
-        options: further options of the strategy, by name.
-        costs: ``profile`` measures ops on the present device; ``roofline`` models them, without workspaces; or the
-            path of a file that ``rematplan profile`` wrote.
-        keep: modules and ops whose results stay in memory from their computation to their last use. Modules, their
-            names, and names of ops such as ``aten.addmm`` or ``mylib::kernel``.
-        never_rerun: modules and ops that must not run a second time, named as in ``keep``.
-        plan: a file that `save_plan` wrote. Its plan is used, without a search, and its budget applies.
-        dynamic: whether other shapes, types and modes get further plans; otherwise they are refused.
-        shape_ranges: the sizes that calls may have, by argument and dimension:
-            ``{"input_ids": {1: (16, 512)}}``; or with the distance between sizes: ``{"images": {2: (64, 256, 32)}}``
-            allows the heights 64, 96, ..., 256, and with ``(2, 3)`` in place of 2 square images of these sizes. Other
-            sizes are refused. Plans are made here for the largest sizes first (entries of ``args`` and ``kwargs`` are
-            repeated evenly along these dimensions), then for those given, the smallest, and one between, or for all
-            sizes if there are at most 12. This also makes, before training, the capture that serves all sizes, which
-            would otherwise be made at the second shape.
+            peak of ``args`` or of the largest sizes in ``dynamic_shapes``; or at the first training step, if that has
+            the same shapes but other types, modes, layouts or devices (autocast, frozen layers, channels-last). These
+            bytes apply to all later plans, also of copies and pickles of the module, so ``args`` should be the largest
+            batch. ``least`` and ``min`` are determined for each plan separately.
+        strategy: a planning algorithm by its name, or with its options: ``Auto(time_limit=60, gap=0.01)``,
+            ``Anneal(moves=100_000)``. ``auto`` combines several. ``SavedPlan(path)`` uses a plan that `save_plan` or
+            ``rematplan plan -o`` wrote, without a search; its budget applies. All take
+            ``two_lanes="on"``, which runs recomputation and inverses concurrently with the gradients, on two threads
+            or CUDA streams, and ``"auto"``, which does so if it is predicted to save time. With ``refine`` the search
+            of ``auto`` runs in another process while training runs. The search for another shape starts from the
+            earlier plans, and is given a quarter of the time if one of these plans fits.
+        costs: ``profile`` measures ops on the present device; ``roofline`` models them, without workspaces; the name of
+            a device model, such as ``a100``; or the path of a file that ``rematplan profile`` wrote.
+        policy: what must be saved, as selective checkpointing states it: a mapping from modules, their names and ops
+            (``aten.addmm``, ``mylib::kernel``, ``torch.ops.aten.mm``) to `torch.utils.checkpoint.CheckpointPolicy`; a
+            list of those that must be saved; or a function of ``(context, op, *args, **kwargs)``. ``MUST_SAVE`` keeps
+            results from their computation to their last use: of an op, so that it never runs twice; of a module, those
+            that others read; of all ops in a module with the name ``MODULE.*``. ``PREFER_SAVE`` and
+            ``PREFER_RECOMPUTE`` leave the choice to the plan.
+        dynamic_shapes: the sizes that calls may have. None: any; other shapes, types and modes get further plans.
+            False: other shapes, types and modes are refused. Or ranges in the form of `torch.export`:
+            ``{"input_ids": {1: Dim("length", min=16, max=512)}}``, where one `Dim` in several places states equal
+            sizes, and ``32 * Dim("height", min=2, max=8)`` the heights 64, 96, ..., 256. Dimensions without a `Dim`
+            may have any size.
+            Sizes out of range are refused. Plans are made here for the largest sizes first (entries of ``args`` and
+            ``kwargs`` are repeated evenly along these dimensions), then for those given, the smallest, and one between,
+            or for all sizes if there are at most 12. This also makes, before training, the capture that serves all
+            sizes, which would otherwise be made at the second shape.
             For every combination of sizes from 2 on it is checked here that a known plan fits; if there are more than
-            12 combinations apart from the dimension with the most sizes, for those in which all dimensions except one
-            are at their largest. Dimensions of the same number and range are assumed to have equal sizes. Where no plan
-            fits, ``auto`` searches for more. If some sizes remain without a plan, an error names them, or a warning
-            does if ``on_infeasible`` is ``least`` or ``eager``. (Nothing is checked with a saved plan, inverses,
-            accumulation, several micro-batches in flight or a budget ``min`` or ``least``.)
-        max_plans: the largest number of plans that are kept. Beyond it, the least recently used plan is dropped; it is
-            made again when it is needed.
+            12 combinations apart from the `Dim` with the most sizes, for those in which all except one are at their
+            largest. Where no plan fits, ``auto`` searches for more. If some sizes remain without a plan, an error names
+            them, or a warning does if ``on_infeasible`` is ``least`` or ``eager``. (Nothing is checked with a saved
+            plan, inverses, reserved gradients, several micro-batches in flight or a budget ``min`` or ``least``.)
         inverses: whether tensors may also be recovered by inverses (ops that compute an input from an output), even if
-            these round. Gradients then equal plain autograd's within rounding errors, not bit by bit. The strategy
-            ``reversible`` implies it.
-        max_inversion_error: the largest predicted relative error of a tensor that inverses recover; by default a limit
-            that suits the tensor's type.
-        overlap: ``on`` runs recomputation and inverses concurrently with the gradients, on two threads or CUDA
-            streams, as far ahead as the budget allows; ``auto`` does so if it is predicted to save time; ``off``. By
-            default ``off``, or as the saved plan says.
+            these round. Gradients then equal plain autograd's within rounding errors, not bit by bit. A number is the
+            largest predicted relative error of such a tensor; True is a limit that suits the tensor's type. The
+            strategy ``reversible`` implies True.
         loss_memory: the peak memory of a loss outside of the model. ``3x`` is three tensors of the outputs' size (in
             float32 at least), the outputs' gradients included; cross entropy needs that. Or bytes, or text such as
             ``1GiB``, in addition to the outputs and their gradients. By default ``5x``, which is enough for almost
             every loss, or ``4x`` if ``5x`` would be more than an eighth of the peak. Scalar outputs (assumed to be
             losses) do not count as outputs here, nor do outputs from which a scalar output is computed.
-        accumulate: whether gradients of several backwards are summed before the optimizer's step. The plan then counts
-            gradients of earlier backwards from the start, and a percentage refers to a peak with them, so that no
-            further plan must be made when such gradients exist.
-        statistics: options of Kronecker-factored curvature, which is summed within the step and its budget in every
-            n-th training step; ``planning(planned).statistics()`` returns it. A step with statistics has a separate
-            plan, which is made here too.
         reserved: objects outside of the model whose memory the budget also bounds: optimizers (their state,
             present or future, and the temporary memory of their step), modules (parameters and buffers that the model
             does not share, such as a teacher's), objects with a method ``reserved_bytes() -> int`` (and perhaps
             ``step_bytes() -> int``, for temporary memory of the optimizer's step), and bytes (``"1GiB"`` or a number).
-            A percentage then refers to a peak that includes them. A saved plan must be loaded
-            with the same kinds of reserved objects.
+            ``"gradients"`` counts the gradients of earlier backwards from the start, if several are summed before the
+            optimizer's step; without it, the first step that begins with gradients may need another plan.
+            A percentage then refers to a peak that includes all of them. A saved plan must be loaded with the same
+            kinds of reserved objects.
+        statistics: options of Kronecker-factored curvature, which is summed within the step and its budget in every
+            n-th training step; ``planning(planned).statistics()`` returns it. A step with statistics has a separate
+            plan, which is made here too.
         on_infeasible: what a call does if no plan fits the budget. ``raise`` raises the error; ``least`` uses the
             plan of the smallest found peak; ``eager`` uses a plan that recomputes nothing. The last two warn with the
             memory they need. By default the first plan raises and later ones use ``least``, so that a larger batch
             does not end a training run. No call repeats a search that failed.
         refine: start training with a plan that is found in about two seconds, while another process, at low priority,
-            searches for better ones for up to ``time_limit`` seconds. A better plan takes effect between two steps:
-            after an optimizer's step, when no backward is pending. Gradients are bit-equal under any of these plans.
-            It is off with ``deterministic``, ``in_flight`` above 1, ``deferred``, inverses, a saved plan, ``overlap``
-            other than ``off``, a budget ``min`` or ``least``, a ``time_limit`` of at most 1.5 seconds, and strategies
-            other than ``auto``.
-        gap: a search of ``auto`` ends when the plan's overhead minus a proven lower bound on any plan's overhead is at
-            most this share of the step's time. Other strategies do not use it.
-        deterministic: make the same plans at the same steps in every process, given equal ``costs``: ``auto`` makes a
-            fixed number of moves for each second of ``time_limit`` instead of watching the clock, and plans are not
-            refined.
-        verbose: also print what the logger ``rematplan`` records about each plan, and show a progress bar if
-            standard error is a terminal. Otherwise nothing is printed.
-        in_flight: how many calls may be between the start of their forward and the end of their backward: micro-batches
-            of a pipeline schedule, the views of a contrastive loss, real and generated samples. The budget bounds all
-            of them together with the parameters' gradients, which are counted once. It must be bytes or a percentage;
-            inverses, ``overlap`` and saved plans are refused, and a budget that no plan fits raises.
-        deferred: the largest number of earlier micro-batches whose weight gradients are still to be computed when a
-            forward or a backward begins. A backward then computes only the gradients of the inputs, and
-            `finish_weights` computes those of the weights later. None: a backward computes both.
+            searches for better ones for up to the strategy's ``time_limit``. A better plan takes effect between two
+            steps: after an optimizer's step, when no backward is pending. Gradients are bit-equal under any of these
+            plans. It is off with inverses, two lanes, a budget ``min`` or ``least``, a ``time_limit`` of at most 1.5
+            seconds, searches that count moves, and strategies other than ``auto``.
 
     Raises:
         InfeasibleBudget: the strategy finds no plan that fits. The error has the smallest peak found.
-        UnfitSizes: for some sizes in ``shape_ranges`` no known plan fits.
+        UnfitSizes: for some sizes in ``dynamic_shapes`` no known plan fits.
         UsageError: an argument is malformed (no budget, an unknown strategy, module or op, a size that
-            ``shape_ranges`` cannot have), or two arguments exclude each other, such as ``statistics`` and ``plan``.
+            ``dynamic_shapes`` cannot have), or two arguments exclude each other, such as ``statistics`` and a saved
+            plan.
         ProblemError: the saved plan belongs to another graph.
         ModelError: the model has no data (it is on the meta device), or cannot be captured. An exception of the model
             itself for these arguments is raised unchanged (if capture fails, the model is run once, without gradients,
             to find out). With a version of PyTorch that was not tested, the first step runs on a copy of the model and
             is compared with eager mode; this error is raised if they differ.
     """
+    return _planned(
+        model,
+        args,
+        kwargs,
+        statistics=statistics,
+        dynamic_shapes=dynamic_shapes,
+        budget=budget,
+        strategy=strategy,
+        costs=costs,
+        policy=policy,
+        inverses=inverses,
+        loss_memory=loss_memory,
+        reserved=reserved,
+        on_infeasible=on_infeasible,
+        refine=refine,
+    )
+
+
+def plan_stage(
+    model: nn.Module,
+    args: tuple[Any, ...],
+    kwargs: Mapping[str, Any] | None = None,
+    *,
+    in_flight: int = 1,
+    deferred: int | None = None,
+    budget: str | int,
+    strategy: str | Strategy = "auto",
+    costs: str = "profile",
+    policy: object = None,
+    dynamic_shapes: DynamicShapes = None,
+    loss_memory: str | int | None = None,
+    reserved: Iterable[object] = (),
+    on_infeasible: str | None = None,
+) -> PlannedModule:
+    """Return a module that computes what ``model`` computes, with a peak within ``budget`` while several calls wait
+    for their backward: micro-batches of a pipeline's stage, the views of a contrastive loss, real and generated
+    samples.
+
+    Args:
+        model: the module to plan. It is not changed.
+        args: example positional arguments, as a tuple.
+        kwargs: example keyword arguments.
+        in_flight: how many calls may be between the start of their forward and the end of their backward. The budget
+            bounds all of them together with the parameters' gradients, which are counted once.
+        deferred: the largest number of earlier micro-batches whose weight gradients are still to be computed when a
+            forward or a backward begins. A backward then computes only the gradients of the inputs, and
+            `finish_weights` computes those of the weights later. None: a backward computes both.
+        budget: bytes or a percentage, as for `plan_module`. A budget that no plan fits raises.
+        strategy, costs, policy, dynamic_shapes, loss_memory, reserved, on_infeasible: as for `plan_module`.
+
+    Raises:
+        InfeasibleBudget: the strategy finds no plan that fits. The error has the smallest peak found.
+        UsageError, ModelError: as `plan_module`.
+    """
+    return _planned(
+        model,
+        args,
+        kwargs,
+        dynamic_shapes=dynamic_shapes,
+        in_flight=in_flight,
+        deferred=deferred,
+        budget=budget,
+        strategy=strategy,
+        costs=costs,
+        policy=policy,
+        loss_memory=loss_memory,
+        reserved=reserved,
+        on_infeasible=on_infeasible,
+    )
+
+
+def _planned(
+    model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any] | None, **options: Any
+) -> PlannedModule:
     if not isinstance(model, nn.Module):
         raise UsageError(f"model is a {type(model).__name__}; it must be a torch.nn.Module")
     if not isinstance(args, (tuple, list)):
         raise UsageError(
             f"args is a {type(args).__name__}; write the arguments of the model as a tuple, such as (x,)"
         )
-    asked = asked_of(
-        model,
-        budget=budget,
-        strategy=strategy,
-        time_limit=time_limit,
-        options=options,
-        costs=costs,
-        keep=keep,
-        never_rerun=never_rerun,
-        plan=plan,
-        dynamic=dynamic,
-        shape_ranges=shape_ranges,
-        max_plans=max_plans,
-        inverses=inverses,
-        max_inversion_error=max_inversion_error,
-        overlap=overlap,
-        loss_memory=loss_memory,
-        accumulate=accumulate,
-        statistics=statistics,
-        reserved=reserved,
-        on_infeasible=on_infeasible,
-        refine=refine,
-        gap=gap,
-        deterministic=deterministic,
-        in_flight=in_flight,
-        deferred=deferred,
-        verbose=verbose,
-    )
+    asked = asked_of(model, args, kwargs or {}, **options)
     planner = Planner(asked.options, named=names_of_tensors(model))
     planned = planned_module(model, planner, asked.shapes, asked.statistics)
     make_first_plans(planned, asked, model, args, kwargs or {})
@@ -239,15 +258,14 @@ def plan_module(
 
 @dataclass(frozen=True)
 class Asked:
-    """What a user asks of the plans of a module: the keywords of `plan_module`.
-
-    ``options``: those that determine a plan. ``shapes``: which shapes are planned. ``statistics``: the Kronecker-
-    factored statistics that the steps compute; None for none.
-    """
+    """What a user asks of the plans of a module: the keywords of `plan_module`."""
 
     options: PlanOptions
+    """Those that determine a plan."""
     shapes: ShapeOptions = field(default_factory=ShapeOptions)
+    """Which shapes are planned."""
     statistics: Kronecker | None = None
+    """The Kronecker-factored statistics that the steps compute; None for none."""
 
 
 def names_of_tensors(model: nn.Module) -> dict[str, torch.Tensor]:
@@ -257,18 +275,17 @@ def names_of_tensors(model: nn.Module) -> dict[str, torch.Tensor]:
 
 def asked_of(
     model: nn.Module,
+    args: Sequence[Any] = (),
+    kwargs: Mapping[str, Any] = MappingProxyType({}),
     *,
-    keep: Iterable[Name | nn.Module] = (),
-    never_rerun: Iterable[Name | nn.Module] = (),
-    options: Mapping[str, object] | None = None,
+    strategy: str | Strategy = "auto",
+    policy: object = None,
     reserved: Iterable[object] = (),
-    dynamic: bool = True,
-    shape_ranges: Ranges | None = None,
-    max_plans: int = MAX_PLANS,
+    dynamic_shapes: DynamicShapes = None,
     statistics: Kronecker | None = None,
     **others: Any,
 ) -> Asked:
-    """Return the keywords of `plan_module` for a model as one object.
+    """Return the keywords of `plan_module` for a model as one object. ``args``, ``kwargs``: of a first call, if known.
 
     Raises:
         UsageError: a keyword is unknown, a value is malformed, or two exclude each other.
@@ -278,18 +295,15 @@ def asked_of(
         raise UsageError(
             f"unknown option {', '.join(unknown)}; see rematplan.plan_module for those there are"
         )
-    options_ = PlanOptions(
-        keep=_names(model, keep),
-        never_rerun=_names(model, never_rerun),
-        options=options or {},
+    options = PlanOptions(
+        strategy=stated_strategy(strategy),
+        policy=stated_policy(policy, model),
         reserved=Reserved.of(reserved),
         **others,
     )
-    if options_.verbose:
-        print_log()
-    if statistics is not None and options_.plan is not None:
+    if statistics is not None and options.saved is not None:
         raise UsageError("a saved plan cannot be used together with statistics; state a budget instead")
-    return Asked(options_, ShapeOptions(dynamic, max_plans, shape_ranges or {}), statistics)
+    return Asked(options, ShapeOptions.of(dynamic_shapes, model, args, kwargs), statistics)
 
 
 def make_first_plans(
@@ -314,7 +328,8 @@ def finish_weights(planned: nn.Module) -> int:
     """Compute the weight gradients of the oldest backward that left them out, and add them to ``.grad`` of the
     parameters.
 
-    ``planned``: a module planned with the option ``deferred``. Its backward computes only the gradients of inputs.
+    ``planned``: a module that `plan_stage` planned with ``deferred``. Its backward computes only the gradients of
+    inputs.
 
     Returns:
         The number of further backwards whose weight gradients are not computed yet.
@@ -340,23 +355,3 @@ def planning(planned: nn.Module) -> Planning:
         UsageError: the module is not planned.
     """
     return Planning(planned)
-
-
-def _names(model: nn.Module, wanted: Iterable[Name | nn.Module]) -> tuple[Name, ...]:
-    """Return the items of ``keep`` or ``never_rerun`` with each module replaced by its name in ``model``.
-
-    Raises:
-        UsageError: ``wanted`` is a string instead of a list, or has a module that is not a submodule of the model.
-    """
-    if isinstance(wanted, str):
-        raise UsageError(f"keep and never_rerun must be lists; write [{wanted!r}]")
-    known = {id(m): name for name, m in model.named_modules()}
-    named = []
-    for one in wanted:
-        if isinstance(one, nn.Module):
-            if not known.get(id(one)):
-                raise UsageError(f"keep or never_rerun: a {type(one).__name__} is not a module of the model")
-            named.append(known[id(one)])
-        else:
-            named.append(one)
-    return tuple(named)

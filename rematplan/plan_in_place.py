@@ -44,7 +44,7 @@ def apply(model: Module, budget: str | int | None = None, **options: Any) -> Mod
     Args:
         model: the model.
         budget: as in `plan_module`.
-        options: the other keywords of `plan_module`, such as ``time_limit`` and ``reserved``.
+        options: the other keywords of `plan_module`, such as ``strategy`` and ``reserved``.
 
     Raises:
         UsageError: ``model`` is no module, or was made by `plan_module`; there is no budget; or an option is unknown

@@ -204,8 +204,7 @@ def load_model(
         raise UsageError(f"{model!r} is neither an ONNX file nor a network of the zoo ({', '.join(ZOO)})")
     if sizes != Sizes():
         raise UsageError(
-            f"{path.name}: sizes such as --batch can only be used with networks of the zoo; "
-            f"state a file's dimensions with --dim"
+            f"{path.name}: sizes are those of networks of the zoo; state a file's dimensions with dims"
         )
     graph = rebatched(load_onnx(path, dims or {}, forms))
     return _load_file(graph, path.stem, loss, seed, weightless, place)

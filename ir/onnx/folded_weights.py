@@ -5,9 +5,10 @@ positions with a mask added. Constant folding by the exporter leaves one large t
 weight occurs many times. If this tensor were trained, the copies of an element would diverge.
 
 So the large tensor is replaced by the weight and by nodes that repeat it, whose result is bit-equal to the tensor in
-the file. Equal values are treated as copies of one element. If all values of a tensor are equal (a table that starts
-at zero), copies cannot be recognised: only a repetition along the first axis is undone, and only if the tensor's name
-says that an expand made it.
+the file. If a parameter from which the exporter computed the tensor equals it when broadcast, that parameter is the
+weight. Otherwise equal values are treated as copies of one element. If all values of a tensor are equal (a table that
+starts at zero), these copies cannot be recognised. Then a repetition along the first axis is undone, if the tensor's
+name says that an expand made it.
 """
 
 from __future__ import annotations

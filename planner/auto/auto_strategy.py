@@ -15,6 +15,10 @@ from rematplan.planner.core.effort import Effort
 from rematplan.planner.core.plan import Plan
 from rematplan.planner.core.strategy import Progress, Strategy, pareto, silent
 
+DETERMINISTIC_MOVES = 100_000
+"""The number of moves that count as a second if the search must be deterministic: fewer than most machines make in
+one."""
+
 
 @dataclass(frozen=True)
 class Auto(Strategy):
@@ -49,15 +53,17 @@ class Auto(Strategy):
     random changes that replaces the time limit; the plan is then the same on every machine. ``seed``: the seed of the
     random choices. ``keep_order``: whether the first runs of all ops keep the problem's order. ``reuse``: whether plans
     are saved on disk, as starts for later processes. ``gap``: the search ends when the plan's overhead is proven to
-    exceed the optimum's by no more than this (0.001: a tenth of a percent of the step's time).
+    exceed the optimum's by no more than this (0.001: a tenth of a percent of the step's time). ``deterministic``:
+    whether `DETERMINISTIC_MOVES` moves replace each second of ``time_limit``.
     """
 
     time_limit: float = 30.0
     seed: int = 0
     keep_order: bool = False
     reuse: bool = True
-    gap: float = 0.0
+    gap: float = 0.001
     moves: int = 0
+    deterministic: bool = False
 
     name: ClassVar[str] = "auto"
     summary: ClassVar[str] = "the best of all strategies, annealed further, with a proven bound"
@@ -69,11 +75,16 @@ class Auto(Strategy):
         """Whether the plans are worth saving on disk, as starts for searches in later processes. This is the option
         ``reuse``; False if moves
         are counted, because the result must not depend on earlier processes."""
-        return self.reuse and not self.moves
+        return self.reuse and not self.counted
+
+    @property
+    def counted(self) -> int:
+        """The number of moves that limits the search; 0 if its time does."""
+        return self.moves or (round(self.time_limit * DETERMINISTIC_MOVES) if self.deterministic else 0)
 
     @property
     def _options(self) -> SessionOptions:
-        return SessionOptions(self.name, self.time_limit, self.moves, self.seed, self.keep_order, self.gap)
+        return SessionOptions(self.name, self.time_limit, self.counted, self.seed, self.keep_order, self.gap)
 
     def plan(
         self, graph: TrainingGraph, budget: int, progress: Progress = silent, starts: Sequence[Plan] = ()
@@ -109,12 +120,12 @@ class Auto(Strategy):
         found: list[Plan] = []
         known: Sequence[Plan] = starts
         compile_kernels(progress)  # before any clock starts
-        effort = Effort(self.time_limit, self.moves)
+        effort = Effort(self.time_limit, self.counted)
         for k, budget in enumerate(steps):
             # The k-th of n gets k shares: small budgets are the hard ones. Unused effort goes to the others.
             amount = effort.left * (k + 1) / sum(range(k + 1, len(steps) + 1))
             share = (
-                replace(self, moves=max(1, int(amount))) if self.moves else replace(self, time_limit=amount)
+                replace(self, moves=max(1, int(amount))) if self.counted else replace(self, time_limit=amount)
             )
 
             def report(fraction: float, text: str, k: int = k) -> None:

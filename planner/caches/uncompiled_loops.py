@@ -1,5 +1,5 @@
-"""Run functions that numba would compile in plain Python instead, for the first plan on a machine where they are not
-compiled yet."""
+"""The Python functions from which numba compiles loops: for the first plan on a machine where these are not compiled
+yet."""
 
 from __future__ import annotations
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, replace
-from typing import ClassVar, Self, TypeAlias, TypeVar
+from dataclasses import dataclass, field, replace
+from typing import ClassVar, Literal, Self, TypeAlias, TypeVar
 
 from rematplan.ir import CHEAP, InfeasibleBudget, TrainingGraph
 from rematplan.planner.core.plan import Plan, by_cost
@@ -32,12 +32,19 @@ def silent(_fraction: float, _text: str) -> None:
 
 @dataclass(frozen=True)
 class Strategy:
-    """Base class of strategies: algorithms that choose a plan. The fields of a subclass are the strategy's options.
-    The command line offers each field as an option, such as ``--objective time``.
+    """Base class of strategies: algorithms that choose a plan. The fields of a subclass are the strategy's options,
+    in Python (``Anneal(time_limit=5)``) and on the command line (``-S time_limit=5``).
 
     ``name``: the strategy's name on the command line, as in the literature. ``summary``: one line about it, for
     lists.
     """
+
+    two_lanes: Literal["off", "auto", "on"] = field(default="off", kw_only=True)
+    """Whether recomputation and inverses run at the same time as the gradients, on two threads or CUDA streams, as far
+    ahead as the budget allows. ``auto``: only if it is predicted to save time."""
+    lane_speed: float = field(default=0.0, kw_only=True)
+    """The speed of each of two lanes while both work, relative to one that works alone: from 0.5 to 1. 0: it is
+    measured if costs are measured, and a typical value otherwise."""
 
     name: ClassVar[str]
     summary: ClassVar[str]

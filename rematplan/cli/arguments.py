@@ -5,19 +5,22 @@ from __future__ import annotations
 import argparse
 import math
 import re
+import textwrap
 import typing
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import MISSING, Field, fields
 from pathlib import Path
 from typing import Any, Literal
 
 from rematplan.ir import UsageError
-from rematplan.models.names import SIZES
 from rematplan.planner.core.strategy import Strategy
+from rematplan.planner.overlap.place_on_lanes import PAYS, USUAL
 from rematplan.planner.registry import LIMIT, STRATEGIES, strategy
 
 MOST_SIZES = 4096
 """The largest number of sizes of a range such as ``batch=1..64``."""
+DEFAULT = "default"
+"""The value of an option that may have one, if it has none."""
 LARGEST = 2**31 - 1
 """The largest size or count that an option accepts."""
 
@@ -46,6 +49,15 @@ def positive_number(text: str) -> float:
     if not 0 < number < math.inf:
         raise argparse.ArgumentTypeError(f"{text[:40]!r} is not a number above zero")
     return number
+
+
+def inversion_error(text: str) -> bool | float:
+    """Read the value of ``--inverses``: True if it has none, else the largest relative error.
+
+    Raises:
+        ArgumentTypeError: ``text`` is no number above zero.
+    """
+    return True if text == DEFAULT else positive_number(text)
 
 
 def dimension(text: str) -> tuple[str, int]:
@@ -95,22 +107,6 @@ def dimensions(pairs: Sequence[tuple[str, int]]) -> dict[str, int]:
     return bound
 
 
-def add_sizes(parser: argparse.ArgumentParser) -> None:
-    """Add to ``parser`` one option for each size that a network of the zoo can have (`SIZES`), such as ``--batch`` and
-    ``--image``."""
-    group = parser.add_argument_group(
-        "sizes of a network of the zoo (rematplan models lists which has which)"
-    )
-    for size, text in SIZES.items():
-        group.add_argument(f"--{size}", type=positive, metavar="N", help=text)
-
-
-def given_sizes(args: argparse.Namespace) -> dict[str, int | None]:
-    """Return the sizes of a network of the zoo that the arguments state, by name (`SIZES`); None for sizes that they do
-    not state."""
-    return {size: getattr(args, size) for size in SIZES}
-
-
 MEANINGS: Mapping[str, tuple[str, str]] = {
     "time_limit": ("SECONDS", "time limit of the search"),
     "seed": ("N", "seed of the search's random numbers"),
@@ -139,31 +135,69 @@ MEANINGS: Mapping[str, tuple[str, str]] = {
         "number of changes to try, instead of a time limit, for the same plan on every machine; 0: use the time limit",
     ),
     "upstream": ("N", "largest number of earlier ops that a stage may run again"),
+    "two_lanes": (
+        "",
+        "run recomputation and inverses at the same time as the gradients, on a second thread or CUDA stream, as far "
+        f"ahead as the budget allows; auto: if that is predicted to save {100 * PAYS:.0f} percent of the time",
+    ),
+    "lane_speed": (
+        "X",
+        "speed of each of two lanes while both work, from 0.5 (no gain) to 1; 0: measured if ops are measured, "
+        f"otherwise {USUAL.speed}",
+    ),
+    "deterministic": ("", "count moves instead of seconds, a fixed number for each second of time_limit"),
     "shares": ("N", "number of plans, from one that inverts nothing to one that inverts as much as possible"),
 }
 """For each option of the strategies, the unit of its value and its help text."""
 
 
 def add_strategy_options(parser: argparse.ArgumentParser) -> None:
-    """Add to ``parser`` one option for each field of each strategy (planning algorithm). A list of the strategies is
-    shown below the options in the help text."""
+    """Add to ``parser`` the option ``-S``, which states options of strategies (planning algorithms). The help text
+    lists the strategies with their options."""
+    parser.add_argument(
+        "-S",
+        dest="strategy_options",
+        type=strategy_option,
+        action="append",
+        default=[],
+        metavar="NAME=VALUE",
+        help="an option of the strategy, such as time_limit=60 (see below); may be repeated",
+    )
     width = max(map(len, STRATEGIES))
     rows = (f"  {name:{width}}  {kind.summary}" for name, kind in STRATEGIES.items())
-    parser.epilog = "\n".join(("strategies:", *rows))
+    parser.epilog = "\n".join(("strategies:", *rows, "", "options of strategies:", *_meanings()))
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
-    group = parser.add_argument_group("options of the strategies")
+
+
+def strategy_option(text: str) -> tuple[str, str]:
+    """Read an option of a strategy: ``gap=0.01`` becomes ``("gap", "0.01")``.
+
+    Raises:
+        ArgumentTypeError: ``text`` does not have this form.
+    """
+    name, equals, value = text.partition("=")
+    if not name or not equals:
+        raise argparse.ArgumentTypeError(
+            f"{text[:40]!r} is not of the form NAME=VALUE, such as time_limit=60"
+        )
+    return name.replace("-", "_"), value
+
+
+def _meanings() -> Iterator[str]:
+    """Yield lines that explain each option of the strategies, with its defaults."""
     for name, owners in _fields_by_name().items():
         kinds = [typing.get_type_hints(STRATEGIES[owner])[name] for owner in owners]
         unit, meaning = MEANINGS[name]
-        defaults = {owner: _shown(_default(field)) for owner, field in owners.items()}
-        text = f"{meaning} ({'; '.join(f'{owner}: default {one}' for owner, one in defaults.items())})"
-        flag, target = "--" + name.replace("_", "-"), f"option_{name}"
-        if kinds[0] is bool:
-            group.add_argument(
-                flag, dest=target, action=argparse.BooleanOptionalAction, default=None, help=text
-            )
-        else:
-            group.add_argument(flag, dest=target, metavar=_choices(kinds) or unit, help=text)
+        unit = _choices(kinds) or ("on,off" if kinds[0] is bool else unit)
+        defaults = {owner: str(_shown(_default(field))) for owner, field in owners.items()}
+        same = set(defaults.values())
+        shown = (
+            f"default {same.pop()}" if len(same) == 1 else "; ".join(map(": default ".join, defaults.items()))
+        )
+        of = "all" if len(owners) == len(STRATEGIES) else ", ".join(owners)
+        yield from textwrap.wrap(
+            f"{name}={unit}  {meaning} ({of}; {shown})", 100, initial_indent="  ", subsequent_indent="      "
+        )
 
 
 def _fields_by_name() -> dict[str, dict[str, Field[Any]]]:
@@ -184,14 +218,12 @@ def _shown(default: object) -> object:
 
 def _choices(kinds: Sequence[Any]) -> str:
     choices = dict.fromkeys(c for k in kinds if typing.get_origin(k) is Literal for c in typing.get_args(k))
-    return "{" + ",".join(map(str, choices)) + "}" if choices else ""
+    return ",".join(map(str, choices))
 
 
 def strategy_options(args: argparse.Namespace) -> dict[str, object]:
-    """Return the options of planning strategies that the arguments state: a dict from the option's name (a field of a
-    strategy) to its value, a text or a bool."""
-    names = (n.removeprefix("option_") for n in vars(args) if n.startswith("option_"))
-    return {n: value for n in names if (value := getattr(args, f"option_{n}")) is not None}
+    """Return the options of strategies that ``-S`` states, by name."""
+    return dict(args.strategy_options)
 
 
 def one_strategy(args: argparse.Namespace) -> Strategy:
@@ -221,8 +253,9 @@ def several_strategies(names: Sequence[str], options: Mapping[str, object]) -> d
         made[name] = strategy(name, **{k: v for k, v in options.items() if k in known})
         unused -= known
     if unused:
-        flags = ", ".join("--" + n.replace("_", "-") for n in sorted(unused))
-        raise UsageError(f"none of the strategies {', '.join(names)} has the option {flags}; see --help")
+        raise UsageError(
+            f"none of the strategies {', '.join(names)} has the option {', '.join(sorted(unused))}; see --help"
+        )
     return made
 
 

@@ -10,9 +10,8 @@ from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
-from rematplan.cli.arguments import check_outputs, positive, positive_number
+from rematplan.cli.arguments import add_strategy_options, check_outputs, positive, strategy_options
 from rematplan.cli.output import Output
-from rematplan.cli.overlap_option import add_overlap, check_overlap, lane_sharing
 from rematplan.cli.problem_source import PROFILE, Source, add_costs, add_model, costs_of, load_model, price
 from rematplan.ir import InfeasibleBudget
 from rematplan.planner.auto.auto_strategy import Auto
@@ -22,14 +21,17 @@ from rematplan.planner.core.lane_schedule import Sharing
 from rematplan.planner.core.plan import Plan
 from rematplan.planner.core.schedule import runs_of
 from rematplan.planner.core.strategy import Progress, Strategy
+from rematplan.planner.registry import LIMIT, strategy
 from rematplan.planner.strategies.chen_sqrt import ChenSqrt
 from rematplan.planner.strategies.reversible import Reversible
 from rematplan.planner.strategies.store_all import no_recompute
 from rematplan.plans.budgets import least_plan, parse_budget, plan_within
-from rematplan.plans.two_lane_plans import ON, overlapped, sharing_here
+from rematplan.plans.two_lane_plans import ON, overlapped, sharing_here, stated_sharing
 from rematplan.report.comparison_row import Rival
 from rematplan.report.tables import comparison_table
 
+SECONDS = 20.0
+"""The default time limit of `auto`, for each of its plans."""
 HALF = 50
 """The default budget of networks without inverses, in percent of the peak without recomputation."""
 
@@ -52,14 +54,7 @@ def add(parser: argparse.ArgumentParser) -> None:
         help="the budget of all strategies (written as for plan); default the smallest peak when everything is "
         "inverted, or half of the no-recompute peak if nothing can be inverted",
     )
-    parser.add_argument(
-        "--time-limit",
-        type=positive_number,
-        default=20.0,
-        metavar="S",
-        help="seconds of search for each plan of auto; default 20",
-    )
-    add_overlap(parser, ON)
+    add_strategy_options(parser)
     parser.add_argument(
         "--steps", type=positive, default=3, metavar="N", help="number of steps to time; default 3"
     )
@@ -75,20 +70,19 @@ def run(args: argparse.Namespace, out: Output) -> int:
     predicted, otherwise 0.
     """
     check_outputs(args.png)
-    check_overlap(args)
-    args.overlap = args.overlap or ON
+    auto = strategy(Auto.name, **{LIMIT: SECONDS, "two_lanes": ON, **strategy_options(args)})
     wanted = parse_budget(args.budget) if args.budget else None
     costs = costs_of(args)
     loaded = load_model(args, out, weightless=args.no_run and costs != PROFILE, inverses=True)
     assert loaded.without is not None
-    plain, inverted = (price(one, out, costs, args.max_inversion_error) for one in (loaded.without, loaded))
+    plain, inverted = (price(one, out, costs, args.inverses) for one in (loaded.without, loaded))
     base = no_recompute(plain.graph)
     least = Reversible().curve(inverted.graph, ())[-1].estimate.peak
     default = least if least < base.estimate.peak else base.estimate.peak * HALF // 100
     budget = wanted.of(plain.graph, lambda: least) if wanted else default
     with out.progress(f"planning {plain.graph.name}") as progress:
-        rivals = list(_rivals(plain, inverted, budget, args.time_limit, progress))
-    rivals += _overlapped(rivals, budget, args, out)
+        rivals = list(_rivals(plain, inverted, budget, auto, progress))
+    rivals += _overlapped(rivals, budget, auto, costs, out)
     if not args.no_run:
         rivals = _run(rivals, args.steps, out)
     out.show(
@@ -104,7 +98,7 @@ def run(args: argparse.Namespace, out: Output) -> int:
 
 
 def _rivals(
-    plain: Source, inverted: Source, budget: int, time_limit: float, progress: Progress
+    plain: Source, inverted: Source, budget: int, auto: Strategy, progress: Progress
 ) -> Iterator[PlannedRival]:
     base = plain.graph.base_cost
 
@@ -112,7 +106,7 @@ def _rivals(
         extra = plan.estimate.cost / base - 1 if base else 0.0
         return PlannedRival(name, plan, extra, worst_error(source.graph, plan.schedule), source=source)
 
-    auto, store = Auto(time_limit=time_limit), PlanStore()
+    store = PlanStore()
     progress(0.0, "without inverses")
     yield rival("store all", plain, no_recompute(plain.graph))
     yield rival("√n checkpointing", plain, _within(ChenSqrt(), plain, budget, progress))
@@ -129,7 +123,7 @@ def _rivals(
 
 
 def _overlapped(
-    rivals: list[PlannedRival], budget: int, args: argparse.Namespace, out: Output
+    rivals: list[PlannedRival], budget: int, auto: Strategy, costs: str, out: Output
 ) -> list[PlannedRival]:
     """Return a list with one further row of the table: a plan that runs on two lanes (CUDA streams or threads).
 
@@ -138,11 +132,11 @@ def _overlapped(
     strategy `reversible`. The new row's name is that of the last of ``rivals``, with ``, overlap`` appended.
     """
     last, base, found = rivals[-1], rivals[0].plan.estimate.cost, []
-    sharing = cache(partial(_sharing, last, args, out))
+    sharing = cache(partial(_sharing, last, auto, costs, out))
     for source in {id(r.source): r.source for r in rivals}.values():
         own = sorted((r.plan for r in rivals if r.source is source), key=lambda p: _rank(p, budget))
         best = replace(own[0], budget=max(budget, own[0].estimate.peak))
-        plan, _ = overlapped(source.graph, best, args.overlap, sharing, own[1:])
+        plan, _ = overlapped(source.graph, best, auto.two_lanes, sharing, own[1:])
         if plan.lanes:
             extra = plan.lanes.makespan / base - 1 if base else 0.0
             error = worst_error(source.graph, plan.schedule)
@@ -150,9 +144,9 @@ def _overlapped(
     return sorted(found, key=lambda r: (max(r.plan.peak, budget), r.extra))[:1]
 
 
-def _sharing(rival: PlannedRival, args: argparse.Namespace, out: Output) -> Sharing:
-    if args.lane_speed is not None or costs_of(args) != PROFILE or rival.source.loaded is None:
-        return lane_sharing(args)
+def _sharing(rival: PlannedRival, auto: Strategy, costs: str, out: Output) -> Sharing:
+    if auto.lane_speed or costs != PROFILE or rival.source.loaded is None:
+        return stated_sharing(auto)
     with out.progress("measuring two lanes"):
         return sharing_here(rival.source.loaded.step, rival.source.graph, rival.plan)
 

@@ -16,7 +16,7 @@ from rematplan.cli.arguments import (
     strategy_options,
 )
 from rematplan.cli.output import Output
-from rematplan.cli.problem_source import Source, add_costs, add_model, load
+from rematplan.cli.problem_source import Source, add_costs, add_model, is_problem, load
 from rematplan.cli.size_range import draw_sizes, spanned
 from rematplan.ir import UsageError, show_bytes
 from rematplan.ir.problem_json import write_whole
@@ -108,8 +108,8 @@ def run(args: argparse.Namespace, out: Output) -> int:
     """Run ``rematplan curve``: compute the trade-off curves, show them and write the requested files. Return the exit
     status 0."""
     check_outputs(args.png, args.csv)
-    if args.measure and args.model is None:
-        raise UsageError("--measure needs a MODEL: a problem file does not contain the model to run")
+    if args.measure and is_problem(args):
+        raise UsageError("--measure needs a model, and a problem file does not contain one")
     if spanned(args):
         return draw_sizes(args, out)
     budgets = [parse_budget(text) for text in dict.fromkeys(args.budget or BUDGETS)]

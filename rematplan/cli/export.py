@@ -6,9 +6,9 @@ import argparse
 from collections.abc import Mapping
 from pathlib import Path
 
-from rematplan.cli.arguments import add_sizes, check_outputs, given_sizes
+from rematplan.cli.arguments import check_outputs, dimension, dimensions
 from rematplan.cli.output import Output
-from rematplan.cli.problem_source import zoo_errors
+from rematplan.cli.problem_source import zoo_errors, zoo_sizes
 from rematplan.ir import show_bytes
 from rematplan.models.names import check_known
 
@@ -16,7 +16,13 @@ from rematplan.models.names import check_known
 def add(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of ``rematplan export`` to ``parser``."""
     parser.add_argument("name", metavar="NAME", help="a network of the zoo (see: rematplan models)")
-    add_sizes(parser)
+    parser.add_argument(
+        "--dim",
+        type=dimension,
+        action="append",
+        metavar="NAME=SIZE",
+        help="a size of the network, such as batch=8; may be repeated",
+    )
     parser.add_argument(
         "-o", "--output", type=Path, required=True, metavar="FILE.onnx", help="the file to write"
     )
@@ -33,8 +39,9 @@ def run(args: argparse.Namespace, out: Output) -> int:
     The weights are drawn from a fixed seed, so the same command writes the same file.
     """
     check_outputs(args.output)
+    sizes = zoo_sizes(args.name, dimensions(args.dim or ()))
     with zoo_errors(), out.progress(f"exporting {args.name}"):
-        shapes = write_network(args.name, given_sizes(args), args.output, dynamic_batch=not args.static_batch)
+        shapes = write_network(args.name, sizes, args.output, dynamic_batch=not args.static_batch)
     size, batch = args.output.stat().st_size, shapes[0][0]
     named = shapes if args.static_batch else [("batch", *shape[1:]) for shape in shapes]
     out.show(

@@ -30,7 +30,7 @@ def add(parser: argparse.ArgumentParser) -> None:
         metavar="N..M",
         type=ranks,
         default=DEFAULT_RANKS,
-        help="numbers of devices: doubled from N up to M, or a list N,M,…; each has --batch samples; "
+        help="numbers of devices: doubled from N up to M, or a list N,M,…; each has --dim batch=samples; "
         f"default {DEFAULT_RANKS}",
     )
     parser.add_argument(

@@ -6,14 +6,14 @@ import json
 import math
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
 from rich.console import Console, RenderableType
 
 from rematplan.cli.interrupts import stop_if_pressed
-from rematplan.planner.core.strategy import Progress
+from rematplan.planner.core.strategy import Progress, silent
 from rematplan.plans.progress import progress_bar
 
 PLAIN_WIDTH = 120
@@ -59,7 +59,7 @@ class Output:
 
         The function takes the fraction done (0 to 1) and a short text. ``title``: the first words of the bar's line.
         """
-        with progress_bar(title, not self.quiet) as update:
+        with nullcontext(silent) if self.quiet else progress_bar(title) as update:
 
             def updated(done: float, text: str) -> None:
                 stop_if_pressed()

@@ -12,19 +12,19 @@ from typing import TYPE_CHECKING, Any
 
 from rematplan.cli.arguments import add_strategy_options, check_outputs, one_strategy, strategy_options
 from rematplan.cli.output import Output
-from rematplan.cli.overlap_option import add_overlap, check_overlap, lane_sharing
 from rematplan.cli.problem_source import Source, add_costs, add_model, costs_of, load
 from rematplan.cli.size_range import plan_sizes, spanned
 from rematplan.ir import InfeasibleBudget, TrainingGraph, save_problem
 from rematplan.planner.core.inversion_error import inverses_run, worst_error
 from rematplan.planner.core.plan import Plan, save_plan
 from rematplan.planner.core.schedule import runs_of
+from rematplan.planner.core.strategy import Strategy
 from rematplan.planner.overlap.place_on_lanes import saved
 from rematplan.planner.peak_report import peak_cause
 from rematplan.planner.registry import STRATEGIES
 from rematplan.planner.strategies.store_all import no_recompute
 from rematplan.plans.budgets import Budget, least_plan, parse_budget, plan_within, unit_missing
-from rematplan.plans.two_lane_plans import overlapped
+from rematplan.plans.two_lane_plans import overlapped, stated_sharing
 from rematplan.report.tables import pairs_table, plan_table, split_for_people, split_table
 
 if TYPE_CHECKING:
@@ -36,14 +36,12 @@ def add(parser: argparse.ArgumentParser) -> None:
     add_model(parser, problem_file=True, ranges=True)
     add_costs(parser)
     add_budget(parser)
-    add_overlap(parser, "off")
     parser.add_argument("-o", "--output", type=Path, metavar="PLAN.json", help="write the plan")
     parser.add_argument("--problem-out", type=Path, metavar="PROBLEM.json", help="write the planning problem")
-    add_strategy_options(parser)
 
 
 def add_budget(parser: argparse.ArgumentParser, *, required: bool = True) -> None:
-    """Add the options ``--budget`` and ``--strategy`` to ``parser``. ``required``: whether ``--budget`` is required."""
+    """Add the options ``--budget``, ``--strategy`` and ``-S`` to ``parser``. ``required``: whether ``--budget`` is."""
     parser.add_argument(
         "--budget",
         required=required,
@@ -58,6 +56,7 @@ def add_budget(parser: argparse.ArgumentParser, *, required: bool = True) -> Non
         metavar="NAME",
         help=f"one of {', '.join(STRATEGIES)} (see below); default auto",
     )
+    add_strategy_options(parser)
 
 
 def run(args: argparse.Namespace, out: Output) -> int:
@@ -72,7 +71,6 @@ def run(args: argparse.Namespace, out: Output) -> int:
     check_outputs(args.output, args.problem_out)
     parse_budget(args.budget)  # refuses a malformed budget before the model is loaded
     one_strategy(args)
-    check_overlap(args)
     if spanned(args):
         return plan_sizes(args, out)
     opened = source = load(args, out)
@@ -132,7 +130,7 @@ def plan_for(source: Source, args: argparse.Namespace, out: Output) -> tuple[Sou
                 plan = least_plan(strategy, graph, progress, kind=budget.kind)
             else:
                 plan = plan_within(strategy, graph, budget.of(graph), progress)
-            plan, notes = overlapped(graph, plan, args.overlap, lambda: lane_sharing(args))
+            plan, notes = overlapped(graph, plan, strategy.two_lanes, lambda: stated_sharing(strategy))
             return replace(source, notes=(*source.notes, *notes)), plan
     from rematplan.plans.planner import Planner
 
@@ -154,19 +152,17 @@ def plan_for(source: Source, args: argparse.Namespace, out: Output) -> tuple[Sou
 
 def plan_options(args: argparse.Namespace) -> PlanOptions:
     """Return the options of planning that the arguments state."""
-    from rematplan.plans.options import RAISE, PlanOptions
+    from rematplan.plans.options import RAISE, PlanOptions, SavedPlan
 
-    one_strategy(args)  # refuses an option that the strategy does not have
+    strategy: Strategy = one_strategy(args)  # refuses an option that the strategy does not have
+    if getattr(args, "plan", None):
+        lanes: dict[str, Any] = {n: v for n, v in strategy_options(args).items() if n == "two_lanes"}
+        strategy = SavedPlan(args.plan, **lanes)
     return PlanOptions(
         budget=args.budget,
-        strategy=args.strategy,
-        options=strategy_options(args),
+        strategy=strategy,
         costs=costs_of(args),
-        plan=getattr(args, "plan", None),
         inverses=args.inverses,
-        max_inversion_error=args.max_inversion_error,
-        overlap=args.overlap,
-        lane_speed=args.lane_speed,
         on_infeasible=RAISE,
         refine=False,
     )

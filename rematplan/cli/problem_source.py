@@ -5,20 +5,13 @@ from __future__ import annotations
 
 import argparse
 import ctypes
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from rematplan.cli.arguments import (
-    add_sizes,
-    dimension,
-    dimension_or_range,
-    dimensions,
-    given_sizes,
-    positive_number,
-)
+from rematplan.cli.arguments import dimension, dimension_or_range, dimensions, inversion_error
 from rematplan.cli.output import Output
 from rematplan.ir import TrainingGraph, UsageError, load_problem
 from rematplan.models.names import SIZES, SUMMARIES, ZooError
@@ -35,7 +28,9 @@ DRIVERS = ("libcuda.so.1", "nvcuda.dll")
 AMD_DEVICE = Path("/dev/kfd")
 """A file that exists if AMD's driver is installed; torch calls AMD's devices ``cuda``, too."""
 PROFILE, ROOFLINE = "profile", "roofline"
-MODEL_ONLY = (*SIZES, "dim", "loss", "bn", "dropout", "costs", "device")
+PROBLEM = ".json"
+"""How the name of a problem file ends."""
+MODEL_ONLY = ("dim", "loss", "bn", "dropout", "costs", "device")
 """The options that cannot be combined with a problem file."""
 
 
@@ -55,24 +50,22 @@ class Source:
 def add_model(parser: argparse.ArgumentParser, *, problem_file: bool, ranges: bool = False) -> None:
     """Add to ``parser`` the argument MODEL and the options for loading it.
 
-    ``problem_file``: whether to add ``--problem FILE``, which can replace MODEL. ``ranges``: whether ``--dim`` accepts
-    a range of sizes.
+    ``problem_file``: whether MODEL may be a problem file. ``ranges``: whether ``--dim`` accepts a range of sizes.
     """
     parser.add_argument(
         "model",
-        nargs="?" if problem_file else None,
         metavar="MODEL",
-        help="an ONNX file, or a network of the zoo (see: rematplan models)",
+        help="an ONNX file, or a network of the zoo (see: rematplan models)"
+        + (f", or a problem file (NAME{PROBLEM})" if problem_file else ""),
     )
-    if problem_file:
-        parser.add_argument("--problem", type=Path, metavar="FILE", help="a problem file, instead of MODEL")
-    add_sizes(parser)
+    parser.set_defaults(problem_file=problem_file)
     parser.add_argument(
         "--dim",
         type=dimension_or_range if ranges else dimension,
         action="append",
         metavar="NAME=SIZE",
-        help="the size of a symbolic dimension of an ONNX file, such as batch=8; may be repeated"
+        help="a size of a network of the zoo, or of a symbolic dimension of an ONNX file, such as batch=8; may be "
+        "repeated"
         + (
             "; one may have a range of sizes, such as batch=1..64, or every 8th one, length=8..64..8"
             if ranges
@@ -101,19 +94,16 @@ def add_model(parser: argparse.ArgumentParser, *, problem_file: bool, ranges: bo
 
 
 def add_costs(parser: argparse.ArgumentParser) -> None:
-    """Add the options ``--inverses``, ``--max-inversion-error`` and ``--costs`` to ``parser``."""
+    """Add the options ``--inverses`` and ``--costs`` to ``parser``."""
     parser.add_argument(
         "--inverses",
-        action="store_true",
+        type=inversion_error,
+        default=False,
+        metavar="[=X]",
         help="also recover tensors by inverting what was computed from them: additive couplings, norms, leaky "
-        "activations; gradients then equal plain autograd's within rounding errors, not bit by bit",
-    )
-    parser.add_argument(
-        "--max-inversion-error",
-        type=positive_number,
-        metavar="X",
-        help="the largest predicted relative error of a recovered tensor; tensors that would exceed it are kept or "
-        "recomputed; by default a third of the type's digits is given up: 1.5e-5 for float32",
+        "activations; gradients then equal plain autograd's within rounding errors, not bit by bit. --inverses=1e-5: "
+        "the largest predicted relative error of such a tensor; others are kept or recomputed. By default a third of "
+        "the type's digits is given up: 1.5e-5 for float32",
     )
     parser.add_argument(
         "--costs",
@@ -125,32 +115,29 @@ def add_costs(parser: argparse.ArgumentParser) -> None:
 
 
 def load(args: argparse.Namespace, out: Output, *, runs: bool = False) -> Source:
-    """Load the problem that the arguments name: from MODEL, or from the file of ``--problem``.
+    """Load the problem that the argument MODEL names.
 
     ``runs``: whether the caller will run the step. If not, and the costs of ops are not measured on this machine, the
     step is captured without weights and data.
 
     Raises:
-        UsageError: MODEL and ``--problem`` are both stated, or neither; or options that cannot be combined.
+        UsageError: options that cannot be combined.
         RematplanError: the model or the problem cannot be read.
     """
-    problem = getattr(args, "problem", None)
-    if (problem is None) == (args.model is None):
-        raise UsageError("name a MODEL or a --problem file" + (", not both" if problem else ""))
-    if problem is None:
-        if hasattr(args, "problem") and args.model.endswith(".json"):
-            raise UsageError(
-                f"MODEL is {args.model}, which is no ONNX file; a problem file is stated with --problem"
-            )
+    if not is_problem(args):
         return _load_model(args, out, runs)
     for option in MODEL_ONLY:
         if getattr(args, option) is not None:
-            raise UsageError(
-                f"--{option.replace('_', '-')} needs a MODEL; it cannot be combined with --problem"
-            )
-    graph = with_anchors(load_problem(problem), args.max_inversion_error)
+            raise UsageError(f"--{option} needs a network or an ONNX file; {args.model} is a problem file")
+    error = None if isinstance(args.inverses, bool) else args.inverses
+    graph = with_anchors(load_problem(Path(args.model)), error)
     said = contradiction(graph)
     return Source(graph, None, (said,) if said else ())
+
+
+def is_problem(args: argparse.Namespace) -> bool:
+    """Return whether MODEL is a problem file."""
+    return bool(args.problem_file and args.model.endswith(PROBLEM))
 
 
 def _load_model(args: argparse.Namespace, out: Output, runs: bool) -> Source:
@@ -160,7 +147,7 @@ def _load_model(args: argparse.Namespace, out: Output, runs: bool) -> Source:
     loaded = load_model(
         args, out, weightless=costs != PROFILE and not runs, inverses=args.inverses or reversible
     )
-    source = price(loaded, out, costs, args.max_inversion_error)
+    source = price(loaded, out, costs, args.inverses)
     if reversible and not source.graph.inverses:
         why = next(iter(loaded.notes[-1:]), "no tensor can be computed from later ones")
         raise UsageError(f"{Reversible.name}: nothing in {loaded.step.name} can be inverted: {why}")
@@ -206,11 +193,13 @@ def load_model(
     from rematplan.plans.op_costs import known_costs
 
     known_costs(costs_of(args))
+    stated = dimensions(args.dim or ())
+    sizes, dims = (zoo_sizes(args.model, stated), {}) if args.model in SUMMARIES else ({}, stated)
     with out.progress("capturing the training step"), zoo_errors():
         return api.load_step(
             args.model,
-            sizes=api.Sizes(**given_sizes(args)),
-            dims=dimensions(args.dim or ()),
+            sizes=api.Sizes(**sizes),
+            dims=dims,
             loss=args.loss,
             bn=args.bn or "as-is",
             dropout=args.dropout or "as-is",
@@ -218,6 +207,17 @@ def load_model(
             inverses=inverses,
             device=args.device or "cpu",
         )
+
+
+def zoo_sizes(name: str, stated: Mapping[str, int]) -> Mapping[str, int]:
+    """Return the sizes that ``--dim`` states for a network of the zoo.
+
+    Raises:
+        UsageError: no network of the zoo has a size of that name.
+    """
+    if unknown := [one for one in stated if one not in SIZES]:
+        raise UsageError(f"--dim {unknown[0]}: {name} has no such size; known: {', '.join(SIZES)}")
+    return stated
 
 
 def check_reachable(model: str, device: str | None) -> None:
@@ -250,15 +250,15 @@ def _has_driver() -> bool:
     return AMD_DEVICE.exists()
 
 
-def price(loaded: LoadedStep, out: Output, costs: str, max_inversion_error: float | None = None) -> Source:
+def price(loaded: LoadedStep, out: Output, costs: str, inverses: bool | float = True) -> Source:
     """Return the planning problem of a captured step, with measured or modelled costs of its ops.
 
     Args:
         loaded: the captured step.
         out: shows the progress.
         costs: as ``--costs``.
-        max_inversion_error: the largest predicted relative error of a tensor that inverses (ops that compute another
-            op's input from its output) recover; None: a limit that suits the tensor's type.
+        inverses: the largest predicted relative error of a tensor that inverses (ops that compute another op's input
+            from its output) recover; True or False: a limit that suits the tensor's type.
 
     Raises:
         UsageError: the costs are unknown, or the file of costs lacks an op of the step.
@@ -266,7 +266,7 @@ def price(loaded: LoadedStep, out: Output, costs: str, max_inversion_error: floa
     from rematplan import api
 
     with out.progress("measuring ops" if costs == PROFILE else "computing the ops' costs") as progress:
-        graph = api.problem(loaded, costs, progress, max_inversion_error)
+        graph = api.problem(loaded, costs, progress, inverses)
     return Source(graph, loaded, loaded.notes)
 
 

@@ -12,6 +12,7 @@ from contextlib import contextmanager
 from importlib import import_module, metadata
 from typing import Any, NoReturn
 
+from rematplan.cli.arguments import DEFAULT
 from rematplan.cli.interrupts import remembered, stop_if_pressed
 from rematplan.cli.output import Output
 from rematplan.ir import RematplanError, UsageError
@@ -49,6 +50,13 @@ class Parser(argparse.ArgumentParser):
 
     def __init__(self, **more: Any) -> None:
         super().__init__(allow_abbrev=False, **more)
+
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
+        """Parse arguments, where ``--inverses`` may have a value: ``--inverses=1e-5``. argparse alone would take the
+        next argument for its value."""
+        words = sys.argv[1:] if args is None else args
+        stated = [f"{word}={DEFAULT}" if word == "--inverses" else word for word in words]
+        return super().parse_known_args(stated, namespace)
 
     def error(self, message: str) -> NoReturn:
         """Raise a `UsageError` with ``message`` instead of printing the usage and exiting."""

@@ -22,6 +22,7 @@ from rematplan.planner.strategies.store_all import no_recompute
 from rematplan.plans.budgets import Budget, least_plan, parse_budget
 from rematplan.plans.range_planning import RangePlan, plan_range
 from rematplan.plans.size_ranges import ProblemRange, problems_over
+from rematplan.plans.two_lane_plans import OFF
 from rematplan.report.range_tables import range_table
 
 BUDGETS = ("80%", "60%", "40%")
@@ -53,9 +54,9 @@ def plan_sizes(args: argparse.Namespace, out: Output) -> int:
     for option, file in (("--output", args.output), ("--problem-out", args.problem_out)):
         if file:
             raise UsageError(f"{option}: a file is for one size; plan one size of the range for it")
-    if args.overlap not in (None, "off"):
-        raise UsageError("--overlap goes with one size, not with a range")
     auto = one_strategy(args)
+    if auto.two_lanes != OFF:
+        raise UsageError("two_lanes goes with one size, not with a range")
     if not isinstance(auto, Auto):
         raise UsageError(f"--strategy {auto.name} plans one size; a range of sizes takes {Auto.name}")
     budget = parse_budget(args.budget)

@@ -8,9 +8,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from rematplan.cli.arguments import add_strategy_options, one_strategy, positive
+from rematplan.cli.arguments import one_strategy, positive
 from rematplan.cli.output import Output
-from rematplan.cli.overlap_option import add_overlap, check_overlap
 from rematplan.cli.plan import add_budget, plan_document, plan_for
 from rematplan.cli.problem_source import add_costs, add_model, load
 from rematplan.ir import UsageError
@@ -30,7 +29,6 @@ def add(parser: argparse.ArgumentParser) -> None:
     add_model(parser, problem_file=False)
     add_costs(parser)
     add_budget(parser, required=False)
-    add_overlap(parser, "off, or as the plan file says")
     parser.add_argument(
         "--plan",
         type=Path,
@@ -46,7 +44,6 @@ def add(parser: argparse.ArgumentParser) -> None:
         help="compare loss, every gradient and every buffer with plain autograd: bit by bit, or within the predicted "
         "error if the plan uses inverses that round",
     )
-    add_strategy_options(parser)
 
 
 def run(args: argparse.Namespace, out: Output) -> int:
@@ -63,7 +60,6 @@ def run(args: argparse.Namespace, out: Output) -> int:
     if args.budget is not None:
         parse_budget(args.budget)
     one_strategy(args)
-    check_overlap(args)
     from rematplan.api import predicted_error
 
     source, plan = plan_for(load(args, out, runs=True), args, out)

@@ -20,6 +20,7 @@ from rematplan.integrations.trained_parts import (
 )
 from rematplan.ir import UsageError
 from rematplan.plan_in_place import apply
+from rematplan.plans.held_by_others import GRADIENTS
 
 TESTED = ("2.6",)
 """The versions of pytorch-lightning with which the tests were run."""
@@ -65,10 +66,8 @@ class RematplanCallback(Callback):  # type: ignore[misc]
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Plan the network in place."""
         part = _only_network(pl_module) if self.module is None else part_of(pl_module, self.module)
-        trained = {
-            "reserved": plain_optimizers(trainer.optimizers),
-            "accumulate": trainer.accumulate_grad_batches > 1,
-        }
+        sums = [GRADIENTS] * (trainer.accumulate_grad_batches > 1)
+        trained = {"reserved": [*plain_optimizers(trainer.optimizers), *sums]}
         self.unseen = apply(part, self.budget, **trained | self.options)
 
     def on_train_batch_end(self, *_args: Any, **_kwargs: Any) -> None:

@@ -22,6 +22,7 @@ from rematplan.integrations.trained_parts import (
 )
 from rematplan.ir import UsageError
 from rematplan.plan_in_place import apply
+from rematplan.plans.held_by_others import GRADIENTS
 
 TESTED = ("5.24",)
 """The versions of transformers with which the tests were run."""
@@ -80,7 +81,7 @@ def enable() -> None:
 
     ``TrainingArguments(activation_checkpointing=True, activation_checkpointing_kwargs={"budget": "8GiB"})``, or with
     the older names ``gradient_checkpointing`` and ``gradient_checkpointing_kwargs``, then means a `RematplanCallback`
-    with this budget. Further entries are keywords of `plan_module`, such as ``"time_limit": 60``. Without an entry
+    with this budget. Further entries are keywords of `plan_module`, such as ``"loss_memory": "3x"``. Without an entry
     ``budget``, activation checkpointing works as before.
     """
     warn_if_untested("transformers", TESTED)
@@ -126,10 +127,8 @@ def _taking_budgets(method: Callable[..., None]) -> Callable[..., None]:
 
 def _trained_by(args: Any, optimizer: Any) -> dict[str, Any]:
     """Return the options of plans that follow from a trainer's arguments and its optimizer."""
-    return {
-        "reserved": plain_optimizers([] if optimizer is None else [optimizer]),
-        "accumulate": args.gradient_accumulation_steps > 1,
-    }
+    sums = [GRADIENTS] * (args.gradient_accumulation_steps > 1)
+    return {"reserved": [*plain_optimizers([] if optimizer is None else [optimizer]), *sums]}
 
 
 def _unfused(model: nn.Module) -> nn.Module:

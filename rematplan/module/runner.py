@@ -245,7 +245,7 @@ class Runner:
             warn(
                 f"{self.name} is called again before the backward of an earlier call, which holds {show_bytes(held)}. "
                 f"This call needs up to {show_bytes(plan.peak)} in addition, and the budget of "
-                f"{show_bytes(plan.budget)} bounds one call. Plan for several calls: in_flight=2 for two before a "
+                f"{show_bytes(plan.budget)} bounds one call. Plan it by plan_stage: in_flight=2 for two before a "
                 f"backward"
             )
 
@@ -457,8 +457,8 @@ class Runner:
         self.asked.check(tracing.model, *pytree.tree_unflatten(tracing.leaves, tracing.spec))
         if self.plans and not self.asked.dynamic:
             raise ModelError(
-                f"{self.name} was planned for other shapes, types, modes, attributes or decisions; plan it again, or "
-                f"pass dynamic=True"
+                f"{self.name} was planned for other shapes, types, modes, attributes or decisions, with "
+                f"dynamic_shapes=False; plan it again without that"
             )
         entry = self.captures.entry(tracing, self.planner, self.arrived)
         self.plans.add(key, entry)

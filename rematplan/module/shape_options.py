@@ -1,118 +1,130 @@
-"""Options for the shapes of a planned module's calls: whether further shapes are planned, in which ranges, and how many
-plans are kept."""
+"""The sizes that calls of a planned module may have, as `torch.export` states them, and the calls to plan first."""
 
 from __future__ import annotations
 
 import inspect
 import itertools
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch import nn
+from torch.export import Dim
 
 from rematplan.ir import UsageError
 
 MAX_PLANS = 64
-"""The default number of plans that a planned module keeps."""
+"""The number of plans that a planned module keeps."""
 FEW = 12
 """If ranges allow at most this many combinations of sizes, all of them are planned before training."""
-Dimension = int | tuple[int, ...]
-"""A dimension of a tensor, or several dimensions of equal size, such as (2, 3) for square images."""
-Axis = tuple[Dimension, range]
-"""A dimension of an argument, and its sizes in ascending order."""
-Ranges = Mapping[str, Mapping[Dimension, tuple[int, int] | tuple[int, int, int]]]
-"""By the name of an argument of a forward and a dimension, the smallest and the largest size; or these and the distance
-between sizes, such as (32, 160, 16) for 32, 48, ..., 160."""
+SMALLEST = 2
+"""Sizes below this are special to PyTorch, so that steps of other sizes do not serve them."""
+DynamicShapes: TypeAlias = Mapping[str, Any] | Sequence[Any] | bool | None
+"""What the option ``dynamic_shapes`` may be."""
+
+
+@dataclass(frozen=True)
+class Axis:
+    """A size that varies: a named `torch.export.Dim`, or the root of derived ones."""
+
+    name: str
+    numbers: range
+    """The values of the Dim, in ascending order."""
+
+
+@dataclass(frozen=True)
+class Size:
+    """The size of one dimension of an argument: ``scale`` × a number of the axis + ``offset``."""
+
+    axis: Axis
+    scale: int = 1
+    offset: int = 0
+
+    def of(self, number: int) -> int:
+        """Return the size for a number of the axis."""
+        return self.scale * number + self.offset
+
+    @property
+    def allowed(self) -> range:
+        """The sizes that the dimension may have."""
+        numbers = self.axis.numbers
+        return range(self.of(numbers[0]), self.of(numbers[-1]) + 1, self.scale)
 
 
 @dataclass(frozen=True)
 class ShapeOptions:
-    """Options for the shapes of a planned module's calls.
-
-    ``dynamic``: whether a call that fits no existing plan gets a new one. If it is false, the call is refused.
-    ``max_plans``: the largest number of plans that are kept, and of captures with symbolic sizes. Those that were not
-    used for longest are dropped.
-    ``ranges``: the sizes that calls may have. For the name of an argument, a dictionary from a dimension to the
-    smallest size, the largest size, and the distance between sizes (1 if it is missing).
-
-    Raises:
-        UsageError: ``max_plans`` is no positive number, or a range is empty or malformed.
-    """
+    """The shapes that calls of a planned module may have."""
 
     dynamic: bool = True
-    max_plans: int = MAX_PLANS
-    ranges: Ranges = field(default_factory=dict)
+    """Whether a call that fits no existing plan gets a new one. Otherwise it is refused."""
+    max_plans: int = field(default_factory=lambda: MAX_PLANS)
+    """The largest number of plans that are kept, and of captures with symbolic sizes."""
+    ranges: Mapping[str, Mapping[int, Size]] = field(default_factory=dict)
+    """By the name of an argument and a dimension, the sizes that calls may have."""
 
-    def __post_init__(self) -> None:
-        if self.max_plans < 1:
-            raise UsageError(f"max_plans is {self.max_plans}; it must be 1 or more")
-        for name, dims in self.ranges.items():
-            for dim, stated in dims.items():
-                if len(stated) not in (2, 3) or min(stated) < 0 or 0 in stated[2:]:
-                    raise UsageError(
-                        f"shape_ranges: dimension {dim} of {name} has {stated}; write the smallest and the largest "
-                        f"size, such as (16, 512), or also the distance between sizes, such as (32, 160, 16)"
-                    )
-                if not _sizes(stated):
-                    raise UsageError(
-                        f"shape_ranges: dimension {dim} of {name} has no sizes from {stated[0]} to {stated[1]}"
-                    )
-
-    def check(self, model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
-        """Check that the arguments of a call have sizes within ``ranges``. Arguments that are absent or None are not
-        checked.
-
-        Args:
-            model: the model, for the names of the forward's arguments.
-            args: the positional arguments of the call.
-            kwargs: its keyword arguments.
+    @classmethod
+    def of(
+        cls, stated: DynamicShapes, model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]
+    ) -> ShapeOptions:
+        """Return the options that a user stated in the form of `torch.export`, with the arguments of a first call.
 
         Raises:
-            UsageError: an argument has a size outside of its range, different sizes where ``ranges`` says that they
-                are equal, lacks a dimension that has a range, or is no tensor; or the forward has no argument of a
-                name in ``ranges``.
+            UsageError: the form is unknown, a range is empty, or the forward has no argument of a stated name.
         """
+        if stated is None or isinstance(stated, bool):
+            return cls(dynamic=stated is not False)
+        if not isinstance(stated, (Mapping, tuple, list)):
+            raise UsageError(
+                f"dynamic_shapes is {stated!r}; it must be None, False, or ranges in the form of torch.export"
+            )
+        names = _parameters(model)
+        if not isinstance(stated, Mapping):
+            stated = dict(zip(names, stated, strict=False))
+        given = _arguments(model, args, kwargs)
+        return cls(
+            ranges={
+                name: sizes
+                for name, dims in stated.items()
+                if (sizes := dict(_sizes_of(name, dims, given.get(name))))
+            }
+        )
+
+    def check(self, model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+        """Check that the tensors of a call have sizes in their ranges, and equal ones where they have one axis.
+
+        Raises:
+            UsageError: a size is not allowed, a dimension is missing, an argument is no tensor, or the forward has no
+                argument of a stated name.
+        """
+        found: dict[Axis, tuple[int, str]] = {}
         for name, tensor in self._tensors(model, args, kwargs).items():
-            for key, stated in self.ranges[name].items():
-                dims, allowed = _dims(key), _sizes(stated)
-                for dim in dims:
-                    if not -tensor.ndim <= dim < tensor.ndim:
-                        raise UsageError(
-                            f"shape_ranges: {name} has {tensor.ndim} dimensions, so no dimension {dim}"
-                        )
-                    if tensor.shape[dim] not in allowed:
-                        steps = f" in steps of {allowed.step}" if allowed.step > 1 else ""
-                        raise UsageError(
-                            f"{name} has size {tensor.shape[dim]} in dimension {dim}; shape_ranges allows "
-                            f"{allowed[0]} to {allowed[-1]}{steps}"
-                        )
-                sizes = [tensor.shape[dim] for dim in dims]
-                if len(set(sizes)) > 1:
+            for dim, size in self.ranges[name].items():
+                if not -tensor.ndim <= dim < tensor.ndim:
                     raise UsageError(
-                        f"{name} has the sizes {sizes} in dimensions {list(dims)}; shape_ranges says that they are "
-                        f"equal"
+                        f"dynamic_shapes: {name} has {tensor.ndim} dimensions, so no dimension {dim}"
+                    )
+                present, allowed = tensor.shape[dim], size.allowed
+                if present not in allowed:
+                    steps = f" in steps of {allowed.step}" if allowed.step > 1 else ""
+                    raise UsageError(
+                        f"{name} has size {present} in dimension {dim}; dynamic_shapes allows {allowed[0]} to "
+                        f"{allowed[-1]}{steps}"
+                    )
+                number, place = (present - size.offset) // size.scale, f"dimension {dim} of {name}"
+                known, first = found.setdefault(size.axis, (number, place))
+                if known != number:
+                    raise UsageError(
+                        f"{size.axis.name} is {known} in {first} and {number} in {place}; dynamic_shapes says that "
+                        f"they are equal"
                     )
 
     def first_calls(
         self, model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]
     ) -> list[tuple[tuple[Any, ...], dict[str, Any]]]:
-        """Return the arguments of the calls that are planned first: with the largest sizes of the ranges, the sizes of
-        the given arguments, the smallest sizes, and sizes between, or all sizes if these are few (`FEW`). Without
-        ranges, return only the given arguments.
-
-        Except in the second call, the arguments are the given tensors, resized in the dimensions that have ranges (see
-        `call_of_sizes`). The sizes between are there because the ends of a range are often powers of two and equal to
-        sizes of the model, which gives their steps another structure (see `sized_plans`). A smallest size of 0 or 1 is
-        replaced by the next one from 2 on, if the range has one. The reason is that PyTorch treats the sizes 0 and 1
-        specially, so that they need a separate capture.
-
-        Args:
-            model: the model, for the names of the forward's arguments.
-            args: the given positional arguments.
-            kwargs: the given keyword arguments.
+        """Return the arguments of the calls that are planned first: of the largest sizes, those given, of the smallest
+        sizes and of sizes between, or of all sizes if these are few (`FEW`).
 
         Raises:
             UsageError: as `check`.
@@ -121,50 +133,49 @@ class ShapeOptions:
         if not self.ranges:
             return [arguments]
         self.check(model, args, kwargs)
-        smallest = {axis: next((size for size in axis[1] if size >= 2), axis[1][-1]) for axis in self.axes}
-        between = {axis: axis[1][min(len(axis[1]) - 1, len(axis[1]) // 2 | 1)] for axis in self.axes}
-        every = [[size for size in axis[1] if size >= smallest[axis]] for axis in self.axes]
-        if math.prod(map(len, every)) <= min(FEW, self.max_plans):
-            others = [dict(zip(self.axes, sizes, strict=True)) for sizes in itertools.product(*every)]
+        # The ends of a range are often powers of two, and equal to sizes of the model, which gives their steps another
+        # structure (see `sized_plans`). So a size between is planned too, and an odd one.
+        axes = {axis: self.usual(axis) or axis.numbers[-1:] for axis in self.axes}
+        if math.prod(map(len, axes.values())) <= min(FEW, self.max_plans):
+            others = [dict(zip(axes, numbers, strict=True)) for numbers in itertools.product(*axes.values())]
         else:
-            others = [smallest, between]
-        first, *more = (self.call_of_sizes(model, args, kwargs, sizes) for sizes in ({}, *others))
+            others = [
+                {axis: numbers[0] for axis, numbers in axes.items()},
+                {a: a.numbers[min(len(a.numbers) - 1, len(a.numbers) // 2 | 1)] for a in axes},
+            ]
+        first, *more = (self.call_of_sizes(model, args, kwargs, numbers) for numbers in ({}, *others))
         return [first, arguments, *more]
 
     @property
     def axes(self) -> tuple[Axis, ...]:
-        """The dimensions that vary, as pairs of a dimension and its sizes, each once. Arguments that have the same
-        range for the same dimension, such as tokens and their mask, have one common pair: their sizes are assumed to
-        be equal."""
-        rows = ((dim, _sizes(stated)) for dims in self.ranges.values() for dim, stated in dims.items())
-        return tuple(dict.fromkeys(rows))
+        """The axes that vary, each once."""
+        return tuple(dict.fromkeys(size.axis for dims in self.ranges.values() for size in dims.values()))
+
+    def usual(self, axis: Axis) -> range:
+        """Return the numbers of an axis from the first one on whose sizes are all at least `SMALLEST`."""
+        sizes = [size for dims in self.ranges.values() for size in dims.values() if size.axis == axis]
+        below = (all(size.of(n) >= SMALLEST for size in sizes) for n in axis.numbers)
+        return axis.numbers[next((at for at, enough in enumerate(below) if enough), len(axis.numbers)) :]
 
     def call_of_sizes(
-        self, model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any], sizes: Mapping[Axis, int]
+        self, model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any], numbers: Mapping[Axis, int]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Return the arguments of a call with other sizes, made from the given ones. In each dimension that has a
-        range, entries of a given tensor are left out or repeated evenly, so that a mask of padded words has about the
-        same share of padding, and the forward takes the same branches.
+        """Return the arguments of a call with other sizes, made from the given ones.
 
-        Args:
-            model: the model, for the names of the forward's arguments.
-            args: the positional arguments.
-            kwargs: the keyword arguments.
-            sizes: the wanted sizes. The keys are elements of `axes`; a dimension that is absent gets its largest size.
-
-        Raises:
-            UsageError: the forward has no argument of a name in ``ranges``, or that argument is no tensor.
+        Entries of the given tensors are left out or repeated evenly, so that a mask of padded words has about the same
+        share of padding, and the forward takes the same branches. ``numbers``: of the axes; an axis that is absent gets
+        its largest.
         """
-        wanted = {
-            name: {
-                dim: sizes.get((key, _sizes(stated)), _sizes(stated)[-1])
-                for key, stated in ranges.items()
-                for dim in _dims(key)
-            }
-            for name, ranges in self.ranges.items()
+        other = {
+            id(tensor): _resized(
+                tensor,
+                {
+                    dim: size.of(numbers.get(size.axis, size.axis.numbers[-1]))
+                    for dim, size in self.ranges[name].items()
+                },
+            )
+            for name, tensor in self._tensors(model, args, kwargs).items()
         }
-        tensors = self._tensors(model, args, kwargs)
-        other = {id(tensor): _resized(tensor, wanted[name]) for name, tensor in tensors.items()}
         return (
             tuple(other.get(id(arg), arg) for arg in args),
             {name: other.get(id(arg), arg) for name, arg in kwargs.items()},
@@ -173,39 +184,78 @@ class ShapeOptions:
     def _tensors(
         self, model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]
     ) -> dict[str, torch.Tensor]:
-        """Return the tensors among a call's arguments that have ranges, by the argument's name. Arguments that are
-        absent or None are left out.
-
-        Raises:
-            UsageError: the forward has no argument of a name in ``ranges``, or that argument is no tensor.
-        """
+        """Return the tensors among a call's arguments that have ranges, by name. Absent ones and None are left out."""
         if not self.ranges:
             return {}
-        signature = inspect.signature(type(model).forward)
-        arguments = {**dict(zip(list(signature.parameters)[1:], args, strict=False)), **kwargs}
+        arguments, known = _arguments(model, args, kwargs), _parameters(model)
         found = {}
         for name in self.ranges:
-            if name not in arguments and name not in signature.parameters:
+            if name not in arguments and name not in known:
                 raise UsageError(
-                    f"shape_ranges: the forward of {type(model).__name__} has no argument {name}"
+                    f"dynamic_shapes: the forward of {type(model).__name__} has no argument {name}"
                 )
             if arguments.get(name) is None:
                 continue
             if not isinstance(arguments[name], torch.Tensor):
-                raise UsageError(f"shape_ranges: {name} is a {type(arguments[name]).__name__}, not a tensor")
+                raise UsageError(
+                    f"dynamic_shapes: {name} is a {type(arguments[name]).__name__}, not a tensor"
+                )
             found[name] = arguments[name]
         return found
 
 
-def _dims(dimension: Dimension) -> tuple[int, ...]:
-    """Return the dimensions that an element of `Axis` names: one, or several of equal size."""
-    return dimension if isinstance(dimension, tuple) else (dimension,)
+def _parameters(model: nn.Module) -> list[str]:
+    return list(inspect.signature(type(model).forward).parameters)[1:]
 
 
-def _sizes(stated: Sequence[int]) -> range:
-    """Return the sizes of a range. ``stated``: the smallest and the largest size, and the distance, if there is one."""
-    low, high, *step = stated
-    return range(low, high + 1, *step)
+def _arguments(model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
+    return {**dict(zip(_parameters(model), args, strict=False)), **kwargs}
+
+
+def _sizes_of(name: str, dims: Any, given: object) -> Iterator[tuple[int, Size]]:
+    """Yield the dimensions of an argument whose sizes are stated, with these."""
+    if dims is None:
+        return
+    if not isinstance(dims, (Mapping, Sequence)) or isinstance(dims, str):
+        raise UsageError(
+            f"dynamic_shapes: {name} has {dims!r}; write a dictionary such as {{0: Dim('batch', min=2, max=64)}}"
+        )
+    for dim, stated in dims.items() if isinstance(dims, Mapping) else enumerate(dims):
+        place = f"dimension {dim} of {name}"
+        size = _size(place, stated)
+        if stated is Dim.STATIC:
+            if not isinstance(given, torch.Tensor):
+                raise UsageError(
+                    f"dynamic_shapes: {place} is Dim.STATIC, and no argument shows its size; write the size"
+                )
+            size = _fixed(place, given.shape[dim])
+        if size is not None:
+            yield dim, size
+
+
+def _size(place: str, stated: Any) -> Size | None:
+    """Return the size of a dimension that a user stated; None if it may have any size."""
+    if stated is None or stated in (Dim.AUTO, Dim.DYNAMIC, Dim.STATIC):
+        return None
+    if isinstance(stated, int):
+        return _fixed(place, stated)
+    if not isinstance(stated, Dim):
+        raise UsageError(
+            f"dynamic_shapes: {place} has {stated!r}; write torch.export.Dim(name, min=…, max=…), Dim.AUTO, "
+            f"Dim.STATIC or a number"
+        )
+    root, step = getattr(stated, "root", stated), getattr(stated, "fn", lambda n: n)
+    if not math.isfinite(float(root.max)):
+        return None
+    numbers = range(int(root.min), int(root.max) + 1)
+    if not numbers:
+        raise UsageError(f"dynamic_shapes: {place} has no sizes from {root.min} to {root.max}")
+    offset = int(step(0))
+    return Size(Axis(root.__name__, numbers), int(step(1)) - offset, offset)
+
+
+def _fixed(place: str, size: int) -> Size:
+    return Size(Axis(place, range(size, size + 1)))
 
 
 def _resized(tensor: torch.Tensor, sizes: Mapping[int, int]) -> torch.Tensor:

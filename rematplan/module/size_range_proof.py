@@ -21,8 +21,6 @@ from rematplan.plans.size_ranges import problems_over
 from rematplan.runtime.graph.captured_step import CapturedStep
 from rematplan.runtime.graph.warn import warn
 
-SMALLEST = 2
-"""The smallest size at which it is checked that a plan fits; smaller sizes have other graphs."""
 MOST_STEPS = 32
 """The largest number of sizes of one dimension at which the step is captured for a proof. If more are needed, the proof
 is given up."""
@@ -49,7 +47,7 @@ def prove_ranges(
     Each `RangePlan` of the result has all sizes of one dimension, while the other dimensions have fixed sizes. The
     dimension with the most sizes varies, once for each combination of sizes of the other dimensions. If there are
     more than `MOST_LINES` of these combinations, each dimension varies once, while the others have their largest
-    sizes, and a warning says so. Sizes below `SMALLEST` (2) are not checked, because their graphs have other ops.
+    sizes, and a warning says so. Sizes below 2 are not checked, because their graphs have other ops.
 
     The result is empty if no ranges are stated. It is also empty with options under which a plan depends on more
     than the problem at one size: a saved plan, inverses that round, accumulation, several micro-batches in flight,
@@ -69,11 +67,11 @@ def prove_ranges(
             warning says so.
     """
     options, found = planner.options, list[RangePlan]()
-    if options.several or options.accumulate or options.inverting or options.plan is not None:
+    if options.several or options.reserved.gradients or options.inverting or options.saved is not None:
         return ()
     if options.stated_budget().is_lean:
         return ()
-    for axis, fixed in _lines(shapes.axes):
+    for axis, fixed in _lines({axis: shapes.usual(axis) for axis in shapes.axes}):
         made = set[int]()
 
         def step_at(
@@ -84,12 +82,12 @@ def prove_ranges(
                 raise _TooMany
             return capture_of(planned, *shapes.call_of_sizes(model, args, kwargs, {**fixed, axis: size}))[1]
 
-        name, sizes = f"the size of {_named(axis, fixed)}", _sizes(axis)
+        name, sizes = _named(axis, fixed), shapes.usual(axis)
         try:
             found.append(prove_step(planner, name, sizes, step_at))
         except _TooMany:
             warn(
-                f"shape_ranges: whether a plan fits at every size of {_named(axis, fixed)} from {sizes[0]} to "
+                f"dynamic_shapes: whether a plan fits at every size of {_named(axis, fixed)} from {sizes[0]} to "
                 f"{sizes[-1]} is not proven, because each size would need a step of its own; plans are made for the "
                 f"largest size first"
             )
@@ -101,39 +99,33 @@ def prove_ranges(
     return tuple(found)
 
 
-def _lines(axes: Sequence[Axis]) -> list[tuple[Axis, Sizes]]:
-    """Return pairs: a dimension that varies over all its sizes, and the fixed sizes of the other dimensions.
+def _lines(usual: Mapping[Axis, range]) -> list[tuple[Axis, Sizes]]:
+    """Return pairs: an axis that varies over its usual numbers, and the fixed numbers of the other axes.
 
-    Pairs with larger fixed sizes come first. A dimension that is missing in the second item has its largest size. If
-    there are at most `MOST_LINES` combinations of sizes of all dimensions except the one with the most sizes, there is
-    a pair for each combination. Otherwise there is one pair for each dimension, and a warning says so.
+    Pairs with larger fixed numbers come first. An axis that is missing in the second item has its largest number. If
+    there are at most `MOST_LINES` combinations of numbers of all axes except the one with the most, there is a pair for
+    each combination. Otherwise there is one pair for each axis, and a warning says so.
     """
-    axes = [axis for axis in axes if _sizes(axis)]
+    axes = [axis for axis, numbers in usual.items() if numbers]
     if not axes:
         return []
-    longest = max(axes, key=lambda axis: len(_sizes(axis)))
+    longest = max(axes, key=lambda axis: len(usual[axis]))
     others = [axis for axis in axes if axis is not longest]
-    count = math.prod(len(_sizes(axis)) for axis in others)
+    count = math.prod(len(usual[axis]) for axis in others)
     if count <= MOST_LINES:
-        points = itertools.product(*(reversed(_sizes(axis)) for axis in others))
+        points = itertools.product(*(reversed(usual[axis]) for axis in others))
         return [(longest, dict(zip(others, point, strict=True))) for point in points]
     warn(
-        f"shape_ranges: of {count * len(_sizes(longest))} combinations of sizes, only those with at most one size "
+        f"dynamic_shapes: of {count * len(usual[longest])} combinations of sizes, only those with at most one size "
         f"below its largest are proven. For a proof of all, state ranges that leave at most {MOST_LINES} combinations "
-        f"apart from {_named(longest)} (of {count}), or the same range for dimensions that vary together"
+        f"apart from {_named(longest)} (of {count}), or the same Dim for dimensions that vary together"
     )
     return [(axis, {}) for axis in axes]
 
 
-def _sizes(axis: Axis) -> range:
-    """Return the sizes of a dimension from `SMALLEST` on."""
-    sizes = axis[1]
-    return sizes[sum(size < SMALLEST for size in sizes[:SMALLEST]) :]
-
-
 def _named(axis: Axis, fixed: Mapping[Axis, int] = MappingProxyType({})) -> str:
-    others = " and ".join(f"size {size} of dimension {dim}" for (dim, _), size in fixed.items())
-    return f"dimension {axis[0]}{others and f' with {others}'}"
+    others = " and ".join(f"{other.name} = {number}" for other, number in fixed.items())
+    return f"{axis.name}{others and f' with {others}'}"
 
 
 def prove_step(
@@ -165,7 +157,7 @@ def prove_step(
         )
     problems = problems_over(dimension, sizes, capture)
     budget = planner.limit(problems.captured[problems.sizes[-1]]).bytes(0, lambda: 0)
-    found, search = prove_sizes(problems, budget, planner.store), planner.options.chosen()
-    if found.proof.holds or not isinstance(search, Auto):
+    found, search = prove_sizes(problems, budget, planner.store), planner.options.strategy
+    if found.proof.holds or not isinstance(search, Auto) or search.counted:
         return found
     return plan_range(problems, budget, search, store=planner.store)

@@ -69,7 +69,7 @@ def auto_cuts(
         raise UsageError(
             f"no module of {type(model).__name__} has a part of the step of its own to cut before"
         )
-    strategy = asked.chosen()
+    strategy = asked.strategy
     options = Asked(
         schedule.name,
         schedule.stages,

@@ -21,10 +21,11 @@ from rematplan.pipeline.rank_plans import (
 )
 from rematplan.pipeline.runnable_pipeline import Pipeline
 from rematplan.pipeline.schedules import MOST, ONE_STAGE, SCHEDULES, schedule_named
+from rematplan.planner.core.strategy import Strategy
 from rematplan.planner.pipeline.actions import PipelineSchedule
 from rematplan.planner.pipeline.messages import CHANNELS
 from rematplan.plans.budgets import Budget
-from rematplan.plans.options import PlanOptions
+from rematplan.plans.options import PlanOptions, stated_strategy
 from rematplan.plans.planner import Planner
 from rematplan.runtime.graph.compat import MESSAGES_HAVE_GRADIENTS
 from rematplan.runtime.pipeline.loss_storage import LossFunction, with_own_storage
@@ -44,16 +45,15 @@ def plan_pipeline(
     schedule: str = "1f1b",
     budget: str | int,
     cuts: str | Sequence[str] = "auto",
-    strategy: str = "auto",
+    strategy: str | Strategy = "auto",
     costs: str = "profile",
-    time_limit: float = 30.0,
     loss_memory: str | int | None = None,
     loss_fn: LossFunction | None = None,
     target: torch.Tensor | None = None,
     ranks: Iterable[int] | None = None,
     plans: Mapping[int, Mapping[str, Any]] | None = None,
     hop: float = 0.0,
-    max_inversion_error: float | None = None,
+    inverses: bool | float = False,
     shards: int = 1,
     replicas: int = 1,
 ) -> Pipeline:
@@ -79,10 +79,9 @@ def plan_pipeline(
             those with the least simulated makespan within the budget, as ``rematplan pipeline`` chooses them. If
             ``ranks`` is given and a default process group exists, its first process chooses for all, so all must call
             this function.
-        strategy: the planning algorithm, as for `plan_module`.
+        strategy: the planning algorithm, as for `plan_module`. The time limit of ``auto`` is for each rank, and for the
+            cuts. If no plans fit a rank, searches for the smallest budget take up to five times as long.
         costs: how the costs of ops are determined: ``profile``, ``roofline`` or a file, as for `plan_module`.
-        time_limit: seconds of search for each rank, and for the cuts. If no plans fit a rank, searches for the smallest
-            budget take up to five times as long.
         loss_memory: the peak of the loss, such as ``3x`` or ``1GiB``, as for `plan_module`.
         loss_fn: the loss that `Pipeline.schedule` will get. Its first argument is the model's output; for a tuple of
             one tensor it is that tensor. The loss is run once on random outputs, and its memory is measured; so the
@@ -93,8 +92,8 @@ def plan_pipeline(
             instead of a search.
         hop: for ``dataflow``, the time of a message divided by the time of a stage's forward and backward. If it is
             above 0, more micro-batches are in flight for each hop to the last stage.
-        max_inversion_error: for ``dataflow``, the largest relative error of a recovered tensor; by default it depends
-            on the tensor's type.
+        inverses: for ``dataflow``, the largest relative error of a recovered tensor; by default it depends on the
+            tensor's type.
         shards: the number of processes over which ``wrap`` shards each stage's parameters by FSDP2 (see
             `Pipeline.stages`). Each of them then holds its shard in addition to the gathered parameters.
         replicas: the number of processes in which ``wrap`` averages each stage's gradients by
@@ -112,11 +111,10 @@ def plan_pipeline(
     """
     asked = PlanOptions(
         budget="min",
-        strategy=strategy,
-        time_limit=time_limit,
+        strategy=stated_strategy(strategy),
         costs=costs,
         loss_memory=loss_memory,
-        max_inversion_error=max_inversion_error,
+        inverses=inverses,
     )
     order = _order(schedule, stages, microbatches, hop)
     budgeted = parse_rank_budget(str(budget))

@@ -145,7 +145,7 @@ def rank_plans(
         problems = [parts[s].problem for s in order.stage_of_rank[rank]]
         actions, seconds = order.actions[rank], asked.time_limit
         starts, kept = starting_plans(problems, actions) if order.name in CHANNELS else ([], [])
-        planner = stage_planner(asked.chosen(), seconds, len(problems))
+        planner = stage_planner(asked.strategy, seconds, len(problems))
         return RankSearch(problems, actions, most, planner, seconds, starts, kept)
 
     return plans_of_ranks(search, ranks, budget)

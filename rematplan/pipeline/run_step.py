@@ -27,6 +27,7 @@ from rematplan.pipeline.one_process import step_in_one_process
 from rematplan.pipeline.plan_pipeline import captured_pipeline
 from rematplan.pipeline.rank_plans import Part, measured_rank_plan, rank_plans
 from rematplan.pipeline.runnable_pipeline import Pipeline
+from rematplan.planner.auto.auto_strategy import Auto
 from rematplan.planner.core.inversion_error import forward_error
 from rematplan.planner.pipeline.in_flight import RankPlan
 from rematplan.planner.pipeline.messages import CHANNELS
@@ -147,7 +148,7 @@ def _run(plan: PlannedPipeline, rank: int, verify: bool, time_limit: float) -> R
     loaded = _loaded(plan)
     module = loaded.module
     inputs, target = _whole_batch(loaded, order.microbatches)
-    asked = PlanOptions(budget="min", time_limit=time_limit, costs=plan.model["costs"])
+    asked = PlanOptions(budget="min", strategy=Auto(time_limit=time_limit), costs=plan.model["costs"])
     budget = parse_budget(str(plan.budget))
     pipe = captured_pipeline(
         module.model, inputs, None, order, budget, plan.names, asked, ranks=[rank], loss=(module.of, target)

@@ -333,7 +333,8 @@ def least_plan(
     if isinstance(strategy, (Auto, Anneal, ILP)):
         limit = strategy.time_limit if time_limit is None else time_limit
         known = (*starts, *_stored_plans(strategy, graph, store))
-        moves = strategy.moves if isinstance(strategy, Anneal) else 0
+        counted = strategy.counted if isinstance(strategy, Auto) else 0
+        moves = strategy.moves if isinstance(strategy, Anneal) else counted
         order = not isinstance(strategy, ILP) and strategy.keep_order
 
         def cheapest(left: float) -> Strategy:

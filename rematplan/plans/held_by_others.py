@@ -17,6 +17,9 @@ from rematplan.plans.budgets import parse_budget
 from rematplan.runtime.costs.optimizer_memory import optimizer_memory, plain_tensors
 from rematplan.runtime.graph.allocator_rounding import allocated
 
+GRADIENTS = "gradients"
+"""The item of `Reserved` that stands for gradients of earlier backwards, to which a step adds its own."""
+
 
 @dataclass(frozen=True)
 class OtherBytes:
@@ -36,8 +39,8 @@ class Reserved:
     made.
 
     ``items``: optimizers, modules, objects with a method ``reserved_bytes() -> int`` (and, for a step's temporary
-    bytes, ``step_bytes() -> int``), numbers of bytes, text such as ``1GiB``, and `Counted` (bytes of optimizers and
-    modules, counted when a `Reserved` was pickled or copied).
+    bytes, ``step_bytes() -> int``), numbers of bytes, text such as ``1GiB``, `GRADIENTS`, and `Counted` (bytes of
+    optimizers and modules, counted when a `Reserved` was pickled or copied).
 
     Raises:
         UsageError: an item is something else, or a text is not a number of bytes.
@@ -52,7 +55,7 @@ class Reserved:
             elif not isinstance(item, (Counted, torch.optim.Optimizer, nn.Module)) and not _says(item):
                 raise UsageError(
                     f"reserved: cannot tell the bytes of a {type(item).__name__}; list optimizers, modules, numbers of "
-                    f"bytes, text such as '1GiB', or objects with a method reserved_bytes()"
+                    f"bytes, text such as '1GiB', '{GRADIENTS}', or objects with a method reserved_bytes()"
                 )
 
     @classmethod
@@ -71,6 +74,11 @@ class Reserved:
             if isinstance(item, (str, Integral)) or all(item is not other for other in kept):
                 kept.append(item)
         return cls(tuple(kept))
+
+    @property
+    def gradients(self) -> bool:
+        """Whether gradients of earlier backwards count from the start."""
+        return any(isinstance(item, str) and item == GRADIENTS for item in self.items)
 
     def on(self, device: torch.device, model: Mapping[str, torch.Tensor]) -> OtherBytes:
         """Return the bytes that the items occupy on a device, in addition to a model's tensors.
@@ -191,11 +199,13 @@ def _said(item: Any, name: str) -> int:
 
 
 def _bytes(stated: str | Integral) -> int:
-    """Convert a number or text such as ``1GiB`` to a number of bytes.
+    """Convert a number or text such as ``1GiB`` to a number of bytes; 0 for `GRADIENTS`, which the plan counts.
 
     Raises:
         UsageError: the text or number is malformed, negative, or a percentage.
     """
+    if stated == GRADIENTS:
+        return 0
     with suppress(UsageError):
         budget = parse_budget(str(stated))
         if budget.kind == "bytes":

@@ -1,27 +1,25 @@
-"""The options that determine a plan, for `plan_module` and for the `torch.compile` backend of this package."""
+"""The options that determine a plan, for all functions that plan a step, and for the command line."""
 
 from __future__ import annotations
 
-import math
-from collections.abc import Mapping
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from numbers import Real
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, ClassVar, Literal
 
-from rematplan.ir import UsageError
+from rematplan.ir import TrainingGraph, UsageError
 from rematplan.planner.auto.auto_strategy import Auto
-from rematplan.planner.core.strategy import Strategy
-from rematplan.planner.registry import LIMIT, strategy
-from rematplan.planner.strategies.anneal import Anneal
+from rematplan.planner.core.plan import Plan, load_plan
+from rematplan.planner.core.strategy import Progress, Strategy, silent
+from rematplan.planner.registry import LIMIT, checked, strategy
 from rematplan.planner.strategies.reversible import Reversible
 from rematplan.plans.budgets import Budget, parse_budget, parse_loss_memory
 from rematplan.plans.held_by_others import Reserved
 from rematplan.plans.op_costs import known_costs
-from rematplan.plans.two_lane_plans import OFF, check_mode
+from rematplan.plans.two_lane_plans import OFF
 
 if TYPE_CHECKING:
-    from rematplan.runtime.problem.constraints import Name
+    from rematplan.runtime.problem.constraints import Policy
 
 RAISE, LEAST, EAGER = "raise", "least", "eager"
 INSTEAD = (RAISE, LEAST, EAGER)
@@ -30,106 +28,109 @@ recompute nothing.
 """
 QUICK = 1.5
 """Seconds of search before the first step, if the plan is refined while training runs."""
-DETERMINISTIC_MOVES = 100_000
-"""The number of annealing moves that count as a second: fewer than most machines make in one."""
+
+
+@dataclass(frozen=True)
+class SavedPlan(Strategy):
+    """Use the plan in a file that `save_plan` or ``rematplan plan -o`` wrote, without a search. Its budget applies.
+
+    ``path``: the file.
+    """
+
+    path: str | Path
+    two_lanes: Literal["off", "auto", "on"] | None = field(default=None, kw_only=True)  # type: ignore[assignment]
+    """As in `Strategy`. None: as the saved plan says."""
+
+    name: ClassVar[str] = "saved"
+    summary: ClassVar[str] = "a plan that was made before"
+
+    def plan(
+        self, graph: TrainingGraph, budget: int = 0, progress: Progress = silent, starts: Sequence[Plan] = ()
+    ) -> Plan:
+        """Return the plan, whatever ``budget`` is.
+
+        Raises:
+            ProblemError: the file cannot be read, or its plan belongs to another problem.
+        """
+        del budget, progress, starts
+        return load_plan(self.path, graph)
 
 
 @dataclass(frozen=True, kw_only=True)
 class PlanOptions:
-    """The arguments of `plan_module` that determine the plan, with the same names and meanings.
+    """The arguments of `plan_module` and `plan_stage` that determine the plan, with the same names and meanings.
 
     Raises:
-        UsageError: no budget; a malformed budget, loss memory or time limit; an unknown strategy, option, kind of
-            costs, overlap or ``on_infeasible``; or options that exclude each other.
+        UsageError: no budget; a malformed budget, loss memory or strategy; unknown costs or ``on_infeasible``; or
+            options that exclude each other.
     """
 
-    budget: str | int | None
-    strategy: str = "auto"
-    time_limit: float = 30.0
-    options: Mapping[str, object] = field(default_factory=dict)
+    budget: str | int | None = None
+    strategy: Strategy = field(default_factory=Auto)
     costs: str = "profile"
-    keep: tuple[Name, ...] = ()
-    never_rerun: tuple[Name, ...] = ()
-    plan: str | Path | None = None
-    inverses: bool = False
-    max_inversion_error: float | None = None
-    overlap: str | None = None
-    lane_speed: float | None = None
-    """The speed of each of two lanes while both run, relative to one that runs alone. None: it is measured if costs are
-    measured, otherwise it is a typical value."""
+    policy: Policy = ()
+    """What must be saved (`stated_policy`)."""
+    inverses: bool | float = False
     loss_memory: str | int | None = None
-    accumulate: bool = False
     reserved: Reserved = field(default_factory=Reserved)
     on_infeasible: str | None = None
     refine: bool = True
-    gap: float = 0.001
-    deterministic: bool = False
     in_flight: int = 1
     deferred: int | None = None
-    verbose: bool = False
 
     def __post_init__(self) -> None:
-        if self.budget is None and self.plan is None:
-            raise UsageError("there is no budget: state one, such as budget='8GiB', or a saved plan")
+        if self.budget is None and self.saved is None:
+            raise UsageError(
+                "there is no budget: state one, such as budget='8GiB', or strategy=SavedPlan('plan.json')"
+            )
         if self.budget is not None:
             parse_budget(str(self.budget))
-        if not isinstance(self.options, Mapping):
-            raise UsageError(
-                f"options is {self.options!r}; it must be a dict of options of the strategy, by name"
-            )
-        if not isinstance(self.time_limit, Real) or not 0 < self.time_limit < math.inf:
-            raise UsageError(
-                f"time_limit is {self.time_limit!r}; it must be a finite number of seconds above 0"
-            )
         if self.in_flight < 1 or (self.deferred or 0) < 0:
             raise UsageError(
                 f"in_flight is {self.in_flight} and deferred is {self.deferred}: in_flight must be 1 or more, and "
                 f"deferred 0 or more, or None"
             )
-        if self.several and (self.inverses or self.plan is not None or self.overlap not in (None, OFF)):
+        if not isinstance(self.inverses, (bool, float)) or not self.inverses >= 0:
             raise UsageError(
-                "in_flight and deferred cannot be combined with inverses, overlap or a saved plan"
+                f"inverses is {self.inverses!r}; it must be True, False, or the largest relative error, such as 1e-5"
             )
         self.stated_loss()
-        self.chosen()
         known_costs(self.costs)
-        check_mode(self.overlap)
         if self.on_infeasible not in (None, *INSTEAD):
             raise UsageError(f"unknown on_infeasible {self.on_infeasible!r}; known: {', '.join(INSTEAD)}")
+        for one, other in EXCLUDED:
+            if one.holds(self) and other.holds(self):
+                raise UsageError(f"{one.name} cannot be combined with {other.name}")
 
-    def chosen(self) -> Strategy:
-        """Return the strategy (planning algorithm) that the options name, with its options and, if it has one, its
-        time limit.
+    @property
+    def saved(self) -> SavedPlan | None:
+        """The saved plan that is used; None if a plan is searched for."""
+        return self.strategy if isinstance(self.strategy, SavedPlan) else None
 
-        If ``deterministic`` is true, `auto` is replaced by annealing, which makes `DETERMINISTIC_MOVES` moves for
-        each second of the time limit.
+    @property
+    def gap(self) -> float:
+        """The distance to the proven optimum, as a share of the step's time, at which a search may end."""
+        return float(getattr(self.strategy, "gap", 0.0))
 
-        Raises:
-            UsageError: the strategy or an option is unknown.
-        """
-        if self.strategy != Auto.name:
-            return strategy(self.strategy, **{LIMIT: self.time_limit, **self.options})
-        if self.deterministic:
-            moves = round(self.time_limit * DETERMINISTIC_MOVES)
-            return strategy(Anneal.name, **{"moves": moves, **self.options})
-        return strategy(self.strategy, **{LIMIT: self.time_limit, "gap": self.gap, **self.options})
+    @property
+    def time_limit(self) -> float:
+        """The seconds of search. A strategy without a time limit has that of `Auto`, for other searches."""
+        return float(getattr(self.strategy, LIMIT, Auto.time_limit))
 
     @property
     def refines(self) -> bool:
         """Whether training starts with a quickly found plan, while another process searches for better plans.
 
-        True only if ``refine`` is true, the strategy is `auto` and its time limit is above `QUICK` seconds. It is
-        false with ``deterministic``, a saved plan, or a budget ``min`` or ``least``. It is also false with inverses
-        that round, because results would change with the plan, and with ``overlap`` other than ``off``, because that
-        needs measurements of one fixed plan.
+        True only if ``refine`` is true, the strategy is `auto`, counts seconds, and has more than `QUICK` of them. It
+        is false for a budget ``min`` or ``least``, with inverses that round, because results would change with the
+        plan, and with two lanes, because these need measurements of one fixed plan.
         """
         return (
             self.refine
-            and not self.deterministic
-            and self.plan is None
-            and self.strategy == Auto.name
+            and isinstance(self.strategy, Auto)
+            and not self.strategy.counted
             and not self.inverting
-            and self.overlap in (None, OFF)
+            and self.strategy.two_lanes == OFF
             and not self.stated_budget().is_lean
             and self.time_limit > QUICK
         )
@@ -156,4 +157,43 @@ class PlanOptions:
     @property
     def inverting(self) -> bool:
         """Whether plans may use inverses (ops that compute an input from an output) that round."""
-        return self.inverses or self.strategy == Reversible.name
+        return bool(self.inverses) or isinstance(self.strategy, Reversible)
+
+    @property
+    def max_inversion_error(self) -> float | None:
+        """The largest predicted relative error of a recovered tensor; None: a limit that suits the tensor's type."""
+        return None if isinstance(self.inverses, bool) else float(self.inverses)
+
+
+@dataclass(frozen=True)
+class Condition:
+    """A property of options that excludes others."""
+
+    name: str
+    """How messages and the documentation name it."""
+    holds: Callable[[PlanOptions], bool]
+
+
+SEVERAL = Condition("plan_stage", lambda o: o.several)
+EXCLUDED = (
+    (SEVERAL, Condition("inverses", lambda o: bool(o.inverses))),
+    (SEVERAL, Condition("two lanes", lambda o: o.strategy.two_lanes not in (OFF, None))),
+    (SEVERAL, Condition("a saved plan", lambda o: o.saved is not None)),
+)
+"""Pairs of options that exclude each other."""
+
+
+def stated_strategy(stated: str | Strategy) -> Strategy:
+    """Return the strategy that a user stated by its name or as an object.
+
+    Raises:
+        UsageError: the name is unknown, or a field of the object has a value that it cannot have.
+    """
+    if isinstance(stated, str):
+        return strategy(stated)
+    if not isinstance(stated, Strategy):
+        raise UsageError(
+            f"strategy is {stated!r}; write the name of a strategy, such as 'auto', or an object such as "
+            f"rematplan.Auto(time_limit=30)"
+        )
+    return checked(stated)

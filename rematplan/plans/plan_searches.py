@@ -12,8 +12,6 @@ from rematplan.planner.bounds.cut_bounds import min_peak_bound
 from rematplan.planner.caches.plan_store import PlanStore
 from rematplan.planner.core.plan import Plan
 from rematplan.planner.core.strategy import Progress, Strategy
-from rematplan.planner.registry import LIMIT
-from rematplan.planner.strategies.approx_dp import ApproxDP
 from rematplan.plans.budgets import Budget, least_plan, plan_within
 from rematplan.plans.first_plan import plan_at_once
 from rematplan.plans.options import QUICK, PlanOptions
@@ -57,7 +55,7 @@ def one_lane_plan(
 def _searched(
     options: PlanOptions, store: PlanStore, graph: TrainingGraph, budget: Budget, progress: Progress
 ) -> Plan:
-    amount, chosen = fixed_bytes(budget), options.chosen()
+    amount, chosen = fixed_bytes(budget), options.strategy
     if amount is None:
         return least_plan(chosen, graph, progress, kind=budget.kind, store=store)
     known = store.solved(graph, amount, options.gap, options.time_limit) if chosen.lasting else None
@@ -67,12 +65,11 @@ def _searched(
     if options.refines and (found := plan_at_once(graph, amount, store)):
         store.put(graph, amount, found)
         return found
-    starts = ApproxDP().around(graph, amount) if options.deterministic else ()
     with explaining_refusals(options, store, graph):
         for part in _in_parts(options, store, chosen, graph, amount):
             hurried = accepts_refusals(options, store)
             try:
-                return plan_within(part, graph, amount, progress, store=store, starts=starts, hurried=hurried)
+                return plan_within(part, graph, amount, progress, store=store, hurried=hurried)
             except InfeasibleBudget as error:
                 if part is chosen or (error.known == "proven" and accepts_refusals(options, store)):
                     raise
@@ -123,13 +120,16 @@ def background_search(
         return None
     if shared().waiting >= WAITING:
         return None
-    lasting = options.chosen().lasting  # otherwise plans on disk do not count
-    if lasting and store.solved(graph, plan.budget, options.gap, options.time_limit) is not None:
+    if (
+        options.strategy.lasting
+        and store.solved(graph, plan.budget, options.gap, options.time_limit) is not None
+    ):
         return None
     starts = store.starts(graph, plan.budget)
     limit = FURTHER * options.time_limit if starts else options.time_limit
-    search = {LIMIT: limit, "gap": options.gap, **options.options}
-    wanted = Wanted(graph, shapes_of(step), plan.budget, plan, options.strategy, search, starts)
+    assert isinstance(options.strategy, Auto)
+    search = replace(options.strategy, time_limit=limit)
+    wanted = Wanted(graph, shapes_of(step), plan.budget, plan, search, starts)
     return Refining(
         wanted, lambda better: StepPlan(step, replace(better, fingerprint=graph.fingerprint)), store
     )

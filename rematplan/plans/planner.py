@@ -12,9 +12,8 @@ from rematplan.ir import InfeasibleBudget, ProblemError, TrainingGraph, show_byt
 from rematplan.planner.auto.auto_strategy import Auto
 from rematplan.planner.caches.plan_store import PlanStore
 from rematplan.planner.core.lane_schedule import Sharing
-from rematplan.planner.core.plan import Plan, load_plan
+from rematplan.planner.core.plan import Plan
 from rematplan.planner.core.strategy import Progress, silent
-from rematplan.planner.overlap.place_on_lanes import USUAL
 from rematplan.planner.strategies.store_all import StoreAll
 from rematplan.plans.budgets import Budget
 from rematplan.plans.in_flight import plan_in_flight
@@ -27,7 +26,7 @@ from rematplan.plans.refining import Refining, StepPlan, mapped
 from rematplan.plans.refusals import accepts_refusals, explaining_refusals, plan_over_budget, reaction
 from rematplan.plans.resizing import Resizing
 from rematplan.plans.step_problems import StepProblems
-from rematplan.plans.two_lane_plans import OFF, overlapped, sharing_here
+from rematplan.plans.two_lane_plans import OFF, overlapped, sharing_here, stated_sharing
 from rematplan.runtime.graph.captured_step import CapturedStep
 from rematplan.runtime.graph.warn import warn
 from rematplan.runtime.inversion.find_inverses import with_exact_inverses, with_inverses
@@ -74,7 +73,7 @@ class Planner(StepProblems):
         """Return this planner for the first training step, whose problem turns a percentage into bytes anew. Return
         None if the budget is no percentage that plans share."""
         asked = self.options
-        if asked.plan is not None or asked.several or not asked.stated_budget().is_percentage:
+        if asked.saved is not None or asked.several or not asked.stated_budget().is_percentage:
             return None
         return replace(self, scope=f"{self.scope} in training")
 
@@ -98,7 +97,8 @@ class Planner(StepProblems):
         if self.options.several:
             return self._in_flight(step)
         first = first or not self.store
-        names, held = earlier_gradients(step, self.named) if self.options.accumulate else (frozenset(), 0)
+        earlier = self.options.reserved.gradients
+        names, held = earlier_gradients(step, self.named) if earlier else (frozenset(), 0)
         charged = replace(self, held={**self.held, EARLIER: held})
         try:
             adding = replace(charged, added=names)._adding(step) if names else None
@@ -139,18 +139,18 @@ class Planner(StepProblems):
             with_weight_boundary(step, graph) if split else graph,
             self.loss(step, priced(step, asked.costs)),
             asked.stated_budget(),
-            asked.chosen(),
+            asked.strategy,
             asked.time_limit,
             asked.in_flight,
             asked.deferred,
         )
 
     def _alone(self, step: CapturedStep, progress: Progress | None = None) -> StepPlan:
-        shown = nullcontext(progress) if progress else progress_bar(step.name, self.options.verbose)
+        shown = nullcontext(progress) if progress else progress_bar(step.name)
         with shown as progress:
-            if self.options.plan is not None:
+            if self.options.saved is not None:
                 return self._saved(step, progress)
-            if self.options.inverses and isinstance(self.options.chosen(), Auto):
+            if self.options.inverses and isinstance(self.options.strategy, Auto):
                 return self._either(with_exact_inverses(step), self.with_inverses(step), progress)
             step, began = self.with_inverses(step), time.monotonic()
             graph = self.problem(step, progress)
@@ -167,7 +167,7 @@ class Planner(StepProblems):
         Raises:
             ProblemError: it was made for none of these forms.
         """
-        assert self.options.plan is not None
+        assert self.options.saved is not None
         forms = [self.with_inverses(step)]
         if self.options.inverting:
             forms += [with_exact_inverses(step), with_inverses(step, {}, renormalise=True).step]
@@ -175,7 +175,7 @@ class Planner(StepProblems):
         for form in forms:
             graph = self.problem(form, progress)
             try:
-                plan, notes = self._overlapped(form, graph, load_plan(self.options.plan, graph))
+                plan, notes = self._overlapped(form, graph, self.options.saved.plan(graph))
                 return StepPlan(form, plan, problem=graph, notes=notes)
             except ProblemError as error:
                 errors.append(error)
@@ -185,16 +185,16 @@ class Planner(StepProblems):
     def _carries(self) -> bool:
         """Whether a plan that was found at one size may be used at other sizes without a search.
 
-        It may not if the options have several micro-batches in flight, ``deferred``, ``accumulate``, inverses that
-        round, or a saved plan. Otherwise it may in two cases. First, background searches improve plans while training
-        runs (`PlanOptions.refines`). Second, the strategy makes only the plan that recomputes nothing, without
-        ``overlap``, and the budget is neither ``min`` nor ``least``.
+        It may not if the options have several micro-batches in flight, ``deferred``, counted earlier gradients,
+        inverses that round, or a saved plan. Otherwise it may in two cases. First, background searches improve plans
+        while training runs (`PlanOptions.refines`). Second, the strategy makes only the plan that recomputes nothing,
+        on one lane, and the budget is neither ``min`` nor ``least``.
         """
         asked = self.options
-        if asked.several or asked.accumulate or asked.inverting or asked.plan is not None:
+        if asked.several or asked.reserved.gradients or asked.inverting or asked.saved is not None:
             return False
-        one_lane = asked.overlap in (None, OFF) and not asked.stated_budget().is_lean
-        return asked.refines or (one_lane and asked.strategy == StoreAll.name)
+        one_lane = asked.strategy.two_lanes == OFF and not asked.stated_budget().is_lean
+        return asked.refines or (one_lane and isinstance(asked.strategy, StoreAll))
 
     def resizing(self, step: CapturedStep, problem: TrainingGraph, storages: tuple[str, ...]) -> Resizing:
         """Return a `Resizing`: it evaluates the known plans of a problem at other sizes, without capturing the step
@@ -219,9 +219,9 @@ class Planner(StepProblems):
 
         Autograd cannot add every gradient as soon as it is computed. None is returned if the gradients that wait
         need more than the budget. None is also returned if a saved plan assumes that new gradients exist until the
-        end of the step, or if ``overlap`` is not ``off``: all plans for two threads or streams assume that.
+        end of the step, or with two lanes: all plans for two threads or streams assume that.
         """
-        if self.options.overlap not in (None, OFF):
+        if self.options.strategy.two_lanes not in (OFF, None):
             return None
         try:
             found = self._alone(step)
@@ -258,7 +258,7 @@ class Planner(StepProblems):
         if self.options.several:  # the plan counts all possible gradients
             return None
         adding = replace(self, added=frozenset(names))
-        if self.options.plan is not None:
+        if self.options.saved is not None:
             budget = plan.peak if plan.budget is None else plan.budget
         else:
             stated = self.limit(self.problem(with_exact_inverses(step)))
@@ -267,7 +267,7 @@ class Planner(StepProblems):
             return None
         left = max(1, budget - gradients)
         try:
-            if self.options.plan is not None:
+            if self.options.saved is not None:
                 raise InfeasibleBudget(plan.strategy, budget, plan.peak)
             return adding._within(left)._adding(step) or self._within(left)._alone(step)
         except InfeasibleBudget as error:
@@ -301,7 +301,7 @@ class Planner(StepProblems):
         if not any(inverse.noise for inverse in graphs[1].inverses):
             alone, notes = self._planned(plain, graphs[0], progress)
             return StepPlan(plain, alone, problem=graphs[0], notes=notes)
-        budget, auto = self.limit(graphs[0]), self.options.chosen()
+        budget, auto = self.limit(graphs[0]), self.options.strategy
         assert isinstance(auto, Auto)
         made = [(graph, plan) for graph in graphs if (plan := self.store.get(graph, store_key(budget)))]
         if made:
@@ -322,8 +322,8 @@ class Planner(StepProblems):
             ProblemError: the saved plan belongs to another graph.
         """
         graph = self.problem(step)
-        if self.options.plan is not None:
-            return self._overlapped(step, graph, load_plan(self.options.plan, graph))[0]
+        if self.options.saved is not None:
+            return self._overlapped(step, graph, self.options.saved.plan(graph))[0]
         return self._planned(step, graph)[0]
 
     def _planned(
@@ -338,8 +338,9 @@ class Planner(StepProblems):
         """Divide a plan into two lanes if the options ask for it. Return also notes for the user."""
 
         def sharing() -> Sharing:
-            if self.options.lane_speed is not None:
-                return replace(USUAL, speed=self.options.lane_speed)
-            return sharing_here(step, graph, plan) if self.options.costs == PROFILE else USUAL
+            strategy = self.options.strategy
+            if strategy.lane_speed or self.options.costs != PROFILE:
+                return stated_sharing(strategy)
+            return sharing_here(step, graph, plan)
 
-        return overlapped(graph, plan, self.options.overlap, sharing)
+        return overlapped(graph, plan, self.options.strategy.two_lanes, sharing)

@@ -17,36 +17,16 @@ if TYPE_CHECKING:
 LOG = logging.getLogger("rematplan")
 
 
-class _Printed(logging.Handler):
-    """A log handler that prints to the present `sys.stderr`, because a progress bar may replace that stream
-    temporarily."""
-
-    def emit(self, record: logging.LogRecord) -> None:
-        print(self.format(record), file=sys.stderr)
-
-
-def print_log() -> None:
-    """Print the messages of the logger ``rematplan``, from level INFO, on standard error.
-
-    Do nothing if the logger has a handler already.
-    """
-    if not LOG.handlers:
-        LOG.addHandler(_Printed())
-        LOG.setLevel(logging.INFO)
-
-
 @contextmanager
-def progress_bar(title: str, wanted: bool = True) -> Iterator[Progress]:
+def progress_bar(title: str) -> Iterator[Progress]:
     """Show a progress bar on standard error while the context lasts, if standard error is a terminal.
 
     Yields a function that updates the bar. It takes the fraction done (0 to 1) and a short text. Without a bar it
     does nothing.
 
-    Args:
-        title: the text at the beginning of the bar's line.
-        wanted: False: show no bar, even on a terminal.
+    ``title``: the text at the beginning of the bar's line.
     """
-    if not wanted or not sys.stderr.isatty():
+    if not sys.stderr.isatty():
         yield silent
         return
     from rich.console import Console

@@ -8,11 +8,12 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any, TypeAlias
 
 from rematplan.ir import TrainingGraph
+from rematplan.planner.auto.auto_strategy import Auto
 from rematplan.planner.background import shared
 from rematplan.planner.caches.plan_store import PlanStore
 from rematplan.planner.core.plan import Plan
@@ -54,17 +55,15 @@ class Wanted:
     """A search for a better plan that another process makes: the problem, the options, and the plans to start from.
 
     ``problem``: the planning problem of the step. ``shapes``: the types and shapes of the batch, as text for log
-    messages. ``budget``: bytes. ``plan``: the plan with which training starts. ``strategy``, ``options``: the name
-    of the planning algorithm, and its options. ``starts``: plans of the same step at other sizes, from which the
-    search starts in addition to ``plan``.
+    messages. ``budget``: bytes. ``plan``: the plan with which training starts. ``strategy``: the planning algorithm.
+    ``starts``: plans of the same step at other sizes, from which the search starts in addition to ``plan``.
     """
 
     problem: TrainingGraph
     shapes: str
     budget: int
     plan: Plan
-    strategy: str
-    options: Mapping[str, object]
+    strategy: Auto
     starts: tuple[Plan, ...] = ()
 
 
@@ -119,7 +118,8 @@ class Refining:
                 LOG.info(text, wanted.problem.name, wanted.shapes, self.seconds)
 
         starts = [wanted.plan, *wanted.starts]
-        if not shared().submit(wanted.problem, wanted.budget, wanted.strategy, wanted.options, starts, heard):
+        name, fields = wanted.strategy.name, asdict(wanted.strategy)
+        if not shared().submit(wanted.problem, wanted.budget, name, fields, starts, heard):
             self._ended.set()
 
     def _take_in(self, plan: Plan, compiled: Callable[[StepPlan], Any]) -> None:

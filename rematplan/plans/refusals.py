@@ -30,7 +30,7 @@ def reaction(options: PlanOptions, first: bool) -> str:
         first: whether it is the first step, for which the default is ``raise``. With a saved plan, the result is
             always ``raise``.
     """
-    if options.plan is not None:
+    if options.saved is not None:
         return RAISE
     return options.on_infeasible or (RAISE if first else LEAST)
 

@@ -72,7 +72,7 @@ class StepProblems:
             priced_ = replace(priced_, outputs=tuple(dict.fromkeys((*priced_.outputs, *tangents))))
         copies = copies_priced(step, priced_, asked.costs)
         graph = with_loss_boundary(step, priced_, self.loss(step, priced_), copies)
-        once = ops_that_run_once(step, asked.keep, asked.never_rerun)
+        once = ops_that_run_once(step, asked.policy)
         graph = replace(graph, never_rerun=tuple(dict.fromkeys((*graph.never_rerun, *once))))
         graph = adding_problem(step, graph, self.added) if self.added else graph
         others = asked.reserved.on(step.device, self.named)

@@ -1,5 +1,5 @@
-"""If the user wants it and it saves time, change a plan so that recomputation runs on a second thread or CUDA
-stream."""
+"""Change a plan so that recomputation runs on a second thread or CUDA stream: always if the user states ``on``, and if
+it saves time if the user states ``auto``."""
 
 from __future__ import annotations
 
@@ -7,30 +7,25 @@ from collections.abc import Callable, Iterable
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from rematplan.ir import TrainingGraph, UsageError
+from rematplan.ir import TrainingGraph
 from rematplan.ir.errors import show_bytes
 from rematplan.ir.training_graph import LIBRARIES, THREADS
 from rematplan.planner.core.lane_schedule import Sharing, place
 from rematplan.planner.core.plan import Plan
 from rematplan.planner.core.schedule import runs_of
-from rematplan.planner.overlap.place_on_lanes import PAYS, fastest_on_two_lanes, saved
+from rematplan.planner.core.strategy import Strategy
+from rematplan.planner.overlap.place_on_lanes import PAYS, USUAL, fastest_on_two_lanes, saved
 from rematplan.planner.strategies.reversible import Reversible
 
 if TYPE_CHECKING:
     from rematplan.runtime.graph.captured_step import CapturedStep
 
 OFF, AUTO, ON = "off", "auto", "on"
-MODES = (OFF, AUTO, ON)
 
 
-def check_mode(mode: str | None) -> None:
-    """Check that ``mode``, a value of the option ``overlap``, is ``off``, ``auto``, ``on`` or None.
-
-    Raises:
-        UsageError: ``mode`` is something else. The message lists the modes.
-    """
-    if mode not in (None, *MODES):
-        raise UsageError(f"unknown overlap {mode!r}; known: {', '.join(MODES)}")
+def stated_sharing(strategy: Strategy) -> Sharing:
+    """Return how fast each of two lanes is while both work: as the strategy states, otherwise a typical value."""
+    return replace(USUAL, speed=strategy.lane_speed) if strategy.lane_speed else USUAL
 
 
 def overlapped(
@@ -67,7 +62,7 @@ def overlapped(
         why = "the plan recomputes nothing in the backward"
         if thread:
             why += f", or the budget has no room for the {show_bytes(thread)} that libraries keep for a second thread"
-        return plan, (f"overlap: {why}; the plan has one lane",)
+        return plan, (f"two_lanes: {why}; the plan has one lane",)
     share = saved(found, plan.estimate.cost)
     if mode == AUTO and share < PAYS:
         said = (
@@ -75,7 +70,7 @@ def overlapped(
             if round(share, 3) > 0  # shown as 0.0 % otherwise
             else "two lanes would save no time"
         )
-        return plan, (f"overlap: {said} (each at {shared.speed:.2f} of its speed); the plan has one lane",)
+        return plan, (f"two_lanes: {said} (each at {shared.speed:.2f} of its speed); the plan has one lane",)
     if found.schedule != plan.schedule:  # the lower bound holds for any plan
         found = replace(found, lower_bound=plan.lower_bound, status="feasible")
     return replace(found, budget=plan.budget, fingerprint=plan.fingerprint), ()

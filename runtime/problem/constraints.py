@@ -4,11 +4,14 @@ problem."""
 from __future__ import annotations
 
 import difflib
-from collections.abc import Callable, Iterable
-from typing import Any
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, cast
+
+from torch import nn
+from torch.utils.checkpoint import CheckpointPolicy, SelectiveCheckpointContext
 
 from rematplan.ir import UsageError
-from rematplan.runtime.graph.captured_step import Call, CapturedStep, refs
+from rematplan.runtime.graph.captured_step import Call, CapturedStep, refs, substitute
 
 EFFECTS = frozenset({"c10d", "_c10d_functional", "c10d_functional", "_dtensor", "statistics"})
 """Namespaces of ops with side effects (statistics draw random numbers and accumulate in place). They never
@@ -16,34 +19,92 @@ run again, whatever the user asks."""
 
 Name = str | Callable[..., Any]
 """A module's qualified name; an op's name such as ``aten.addmm`` or ``mylib::kernel``; or the op itself."""
+Policy = Sequence[Name] | Callable[..., CheckpointPolicy]
+"""The names of what must be saved; or a function ``(context, op, *args, **kwargs)``, as selective checkpointing takes
+it."""
+INSIDE = ".*"
+"""The end of a module's name that stands for all ops inside of it."""
 
 
-def ops_that_run_once(
-    step: CapturedStep, keep: Iterable[Name] = (), never_rerun: Iterable[Name] = ()
-) -> tuple[str, ...]:
+def stated_policy(stated: object, model: nn.Module | None = None) -> Policy:
+    """Return the policy that a user stated: a mapping from modules and ops to values of `CheckpointPolicy`, a sequence
+    of modules and ops that must be saved, or a function.
+
+    Raises:
+        UsageError: the policy has another form, a value that no plan can follow, or a module that is not part of
+            ``model``.
+    """
+    if stated is None:
+        return ()
+    if isinstance(stated, Mapping):
+        for key, value in stated.items():
+            _check(value, key)
+        return tuple(
+            _named_in(model, k) for k, value in stated.items() if value is CheckpointPolicy.MUST_SAVE
+        )
+    if isinstance(stated, (str, nn.Module)):
+        raise UsageError("policy must be a mapping, a list or a function; write [name]")
+    if callable(stated):
+        return stated
+    if not isinstance(stated, Iterable):
+        raise UsageError(f"policy is {stated!r}; it must be a mapping, a list or a function")
+    return tuple(_named_in(model, one) for one in stated)
+
+
+def _check(value: object, what: object) -> None:
+    if not isinstance(value, CheckpointPolicy):
+        raise UsageError(
+            f"policy: {what} has {value!r}; write a value of torch.utils.checkpoint.CheckpointPolicy"
+        )
+    if value.name not in FOLLOWED:
+        raise UsageError(
+            f"policy: {what} has {value.name}; the budget decides what is recomputed, so state {', '.join(FOLLOWED)}"
+        )
+
+
+FOLLOWED = ("MUST_SAVE", "PREFER_SAVE", "PREFER_RECOMPUTE")
+"""The values of `CheckpointPolicy` that plans follow. Those that prefer something leave the choice to the plan."""
+
+
+def _named_in(model: nn.Module | None, key: object) -> Name:
+    """Return a name of a policy, with a module replaced by its name in the model."""
+    if not isinstance(key, nn.Module):
+        return cast(Name, key)
+    known = {id(m): name for name, m in (model.named_modules() if model is not None else ())}
+    name: str = known.get(id(key), "")
+    if not name:
+        raise UsageError(f"policy: a {type(key).__name__} is not a module of the model")
+    return name
+
+
+def ops_that_run_once(step: CapturedStep, policy: Policy = ()) -> tuple[str, ...]:
     """Return the names of the ops that a plan may run only once, in the step's order and without views. The result of
     such an op stays resident until its last reader has run.
 
-    Args:
-        step: the captured step.
-        keep: modules or ops whose results are kept. For a module, these are the results of its forward ops that are
-            outputs of the step or are read by forward ops outside the module. For an op, these are the results of all
-            its calls.
-        never_rerun: modules or ops that never run again: all ops of a module, or all calls of an op.
-
-    Returns:
-        The names. Ops with side effects, collectives among them, are always included.
+    Of a module, these are the forward ops whose results are outputs of the step, or are read by forward ops outside of
+    the module; of ``MODULE.*``, all its ops; of an op, all its calls. Ops with side effects, collectives among them,
+    are always included.
 
     Raises:
         UsageError: neither a module nor an op of the step has one of the names. The message suggests similar ones.
     """
     once = {c.name for c in step.calls if _namespace(c) in EFFECTS}
-    for name in keep:
-        inside = _inside(step, name)
-        once |= _boundary(step, inside) if inside else _named(step, name)
-    for name in never_rerun:
-        once |= _inside(step, name) or _named(step, name)
+    if callable(policy):
+        once |= {c.name for c in step.calls if not c.backward and _asked(step, c, policy)}
+    else:
+        for name in policy:
+            whole = isinstance(name, str) and name.endswith(INSIDE)
+            inside = _inside(step, name.removesuffix(INSIDE) if isinstance(name, str) else name)
+            once |= (inside if whole else _boundary(step, inside)) if inside else _named(step, name)
     return tuple(c.name for c in step.calls if c.name in once and not c.is_view)
+
+
+def _asked(step: CapturedStep, call: Call, policy: Callable[..., CheckpointPolicy]) -> bool:
+    """Return whether a user's function says that the results of a call must be saved."""
+    args, kwargs = substitute((call.args, call.kwargs), lambda name: step.values[name].fake)
+    answer = policy(SelectiveCheckpointContext(is_recompute=False), call.target, *args, **kwargs)
+    _check(answer, call.target)
+    return answer is CheckpointPolicy.MUST_SAVE
 
 
 def _inside(step: CapturedStep, name: Name) -> set[str]:

@@ -34,14 +34,12 @@ NO_GRADIENT = "no gradient reached it in this step"
 
 @dataclass(frozen=True)
 class LayerSums:
-    """The sums that a training step has computed so far for one weight, from which its Kronecker factors are made.
-
-    ``layer``: the weight, and the names of its sums. ``rows``: the number of rows summed so far, for each block of the
-    weight's rows.
-    """
+    """What the sums of a training step for one weight are called, and how many rows are in them."""
 
     layer: Layer
+    """The weight, and the names of its sums."""
     rows: tuple[int, ...]
+    """The rows summed so far, for each block of the weight's rows."""
 
 
 class PackedFactors(Mapping[str, Factors]):

@@ -13,7 +13,7 @@ from rematplan.cli import main
 from rematplan.models import ZOO
 
 # A chain, whose few lower sets are searched at once; with dropout; activations outweigh its parameters.
-VGG = ("vgg19", "--batch", "64", "--image", "32", "--width", "2")
+VGG = ("vgg19", "--dim", "batch=64", "--dim", "image=32", "--dim", "width=2")
 
 
 @dataclass(frozen=True)
@@ -34,7 +34,7 @@ def quick(argv: list[str]) -> list[str]:
     """The arguments with a third of a second's limit for the strategies that would search longer."""
     if not argv or argv[0] not in ("plan", "curve", "step") or "--help" in argv:
         return argv
-    return [*argv, "--time-limit", "0.3"]
+    return [*argv, "-S", "time_limit=0.3"]
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -94,7 +94,9 @@ def problem(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def onnx_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A small ResNet-18 with a symbolic batch."""
     path = tmp_path_factory.mktemp("onnx") / "r18.onnx"
-    assert main(["export", "resnet18", "--image", "64", "--width", "4", "--quiet", "-o", str(path)]) == 0
+    assert (
+        main(["export", "resnet18", "--dim", "image=64", "--dim", "width=4", "--quiet", "-o", str(path)]) == 0
+    )
     return path
 
 

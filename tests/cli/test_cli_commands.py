@@ -14,7 +14,7 @@ from rematplan.models import ZOO
 from rematplan.module.verification import Difference, Verification
 from rematplan.planner.registry import STRATEGIES
 
-SMALL = ("unet", "--batch", "2", "--image", "32", "--width", "4")
+SMALL = ("unet", "--dim", "batch=2", "--dim", "image=32", "--dim", "width=4")
 
 
 def test_models_lists_the_zoo(call, monkeypatch) -> None:
@@ -43,7 +43,7 @@ def test_export_writes_a_file_and_states_its_input(call, tmp_path) -> None:
 
 def test_curve_json_table_and_files(call, problem, tmp_path) -> None:
     png, points = tmp_path / "c.png", tmp_path / "c.csv"
-    said = call("curve", "--problem", problem, "--png", png, "--csv", points, "--json").data
+    said = call("curve", problem, "--png", png, "--csv", points, "--json").data
     assert set(said["curves"]) == set(STRATEGIES) - {"reversible"}
     for curve in said["curves"].values():
         ordered = sorted(curve, key=lambda p: p["peak"])
@@ -70,9 +70,7 @@ def test_curve_json_table_and_files(call, problem, tmp_path) -> None:
 
 
 def test_curve_table_for_a_person(call, problem) -> None:
-    result = call(
-        "curve", "--problem", problem, "--budget", "85%", "--budget", "min", "--strategy", "exact_dp"
-    )
+    result = call("curve", problem, "--budget", "85%", "--budget", "min", "--strategy", "exact_dp")
     assert result.status == 0
     for words in (
         "recompute",
@@ -88,7 +86,7 @@ def test_curve_table_for_a_person(call, problem) -> None:
 
 
 def test_curve_and_plan_of_a_share_of_activations(call, problem) -> None:
-    share = ("--problem", problem, "--budget", "80% of activations", "--strategy", "exact_dp")
+    share = (problem, "--budget", "80% of activations", "--strategy", "exact_dp")
     planned = call("plan", *share, "--json").data
     (row,) = call("curve", *share, "--json").data["table"]
     graph = load_problem(problem)
@@ -100,7 +98,7 @@ def test_curve_and_plan_of_a_share_of_activations(call, problem) -> None:
 
 
 def test_curve_leaves_out_strategies_for_which_the_problem_is_too_large(call, refused, problem) -> None:
-    limited = ("curve", "--problem", problem, "--max-lower-sets", "3")
+    limited = ("curve", problem, "-S", "max_lower_sets=3")
     said = call(*limited, "--json").data
     assert "exact_dp" not in said["curves"]
     assert "approx_dp" in said["curves"]
@@ -124,7 +122,7 @@ def test_curve_measures_plans(call, tmp_path) -> None:
     assert png.read_bytes().startswith(b"\x89PNG")
 
 
-CHAIN = ("chain", "--batch", "64", "--depth", "12", "--width", "8")
+CHAIN = ("chain", "--dim", "batch=64", "--dim", "depth=12", "--dim", "width=8")
 
 
 @pytest.mark.parametrize("loss", ["cross_entropy", "mse", "output"])

@@ -6,14 +6,26 @@ from typing import Any
 
 import pytest
 
-SMALL = ("revvit_s", "--image", "64", "--width", "32", "--batch", "32", "--depth", "4", "--costs", "roofline")
+SMALL = (
+    "revvit_s",
+    "--dim",
+    "image=64",
+    "--dim",
+    "width=32",
+    "--dim",
+    "batch=32",
+    "--dim",
+    "depth=4",
+    "--costs",
+    "roofline",
+)
 NAMES = ["store all", "√n checkpointing", "auto without inverses", "reversible", "auto with inverses"]
 OVERLAP = "auto with inverses, overlap"
 
 
 def test_compare_lists_all_strategies(call: Callable[..., Any], tmp_path: Path) -> None:
     png = tmp_path / "c.png"
-    result = call("compare", *SMALL, "--time-limit", "0.5", "--lane-speed", "0.9", "--png", png, "--json")
+    result = call("compare", *SMALL, "-S", "time_limit=0.5", "-S", "lane_speed=0.9", "--png", png, "--json")
     assert result.status == 0
     assert png.read_bytes().startswith(b"\x89PNG")
     rows = {r["strategy"]: r for r in result.data["strategies"]}
@@ -43,8 +55,8 @@ def test_compare_lists_all_strategies(call: Callable[..., Any], tmp_path: Path) 
 
 def test_compare_without_inverses(call: Callable[..., Any]) -> None:
     result = call(
-        "compare", "vit_s", "--image", "32", "--width", "16", "--depth", "2", "--costs", "roofline",
-        "--no-run", "--time-limit", "1", "--json",
+        "compare", "vit_s", "--dim", "image=32", "--dim", "width=16", "--dim", "depth=2", "--costs", "roofline",
+        "--no-run", "-S", "time_limit=1", "--json",
     )  # fmt: skip
     assert result.status == 0
     # What comes back by running again overlaps as well.
@@ -67,11 +79,10 @@ def test_a_step_that_inverts_is_verified_within_its_error(call: Callable[..., An
 
 def test_anchors_are_put_where_the_error_would_be_too_large(call: Callable[..., Any]) -> None:
     options = ("plan", *SMALL, "--strategy", "reversible", "--budget", "100%", "--json")
-    graphs = [call(*options, *more).data for more in ((), ("--max-inversion-error", "3e-8"))]
+    graphs = [call(*options, *more).data for more in ((), ("--inverses=3e-8",))]
     assert graphs[1]["inversion_error"] <= 3e-8
     errors = [
-        call(*options[:-3], "--budget", "min", "--json", *more).data
-        for more in ((), ("--max-inversion-error", "3e-8"))
+        call(*options[:-3], "--budget", "min", "--json", *more).data for more in ((), ("--inverses=3e-8",))
     ]
     assert errors[0]["inversion_error"] > 3e-8 >= errors[1]["inversion_error"] > 0
     assert errors[1]["peak"] > errors[0]["peak"]
@@ -80,10 +91,10 @@ def test_anchors_are_put_where_the_error_would_be_too_large(call: Callable[..., 
 @pytest.mark.parametrize(
     ("arguments", "line"),
     [
-        (("plan", "vit_s", "--image", "32", "--width", "16", "--depth", "2", "--costs", "roofline", "--strategy",
-          "reversible", "--budget", "50%"), "reversible: nothing in vit_s can be inverted"),
-        (("plan", *SMALL, "--budget", "50%", "--max-inversion-error", "0"), "'0' is not a number above zero"),
-        (("plan", *SMALL, "--budget", "50%", "--max-inversion-error", "x"), "'x' is not a number above zero"),
+        (("plan", "vit_s", "--dim", "image=32", "--dim", "width=16", "--dim", "depth=2", "--costs", "roofline",
+          "--budget", "50%", "--strategy", "reversible"), "reversible: nothing in vit_s can be inverted"),
+        (("plan", *SMALL, "--budget", "50%", "--inverses=0"), "'0' is not a number above zero"),
+        (("plan", *SMALL, "--budget", "50%", "--inverses=x"), "'x' is not a number above zero"),
         (("compare", *SMALL, "--budget", "many"), "budget 'many' is not understood"),
     ],
 )  # fmt: skip

@@ -10,7 +10,7 @@ import pytest
 from rematplan.cli import main
 from rematplan.optim.iteration_model import Link
 
-MODEL = ["kfac", "chain", "--depth", "4", "--width", "64", "--batch", "32"]
+MODEL = ["kfac", "chain", "--dim", "depth=4", "--dim", "width=64", "--dim", "batch=32"]
 
 
 def document(capsys: pytest.CaptureFixture[str], *options: str) -> dict[str, Any]:

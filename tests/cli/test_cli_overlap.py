@@ -7,14 +7,26 @@ from typing import Any
 
 import pytest
 
-SMALL = ("revvit_s", "--image", "64", "--width", "32", "--batch", "32", "--depth", "4", "--costs", "roofline")
+SMALL = (
+    "revvit_s",
+    "--dim",
+    "image=64",
+    "--dim",
+    "width=32",
+    "--dim",
+    "batch=32",
+    "--dim",
+    "depth=4",
+    "--costs",
+    "roofline",
+)
 PLAN = (*SMALL, "--strategy", "reversible", "--budget", "70%")
 LEAN = ("--strategy", "chen_sqrt", "--budget", "min")
-RESNET = ("resnet18", "--image", "32", "--width", "4", "--batch", "4", "--costs", "roofline")
+RESNET = ("resnet18", "--dim", "image=32", "--dim", "width=4", "--dim", "batch=4", "--costs", "roofline")
 
 
 def test_a_step_on_two_lanes_keeps_its_peak_and_its_bits(call: Callable[..., Any]) -> None:
-    said = call("step", *RESNET, *LEAN, "--overlap", "on", "--verify", "--json")
+    said = call("step", *RESNET, *LEAN, "-S", "two_lanes=on", "--verify", "--json")
     assert said.status == 0
     lanes = said.data["lanes"]
     assert said.data["verification"]["bit_equal"]
@@ -29,15 +41,15 @@ def test_a_step_on_two_lanes_keeps_its_peak_and_its_bits(call: Callable[..., Any
 def test_off_is_the_default_and_auto_overlaps_only_if_it_saves_time(call: Callable[..., Any]) -> None:
     plain = call("plan", *PLAN, "--json").data
     assert plain["lanes"] is None
-    assert call("plan", *PLAN, "--overlap", "off", "--json").data["lanes"] is None
-    slow = call("plan", *PLAN, "--overlap", "auto", "--lane-speed", "0.5", "--json").data
+    assert call("plan", *PLAN, "-S", "two_lanes=off", "--json").data["lanes"] is None
+    slow = call("plan", *PLAN, "-S", "two_lanes=auto", "-S", "lane_speed=0.5", "--json").data
     assert slow["lanes"] is None
-    assert any("overlap: two lanes would save no time" in note for note in slow["notes"])
-    fast = call("plan", *PLAN, "--overlap", "auto", "--lane-speed", "1", "--json").data
+    assert any("two_lanes: two lanes would save no time" in note for note in slow["notes"])
+    fast = call("plan", *PLAN, "-S", "two_lanes=auto", "-S", "lane_speed=1", "--json").data
     assert fast["lanes"]["saved"] > 0.02
     assert fast["lanes"]["peak"] <= fast["budget"]
     nothing = call(
-        "plan", *SMALL, "--budget", "100%", "--strategy", "store_all", "--overlap", "on", "--json"
+        "plan", *SMALL, "--budget", "100%", "--strategy", "store_all", "-S", "two_lanes=on", "--json"
     ).data
     assert nothing["lanes"] is None
     assert any("recomputes nothing in the backward" in note for note in nothing["notes"])
@@ -48,29 +60,29 @@ def test_plan_files_contain_lanes_and_pass_the_checker(
 ) -> None:
     plan, problem = tmp_path / "plan.json", tmp_path / "problem.json"
     made = call(
-        "plan", *RESNET, *LEAN, "--overlap", "on", "-o", plan, "--problem-out", problem, "--json"
+        "plan", *RESNET, *LEAN, "-S", "two_lanes=on", "-o", plan, "--problem-out", problem, "--json"
     ).data  # fmt: skip
     assert checker.check_files(problem, plan)["peak"] == made["peak"]
     again = call("step", *RESNET, "--plan", plan, "--verify", "--json")
     assert again.status == 0
     assert again.data["lanes"] == made["lanes"]
     assert again.data["verification"]["bit_equal"]
-    one = call("step", *RESNET, "--plan", plan, "--overlap", "off", "--json").data
+    one = call("step", *RESNET, "--plan", plan, "-S", "two_lanes=off", "--json").data
     assert one["lanes"] is None
     assert one["one_lane_seconds"] is None
     other = tmp_path / "other.json"
-    from_file = ("plan", "--problem", problem, "--strategy", "chen_sqrt", "--budget", str(made["budget"]))
-    assert call(*from_file, "--overlap", "on", "-o", other, "--json").data["lanes"] == made["lanes"]
+    from_file = ("plan", problem, "--strategy", "chen_sqrt", "--budget", str(made["budget"]))
+    assert call(*from_file, "-S", "two_lanes=on", "-o", other, "--json").data["lanes"] == made["lanes"]
     assert other.read_text() == plan.read_text()
 
 
 @pytest.mark.parametrize(
     ("options", "line"),
     [
-        (("--overlap", "maybe"), "invalid choice: 'maybe'"),
-        (("--lane-speed", "0.4"), "--lane-speed 0.4 is not between 0.5 and 1"),
-        (("--lane-speed", "2"), "--lane-speed 2 is not between 0.5 and 1"),
-        (("--lane-speed", "x"), "'x' is not a number above zero"),
+        (("-S", "two_lanes=maybe"), "two_lanes is 'maybe'; it must be one of off, auto, on"),
+        (("-S", "lane_speed=0.4"), "lane_speed is 0.4; it must be from 0.5 to 1"),
+        (("-S", "lane_speed=2"), "lane_speed is 2.0; it must be from 0.5 to 1"),
+        (("-S", "lane_speed=x"), "lane_speed is 'x', not of type float"),
     ],
 )
 @pytest.mark.parametrize(

@@ -15,8 +15,16 @@ from rematplan.planner.pipeline.timeline import Link
 from rematplan.plans import op_costs
 from rematplan.report.plot_timeline import timeline_figure
 
-SMALL = ("vit_s", "--depth", "4", "--width", "32", "--image", "32", "--batch", "2", "--costs", "roofline")
-FOUR = (*SMALL, "--microbatches", "4", "--time-limit", "2")
+
+def small(**sizes: int) -> tuple[str, ...]:
+    """The arguments of a small network; ``sizes`` replaces some of its sizes."""
+    dims = {"depth": 4, "width": 32, "image": 32, "batch": 2} | sizes
+    return ("vit_s", *(f"--dim={name}={size}" for name, size in dims.items()), "--costs", "roofline")
+
+
+SMALL = small()
+LIMIT = ("--microbatches", "4", "--time-limit", "2")
+FOUR = (*SMALL, *LIMIT)
 
 
 @pytest.fixture(scope="module")
@@ -31,13 +39,12 @@ def test_tables_and_the_timeline_are_shown(call, tmp_path) -> None:
     png = tmp_path / "timeline.png"
     done = call(
         "pipeline",
-        *FOUR,
+        *small(batch=32),
+        *LIMIT,
         "--stages",
         2,
         "--budget",
         "100%",
-        "--batch",
-        "32",
         "--optimizer",
         "adam",
         "--png",
@@ -197,9 +204,8 @@ def test_a_file_without_one_of_its_fields_is_refused(file, tmp_path) -> None:
 def test_a_rank_that_does_not_fit_is_named(call) -> None:
     done = call(
         "pipeline",
-        *FOUR,
-        "--depth",
-        1,
+        *small(depth=1),
+        *LIMIT,
         "--stages",
         2,
         "--budget",
@@ -213,7 +219,7 @@ def test_a_rank_that_does_not_fit_is_named(call) -> None:
     assert "rank 0: budget 100.00 KiB" in done.err
     least = int(done.err.split("smallest found")[1].split("(")[1].split(" ")[0])
     again = call(
-        "pipeline", *FOUR, "--depth", 1, "--stages", 2, "--budget", least, "--cuts", "norm", "--json"
+        "pipeline", *small(depth=1), *LIMIT, "--stages", 2, "--budget", least, "--cuts", "norm", "--json"
     )
     assert max(again.data["peaks"]) <= least
 
@@ -260,7 +266,19 @@ def test_wrong_arguments_are_refused_in_one_line(call, more, text) -> None:
 
 
 def test_tied_weights_are_refused_by_name(call) -> None:
-    small = ("gpt12", "--depth", "2", "--width", "32", "--tokens", "8", "--batch", "1", "--costs", "roofline")
+    small = (
+        "gpt12",
+        "--dim",
+        "depth=2",
+        "--dim",
+        "width=32",
+        "--dim",
+        "tokens=8",
+        "--dim",
+        "batch=1",
+        "--costs",
+        "roofline",
+    )
     done = call("pipeline", *small, "--stages", "2", "--microbatches", "2", "--budget", "1GiB")
     assert done.status == 2
     assert "stages cannot share embedding.weight, which several parts read; untie it" in done.err
@@ -268,7 +286,7 @@ def test_tied_weights_are_refused_by_name(call) -> None:
 
 def test_an_onnx_file_is_divided_into_stages(call, tmp_path) -> None:
     path = tmp_path / "r.onnx"
-    call("export", "resnet18", "--image", "32", "--width", "8", "-o", path)
+    call("export", "resnet18", "--dim", "image=32", "--dim", "width=8", "-o", path)
     more = ("--dim", "batch=2", "--costs", "roofline", "--time-limit", "2", "--microbatches", "4")
     said = call("pipeline", path, *more, "--stages", 2, "--budget", "1GiB", "--json").data
     assert len(said["names"]) == 1
@@ -297,8 +315,8 @@ def test_malformed_links_are_refused(text) -> None:
 
 def test_a_reversible_network_keeps_little_in_a_dataflow(call) -> None:
     sizes = (
-        *("--depth", 4, "--width", 32, "--image", 64),
-        *("--classes", 10, "--batch", 2, "--costs", "roofline"),
+        *("--dim", f"depth={4}", "--dim", f"width={32}", "--dim", f"image={64}"),
+        *("--dim", f"classes={10}", "--dim", f"batch={2}", "--costs", "roofline"),
     )
     more = ("--microbatches", 8, "--stages", 2, "--link", "50us", "--schedule", "dataflow", "--time-limit", 2)
     ample = call("pipeline", "revvit_s", *sizes, *more, "--budget", "1GiB", "--json").data
@@ -322,7 +340,7 @@ def _stop() -> None:
 
 def test_the_last_rank_holds_the_models_outputs_of_all_microbatches(call) -> None:
     """PyTorch keeps them to the end of a step."""
-    small = ("lstm", "--batch", "2", "--tokens", "8", "--width", "8", "--vocabulary", "500")
+    small = ("lstm", "--dim", "batch=2", "--dim", "tokens=8", "--dim", "width=8", "--dim", "vocabulary=500")
     more = ("--costs", "roofline", "--time-limit", "1", "--stages", 2, "--cuts", "head", "--budget", "1GiB")
     rows = [call("pipeline", *small, *more, "--microbatches", m, "--json").data for m in (2, 6)]
     few, many = (said["plans"][1] for said in rows)

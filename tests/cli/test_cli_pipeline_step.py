@@ -11,7 +11,19 @@ import pytest
 from rematplan.cli import main
 
 ROOT = Path(__file__).parent.parent.parent
-SIZES = ("vit_s", "--depth", "3", "--width", "16", "--image", "32", "--classes", "5", "--batch", "2")
+SIZES = (
+    "vit_s",
+    "--dim",
+    "depth=3",
+    "--dim",
+    "width=16",
+    "--dim",
+    "image=32",
+    "--dim",
+    "classes=5",
+    "--dim",
+    "batch=2",
+)
 
 
 @pytest.fixture(scope="module")

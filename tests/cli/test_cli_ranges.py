@@ -21,7 +21,7 @@ SIZES = list(range(1, 15))
 def chain_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A small chain of layers with a symbolic batch."""
     path = tmp_path_factory.mktemp("onnx") / "chain.onnx"
-    assert main(["export", "chain", "--depth", "6", "--width", "8", "--quiet", "-o", str(path)]) == 0
+    assert main(["export", "chain", "--dim", "depth=6", "--dim", "width=8", "--quiet", "-o", str(path)]) == 0
     return path
 
 
@@ -105,7 +105,7 @@ def test_the_curve_of_a_range_is_drawn(ranged, tmp_path) -> None:
         (("plan", "--budget", "1GB", "--dim", "height=1..3"), "one dimension may have a range"),
         (("plan", "--budget", "1GB", "-o", "plan.json"), "--output: a file is for one size"),
         (("plan", "--budget", "1GB", "--strategy", "chen_sqrt"), "chen_sqrt plans one size"),
-        (("plan", "--budget", "1GB", "--overlap", "on"), "--overlap goes with one size"),
+        (("plan", "--budget", "1GB", "-S", "two_lanes=on"), "two_lanes goes with one size"),
         (("curve", "--measure"), "--measure goes with one size"),
         (("curve", "--strategy", "chen_sqrt"), "planned by auto alone"),
     ],
@@ -170,7 +170,7 @@ def test_commands_for_one_size_refuse_a_range(call, refused, chain_file) -> None
 
 
 def test_a_problem_file_has_no_dimension(call, refused, problem) -> None:
-    refused(call("plan", "--problem", problem, "--dim", "batch=1..4", "--budget", "1GB"), 2)
+    refused(call("plan", problem, "--dim", "batch=1..4", "--budget", "1GB"), 2)
 
 
 def test_sizes_are_shown_as_ranges() -> None:

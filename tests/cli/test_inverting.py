@@ -120,14 +120,15 @@ def test_plan_module_inverts_if_it_saves_time_and_loads_such_plans(
 ) -> None:
     torch.manual_seed(0)
     model, x = Couplings(depth), torch.randn(64, 16)
-    options: dict[str, Any] = {"inverses": True, "costs": "roofline", "strategy": strategy}
-    if strategy == "auto":
-        options["time_limit"] = 1
-    planned = rematplan.plan_module(model, (x,), budget=budget, **options)
+    options: dict[str, Any] = {"inverses": True, "costs": "roofline"}
+    chosen = rematplan.Auto(time_limit=1) if strategy == "auto" else strategy
+    planned = rematplan.plan_module(model, (x,), budget=budget, strategy=chosen, **options)
     rematplan.save_plan(planned.plan, tmp_path / "plan.json")
     inverts = any(name.startswith("invert_") for name in runs_of(planned.plan.schedule))
     assert inverts == (budget == "min")  # with all the memory there is nothing to be saved
-    loaded = rematplan.plan_module(model, (x,), plan=tmp_path / "plan.json", **options)
+    loaded = rematplan.plan_module(
+        model, (x,), strategy=rematplan.SavedPlan(tmp_path / "plan.json"), **options
+    )
     assert runs_of(loaded.plan.schedule) == runs_of(planned.plan.schedule)
     gradients = []
     for one in (model, planned, loaded):
@@ -142,29 +143,29 @@ def test_the_budget_min_is_the_smaller_peak_of_inverting_and_recomputing() -> No
     model, x = Couplings(12), torch.randn(64, 16)
     options: dict[str, Any] = {"inverses": True, "costs": "roofline", "budget": "min"}
     inverting = rematplan.plan_module(model, (x,), strategy="reversible", **options)
-    either = rematplan.plan_module(model, (x,), time_limit=1, **options)
+    either = rematplan.plan_module(model, (x,), strategy=rematplan.Auto(time_limit=1), **options)
     assert either.plan.peak <= inverting.plan.peak
 
 
 def test_the_command_line_plans_with_inverses(call: Callable[..., Any], tmp_path: Path) -> None:
     model = (
         "revvit_s",
-        "--image",
-        "64",
-        "--width",
-        "32",
-        "--batch",
-        "8",
-        "--depth",
-        "2",
+        "--dim",
+        "image=64",
+        "--dim",
+        "width=32",
+        "--dim",
+        "batch=8",
+        "--dim",
+        "depth=2",
         "--costs",
         "roofline",
     )
     for budget in ("100%", "85%"):
-        without = call("plan", *model, "--budget", budget, "--time-limit", "1", "--json").data
+        without = call("plan", *model, "--budget", budget, "-S", "time_limit=1", "--json").data
         options = (*model, "--inverses", "--json")
         path = tmp_path / "plan.json"
-        found = call("plan", *options, "--budget", budget, "--time-limit", "1", "-o", path).data
+        found = call("plan", *options, "--budget", budget, "-S", "time_limit=1", "-o", path).data
         assert found["budget"] == without["budget"]
         assert found["cost"] <= without["cost"]
         run = call("step", *options, "--plan", path, "--verify", "--steps", "1")

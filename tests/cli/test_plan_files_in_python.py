@@ -26,7 +26,7 @@ TEN = (
 
 
 def sizes(name: str) -> tuple[str, ...]:
-    return tuple(text for size, n in ZOO[name].tiny.items() for text in (f"--{size}", str(n)))
+    return tuple(text for size, n in ZOO[name].tiny.items() for text in ("--dim", f"{size}={n}"))
 
 
 def bits(
@@ -46,7 +46,9 @@ def test_a_plan_file_works_both_ways(name: str, tmp_path: Path, call: Callable[.
     assert call("plan", name, *sizes(name), "--budget", "least", *quick, "-o", str(first)).status == 0
 
     loaded = api.load_step(name, sizes=api.Sizes(**ZOO[name].tiny))
-    planned = rematplan.plan_module(loaded.module, loaded.batch, plan=first, costs="roofline")
+    planned = rematplan.plan_module(
+        loaded.module, loaded.batch, costs="roofline", strategy=rematplan.SavedPlan(first)
+    )
     assert planned.plan.estimate.reruns > 0
     results = [bits(loaded.module, called, loaded.batch) for called in (loaded.module, planned)]
     assert all(map(torch.equal, *results))

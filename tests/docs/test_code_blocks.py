@@ -17,15 +17,14 @@ import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from importlib.util import find_spec
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
 
-import rematplan
 from rematplan.cli import main
 from rematplan.planner.auto.auto_strategy import Auto
 from rematplan.planner.strategies.anneal import Anneal
-from rematplan.plans.options import PlanOptions
 
 ROOT = Path(__file__).parent.parent.parent
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
@@ -70,8 +69,6 @@ def blocks(page: Path) -> Iterator[Block]:
 def short(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """An empty folder to work in, and searches of a third of a second."""
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setitem(rematplan.plan_module.__kwdefaults__, "time_limit", float(SECONDS))
-    monkeypatch.setitem(PlanOptions.__init__.__kwdefaults__, "time_limit", float(SECONDS))
     for kind in (Auto, Anneal):
         defaults = kind.__init__.__defaults__
         monkeypatch.setattr(kind.__init__, "__defaults__", (float(SECONDS), *defaults[1:]))
@@ -116,15 +113,24 @@ def commands(block: Block) -> Iterator[tuple[list[str], list[str]]]:
         yield shlex.split(command, comments=True), [line for line in shown if line.strip() not in ("", "...")]
 
 
+def with_options(words: list[str], more: list[str]) -> list[str]:
+    """The words with further options. Sizes and options of the strategy replace those of the same name."""
+    names = {word.partition("=")[0] for word in more if "=" in word}
+    pairs = [pair for pair in pairwise(words) if pair[0] in ("--dim", "-S")]
+    gone = {value for _, value in pairs if value.partition("=")[0] in names}
+    kept = [word for word, after in zip(words, [*words[1:], ""], strict=True) if not {word, after} & gone]
+    return [*kept, *more]
+
+
 def run_console(block: Block, capsys: pytest.CaptureFixture[str]) -> None:
     status = int(found[1]) if (found := re.search(r"exit (\d)", block.note)) else 0
     more = shlex.split(re.sub(r"exit \d", "", block.note))
     for words, shown in commands(block):
         capsys.readouterr()
         if words[0] == "rematplan":
-            arguments = [*words[1:], *(more if words[1] in TIMED else [])]
-            if words[1] in TIMED and "--time-limit" not in arguments:
-                arguments += ["--time-limit", SECONDS]
+            arguments = with_options(words[1:], more) if words[1] in TIMED else words[1:]
+            if words[1] in TIMED and not any(word.startswith("time_limit=") for word in arguments):
+                arguments += ["-S", f"time_limit={SECONDS}"]
             assert main(arguments) == status, f"{block.place}: {words} {capsys.readouterr().err}"
             said = "".join(capsys.readouterr())
         else:

@@ -112,7 +112,7 @@ def summed(outputs: Any, labels: Tensor, num_items_in_batch: Tensor | None = Non
         {"eval_strategy": "steps", "eval_steps": 9},
         {"neftune_noise_alpha": 5.0},
     ],
-    ids=str,
+    ids=lambda settings: next(iter(settings), "nothing"),
 )
 def test_losses_and_weights_are_those_without_a_budget(settings: dict[str, Any], tmp_path: Path) -> None:
     plain = run(tmp_path, network(), [], **settings)

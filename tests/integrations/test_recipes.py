@@ -66,7 +66,7 @@ def test_accelerate() -> None:
             assert rematplan.planning(model).plans
         return list(accelerator.unwrap_model(model, keep_fp32_wrapper=False).state_dict().values())
 
-    accumulating = partial(in_place, accumulate=True, budget="90%")
+    accumulating = partial(in_place, reserved=["gradients"], budget="90%")
     assert same(run(accumulating), run(as_it_is))
 
 

@@ -40,7 +40,11 @@ def trained(caplog: pytest.LogCaptureFixture) -> list[str]:
     plain = network()
     with caplog.at_level("INFO", "rematplan"):
         model = rematplan.plan_module(
-            network(), (X,), budget="90% of activations", refine=False, time_limit=0.3
+            network(),
+            (X,),
+            budget="90% of activations",
+            refine=False,
+            strategy=rematplan.Auto(time_limit=0.3),
         )
         model(X).square().mean().backward()
     plain(X).square().mean().backward()

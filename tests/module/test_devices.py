@@ -87,7 +87,7 @@ class Drawing(nn.Module):
 def test_attention_draws_the_same_numbers_again(overlap: str, device: str) -> None:
     torch.manual_seed(0)
     model, x = Drawing().to(device), torch.randn(4, 128, 64, device=device)
-    planned = rematplan.plan_module(model, (x,), budget="min", strategy="chen_sqrt", overlap=overlap)
+    planned = rematplan.plan_module(model, (x,), budget="min", strategy=rematplan.ChenSqrt(two_lanes=overlap))
     assert planned.plan.estimate.reruns > 0
     found = []
     for one in (copy.deepcopy(model), planned):

@@ -87,7 +87,7 @@ def test_accumulated_gradients_are_within_the_budget() -> None:
 
 
 def test_a_plan_that_fits_with_earlier_gradients_is_kept() -> None:
-    planned = planned_within("1GiB", network(), dynamic=False)
+    planned = planned_within("1GiB", network(), dynamic_shapes=False)
     peaks_of_accumulation(planned)
     assert len(planned.plans) == 1
 
@@ -116,7 +116,9 @@ def test_if_no_plan_fits_with_earlier_gradients_there_is_one_warning(saved: bool
     planned = planned_within(budget, model)
     if saved:
         rematplan.save_plan(planned.plan, tmp_path / "plan.json")
-        planned = rematplan.plan_module(copy.deepcopy(plain), (batch()[0],), plan=tmp_path / "plan.json")
+        planned = rematplan.plan_module(
+            copy.deepcopy(plain), (batch()[0],), strategy=rematplan.SavedPlan(tmp_path / "plan.json")
+        )
     with pytest.warns(
         UserWarning,
         match="Sequential: parameters have .* of gradients of earlier steps, and no plan fits the budget",
@@ -205,7 +207,7 @@ def test_a_plan_with_earlier_gradients_says_so_and_fits_no_other_step(tmp_path: 
     assert "beside" not in str(planned.plans[0])
     rematplan.save_plan(planned.plan, tmp_path / "plan.json")
     with pytest.raises(ProblemError, match="made for another graph, 'Sequential with earlier"):
-        rematplan.plan_module(network(), (few()[0],), plan=tmp_path / "plan.json")
+        rematplan.plan_module(network(), (few()[0],), strategy=rematplan.SavedPlan(tmp_path / "plan.json"))
 
 
 def test_gradients_that_are_given_and_not_added_are_the_same() -> None:
@@ -238,7 +240,7 @@ def test_gradients_of_inputs_count_too() -> None:
 
 def accumulating(budget: str | int, **options: object) -> nn.Module:
     return rematplan.plan_module(
-        network(), (few()[0],), budget=budget, strategy="approx_dp", accumulate=True, **options
+        network(), (few()[0],), budget=budget, strategy="approx_dp", reserved=["gradients"], **options
     )
 
 
@@ -248,7 +250,7 @@ def test_accumulation_that_is_stated_makes_one_plan(share: float) -> None:
         accumulating(1000)
     most = accumulating("100%").plan.peak
     budget = refused.value.smallest + int(share * (most - refused.value.smallest))
-    planned, plain = accumulating(budget, dynamic=False), network()
+    planned, plain = accumulating(budget, dynamic_shapes=False), network()
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         peaks = peaks_of_accumulation(planned, 4, few)
@@ -283,7 +285,7 @@ def test_gradients_of_parameters_that_a_step_does_not_use_are_counted() -> None:
             return self.heads[at](self.body(x)).square().mean()
 
     planned = rematplan.plan_module(
-        Heads(), (few()[0], 0), budget="100%", strategy="approx_dp", accumulate=True
+        Heads(), (few()[0], 0), budget="100%", strategy="approx_dp", reserved=["gradients"]
     )
     x = few()[0]
     planned.prepare(x, 1)
@@ -298,7 +300,9 @@ def test_gradients_of_parameters_that_a_step_does_not_use_are_counted() -> None:
 def test_a_saved_plan_that_counts_them_is_for_accumulation(tmp_path: Path) -> None:
     planned = accumulating("98%")
     rematplan.save_plan(planned.plan, tmp_path / "plan.json")
-    loaded = rematplan.plan_module(network(), (few()[0],), plan=tmp_path / "plan.json", accumulate=True)
+    loaded = rematplan.plan_module(
+        network(), (few()[0],), strategy=rematplan.SavedPlan(tmp_path / "plan.json"), reserved=["gradients"]
+    )
     assert loaded.plan.schedule == planned.plan.schedule
     assert max(peaks_of_accumulation(loaded, 3, few)) <= planned.plan.budget
     assert len(loaded.plans) == 1

@@ -86,9 +86,9 @@ def test_sizes_below_the_first_are_never_searched_and_have_the_bits_of_eager_mod
         copy.deepcopy(eager),
         (batch(64),),
         budget="55% of activations",
-        time_limit=2.0,
         costs="roofline",
         loss_memory=0,
+        strategy=rematplan.Auto(time_limit=2.0),
     )
 
     def no_search(*_: Any, **__: Any) -> Plan:

@@ -99,9 +99,7 @@ def test_a_later_call_raises_where_that_is_asked_for() -> None:
     step(planned, 256)
 
 
-@pytest.mark.parametrize(
-    ("kind", "options"), [(ApproxDP, {}), (Auto, {"strategy": "auto", "time_limit": 0.5})]
-)
+@pytest.mark.parametrize(("kind", "options"), [(ApproxDP, {}), (Auto, {"strategy": Auto(time_limit=0.5)})])
 def test_no_call_searches_again_for_what_was_not_found(
     kind: Any, options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -140,7 +138,7 @@ def test_gradients_of_earlier_steps_raise_where_that_is_asked_for() -> None:
 
 
 def test_accumulation_goes_on_too() -> None:
-    planned, plain = planned_for(256, accumulate=True), network()
+    planned, plain = planned_for(256, reserved=["gradients"]), network()
     with pytest.warns(UserWarning, match="smallest found"):
         step(planned, 8192)
     step(planned, 8192)
@@ -153,7 +151,7 @@ def test_accumulation_goes_on_too() -> None:
 
 @pytest.mark.parametrize("how", ["least", "eager"])
 def test_accumulation_keeps_to_the_bytes_that_the_warning_states(how: str) -> None:
-    stated = {"budget": 1000, "accumulate": True, "on_infeasible": how, "loss_memory": "3x"}
+    stated = {"budget": 1000, "reserved": ["gradients"], "on_infeasible": how, "loss_memory": "3x"}
     with pytest.warns(UserWarning, match="above the budget") as said:
         planned = planned_for(256, costs="profile", **stated)
     needed = planned.plan.peak
@@ -168,10 +166,10 @@ def test_accumulation_keeps_to_the_bytes_that_the_warning_states(how: str) -> No
         assert sum(t.nbytes for t in held) + above <= needed
 
 
-@pytest.mark.parametrize("strategy", ["auto", "ilp"])
-def test_what_a_later_call_uses_is_as_lean_as_block_plans_and_named_in_the_warning(strategy: str) -> None:
+@pytest.mark.parametrize("strategy", [Auto(time_limit=1.0), rematplan.ILP(time_limit=1.0)])
+def test_what_a_later_call_uses_is_as_lean_as_block_plans_and_named_in_the_warning(strategy: Any) -> None:
     block = planned_for(8192, budget="least").plan.peak
-    planned = planned_for(256, strategy=strategy, time_limit=1.0)
+    planned = planned_for(256, strategy=strategy)
     with pytest.warns(UserWarning, match=r"the smallest found is .* \((\d+) bytes\)") as said:
         planned.prepare(rows(8192))
     assert planned.plan.peak <= block
@@ -189,7 +187,7 @@ def test_block_plans_serve_where_a_search_leaves_no_plan() -> None:
 
 
 def test_a_call_that_can_fit_no_plan_waits_for_no_search() -> None:
-    patient = planned_for(64, budget="100%", strategy="auto", time_limit=300.0, options={"reuse": False})
+    patient = planned_for(64, budget="100%", strategy=rematplan.Auto(reuse=False, time_limit=300.0))
     began = time.monotonic()
     with pytest.warns(UserWarning, match="proven to be too small .* plan of the smallest found peak"):
         patient.prepare(rows(65536))

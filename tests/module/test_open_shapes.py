@@ -16,10 +16,12 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from same_bits import equal_after, planned_and_plain
 from torch import Tensor, nn
+from torch.export import Dim
 from torch.nn import functional as F
 
 import rematplan
 from rematplan import UsageError
+from rematplan.module import shape_options
 from rematplan.module.matching_names import names_of
 from rematplan.runtime.capture.capture import capture
 from rematplan.runtime.capture.patches.fake_layouts import check_layouts
@@ -344,40 +346,58 @@ def test_a_decision_by_values_is_taken_anew_at_each_shape() -> None:
 
 
 def test_sizes_outside_their_range_are_refused_and_the_capture_is_made_before_training() -> None:
-    ranges = {"input": {0: (1, 9)}}
-    planned, plain = planned_and_plain(mlp(), torch.randn(4, WIDTH), shape_ranges=ranges)
+    ranges = {"input": {0: Dim("rows", min=1, max=9)}}
+    planned, plain = planned_and_plain(mlp(), torch.randn(4, WIDTH), dynamic_shapes=ranges)
     before = rematplan.planning(planned).stats()
     assert (before.captures, before.open_captures) == (1, 1)
     for rows in (9, 2, 5):
         batch = (torch.randn(rows, WIDTH),)
         equal_after(lambda model, batch=batch: _step(model, batch), planned, plain)
     assert rematplan.planning(planned).stats().captures == 1
-    with pytest.raises(UsageError, match="input has size 10 in dimension 0; shape_ranges allows 1 to 9"):
+    with pytest.raises(UsageError, match="input has size 10 in dimension 0; dynamic_shapes allows 1 to 9"):
         planned(torch.randn(10, WIDTH))
+
+
+def test_dimensions_may_have_any_size_or_one() -> None:
+    for free in (
+        {"input": {0: Dim.AUTO}},
+        {"input": None},
+        ({0: Dim("rows")},),
+        {"input": (Dim.DYNAMIC, None)},
+    ):
+        planned, _ = planned_and_plain(mlp(), torch.randn(4, WIDTH), dynamic_shapes=free)
+        planned(torch.randn(6, WIDTH)).sum().backward()
+    planned, _ = planned_and_plain(mlp(), torch.randn(4, WIDTH), dynamic_shapes={"input": {0: Dim.STATIC}})
+    with pytest.raises(UsageError, match="input has size 6 in dimension 0; dynamic_shapes allows 4 to 4"):
+        planned(torch.randn(6, WIDTH))
+
+
+ROWS = Dim("rows", min=1, max=9)
 
 
 @pytest.mark.parametrize(
     ("ranges", "message"),
     [
-        ({"other": {0: (1, 9)}}, "no argument other"),
-        ({"input": {2: (1, 9)}}, "no dimension 2"),
-        ({"input": {0: (9, 1)}}, "no sizes from 9 to 1"),
-        ({"input": {(0, 1): (1, 9)}}, r"has the sizes \[4, 8\] in dimensions \[0, 1\]; shape_ranges says"),
-        ({"input": {(0, 2): (1, 9)}}, "no dimension 2"),
-        ({"input": {0: (1, 9, 0)}}, r"has \(1, 9, 0\); write"),
-        ({"input": {0: (-1, 9)}}, r"has \(-1, 9\); write"),
-        ({"input": {0: (9,)}}, r"has \(9,\); write"),
-        ({"input": {0: (1, 9, 2)}}, "has size 4 in dimension 0; shape_ranges allows 1 to 9 in steps of 2"),
-        ({"input": {0: (5, 9)}}, "has size 4"),
+        ({"other": {0: ROWS}}, "no argument other"),
+        ({"input": {2: ROWS}}, "no dimension 2"),
+        (({2: ROWS},), "no dimension 2"),
+        ({"input": {0: ROWS, 1: ROWS}}, "rows is 4 in dimension 0 of input and 8 in dimension 1 of input; "),
+        ({"input": {0: (1, 9)}}, r"dimension 0 of input has \(1, 9\); write"),
+        ({"input": {0: Dim.AUTO(min=1, max=9)}}, "dimension 0 of input has .*; write"),  # type: ignore[operator]
+        ({"input": 7}, "input has 7; write"),
+        ({"input": {0: 3 * ROWS}}, "has size 4 in dimension 0; dynamic_shapes allows 3 to 27 in steps of 3"),
+        ({"input": {0: Dim("rows", min=5, max=9)}}, "has size 4"),
+        ({"input": {0: 5}}, "has size 4 in dimension 0; dynamic_shapes allows 5 to 5"),
     ],
 )
 def test_ranges_that_make_no_sense_are_refused(ranges: Any, message: str) -> None:
     with pytest.raises(UsageError, match=message):
-        planned_and_plain(mlp(), torch.randn(4, WIDTH), shape_ranges=ranges)
+        planned_and_plain(mlp(), torch.randn(4, WIDTH), dynamic_shapes=ranges)
 
 
-def test_many_lengths_leave_a_bounded_number_of_plans() -> None:
-    options = {"max_plans": 5, "strategy": "store_all", "budget": "1GiB", "costs": "roofline"}
+def test_many_lengths_leave_a_bounded_number_of_plans(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(shape_options, "MAX_PLANS", 5)
+    options = {"strategy": "store_all", "budget": "1GiB", "costs": "roofline"}
     planned, _ = planned_and_plain(mlp(), torch.randn(2, WIDTH), **options)
     runner = cast(Any, planned)._rematplan
     alive = []
@@ -392,10 +412,11 @@ def test_many_lengths_leave_a_bounded_number_of_plans() -> None:
     assert len(runner.plans.recent._used) <= 5
 
 
-def test_many_ranges_of_lengths_leave_a_bounded_number_of_captures() -> None:
+def test_many_ranges_of_lengths_leave_a_bounded_number_of_captures(monkeypatch: pytest.MonkeyPatch) -> None:
     """A model that repeats an op by a quotient of its length has a capture for each range of lengths."""
+    monkeypatch.setattr(shape_options, "MAX_PLANS", 3)
     model = Of(lambda m, x: (x * m.w)[(None,) * (x.shape[1] // 20 + 1)].sum(0))
-    options = {"max_plans": 3, "strategy": "store_all", "budget": "1GiB", "costs": "roofline"}
+    options = {"strategy": "store_all", "budget": "1GiB", "costs": "roofline"}
     planned, plain = planned_and_plain(model, *sequence(2, 2), **options)
     captures = cast(Any, planned)._rematplan.captures
     alive: list[weakref.ref[Any]] = []
@@ -412,8 +433,9 @@ def test_many_ranges_of_lengths_leave_a_bounded_number_of_captures() -> None:
     assert sum(ref() is not None for ref in alive) == 3
 
 
-def test_the_plans_used_last_are_kept() -> None:
-    planned, _ = planned_and_plain(mlp(), torch.randn(2, WIDTH), max_plans=2)
+def test_the_plans_used_last_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(shape_options, "MAX_PLANS", 2)
+    planned, _ = planned_and_plain(mlp(), torch.randn(2, WIDTH))
     used = {}
     for rows in (2, 3, 2, 4):
         planned(torch.randn(rows, WIDTH))

@@ -63,7 +63,7 @@ SHAPES = ((6, 40), (3, 17), (2, 40), (WIDTH, WIDTH), (4, 4), (2, 2), (1, 9), (3,
 
 def test_gradients_of_different_lengths_accumulate_within_the_budget() -> None:
     largest = sequences(*SHAPES[0])
-    planned, plain = planned_and_plain(Encoder(), largest, budget="75%", accumulate=True, **MEASURED)
+    planned, plain = planned_and_plain(Encoder(), largest, budget="75%", reserved=["gradients"], **MEASURED)
     budget = planned.plan.budget
     for at, sizes in enumerate(SHAPES):
         if at % 3 == 0:

@@ -238,7 +238,7 @@ def test_a_plan_for_another_shape_begins_with_the_first(monkeypatch: pytest.Monk
         return search(self, graph, budget, progress, starts)
 
     monkeypatch.setattr(Auto, "plan", seen)
-    planned, plain = planned_and_plain(strategy="auto", time_limit=1.0, options={"reuse": False})
+    planned, plain = planned_and_plain(strategy=rematplan.Auto(reuse=False, time_limit=1.0))
     for model in (planned, plain):
         torch.manual_seed(1)
         loss_of(model(images(3))).backward()
@@ -253,18 +253,20 @@ def test_a_plan_for_another_shape_begins_with_the_first(monkeypatch: pytest.Monk
 @pytest.mark.parametrize(
     "wrong",
     [
-        {"options": 5},
+        {"strategy": 5},
         {"costs": None},
-        {"time_limit": math.nan},
-        {"time_limit": 0},
-        {"time_limit": -1.0},
-        {"time_limit": math.inf},
-        {"time_limit": "30"},
-        {"time_limit": math.nan, "deterministic": True},
+        {"inverses": "yes"},
+        {"inverses": -1.0},
+        *({"strategy": Auto(time_limit=limit)} for limit in (math.nan, 0, -1.0, math.inf, "30")),  # type: ignore[arg-type]
+        {"strategy": Auto(two_lanes="maybe")},  # type: ignore[arg-type]
+        {"strategy": Auto(lane_speed=0.4)},
+        {"dynamic_shapes": 5},
     ],
 )
 def test_an_argument_of_a_wrong_kind_is_named_in_one_line(wrong: dict[str, Any]) -> None:
-    with pytest.raises(UsageError, match=f"^{next(iter(wrong))} is [^\\n]*$"):
+    (name,) = wrong
+    named = "auto: [a-z_]*" if isinstance(wrong[name], Auto) else name
+    with pytest.raises(UsageError, match=f"^{named} is [^\\n]*$"):
         planned_and_plain(**wrong)
 
 
@@ -277,8 +279,8 @@ def test_what_cannot_be_is_said() -> None:
         planned_and_plain(budget="lots")
     with pytest.raises(UsageError, match="unknown costs"):
         planned_and_plain(costs="profiled")
-    planned, _ = planned_and_plain(dynamic=False)
-    with pytest.raises(ModelError, match="dynamic=True"):
+    planned, _ = planned_and_plain(dynamic_shapes=False)
+    with pytest.raises(ModelError, match="dynamic_shapes=False"):
         planned(images(2))
     loss = loss_of(planned(images()))
     loss.backward()

@@ -22,6 +22,7 @@ from torch import Tensor, nn
 
 import rematplan
 from rematplan.ir.cache_folder import cache_folder
+from rematplan.planner.auto.auto_strategy import Auto
 from rematplan.planner.background import BackgroundSearch
 from rematplan.planner.caches.plan_store import PlanStore
 from rematplan.planner.core.plan import Plan
@@ -109,7 +110,7 @@ def test_a_plan_that_another_process_solved_ends_the_search_unless_plans_on_disk
     elsewhere: Elsewhere, monkeypatch: pytest.MonkeyPatch, reuse: bool
 ) -> None:
     monkeypatch.setattr(PlanStore, "solved", lambda _self, graph, *_: no_recompute(graph))
-    planned(Network(), budget="90% of activations", options={"reuse": reuse})
+    planned(Network(), budget="90% of activations", strategy=rematplan.Auto(reuse=reuse))
     assert len(elsewhere.searches) == (0 if reuse else 1)
 
 
@@ -232,7 +233,7 @@ def test_a_plan_waits_while_a_graph_is_retained(elsewhere: Elsewhere) -> None:
 
 @pytest.mark.parametrize("set_to_none", [True, False])
 def test_a_plan_waits_for_the_last_micro_batch(elsewhere: Elsewhere, set_to_none: bool) -> None:
-    model = planned(Network(), accumulate=True)
+    model = planned(Network(), reserved=["gradients"])
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     for k in range(6):
         step(model, None, k)
@@ -285,11 +286,11 @@ def test_copies_go_on_with_the_plan_that_they_are_copied_with(elsewhere: Elsewhe
     "options",
     [
         {"refine": False},
-        {"deterministic": True, "time_limit": 2.0},
+        {"strategy": Auto(deterministic=True, time_limit=2.0)},
         {"strategy": "approx_dp"},
-        {"budget": "min", "strategy": "auto", "time_limit": 1.6},
-        {"time_limit": 1.0},
-        {"inverses": True, "time_limit": 1.6},
+        {"budget": "min", "strategy": Auto(time_limit=1.6)},
+        {"strategy": Auto(time_limit=1.0)},
+        {"inverses": True, "strategy": Auto(time_limit=1.6)},
     ],
     ids=str,
 )
@@ -304,7 +305,11 @@ def test_deterministic_planning_makes_the_same_plan_again(
     schedules = []
     for k in range(2):
         monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / str(k)))
-        model = planned(Network(), budget="80% of activations", deterministic=True, time_limit=0.5)
+        model = planned(
+            Network(),
+            budget="80% of activations",
+            strategy=rematplan.Auto(time_limit=0.5, deterministic=True),
+        )
         schedules.append(model.plan.schedule)
     assert schedules[0] == schedules[1]
 
@@ -459,7 +464,8 @@ from torch import nn
 from rematplan.planner.background import shared
 x = torch.randn(512, 64)
 model = nn.Sequential(*(nn.Sequential(nn.Linear(64, 64), nn.Tanh()) for _ in range(30)))
-planned = rematplan.plan_module(model, (x,), budget="60% of activations", costs="roofline", gap=-1.0)
+planned = rematplan.plan_module(model, (x,), budget="60% of activations", costs="roofline",
+    strategy=rematplan.Auto(gap=-1.0))
 planned(x).sum().backward()
 print(shared().pid, flush=True)
 sys.stdin.read()

@@ -89,7 +89,7 @@ def test_whole_iterations_keep_the_budget_and_use_it(name: str, accumulate: bool
     for budget in ("100%", "80%") if rows > 8 else ("100%", "min"):
         model = network(depth=8)
         optimizer = MAKERS[name](list(model.parameters()))
-        planned = planned_within(budget, model, rows, [optimizer], accumulate=accumulate)
+        planned = planned_within(budget, model, rows, [optimizer, *["gradients"] * accumulate])
         most = max(peaks(planned, optimizer, rows, 1 + accumulate))
         assert most <= planned.plan.budget
         assert most >= 0.9 * planned.plan.peak
@@ -106,7 +106,9 @@ def test_training_is_the_same() -> None:
     assert all(map(torch.equal, planned.parameters(), plain.parameters()))
 
 
-@pytest.mark.parametrize("options", [{"strategy": "auto", "time_limit": 1.0}, {"overlap": "on"}])
+@pytest.mark.parametrize(
+    "options", [{"strategy": rematplan.Auto(time_limit=1.0)}, {"strategy": rematplan.Auto(two_lanes="on")}]
+)
 def test_other_plans_end_with_the_optimizer_too(options: dict[str, object]) -> None:
     model = network()
     optimizer = optim.Adam(model.parameters(), foreach=True)
@@ -234,7 +236,11 @@ def test_a_saved_plan_is_loaded_with_the_same_kinds_of_things(tmp_path: Path) ->
     optimizer = optim.AdamW(model.parameters())
     x = batch(512)[0]
     again = rematplan.plan_module(
-        model, (x,), plan=tmp_path / "plan.json", reserved=[optimizer], loss_memory="3x"
+        model,
+        (x,),
+        reserved=[optimizer],
+        loss_memory="3x",
+        strategy=rematplan.SavedPlan(tmp_path / "plan.json"),
     )
     assert again.plan.schedule == planned.plan.schedule
     assert max(peaks(again, optimizer, 512)) <= planned.plan.budget

@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import rematplan
+from rematplan.module import shape_options
 from rematplan.module.sized_plans import PATTERNS, STRUCTURES
 from rematplan.planner.background import BackgroundSearch
 from rematplan.planner.caches.plan_store import FAMILIES
@@ -154,18 +155,18 @@ def other_members(planned: nn.Module) -> None:
 
 
 @cache
-def _begun(name: str, options: tuple[tuple[str, Any], ...]) -> tuple[nn.Module, nn.Module]:
+def _begun(name: str) -> tuple[nn.Module, nn.Module]:
     make, inputs = MODELS[name]
-    planned, plain = planned_and_plain(make(), *inputs(7, 61), **AUTO | dict(options))
+    planned, plain = planned_and_plain(make(), *inputs(7, 61), **AUTO)
     for sizes in ((7, 61), (5, 17), (6, 31)):
         follow(planned, plain, inputs(*sizes))
     other_members(planned)
     return planned, plain
 
 
-def begun(name: str, **options: Any) -> tuple[nn.Module, nn.Module, Callable[[int, int], tuple[Tensor, ...]]]:
+def begun(name: str) -> tuple[nn.Module, nn.Module, Callable[[int, int], tuple[Tensor, ...]]]:
     """A model that was trained on three lengths, so that those between them need no step of their own."""
-    planned, plain = copy.deepcopy(_begun(name, tuple(options.items())))
+    planned, plain = copy.deepcopy(_begun(name))
     return planned, plain, MODELS[name][1]
 
 
@@ -353,8 +354,9 @@ def test_no_workspace_is_larger_than_planned() -> None:
         assert entry.plan.peak >= peak(planned, batch)
 
 
-def test_sixty_lengths_leave_bounded_numbers() -> None:
-    planned, _, inputs = begun("language", max_plans=6)
+def test_sixty_lengths_leave_bounded_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(shape_options, "MAX_PLANS", 6)
+    planned, inputs = _begun.__wrapped__("language")[0], MODELS["language"][1]
     before, lengths = rematplan.planning(planned).stats().carried, random.Random(0)
     for _ in range(60):
         clean(planned, inputs(6, lengths.randint(17, 61)))

@@ -123,7 +123,7 @@ def planned(parts: int, budget: str) -> nn.Module:
         checkpointed(),
         (batch(PLAIN, 0, SAMPLES // parts)[0],),
         budget=budget,
-        accumulate=parts > 1,
+        reserved=["gradients"] if parts > 1 else [],
         strategy="approx_dp",
         costs="roofline",
         statistics=statistics,

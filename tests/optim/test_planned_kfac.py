@@ -31,7 +31,12 @@ def planned(parts: int = 1, budget: str = "90%", **options: object) -> nn.Module
     x, _ = batch(MAKE, 0, SAMPLES // parts)
     statistics = rematplan.Kronecker(**options)
     found = rematplan.plan_module(
-        MAKE(), (x,), statistics=statistics, accumulate=parts > 1, budget=budget, **SETTINGS
+        MAKE(),
+        (x,),
+        statistics=statistics,
+        reserved=["gradients"] if parts > 1 else [],
+        budget=budget,
+        **SETTINGS,
     )
     assert any(plan.estimate.reruns > 0 for plan in rematplan.planning(found).plans)
     return found

@@ -13,6 +13,7 @@ from torch import nn
 
 from rematplan.ir import ModelError, ProblemError, UsageError
 from rematplan.pipeline.dataflow import DataflowPart, dataflow_part, dataflow_stages
+from rematplan.planner.auto.auto_strategy import Auto
 from rematplan.planner.core.plan import plan_from_runs
 from rematplan.planner.core.schedule import Run
 from rematplan.planner.core.simulator import resident_bytes
@@ -202,7 +203,10 @@ def test_another_batch_than_planned_for_is_refused(given: tuple[Any, ...], messa
 
 
 def test_cuts_are_where_two_streams_cross_and_nothing_else() -> None:
-    model, asked = couplings.flow(blocks=5), {"cuts": "auto", "ranks": [0], "time_limit": 1}
+    model, asked = (
+        couplings.flow(blocks=5),
+        {"cuts": "auto", "ranks": [0], "strategy": Auto(time_limit=1)},
+    )
     pipe = couplings.planned(model, 16, microbatches=4, budget="1GiB", **asked)
     stages = stage_modules(model, couplings.data(4)[:1], {}, pipe.cuts)
     assert [len(stage.inputs) for stage in stages[1:]] == [2, 2, 2]

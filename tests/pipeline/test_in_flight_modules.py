@@ -79,7 +79,7 @@ def run(module: nn.Module, actions: RankActions) -> dict[int, torch.Tensor | Non
 @pytest.mark.parametrize("in_flight", [2, 4])
 def test_all_that_is_in_flight_fits_and_gradients_are_equal(in_flight: int, deferred: int | None) -> None:
     plain = model()
-    planned = rematplan.plan_module(
+    planned = rematplan.plan_stage(
         copy.deepcopy(plain),
         (example(),),
         budget="90%" if deferred is None else "100%",
@@ -93,7 +93,7 @@ def test_all_that_is_in_flight_fits_and_gradients_are_equal(in_flight: int, defe
     plain_actions = tuple(a for a in with_in_flight(in_flight, None))
     expected = run(plain, plain_actions)
     assert all(torch.equal(found[m], expected[m]) for m in expected if m in found)  # type: ignore[arg-type]
-    kept = rematplan.plan_module(
+    kept = rematplan.plan_stage(
         model(), (example(),), budget="100%", in_flight=in_flight, deferred=deferred, **ASKED
     )
     own = states + peak
@@ -106,7 +106,7 @@ def test_all_that_is_in_flight_fits_and_gradients_are_equal(in_flight: int, defe
 def test_gradients_add_up_to_those_of_one_by_one() -> None:
     plain = model()
     for deferred in (None, 1):
-        planned = rematplan.plan_module(
+        planned = rematplan.plan_stage(
             model(), (example(),), budget="100%", in_flight=2, deferred=deferred, **ASKED
         )
         actions = with_in_flight(2, deferred)
@@ -126,7 +126,7 @@ def test_hooks_of_parameters_run_when_weight_gradients_come_later() -> None:
             p.register_post_accumulate_grad_hook(lambda p, calls=calls: calls.append(float(p.grad.sum())))
         if deferred:
             asked = ASKED | {"in_flight": 2, "deferred": deferred}
-            module = rematplan.plan_module(module, (example(),), budget="100%", **asked)
+            module = rematplan.plan_stage(module, (example(),), budget="100%", **asked)
         run(module, tuple(a for a in with_in_flight(2, 1) if deferred or a.kind != "W"))
         found.append((sorted(calls), [p.grad for p in module.parameters()]))
     assert found[0][0] == found[1][0] != []
@@ -135,11 +135,11 @@ def test_hooks_of_parameters_run_when_weight_gradients_come_later() -> None:
 
 def test_the_least_budget_is_met_and_a_byte_less_is_refused() -> None:
     with pytest.raises(InfeasibleBudget) as refused:
-        rematplan.plan_module(model(), (example(),), budget=1000, in_flight=3, **ASKED)
+        rematplan.plan_stage(model(), (example(),), budget=1000, in_flight=3, **ASKED)
     least = refused.value.smallest
-    planned = rematplan.plan_module(model(), (example(),), budget=least, in_flight=3, **ASKED)
+    planned = rematplan.plan_stage(model(), (example(),), budget=least, in_flight=3, **ASKED)
     with pytest.raises(InfeasibleBudget):
-        rematplan.plan_module(model(), (example(),), budget=least - 1, in_flight=3, **ASKED)
+        rematplan.plan_stage(model(), (example(),), budget=least - 1, in_flight=3, **ASKED)
     states = sum(p.nbytes for p in planned.parameters())
     peak, _ = peak_above_entry(lambda: run(planned, with_in_flight(3, None)), torch.device("cpu"))
     assert states + peak <= least
@@ -147,9 +147,9 @@ def test_the_least_budget_is_met_and_a_byte_less_is_refused() -> None:
 
 def test_more_in_flight_keep_less_within_the_same_bytes() -> None:
     with pytest.raises(InfeasibleBudget) as refused:
-        rematplan.plan_module(model(), (example(),), budget=1000, in_flight=5, **ASKED)
+        rematplan.plan_stage(model(), (example(),), budget=1000, in_flight=5, **ASKED)
     few, many = (
-        rematplan.plan_module(model(), (example(),), budget=refused.value.smallest, in_flight=k, **ASKED).plan
+        rematplan.plan_stage(model(), (example(),), budget=refused.value.smallest, in_flight=k, **ASKED).plan
         for k in (2, 5)
     )
     assert few.estimate.reruns < many.estimate.reruns
@@ -159,13 +159,14 @@ def test_more_in_flight_keep_less_within_the_same_bytes() -> None:
     ("more", "message"),
     [
         ({"in_flight": 0}, "in_flight must be 1 or more"),
-        ({"in_flight": 2, "inverses": True}, "cannot be combined with inverses"),
+        ({"in_flight": 2, "strategy": rematplan.Auto(two_lanes="on")}, "cannot be combined with two lanes"),
+        ({"in_flight": 2, "strategy": rematplan.SavedPlan("x.json")}, "cannot be combined with a saved plan"),
         ({"in_flight": 2, "budget": "min"}, "in bytes or as a percentage"),
     ],
 )
 def test_what_cannot_be_asked_is_refused(more: dict[str, Any], message: str) -> None:
     with pytest.raises(UsageError, match=message):
-        rematplan.plan_module(model(), (example(),), **{"budget": "100%", "costs": "roofline"} | more)
+        rematplan.plan_stage(model(), (example(),), **{"budget": "100%", "costs": "roofline"} | more)
 
 
 class Shifted(nn.Module):
@@ -182,8 +183,8 @@ class Shifted(nn.Module):
 
 def test_weight_gradients_that_read_the_inputs_gradient_come_with_it() -> None:
     plain = Shifted()
-    asked = {**ASKED, "strategy": "anneal", "time_limit": 0.5}
-    planned = rematplan.plan_module(
+    asked = {**ASKED, "strategy": rematplan.Anneal(time_limit=0.5)}
+    planned = rematplan.plan_stage(
         copy.deepcopy(plain), (example(),), budget="100%", in_flight=2, deferred=1, **asked
     )
     step, runs = planned._rematplan.last.compiled.step, runs_of(planned.plan.schedule)
@@ -202,7 +203,7 @@ def test_weight_gradients_that_read_the_inputs_gradient_come_with_it() -> None:
 def deferring(module: nn.Module, **more: Any) -> nn.Module:
     """The module planned with weight gradients of one earlier backward left for later."""
     asked = ASKED | {"budget": "100%", "in_flight": 2, "deferred": 1} | more
-    return rematplan.plan_module(module, (example(),), **asked)
+    return rematplan.plan_stage(module, (example(),), **asked)
 
 
 def equal_gradients(*modules: nn.Module) -> bool:
@@ -272,7 +273,7 @@ def test_a_second_backward_before_the_weight_gradients_is_refused() -> None:
 def test_the_state_of_the_generator_is_counted_while_a_dropout_runs_again() -> None:
     """It is put aside, and set again afterwards. The last dropout makes the output, so it runs once."""
     layers = [nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Dropout(0.5)) for _ in range(4)]
-    planned = rematplan.plan_module(nn.Sequential(*layers), (example(),), budget="100%", in_flight=2, **ASKED)
+    planned = rematplan.plan_stage(nn.Sequential(*layers), (example(),), budget="100%", in_flight=2, **ASKED)
     step, state = planned._rematplan.last.compiled.step, torch.get_rng_state().nbytes
     graph = with_loss_boundary(step, training_graph(step, roofline_costs(step, device_model("laptop-cpu"))))
     problem = stage_problem(step, graph, template=StagePlan(0, 0, 0, 0))
@@ -285,7 +286,7 @@ def test_the_state_of_the_generator_is_counted_while_a_dropout_runs_again() -> N
 
 
 def test_nothing_left_to_finish_is_said() -> None:
-    planned = rematplan.plan_module(model(), (example(),), budget="100%", in_flight=2, deferred=1, **ASKED)
+    planned = rematplan.plan_stage(model(), (example(),), budget="100%", in_flight=2, deferred=1, **ASKED)
     with pytest.raises(UsageError, match="waits for its weight gradients"):
         rematplan.finish_weights(planned)
 
@@ -294,7 +295,7 @@ def test_calls_before_a_backward_that_exceed_the_budget_together_are_told_once()
     first, second = torch.randn(2, ROWS, WIDTH, generator=torch.Generator().manual_seed(0))
     one, plain = rematplan.plan_module(model(), (first,), budget="100%", **ASKED), model()
     budget = 2 * one.plan.budget
-    two = rematplan.plan_module(model(), (first,), budget=budget, in_flight=2, **ASKED)
+    two = rematplan.plan_stage(model(), (first,), budget=budget, in_flight=2, **ASKED)
 
     def step(module: nn.Module) -> None:
         (module(first) * module(second)).mean().backward()
@@ -325,7 +326,7 @@ def test_the_peak_does_not_grow_with_the_number_of_micro_batches(monkeypatch: py
     found: list[RankPlan] = []
     search = RankSearch.run
     monkeypatch.setattr(RankSearch, "run", lambda self: found.append(search(self)) or found[-1])
-    rematplan.plan_module(model(), (example(),), budget="100%", in_flight=3, **ASKED)
+    rematplan.plan_stage(model(), (example(),), budget="100%", in_flight=3, **ASKED)
     (actions,) = one_stage_a_rank("long", [3], 40).actions
     assert rank_peak(actions, found[0].stages) == found[0].peak
 
@@ -337,7 +338,7 @@ def test_the_searches_of_a_rank_share_the_time_limit() -> None:
 
 def test_an_op_that_adds_to_a_gradient_runs_only_once() -> None:
     """Each further run would add the gradient once more."""
-    planned = rematplan.plan_module(model(), (example(),), budget="100%", in_flight=2, **ASKED)
+    planned = rematplan.plan_stage(model(), (example(),), budget="100%", in_flight=2, **ASKED)
     planned(example()).sum().backward()
     step = planned._rematplan.last.compiled.step
     graph = training_graph(step, roofline_costs(step, device_model("a100")))

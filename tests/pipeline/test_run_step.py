@@ -23,7 +23,18 @@ from rematplan.models.coupling import Coupling
 from rematplan.pipeline.run_step import RankReport, reports_of_step
 from rematplan.planner.pipeline.pipeline_file import load_pipeline
 
-SIZES = ("--depth", "4", "--width", "16", "--image", "64", "--classes", "5", "--batch", "16")
+SIZES = (
+    "--dim",
+    "depth=4",
+    "--dim",
+    "width=16",
+    "--dim",
+    "image=64",
+    "--dim",
+    "classes=5",
+    "--dim",
+    "batch=16",
+)
 ASKED = ("--stages", "4", "--microbatches", "4", "--costs", "roofline", "--time-limit", "2", "--quiet")
 CUTS = "blocks.1,blocks.2,blocks.3"
 REVERSIBLE = "blocks.blocks.1,blocks.blocks.2,blocks.blocks.3"
@@ -82,7 +93,7 @@ def test_the_files_plans_run_where_weight_gradients_are_computed_apart(
     workers: Workers, tmp_path: Path
 ) -> None:
     cuts = ",".join(f"blocks.{k}" for k in range(1, 8))
-    split = ("--schedule", "interleaved-zb", "--stages", "8", "--depth", "8", "--cuts", cuts)
+    split = ("--schedule", "interleaved-zb", "--stages", "8", "--dim", "depth=8", "--cuts", cuts)
     path = planned(tmp_path, "vit_s", *split, "--budget", "95%")
     reports = workers.run(step, path=path)[0]
     assert [(one.anew, one.different) for one in reports] == [("", ())] * 4

@@ -135,7 +135,7 @@ def test_the_smallest_peak_is_that_of_the_right_phases(problems: ModuleType, spo
 
 def test_a_plan_within_a_budget_is_proven_optimal(problems: ModuleType) -> None:
     graph = flipped(0.5)(problems.residual((3, 4, 6, 3)))
-    plan = Auto(moves=300_000, reuse=False).plan(graph, int(0.8 * no_recompute(graph).peak))
+    plan = Auto(moves=300_000, reuse=False, gap=0.0).plan(graph, int(0.8 * no_recompute(graph).peak))
     assert plan.status == "optimal"
 
 

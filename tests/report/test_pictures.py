@@ -69,8 +69,19 @@ def test_the_axis_is_cut_where_one_small_budget_would_flatten_all_else(
 
 def test_a_comparison_says_which_rows_fit(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     png = tmp_path / "c.png"
-    network = ["unet", "--batch", "4", "--image", "64", "--width", "8", "--costs", "roofline", "--no-run"]
-    assert main(["compare", *network, "--budget", "80%", "--time-limit", "1", "--png", str(png)]) == 0
+    network = [
+        "unet",
+        "--dim",
+        "batch=4",
+        "--dim",
+        "image=64",
+        "--dim",
+        "width=8",
+        "--costs",
+        "roofline",
+        "--no-run",
+    ]
+    assert main(["compare", *network, "--budget", "80%", "-S", "time_limit=1", "--png", str(png)]) == 0
     rows = [line.split() for line in capsys.readouterr().out.splitlines() if line.startswith("  ")]
     fits = {row[0]: "no" if "no" in row else "yes" for row in rows if "yes" in row or "no" in row}
     assert fits["store"] == "no"

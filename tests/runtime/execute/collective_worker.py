@@ -75,7 +75,12 @@ def main() -> None:
     torch.manual_seed(0)
     plain, x = Net(), torch.randn(32, 16, generator=torch.Generator().manual_seed(rank))
     planned = rematplan.plan_module(
-        copy.deepcopy(plain), (x,), budget=BUDGETS[rank], time_limit=0.5, costs="roofline", refine=False
+        copy.deepcopy(plain),
+        (x,),
+        budget=BUDGETS[rank],
+        costs="roofline",
+        refine=False,
+        strategy=rematplan.Auto(time_limit=0.5),
     )
     plan, step = planned.plan, planned._rematplan.last.captured
     runs = [one.op for one in plan.schedule if hasattr(one, "op")]

@@ -76,9 +76,9 @@ class Shares(nn.Module):
 def test_no_collective_runs_again(strategy: str) -> None:
     torch.manual_seed(0)
     model, x = Shares("functional"), torch.randn(64, 16)
-    options = {"moves": 4000} if strategy == "anneal" else {}
+    limited = {"anneal": rematplan.Anneal(moves=4000), "auto": rematplan.Auto(time_limit=1.0)}
     planned = rematplan.plan_module(
-        copy.deepcopy(model), (x,), budget="min", strategy=strategy, options=options, time_limit=1.0
+        copy.deepcopy(model), (x,), budget="min", strategy=limited.get(strategy, strategy)
     )
     step, plan = planned._rematplan.last.compiled.step, planned.plan
     ordered = [c.name for c in step.calls if c.collective]

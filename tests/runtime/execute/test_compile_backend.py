@@ -188,7 +188,7 @@ def test_what_cannot_be_is_said() -> None:
 
 def several_sizes(sizes: range, **options: Any) -> Any:
     """The backend of a network that was called with these numbers of rows, and compiled for each."""
-    compiled, _, backend, _ = compiled_and_plain(dynamic=False, **options)
+    compiled, _, backend, _ = compiled_and_plain(dynamic_shapes=False, **options)
     for n in sizes:
         loss_of(compiled(torch.randn(8 * n, 64))).backward()
     return backend
@@ -216,8 +216,7 @@ def test_a_plan_for_another_size_begins_with_the_first(monkeypatch: pytest.Monke
         return search(self, graph, budget, progress, starts)
 
     monkeypatch.setattr(Auto, "plan", seen)
-    options = {"reuse": False}
-    several_sizes(range(64, 66), budget="95%", strategy="auto", time_limit=1.0, options=options)
+    several_sizes(range(64, 66), budget="95%", strategy=Auto(time_limit=1.0, reuse=False))
     assert [limit for limit, _ in met] == [1.0, 0.25]
     assert met[0][1] == []
     assert True in met[1][1]

@@ -301,11 +301,11 @@ def test_inductor_compiles_once_for_all_sizes(monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_a_backend_that_is_not_dynamic_refuses_symbolic_sizes() -> None:
-    backend = rematplan.backend(budget="100%", dynamic=False, **QUICK)
+    backend = rematplan.backend(budget="100%", dynamic_shapes=False, **QUICK)
     plain = Layers()
     ours = torch.compile(copy.deepcopy(plain), backend=backend)
     check_bits(ours, plain, sequences(4, 16))
-    with pytest.raises(torch._dynamo.exc.BackendCompilerFailed, match="made with dynamic=False"):
+    with pytest.raises(torch._dynamo.exc.BackendCompilerFailed, match="dynamic_shapes=False"):
         ours(sequences(4, 12))
 
 

@@ -44,11 +44,9 @@ def pair(strategy: str, budget: str) -> tuple[nn.Module, nn.Module]:
     torch.manual_seed(0)
     model = Heads()
     plain = copy.deepcopy(model)
-    options = {"moves": 4000} if strategy == "anneal" else {}
+    chosen = rematplan.Anneal(moves=4000) if strategy == "anneal" else strategy
     x = torch.randn(128, 32).requires_grad_()
-    planned = rematplan.plan_module(
-        model, (x,), budget=budget, strategy=strategy, costs="roofline", options=options
-    )
+    planned = rematplan.plan_module(model, (x,), budget=budget, strategy=chosen, costs="roofline")
     return planned, plain
 
 

@@ -129,7 +129,7 @@ Loaded = tuple[nn.Module, tuple[Tensor, ...], CapturedStep, TrainingGraph]
 
 
 DEVICES = ["cpu", *(["cuda"] if torch.cuda.is_available() else [])]
-NOT_HELD_BEFORE = ("rng_states", "library_workspaces", "tangent")
+NOT_HELD_BEFORE = ("rng_states", "library_workspaces", "tangent", "old_buffers")
 """What is charged as held all along, and is not there yet, or is no tensor."""
 
 

@@ -426,8 +426,10 @@ class Deep(nn.Module):
 def test_a_planned_module_overlaps_in_every_segment(blocks: int) -> None:
     torch.manual_seed(0)
     model, x = Deep(blocks), torch.randn(96, 400)
-    options = {"budget": "min", "strategy": "chen_sqrt", "costs": "roofline"}
-    planned = rematplan.plan_module(copy.deepcopy(model), (x,), overlap="on", **options)
+    options = {"budget": "min", "costs": "roofline"}
+    planned = rematplan.plan_module(
+        copy.deepcopy(model), (x,), strategy=rematplan.ChenSqrt(two_lanes="on"), **options
+    )
     if blocks > 1:
         assert planned.plan.lanes is not None
         assert planned.source.count("recovery.running") > 1
@@ -441,8 +443,8 @@ def test_a_planned_module_overlaps_in_every_segment(blocks: int) -> None:
             found.append([*given, *(p.grad for p in module.parameters())])
         assert all(map(torch.equal, *found))
     assert "rematplan recovery" not in [t.name for t in threading.enumerate()]
-    with pytest.raises(UsageError, match="unknown overlap 'maybe'; known: off, auto, on"):
-        rematplan.plan_module(model, (x,), overlap="maybe", **options)
+    with pytest.raises(UsageError, match="auto: two_lanes is 'maybe'; it must be one of off, auto, on"):
+        rematplan.plan_module(model, (x,), strategy=rematplan.Auto(two_lanes="maybe"), **options)
 
 
 def test_a_planned_module_on_two_lanes_keeps_its_budget() -> None:
@@ -450,7 +452,7 @@ def test_a_planned_module_on_two_lanes_keeps_its_budget() -> None:
     model, x = Deep(6), torch.randn(512, 400)
     lean = rematplan.plan_module(model, (x,), budget="min", strategy="chen_sqrt")
     budget = lean.plan.estimate.peak + 2**21
-    planned = rematplan.plan_module(model, (x,), budget=budget, strategy="chen_sqrt", overlap="on")
+    planned = rematplan.plan_module(model, (x,), budget=budget, strategy=rematplan.ChenSqrt(two_lanes="on"))
     assert planned.plan.estimate.peak < planned.plan.lanes.peak <= budget
 
     def run() -> None:

@@ -359,7 +359,7 @@ def test_what_changes_in_an_argument_counts(how: Any) -> None:
 def test_what_stays_costs_no_further_plan(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(globals(), "part", 0)  # the model has an attribute of this name
     model = Net()
-    ours = planned(model, dynamic=False)
+    ours = planned(model, dynamic_shapes=False)
     globals().update(STEP=1)  # nobody reads it
     monkeypatch.setitem(globals(), "part", 1)
     RECORD.note = "nor this"
@@ -440,7 +440,7 @@ class Beside(nn.Module):
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
 def test_modules_of_all_kinds_may_be_used_with_a_model() -> None:
-    ours = planned(Beside(), dynamic=False)
+    ours = planned(Beside(), dynamic_shapes=False)
     with torch.no_grad():
         now = ours(X)
     for _ in range(2):

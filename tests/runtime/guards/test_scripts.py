@@ -49,7 +49,7 @@ class Language(nn.Module):
 idx = torch.randint(0, 11, (2, 5))
 x = y = loss = step = mask = i = lr = epoch = out = emb = head = b = h = None  # as an earlier run leaves them
 model = rematplan.plan_module(
-    Language(), (idx,), {"labels": idx}, budget="100%", strategy="store_all", costs="roofline", dynamic=False
+    Language(), (idx,), {"labels": idx}, budget="100%", strategy="store_all", costs="roofline", dynamic_shapes=False
 )
 opt = torch.optim.Adam(model.parameters())
 total, history = 0, []

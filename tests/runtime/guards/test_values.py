@@ -220,7 +220,7 @@ def test_a_plan_is_for_all_inputs_that_are_decided_alike() -> None:
     for mask, plans in zip(MASKS, (1, 2, 2, 2, 2), strict=True):
         planned(X, mask)
         assert len(planned.plans) == plans
-    planned, _ = planned_and_plain(branch, dynamic=False)
+    planned, _ = planned_and_plain(branch, dynamic_shapes=False)
     with pytest.raises(ModelError, match="attributes or decisions"):
         planned(X, MASKS[1])
 

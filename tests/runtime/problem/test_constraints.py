@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, distributed, nn
 from torch.distributed._functional_collectives import all_reduce
 from torch.distributed.fsdp import fully_shard
+from torch.utils.checkpoint import CheckpointPolicy
 
 import rematplan
 from rematplan.ir import InfeasibleBudget, ModelError, ProblemError, UsageError
@@ -18,10 +19,12 @@ from rematplan.module.planned_module import planned_module
 from rematplan.planner.core.plan import Plan
 from rematplan.planner.core.schedule import runs_of
 from rematplan.planner.registry import STRATEGIES
-from rematplan.plans.options import PlanOptions
+from rematplan.planner.strategies.store_all import StoreAll
+from rematplan.plans.options import PlanOptions, stated_strategy
 from rematplan.plans.planner import Planner
 from rematplan.plans.refining import StepPlan
 from rematplan.runtime.graph.captured_step import CapturedStep
+from rematplan.runtime.problem.constraints import stated_policy
 
 
 class Block(nn.Module):
@@ -41,10 +44,10 @@ def model() -> nn.Module:
 
 
 X = torch.randn(256, 32, generator=torch.Generator().manual_seed(0))
-OPTIONS: dict[str, dict[str, Any]] = {
-    "auto": {"time_limit": 0.3},
-    "anneal": {"moves": 8000},
-    "ilp": {"time_limit": 0.3},
+LIMITED = {
+    "auto": rematplan.Auto(time_limit=0.3),
+    "anneal": rematplan.Anneal(moves=8000),
+    "ilp": rematplan.ILP(time_limit=0.3),
 }
 
 
@@ -64,15 +67,16 @@ def captured() -> CapturedStep:
             return super().plan(step, first)
 
     planned_module(
-        model(), Noting(PlanOptions(budget="100%", strategy="store_all", costs="roofline"))
+        model(), Noting(PlanOptions(budget="100%", strategy=StoreAll(), costs="roofline"))
     ).prepare(X)
     return seen[0]
 
 
-def plan_of(strategy: str = "approx_dp", budget: str = "85%", **more: Any) -> Plan:
+def plan_of(strategy: str = "approx_dp", budget: str = "85%", policy: Any = None) -> Plan:
     """What `planned` would follow; without tracing the model each time."""
-    settings = {"costs": "roofline", "options": OPTIONS.get(strategy, {})} | more
-    return Planner(PlanOptions(budget=budget, strategy=strategy, **settings)).plan(captured()).plan
+    chosen = stated_strategy(LIMITED.get(strategy, strategy))
+    options = PlanOptions(budget=budget, strategy=chosen, costs="roofline", policy=stated_policy(policy))
+    return Planner(options).plan(captured()).plan
 
 
 def reruns(plan: Plan, what: str) -> int:
@@ -85,7 +89,7 @@ def reruns(plan: Plan, what: str) -> int:
 def test_every_strategy_honours_them(strategy: str) -> None:
     stores_all = strategy in ("store_all", "reversible")  # there is nothing to invert here
     free = plan_of(strategy, budget="100%" if stores_all else "80%")
-    bound = plan_of(strategy, budget="100%" if stores_all else "95%", never_rerun=("aten.addmm",))
+    bound = plan_of(strategy, budget="100%" if stores_all else "95%", policy=["aten.addmm"])
     assert reruns(free, "addmm") > 0 or stores_all
     assert reruns(bound, "addmm") == 0
 
@@ -95,13 +99,27 @@ def test_every_strategy_honours_them(strategy: str) -> None:
 )
 def test_ops_by_any_name(name: Any) -> None:
     assert reruns(plan_of(budget="70%"), "sigmoid") > 0
-    assert reruns(plan_of(never_rerun=(name,)), "sigmoid") == 0
-    assert reruns(plan_of(keep=(name,)), "sigmoid") == 0
+    assert reruns(plan_of(policy=[name]), "sigmoid") == 0
+    assert reruns(plan_of(policy={name: CheckpointPolicy.MUST_SAVE}), "sigmoid") == 0
+    assert reruns(plan_of(budget="70%", policy={name: CheckpointPolicy.PREFER_SAVE}), "sigmoid") > 0
+
+
+def test_a_function_says_what_must_be_saved_as_selective_checkpointing_asks_it() -> None:
+    asked = []
+
+    def policy(context: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+        asked.append((context.is_recompute, op, [a.shape for a in args if isinstance(a, Tensor)]))
+        saved = op is torch.ops.aten.sigmoid.default
+        return CheckpointPolicy.MUST_SAVE if saved else CheckpointPolicy.PREFER_RECOMPUTE
+
+    plan = plan_of(policy=policy)
+    assert reruns(plan, "sigmoid") == 0 < plan.estimate.reruns
+    assert (False, torch.ops.aten.sigmoid.default, [torch.Size([256, 64])]) in asked
 
 
 def test_a_module_never_runs_again() -> None:
     one = rematplan.plan_module(
-        model(), (X,), budget="88%", strategy="approx_dp", costs="roofline", never_rerun=["2", "4.up"]
+        model(), (X,), budget="88%", strategy="approx_dp", costs="roofline", policy=["2.*", "4.up.*"]
     )
     again = [n for n in runs_of(one.plan.schedule) if runs_of(one.plan.schedule).count(n) > 1]
     assert again
@@ -112,7 +130,7 @@ def test_a_module_never_runs_again() -> None:
 def test_a_module_s_result_is_kept_and_the_module_may_be_named_by_itself() -> None:
     net = model()
     one = rematplan.plan_module(
-        net, (X,), budget="88%", strategy="approx_dp", costs="roofline", keep=[net[2].norm, "3"]
+        net, (X,), budget="88%", strategy="approx_dp", costs="roofline", policy=[net[2].norm, "3"]
     )
     step = one._rematplan.last.compiled.step
     runs = runs_of(one.plan.schedule)
@@ -125,12 +143,10 @@ def test_a_module_s_result_is_kept_and_the_module_may_be_named_by_itself() -> No
 
 def test_they_are_in_the_bound_and_in_what_is_refused() -> None:
     free = plan_of("auto", budget="80%")
-    bound = plan_of("auto", budget="80%", never_rerun=("aten.sigmoid",))
+    bound = plan_of("auto", budget="80%", policy=["aten.sigmoid"])
     assert bound.lower_bound >= free.lower_bound
     with pytest.raises(InfeasibleBudget):
-        planned(
-            budget="70%", never_rerun=["aten.addmm", "aten.sigmoid", "aten.native_layer_norm", "aten.add"]
-        )
+        planned(budget="70%", policy=["aten.addmm", "aten.sigmoid", "aten.native_layer_norm", "aten.add"])
 
 
 class Mixing(nn.Module):
@@ -151,7 +167,7 @@ def test_collectives_never_run_again() -> None:
     distributed.init_process_group("gloo", store=distributed.HashStore(), rank=0, world_size=1)
     try:
         one = rematplan.plan_module(
-            Mixing(), (X,), budget="78%", strategy="anneal", costs="roofline", options={"moves": 5000}
+            Mixing(), (X,), budget="78%", strategy=rematplan.Anneal(moves=5000), costs="roofline"
         )
         assert one.plan.estimate.reruns > 0
         assert "all_reduce" in one.source
@@ -163,19 +179,25 @@ def test_collectives_never_run_again() -> None:
 
 def test_unknown_names_are_said() -> None:
     with pytest.raises(UsageError, match="neither a module nor an op"):
-        planned(keep=["6"])
+        planned(policy=["6"])
     with pytest.raises(UsageError, match=r"similar: .*aten\.sigmoid"):
-        planned(never_rerun=["aten.sigmoidal"])
+        planned(policy=["aten.sigmoidal"])
     with pytest.raises(UsageError, match="a module of the model"):
-        planned(keep=[nn.Linear(1, 1)])
-    with pytest.raises(UsageError, match="must be lists"):
-        planned(keep="0.up")
+        planned(policy=[nn.Linear(1, 1)])
+    with pytest.raises(UsageError, match=r"write \[name\]"):
+        planned(policy="0.up")
+    with pytest.raises(UsageError, match="has MUST_RECOMPUTE; the budget decides"):
+        planned(policy={"0.up": CheckpointPolicy.MUST_RECOMPUTE})
+    with pytest.raises(UsageError, match=r"0\.up has 1; write a value of"):
+        planned(policy={"0.up": 1})
 
 
 def test_a_plan_travels_as_a_file(tmp_path: Path) -> None:
-    first = planned(keep=["1"])
+    first = planned(policy=["1"])
     rematplan.save_plan(first.plan, tmp_path / "plan.json")
-    again = rematplan.plan_module(model(), (X,), plan=tmp_path / "plan.json", costs="roofline", keep=["1"])
+    again = rematplan.plan_module(
+        model(), (X,), costs="roofline", strategy=rematplan.SavedPlan(tmp_path / "plan.json"), policy=["1"]
+    )
     assert again.plan.schedule == first.plan.schedule
     plain = model()
     for one in (again, plain):
@@ -186,7 +208,9 @@ def test_a_plan_travels_as_a_file(tmp_path: Path) -> None:
     other = copy.deepcopy(plain)
     other[3].norm = nn.Identity()
     with pytest.raises(ProblemError, match="another graph"):
-        rematplan.plan_module(other, (X,), plan=tmp_path / "plan.json", costs="roofline", keep=["1"])
+        rematplan.plan_module(
+            other, (X,), costs="roofline", strategy=rematplan.SavedPlan(tmp_path / "plan.json"), policy=["1"]
+        )
     with pytest.raises(UsageError, match="there is no budget"):
         rematplan.plan_module(model(), (X,), costs="roofline")
 
@@ -194,17 +218,18 @@ def test_a_plan_travels_as_a_file(tmp_path: Path) -> None:
 def test_costs_travel_as_a_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     from rematplan.cli.run_command import run
 
-    sizes = ["--batch", "64", "--depth", "6", "--width", "8"]
+    sizes = ["--dim", "depth=6", "--dim", "width=8"]
     file = tmp_path / "costs.json"
-    assert run(["profile", "chain", *sizes, "-o", str(file), "--quiet"]) == 0
-    plan = ["plan", "chain", *sizes, "--budget", "95%", "--strategy", "approx_dp", "--json"]
+    assert run(["profile", "chain", *sizes, "--dim", "batch=64", "-o", str(file), "--quiet"]) == 0
+    other = ["plan", "chain", *sizes, "--budget", "95%", "--strategy", "approx_dp", "--json"]
+    plan = [*other, "--dim", "batch=64"]
     documents = []
     for costs in ([], ["--costs", str(file)]):
         assert run([*plan, *costs]) == 0
         documents.append(json.loads(capsys.readouterr().out))
     assert documents[0]["cost"] == documents[1]["cost"]
     assert documents[0]["peak"] == documents[1]["peak"]
-    assert run([*plan, "--batch", "8", "--costs", str(file)]) == 2
+    assert run([*other, "--dim", "batch=8", "--costs", str(file)]) == 2
     assert "lacks" in capsys.readouterr().err
     for content in (
         "{}",
@@ -220,12 +245,13 @@ def test_costs_travel_as_a_file(tmp_path: Path, capsys: pytest.CaptureFixture[st
 def test_a_plan_file_is_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     from rematplan.cli.run_command import run
 
-    net = ["chain", "--batch", "64", "--depth", "6", "--width", "8"]
+    deeper = ["chain", "--dim", "batch=64", "--dim", "width=8", "--dim", "depth=7"]
+    net = [*deeper[:-1], "depth=6"]
     file = str(tmp_path / "plan.json")
     assert run(["plan", *net, "--budget", "95%", "--strategy", "approx_dp", "-o", file, "--quiet"]) == 0
     assert run(["step", *net, "--plan", file, "--verify", "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["verification"]["bit_equal"]
-    assert run(["step", *net, "--depth", "7", "--plan", file]) == 2
+    assert run(["step", *deeper, "--plan", file]) == 2
     assert "another graph" in capsys.readouterr().err
     assert run(["step", *net]) == 2
     assert "--budget or a --plan" in capsys.readouterr().err

@@ -226,10 +226,14 @@ def test_malformed_room_is_refused(stated: str | int) -> None:
 
 def test_a_refusal_says_what_is_set_aside() -> None:
     with pytest.raises(InfeasibleBudget, match=r"1\.76 MiB are set aside .* loss_memory="):
-        rematplan.plan_module(large_outputs(), (words(),), budget=1000, time_limit=1.0)
+        rematplan.plan_module(
+            large_outputs(), (words(),), budget=1000, strategy=rematplan.Auto(time_limit=1.0)
+        )
     for model, stated in ((WithLoss(), None), (large_outputs(), "3x")):
         with pytest.raises(InfeasibleBudget) as refused:
-            rematplan.plan_module(model, (words(),), budget=1000, time_limit=1.0, loss_memory=stated)
+            rematplan.plan_module(
+                model, (words(),), budget=1000, loss_memory=stated, strategy=rematplan.Auto(time_limit=1.0)
+            )
         assert "set aside" not in str(refused.value)
 
 
@@ -239,7 +243,9 @@ def test_only_what_the_step_must_hold_is_proven() -> None:
 
     def refused(budget: int, **options: object) -> InfeasibleBudget:
         with pytest.raises(InfeasibleBudget) as error:
-            rematplan.plan_module(copy.deepcopy(model), (x,), budget=budget, time_limit=1.0, **options)
+            rematplan.plan_module(
+                copy.deepcopy(model), (x,), budget=budget, strategy=rematplan.Auto(time_limit=1.0), **options
+            )
         return error.value
 
     usual, stated = refused(1000), refused(1000, loss_memory="0")
@@ -250,7 +256,9 @@ def test_only_what_the_step_must_hold_is_proven() -> None:
     between = (stated.smallest + usual.smallest) // 2
     assert refused(between).known == "room"
     assert "with the room for a loss" in str(refused(between))
-    rematplan.plan_module(copy.deepcopy(model), (x,), budget=between, time_limit=1.0, loss_memory="0")
+    rematplan.plan_module(
+        copy.deepcopy(model), (x,), budget=between, loss_memory="0", strategy=rematplan.Auto(time_limit=1.0)
+    )
 
 
 @pytest.mark.parametrize("overlap", ["off", "on"])
@@ -259,9 +267,13 @@ def test_a_saved_plan_leaves_the_same_room(overlap: str, tmp_path: pytest.TempPa
     torch.manual_seed(0)
     model = small_outputs()
     plain = copy.deepcopy(model)
-    first = rematplan.plan_module(model, (x,), budget="70%", time_limit=1.0, overlap=overlap)
+    first = rematplan.plan_module(
+        model, (x,), budget="70%", strategy=rematplan.Auto(time_limit=1.0, two_lanes=overlap)
+    )
     rematplan.save_plan(first.plan, tmp_path / "plan.json")
-    again = rematplan.plan_module(copy.deepcopy(plain), (x,), plan=tmp_path / "plan.json", overlap=overlap)
+    again = rematplan.plan_module(
+        copy.deepcopy(plain), (x,), strategy=rematplan.SavedPlan(tmp_path / "plan.json", two_lanes=overlap)
+    )
     assert again.plan.schedule == first.plan.schedule
     for one in (first, again, plain):
         one(x).pow(2).mean().backward()
@@ -274,8 +286,10 @@ def test_a_compiled_module_leaves_room_too() -> None:
     torch._dynamo.reset()
     model, x = large_outputs(), words()
     with pytest.raises(torch._dynamo.exc.BackendCompilerFailed, match="set aside"):
-        torch.compile(model, backend=rematplan.backend(budget="1000", time_limit=1.0))(x)
-    backend = rematplan.backend(budget="90%", time_limit=1.0, loss_memory="2MiB")
+        torch.compile(
+            model, backend=rematplan.backend(budget="1000", strategy=rematplan.Auto(time_limit=1.0))
+        )(x)
+    backend = rematplan.backend(budget="90%", loss_memory="2MiB", strategy=rematplan.Auto(time_limit=1.0))
     plain = copy.deepcopy(model)
     for one in (torch.compile(model, backend=backend), plain):
         LARGE["shifted"](one(x)).backward()

@@ -32,8 +32,8 @@ def deep_pair(strategy: str = "approx_dp") -> tuple[nn.Module, nn.Module, Tensor
     torch.manual_seed(0)
     model, x = Deep(), torch.randn(1024, 512)
     plain = copy.deepcopy(model)
-    options = {} if strategy == "approx_dp" else {"options": {"moves": 3000}}
-    options |= {"strategy": strategy, "costs": "roofline", "loss_memory": 0}
+    chosen = strategy if strategy == "approx_dp" else rematplan.Anneal(moves=3000)
+    options = {"strategy": chosen, "costs": "roofline", "loss_memory": 0}
     planned = rematplan.plan_module(model, (x,), budget="76%", **options)
     assert planned.plan.estimate.reruns > 0
     return planned, plain, x
@@ -120,13 +120,7 @@ def test_recomputation_reads_buffers_as_they_were() -> None:
     model, x = Codebook(), torch.randn(512, 64)
     plain = copy.deepcopy(model)
     planned = rematplan.plan_module(
-        model,
-        (x,),
-        budget="60%",
-        costs="roofline",
-        strategy="anneal",
-        options={"moves": 3000},
-        loss_memory="3x",
+        model, (x,), budget="60%", costs="roofline", strategy=rematplan.Anneal(moves=3000), loss_memory="3x"
     )
     assert re.search(r"(v_primals_\w+) = \1\.clone\(\)", planned.source)
     for one in (planned, plain):
@@ -154,7 +148,7 @@ def test_batch_norm_runs_again_and_its_statistics_are_renewed_once() -> None:
     )
     plain, x = copy.deepcopy(model), torch.randn(8, 8, 16, 16)
     planned = rematplan.plan_module(
-        model, (x,), budget="50%", strategy="anneal", costs="roofline", options={"moves": 6000}
+        model, (x,), budget="50%", strategy=rematplan.Anneal(moves=6000), costs="roofline"
     )
     runs = [step.op for step in planned.plan.schedule if isinstance(step, Run)]
     assert any("batch_norm" in name and runs.count(name) > 1 for name in runs)

@@ -42,7 +42,7 @@ def planned(
         (x,),
         budget=budget,
         **SETTINGS,
-        accumulate=accumulate,
+        reserved=["gradients"] if accumulate else [],
         statistics=rematplan.Kronecker(**options),
     )
     return made, rematplan.planning(made)
@@ -308,7 +308,10 @@ def test_a_saved_plan_has_no_statistics(tmp_path: Any) -> None:
     rematplan.save_plan(own.plan, tmp_path / "plan.json")
     with pytest.raises(UsageError, match="a saved plan cannot be used together with statistics"):
         rematplan.plan_module(
-            network(), (batch(),), plan=tmp_path / "plan.json", statistics=rematplan.Kronecker()
+            network(),
+            (batch(),),
+            statistics=rematplan.Kronecker(),
+            strategy=rematplan.SavedPlan(tmp_path / "plan.json"),
         )
 
 
@@ -323,15 +326,14 @@ def test_copies_and_pickles_have_separate_statistics() -> None:
 def test_plans_that_invert_or_overlap_give_the_same_statistics() -> None:
     model, x = network(), batch()
     found = []
-    for options in ({}, {"inverses": True}, {"overlap": "on"}):
+    for options in ({}, {"inverses": True}, {"strategy": rematplan.Auto(time_limit=0.5, two_lanes="on")}):
         own = rematplan.plan_module(
             copy.deepcopy(model),
             (x,),
             budget="70%",
-            time_limit=0.5,
             costs="roofline",
             statistics=rematplan.Kronecker(fisher="empirical"),
-            **options,
+            **{"strategy": rematplan.Auto(time_limit=0.5), **options},
         )
         step(own, x)
         found.append(rematplan.planning(own).statistics().factors)
