@@ -19,6 +19,7 @@ from rematplan.runtime.graph.compat import is_functional_tensor, pytree
 from rematplan.runtime.guards.containers import containers_in
 from rematplan.runtime.guards.module_tensors import ModuleTensors
 from rematplan.runtime.guards.python_state import PythonState
+from rematplan.runtime.guards.read_numbers import check_uncounted
 from rematplan.runtime.guards.state_writes import Write
 
 
@@ -181,6 +182,7 @@ class FlatModel(nn.Module):
         self._state.begin()
         results = self._forward(*args, **kwargs)
         changes = [*self._state.changes(), *tensors_of.changes()]
+        check_uncounted((results, [value for write, value in changes if write.how != "number"]))
         # A recurrent layer rebuilds its list of weights. The weights in it are no results, but the model's parameters.
         names: dict[int, Any] = {
             id(t): ModuleTensor(self._names[name])

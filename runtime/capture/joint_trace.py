@@ -237,7 +237,7 @@ def _deciding(trace: Callable[[], Any], untied: UntiedModule, decisions: ValueGu
         untied.finite = decisions.finite if decisions else FiniteTests()
     with decisions or nullcontext():
         try:
-            return untied.assertions.traced(trace)
+            return _with_numbers(trace, untied, decisions)
         except VALUES_DECIDE as reason:
             untied.assertions = SpeculatedAssertions()
             try:
@@ -245,6 +245,20 @@ def _deciding(trace: Callable[[], Any], untied: UntiedModule, decisions: ValueGu
                     return untied.assertions.traced(trace)
             except Exception:  # a model that runs uncompiled may fail in any other way
                 raise reason from None
+
+
+def _with_numbers(
+    trace: Callable[[], Any], untied: UntiedModule, decisions: ValueGuardRecorder | None
+) -> Any:
+    try:
+        return untied.assertions.traced(trace)
+    except VALUES_DECIDE:
+        raise
+    except Exception:  # code that takes a number may fail in any way on one that is not known yet
+        if decisions is None or not decisions.numbers:
+            raise
+        decisions.refuses_numbers, untied.assertions = True, SpeculatedAssertions()
+        return untied.assertions.traced(trace)
 
 
 @contextmanager

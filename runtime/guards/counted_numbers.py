@@ -122,6 +122,8 @@ def expression_of(value: Any) -> Expression:
 
 def _computing(function: Callable[..., Any]) -> Callable[..., Any]:
     def method(self: _Counted, *others: Any) -> Any:
+        if any(getattr(type(other), "reads_tensors", False) for other in others):
+            return NotImplemented  # the other number computes
         if not all(type(plain(other)) in (int, float, bool) for other in others):
             for one in (self, *others):
                 self.counting.reveal(expression_of(one))
@@ -143,6 +145,8 @@ def _reflected(function: Callable[..., Any]) -> Callable[..., Any]:
 
 def _comparing(function: Callable[..., Any]) -> Callable[..., Any]:
     def method(self: _Counted, *others: Any) -> Any:
+        if any(getattr(type(other), "reads_tensors", False) for other in others):
+            return NotImplemented
         if not all(type(plain(other)) in (int, float, bool) for other in others):
             self.counting.reveal(self.expression)
             return function(plain(self), *others)

@@ -28,7 +28,8 @@ from rematplan.runtime.graph.kernel_of import kernel_of
 from rematplan.runtime.guards.data_dependent_shapes import STATIC
 from rematplan.runtime.guards.draws import ADVANCING, arguments_of_repeated, own_generator, repeated
 from rematplan.runtime.guards.finite_tests import FiniteTests
-from rematplan.runtime.guards.tensor_reads import Plainly, asked
+from rematplan.runtime.guards.read_numbers import Leaf, ReadNumber
+from rematplan.runtime.guards.tensor_reads import ITEM, Plainly, asked
 from rematplan.runtime.guards.value_guard import (
     UNDECIDED,
     Pools,
@@ -40,6 +41,8 @@ from rematplan.runtime.guards.value_guard import (
     tensor_of,
     unchanged,
 )
+
+ATEN = torch.ops.aten
 
 
 class ValueGuardRecorder(TorchDispatchMode):
@@ -67,7 +70,10 @@ class ValueGuardRecorder(TorchDispatchMode):
         self.states = all_states()  # of the generators, with which the forward begins
         self.now: Callable[[Any], Any] = unchanged
         self._tape = OpTape(self)
-        self._asking = asked(lambda read, tensor: self._tape.read(read, tensor))
+        self._asking = asked(lambda read, tensor: self._tape.read(read, tensor), self._number)
+        self.refuses_numbers = False
+        """Whether a read of an unknown number is refused, even if the forward only stores or returns it."""
+        self.numbers = 0  # how many such numbers were read
 
     def __enter__(self) -> ValueGuardRecorder:
         self._asking.__enter__()
@@ -97,6 +103,15 @@ class ValueGuardRecorder(TorchDispatchMode):
     ) -> Any:
         del types
         return self._tape.answer(func, args, kwargs or {})
+
+    def _number(self, tensor: torch.Tensor) -> Any:
+        try:
+            return ITEM(tensor)
+        except DataDependentOutputException:
+            if self.refuses_numbers or tensor.dtype is torch.bool or tensor.is_complex():
+                raise
+        self.numbers += 1
+        return ReadNumber(Leaf(0), (tensor.detach(),), self._tape.outcome)
 
     def guard(self) -> ValueGuard:
         """Return the guard that checks the decisions of the forward that was traced last."""
@@ -206,6 +221,16 @@ class OpTape:
         """
         if not self._may_decide(arguments):
             raise DataDependentOutputException(of.__name__.lstrip("_"))  # type: ignore[arg-type]
+        return self._decided(of, arguments, {})
+
+    def outcome(self, of: Callable[..., Any], *arguments: Any) -> Any:
+        """Return ``of(*arguments)`` as `read` does, even if the arguments are drawn numbers.
+
+        Raises:
+            DataDependentOutputException: as `read`.
+        """
+        if not self.knows(arguments):
+            raise DataDependentOutputException(ATEN._local_scalar_dense.default)
         return self._decided(of, arguments, {})
 
     def number(self, of: Callable[[torch.Tensor], int], tensor: torch.Tensor) -> int | None:

@@ -39,6 +39,7 @@ from rematplan.runtime.guards.globals import GlobalReads
 from rematplan.runtime.guards.iterators import is_iterator, progress, refuse_iterator
 from rematplan.runtime.guards.namespace import Namespace
 from rematplan.runtime.guards.places import Attribute, ClassAttributes, Fixed, Owner
+from rematplan.runtime.guards.read_numbers import ReadNumber
 from rematplan.runtime.guards.snapshots import UNSET
 from rematplan.runtime.guards.state_writes import KnownKeys, Write, assign
 from rematplan.runtime.guards.value_flow import COUNTED, ITEM, READ, WRITERS, use_of, uses_of
@@ -285,9 +286,13 @@ class PythonState:
             self.numbers.append((at, name))
             if not any(v.name == name and v.place is namespace.place for v in self.counting.revealed):
                 self.unguarded.add((at, name))
+                if type(now) is ReadNumber:
+                    return Write(namespace.place, name, "number"), now
                 return Write(namespace.place, name, "count", expression), None
         elif (
-            type(now) in _NUMBERS and type(before) is type(now) and set(self._all_uses(at, name)) == {COUNTED}
+            type(before) in _NUMBERS
+            and type(now) in (type(before), ReadNumber)
+            and set(self._all_uses(at, name)) == {COUNTED}
         ):
             self.numbers.append((at, name))
         if self._is_fresh(at, name) or name in BOOKKEEPING:
@@ -295,7 +300,8 @@ class PythonState:
         else:
             self.guarded.add((at, name))
         read = (at, name) in self.guarded
-        return Write(namespace.place, name, "set", read=read), copied(plain(now))
+        how = "number" if type(now) is ReadNumber else "set"
+        return Write(namespace.place, name, how, read=read), copied(plain(now))
 
     def _is_fresh(self, at: int, name: str) -> bool:
         """Return whether the forward sets a name before it reads it, or does not read it."""

@@ -15,6 +15,7 @@ from rematplan.runtime.guards.decisions_by_values import ValueGuardRecorder
 from rematplan.runtime.guards.globals import GlobalReads
 from rematplan.runtime.guards.guard import Guard
 from rematplan.runtime.guards.python_state import PythonState
+from rematplan.runtime.guards.read_numbers import NUMBERS, check_none_left
 
 
 @dataclass(frozen=True)
@@ -49,6 +50,8 @@ class Record:
         ``model``: the model's name, for the warning.
         """
         state = self.state
+        state.counted.clear()
+        check_none_left()
         found = (
             *self.reads.found_in_places(*state.of_holders()),
             *self.global_reads.found_in_places(model, *state.of_shelves()),
@@ -74,6 +77,7 @@ def recording(
         batch: the real tensors among the leaves.
         assumed: the outcomes of the forward's first tests for infinite and NaN values, as far as they are known.
     """
+    NUMBERS.clear()
     modules = list(model.modules())
     global_reads = GlobalReads(modules, leaves)
     with reads_of(modules) as reads:

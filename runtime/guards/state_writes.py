@@ -10,6 +10,7 @@ from rematplan.ir import ModelError
 from rematplan.runtime.guards.containers import add, copied, refilled
 from rematplan.runtime.guards.counted_numbers import Expression, evaluated
 from rematplan.runtime.guards.places import Attributes, AttributesByName, ClassAttributes, Place
+from rematplan.runtime.guards.read_numbers import Counted
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -17,8 +18,8 @@ class Write:
     """A change of Python state that a planned call makes after its forward.
 
     ``place``, ``name``: the variable or attribute. ``how``: what is stored: "set", the value; "refill", the value's
-    content, in the present container; "add", the items that are
-    added to a container; "count", the value of ``expression``; "remove", nothing, and the name is deleted.
+    content, in the present container; "add", the items that are added to a container; "count", the value of
+    ``expression``; "number", a number that the step computes; "remove", nothing, and the name is deleted.
     """
 
     place: Place
@@ -66,14 +67,12 @@ def store(writes: Sequence[tuple[Write, Any]], attributes: Attributes) -> None:
         writes: the changes, each with the value to store.
         attributes: the ``__dict__`` of each module, by position.
     """
-    numbers = [
-        evaluated(write.expression, attributes) if write.how == "count" else None for write, _ in writes
-    ]
+    numbers = [_number(write, value, attributes) for write, value in writes]
     for (write, value), number in zip(writes, numbers, strict=True):
         namespace = write.place.find(attributes)
         if write.how == "remove":
             namespace.pop(write.name, None)
-        elif write.how == "count":
+        elif write.how in ("count", "number"):
             assign(namespace, write.name, number)
         elif write.how == "set":
             assign(namespace, write.name, copied(value))
@@ -83,3 +82,10 @@ def store(writes: Sequence[tuple[Write, Any]], attributes: Attributes) -> None:
             found = refilled(namespace[write.name], value)
             if found is not namespace[write.name]:
                 assign(namespace, write.name, found)
+
+
+def _number(write: Write, value: Any, attributes: Attributes) -> Any:
+    """Return the number that a write stores, computed from the state before all writes; None if it stores none."""
+    if write.how == "number":
+        return evaluated(value.expression, attributes) if isinstance(value, Counted) else value
+    return evaluated(write.expression, attributes) if write.how == "count" else None

@@ -1,5 +1,4 @@
-"""Interception of `Tensor.tolist` and `Tensor.numpy`, by which a forward reads a tensor's values without calling an
-op."""
+"""Interception of `Tensor.tolist`, `Tensor.numpy` and `Tensor.item`, by which a forward reads a tensor's values."""
 
 from __future__ import annotations
 
@@ -18,21 +17,25 @@ from rematplan.runtime.graph.compat import (
     disable_current_modes,
 )
 
-TO_LIST, _TO_NUMPY = torch.Tensor.tolist, torch.Tensor.numpy
+TO_LIST, _TO_NUMPY, ITEM = torch.Tensor.tolist, torch.Tensor.numpy, torch.Tensor.item
 
 
 @contextmanager
-def asked(answer: Callable[[Callable[..., Any], torch.Tensor], Any]) -> Iterator[None]:
-    """Replace `Tensor.tolist` and `Tensor.numpy` inside the block by functions that ask ``answer``. Calls by other
-    threads are not affected.
+def asked(
+    answer: Callable[[Callable[..., Any], torch.Tensor], Any],
+    number: Callable[[torch.Tensor], Any] | None = None,
+) -> Iterator[None]:
+    """Replace `Tensor.tolist` and `Tensor.numpy` inside the block by functions that ask ``answer``, and `Tensor.item`
+    by ``number`` if it is given. Calls by other threads are not affected.
 
-    These methods call no op, so a dispatch mode does not see them. On a traced tensor, `numpy` fails or returns
+    The first two call no op, so a dispatch mode does not see them. On a traced tensor, `numpy` fails or returns
     arbitrary memory.
 
     Args:
         answer: is called as ``answer(read, tensor)`` and returns what ``read`` returns for the real tensor behind
             ``tensor``. For `tolist`, ``read`` is that method; for `numpy`, ``read`` returns type, shape and bytes of
             the array.
+        number: returns what `Tensor.item` returns.
     """
     thread = get_ident()
 
@@ -49,11 +52,15 @@ def asked(answer: Callable[[Callable[..., Any], torch.Tensor], Any]) -> Iterator
         kind, shape, content = answer(_numpy, tensor)
         return np.frombuffer(bytearray(content), kind).reshape(shape)
 
-    torch.Tensor.tolist, torch.Tensor.numpy = to_list, to_numpy  # type: ignore[assignment]
+    def to_number(tensor: torch.Tensor) -> Any:
+        return ITEM(tensor) if plainly() or number is None else number(tensor)
+
+    torch.Tensor.tolist, torch.Tensor.numpy, torch.Tensor.item = to_list, to_numpy, to_number  # type: ignore
     try:
         yield
     finally:
-        del torch.Tensor.tolist, torch.Tensor.numpy  # the base class has the original methods
+        # The base class has the original methods.
+        del torch.Tensor.tolist, torch.Tensor.numpy, torch.Tensor.item
 
 
 def _numpy(tensor: torch.Tensor) -> tuple[str, tuple[int, ...], bytes]:

@@ -165,8 +165,9 @@ PATCHES = (
         f"{_ROOM}.capture.patches.tensor_text",
     ),
     Patch(
-        ("torch.Tensor.tolist", "torch.Tensor.numpy"),
-        "both read a tensor's memory without a call that a tracer could see",
+        ("torch.Tensor.tolist", "torch.Tensor.numpy", "torch.Tensor.item"),
+        "the first two read a tensor's memory without a call that a tracer could see; a number that only leaves the "
+        "forward is computed by the step",
         f"{_ROOM}.guards.tensor_reads",
     ),
     Patch(

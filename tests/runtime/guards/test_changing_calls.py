@@ -57,7 +57,7 @@ def test_keys_distinguish_lazily_conjugated_and_negated_arguments(key: Callable[
         assert key(*flattened_call((plain,), {})) != key(*flattened_call((lazy,), {}))
 
 
-@pytest.mark.parametrize("by", [by for by in DRAWS if by != "torch"])
+@pytest.mark.parametrize("by", ["Python", "NumPy"])
 def test_layers_that_are_dropped_by_chance_are_refused_and_the_advice_works(by: str) -> None:
     draw, advice = DRAWS[by]
     torch.manual_seed(0)

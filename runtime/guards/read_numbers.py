@@ -1,0 +1,193 @@
+"""Numbers that a traced forward reads from tensors whose values are not known during the trace, such as a loss for a
+log.
+
+A number that the forward only stores or returns decides nothing. While the forward is traced, it is an expression of
+tensors that the step computes; a planned call evaluates it after its forward. A comparison of numbers that were drawn
+at random is a decision, which the guard checks. Any other use of a number in Python is refused.
+"""
+
+from __future__ import annotations
+
+import gc
+import operator
+import weakref
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from rematplan.ir import ModelError
+from rematplan.runtime.graph.compat import (
+    DataDependentOutputException,
+    FakeTensor,
+    FunctionalTensor,
+    pytree,
+)
+from rematplan.runtime.guards.counted_numbers import Expression, expression_of, plain, variables_of
+from rematplan.runtime.guards.tensor_reads import ITEM
+
+Decide = Callable[[Callable[..., Any], Expression, Sequence[torch.Tensor]], Any]
+"""A function that returns ``of(expression, tensors)`` for the real tensors, and records it as a decision. It raises
+DataDependentOutputException if their values are unknown before the step runs."""
+
+
+@dataclass(frozen=True, slots=True)
+class Leaf:
+    """The value of a tensor in an expression. ``at``: the tensor's position in `ReadNumber.tensors`."""
+
+    at: int
+
+
+NUMBERS: list[weakref.ref[Any]] = []
+"""The numbers of the present capture. Captures exclude each other."""
+
+
+class ReadNumber:
+    """A number that a traced forward has read from tensors, or computed from such numbers.
+
+    ``expression``: how it is computed. ``tensors``: the tensors of one element in it. ``decide``: decides by it.
+    """
+
+    reads_tensors = True
+    __slots__ = ("__weakref__", "decide", "expression", "tensors")
+    __hash__ = None  # type: ignore[assignment]
+    __array_ufunc__ = None
+
+    def __init__(self, expression: Expression, tensors: Sequence[Any], decide: Decide) -> None:
+        self.expression, self.tensors, self.decide = expression, tuple(tensors), decide
+        NUMBERS.append(weakref.ref(self))
+
+    @property  # type: ignore[misc]
+    def __class__(self) -> Any:
+        return float  # what eager mode gives
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        raise DataDependentOutputException(torch.ops.aten._local_scalar_dense.default)
+
+
+def check_none_left() -> None:
+    """Refuse a forward that has left a number where a planned call does not store it, such as in a queue.
+
+    Raises:
+        ModelError: a number of the capture still exists.
+    """
+    if any(number() is not None for number in NUMBERS):
+        gc.collect()  # a trace leaves cycles
+    left = any(number() is not None for number in NUMBERS)
+    NUMBERS.clear()
+    if left:
+        raise ModelError(
+            "the forward gives a number of a tensor (Tensor.item) to an object that a planned call does not change; "
+            "store it in an attribute of the module, or return the tensor"
+        )
+
+
+def _refused(*_: Any, **__: Any) -> Any:
+    raise DataDependentOutputException(torch.ops.aten._local_scalar_dense.default)
+
+
+def numbers_of(expression: Expression, tensors: Sequence[torch.Tensor]) -> Expression:
+    """Return an expression with the values of tensors in place of each `Leaf`, evaluated if it has no variables."""
+    if isinstance(expression, Leaf):
+        return ITEM(tensors[expression.at])
+    if type(expression) is not tuple:
+        return expression
+    function, *arguments = expression
+    found = [numbers_of(one, tensors) for one in arguments]
+    if any(variables_of(one) for one in found):
+        return function, *found
+    return function(*found)
+
+
+def _moved(expression: Expression, by: int) -> Expression:
+    if isinstance(expression, Leaf):
+        return Leaf(expression.at + by)
+    return tuple(_moved(one, by) for one in expression) if type(expression) is tuple else expression
+
+
+def _combined(function: Callable[..., Any], *parts: Any) -> tuple[Expression, list[Any]] | None:
+    """Return the expression of a function of numbers, and its tensors; None if one of them is no number."""
+    expressions: list[Expression] = []
+    tensors: list[Any] = []
+    for one in parts:
+        if type(one) is ReadNumber:
+            expressions.append(_moved(one.expression, len(tensors)))
+            tensors += one.tensors
+        elif type(plain(one)) in (int, float, bool):
+            expressions.append(expression_of(one))
+        else:
+            return None
+    return (function, *expressions), tensors
+
+
+def _computing(function: Callable[..., Any]) -> Callable[..., Any]:
+    def method(self: ReadNumber, *others: Any) -> Any:
+        found = _combined(function, self, *others)
+        return NotImplemented if found is None else ReadNumber(*found, self.decide)
+
+    return method
+
+
+def _reflected(function: Callable[..., Any]) -> Callable[..., Any]:
+    return _computing(lambda right, left: function(left, right))
+
+
+def _deciding(function: Callable[..., Any]) -> Callable[..., Any]:
+    def method(self: ReadNumber, *others: Any) -> Any:
+        found = _combined(function, self, *others)
+        if found is None:
+            return NotImplemented
+        expression, tensors = found
+        if variables_of(expression):
+            _refused()
+        return self.decide(numbers_of, expression, tensors)
+
+    return method
+
+
+for _name in ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow"):
+    setattr(ReadNumber, f"__{_name}__", _computing(getattr(operator, _name)))
+    setattr(ReadNumber, f"__r{_name}__", _reflected(getattr(operator, _name)))
+_COMPUTING: dict[str, Callable[..., Any]] = {"neg": operator.neg, "abs": abs, "round": round}
+_DECIDING: dict[str, Callable[..., Any]] = {"bool": bool, "int": int, "index": operator.index}
+for _name in _COMPUTING:
+    setattr(ReadNumber, f"__{_name}__", _computing(_COMPUTING[_name]))
+for _name in ("eq", "ne", "lt", "le", "gt", "ge"):
+    setattr(ReadNumber, f"__{_name}__", _deciding(getattr(operator, _name)))
+for _name in _DECIDING:
+    setattr(ReadNumber, f"__{_name}__", _deciding(_DECIDING[_name]))
+for _name in ("float", "complex", "str", "repr", "format", "array", "reduce_ex"):
+    setattr(ReadNumber, f"__{_name}__", _refused)
+
+
+@dataclass(frozen=True, slots=True)
+class Counted:
+    """A number that a planned call stores, as an expression of the variables that the forward counts with."""
+
+    expression: Expression
+
+
+def _made(tensors: Any, expression: Expression) -> Any:
+    if all(
+        isinstance(t, torch.Tensor) and not isinstance(t, (FakeTensor, FunctionalTensor)) for t in tensors
+    ):
+        found = numbers_of(expression, [t.detach() for t in tensors])
+        return Counted(found) if variables_of(found) else found
+    return ReadNumber(expression, tensors, _refused)
+
+
+# A structure must not hold what decides, because that holds the tensors of the trace.
+pytree.register_pytree_node(ReadNumber, lambda number: (list(number.tensors), number.expression), _made)
+
+
+def check_uncounted(values: Any) -> None:
+    """Refuse nested values with a number that is computed from both tensors and counted variables.
+
+    Raises:
+        DataDependentOutputException: there is one.
+    """
+    for leaf in pytree.tree_leaves(values, is_leaf=lambda one: type(one) is ReadNumber):
+        if type(leaf) is ReadNumber and variables_of(leaf.expression):
+            _refused()
