@@ -289,11 +289,12 @@ class Runner:
             ModelError, InfeasibleBudget, UsageError: as `__call__`.
         """
         with LOCK.alone(), torch.inference_mode(False), torch.enable_grad():
-            if not self.plans:
+            first = not self.plans
+            entry = self.find(original, args, kwargs)
+            if first:
                 leaves, spec = flattened_call(args, kwargs)
                 key = plan_key(leaves, spec, self._state(original))
                 self.prepared = key, [t.shape for t in tensors_in(leaves)]
-            entry = self.find(original, args, kwargs)
             if self.recorder:
                 self._measured(entry, self.recorder)
 
