@@ -37,7 +37,7 @@ from rematplan.symbolic_halves import Halves, SymbolicJointGraph
 SIZES = 1024
 """The largest number of combinations of sizes for which a compiled graph remembers its plan."""
 
-Sizes: TypeAlias = tuple[tuple[int, ...], tuple[int, ...]]
+InputSizes: TypeAlias = tuple[tuple[int, ...], tuple[int, ...]]
 """The values of a graph's symbols, and the bytes of the storages of its inputs with symbolic sizes."""
 Shapes: TypeAlias = tuple[torch.Size, ...]
 Partition: TypeAlias = Callable[..., Halves]
@@ -120,7 +120,7 @@ class SymbolicGraph:
         self.lock = RLock()
         self.step: OpenStep | None = None
         self.versions: list[_Version] = []
-        self.of_sizes: dict[Sizes, _Version] = {}
+        self.of_sizes: dict[InputSizes, _Version] = {}
         mode = detect_fake_mode(self.inputs)
         assert mode is not None
         self.mode: FakeTensorMode = mode
@@ -168,13 +168,13 @@ class SymbolicGraph:
                 version = self.of_sizes.get(sizes) or self._remember(sizes, self._version(sizes))
         return version.run(*given)
 
-    def _step_at(self, sizes: Sizes) -> CapturedStep:
+    def _step_at(self, sizes: InputSizes) -> CapturedStep:
         assert self.step is not None
         values, storages = sizes
         nbytes = dict(zip(map(str, self.open), storages, strict=True))
         return self.step.at_sizes(self.step.expressions(*values), nbytes)
 
-    def _version(self, sizes: Sizes) -> _Version:
+    def _version(self, sizes: InputSizes) -> _Version:
         """Plan the step for sizes that occur for the first time, and return the graph that is compiled for the plan.
         Compile it if there is none yet.
 
@@ -225,7 +225,7 @@ class SymbolicGraph:
         self.versions.append(_Version(plan.schedule, run, holds))
         return self.versions[-1]
 
-    def _remember(self, sizes: Sizes, version: _Version) -> _Version:
+    def _remember(self, sizes: InputSizes, version: _Version) -> _Version:
         self.of_sizes[sizes] = version
         if len(self.of_sizes) > SIZES:
             del self.of_sizes[next(iter(self.of_sizes))]

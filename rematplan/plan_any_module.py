@@ -257,7 +257,7 @@ def _planned(
 
 
 @dataclass(frozen=True)
-class Asked:
+class ModuleOptions:
     """What a user asks of the plans of a module: the keywords of `plan_module`."""
 
     options: PlanOptions
@@ -284,7 +284,7 @@ def asked_of(
     dynamic_shapes: DynamicShapes = None,
     statistics: Kronecker | None = None,
     **others: Any,
-) -> Asked:
+) -> ModuleOptions:
     """Return the keywords of `plan_module` for a model as one object. ``args``, ``kwargs``: of a first call, if known.
 
     Raises:
@@ -303,11 +303,11 @@ def asked_of(
     )
     if statistics is not None and options.saved is not None:
         raise UsageError("a saved plan cannot be used together with statistics; state a budget instead")
-    return Asked(options, ShapeOptions.of(dynamic_shapes, model, args, kwargs), statistics)
+    return ModuleOptions(options, ShapeOptions.of(dynamic_shapes, model, args, kwargs), statistics)
 
 
 def make_first_plans(
-    planned: nn.Module, asked: Asked, model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]
+    planned: nn.Module, asked: ModuleOptions, model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> None:
     """Make the plans for a first call, and for the ranges of sizes that the user states.
 

@@ -20,7 +20,7 @@ from rematplan.module.capture_lock import LOCK
 from rematplan.module.forward_capture import Original
 from rematplan.module.planning import IN_PLACE, HasRunner, watch_backwards
 from rematplan.module.runner import Runner
-from rematplan.plan_any_module import Asked, asked_of, make_first_plans, names_of_tensors
+from rematplan.plan_any_module import ModuleOptions, asked_of, make_first_plans, names_of_tensors
 from rematplan.planner.core.plan import Plan
 from rematplan.plans.planner import Planner
 from rematplan.runtime.capture.flat_module import flattened_call
@@ -87,7 +87,9 @@ class InPlace(HasRunner):
 
     __slots__ = ("active", "asked", "model", "replaced", "seen")
 
-    def __init__(self, model: nn.Module, asked: Asked, replaced: Callable[..., Any] | None = None) -> None:
+    def __init__(
+        self, model: nn.Module, asked: ModuleOptions, replaced: Callable[..., Any] | None = None
+    ) -> None:
         self.model, self.asked, self.replaced = model, asked, replaced
         self.active = True
         self.seen: Callable[..., Any] | None = None

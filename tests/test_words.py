@@ -93,6 +93,36 @@ def test_nothing_has_an_abolished_name() -> None:
                 raise AssertionError(f"{file.relative_to(ROOT)}: {name}; say {ABOLISHED_IDENTIFIERS[word]}")
 
 
+def test_a_class_or_type_has_a_name_of_its_own() -> None:
+    homes: dict[str, list[str]] = {}
+    kinds = {"RematplanCallback": 2}  # one for each trainer, by the name that users look for
+    for file in (ROOT / "rematplan").rglob("*.py"):
+        for node in ast.parse(file.read_text(encoding="utf-8")).body:
+            for name in types_named_by(node):
+                homes.setdefault(name, []).append(str(file.relative_to(ROOT)))
+    shared = {
+        name: files
+        for name, files in homes.items()
+        if len(files) > kinds.get(name, 1) and not name.startswith("_")
+    }
+    assert not shared
+
+
+def types_named_by(node: ast.stmt) -> Iterator[str]:
+    """The names of classes and type aliases that a statement of a module defines. Type variables have none."""
+    if isinstance(node, ast.ClassDef):
+        yield node.name
+    elif isinstance(node, (ast.Assign, ast.AnnAssign)):
+        calls = isinstance(node.value, ast.Call) and ast.unparse(node.value.func) == "TypeVar"
+        for target in node.targets if isinstance(node, ast.Assign) else [node.target]:
+            if (
+                isinstance(target, ast.Name)
+                and re.fullmatch("[A-Z][a-z]+([A-Z][a-z]*)*", target.id)
+                and not calls
+            ):
+                yield target.id
+
+
 def identifiers(tree: ast.AST) -> Iterator[str]:
     """Every name that a file gives to a class, function, argument, variable or attribute."""
     for node in ast.walk(tree):

@@ -105,7 +105,7 @@ def run(args: argparse.Namespace, out: Output) -> int:
         raise UsageError(f"unknown schedule {args.schedule!r}; known: {', '.join((*SCHEDULES, AUTO))}")
     if not 0 <= args.overhead < 1e12:
         raise UsageError(f"--overhead {args.overhead} is not a number of microseconds from 0 to 1e12")
-    from rematplan.pipeline.planning import Asked, plan_stages, step_for
+    from rematplan.pipeline.planning import PipelineRequest, plan_stages, step_for
     from rematplan.plans.op_costs import priced as with_costs
 
     began = time.perf_counter()
@@ -121,7 +121,7 @@ def run(args: argparse.Namespace, out: Output) -> int:
                 graph = with_costs(step, costs, progress, max_error)
             priced |= dict.fromkeys(asked_for, (step, graph))
     cuts = None if args.cuts == AUTO else tuple(args.cuts.split(","))
-    asked = Asked(
+    asked = PipelineRequest(
         args.schedule,
         args.stages,
         args.microbatches,

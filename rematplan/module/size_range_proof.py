@@ -27,7 +27,7 @@ is given up."""
 MOST_LINES = 12
 """Up to this many combinations of sizes of all dimensions except the longest, every combination is proven."""
 
-Sizes: TypeAlias = dict[Axis, int]
+AxisNumbers: TypeAlias = dict[Axis, int]
 
 
 class _TooMany(Exception):
@@ -75,7 +75,7 @@ def prove_ranges(
         made = set[int]()
 
         def step_at(
-            size: int, axis: Axis = axis, fixed: Sizes = fixed, made: set[int] = made
+            size: int, axis: Axis = axis, fixed: AxisNumbers = fixed, made: set[int] = made
         ) -> CapturedStep:
             made.add(size)
             if len(made) > MOST_STEPS:
@@ -99,7 +99,7 @@ def prove_ranges(
     return tuple(found)
 
 
-def _lines(usual: Mapping[Axis, range]) -> list[tuple[Axis, Sizes]]:
+def _lines(usual: Mapping[Axis, range]) -> list[tuple[Axis, AxisNumbers]]:
     """Return pairs: an axis that varies over its usual numbers, and the fixed numbers of the other axes.
 
     Pairs with larger fixed numbers come first. An axis that is missing in the second item has its largest number. If

@@ -31,7 +31,7 @@ from rematplan.runtime.execute.autograd_function import CompiledPlan
 from rematplan.runtime.execute.in_place import operands_to_overwrite
 from rematplan.runtime.graph.allocator_rounding import allocated
 from rematplan.runtime.graph.captured_step import Call, CapturedStep, refs
-from rematplan.runtime.graph.tracked_sizes import Sizes, without_values
+from rematplan.runtime.graph.tracked_sizes import SizeValues, without_values
 from rematplan.runtime.symbols.expressions import OpenSize
 from rematplan.runtime.symbols.symbolic_step import OpenStep, Size
 
@@ -100,7 +100,7 @@ class SizedPlans:
 
     def learn(
         self,
-        sizes: Sizes,
+        sizes: SizeValues,
         batch: Sequence[torch.Tensor],
         step: CapturedStep,
         problem: TrainingGraph,
@@ -128,7 +128,7 @@ class SizedPlans:
         while len(self._of_pattern) > PATTERNS:
             self._of_pattern.popitem(last=False)
 
-    def carried(self, sizes: Sizes, batch: Sequence[torch.Tensor]) -> StepPlan | None:
+    def carried(self, sizes: SizeValues, batch: Sequence[torch.Tensor]) -> StepPlan | None:
         """Return the cheapest known plan that fits the budget for a batch. The ``step`` of the result has other sizes.
         Return None if no plan is known to fit, or if plans of other sizes cannot be used for this batch.
 
@@ -147,7 +147,7 @@ class SizedPlans:
         return alike.resizing.plan(sizes, bytes_)
 
     def compiler(
-        self, sizes: Sizes, made: Callable[[], CapturedStep]
+        self, sizes: SizeValues, made: Callable[[], CapturedStep]
     ) -> Callable[[StepPlan], CompiledPlan] | None:
         """Return a function that compiles plans for certain sizes of the batch. It compiles each schedule only once,
         for all sizes. Return None if that is not possible: two batches with this pattern of equal sizes had steps, or
@@ -169,7 +169,7 @@ class SizedPlans:
 
         return compile_
 
-    def _check_layouts(self, sizes: Sizes) -> None:
+    def _check_layouts(self, sizes: SizeValues) -> None:
         """Check that no op returns other strides at these sizes than the step with open sizes states. Only calls that
         `check_layouts` would check, with arguments that are not contiguous at these sizes, are made and checked.
 
@@ -203,7 +203,7 @@ class SizedPlans:
             if is_unsure(call.target, ones=False)
         )
 
-    def _pattern(self, sizes: Sizes) -> SizePattern:
+    def _pattern(self, sizes: SizeValues) -> SizePattern:
         """Return a key of which size expressions have equal values. Two batches with the same key have steps of the
         same structure, if both satisfy the guard of the capture.
 
@@ -268,7 +268,7 @@ class SizedPlans:
         """For each storage, in the order of ``_storages``, the number of the memory that contains it."""
         return np.array([memory for memory, _ in self._memory_of.values()], dtype=np.int64)
 
-    def _bytes(self, sizes: Sizes, batch: Sequence[torch.Tensor]) -> Ints:
+    def _bytes(self, sizes: SizeValues, batch: Sequence[torch.Tensor]) -> Ints:
         """Return the bytes of each storage, in the order of ``_storages``, as the allocator of its device counts them.
 
         ``sizes``: the values of all size expressions in the step. ``batch``: the tensors among the arguments.
@@ -285,7 +285,7 @@ class SizedPlans:
         return np.array(rounded, dtype=np.int64)
 
 
-def _is_plain(shape: Sequence[Size], stride: Sequence[Size], sizes: Sizes) -> bool:
+def _is_plain(shape: Sequence[Size], stride: Sequence[Size], sizes: SizeValues) -> bool:
     """Return whether a tensor has exactly the strides of a new contiguous one. Its ``shape`` and ``stride`` have
     integers and expressions of sizes.
 

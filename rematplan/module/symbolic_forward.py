@@ -17,7 +17,7 @@ from rematplan.runtime.capture.patches.fake_layouts import check_layouts
 from rematplan.runtime.capture.read_fx import finished
 from rematplan.runtime.graph.captured_step import CapturedStep
 from rematplan.runtime.graph.compat import pytree
-from rematplan.runtime.graph.tracked_sizes import Sizes
+from rematplan.runtime.graph.tracked_sizes import SizeValues
 from rematplan.runtime.guards.state_writes import Write
 from rematplan.runtime.symbols.expressions import ExpressionTable, NotSymbolic, opened, resolved
 from rematplan.runtime.symbols.full_slices import without_full_slices
@@ -57,7 +57,7 @@ class Instance:
     """
 
     forward: OpenForward
-    sizes: Sizes
+    sizes: SizeValues
     batch: Sequence[torch.Tensor]
 
     def step(self) -> CapturedStep:
@@ -133,7 +133,7 @@ class OpenForward:
             return None
         return Instance(self, sizes, [_outline(tensor) for tensor in batch]), guard
 
-    def step_at(self, batch: Sequence[torch.Tensor], sizes: Sizes) -> CapturedStep:
+    def step_at(self, batch: Sequence[torch.Tensor], sizes: SizeValues) -> CapturedStep:
         """Make the captured step for a batch, before planning.
 
         ``batch``: the tensors among the arguments. ``sizes``: the values, for this batch, of all size expressions in
@@ -146,7 +146,7 @@ class OpenForward:
         check_layouts(step)
         return replace(step, attributes=self.attributes)
 
-    def constants_at(self, sizes: Sizes) -> tuple[Any, ...]:
+    def constants_at(self, sizes: SizeValues) -> tuple[Any, ...]:
         """Return the leaves of the forward's results, like `FlatModel.constants`, with integers in place of expressions
         of sizes. ``sizes``: the values of all size expressions."""
         return tuple(_closed(c, sizes) for c in self.constants)

@@ -10,14 +10,14 @@ from rematplan.optim.load_balancing import longest_first
 
 FactorKey: TypeAlias = tuple[str, int]
 """A Kronecker factor: the weight's name, and 0 for the factor of the inputs or 1 for that of the outputs' gradients."""
-Part: TypeAlias = tuple[str, tuple[int, ...]]
+FactorPart: TypeAlias = tuple[str, tuple[int, ...]]
 """Factors of one weight with the same owner: the weight's name, and (0,), (1,) or (0, 1) as in `FactorKey`."""
 
 LEAST_GAIN = 0.1
 """The factors of a layer get different owners only if the cheaper one takes at least this share of the layer's time."""
 
 
-def owners(sides: Mapping[str, tuple[Factor, Factor]], ranks: int) -> dict[Part, int]:
+def owners(sides: Mapping[str, tuple[Factor, Factor]], ranks: int) -> dict[FactorPart, int]:
     """Assign the Kronecker factors of all layers to processes, their owners, so that the time of inversions is divided
     evenly.
 
@@ -35,7 +35,7 @@ def owners(sides: Mapping[str, tuple[Factor, Factor]], ranks: int) -> dict[Part,
         this process owns: (0,) for that of the inputs, (1,) for that of the outputs' gradients, (0, 1) for both.
     """
     even = sum(a.cost + g.cost for a, g in sides.values()) / ranks
-    jobs: dict[Part, float] = {}
+    jobs: dict[FactorPart, float] = {}
     for name, (a, g) in sides.items():
         whole = a.cost + g.cost
         if ranks > 1 and whole > even and min(a.cost, g.cost) >= LEAST_GAIN * whole:
@@ -50,7 +50,7 @@ def owners(sides: Mapping[str, tuple[Factor, Factor]], ranks: int) -> dict[Part,
     return dict(sorted(found.items(), key=lambda item: (order[item[0][0]], item[0][1])))
 
 
-def by_factor(parts: Mapping[Part, int]) -> dict[FactorKey, int]:
+def by_factor(parts: Mapping[FactorPart, int]) -> dict[FactorKey, int]:
     """Return the owner's rank of each Kronecker factor, from a mapping ``parts`` whose keys may stand for two factors.
 
     A key of ``parts`` is a weight name and a tuple: (0,) for the factor of the inputs, (1,) for that of the outputs'
@@ -59,7 +59,7 @@ def by_factor(parts: Mapping[Part, int]) -> dict[FactorKey, int]:
     return {(name, at): owner for (name, these), owner in parts.items() for at in these}
 
 
-def homes(sides: Mapping[str, tuple[Factor, Factor]], parts: Mapping[Part, int]) -> dict[str, int]:
+def homes(sides: Mapping[str, tuple[Factor, Factor]], parts: Mapping[FactorPart, int]) -> dict[str, int]:
     """Return, by weight name, the rank of the process that multiplies the layer's gradient by both inverses.
 
     This process is the owner of the larger inverse. If the smaller inverse has another owner, that owner sends it

@@ -7,7 +7,7 @@ from typing import Protocol
 
 from torch import Tensor
 
-from rematplan.optim.assignment import FactorKey, Part
+from rematplan.optim.assignment import FactorKey, FactorPart
 from rematplan.optim.layer import BOTH, Layer
 from rematplan.optim.step_memory import Copies
 
@@ -30,7 +30,7 @@ class Exchange(Protocol):
         ``layers``: by weight name.
         """
 
-    def parts(self) -> Collection[Part]:
+    def parts(self) -> Collection[FactorPart]:
         """Return all Kronecker factors of all layers: pairs of a weight name and a tuple of factors that have the same
         owner.
 
@@ -60,7 +60,7 @@ class Exchange(Protocol):
     def copies(self) -> Copies:
         """The tensors that the methods allocate temporarily in a step."""
 
-    def begin(self, part: Part, sums: Tensor, step: int) -> None:
+    def begin(self, part: FactorPart, sums: Tensor, step: int) -> None:
         """Start to send statistics that a backward has just computed to the owner of their factors, while the backward
         runs.
 
@@ -70,7 +70,7 @@ class Exchange(Protocol):
             step: the number of the training step.
         """
 
-    def sums(self, sums: Iterable[tuple[Part, Tensor]]) -> Iterable[tuple[Part, Tensor]]:
+    def sums(self, sums: Iterable[tuple[FactorPart, Tensor]]) -> Iterable[tuple[FactorPart, Tensor]]:
         """Add the statistics (sums of outer products) of all processes. The owner of a factor receives its total.
 
         Args:
@@ -133,7 +133,7 @@ class Alone:
         """Remember the layers, by weight name. The only process averages and inverts all their Kronecker factors."""
         self._names = tuple(layers)
 
-    def parts(self) -> Collection[Part]:
+    def parts(self) -> Collection[FactorPart]:
         """Return a pair (weight name, (0, 1)) for each layer: both its Kronecker factors belong to this process."""
         return [(name, BOTH) for name in self._names]
 
@@ -148,10 +148,10 @@ class Alone:
     early = False
     copies = Copies()
 
-    def begin(self, part: Part, sums: Tensor, step: int) -> None:
+    def begin(self, part: FactorPart, sums: Tensor, step: int) -> None:
         """Do nothing. It is not called: a single process sends no statistics during a backward (`early` is false)."""
 
-    def sums(self, sums: Iterable[tuple[Part, Tensor]]) -> Iterable[tuple[Part, Tensor]]:
+    def sums(self, sums: Iterable[tuple[FactorPart, Tensor]]) -> Iterable[tuple[FactorPart, Tensor]]:
         """Return the statistics unchanged: with a single process they are already the sums over all processes."""
         return sums
 

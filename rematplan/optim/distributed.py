@@ -35,7 +35,7 @@ import torch
 from torch import Tensor, distributed
 from torch.distributed import ProcessGroup
 
-from rematplan.optim.assignment import FactorKey, Part, by_factor, homes, owners
+from rematplan.optim.assignment import FactorKey, FactorPart, by_factor, homes, owners
 from rematplan.optim.early_sums import EarlySums, Pending
 from rematplan.optim.grid import Grid
 from rematplan.optim.inverse_routes import InverseRoutes
@@ -81,7 +81,7 @@ class Ranks:
         self._early_group = self._grid.subgroup([range(self._grid.size)]) if early else None
         self._early_sums: EarlySums | None = None
         self._layers: Mapping[str, Layer] = {}
-        self._parts: Mapping[Part, int] = {}  # the rank of the owner
+        self._parts: Mapping[FactorPart, int] = {}  # the rank of the owner
         self._places: Mapping[str, int] = {}  # the positions of layers' workers in each block
         self._routes: InverseRoutes | None = None
         self._dtype = torch.float32
@@ -107,7 +107,7 @@ class Ranks:
             mine = [part for part, owner in self._parts.items() if owner == self._grid.rank]
             self._early_sums = EarlySums(nothing, mine, self._start)
 
-    def parts(self) -> Collection[Part]:
+    def parts(self) -> Collection[FactorPart]:
         """Return all Kronecker factors of all layers: pairs of a weight name and a tuple of factors that have the same
         owner.
 
@@ -128,7 +128,7 @@ class Ranks:
         """
         return tuple(name for name in self._places if self._places[name] == self._grid.here)
 
-    def begin(self, part: Part, sums: Tensor, step: int) -> None:
+    def begin(self, part: FactorPart, sums: Tensor, step: int) -> None:
         """Start to add statistics that a backward has just computed over all processes, while the backward still runs.
 
         The process that inverts the factors receives the total. All processes must call this method equally often for
@@ -142,7 +142,7 @@ class Ranks:
         assert self._early_sums
         self._early_sums.add(part, sums.to(self._dtype), step)
 
-    def _start(self, part: Part, sums: Tensor) -> Pending:
+    def _start(self, part: FactorPart, sums: Tensor) -> Pending:
         owner = self._grid.everywhere(self._parts[part])
         started: Pending | None = self._grid.call(
             distributed.reduce, sums, owner, group=self._early_group, async_op=True
@@ -150,7 +150,7 @@ class Ranks:
         assert started is not None  # this process is in the group
         return started
 
-    def sums(self, sums: Iterable[tuple[Part, Tensor]]) -> Iterable[tuple[Part, Tensor]]:
+    def sums(self, sums: Iterable[tuple[FactorPart, Tensor]]) -> Iterable[tuple[FactorPart, Tensor]]:
         """Return the statistics added over all processes, for the factors that this process owns.
 
         If `begin` has sent statistics, they are the result, and ``sums`` is ignored. Otherwise a reduce-scatter adds

@@ -8,7 +8,7 @@ from typing import Protocol
 
 from torch import Tensor
 
-from rematplan.optim.assignment import Part
+from rematplan.optim.assignment import FactorPart
 
 
 class Pending(Protocol):
@@ -39,23 +39,23 @@ class EarlySums:
 
     def __init__(
         self,
-        parts: Mapping[Part, Callable[[], Tensor]],
-        owned: Collection[Part],
-        start: Callable[[Part, Tensor], Pending],
+        parts: Mapping[FactorPart, Callable[[], Tensor]],
+        owned: Collection[FactorPart],
+        start: Callable[[FactorPart, Tensor], Pending],
     ) -> None:
         self._nothing, self._owned, self._start = dict(parts), owned, start
         self._order = tuple(reversed(self._nothing))
-        self._waiting: dict[Part, deque[Tensor]] = defaultdict(deque)
+        self._waiting: dict[FactorPart, deque[Tensor]] = defaultdict(deque)
         self._step: int | None = None
         self._clear()
 
     def _clear(self) -> None:
-        self._received: Counter[Part] = Counter()
+        self._received: Counter[FactorPart] = Counter()
         self._sent = 0
-        self._started: list[tuple[Part, Tensor, Pending]] = []
-        self._sums: dict[Part, Tensor] = {}
+        self._started: list[tuple[FactorPart, Tensor, Pending]] = []
+        self._sums: dict[FactorPart, Tensor] = {}
 
-    def add(self, part: Part, sums: Tensor, step: int) -> None:
+    def add(self, part: FactorPart, sums: Tensor, step: int) -> None:
         """Send the statistics of one backward for a part, or store them until the parts before it have been sent.
 
         A part is one Kronecker factor of a layer, or both. All processes send the parts in the same order: the reverse
@@ -77,7 +77,7 @@ class EarlySums:
         while self._waiting[self._next]:
             self._send(self._waiting[self._next].popleft())
 
-    def finish(self) -> dict[Part, Tensor]:
+    def finish(self) -> dict[FactorPart, Tensor]:
         """Send all statistics that are not sent yet, and return the sums over all processes, by the parts of this
         process.
 
@@ -94,7 +94,7 @@ class EarlySums:
         return found
 
     @property
-    def _next(self) -> Part:
+    def _next(self) -> FactorPart:
         return self._order[self._sent % len(self._order)]
 
     def _send(self, sums: Tensor) -> None:

@@ -9,7 +9,7 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor, distributed
 
-from rematplan.optim.assignment import FactorKey, Part
+from rematplan.optim.assignment import FactorKey, FactorPart
 from rematplan.optim.damped_inverses import restored, saved
 from rematplan.optim.grid import Grid
 from rematplan.optim.layer import Layer
@@ -35,7 +35,11 @@ class InverseRoutes:
     """
 
     def __init__(
-        self, grid: Grid, layers: Mapping[str, Layer], parts: Mapping[Part, int], places: Mapping[str, int]
+        self,
+        grid: Grid,
+        layers: Mapping[str, Layer],
+        parts: Mapping[FactorPart, int],
+        places: Mapping[str, int],
     ) -> None:
         self._grid, self._layers, self._places = grid, layers, places
         routes = {(owner, places[name]) for (name, _), owner in parts.items()}

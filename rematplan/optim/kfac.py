@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from rematplan.ir import UsageError
-from rematplan.optim.assignment import Part
+from rematplan.optim.assignment import FactorPart
 from rematplan.optim.checkpoint import LAYERS, check_whole
 from rematplan.optim.communication import Alone, Exchange
 from rematplan.optim.factor_report import SideReport, rows_of
@@ -19,7 +19,7 @@ from rematplan.optim.layer import BOTH, Layer, layers_of
 from rematplan.optim.options import MakeOthers, OptionNames, Options, check_others, check_settings
 from rematplan.optim.param_groups import OTHERS, Group, split_groups
 from rematplan.optim.planned_source import PlannedSource, source_of
-from rematplan.optim.statistics_source import Source
+from rematplan.optim.statistics_source import StatisticsSource
 from rematplan.optim.step_memory import step_bytes, sums_bytes
 from rematplan.optim.update import clipped, finite, move, preconditioned
 from rematplan.runtime.costs.optimizer_memory import OptimizerMemory, optimizer_memory
@@ -50,7 +50,7 @@ class KFAC(Optimizer):
             (``fisher="empirical"``) are divided by its square. Other statistics do not depend on it.
         params: param groups; by default all parameters of the model. A group may have a key ``others``: a dictionary of
             options for its parameters without Kronecker factors.
-        source: provides the statistics instead of the planned module; see `rematplan.optim.statistics_source.Source`.
+        source: provides the statistics instead of the planned module; see `StatisticsSource`.
         exchange: the communication with other processes; see `rematplan.optim.distributed`. By default there is none.
         kl_clip: bounds the divergence of a step in the quadratic model (Osawa et al. 2019): updates V are multiplied by
             min(1, √(kl_clip ÷ lr² Σ ⟨V, gradient⟩)). None: no bound.
@@ -80,7 +80,7 @@ class KFAC(Optimizer):
         others: MakeOthers | None = None,
         loss_scale: float | Callable[[], float] = 1.0,
         params: Iterable[Group] | None = None,
-        source: Source | None = None,
+        source: StatisticsSource | None = None,
         exchange: Exchange | None = None,
         **options: Unpack[OptionNames],
     ) -> None:
@@ -120,7 +120,7 @@ class KFAC(Optimizer):
             for part, sums in self._sums(factors):
                 self._exchange.begin(part, sums, step)
 
-    def _sums(self, factors: Mapping[str, Factors]) -> Iterator[tuple[Part, Tensor]]:
+    def _sums(self, factors: Mapping[str, Factors]) -> Iterator[tuple[FactorPart, Tensor]]:
         """Yield statistics as vectors, each with the Kronecker factors to which it belongs: a weight name and (0,),
         (1,) or (0, 1).
 

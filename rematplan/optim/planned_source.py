@@ -1,4 +1,4 @@
-"""Get the statistics of planned modules for the optimizer `KFAC`: a `Source`."""
+"""Get the statistics of planned modules for the optimizer `KFAC`: a `StatisticsSource`."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from torch import nn
 
 from rematplan.ir import UsageError
 from rematplan.module.planning import Planning
-from rematplan.optim.statistics_source import Source
+from rematplan.optim.statistics_source import StatisticsSource
 from rematplan.runtime.statistics.factors import Factors, Statistics
 from rematplan.runtime.statistics.recorder import Listener
 
@@ -112,7 +112,7 @@ class _Joined(Mapping[str, Factors]):
         return name in self._places
 
 
-def source_of(model: nn.Module) -> Source:
+def source_of(model: nn.Module) -> StatisticsSource:
     """Return the source of the Kronecker factors of a planned module, or of all planned modules inside of ``model``.
 
     Raises:

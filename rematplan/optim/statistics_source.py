@@ -9,7 +9,7 @@ from rematplan.runtime.statistics.factors import Factors, Statistics
 
 
 @runtime_checkable
-class Source(Protocol):
+class StatisticsSource(Protocol):
     """An object that provides Kronecker factors to `KFAC`: sums of outer products of layers' inputs and of the
     gradients of their outputs."""
 

@@ -10,7 +10,7 @@ from torch import distributed, nn
 
 from rematplan.ir import UsageError
 from rematplan.pipeline.captured_stages import captured_step
-from rematplan.pipeline.planning import Asked, best_cuts
+from rematplan.pipeline.planning import PipelineRequest, best_cuts
 from rematplan.pipeline.step_chain import named_chain
 from rematplan.planner.auto.auto_strategy import Auto
 from rematplan.planner.pipeline.actions import PipelineSchedule
@@ -70,7 +70,7 @@ def auto_cuts(
             f"no module of {type(model).__name__} has a part of the step of its own to cut before"
         )
     strategy = asked.strategy
-    options = Asked(
+    options = PipelineRequest(
         schedule.name,
         schedule.stages,
         schedule.microbatches,

@@ -22,7 +22,7 @@ from rematplan.planner.pipeline.stage_slices import BOUNDARY, WEIGHTS, StageSlic
 from rematplan.runtime.graph.captured_step import CapturedStep
 from rematplan.runtime.problem import loss_boundary
 
-Key = tuple[str, bool]
+OpKey = tuple[str, bool]
 """The ATen op of a call as text, and whether the call belongs to the backward."""
 
 
@@ -208,8 +208,8 @@ def _plan(file: PlannedPipeline, number: int) -> Mapping[str, Any]:
     return file.stages[number].plan or {}
 
 
-def _by_key(ops: Sequence[StageOp]) -> dict[Key, list[StageOp]]:
-    found: dict[Key, list[StageOp]] = {}
+def _by_key(ops: Sequence[StageOp]) -> dict[OpKey, list[StageOp]]:
+    found: dict[OpKey, list[StageOp]] = {}
     for op in ops:
         found.setdefault((op.op, op.backward), []).append(op)
     return found

@@ -44,7 +44,7 @@ AMPLE = 2**50
 
 
 @dataclass(frozen=True)
-class Asked:
+class PipelineRequest:
     """A user's options for planning a pipeline.
 
     ``schedule``: the name of a schedule, or ``auto``. ``stages``: the number of stages. ``microbatches``: the number of
@@ -74,7 +74,7 @@ def step_for(schedule: str, step: CapturedStep) -> CapturedStep:
 
 def plan_stages(
     steps: Mapping[str, tuple[CapturedStep, TrainingGraph]],
-    asked: Asked,
+    asked: PipelineRequest,
     model: Mapping[str, Any],
     progress: Progress,
 ) -> PlannedPipeline:
@@ -107,7 +107,10 @@ def plan_stages(
 
 
 def _best(
-    chains: Mapping[str, NamedChain], asked: Asked, cuts: Mapping[str, Cuts] | None, progress: Progress
+    chains: Mapping[str, NamedChain],
+    asked: PipelineRequest,
+    cuts: Mapping[str, Cuts] | None,
+    progress: Progress,
 ) -> PlannedPipeline:
     """Return the pipeline with the least makespan that is found with the schedules in ``chains``.
 
@@ -143,7 +146,9 @@ def _best(
     return best
 
 
-def _searches(chains: Mapping[str, NamedChain], asked: Asked, progress: Progress) -> Iterator[PipelineSearch]:
+def _searches(
+    chains: Mapping[str, NamedChain], asked: PipelineRequest, progress: Progress
+) -> Iterator[PipelineSearch]:
     errors: list[UsageError] = []
     some = False
     for name, chain in chains.items():
@@ -162,7 +167,7 @@ def _searches(chains: Mapping[str, NamedChain], asked: Asked, progress: Progress
 
 
 def _search(
-    chain: NamedChain, schedule: PipelineSchedule, asked: Asked, progress: Progress = silent
+    chain: NamedChain, schedule: PipelineSchedule, asked: PipelineRequest, progress: Progress = silent
 ) -> PipelineSearch:
     """Return a search, not run yet, for the cuts and plans of a pipeline with one schedule, within the budget of
     ``asked``.
@@ -183,7 +188,7 @@ def _search(
 
 
 def best_cuts(
-    chain: NamedChain, schedule: PipelineSchedule, asked: Asked, planner: StagePlanner | None
+    chain: NamedChain, schedule: PipelineSchedule, asked: PipelineRequest, planner: StagePlanner | None
 ) -> tuple[str, ...]:
     """Search for the cuts into pipeline stages with the least makespan (simulated duration of a step).
 
@@ -231,11 +236,11 @@ def _largest_peak(search: PipelineSearch) -> int:
     return max(search.run().peaks)
 
 
-def _terms(chain: NamedChain, asked: Asked, budget: int) -> Terms:
+def _terms(chain: NamedChain, asked: PipelineRequest, budget: int) -> Terms:
     return Terms(budget, asked.link, asked.overhead, asked.optimizer, chain.batch, OPENING, chain.outputs)
 
 
-def _schedule(name: str, chain: NamedChain, asked: Asked) -> PipelineSchedule:
+def _schedule(name: str, chain: NamedChain, asked: PipelineRequest) -> PipelineSchedule:
     """Return the schedule called ``name``. With ``dataflow``, enough micro-batches are in flight to hide the time of
     messages.
 
@@ -251,7 +256,7 @@ def _schedule(name: str, chain: NamedChain, asked: Asked) -> PipelineSchedule:
     return schedule_named(name, ranks, asked.microbatches, hop=hop)
 
 
-def _hop(chain: NamedChain, asked: Asked) -> float:
+def _hop(chain: NamedChain, asked: PipelineRequest) -> float:
     """Return the longest time of a message between stages ÷ the time of the slowest stage or link.
 
     For this, the chain is divided into stages of similar times, without recomputation.

@@ -27,7 +27,7 @@ from rematplan.plans.planner import Planner
 from rematplan.runtime.pipeline.stage_modules import StageModule
 from rematplan.runtime.problem.loss_memory import LossMemory
 
-Part = CapturedStage | DataflowPart | FrozenStage
+CapturedPart = CapturedStage | DataflowPart | FrozenStage
 """A stage with its planning problem."""
 
 
@@ -38,7 +38,7 @@ def captured_part(
     stage: StageModule,
     parallel: DataParallel = ALONE,
     loss: LossMemory | None = None,
-) -> Part:
+) -> CapturedPart:
     """Capture a stage of a pipeline, and return it with its planning problem.
 
     Args:
@@ -97,7 +97,7 @@ def _check_frozen(order: PipelineSchedule, number: int, stage: StageModule) -> N
         )
 
 
-def budget_bytes(stated: Budget, order: PipelineSchedule, parts: Mapping[int, Part]) -> int:
+def budget_bytes(stated: Budget, order: PipelineSchedule, parts: Mapping[int, CapturedPart]) -> int:
     """Convert a pipeline's budget for each rank to bytes.
 
     Args:
@@ -119,7 +119,7 @@ def budget_bytes(stated: Budget, order: PipelineSchedule, parts: Mapping[int, Pa
 def rank_plans(
     order: PipelineSchedule,
     ranks: Iterable[int],
-    parts: Mapping[int, Part],
+    parts: Mapping[int, CapturedPart],
     budget: int,
     asked: PlanOptions,
 ) -> dict[int, RankPlan]:
@@ -154,7 +154,7 @@ def rank_plans(
 def stated_rank_plan(
     order: PipelineSchedule,
     rank: int,
-    parts: Mapping[int, Part],
+    parts: Mapping[int, CapturedPart],
     budget: int,
     plans: Mapping[int, Mapping[str, Any]],
 ) -> RankPlan:
@@ -183,7 +183,7 @@ def stated_rank_plan(
 
 
 def measured_rank_plan(
-    order: PipelineSchedule, rank: int, parts: Mapping[int, Part], budget: int, own: Sequence[Plan]
+    order: PipelineSchedule, rank: int, parts: Mapping[int, CapturedPart], budget: int, own: Sequence[Plan]
 ) -> RankPlan:
     """Compute the peak of a rank, and the memory and times of its stages, if the stages follow the plans ``own``.
 

@@ -25,7 +25,7 @@ from rematplan.pipeline.frozen_stage import FrozenStage
 from rematplan.pipeline.match_file_plans import file_plan
 from rematplan.pipeline.one_process import step_in_one_process
 from rematplan.pipeline.plan_pipeline import captured_pipeline
-from rematplan.pipeline.rank_plans import Part, measured_rank_plan, rank_plans
+from rematplan.pipeline.rank_plans import CapturedPart, measured_rank_plan, rank_plans
 from rematplan.pipeline.runnable_pipeline import Pipeline
 from rematplan.planner.auto.auto_strategy import Auto
 from rematplan.planner.core.inversion_error import forward_error
@@ -254,7 +254,7 @@ def _of_all_ranks(own: Any, ranks: int) -> list[Any]:
     return gathered
 
 
-def _is_random(part: Part) -> bool:
+def _is_random(part: CapturedPart) -> bool:
     """Return whether a stage draws random numbers. A stage without a backward is not captured; its exported forward
     tells."""
     if not isinstance(part, FrozenStage):

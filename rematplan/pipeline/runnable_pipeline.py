@@ -16,7 +16,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from rematplan.ir import UsageError, show_bytes
 from rematplan.pipeline.data_parallel import check_precision
 from rematplan.pipeline.dataflow import DataflowPart, dataflow_stages
-from rematplan.pipeline.rank_plans import Part
+from rematplan.pipeline.rank_plans import CapturedPart
 from rematplan.pipeline.schedules import SPLIT
 from rematplan.pipeline.torch_stages import torch_stage
 from rematplan.planner.pipeline.actions import PipelineSchedule, StagePlan
@@ -51,7 +51,7 @@ class Pipeline:
     order: PipelineSchedule
     cuts: tuple[str, ...]
     budget: int
-    parts: Mapping[int, Part]
+    parts: Mapping[int, CapturedPart]
     ranks: Mapping[int, RankPlan]
 
     @cached_property

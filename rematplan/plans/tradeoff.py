@@ -146,11 +146,11 @@ def spread(plans: Sequence[Plan], count: int) -> tuple[Plan, ...]:
     return tuple(plans[at] for at in spread_places(len(plans), count))
 
 
-Key = tuple[str, int, float]
+PlanPoint = tuple[str, int, float]
 """Strategy, peak in bytes and cost of a plan, which identify it among the plans of one problem."""
 
 
-def key(plan: Plan) -> Key:
+def key(plan: Plan) -> PlanPoint:
     """Return a plan's strategy, peak in bytes and cost in microseconds, which identify the plan in tables."""
     return plan.strategy, plan.estimate.peak, plan.estimate.cost
 
@@ -167,7 +167,7 @@ CSV_COLUMNS = (
 )
 
 
-def curves_csv(curves: Curves, base: Plan, measured: Mapping[Key, tuple[int, float, float]]) -> str:
+def curves_csv(curves: Curves, base: Plan, measured: Mapping[PlanPoint, tuple[int, float, float]]) -> str:
     """Return all plans of all curves as CSV text with the columns `CSV_COLUMNS`.
 
     Args:

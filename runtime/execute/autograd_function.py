@@ -31,7 +31,7 @@ from rematplan.runtime.graph.compat import (
     keeps_graph,
 )
 from rematplan.runtime.graph.tangent_layouts import Notes
-from rematplan.runtime.graph.tracked_sizes import Sizes
+from rematplan.runtime.graph.tracked_sizes import SizeValues
 
 Sink: TypeAlias = Callable[[Mapping[str, torch.Tensor | None], bool], None]
 """A callback that is called after a segment (part) of the backward. It receives the segment's statistics by their
@@ -93,7 +93,7 @@ class CompiledPlan:
         """The captured step. For a plan that `at` returned, each access makes the step anew."""
         return self._step()
 
-    def at(self, sizes: Sizes, step: Callable[[], CapturedStep]) -> CompiledPlan:
+    def at(self, sizes: SizeValues, step: Callable[[], CapturedStep]) -> CompiledPlan:
         """Return this plan, which must be compiled for any sizes, as a plan for certain sizes. Nothing is compiled.
 
         Args:

@@ -14,7 +14,7 @@ from rematplan.planner.core.schedule import Schedule
 from rematplan.runtime.execute.compile import Backward, compile_halves
 from rematplan.runtime.graph.captured_step import CapturedStep
 from rematplan.runtime.graph.tangent_layouts import Notes, for_any_layout
-from rematplan.runtime.graph.tracked_sizes import Sizes, at_sizes, stride_of
+from rematplan.runtime.graph.tracked_sizes import SizeValues, at_sizes, stride_of
 from rematplan.runtime.graph.zero_tangents import changes_strides
 
 
@@ -63,7 +63,7 @@ class BackwardVariants:
         self.like = step
         """A step of the same calls and values, perhaps of other sizes."""
         self._step: Callable[[], CapturedStep] = lambda: step
-        self.sizes: Sizes | None = None
+        self.sizes: SizeValues | None = None
         """The values of all size expressions in the step; None if the segments are for the step's sizes only."""
         self.compiled: dict[BackwardVariant, tuple[Backward, ...]] = {AS_CAPTURED: backward}
         self.for_any_sizes: dict[BackwardVariant, tuple[Backward, ...]] = {}
@@ -74,7 +74,7 @@ class BackwardVariants:
         """Whether values have other strides than in the step, although the tangents have the same."""
 
     def at(
-        self, sizes: Sizes, step: Callable[[], CapturedStep], backward: tuple[Backward, ...]
+        self, sizes: SizeValues, step: Callable[[], CapturedStep], backward: tuple[Backward, ...]
     ) -> BackwardVariants:
         """Return these variants, which must be of a plan compiled for any sizes, as variants for certain sizes.
 
@@ -145,7 +145,7 @@ class BackwardVariants:
         self.misplaced = True
         self.compiled = {one: segments for one, segments in self.compiled.items() if one.strides is not None}
 
-    def _at_any_sizes(self, variant: BackwardVariant, sizes: Sizes) -> tuple[Backward, ...]:
+    def _at_any_sizes(self, variant: BackwardVariant, sizes: SizeValues) -> tuple[Backward, ...]:
         """Return the segments of the backward half for the conditions ``variant`` and certain sizes. They are compiled
         once for all sizes.
 

@@ -20,7 +20,7 @@ from rematplan.runtime.execute.layout_check import LayoutCheck
 from rematplan.runtime.execute.missing_tangents import unused_by
 from rematplan.runtime.execute.two_lane_codegen import LaneWriter
 from rematplan.runtime.graph.captured_step import CapturedStep, StepOutput
-from rematplan.runtime.graph.tracked_sizes import Sizes
+from rematplan.runtime.graph.tracked_sizes import SizeValues
 from rematplan.runtime.problem.backward_segments import gradient_segments
 from rematplan.runtime.problem.loss_boundary import split_at_loss
 
@@ -42,7 +42,7 @@ class Backward:
     function: Callable[..., tuple[tuple[torch.Tensor, ...], list[Any]]] = field(repr=False)
     statistics: tuple[StepOutput, ...] = ()
 
-    def at(self, sizes: Sizes) -> Backward:
+    def at(self, sizes: SizeValues) -> Backward:
         """Return this segment, which must be compiled for any sizes, for certain sizes.
 
         ``sizes``: the values, for these sizes of the batch, of all size expressions in the step.
@@ -75,7 +75,7 @@ class Halves:
     outputs_late: tuple[int, ...]
     early: int
 
-    def at(self, sizes: Sizes) -> Halves:
+    def at(self, sizes: SizeValues) -> Halves:
         """Return these functions, which must be compiled for any sizes, for certain sizes.
 
         ``sizes``: the values, for these sizes of the batch, of all size expressions in the step.

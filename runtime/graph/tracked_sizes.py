@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-Sizes = Sequence[int]
+SizeValues = Sequence[int]
 """The values of all expressions of a step with open sizes, by position."""
 
 
@@ -49,7 +49,7 @@ def stride_of(fake: torch.Tensor) -> tuple[int, ...]:
     return found
 
 
-def at_sizes(given: Any, sizes: Sizes) -> Any:
+def at_sizes(given: Any, sizes: SizeValues) -> Any:
     """Return a nested tuple with plain integers: the values of other sizes in place of tracked ones."""
     if isinstance(given, tuple):
         return tuple(at_sizes(one, sizes) for one in given)

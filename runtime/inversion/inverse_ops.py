@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from rematplan.ir import ModelError
-from rematplan.runtime.graph.tracked_sizes import Sizes, at_sizes
+from rematplan.runtime.graph.tracked_sizes import SizeValues, at_sizes
 from rematplan.runtime.inversion.error_tracking import passed_on
 
 LEAST_SCALE = 1e-3
@@ -66,7 +66,7 @@ class Inverse:
         """Whether the inverse recomputes the original bits, provided that its arguments have their original bits."""
         return self.noise == 0.0
 
-    def at_sizes(self, sizes: Sizes) -> Inverse:
+    def at_sizes(self, sizes: SizeValues) -> Inverse:
         """Return the same inverse for other sizes: the values of the step's expressions."""
         fills = tuple(
             replace(fill, size=at_sizes(fill.size, sizes), stride=at_sizes(fill.stride, sizes))
