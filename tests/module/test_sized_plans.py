@@ -155,18 +155,18 @@ def other_members(planned: nn.Module) -> None:
 
 
 @cache
-def _begun(name: str) -> tuple[nn.Module, nn.Module]:
+def _begun(name: str, options: tuple[tuple[str, Any], ...]) -> tuple[nn.Module, nn.Module]:
     make, inputs = MODELS[name]
-    planned, plain = planned_and_plain(make(), *inputs(7, 61), **AUTO)
+    planned, plain = planned_and_plain(make(), *inputs(7, 61), **AUTO | dict(options))
     for sizes in ((7, 61), (5, 17), (6, 31)):
         follow(planned, plain, inputs(*sizes))
     other_members(planned)
     return planned, plain
 
 
-def begun(name: str) -> tuple[nn.Module, nn.Module, Callable[[int, int], tuple[Tensor, ...]]]:
+def begun(name: str, **options: Any) -> tuple[nn.Module, nn.Module, Callable[[int, int], tuple[Tensor, ...]]]:
     """A model that was trained on three lengths, so that those between them need no step of their own."""
-    planned, plain = copy.deepcopy(_begun(name))
+    planned, plain = copy.deepcopy(_begun(name, tuple(options.items())))
     return planned, plain, MODELS[name][1]
 
 
@@ -356,7 +356,7 @@ def test_no_workspace_is_larger_than_planned() -> None:
 
 def test_sixty_lengths_leave_bounded_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(shape_options, "MAX_PLANS", 6)
-    planned, inputs = _begun.__wrapped__("language")[0], MODELS["language"][1]
+    planned, inputs = _begun.__wrapped__("language", ())[0], MODELS["language"][1]
     before, lengths = rematplan.planning(planned).stats().carried, random.Random(0)
     for _ in range(60):
         clean(planned, inputs(6, lengths.randint(17, 61)))

@@ -23,26 +23,16 @@ from rematplan.models.coupling import Coupling
 from rematplan.pipeline.run_step import RankReport, reports_of_step
 from rematplan.planner.pipeline.pipeline_file import load_pipeline
 
-SIZES = (
-    "--dim",
-    "depth=4",
-    "--dim",
-    "width=16",
-    "--dim",
-    "image=64",
-    "--dim",
-    "classes=5",
-    "--dim",
-    "batch=16",
-)
+SIZES = ("--dim", "width=16", "--dim", "image=64", "--dim", "classes=5", "--dim", "batch=16")
 ASKED = ("--stages", "4", "--microbatches", "4", "--costs", "roofline", "--time-limit", "2", "--quiet")
 CUTS = "blocks.1,blocks.2,blocks.3"
 REVERSIBLE = "blocks.blocks.1,blocks.blocks.2,blocks.blocks.3"
 
 
-def planned(folder: Path, name: str, *more: str) -> Path:
+def planned(folder: Path, name: str, *more: str, depth: int = 4) -> Path:
     path = folder / "pipe.json"
-    assert main(["pipeline", name, *SIZES, *ASKED, *more, "-o", str(path)]) == 0
+    sizes = (*SIZES, "--dim", f"depth={depth}")
+    assert main(["pipeline", name, *sizes, *ASKED, *more, "-o", str(path)]) == 0
     return path
 
 
@@ -93,8 +83,8 @@ def test_the_files_plans_run_where_weight_gradients_are_computed_apart(
     workers: Workers, tmp_path: Path
 ) -> None:
     cuts = ",".join(f"blocks.{k}" for k in range(1, 8))
-    split = ("--schedule", "interleaved-zb", "--stages", "8", "--dim", "depth=8", "--cuts", cuts)
-    path = planned(tmp_path, "vit_s", *split, "--budget", "95%")
+    split = ("--schedule", "interleaved-zb", "--stages", "8", "--cuts", cuts)
+    path = planned(tmp_path, "vit_s", *split, "--budget", "95%", depth=8)
     reports = workers.run(step, path=path)[0]
     assert [(one.anew, one.different) for one in reports] == [("", ())] * 4
 
