@@ -188,7 +188,7 @@ def test_what_cannot_be_is_said() -> None:
 
 def several_sizes(sizes: range, **options: Any) -> Any:
     """The backend of a network that was called with these numbers of rows, and compiled for each."""
-    compiled, _, backend, _ = compiled_and_plain(dynamic_shapes=False, **options)
+    compiled, _, backend, _ = compiled_and_plain(dynamic=False, **options)
     for n in sizes:
         loss_of(compiled(torch.randn(8 * n, 64))).backward()
     return backend
