@@ -292,7 +292,7 @@ def side_by_side(names: tuple[str, ...], seconds: int) -> None:
     """Run ``rematplan compare`` on networks, with a picture NAME.png for each. ``seconds``: of each search."""
     for name in names:
         sys.stdout.flush()
-        command(["compare", name, *NETWORKS[name], "--time-limit", str(seconds), "--png", f"{name}.png"])
+        command(["compare", name, *NETWORKS[name], "-S", f"time_limit={seconds}", "--png", f"{name}.png"])
 
 
 def main() -> None:

@@ -258,7 +258,7 @@ def _planned(
 
 @dataclass(frozen=True)
 class ModuleOptions:
-    """What a user asks of the plans of a module: the keywords of `plan_module`."""
+    """The keywords of `plan_module` that a user stated for one module."""
 
     options: PlanOptions
     """Those that determine a plan."""

@@ -196,7 +196,7 @@ def load_model(
             raise UsageError(f"{model}: --bn and --dropout can only be used with ONNX files")
         if dims:
             raise UsageError(
-                f"{model}: --dim can only be used with ONNX files; for a network of the zoo state sizes such as --batch"
+                f"{model}: dims are those of ONNX files; for a network of the zoo state sizes=Sizes(batch=8)"
             )
         return _load_zoo(model, sizes, loss, seed, weightless, place)
     path = Path(model)

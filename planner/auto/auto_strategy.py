@@ -11,13 +11,9 @@ from rematplan.ir import InfeasibleBudget, TrainingGraph
 from rematplan.planner.auto.auto_session import AutoSession
 from rematplan.planner.auto.compile_kernels import compile_kernels
 from rematplan.planner.auto.time_shares import SessionOptions
-from rematplan.planner.core.effort import Effort
+from rematplan.planner.core.effort import MOVES_PER_SECOND, Effort
 from rematplan.planner.core.plan import Plan
 from rematplan.planner.core.strategy import Progress, Strategy, pareto, silent
-
-DETERMINISTIC_MOVES = 100_000
-"""The number of moves that count as a second if the search must be deterministic: fewer than most machines make in
-one."""
 
 
 @dataclass(frozen=True)
@@ -54,7 +50,7 @@ class Auto(Strategy):
     random choices. ``keep_order``: whether the first runs of all ops keep the problem's order. ``reuse``: whether plans
     are saved on disk, as starts for later processes. ``gap``: the search ends when the plan's overhead is proven to
     exceed the optimum's by no more than this (0.001: a tenth of a percent of the step's time). ``deterministic``:
-    whether `DETERMINISTIC_MOVES` moves replace each second of ``time_limit``.
+    whether `MOVES_PER_SECOND` moves replace each second of ``time_limit``.
     """
 
     time_limit: float = 30.0
@@ -80,7 +76,7 @@ class Auto(Strategy):
     @property
     def counted(self) -> int:
         """The number of moves that limits the search; 0 if its time does."""
-        return self.moves or (round(self.time_limit * DETERMINISTIC_MOVES) if self.deterministic else 0)
+        return self.moves or (round(self.time_limit * MOVES_PER_SECOND) if self.deterministic else 0)
 
     @property
     def _options(self) -> SessionOptions:

@@ -21,6 +21,13 @@ from rematplan.ir import Op, TrainingGraph, UsageError
 from rematplan.ir.recoverable import last_forward_read, recoveries
 from rematplan.planner.core.schedule import Free, Schedule
 
+
+def stated_limit(inverses: bool | float) -> float | None:
+    """Return the largest relative error of a recovered tensor that the option ``inverses`` states; None if it is true
+    or false, and so states none."""
+    return None if isinstance(inverses, bool) else inverses
+
+
 ROUNDING = 0.15
 """What an inverse adds to the relative error, as a multiple of half a unit in the last place. `Op.noise` is a
 multiple of it."""

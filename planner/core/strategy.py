@@ -40,8 +40,8 @@ class Strategy:
     """
 
     two_lanes: Literal["off", "auto", "on"] = field(default="off", kw_only=True)
-    """Whether recomputation and inverses run at the same time as the gradients, on two threads or CUDA streams, as far
-    ahead as the budget allows. ``auto``: only if it is predicted to save time."""
+    """Whether recomputation and inverses run concurrently with the gradients, on two threads or CUDA streams, and ahead
+    of them as far as the budget allows. ``auto``: only if that is predicted to save time."""
     lane_speed: float = field(default=0.0, kw_only=True)
     """The speed of each of two lanes while both work, relative to one that works alone: from 0.5 to 1. 0: it is
     measured if costs are measured, and a typical value otherwise."""

@@ -8,13 +8,13 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from rematplan.cli.arguments import check_outputs, dimensions, positive, positive_number
+from rematplan.cli.arguments import check_outputs, positive, positive_number
 from rematplan.cli.output import Output
-from rematplan.cli.problem_source import PROFILE, add_costs, add_model, costs_of, load_model
+from rematplan.cli.problem_source import PROFILE, add_costs, add_model, costs_of, load_model, sizes_and_dims
 from rematplan.ir import TrainingGraph, UsageError, show_bytes
-from rematplan.models.names import SUMMARIES
 from rematplan.pipeline.options import OPTIMIZERS, optimizer_copies, parse_link, parse_rank_budget
 from rematplan.pipeline.schedules import SCHEDULES, SPLIT
+from rematplan.planner.core.inversion_error import stated_limit
 from rematplan.planner.pipeline.pipeline_file import PlannedPipeline, pipeline_to_json, save_pipeline
 
 if TYPE_CHECKING:
@@ -111,14 +111,13 @@ def run(args: argparse.Namespace, out: Output) -> int:
     began = time.perf_counter()
     costs = costs_of(args)
     inverses = bool(args.inverses) or args.schedule == DATAFLOW
-    max_error = None if isinstance(args.inverses, bool) else args.inverses
     loaded = load_model(args, out, weightless=costs != PROFILE, inverses=inverses)
     priced: dict[str, tuple[CapturedStep, TrainingGraph]] = {}
     for names in (tuple(name for name in SCHEDULES if name not in SPLIT), SPLIT):
         if asked_for := [name for name in names if args.schedule in (AUTO, name)]:
             step = step_for(asked_for[0], loaded.step)
             with out.progress("pricing the ops") as progress:
-                graph = with_costs(step, costs, progress, max_error)
+                graph = with_costs(step, costs, progress, stated_limit(args.inverses))
             priced |= dict.fromkeys(asked_for, (step, graph))
     cuts = None if args.cuts == AUTO else tuple(args.cuts.split(","))
     asked = PipelineRequest(
@@ -174,12 +173,11 @@ def _show(plan: PlannedPipeline, notes: tuple[str, ...], out: Output) -> None:
 def _model(args: argparse.Namespace, costs: str) -> dict[str, Any]:
     """Return the arguments with which the model was loaded, as JSON data, so that ``rematplan pipeline-step`` can load
     it again."""
-    stated = dimensions(args.dim or ())
-    in_zoo = args.model in SUMMARIES
+    sizes, dims = sizes_and_dims(args)
     return {
         "model": args.model,
-        "sizes": stated if in_zoo else {},
-        "dims": [] if in_zoo else [list(pair) for pair in stated.items()],
+        "sizes": dict(sizes),
+        "dims": [list(pair) for pair in dims.items()],
         "loss": args.loss,
         "bn": args.bn,
         "dropout": args.dropout,

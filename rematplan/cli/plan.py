@@ -156,8 +156,8 @@ def plan_options(args: argparse.Namespace) -> PlanOptions:
 
     strategy: Strategy = one_strategy(args)  # refuses an option that the strategy does not have
     if getattr(args, "plan", None):
-        lanes: dict[str, Any] = {n: v for n, v in strategy_options(args).items() if n == "two_lanes"}
-        strategy = SavedPlan(args.plan, **lanes)
+        lanes = strategy.two_lanes if "two_lanes" in strategy_options(args) else None
+        strategy = SavedPlan(args.plan, two_lanes=lanes, lane_speed=strategy.lane_speed)
     return PlanOptions(
         budget=args.budget,
         strategy=strategy,

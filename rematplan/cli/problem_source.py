@@ -16,7 +16,7 @@ from rematplan.cli.output import Output
 from rematplan.ir import TrainingGraph, UsageError, load_problem
 from rematplan.models.names import SIZES, SUMMARIES, ZooError
 from rematplan.planner.arrays.phases import contradiction
-from rematplan.planner.core.inversion_error import with_anchors
+from rematplan.planner.core.inversion_error import stated_limit, with_anchors
 from rematplan.planner.strategies.reversible import Reversible
 from rematplan.runtime.costs.device_models import device_model
 
@@ -129,8 +129,7 @@ def load(args: argparse.Namespace, out: Output, *, runs: bool = False) -> Source
     for option in MODEL_ONLY:
         if getattr(args, option) is not None:
             raise UsageError(f"--{option} needs a network or an ONNX file; {args.model} is a problem file")
-    error = None if isinstance(args.inverses, bool) else args.inverses
-    graph = with_anchors(load_problem(Path(args.model)), error)
+    graph = with_anchors(load_problem(Path(args.model)), stated_limit(args.inverses))
     said = contradiction(graph)
     return Source(graph, None, (said,) if said else ())
 
@@ -193,8 +192,7 @@ def load_model(
     from rematplan.plans.op_costs import known_costs
 
     known_costs(costs_of(args))
-    stated = dimensions(args.dim or ())
-    sizes, dims = (zoo_sizes(args.model, stated), {}) if args.model in SUMMARIES else ({}, stated)
+    sizes, dims = sizes_and_dims(args)
     with out.progress("capturing the training step"), zoo_errors():
         return api.load_step(
             args.model,
@@ -207,6 +205,16 @@ def load_model(
             inverses=inverses,
             device=args.device or "cpu",
         )
+
+
+def sizes_and_dims(args: argparse.Namespace) -> tuple[Mapping[str, int], Mapping[str, int]]:
+    """Return what ``--dim`` states: the sizes of a network of the zoo, and those of a file's symbolic dimensions.
+
+    Raises:
+        UsageError: a name has two different sizes, or no network of the zoo has a size of that name.
+    """
+    stated = dimensions(args.dim or ())
+    return (zoo_sizes(args.model, stated), {}) if args.model in SUMMARIES else ({}, stated)
 
 
 def zoo_sizes(name: str, stated: Mapping[str, int]) -> Mapping[str, int]:

@@ -71,7 +71,7 @@ class RematplanCallback(Callback):  # type: ignore[misc]
         self.unseen = apply(part, self.budget, **trained | self.options)
 
     def on_train_batch_end(self, *_args: Any, **_kwargs: Any) -> None:
-        """Warn if the first step has not called what is planned."""
+        """Warn if the first step did not call the planned part."""
         part, self.unseen = self.unseen, None
         if part is not None:
             warn_if_not_called(part)

@@ -13,6 +13,9 @@ from rematplan.plan_any_module import planning
 from rematplan.plan_in_place import apply
 from rematplan.runtime.graph.warn import warn
 
+OF_THE_MODEL = ("policy", "dynamic_shapes")
+"""The options that may name parts and arguments of the model, so that they cannot be checked without it."""
+
 
 def check_options(budget: str | int | None, options: dict[str, Any]) -> None:
     """Refuse a missing or malformed budget, and unknown or malformed options, before there is a model.
@@ -20,11 +23,8 @@ def check_options(budget: str | int | None, options: dict[str, Any]) -> None:
     Raises:
         UsageError: as `apply`.
     """
-    apply(
-        nn.Module(),
-        budget,
-        **{key: value for key, value in options.items() if key not in ("keep", "never_rerun")},
-    )
+    of_no_model = {key: value for key, value in options.items() if key not in OF_THE_MODEL}
+    apply(nn.Module(), budget, **of_no_model)
 
 
 def part_of(model: nn.Module, module: str | None) -> nn.Module:

@@ -68,7 +68,7 @@ class RematplanCallback(TrainerCallback):  # type: ignore[misc]
         self.unseen = apply(part, self.budget, **_trained_by(args, optimizer) | self.options)
 
     def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        """Warn if the first step has not called what is planned."""
+        """Warn if the first step did not call the planned part."""
         del args, state, control
         part, self.unseen = self.unseen, None
         if part is not None:

@@ -30,7 +30,7 @@ class CaptureLock:
 
     @property
     def is_mine(self) -> bool:
-        """Whether this thread has the lock exclusively, so that it captures or plans a module."""
+        """Whether this thread has the lock for itself, as it has while it captures or plans a module."""
         return self._alone == get_ident()
 
     @contextmanager

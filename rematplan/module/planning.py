@@ -83,7 +83,7 @@ class PlanningStats:
     with symbolic sizes, each of which serves several shapes. ``instances``: how often a shape was served by a capture
     with symbolic sizes. ``carried``: how many of these needed neither a step nor a search, because a plan made at other
     sizes was used. ``sources``: the number of compiled sources that serve all sizes. ``dropped``: the number of plans
-    that were dropped because there were more than ``max_plans``. ``reasons``: why shapes were captured separately;
+    that were dropped because there were more than `MAX_PLANS`. ``reasons``: why shapes were captured separately;
     empty if there is no reason.
     """
 

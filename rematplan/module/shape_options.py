@@ -22,7 +22,7 @@ FEW = 12
 SMALLEST = 2
 """Sizes below this are special to PyTorch, so that steps of other sizes do not serve them."""
 DynamicShapes: TypeAlias = Mapping[str, Any] | Sequence[Any] | bool | None
-"""What the option ``dynamic_shapes`` may be."""
+"""The values that the option ``dynamic_shapes`` accepts."""
 
 
 @dataclass(frozen=True)
@@ -58,7 +58,7 @@ class ShapeOptions:
     """The shapes that calls of a planned module may have."""
 
     dynamic: bool = True
-    """Whether a call that fits no existing plan gets a new one. Otherwise it is refused."""
+    """Whether a call that fits no existing plan gets a new one. If not, the call is refused."""
     max_plans: int = field(default_factory=lambda: MAX_PLANS)
     """The largest number of plans that are kept, and of captures with symbolic sizes."""
     ranges: Mapping[str, Mapping[int, Size]] = field(default_factory=dict)

@@ -35,11 +35,11 @@ _planned_calls = 0
 
 @dataclass
 class UnplannedCalls:
-    """What a planned module was warned of. ``name``: the model's name."""
+    """The warnings that one planned module has given, and its watch for backwards. ``name``: the model's name."""
 
     name: str
     told: set[str] = field(default_factory=set)
-    """The calls that were warned of, as texts. Each is warned of once."""
+    """The calls for which a warning was given, as texts. Each gets one warning."""
     watched: list[RemovableHandle] = field(default_factory=list)
     """The hooks that wait for a backward before the first planned call."""
 
@@ -99,7 +99,7 @@ def watched_methods(kind: type[nn.Module], calls: Callable[[Any], UnplannedCalls
     """Return the methods of a model's class for its planned subclass: each does what the original does, by
     `UnplannedCalls.tell`. The methods of `nn.Module` and special methods are not among them.
 
-    ``calls``: returns what a planned module was warned of.
+    ``calls``: returns the `UnplannedCalls` of a planned module.
     """
     names = (name for name in dir(kind) if not (name.startswith("__") or hasattr(nn.Module, name)))
     found = {name: inspect.getattr_static(kind, name) for name in names}

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, ClassVar, Literal
 
 from rematplan.ir import TrainingGraph, UsageError
 from rematplan.planner.auto.auto_strategy import Auto
+from rematplan.planner.core.inversion_error import stated_limit
 from rematplan.planner.core.plan import Plan, load_plan
 from rematplan.planner.core.strategy import Progress, Strategy, silent
 from rematplan.planner.registry import LIMIT, checked, strategy
@@ -90,7 +91,7 @@ class PlanOptions:
                 f"in_flight is {self.in_flight} and deferred is {self.deferred}: in_flight must be 1 or more, and "
                 f"deferred 0 or more, or None"
             )
-        if not isinstance(self.inverses, (bool, float)) or not self.inverses >= 0:
+        if not isinstance(self.inverses, (bool, float)) or not (self.inverses > 0 or self.inverses is False):
             raise UsageError(
                 f"inverses is {self.inverses!r}; it must be True, False, or the largest relative error, such as 1e-5"
             )
@@ -162,7 +163,7 @@ class PlanOptions:
     @property
     def max_inversion_error(self) -> float | None:
         """The largest predicted relative error of a recovered tensor; None: a limit that suits the tensor's type."""
-        return None if isinstance(self.inverses, bool) else float(self.inverses)
+        return stated_limit(self.inverses)
 
 
 @dataclass(frozen=True)

@@ -80,8 +80,8 @@ class Planner(StepProblems):
     def plan(self, step: CapturedStep, first: bool = False, progress: Progress | None = None) -> StepPlan:
         """Plan a step, and return the plan with the step, to which inverses were added.
 
-        With ``accumulate``, the budget includes gradients of earlier backwards. If no plan fits, ``on_infeasible``
-        decides whether an error is raised or another plan is used.
+        With the reserved item `GRADIENTS`, the budget includes gradients of earlier backwards. If no plan fits,
+        ``on_infeasible`` decides whether an error is raised or another plan is used.
 
         Args:
             step: the captured step.

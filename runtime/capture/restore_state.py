@@ -4,17 +4,16 @@ buffers and gradients, and the states of random number generators."""
 from __future__ import annotations
 
 import copy
-import random
 from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-import numpy as np
 import torch
 from torch import nn
 
 from rematplan.runtime.graph.compat import pytree
+from rematplan.runtime.graph.generator_states import all_states, set_states
 from rematplan.runtime.graph.warn import warn
 from rematplan.runtime.guards.attributes import is_record
 from rematplan.runtime.guards.snapshots import PLAIN
@@ -98,13 +97,11 @@ def same_gradients(module: nn.Module, copied: bool = False) -> Iterator[None]:
 def same_draws() -> Iterator[None]:
     """Restore, after the block, the states of the global random number generators of PyTorch (CPU and CUDA), Python and
     NumPy."""
-    python, numpy = random.getstate(), np.random.get_state()
+    states = all_states()
     try:
-        with torch.random.fork_rng(devices=range(torch.cuda.device_count())):
-            yield
+        yield
     finally:
-        random.setstate(python)
-        np.random.set_state(numpy)
+        set_states(states)
 
 
 def _holders(module: nn.Module) -> list[tuple[str, Any]]:

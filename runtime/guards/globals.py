@@ -10,6 +10,7 @@ function names counts as read, even in a branch that is not taken.
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Iterator, Mapping, Sequence, Set
 from contextvars import ContextVar
 from dataclasses import dataclass, field
@@ -186,9 +187,7 @@ class GlobalReads:
                 self.codes[function.__code__] = None
                 yield function.__globals__, function.__globals__, variables_in(function.__code__), own
                 if _ENVIRONMENT & own:
-                    variables = ByName(
-                        filter(str.isidentifier, strings_in(function.__code__)), os.environ.get
-                    )
+                    variables = ByName(filter(str.isidentifier, strings_in(function.__code__)), _variable)
                     yield function.__code__, variables, variables.names, own
                 yield function.__dict__, function.__dict__, names, names
                 defaults = _defaults(function)
@@ -251,6 +250,13 @@ def _defaults(function: FunctionType) -> dict[str, Any]:
     names = code.co_varnames[code.co_argcount - len(values) : code.co_argcount]
     every = {**dict(zip(names, values, strict=True)), **(function.__kwdefaults__ or {})}
     return {name: value for name, value in every.items() if type(value) not in PLAIN}
+
+
+def _variable(name: str) -> str | None:
+    """Return an environment variable; None if it is not set. `os.environ` makes a new string at each access; here an
+    unchanged text is the same object, as changes of names are found by identity."""
+    text = os.environ.get(name)
+    return None if text is None else sys.intern(text)
 
 
 def _slots(holder: Any) -> AttributesByName:

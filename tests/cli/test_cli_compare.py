@@ -5,20 +5,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from zoo_arguments import zoo_arguments
 
-SMALL = (
-    "revvit_s",
-    "--dim",
-    "image=64",
-    "--dim",
-    "width=32",
-    "--dim",
-    "batch=32",
-    "--dim",
-    "depth=4",
-    "--costs",
-    "roofline",
-)
+SMALL = zoo_arguments("revvit_s", image=64, width=32, batch=32, depth=4)
 NAMES = ["store all", "√n checkpointing", "auto without inverses", "reversible", "auto with inverses"]
 OVERLAP = "auto with inverses, overlap"
 

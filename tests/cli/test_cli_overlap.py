@@ -1,4 +1,4 @@
-"""The option --overlap: plans on two lanes are written, read and run."""
+"""The option two_lanes: plans on two lanes are written, read and run."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -6,20 +6,9 @@ from types import ModuleType
 from typing import Any
 
 import pytest
+from zoo_arguments import zoo_arguments
 
-SMALL = (
-    "revvit_s",
-    "--dim",
-    "image=64",
-    "--dim",
-    "width=32",
-    "--dim",
-    "batch=32",
-    "--dim",
-    "depth=4",
-    "--costs",
-    "roofline",
-)
+SMALL = zoo_arguments("revvit_s", image=64, width=32, batch=32, depth=4)
 PLAN = (*SMALL, "--strategy", "reversible", "--budget", "70%")
 LEAN = ("--strategy", "chen_sqrt", "--budget", "min")
 RESNET = ("resnet18", "--dim", "image=32", "--dim", "width=4", "--dim", "batch=4", "--costs", "roofline")
@@ -67,6 +56,8 @@ def test_plan_files_contain_lanes_and_pass_the_checker(
     assert again.status == 0
     assert again.data["lanes"] == made["lanes"]
     assert again.data["verification"]["bit_equal"]
+    stated = call("step", *RESNET, "--plan", plan, "-S", "two_lanes=on", "-S", "lane_speed=0.9", "--json")
+    assert stated.data["lanes"]["speed"] == 0.9
     one = call("step", *RESNET, "--plan", plan, "-S", "two_lanes=off", "--json").data
     assert one["lanes"] is None
     assert one["one_lane_seconds"] is None

@@ -5,6 +5,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from zoo_arguments import zoo_arguments
 
 from rematplan.cli import main
 from rematplan.ir import ProblemError, UsageError
@@ -18,8 +19,7 @@ from rematplan.report.plot_timeline import timeline_figure
 
 def small(**sizes: int) -> tuple[str, ...]:
     """The arguments of a small network; ``sizes`` replaces some of its sizes."""
-    dims = {"depth": 4, "width": 32, "image": 32, "batch": 2} | sizes
-    return ("vit_s", *(f"--dim={name}={size}" for name, size in dims.items()), "--costs", "roofline")
+    return zoo_arguments("vit_s", **{"depth": 4, "width": 32, "image": 32, "batch": 2} | sizes)
 
 
 SMALL = small()

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from zoo_arguments import zoo_arguments
 
 import rematplan
 from rematplan.ir import InfeasibleBudget, TrainingGraph
@@ -148,19 +149,7 @@ def test_the_budget_min_is_the_smaller_peak_of_inverting_and_recomputing() -> No
 
 
 def test_the_command_line_plans_with_inverses(call: Callable[..., Any], tmp_path: Path) -> None:
-    model = (
-        "revvit_s",
-        "--dim",
-        "image=64",
-        "--dim",
-        "width=32",
-        "--dim",
-        "batch=8",
-        "--dim",
-        "depth=2",
-        "--costs",
-        "roofline",
-    )
+    model = zoo_arguments("revvit_s", image=64, width=32, batch=8, depth=2)
     for budget in ("100%", "85%"):
         without = call("plan", *model, "--budget", budget, "-S", "time_limit=1", "--json").data
         options = (*model, "--inverses", "--json")

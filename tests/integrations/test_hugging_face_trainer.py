@@ -275,6 +275,10 @@ def test_a_part_that_no_step_calls_is_told(tmp_path: Path) -> None:
         run(tmp_path, model, [callback(module="unused")], max_steps=2)
 
 
+def test_a_policy_may_name_modules_that_the_callback_does_not_know_yet() -> None:
+    assert callback(policy=[nn.Linear(2, 2)]).options["policy"]
+
+
 @pytest.mark.parametrize(
     "make", [budgets.RematplanCallback, lambda: callback("much"), lambda: callback(tme_limit=3)]
 )

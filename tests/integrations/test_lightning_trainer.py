@@ -1,5 +1,6 @@
 """Laws of a budget in Lightning's Trainer: losses and weights are the same bits as without it."""
 
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,14 @@ from rematplan.integrations.lightning import RematplanCallback  # noqa: E402
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 STEPS = 20
+
+
+@pytest.fixture(autouse=True)
+def without_a_group() -> Iterator[None]:
+    """The process group that the strategy for several processes leaves is not one of the next test."""
+    yield
+    if torch.distributed.is_initialized():
+        torch.distributed.destroy_process_group()
 
 
 class Classifier(pl.LightningModule):  # type: ignore[misc,name-defined]

@@ -4,7 +4,6 @@ does what it does to the model."""
 import copy
 import gc
 import inspect
-import io
 import math
 import warnings
 import weakref
@@ -17,7 +16,7 @@ from typing import Any
 
 import pytest
 import torch
-from same_bits import SETTINGS, X, equal_after, planned_and_plain
+from same_bits import SETTINGS, X, equal_after, planned_and_plain, saved
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
@@ -260,15 +259,7 @@ def test_threads_may_evaluate_while_another_plans() -> None:
     assert torch.equal(y, plain(X[:3]))
 
 
-def pickled(model: nn.Module) -> nn.Module:
-    file = io.BytesIO()
-    torch.save(model, file)
-    file.seek(0)
-    found: nn.Module = torch.load(file, weights_only=False)
-    return found
-
-
-@pytest.mark.parametrize("copied", [copy.copy, copy.deepcopy, pickled])
+@pytest.mark.parametrize("copied", [copy.copy, copy.deepcopy, saved])
 def test_copies_are_planned_modules(copied: Callable[[nn.Module], nn.Module]) -> None:
     planned, plain = planned_and_plain(net())
     inner = copied(nn.Sequential(copied(planned)))
@@ -280,7 +271,7 @@ def test_copies_are_planned_modules(copied: Callable[[nn.Module], nn.Module]) ->
 @pytest.mark.parametrize("attribute", ["plan", "source"])
 def test_a_copy_that_has_no_plan_yet_says_so(attribute: str) -> None:
     planned, _ = planned_and_plain(net())
-    copied = pickled(planned)
+    copied = saved(planned)
     for front in (copied, rematplan.planning(copied)):
         with pytest.raises(UsageError, match=r"^Net has no plan yet; .*prepare"):
             getattr(front, attribute)
@@ -363,7 +354,7 @@ class Wrapped(Net):
         return self.inner(x) * 3
 
 
-@pytest.mark.parametrize("copied", [copy.copy, copy.deepcopy, pickled])
+@pytest.mark.parametrize("copied", [copy.copy, copy.deepcopy, saved])
 def test_copies_have_what_replaced_the_forward(copied: Callable[[nn.Module], nn.Module]) -> None:
     planned, plain = planned_and_plain(Wrapped())
     planned.wrap()

@@ -372,6 +372,22 @@ def test_dimensions_may_have_any_size_or_one() -> None:
         planned(torch.randn(6, WIDTH))
 
 
+class Sum(nn.Linear):
+    """A layer of two inputs of equal numbers of rows."""
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        return super().forward(x).sum(0) + y.sum(0)
+
+
+def test_one_dim_in_two_arguments_states_equal_sizes() -> None:
+    model, rows = Sum(WIDTH, WIDTH), Dim("rows", min=2, max=9)
+    inputs = torch.randn(4, WIDTH), torch.randn(4, WIDTH)
+    planned, _ = planned_and_plain(model, *inputs, dynamic_shapes=({0: rows}, {0: rows}))
+    planned(torch.randn(6, WIDTH), torch.randn(6, WIDTH)).sum().backward()
+    with pytest.raises(UsageError, match="rows is 6 in dimension 0 of x and 5 in dimension 0 of y; "):
+        planned(torch.randn(6, WIDTH), torch.randn(5, WIDTH))
+
+
 ROWS = Dim("rows", min=1, max=9)
 
 

@@ -2,7 +2,6 @@
 
 import copy
 import inspect
-import io
 import pickle
 from collections.abc import Callable
 from functools import partial
@@ -10,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from same_bits import saved
 from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils import _pytree as pytree
@@ -183,14 +183,6 @@ def copied(model: nn.Module) -> nn.Module:
 
 def pickled(model: nn.Module) -> nn.Module:
     found: nn.Module = pickle.loads(pickle.dumps(model))
-    return found
-
-
-def saved(model: nn.Module) -> nn.Module:
-    file = io.BytesIO()
-    torch.save(model, file)
-    file.seek(0)
-    found: nn.Module = torch.load(file, weights_only=False)
     return found
 
 

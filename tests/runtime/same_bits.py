@@ -1,6 +1,7 @@
 """What tests of the drop-in compare: two modules' states and gradients, and all that a use of them leaves."""
 
 import copy
+import io
 from collections.abc import Callable
 from typing import Any
 
@@ -11,6 +12,15 @@ import rematplan
 
 SETTINGS: dict[str, Any] = {"budget": "min", "strategy": "approx_dp", "costs": "roofline"}
 X = torch.randn(8, 16, generator=torch.Generator().manual_seed(1))
+
+
+def saved(model: nn.Module) -> nn.Module:
+    """The model from a file to which it was saved whole."""
+    file = io.BytesIO()
+    torch.save(model, file)
+    file.seek(0)
+    found: nn.Module = torch.load(file, weights_only=False)
+    return found
 
 
 def same(a: nn.Module, b: nn.Module) -> bool:

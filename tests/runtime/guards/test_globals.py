@@ -220,6 +220,18 @@ def test_what_is_changed_after_planning_counts(change: Callable[[Net], Any]) -> 
     assert len(ours.plans) == 2
 
 
+def test_a_variable_of_the_environment_that_is_set_before_planning_stands() -> None:
+    os.environ["REMATPLAN_ADDED"] = "12.5"  # Python makes a new string of it at each access
+    ours = planned(Net())
+    ours(X)
+    assert len(ours.plans) == 1
+    os.environ["REMATPLAN_ADDED"] = "13.5"
+    with torch.no_grad():
+        now = ours(X)
+    assert torch.equal(ours(X), now)
+    assert len(ours.plans) == 2
+
+
 class Unsized(tuple[float, ...]):
     """Refuses to say how long it is, as a class of its own may."""
 
