@@ -63,6 +63,7 @@ try:
     from torch import _is_functional_tensor as is_functional_tensor
     from torch._C import DispatchKey, _functions
     from torch._C import _AutoDispatchBelowAutograd as AutoDispatchBelowAutograd
+    from torch._C import _current_graph_task_id as current_graph_task
     from torch._C import _DisableAutocast as DisableAutocast
     from torch._C import _dispatch_tls_is_dispatch_key_excluded as is_dispatch_key_excluded
     from torch._C import _get_cudnn_enabled as get_cudnn_enabled
@@ -258,6 +259,7 @@ __all__ = [
     "c_autograd",
     "clear_cublas_workspaces",
     "compile_fx",
+    "current_graph_task",
     "detect_fake_mode",
     "device_mode",
     "disable_current_modes",
