@@ -29,6 +29,8 @@ if TYPE_CHECKING:
         problem,
         run_step,
     )
+    from rematplan.auditing.audit import Audit, audit
+    from rematplan.auditing.faults import Fault
     from rematplan.compile_backend import backend
     from rematplan.optim.kfac import KFAC
     from rematplan.pipeline.plan_pipeline import plan_pipeline
@@ -57,10 +59,12 @@ __all__ = [
     "KFAC",
     "Anneal",
     "ApproxDP",
+    "Audit",
     "Auto",
     "ChenGreedy",
     "ChenSqrt",
     "ExactDP",
+    "Fault",
     "InfeasibleBudget",
     "Kronecker",
     "LoadedStep",
@@ -79,6 +83,7 @@ __all__ = [
     "TrainingGraph",
     "UsageError",
     "apply",
+    "audit",
     "backend",
     "curves",
     "finish_weights",
@@ -114,6 +119,8 @@ _HOMES = {
         ),
         "rematplan.api",
     ),
+    **dict.fromkeys(("Audit", "audit"), "rematplan.auditing.audit"),
+    "Fault": "rematplan.auditing.faults",
     "backend": "rematplan.compile_backend",
     "Pipeline": "rematplan.pipeline.runnable_pipeline",
     "plan_module": "rematplan.plan_any_module",

@@ -82,7 +82,7 @@ LAYERS = {
         "api plan_any_module plan_in_place symbolic_halves compile_for_sizes compile_backend onnx_backend",
         "integrations",
         "pipeline",
-        "audit",
+        "auditing",
         "report",
         "cli",
         "__main__",

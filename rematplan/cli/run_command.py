@@ -25,6 +25,7 @@ COMMANDS = {
     "models": "list the networks of the zoo, which can be named in place of a file",
     "export": "write a network as an ONNX file in training form",
     "plan": "plan a training step within a memory budget",
+    "audit": "tell whether a model's own checkpointing is right, and what it costs",
     "curve": "show the memory/overhead trade-off",
     "compare": "compare keeping, recomputing and inverting: peak, time and gradient error",
     "profile": "measure a training step's ops, for planning on another machine",

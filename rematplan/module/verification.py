@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -113,6 +113,16 @@ def verify(
     """
     expected = _results(module, module, batch, seed)
     found = _results(module, planned, batch, seed)
+    return Verification(len(expected), tuple(tensor_differences(expected, found)), predicted)
+
+
+def tensor_differences(
+    expected: Mapping[str, torch.Tensor], found: Mapping[str, torch.Tensor]
+) -> list[Difference]:
+    """Return the tensors that differ by at least one bit between two runs of a step, by name.
+
+    The names of gradients begin with ``gradient``.
+    """
     gradients = [t.double().norm() for name, t in expected.items() if name.startswith("gradient ")]
     floor = FLOOR * float(torch.stack(gradients).norm()) if gradients else 0.0
     differences = []
@@ -120,11 +130,13 @@ def verify(
         a, b = expected.get(name), found.get(name)
         if a is None or b is None:
             differences.append(Difference(name, float("inf"), float("inf")))
+        elif a.shape != b.shape:
+            differences.append(Difference(name, math.inf, math.inf))
         elif not same_bits(a, b):
             distance = (a.double() - b.double()).abs()
             scale = max(float(a.double().norm()), floor if name.startswith("gradient ") else 0.0) or 1.0
             differences.append(Difference(name, float(distance.max()), float(distance.norm()) / scale))
-    return Verification(len(expected), tuple(differences), predicted)
+    return differences
 
 
 def same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:

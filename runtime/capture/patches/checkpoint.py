@@ -1,10 +1,10 @@
-"""Disable a model's activation checkpointing (`torch.utils.checkpoint`) during capture, because a plan decides which
-ops are recomputed."""
+"""Disable or watch a model's activation checkpointing (`torch.utils.checkpoint`). A capture disables it, because a plan
+decides which ops are recomputed."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from threading import get_ident
 from types import SimpleNamespace
 from typing import Any
@@ -14,12 +14,14 @@ import torch.utils.checkpoint as checkpoints
 
 from rematplan.runtime.graph.compat import CHECKPOINT_GENERATOR
 
+EachRun = Callable[[], AbstractContextManager[None]]
 
-def _run(function: Callable[..., Any], _preserve: bool, *args: Any) -> Any:
+
+def _run(_original: object, function: Callable[..., Any], _preserve: bool, *args: Any) -> Any:
     return function(*args)
 
 
-def _nothing_around(*_args: Any, **_kwargs: Any) -> Iterator[None]:
+def _nothing_around(_original: object, *_args: Any, **_kwargs: Any) -> Iterator[None]:
     yield
 
 
@@ -28,17 +30,53 @@ def without_checkpoints() -> Iterator[None]:
     """Make `torch.utils.checkpoint.checkpoint` call its function without saving or recomputing anything, inside the
     block and in this thread. Other threads are not affected, because they may be training a model that needs its
     checkpoints."""
+    with _replaced(_run, _nothing_around):
+        yield
+
+
+@contextmanager
+def watched_checkpoints(watch: Callable[[str, tuple[Any, ...]], EachRun]) -> Iterator[None]:
+    """Tell of each run of a checkpoint's function, in this thread.
+
+    ``watch``: called for each checkpoint with its kind, ``reentrant`` or ``non-reentrant``, and the arguments of a
+    reentrant one. It returns a function whose result is entered for each run: first the forward's, then those of
+    recomputations.
+    """
+
+    def told(function: Callable[..., Any], each_run: EachRun) -> Callable[..., Any]:
+        def run(*args: Any, **kwargs: Any) -> Any:
+            with each_run():
+                return function(*args, **kwargs)
+
+        return run
+
+    def apply(original: Callable[..., Any], function: Callable[..., Any], preserve: bool, *args: Any) -> Any:
+        return original(told(function, watch("reentrant", args)), preserve, *args)
+
+    def around(original: Callable[..., Any], function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        each_run = watch("non-reentrant", ())
+        with each_run():  # the caller runs the function while the generator waits
+            yield from original(told(function, each_run), *args, **kwargs)
+
+    with _replaced(apply, around):
+        yield
+
+
+@contextmanager
+def _replaced(reentrant: Callable[..., Any], around: Callable[..., Any]) -> Iterator[None]:
+    """Replace what runs checkpoints of both kinds, inside the block and in this thread. The replacements get what they
+    replace as their first argument."""
     thread = get_ident()  # all threads see the replaced functions
     with_reentry, without = checkpoints.CheckpointFunction.apply, getattr(checkpoints, CHECKPOINT_GENERATOR)
 
     def apply(*args: Any) -> Any:
-        return (_run if get_ident() == thread else with_reentry)(*args)
+        return reentrant(with_reentry, *args) if get_ident() == thread else with_reentry(*args)
 
-    def around(*args: Any, **kwargs: Any) -> Any:
-        return (_nothing_around if get_ident() == thread else without)(*args, **kwargs)
+    def generator(*args: Any, **kwargs: Any) -> Any:
+        return around(without, *args, **kwargs) if get_ident() == thread else without(*args, **kwargs)
 
     with (
         patch.object(checkpoints, "CheckpointFunction", SimpleNamespace(apply=apply)),
-        patch.object(checkpoints, CHECKPOINT_GENERATOR, around),
+        patch.object(checkpoints, CHECKPOINT_GENERATOR, generator),
     ):
         yield

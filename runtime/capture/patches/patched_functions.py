@@ -90,6 +90,11 @@ PATCHES = (
         f"{_ROOM}.capture.patches.checkpoint",
     ),
     Patch(
+        ("torch.autograd.Function.apply", "torch.no_grad"),
+        "an audit runs a model without its own recomputation: the forward of a Function is differentiated by autograd",
+        f"{_ROOM}.capture.patches.autograd_functions",
+    ),
+    Patch(
         (f"torch._C._autograd.{PUSH_SAVED_TENSORS_HOOKS}",),
         "a tracer drops hooks on saved tensors, which may change the gradients, so a forward that uses them is refused",
         f"{_ROOM}.capture.patches.saved_tensors",

@@ -1,0 +1,111 @@
+"""`audit`: whether a model's own checkpointing is right, and what it costs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from rematplan.auditing.comparison import compared, error_faults, watched
+from rematplan.auditing.faults import Fault
+from rematplan.auditing.measured_steps import Measured, measured, planned
+from rematplan.auditing.plain_path import plain_path
+from rematplan.auditing.step_runs import Step, default_loss
+from rematplan.ir import RematplanError, UsageError, first_line
+from rematplan.planner.core.strategy import Progress, silent
+from rematplan.runtime.graph.compat import OptimizedModule
+
+
+@dataclass(frozen=True)
+class Audit:
+    """The answer of `audit`. ``str`` of it is the verdict in one line."""
+
+    name: str
+    faults: tuple[Fault, ...]
+    notes: tuple[str, ...]
+    """What is not repeatable, what was not compared, and other remarks."""
+    regions: int
+    """The number of checkpointed regions that ran in the forward of one step."""
+    recomputed: int
+    """The number of ops that ran again in the backward."""
+    plain: Measured
+    """Without checkpointing."""
+    own: Measured | None
+    """With the model's own checkpointing; None if it raises an error."""
+    planned: Measured | None
+    """With a plan whose budget is the peak of the model's own checkpointing; None if none was made."""
+
+    @property
+    def sound(self) -> bool:
+        """Whether no fault was found."""
+        return not self.faults
+
+    def __str__(self) -> str:
+        if not self.faults:
+            return f"{self.name}: sound" + ("" if self.recomputed else ": nothing is recomputed")
+        more = f", and {len(self.faults) - 1} more" if len(self.faults) > 1 else ""
+        return f"{self.name}: {self.faults[0]}{more}"
+
+
+def audit(
+    model: nn.Module,
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any] | None = None,
+    *,
+    loss: Callable[[Any], torch.Tensor] | None = None,
+    plain: Callable[..., Any] | None = None,
+    plan: bool = True,
+    progress: Progress = silent,
+) -> Audit:
+    """Run a training step with the model's own checkpointing and without it, compare all that the two leave behind, and
+    measure peak and time of both.
+
+    Compared are the loss, gradients, buffers, parameters, random states, Python state of modules and hooks, and how
+    often hooks of gradients run, after each of two steps whose gradients accumulate. Without checkpointing means:
+    without `torch.utils.checkpoint`, without hooks on saved tensors, and with the forwards of Functions that recompute
+    differentiated by autograd. Differences that vanish in float64 are rounding errors; results in which two plain runs
+    differ are notes. The state of the model is restored.
+
+    The forward runs in the autocast state of the caller, the backward without autocast.
+
+    Args:
+        model: the model, in the mode in which it trains.
+        args: positional arguments of its forward.
+        kwargs: keyword arguments of its forward.
+        loss: a function of the model's output that returns a scalar. By default the output's ``loss``, a scalar output,
+            or the sum of the outputs with weights that differ.
+        plain: another implementation without the checkpointing in question, such as a loss that is not in chunks: a
+            function of the same arguments that uses the model's parameters, or a module with equal ones. Its loss and
+            gradients are compared, too.
+        plan: whether to plan the step within the peak of its own checkpointing, and measure that, too.
+        progress: called with the fraction done (0 to 1) and a short text.
+
+    Raises:
+        UsageError: the loss trains no parameter, or the parameters of ``plain`` are not those of the model.
+        ModelError: the step does not run without its checkpointing.
+    """
+    if any(isinstance(module, OptimizedModule) for module in model.modules()):
+        raise UsageError(
+            "audit the model before torch.compile: a compiled model does not run without its own plan"
+        )
+    step = Step(model, tuple(args), dict(kwargs or {}), loss or default_loss, model)
+    progress(0.0, "watching")
+    seen, error = watched(step)
+    progress(0.2, "comparing")
+    result = error_faults(step, seen, error) if error else compared(step, seen, plain)
+    progress(0.6, "measuring")
+    without = measured(step, lambda: plain_path(result.differentiated))
+    own = None if error else measured(step)
+    best, notes = None, result.notes
+    if plan and own is not None:
+        progress(0.8, "planning")
+        try:
+            best = planned(step, own.peak)
+        except RematplanError as refusal:
+            notes = (*notes, f"no plan at this peak: {first_line(refusal)}")
+    progress(1.0, "done")
+    name = type(model).__name__
+    return Audit(name, result.faults, notes, len(seen.regions), seen.recomputed, without, own, best)

@@ -1,0 +1,240 @@
+"""Compare the steps of a model with its own checkpointing to those without it: faults, and notes on what is none."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+
+from rematplan.auditing.faults import (
+    Fault,
+    StepDifferences,
+    differences,
+    faults_of,
+    flags_without_effect,
+    of_first_differences,
+    raised,
+)
+from rematplan.auditing.plain_path import plain_path
+from rematplan.auditing.recomputations import Watched, watched_step
+from rematplan.auditing.step_runs import Results, Step, in_float64, restored, results_of
+from rematplan.ir import ModelError, UsageError, first_line
+from rematplan.module.verification import same_bits
+from rematplan.runtime.capture.patches.autograd_functions import Kind
+
+ROUNDING = 1e-6
+"""A relative difference that is larger than this in float64 is no rounding error."""
+NOISE = 10.0
+"""How much larger than the difference of two plain runs a difference must be."""
+
+Path = Callable[[], AbstractContextManager[object]]
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """What a comparison found. ``differentiated``: the Functions that ran without their own backward in plain steps."""
+
+    faults: tuple[Fault, ...]
+    notes: tuple[str, ...]
+    differentiated: tuple[Kind, ...] = ()
+
+
+def watched(step: Step) -> tuple[Watched, Exception | None]:
+    """Run one step with its own checkpointing; return what was seen in it, and the error that it raised, if any."""
+    with restored(step), watched_step(step.model) as seen:
+        try:
+            step.run(*step.fresh())
+        except UsageError as error:
+            if all(region.inputs_train for region in seen.regions):
+                raise
+            return seen, error
+        except Exception as error:  # of any kind: that of a fault
+            return seen, error
+    return seen, None
+
+
+def error_faults(step: Step, seen: Watched, error: Exception) -> Comparison:
+    """Return the faults of a step that raises an error with its own checkpointing.
+
+    Raises:
+        ModelError: it raises an error without it, too.
+    """
+    kinds = _recomputing(seen)
+    try:
+        _plain_results(step, kinds)
+    except ModelError:
+        _plain_results(step, kinds := ())
+    return Comparison((*flags_without_effect(step.model, seen), raised(error, seen)), (), kinds)
+
+
+def compared(step: Step, seen: Watched, plain: Callable[..., Any] | None) -> Comparison:
+    """Compare the steps of a model with those without its checkpointing, and with another implementation.
+
+    Raises:
+        ModelError: the step does not run without its checkpointing.
+        UsageError: the parameters of ``plain`` are not those of the model.
+    """
+    kinds = _recomputing(seen)
+    own = results_of(step)
+    expected, used = _plain_path_results(step, kinds, own)
+    path = partial(plain_path, used)
+    noise = [differences(*pair) for pair in zip(expected, results_of(step, path), strict=True)]
+    steps = [
+        _without_noise(differences(*pair), n)
+        for pair, n in zip(zip(expected, own, strict=True), noise, strict=True)
+    ]
+    steps, rounding = _without_rounding(step, step, path, steps, seen)
+    faults = [*flags_without_effect(step.model, seen)]
+    notes = _notes_of_noise(noise[0])
+    for second, found in enumerate(steps):
+        faults += faults_of(step.model, found, seen, second=bool(second)) if not (second and faults) else ()
+    if used != kinds:
+        names = ", ".join(kind.__name__ for kind in kinds)
+        notes.append(
+            f"{names}: not differentiated by autograd; state another implementation to compare with (plain=)"
+        )
+        faults += of_first_differences(seen) if not faults else ()
+    if plain is not None:
+        found, more = _against(step, plain, own)
+        rounding += more
+        faults += faults_of(step.model, found, seen) if not faults else ()
+    notes += rounding if not faults else ()
+    if not seen.recomputed and not faults:
+        notes.append("nothing is recomputed: no checkpointing ran in this step")
+    return Comparison(tuple(faults), tuple(notes), used)
+
+
+def _recomputing(seen: Watched) -> tuple[Kind, ...]:
+    return tuple(dict.fromkeys(r.function for r in seen.recomputing if r.function is not None))
+
+
+def _plain_results(step: Step, kinds: tuple[Kind, ...]) -> list[Results]:
+    try:
+        return results_of(step, partial(plain_path, kinds))
+    except (UsageError, ModelError):
+        raise
+    except Exception as error:  # of any kind, in the user's code
+        raise ModelError(
+            f"{type(step.model).__name__} does not run without its checkpointing: {type(error).__name__}: "
+            f"{first_line(error)}"
+        ) from error
+
+
+def _plain_path_results(
+    step: Step, kinds: tuple[Kind, ...], own: Sequence[Results]
+) -> tuple[list[Results], tuple[Kind, ...]]:
+    """Return the results of plain steps, and those of ``kinds`` that autograd could differentiate: all or none."""
+    if kinds:
+        try:
+            found = results_of(step, partial(plain_path, kinds))
+        except Exception:  # of any kind: a forward that is not made to be differentiated
+            found = []
+        if found and own[0].tensors.keys() <= found[0].tensors.keys():
+            return found, kinds
+    return _plain_results(step, ()), ()
+
+
+def _without_noise(found: StepDifferences, noise: StepDifferences) -> StepDifferences:
+    allowed = {d.name: NOISE * d.relative for d in noise.tensors}
+    tensors = tuple(d for d in found.tensors if not d.relative <= allowed.get(d.name, -1.0))
+    return StepDifferences(tensors, {k: v for k, v in found.others.items() if k not in noise.others})
+
+
+def _notes_of_noise(noise: StepDifferences) -> list[str]:
+    if not noise.names:
+        return []
+    more = f" and {len(noise.names) - 1} more" if len(noise.names) > 1 else ""
+    return [f"two plain runs differ: {noise.names[0]}{more}; smaller differences than theirs are not seen"]
+
+
+def _without_rounding(
+    step: Step, other: Step, path: Path, steps: Sequence[StepDifferences], seen: Watched | None
+) -> tuple[list[StepDifferences], list[str]]:
+    """Leave out what differs by rounding errors only, and return a note on that.
+
+    Args:
+        step: the step as it is.
+        other: the step that it is compared with, inside of ``path``.
+        path: a context.
+        steps: what differs, after each step.
+        seen: what was seen in the step. If autocast states differ in it, no difference is left out, since autocast
+            leaves float64 alone.
+    """
+    tensors = [d for found in steps for d in found.tensors]
+    if not tensors or (seen is not None and seen.autocast_differs):
+        return list(steps), []
+    wide = _float64_errors(step, other, path)
+    kept = []
+    for at, found in enumerate(steps):
+        if wide is None:
+            some = [d for d in found.tensors if not d.relative <= _rounding_of(step)]
+        else:
+            some = [d for d in found.tensors if not wide[at].get(d.name, 0.0) <= ROUNDING]
+        kept.append(replace(found, tensors=tuple(some)))
+    left_out = [d for d in tensors if all(d not in found.tensors for found in kept)]
+    if not left_out:
+        return kept, []
+    worst = max(left_out, key=lambda d: d.relative)
+    how = "they vanish in float64" if wide is not None else "the step does not run in float64"
+    return kept, [f"rounding errors, at most {worst.relative:.1e} ({worst.name}); {how}"]
+
+
+def _float64_errors(step: Step, other: Step, path: Path) -> list[dict[str, float]] | None:
+    try:
+        with in_float64(step) as wide:
+            own = results_of(wide)
+        with in_float64(other) as wide:
+            plain = results_of(wide, path)
+    except Exception:  # of any kind: a model with types of its own
+        return None
+    found = [differences(*pair) for pair in zip(plain, own, strict=True)]
+    return [{d.name: d.relative for d in step_.tensors} for step_ in found]
+
+
+def _rounding_of(step: Step) -> float:
+    kinds = {p.dtype for p in step.model.parameters() if p.is_floating_point()}
+    kinds |= {kind for _, enabled, kind in step.autocast if enabled}
+    return math.sqrt(max((torch.finfo(kind).eps for kind in kinds), default=0.0))
+
+
+def _against(
+    step: Step, plain: Callable[..., Any], own: Sequence[Results]
+) -> tuple[StepDifferences, list[str]]:
+    """Compare loss and gradients with those of another implementation."""
+    if isinstance(plain, nn.Module):
+        _check_same_parameters(step.model, plain)
+    other = step.of(plain)
+    try:
+        expected = results_of(other)
+    except (UsageError, ModelError):
+        raise
+    except Exception as error:  # of any kind, in the user's code
+        raise UsageError(f"plain= does not run: {type(error).__name__}: {first_line(error)}") from error
+    found = [_loss_and_gradients(differences(*pair)) for pair in zip(expected, own, strict=True)]
+    found, notes = _without_rounding(step, other, nullcontext, found, None)
+    return next((one for one in found if one.names), found[0]), notes
+
+
+def _loss_and_gradients(found: StepDifferences) -> StepDifferences:
+    return StepDifferences(tuple(d for d in found.tensors if d.name.startswith(("loss", "gradient "))), {})
+
+
+def _check_same_parameters(model: nn.Module, plain: nn.Module) -> None:
+    """Raise a UsageError if the parameters of two modules differ in a name or a bit."""
+    own, other = dict(model.named_parameters()), dict(plain.named_parameters())
+    if own.keys() != other.keys():
+        name = sorted(own.keys() ^ other.keys())[0]
+        raise UsageError(
+            f"plain= must have parameters of the same names as the model; only one of them has {name}"
+        )
+    for name, p in own.items():
+        if not same_bits(p.detach(), other[name].detach()):
+            raise UsageError(
+                f"parameter {name} of plain= has another value: plain.load_state_dict(model.state_dict())"
+            )

@@ -1,0 +1,296 @@
+"""Group what differs between two runs of a step into faults, each with its known cause."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+from torch import nn
+
+from rematplan.auditing.first_difference import (
+    ROUNDING,
+    FirstDifference,
+    cause_of,
+    chooses_others,
+    first_difference,
+)
+from rematplan.auditing.recomputations import FUNCTION, REENTRANT, Region, Watched
+from rematplan.auditing.step_runs import Results
+from rematplan.ir import first_line
+from rematplan.module.verification import Difference, tensor_differences
+from rematplan.runtime.guards.attributes import is_record
+
+FIRINGS = "firings gradient hook"
+FLAG = re.compile(r"checkpoint|ckpt|remat|recompute|with_cp|use_cp", re.IGNORECASE)
+"""Names of attributes that switch checkpointing on."""
+
+
+@dataclass(frozen=True)
+class Fault:
+    """A way in which a step with its own checkpointing differs from the plain step."""
+
+    cause: str
+    """What is wrong."""
+    module: str
+    """The module in which it begins; empty if it is unknown or the model itself."""
+    op: str
+    """The first op whose recomputation differs; empty if it is none of an op."""
+    error: float
+    """The largest relative difference of a result; infinite if it is no number."""
+    op_error: float
+    """The relative difference of the op's result; 0 if there is no op."""
+    results: tuple[str, ...]
+    """The results that differ, such as ``gradient fc.weight``."""
+    advice: str
+    """What to change."""
+
+    def __str__(self) -> str:
+        where = f" in {self.module}" if self.module else ""
+        op = f": {self.op} differs by {self.op_error:.1e}" if self.op else ""
+        return f"{self.cause}{where}{op}"
+
+
+@dataclass(frozen=True)
+class StepDifferences:
+    """What differs after one step: tensors with the sizes of their errors, and other results with both values."""
+
+    tensors: tuple[Difference, ...]
+    others: Mapping[str, tuple[object, object]]
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The results that differ."""
+        return (*(d.name for d in self.tensors), *self.others)
+
+
+def differences(expected: Results, found: Results) -> StepDifferences:
+    """Compare what two steps leave behind."""
+    names = dict.fromkeys((*expected.others, *found.others))
+    pairs = {name: (expected.others.get(name), found.others.get(name)) for name in names}
+    return StepDifferences(
+        tuple(tensor_differences(expected.tensors, found.tensors)),
+        {name: pair for name, pair in pairs.items() if pair[0] != pair[1]},
+    )
+
+
+def faults_of(
+    model: nn.Module, found: StepDifferences, seen: Watched, second: bool = False
+) -> Iterator[Fault]:
+    """Yield the faults that explain what differs after a step.
+
+    ``second``: whether it is the second of two steps, after a first one without faults.
+    """
+    hooks = {k: v for k, v in found.others.items() if k.startswith(FIRINGS)}
+    hooked = {f"gradient {name.rpartition(' of ')[2]}" for name in hooks}
+    missing = [d for d in found.tensors if d.name.startswith("gradient ") and d.relative == math.inf]
+    values = [
+        d
+        for d in found.tensors
+        if d.name.startswith(("gradient ", "loss", "parameter ")) and d not in missing
+    ]
+    draws = tuple(name for name in found.others if name.startswith("random state"))
+    if missing:
+        yield _missing(missing, seen)
+    if values and {d.name for d in values} <= hooked:
+        values = []
+    if values:
+        yield from _values(values, draws, seen, second)
+    elif draws:
+        yield _fault(
+            "the random state differs after the step",
+            draws,
+            advice="set the random state after a recomputation to what it was before it",
+        )
+    yield from _buffers(model, [d for d in found.tensors if d.name.startswith("buffer ")])
+    attributes = [d.name for d in found.tensors if d.name.startswith("attribute ")]
+    attributes += [name for name in found.others if name.startswith("attribute ")]
+    if attributes:
+        yield _state(attributes, found)
+    for name, (expected, own) in hooks.items():
+        yield _fault(
+            f"a {name.removeprefix('firings ')} runs {own or 0} times instead of {expected or 0}",
+            (name,),
+            module=name.rpartition(" of ")[2],
+            advice="a weight used in several reentrant checkpoints gets its gradient in parts, and its hooks run for "
+            "each part: use_reentrant=False",
+        )
+
+
+def raised(error: Exception, seen: Watched) -> Fault:
+    """Return the fault that a step raises an error that the plain step does not."""
+    first = _first_differences(seen, other_ops=True)
+    said = f"the step raises {type(error).__name__}: {first_line(error)}"
+    if not first:
+        silent = [r for r in seen.regions if not r.inputs_train]
+        why = (NO_GRADIENT, TRAIN_INPUTS) if silent else (said, "")
+        return _fault(why[0], (said,), module=silent[0].module if silent else "", advice=why[1])
+    return _of_op(first, (said,), math.inf)
+
+
+def flags_without_effect(model: nn.Module, seen: Watched) -> Iterator[Fault]:
+    """Yield a fault if the model has a flag for checkpointing that is set, and nothing was checkpointed."""
+    if seen.recomputed or seen.regions or not model.training:
+        return
+    named = []
+    for name, module in model.named_modules():
+        owners = [(name, module), *((f"{name}.{k}", v) for k, v in vars(module).items() if is_record(v))]
+        for path, owner in owners:
+            named += [
+                f"{path}.{k}".lstrip(".") for k, v in vars(owner).items() if v is True and FLAG.search(k)
+            ]
+    if named:
+        yield _fault(
+            "a flag for checkpointing has no effect: nothing is recomputed",
+            tuple(named),
+            module=named[0].rpartition(".")[0],
+            advice="something calls around the method that checks the flag, such as layer.forward instead of layer()",
+        )
+
+
+NO_GRADIENT = "parameters in a reentrant checkpoint get no gradient, because no input of it requires one"
+TRAIN_INPUTS = (
+    "use_reentrant=False, or call requires_grad_() on an input (Hugging Face: enable_input_require_grads)"
+)
+
+
+def _missing(missing: Sequence[Difference], seen: Watched) -> Fault:
+    names = tuple(d.name for d in missing)
+    regions = [r for r in seen.regions if r.kind == REENTRANT and not r.inputs_train]
+    if regions:
+        nested = any(r.nested_train for r in regions)
+        if nested:
+            return _nested(regions[0], names, math.inf)
+        return _fault(NO_GRADIENT, names, module=_place(regions[0], names), advice=TRAIN_INPUTS)
+    nested_regions = [r for r in seen.regions if r.kind == REENTRANT and r.nested_train]
+    if nested_regions:
+        return _nested(nested_regions[0], names, math.inf)
+    return _fault("gradients are missing, or there are more of them", names, advice="")
+
+
+def _nested(region: Region, names: tuple[str, ...], error: float) -> Fault:
+    return _fault(
+        "tensors in a list or dictionary get no gradient through a reentrant checkpoint",
+        names,
+        error=error,
+        module=region.module,
+        advice="pass each tensor as an argument of its own, or use_reentrant=False",
+    )
+
+
+def _place(region: Region, results: Sequence[str]) -> str:
+    """Return the module of a region: where its ops run, or that of a result."""
+    ran = next((run.module for run in region.first if run.module), "")
+    return ran or results[0].partition(" ")[2].rpartition(".")[0]
+
+
+def _values(
+    values: Sequence[Difference], draws: tuple[str, ...], seen: Watched, second: bool
+) -> Iterator[Fault]:
+    names, error = (*(d.name for d in values), *draws), max(d.relative for d in values)
+    if first := _first_differences(seen):
+        yield _of_op(first, names, error)
+        return
+    nested = [r for r in seen.regions if r.kind == REENTRANT and r.nested_train]
+    own = [r for r in seen.regions if r.kind == FUNCTION]
+    reentrant = [r for r in seen.recomputing if r.kind == REENTRANT]
+    if nested:
+        yield _nested(nested[0], names, error)
+    elif reentrant and not own:
+        worst = max(values, key=lambda d: d.relative).name
+        yield _fault(
+            "gradients are missing a part: probably a tensor leaves a reentrant checkpoint by a hook, an attribute or "
+            "a list, where it has no gradient",
+            names,
+            error=error,
+            module=worst.partition(" ")[2].rpartition(".")[0],
+            advice="return the tensor from the checkpointed function, or use_reentrant=False",
+        )
+    elif own:
+        yield _fault(
+            f"the backward of {own[0].name} is not the derivative of its forward",
+            names,
+            error=error,
+            module=own[0].module,
+            advice="compare it with torch.autograd.gradcheck",
+        )
+    else:
+        when = "the second step differs" if second else "loss or gradients differ"
+        yield _fault(f"{when}; no recomputed op explains it", names, error=error)
+
+
+def _first_differences(seen: Watched, other_ops: bool = False) -> list[FirstDifference]:
+    found = [first_difference(region, other_ops) for region in seen.recomputing]
+    return [one for one in found if one is not None]
+
+
+def _of_op(found: Sequence[FirstDifference], names: tuple[str, ...], error: float) -> Fault:
+    first = found[0]
+    cause = cause_of(first)
+    others = chooses_others(first.region)
+    also = f"; {others} chooses others" if others and others.split()[0] != first.again.op else ""
+    return Fault(
+        f"{cause.name}{also}",
+        first.again.module or first.region.module,
+        first.again.op,
+        error,
+        first.error,
+        names,
+        cause.advice,
+    )
+
+
+def _buffers(model: nn.Module, found: Sequence[Difference]) -> Iterator[Fault]:
+    modules = dict(model.named_modules())
+    norms = {True: [], False: []}  # type: dict[bool, list[Difference]]
+    for d in found:
+        owner = modules.get(d.name.removeprefix("buffer ").rpartition(".")[0])
+        norms[hasattr(owner, "running_mean")].append(d)
+    texts = {
+        True: (
+            "batch norm's running statistics are updated twice",
+            "freeze them in the recomputation: momentum 1 − √(1 − m), or leave the norm out of the checkpoint",
+        ),
+        False: (
+            "a buffer is changed by the recomputation, too",
+            "change buffers outside of the checkpointed function, or not while it is recomputed",
+        ),
+    }
+    for is_norm, some in norms.items():
+        if some:
+            yield _fault(
+                texts[is_norm][0],
+                tuple(d.name for d in some),
+                error=max(d.relative for d in some),
+                module=some[0].name.removeprefix("buffer ").rpartition(".")[0],
+                advice=texts[is_norm][1],
+            )
+
+
+def _state(names: Sequence[str], found: StepDifferences) -> Fault:
+    name = names[0].removeprefix("attribute ")
+    values = found.others.get(names[0])
+    change = f": {name} is {values[1]} instead of {values[0]}" if values else f": {name}"
+    of_hook = name.startswith("hook ")
+    return _fault(
+        f"the recomputation changes Python state, too{change}",
+        tuple(names),
+        module=name.split(" of ", 1)[1].rpartition(".")[0] if of_hook else name.rpartition(".")[0],
+        advice="hooks and forwards run again in the recomputation: let them return at once if "
+        "torch._C._current_graph_task_id() != -1",
+    )
+
+
+def _fault(
+    cause: str, results: tuple[str, ...], *, error: float = math.inf, module: str = "", advice: str = ""
+) -> Fault:
+    return Fault(cause, module, "", error, 0.0, results, advice)
+
+
+def of_first_differences(seen: Watched) -> Iterator[Fault]:
+    """Yield a fault if a recomputed op differs by more than rounding."""
+    if found := [
+        d for d in _first_differences(seen) if d.error > ROUNDING or d.first.autocast != d.again.autocast
+    ]:
+        yield _of_op(found, ("recomputed values",), found[0].error)

@@ -1,0 +1,165 @@
+"""Find the first op of a recomputation whose result differs from the forward's, and its known cause."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+
+import torch
+
+from rematplan.auditing.recomputations import OpRun, Region
+
+ROUNDING = 1e-3
+"""The largest relative difference of an op's result that may be a rounding error, if nothing more is known."""
+INTEGERS = (torch.int64, torch.int32, torch.bool)
+
+
+@dataclass(frozen=True)
+class FirstDifference:
+    """The first op of a region whose recomputation differs from the forward."""
+
+    region: Region
+    first: OpRun
+    """Its run in the forward."""
+    again: OpRun
+    """Its run in the recomputation."""
+
+    @property
+    def error(self) -> float:
+        """The relative L2 error of the op's first result."""
+        return _error(self.first, self.again)
+
+
+@dataclass(frozen=True)
+class Cause:
+    """A known cause of a difference. ``applies``: whether a difference has this cause. ``advice``: what to change."""
+
+    name: str
+    applies: Callable[[FirstDifference], bool]
+    advice: str
+
+
+def _host_draws(d: FirstDifference) -> bool:
+    states = d.region.host_states
+    return len(states) > 2 and states[0] != states[1] and states[0] != states[2]
+
+
+def _read_changed(d: FirstDifference) -> bool:
+    return any(a != b for (_, a), (_, b) in zip(d.first.read, d.again.read, strict=False))
+
+
+CAUSES = (
+    Cause(
+        "autocast is lost in the recomputation",
+        lambda d: d.first.autocast != d.again.autocast,
+        "enter the forward's autocast state in the backward before running the function again, as "
+        "torch.utils.checkpoint does",
+    ),
+    Cause(
+        "random numbers are drawn again",
+        lambda d: d.again.draws == "global",
+        "leave out preserve_rng_state=False; a hand-made Function must save the random state and set it again",
+    ),
+    Cause(
+        "a random number generator of the model's own draws again",
+        lambda d: d.again.draws == "own",
+        "torch.utils.checkpoint restores PyTorch's global generators only: draw outside of the checkpoint, and pass "
+        "the numbers in",
+    ),
+    Cause(
+        "NumPy's or Python's random numbers are drawn again",
+        _host_draws,
+        "torch.utils.checkpoint does not restore these generators: draw with torch, or outside of the checkpoint",
+    ),
+    Cause(
+        "a tensor that the region reads was changed after the forward",
+        _read_changed,
+        "do not change buffers, parameters or inputs of a checkpointed region before its backward",
+    ),
+    Cause(
+        "a number that the region reads was changed after the forward",
+        lambda d: d.first.numbers != d.again.numbers,
+        "pass the number into the checkpoint as an argument",
+    ),
+    Cause(
+        "the op gives other results for equal inputs",
+        lambda d: d.first.op == d.again.op and d.first.read == d.again.read,
+        "make the op deterministic (torch.use_deterministic_algorithms)",
+    ),
+    Cause(
+        "the recomputation runs other ops",
+        lambda _: True,
+        "the function must not decide by state that changes between the forward and the backward",
+    ),
+)
+"""The known causes; the first that applies is reported."""
+
+
+def cause_of(difference: FirstDifference) -> Cause:
+    """Return the known cause of a difference."""
+    return next(cause for cause in CAUSES if cause.applies(difference))
+
+
+def first_difference(region: Region, other_ops: bool = False) -> FirstDifference | None:
+    """Return the first op whose result or autocast state differs; None if there is none.
+
+    A difference like those of rounding counts only if there are no others. Ops that only one of the runs has are no
+    difference, because PyTorch computes some functions in other ways without gradients, unless there are no others and
+    ``other_ops`` is set.
+    """
+    rounding = other = None
+    for first, again in _pairs(region):
+        if first.autocast != again.autocast:
+            return FirstDifference(region, first, again)
+        if _key(first) != _key(again):
+            other = other or FirstDifference(region, first, again)
+        elif first.values != again.values:
+            found = FirstDifference(region, first, again)
+            if not 0 < found.error < ROUNDING:
+                return found
+            rounding = rounding or found
+    return rounding or (other if other_ops else None)
+
+
+def chooses_others(region: Region) -> str:
+    """Return the first op with whole numbers as results, such as a router's topk, that chooses others when it runs
+    again; an empty string if there is none."""
+    found = (f for f, a in _pairs(region) if _key(f) == _key(a) and _whole(f) and f.values != a.values)
+    return next((f"{f.op} in {f.module}" if f.module else f.op for f in found), "")
+
+
+def _whole(run: OpRun) -> bool:
+    return run.op in ("topk", "sort", "argsort", "argmax", "max", "nonzero", "multinomial") and any(
+        value[0] in INTEGERS for value in run.values
+    )
+
+
+def _key(run: OpRun) -> tuple[str, str]:
+    return run.op, run.module
+
+
+def _pairs(region: Region) -> Iterator[tuple[OpRun, OpRun]]:
+    """Yield pairs of a run of the forward and of the recomputation, as far as the recomputation went. Runs of the
+    forward that it left out, because their results were saved, are skipped."""
+    places: Mapping[tuple[str, str], list[int]] = {}
+    places = {
+        key: [i for i, run in enumerate(region.first) if _key(run) == key]
+        for key in set(map(_key, region.first))
+    }
+    at = 0
+    for again in region.again:
+        found = next((i for i in places.get(_key(again), ()) if i >= at), None)
+        if found is None:
+            if region.first:
+                yield region.first[min(at, len(region.first) - 1)], again
+            continue
+        yield region.first[found], again
+        at = found + 1
+
+
+def _error(first: OpRun, again: OpRun) -> float:
+    a, b = first.sample, again.sample
+    if a is None or b is None or a.shape != b.shape or (first.values[0][:2] != again.values[0][:2]):
+        return math.inf
+    return float((a - b).norm() / (a.norm() or 1.0))

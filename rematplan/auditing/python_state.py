@@ -1,0 +1,219 @@
+"""The Python state that a step may change: attributes of modules, and what their hooks hold."""
+
+from __future__ import annotations
+
+import copy
+import random
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+
+from rematplan.module.verification import same_bits
+from rematplan.runtime.capture.restore_state import CONTAINERS
+from rematplan.runtime.guards.attributes import is_record
+
+PLAIN = (bool, int, float, complex, str, bytes, type(None))
+OF_MODULES = frozenset(vars(nn.Module()))
+"""The attributes that each module has for PyTorch's own use."""
+HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+GRADIENT_HOOKS = ("_backward_hooks", "_post_accumulate_grad_hooks")
+"""The attributes of modules and of parameters that have their hooks, by number."""
+
+
+@dataclass(frozen=True, slots=True)
+class Random:
+    """How the state of a random number generator is read and set."""
+
+    read: Callable[[Any], Any]
+    write: Callable[[Any, Any], object]
+
+
+GENERATORS: Mapping[type, Random] = {
+    torch.Generator: Random(lambda g: g.get_state(), lambda g, s: g.set_state(s)),
+    np.random.Generator: Random(
+        lambda g: copy.deepcopy(g.bit_generator.state), lambda g, s: setattr(g.bit_generator, "state", s)
+    ),
+    np.random.RandomState: Random(lambda g: g.get_state(), lambda g, s: g.set_state(s)),
+    random.Random: Random(lambda g: g.getstate(), lambda g, s: g.setstate(s)),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Holder:
+    """An object whose named values a step may change."""
+
+    name: str
+    """For people."""
+    read: Callable[[], dict[str, Any]]
+    write: Callable[[dict[str, Any]], None]
+    """Sets the values to what ``read`` returned."""
+
+
+@dataclass(frozen=True, slots=True)
+class HookPlace:
+    """A dictionary of hooks by number."""
+
+    of: str
+    """The module or parameter that they belong to."""
+    of_gradients: bool
+    """Whether they run in a backward."""
+    hooks: dict[int, Callable[..., Any]]
+
+
+def hook_places(model: nn.Module) -> list[HookPlace]:
+    """Return the places of all hooks of a model's modules and parameters."""
+    found = []
+    for name, module in model.named_modules():
+        for place in HOOKS:
+            found.append(
+                HookPlace(name or type(module).__name__, "backward" in place, getattr(module, place))
+            )
+    for name, parameter in model.named_parameters():
+        for place in GRADIENT_HOOKS:
+            found.append(HookPlace(name, True, getattr(parameter, place, None) or {}))
+    return [place for place in found if place.hooks]
+
+
+def holders_of(model: nn.Module) -> list[Holder]:
+    """Return what holds state: modules, records in their attributes, and hooks."""
+    found: dict[int, Holder] = {}
+    for name, module in model.named_modules():
+        found.setdefault(id(module), _attributes(name, module))
+        for key, value in vars(module).items():
+            if is_record(value):
+                found.setdefault(id(value), _attributes(f"{name}.{key}".lstrip("."), value))
+    for place in hook_places(model):
+        for hook in place.hooks.values():
+            for owner, holder in _of_hook(hook, f"hook {title(hook)} of {place.of}"):
+                found.setdefault(owner, holder)
+    return list(found.values())
+
+
+def title(function: Any) -> str:
+    """Return the name of a function or of the class of another object, without the functions around it."""
+    name = getattr(function, "__qualname__", type(function).__qualname__)
+    return str(name).rpartition("<locals>.")[2]
+
+
+def _attributes(name: str, owner: Any) -> Holder:
+    def write(values: dict[str, Any]) -> None:
+        vars(owner).clear()
+        vars(owner).update(values)
+
+    return Holder(name, lambda: dict(vars(owner)), write)
+
+
+def _of_hook(hook: Any, name: str) -> Iterator[tuple[int, Holder]]:
+    """Yield what holds the state of a hook: the object that it is or is bound to, or variables outside of its code."""
+    function = getattr(hook, "__func__", hook)
+    owner = getattr(hook, "__self__", None if function is hook and hasattr(hook, "__code__") else hook)
+    if owner is not None and not isinstance(owner, nn.Module) and hasattr(owner, "__dict__"):
+        yield id(owner), _attributes(name, owner)
+    code = getattr(function, "__code__", None)
+    if code is None:
+        return
+    cells = dict(zip(code.co_freevars, function.__closure__ or (), strict=True))
+    shared = {key: value for key in code.co_names if _is_state(value := function.__globals__.get(key))}
+
+    def read() -> dict[str, Any]:
+        return {
+            **{k: function.__globals__[k] for k in shared},
+            **{k: c.cell_contents for k, c in cells.items()},
+        }
+
+    def write(values: dict[str, Any]) -> None:
+        function.__globals__.update({key: values[key] for key in shared})
+        for key, cell in cells.items():
+            cell.cell_contents = values[key]
+
+    if cells or shared:
+        yield id(function), Holder(name, read, write)
+
+
+def _is_state(value: Any) -> bool:
+    kind = type(value)
+    return kind in CONTAINERS or kind in (bool, int, float) or isinstance(value, (torch.Tensor, np.ndarray))
+
+
+def leaves(name: str, value: Any, seen: frozenset[int] = frozenset()) -> Iterator[tuple[str, Any]]:
+    """Yield the numbers, texts, tensors and random generators in a value, containers' included, each with its path."""
+    kind = type(value)
+    if id(value) in seen:
+        return
+    if kind in PLAIN or isinstance(value, (torch.Tensor, np.ndarray)) or kind in GENERATORS:
+        yield name, value
+    elif kind is set:
+        yield name, repr(sorted(map(repr, value)))
+    elif kind in CONTAINERS or kind is tuple:
+        for key, one in value.items() if isinstance(value, dict) else enumerate(value):
+            yield from leaves(f"{name}[{key!r}]", one, seen | {id(value)})
+
+
+def state_of(holders: list[Holder]) -> dict[str, Any]:
+    """Return copies of all values that the holders have now, by name, except what PyTorch keeps in each module."""
+    return {
+        path: _copy(leaf)
+        for holder in holders
+        for key, value in holder.read().items()
+        if key not in OF_MODULES
+        for path, leaf in leaves(f"{holder.name}.{key}".lstrip("."), value)
+        if not isinstance(leaf, nn.Parameter)
+    }
+
+
+def _copy(leaf: Any) -> Any:
+    if isinstance(leaf, torch.Tensor):
+        return leaf.detach().clone()
+    if type(leaf) in GENERATORS:
+        return repr(GENERATORS[type(leaf)].read(leaf))
+    if isinstance(leaf, np.ndarray) and leaf.dtype.kind in "iufb":
+        return torch.from_numpy(leaf.copy())
+    return repr(leaf)
+
+
+@contextmanager
+def same_state(holders: list[Holder]) -> Iterator[None]:
+    """Restore what the holders hold after the block: their values, and the content of containers, tensors and random
+    generators among them."""
+    values = [(holder, holder.read()) for holder in holders]
+    containers: dict[int, tuple[Any, Any]] = {}
+    tensors: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+    generators: dict[int, tuple[Any, Any]] = {}
+    for _, namespace in values:
+        for key, value in namespace.items():
+            _containers(value, containers)
+            for _, leaf in leaves(key, value):
+                if isinstance(leaf, torch.Tensor):
+                    tensors[id(leaf)] = leaf, leaf.detach().clone()
+                elif type(leaf) in GENERATORS:
+                    generators[id(leaf)] = leaf, GENERATORS[type(leaf)].read(leaf)
+    try:
+        yield
+    finally:
+        for holder, was in values:
+            holder.write(was)
+        for container, content in containers.values():
+            container.clear()
+            (container.update if hasattr(container, "update") else container.extend)(content)
+        for tensor, kept in tensors.values():
+            if tensor.dtype != kept.dtype or tensor.shape != kept.shape:
+                tensor.data = kept
+            elif not same_bits(tensor.detach(), kept):
+                with torch.no_grad():
+                    tensor.copy_(kept)
+        for generator, state in generators.values():
+            GENERATORS[type(generator)].write(generator, state)
+
+
+def _containers(value: Any, found: dict[int, tuple[Any, Any]]) -> None:
+    if type(value) in CONTAINERS and id(value) not in found:
+        found[id(value)] = value, copy.copy(value)
+    elif type(value) is not tuple:
+        return
+    for one in value.values() if isinstance(value, dict) else value:
+        _containers(one, found)

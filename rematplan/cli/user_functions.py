@@ -1,0 +1,33 @@
+"""Load a function of the user's, ``package.module:function``."""
+
+from __future__ import annotations
+
+import importlib
+import os
+import sys
+from collections.abc import Callable
+from typing import Any
+
+from rematplan.ir import UsageError, first_line
+
+
+def user_function(name: str) -> Callable[..., Any]:
+    """Return the function ``package.module:function``. Modules in the present folder are found, too.
+
+    Raises:
+        UsageError: there is no such module or function, or it is not callable.
+    """
+    module, colon, attribute = name.partition(":")
+    if not (module and colon and attribute):
+        raise UsageError(f"{name!r} is not of the form package.module:function")
+    if os.getcwd() not in sys.path:
+        sys.path.insert(0, os.getcwd())
+    try:
+        found = getattr(importlib.import_module(module), attribute)
+    except Exception as error:  # of any kind, in the user's module
+        raise UsageError(
+            f"{name}: {type(error).__name__}: {first_line(error)}; write package.module:function"
+        ) from error
+    if not callable(found):
+        raise UsageError(f"{name} is not a function")
+    return found  # type: ignore[no-any-return]

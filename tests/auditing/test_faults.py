@@ -1,0 +1,138 @@
+"""`audit` finds what is wrong with checkpointing: each fault in a model of its own, with module, op and cause."""
+
+import math
+from dataclasses import dataclass
+from functools import partial
+
+import broken_models as broken
+import pytest
+import torch
+
+from rematplan import audit
+from rematplan.auditing.audit import Audit
+
+
+@dataclass(frozen=True)
+class Expected:
+    """``cause``: a part of the cause's text. ``result``: one of the results that differ, or its beginning."""
+
+    cause: str
+    module: str
+    op: str
+    result: str
+
+
+DRAWN = "random numbers are drawn again"
+TABLE = {
+    "dropout, reentrant": (
+        partial(broken.dropout_redrawn, True),
+        Expected(DRAWN, "blocks.1.middle", "bernoulli_", "gradient stem.weight"),
+    ),
+    "dropout": (
+        partial(broken.dropout_redrawn, False),
+        Expected(DRAWN, "blocks.1.middle", "bernoulli_", "gradient stem.weight"),
+    ),
+    "batch norm, reentrant": (
+        partial(broken.batch_norm_twice, True),
+        Expected("batch norm", "blocks.0.middle", "", "buffer blocks.0.middle.running_mean"),
+    ),
+    "batch norm": (
+        partial(broken.batch_norm_twice, False),
+        Expected("batch norm", "blocks.0.middle", "", "buffer blocks.0.middle.running_mean"),
+    ),
+    "autocast": (
+        partial(broken.autocast_lost, True),
+        Expected("autocast is lost", "model.blocks.0.first", "t", "gradient model.blocks.0.first.weight"),
+    ),
+    "autocast, refused": (
+        partial(broken.autocast_lost, False),
+        Expected(
+            "autocast is lost", "model.blocks.1.first", "t", "the step raises RuntimeError: mat1 and mat2"
+        ),
+    ),
+    "no gradient": (
+        broken.no_input_requires_grad,
+        Expected("get no gradient", "blocks.0.first", "", "gradient blocks.0.first.weight"),
+    ),
+    "numpy": (
+        broken.numpy_redrawn,
+        Expected("NumPy's or Python's", "blocks.1.middle", "mul", "gradient blocks.1.last.weight"),
+    ),
+    "python": (
+        broken.python_redrawn,
+        Expected("NumPy's or Python's", "blocks.1.middle", "mul", "gradient stem.weight"),
+    ),
+    "own generator": (
+        broken.own_generator,
+        Expected("of the model's own", "blocks.1.middle.0", "randn", "gradient stem.weight"),
+    ),
+    "tied hook": (
+        broken.tied_hook,
+        Expected("runs 2 times instead of 1", "blocks.0.last.weight", "", "firings gradient hook"),
+    ),
+    "statistics hook": (
+        broken.statistics_hook,
+        Expected("calls is 2 instead of 1", "blocks.1.first", "", "attribute hook Mean"),
+    ),
+    "global hook": (
+        broken.global_hook,
+        Expected("calls['forward'] is", "blocks.0.middle", "", "attribute hook count"),
+    ),
+    "attribute": (
+        broken.attribute_twice,
+        Expected("calls is 2 instead of 1", "blocks.0.middle", "", "attribute blocks.0.middle.calls"),
+    ),
+    "buffer": (
+        broken.buffer_twice,
+        Expected("a buffer is changed", "blocks.0.middle", "", "buffer blocks.0.middle.mean"),
+    ),
+    "noisy router": (
+        partial(broken.router, True, True),
+        Expected("topk in blocks.0.middle chooses others", "blocks.0.middle", "add", "gradient stem.weight"),
+    ),
+    "balanced router": (
+        partial(broken.router, False, True),
+        Expected("was changed after the forward; topk", "blocks.0.middle", "add", "gradient stem.weight"),
+    ),
+    "router, non-reentrant": (
+        partial(broken.router, False, False),
+        Expected("was changed after the forward; topk", "blocks.0.middle", "add", "gradient stem.weight"),
+    ),
+    "flag": (
+        broken.flag_without_effect,
+        Expected("a flag for checkpointing has no effect", "layers.0", "", "layers.0.gradient_checkpointing"),
+    ),
+}
+
+
+def audited(make: object) -> Audit:
+    torch.manual_seed(0)
+    model, args = make()  # type: ignore[operator]
+    return audit(model, args, plan=False)
+
+
+@pytest.mark.parametrize("name", TABLE)
+def test_a_fault_is_named(name: str) -> None:
+    make, expected = TABLE[name]
+    found = audited(make)
+    assert not found.sound
+    fault = found.faults[0]
+    assert expected.cause in fault.cause
+    assert (fault.module, fault.op) == (expected.module, expected.op)
+    assert any(result.startswith(expected.result) for result in fault.results), fault.results
+    assert fault.advice
+    assert fault.error > 1e-3
+    assert math.isinf(fault.op_error) or fault.op_error > 1e-4 or not fault.op
+
+
+def test_a_loss_in_chunks_is_compared_with_another_implementation() -> None:
+    torch.manual_seed(0)
+    model, other = broken.TokenLoss(True), broken.TokenLoss(False)
+    other.load_state_dict(model.state_dict())
+    inputs = (broken.batch(), torch.arange(6) % 5, torch.rand(6))
+    assert audit(model, inputs, plan=False).sound
+    found = audit(model, inputs, plain=other, plan=False)
+    assert found.faults[0].cause == "the backward of ChunkedLoss is not the derivative of its forward"
+    assert found.faults[0].results == ("gradient body.weight", "gradient body.bias", "gradient head.weight")
+    equal = (*inputs[:2], torch.ones(6))
+    assert audit(model, equal, plain=other, plan=False).sound
