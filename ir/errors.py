@@ -148,7 +148,7 @@ def _exactly(n: int) -> str:
     return f"{show_bytes(n)} ({n} bytes)"
 
 
-def first_line(error: Exception) -> str:
+def first_line(error: BaseException) -> str:
     """Return the first line of an error's message, or the name of its type if it has no message."""
     return (str(error).strip().splitlines() or [type(error).__name__])[0]
 

@@ -16,15 +16,17 @@ from rematplan.planner.core.simulator import simulate
 ACTIVATIONS, GRADIENTS, WORKSPACE, INPUTS = "activations", "gradients", "workspace", "inputs"
 
 
-def peak_split(graph: TrainingGraph, schedule: Schedule) -> dict[str, int]:
+def peak_split(graph: TrainingGraph, schedule: Schedule, at: int | None = None) -> dict[str, int]:
     """Return the bytes that are resident at a schedule's peak, by kind. They sum to the peak.
+
+    ``at``: another position in the schedule, whose bytes are returned instead.
 
     The keys are the kinds of inputs that the problem states (parameters, buffers, batch, ...); ``inputs`` for inputs of
     no stated kind, left out if 0; ``activations``, tensors that forward ops write; ``gradients``, tensors that backward
     ops write; and ``workspace``, that of the op at the peak.
     """
     graph = infer_phases(graph)
-    at = simulate(graph, schedule).peak_at
+    at = simulate(graph, schedule).peak_at if at is None else at
     live = {INPUTS: graph.input_bytes - sum(graph.fixed_split.values())} | dict(graph.fixed_split)
     live |= {ACTIVATIONS: 0, GRADIENTS: 0, WORKSPACE: 0}
     resident: set[str] = set()

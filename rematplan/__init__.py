@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from rematplan.auditing.audit import Audit, audit
     from rematplan.auditing.faults import Fault
     from rematplan.compile_backend import backend
+    from rematplan.fitting.fit import Fit, fit
     from rematplan.optim.kfac import KFAC
     from rematplan.pipeline.plan_pipeline import plan_pipeline
     from rematplan.pipeline.runnable_pipeline import Pipeline
@@ -65,6 +66,7 @@ __all__ = [
     "ChenSqrt",
     "ExactDP",
     "Fault",
+    "Fit",
     "InfeasibleBudget",
     "Kronecker",
     "LoadedStep",
@@ -87,6 +89,7 @@ __all__ = [
     "backend",
     "curves",
     "finish_weights",
+    "fit",
     "load_problem",
     "load_step",
     "no_recompute",
@@ -121,6 +124,7 @@ _HOMES = {
     ),
     **dict.fromkeys(("Audit", "audit"), "rematplan.auditing.audit"),
     "Fault": "rematplan.auditing.faults",
+    **dict.fromkeys(("Fit", "fit"), "rematplan.fitting.fit"),
     "backend": "rematplan.compile_backend",
     "Pipeline": "rematplan.pipeline.runnable_pipeline",
     "plan_module": "rematplan.plan_any_module",

@@ -78,6 +78,7 @@ LAYERS = {
         "module",
         "optim",
         "step_loading",
+        "fitting",
         "step_measurement",
         "api plan_any_module plan_in_place symbolic_halves compile_for_sizes compile_backend onnx_backend",
         "integrations",

@@ -12,9 +12,9 @@ INTERRUPTED = 130
 def main(argv: Sequence[str] | None = None) -> int:
     """Run a command of the command line, and return its exit status.
 
-    0: success. 1: a verification found a difference, ``audit`` found a fault, or the reader of standard output has
-    ended. 2: an argument, a file or a problem is at fault. 3: no plan fits the budget. 130: interrupted. Errors are
-    printed on standard error, in one line.
+    0: success. 1: a verification found a difference, ``audit`` found a fault, ``fit`` says that the step does not fit,
+    or the reader of standard output has ended. 2: an argument, a file or a problem is at fault. 3: no plan fits the
+    budget. 130: interrupted. Errors are printed on standard error, in one line.
 
     ``argv``: the command and its arguments; None: those of the process.
     """

@@ -26,6 +26,7 @@ COMMANDS = {
     "export": "write a network as an ONNX file in training form",
     "plan": "plan a training step within a memory budget",
     "audit": "tell whether a model's own checkpointing is right, and what it costs",
+    "fit": "tell whether a training step fits into a device's memory, before anything runs",
     "curve": "show the memory/overhead trade-off",
     "compare": "compare keeping, recomputing and inverting: peak, time and gradient error",
     "profile": "measure a training step's ops, for planning on another machine",

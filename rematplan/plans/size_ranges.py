@@ -3,7 +3,7 @@ them."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 
@@ -66,7 +66,7 @@ def problems_over(
         capture: returns the planning problem at a size.
     """
     captured = {size: capture(size) for size in _samples(sizes)}
-    spans = [] if len(captured) == len(sizes) else _spans(captured)
+    spans = [] if len(captured) == len(sizes) else interpolations(captured)
     for size in sizes:
         if size not in captured and not any(span.sizes[0] < size < span.sizes[-1] for span in spans):
             captured[size] = capture(size)
@@ -98,7 +98,7 @@ def _samples(sizes: Sequence[int]) -> list[int]:
     return [sizes[at] for at in sorted(places)]
 
 
-def _spans(captured: dict[int, TrainingGraph]) -> list[Between]:
+def interpolations(captured: Mapping[int, TrainingGraph]) -> list[Between]:
     """Return interpolations of the problems between captured sizes.
 
     ``captured``: problems by size. Neighbouring sizes whose problems have the same ops are interpolated together, if

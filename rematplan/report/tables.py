@@ -100,7 +100,7 @@ def pairs_table(title: str, rows: Mapping[str, str]) -> Table:
 def split_table(graph: TrainingGraph, base: Plan, plan: Plan) -> Table:
     """Return a table of the bytes that are resident at the peak, by kind of memory. One column is for the plan without
     recomputation (``base``), one for ``plan``."""
-    table = _table(f"{graph.name}: bytes held at the peak", "", "no recompute", "planned")
+    table = figures_table(f"{graph.name}: bytes held at the peak", "", "no recompute", "planned")
     without, planned = split_for_people(graph, base), split_for_people(graph, plan)
     for kind in dict.fromkeys((*without, *planned)):
         table.add_row(kind, show_bytes(without.get(kind, 0)), show_bytes(planned.get(kind, 0)))
@@ -155,7 +155,7 @@ def trade_off_table(name: str, base: Plan, rows: Sequence[Row]) -> Table:
     rows of the same budget are consecutive.
     """
     columns = ("predicted\npeak", "of no\nrecompute", "overhead", "ops\nrecomputed")
-    table = _table(f"{name}: memory against time", "budget", "strategy", *columns, left=2)
+    table = figures_table(f"{name}: memory against time", "budget", "strategy", *columns, left=2)
     table.add_row("none", base.strategy, *_cells(base, base), end_section=True)
     for budget, group in itertools.groupby(rows, lambda row: row.budget):
         here = list(group)
@@ -191,7 +191,7 @@ def measured_table(name: str, measured: Sequence[MeasuredPlan]) -> Table:
     ``name``: the problem's name. ``measured``: the plan without recomputation, then other plans, and at the end plain
     autograd. Overheads are relative to the first item.
     """
-    table = _table(
+    table = figures_table(
         f"{name}: measured on this machine, median of {len(measured[0].seconds)} rounds",
         "strategy",
         "predicted\npeak",
@@ -258,7 +258,7 @@ def comparison_table(name: str, budget: int, rivals: Sequence[Rival]) -> Table:
         "step time\nagainst eager",
     )
     errors = ("error recovered,\npredicted", "gradient error\nmeasured")
-    table = _table(f"{name} within {show_bytes(budget)}", "", *columns, *errors)
+    table = figures_table(f"{name} within {show_bytes(budget)}", "", *columns, *errors)
     for r in rivals:
         report, fits = r.report, r.fits(budget)
         measured = ("–", "–")
@@ -292,7 +292,7 @@ def models_table(entries: Sequence[tuple[ZooEntry, int]]) -> Table:
 
     ``entries``: pairs of a network and its number of parameters.
     """
-    table = _table("Networks", "name", "", "sizes", "parameters", left=3)
+    table = figures_table("Networks", "name", "", "sizes", "parameters", left=3)
     for entry, parameters in entries:
         sizes = ", ".join(f"{name} {size}" for name, size in entry.sizes.items())
         table.add_row(entry.name, entry.summary, sizes, f"{parameters:,}")
@@ -306,14 +306,15 @@ def devices_table(rows: Sequence[Mapping[str, Any]]) -> Table:
     """
     columns = ("TFLOP/s\nfloat32", "TFLOP/s\nfloat16", "GB/s", "launch\nµs")
     keys = ("teraflops_float32", "teraflops_float16", "gigabytes_a_second", "launch_microseconds")
-    table = _table("Device models", "name", "", *columns, left=2)
+    table = figures_table("Device models", "name", "", *columns, left=2)
     for row in rows:
         mark = " (default)" if row["default"] else ""
         table.add_row(row["name"] + mark, row["summary"], *(f"{row[key]:g}" for key in keys))
     return table
 
 
-def _table(title: str, *columns: str, left: int = 1) -> Table:
+def figures_table(title: str, *columns: str, left: int = 1) -> Table:
+    """Return an empty table with column titles. The first ``left`` columns are aligned to the left."""
     table = Table(title=title, box=box.SIMPLE_HEAD, title_justify="left", title_style="bold")
     for i, column in enumerate(columns):
         table.add_column(column, justify="left" if i < left else "right", no_wrap=i >= left, overflow="fold")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import torch
@@ -59,7 +59,12 @@ def without_data(
         return module, tuple(x.to(device) for x in inputs()), mode
 
 
-def empty(module: nn.Module, mode: FakeTensorMode, device: torch.device = CPU) -> None:
+def empty(
+    module: nn.Module,
+    mode: AbstractContextManager[object],
+    device: torch.device = CPU,
+    dtype: torch.dtype | None = None,
+) -> None:
     """Replace each parameter and buffer of a module by a fake tensor (without data) with the same shape, strides and
     type. The module is changed in place. Tied tensors stay tied.
 
@@ -67,20 +72,24 @@ def empty(module: nn.Module, mode: FakeTensorMode, device: torch.device = CPU) -
         module: the module.
         mode: the fake mode of the new tensors.
         device: the device that the fakes claim to be on.
+        dtype: the type of the new tensors where the old ones are floating-point; None: the types stay.
     """
     made: dict[torch.Tensor, torch.Tensor] = {}  # tensors are equal as keys only if they are the same
     for part in module.modules():
         for table in (part._parameters, part._buffers):
             for name, t in table.items():
                 if t is not None and t not in made:
-                    made[t] = _empty(t, mode, device)
+                    made[t] = _empty(t, mode, device, dtype)
                 if t is not None:
                     table[name] = made[t]  # type: ignore[assignment]
 
 
-def _empty(t: torch.Tensor, mode: FakeTensorMode, device: torch.device) -> torch.Tensor:
+def _empty(
+    t: torch.Tensor, mode: AbstractContextManager[object], device: torch.device, dtype: torch.dtype | None
+) -> torch.Tensor:
+    kept = dtype is None or not t.is_floating_point()
     with mode:
-        fake = torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device=device)
+        fake = torch.empty_strided(t.shape, t.stride(), dtype=t.dtype if kept else dtype, device=device)
     return nn.Parameter(fake, requires_grad=t.requires_grad) if isinstance(t, nn.Parameter) else fake
 
 

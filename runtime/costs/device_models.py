@@ -23,7 +23,7 @@ class DeviceModel:
 
     ``name``, ``summary``: its name, and one line for lists. ``flops``: peak rate for dense operands by the name of
     their type (``float32``, without tensor cores), in 10¹² operations per second. ``bandwidth``: of the memory, in 10⁹
-    bytes per second. ``launch``: the fixed time of each op, in microseconds.
+    bytes per second. ``launch``: the fixed time of each op, in microseconds. ``is_cpu``: whether it is a CPU.
     """
 
     name: str
@@ -31,6 +31,7 @@ class DeviceModel:
     flops: Mapping[str, float]
     bandwidth: float
     launch: float
+    is_cpu: bool = False
 
     def time(self, flops: float, moved: float, dtype: torch.dtype) -> float:
         """Return the microseconds of an op: the launch time, plus the larger of arithmetic time and memory time.
@@ -49,8 +50,8 @@ def _rates(f64: float, f32: float, f16: float) -> dict[str, float]:
 
 
 _MODELS = (
-    DeviceModel("laptop-cpu", "4 cores with AVX2", _rates(0.1, 0.2, 0.2), 50, 3.0),
-    DeviceModel("server-cpu", "32 cores with AVX-512", _rates(1.5, 3.0, 6.0), 200, 5.0),
+    DeviceModel("laptop-cpu", "4 cores with AVX2", _rates(0.1, 0.2, 0.2), 50, 3.0, is_cpu=True),
+    DeviceModel("server-cpu", "32 cores with AVX-512", _rates(1.5, 3.0, 6.0), 200, 5.0, is_cpu=True),
     DeviceModel("t4", "NVIDIA T4 16 GB", _rates(0.25, 8.1, 65), 320, 4.0),
     DeviceModel("v100", "NVIDIA V100 32 GB SXM2", _rates(7.8, 15.7, 125), 900, 4.0),
     DeviceModel("rtx4090", "NVIDIA RTX 4090 24 GB", _rates(1.3, 82.6, 165), 1008, 3.0),
@@ -66,7 +67,8 @@ DEFAULT_DEVICE_MODEL = "a100"
 def device_model(name: str) -> DeviceModel:
     """Return the device model called ``name``, or that of the file ``name`` if it ends with ``.json``.
 
-    The file has an object with ``flops``, ``bandwidth`` and ``launch`` (`DeviceModel`), and may have ``summary``.
+    The file has an object with ``flops``, ``bandwidth`` and ``launch``, and may have ``summary`` and ``is_cpu``
+    (`DeviceModel`).
 
     Raises:
         UsageError: there is no such model (the message lists the known ones), or the file cannot be read or is wrong.
@@ -96,7 +98,12 @@ def _model_of_file(path: str) -> DeviceModel:
         )
     known = {key: rate for key, rate in rates.items() if rate is not None}
     return DeviceModel(
-        path, str(fields.get("summary", "")), known, float(fields["bandwidth"]), float(fields["launch"])
+        path,
+        str(fields.get("summary", "")),
+        known,
+        float(fields["bandwidth"]),
+        float(fields["launch"]),
+        fields.get("is_cpu") is True,
     )
 
 

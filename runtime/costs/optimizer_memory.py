@@ -55,6 +55,7 @@ class OptimizerKind:
       the option ``capturable`` or ``fused`` is set, else on the CPU.
     - ``kernels``: whether the class has fused kernels on accelerators that it always uses there.
     - ``shared``: bytes of state that all parameters share.
+    - ``held``: copies of the parameter before, which the loop still holds while it works on the next one.
     - ``foreach_extra``: further temporary bytes of the foreach form, as two factors: of the bytes of the largest
       parameter, and of the bytes of all state tensors.
     """
@@ -65,6 +66,7 @@ class OptimizerKind:
     scalars: int = 1
     kernels: bool = False
     shared: int = 0
+    held: int = 0
     foreach_extra: tuple[float, float] = (0.0, 0.0)
 
 
@@ -161,7 +163,8 @@ def _transient(kind: OptimizerKind, params: Sequence[torch.Tensor], group: Group
     every = sum(allocated(p.nbytes, device) for p in params)
     if group.get("fused") or (kind.kernels and device.type != "cpu"):
         return 0
-    loop = max(allocated(int(kind.loop(p, group)), device) for p in params)
+    before = [0, *(kind.held * p.nbytes for p in params)]
+    loop = max(allocated(int(kind.loop(p, group)) + b, device) for p, b in zip(params, before, strict=False))
     chosen = group.get("foreach", False)
     if chosen is False or (chosen is None and device.type == "cpu"):
         return loop
@@ -283,7 +286,7 @@ def _product_workspace(less: int, more: int) -> int:
     return needed
 
 
-_ADAM = OptimizerKind(_like(2, "amsgrad"), _copies(3), lambda _: 1.0)
+_ADAM = OptimizerKind(_like(2, "amsgrad"), _copies(2), lambda _: 1.0, held=1)
 _LION = OptimizerKind(_like(1), _copies(2), scalars=0)
 
 KINDS: Mapping[str, OptimizerKind] = MappingProxyType(

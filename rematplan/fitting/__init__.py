@@ -1,0 +1,1 @@
+"""Whether a training step fits into a device's memory, before anything runs."""

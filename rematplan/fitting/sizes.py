@@ -1,0 +1,222 @@
+"""The planning problems of a model at any size, their plans, and the largest sizes that fit."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+
+import torch
+
+from rematplan.fitting.question import Question, SizedModel, optimizer_bytes
+from rematplan.ir import InfeasibleBudget, TrainingGraph
+from rematplan.module.captures import capture_call
+from rematplan.planner.bounds.cut_bounds import min_peak_bound
+from rematplan.planner.caches.plan_store import PlanStore
+from rematplan.planner.core.plan import Plan
+from rematplan.planner.core.strategy import Progress
+from rematplan.planner.family.interpolated_problems import Between
+from rematplan.planner.strategies.store_all import no_recompute
+from rematplan.plans.budgets import plan_within
+from rematplan.plans.options import PlanOptions
+from rematplan.plans.size_ranges import interpolations
+from rematplan.plans.sized_costs import SizedCosts
+from rematplan.plans.step_problems import RESERVED, StepProblems
+from rematplan.runtime.graph.allocator_rounding import allocated
+from rematplan.runtime.problem.as_plain_autograd import PlainAutograd
+
+GUESSES = 4
+"""How many sizes are tried where the memory is expected to be used up, before a search that halves the range."""
+GROWTH = 8
+"""The largest factor from a size that fits to the next one that is tried."""
+BEYOND = 1.05
+"""The factor by which a size is chosen above the one at which the memory is expected to be used up."""
+CUDA = torch.device("cuda")
+
+
+@dataclass(frozen=True)
+class AtSize:
+    """What a training step needs at one size, in bytes. Peaks include the margin."""
+
+    size: int
+    without: int
+    """The peak without recomputation."""
+    planned: int
+    """The peak of the plan: the cheapest that fits, or the smallest found if none fits. It recomputes nothing if that
+    fits."""
+    overhead: float
+    """The plan's extra time as a share of the step's time without recomputation."""
+    least: int
+    """No plan has a smaller peak; proven, without the margin."""
+    seconds: float
+    """The time of the planned step, as the costs say."""
+    fits: bool
+    """Whether the step fits the memory without recomputation, or the plan does with at most the stated overhead."""
+
+
+@dataclass(frozen=True)
+class LargestSizes:
+    """The largest sizes that fit. None: not even the smallest one fits."""
+
+    without: AtSize | None
+    """Without recomputation."""
+    planned: AtSize | None
+    """With the plans that were found."""
+    impossible: int | None
+    """From this size on it is proven that no plan fits; None if no such size was met."""
+    tried: int
+    """The largest size that was considered: the model has no larger one, or the search ends there."""
+
+
+class SizeSearch:
+    """The planning problems of a model at any size, and their plans.
+
+    A size between captured ones is interpolated, if the bytes of all tensors are found to be polynomials of the size.
+    Otherwise the step is captured at it.
+    """
+
+    def __init__(self, model: SizedModel, asked: Question, progress: Progress) -> None:
+        self.model, self.asked, self.progress = model, asked, progress
+        self.budget = asked.memory - sum(asked.margin.values())
+        self._store, self._sized = PlanStore(), SizedCosts()
+        self._captured: dict[int, TrainingGraph] = {}
+        self._exact: dict[int, TrainingGraph] = {}
+        self._rounded: dict[int, TrainingGraph] = {}
+        self._plans: dict[int, Plan] = {}
+        self._plain = PlainAutograd()
+        self._spans: list[Between] = []
+
+    def captured(self, size: int) -> TrainingGraph:
+        """Return the problem of the step that is captured at a size."""
+        if size not in self._captured:
+            self.progress(0.2, f"capturing {self.model.dimension} {size}")
+            made = self.model.at(size)
+            with made.mode:
+                _, step = capture_call(made.module, made.batch, {}, self.model.name)
+                reserved = optimizer_bytes(made, self.asked)
+            self._plain |= PlainAutograd.of(step)
+            options = PlanOptions(budget="100%", costs=self.asked.costs, reserved=reserved, refine=False)
+            self._captured[size] = StepProblems(options, sized=self._sized).problem_at(step)[1]
+            self._captured = dict(sorted(self._captured.items()))
+            self._spans = interpolations(self._captured)
+        return self._captured[size]
+
+    def exact(self, size: int) -> TrainingGraph:
+        """Return the problem at a size, interpolated if possible."""
+        if size not in self._captured and size not in self._exact:
+            for span in self._spans:
+                if span.sizes[0] < size < span.sizes[-1]:
+                    self._exact[size] = span.problem(size)
+                    break
+        graph = self._exact[size] if size in self._exact else self.captured(size)
+        return self._plain.losses_apart(graph) if self.asked.accelerator else graph
+
+    def problem(self, size: int) -> TrainingGraph:
+        """Return the problem at a size, with the sizes of tensors as the device's allocator rounds them."""
+        if not self.asked.accelerator:
+            return self.exact(size)
+        if size not in self._rounded:
+            graph = self.exact(size)
+            tensors = tuple(
+                t if t.name == RESERVED else replace(t, bytes=allocated(t.bytes, CUDA)) for t in graph.tensors
+            )
+            self._rounded[size] = replace(graph, tensors=tensors)
+        return self._rounded[size]
+
+    def plain(self, graph: TrainingGraph) -> TrainingGraph:
+        """Return a problem of this model as plain autograd runs it."""
+        if self.asked.accelerator:
+            return self._plain.problem(graph, wide_masks=False)
+        return self._plain.problem(self._plain.losses_apart(graph), wide_masks=True)
+
+    def base(self, size: int) -> Plan:
+        """Return the schedule without recomputation at a size, with the peak of plain autograd."""
+        return no_recompute(self.plain(self.problem(size)))
+
+    def least(self, size: int) -> int:
+        """Return a proven lower bound of the peak of all plans at a size, without any margin."""
+        return min_peak_bound(self.exact(size)).bytes
+
+    def plan(self, size: int) -> Plan:
+        """Return the cheapest plan found that fits at a size; if none is found, the one of the smallest peak."""
+        if size not in self._plans:
+            own = no_recompute(self.problem(size))
+            fits = min(own.peak, self.base(size).peak) <= self.budget
+            self._plans[size] = own if fits else self._searched(size)
+        return self._plans[size]
+
+    def _searched(self, size: int) -> Plan:
+        self.progress(0.5, f"planning {self.model.dimension} {size}")
+        try:
+            return plan_within(
+                self.asked.strategy, self.problem(size), self.budget, store=self._store, hurried=True
+            )
+        except InfeasibleBudget as error:
+            return error.plan or no_recompute(self.problem(size))
+
+    def row(self, size: int) -> AtSize:
+        """Return what the step needs at a size."""
+        margin = sum(self.asked.margin.values())
+        plan, base = self.plan(size), self.base(size)
+        return AtSize(
+            size,
+            base.peak + margin,
+            plan.peak + margin,
+            plan.estimate.overhead,
+            self.least(size),
+            plan.estimate.cost / 1e6,
+            base.peak <= self.budget
+            or (plan.peak <= self.budget and plan.estimate.overhead <= self.asked.max_overhead),
+        )
+
+    def largest(self) -> LargestSizes:
+        """Return the largest sizes that fit."""
+        without = self._last(lambda n: self.base(n).peak, self.budget)
+        proven = self._last(self.least, self.asked.memory)
+        top = self._top
+        planned = self._bisected(without, proven + self.model.unit, lambda n: self.row(n).fits)
+        return LargestSizes(
+            self.row(without) if without else None,
+            self.row(planned) if planned else None,
+            proven + self.model.unit if proven < top else None,
+            top,
+        )
+
+    @property
+    def _top(self) -> int:
+        return self.model.most // self.model.unit * self.model.unit
+
+    def _last(self, bytes_at: Callable[[int], int], limit: int) -> int:
+        """Return the largest size with at most ``limit`` bytes, which grow with the size; 0 if there is none."""
+        unit, top = self.model.unit, self._top
+        low, high, size = 0, top + unit, min(self.model.size, top)
+        known, guesses = dict[int, int](), 0
+        while high - low > unit and size not in known and guesses < GUESSES:
+            known[size] = bytes_at(size)
+            low, high = (size, high) if known[size] <= limit else (low, size)
+            guesses += high <= top  # a size that is too large is known
+            size = self._next(low, high, known, limit)
+        return self._bisected(low, high, lambda n: bytes_at(n) <= limit)
+
+    def _next(self, low: int, high: int, known: Mapping[int, int], limit: int) -> int:
+        """Return the size to try next: just above where the bytes are expected to reach ``limit``."""
+        unit = self.model.unit
+        points = sorted(known, key=lambda n: abs(known[n] - limit))[:2]
+        if len(points) < 2:
+            guess = 2 * points[0] if low else points[0] // 2
+        else:
+            a, b = sorted(points)
+            slope = max(1e-9, (known[b] - known[a]) / (b - a))
+            guess = math.ceil((a + (limit - known[a]) / slope) * (BEYOND if high > low * 2 else 1))
+        if low and high > self.model.most:  # bytes may be constant below a size, and grow above it
+            guess = max(2 * low, min(guess, GROWTH * low))
+        return max(low + unit, min(high - unit, guess // unit * unit))
+
+    def _bisected(self, low: int, high: int, holds: Callable[[int], bool]) -> int:
+        """Return the largest size that holds, from ``low``, which does, and below ``high``, which does not."""
+        unit = self.model.unit
+        while high - low > unit:
+            size = (low + high) // 2 // unit * unit
+            size = size if low < size else low + unit
+            low, high = (size, high) if holds(size) else (low, size)
+        return low

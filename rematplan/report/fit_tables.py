@@ -1,0 +1,99 @@
+"""What ``rematplan fit`` shows: the verdict, the bytes at the peak by kind, and the largest sizes that fit."""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING
+
+from rich.table import Table
+
+from rematplan.ir import show_bytes
+from rematplan.report.tables import LABELS, figures_table, pairs_table, show_seconds
+
+if TYPE_CHECKING:
+    from rematplan.fitting.fit import Fit
+    from rematplan.fitting.sizes import AtSize
+
+
+def verdict(fit: Fit, max_overhead: float = math.inf) -> str:
+    """Return whether a step fits, and the bytes to spare, in one line."""
+    here, memory = fit.here, show_bytes(fit.memory)
+    what = f"{fit.name}, {fit.dimension} {here.size}, in {memory}"
+    over = show_bytes(here.without - fit.memory)
+    if here.without <= fit.memory:
+        return f"fits: {what}: {show_bytes(fit.spare)} to spare, without a plan"
+    if here.fits:
+        cost = f"+{100 * here.overhead:.1f} % time"
+        return f"fits with a plan: {what}: {cost}, {show_bytes(fit.spare)} to spare ({over} too much without)"
+    if here.planned <= fit.memory:
+        return (
+            f"does not fit: {what}: the plan found costs +{100 * here.overhead:.1f} % time, more than "
+            f"{100 * max_overhead:g} % ({over} too much without a plan)"
+        )
+    if here.least > fit.memory:
+        return f"does not fit: {what}: it is proven that every plan needs {show_bytes(here.least - fit.memory)} more"
+    return f"does not fit: {what}: the smallest plan found needs {show_bytes(-fit.spare)} more"
+
+
+def split_table(fit: Fit) -> Table:
+    """Return a table of the bytes at the peak by kind, without recomputation and with the plan."""
+    table = figures_table(
+        f"{fit.name}: bytes at the peak, {fit.dimension} {fit.here.size}", "", "without a plan", "with a plan"
+    )
+    kinds = dict.fromkeys(kind for column in fit.split.values() for kind in column)
+    for kind in kinds:
+        table.add_row(
+            LABELS.get(kind, kind), *(show_bytes(column.get(kind, 0)) for column in fit.split.values())
+        )
+    table.add_section()
+    table.add_row("peak", show_bytes(fit.here.without), show_bytes(fit.here.planned))
+    table.add_row("at", *fit.peak_at.values())
+    return table
+
+
+def margin_table(fit: Fit) -> Table:
+    """Return a table of what the margin is for."""
+    rows = {show_bytes(n): why for why, n in fit.margin.items()}
+    return pairs_table("The margin without a plan", rows)
+
+
+def largest_table(fit: Fit) -> Table:
+    """Return a table of the size in question and of the largest sizes that fit: peaks, overhead, proven least."""
+    columns = ("without a plan", "with a plan", "overhead", "proven least", "step")
+    table = figures_table(f"Sizes ({fit.dimension})", "", fit.dimension, *columns)
+    rows = {"in question": fit.here}
+    if fit.largest is not None:
+        largest = {"largest without a plan": fit.largest.without, "largest with a plan": fit.largest.planned}
+        rows |= {name: row for name, row in largest.items() if row is not None}
+    for name, row in rows.items():
+        table.add_row(name, *_cells(row))
+    return table
+
+
+def _cells(row: AtSize) -> tuple[str, ...]:
+    return (
+        str(row.size),
+        show_bytes(row.without),
+        show_bytes(row.planned),
+        f"{100 * row.overhead:.1f} %",
+        show_bytes(row.least),
+        show_seconds(row.seconds),
+    )
+
+
+def largest_line(fit: Fit) -> str:
+    """Return the largest sizes that fit in one line, such as ``largest batch: 41 without a plan, 96 at +12 %, from 121
+    on proven impossible``."""
+    found = fit.largest
+    if found is None:
+        return f"largest {fit.dimension}: not known"
+    parts = [f"{found.without.size} without a plan" if found.without else "none without a plan"]
+    if found.planned is None:
+        parts.append("none with one")
+    elif found.without is None or found.planned.size > found.without.size:
+        parts.append(f"{found.planned.size} at +{100 * found.planned.overhead:.1f} %")
+    if found.impossible is not None:
+        parts.append(f"from {found.impossible} on proven impossible")
+    else:
+        parts.append(f"{found.tried} is the largest considered")
+    return f"largest {fit.dimension}: {', '.join(parts)}"

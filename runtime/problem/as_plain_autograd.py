@@ -1,0 +1,69 @@
+"""What plain autograd holds in another way than a step that may recompute.
+
+It has a second tensor of scores in the backward of a cross entropy, masks of dropout in the type of their inputs on a
+CPU, and no copies of the states from which ops run again."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+
+import torch
+
+from rematplan.ir import Op, TrainingGraph
+from rematplan.runtime.capture.loss_in_place import CrossEntropyBackward
+from rematplan.runtime.graph.captured_step import CapturedStep
+from rematplan.runtime.problem.loss_boundary import OLD_BUFFERS
+from rematplan.runtime.problem.planning_problem import RNG_STATES
+
+COPIES = (RNG_STATES, OLD_BUFFERS)
+"""The tensors of a problem from which ops run again: states of random generators, and buffers before the step."""
+DROPOUT = torch.ops.aten.native_dropout.default
+
+
+@dataclass(frozen=True)
+class PlainAutograd:
+    """The ops of a captured step for which plain autograd needs more bytes.
+
+    ``losses``: the names of the backwards of cross entropies. ``masks``: by the name of the storage of a mask of
+    dropout, the bytes of an element of its input. A mask of the step has one byte an element.
+    """
+
+    losses: frozenset[str] = frozenset()
+    masks: Mapping[str, int] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, step: CapturedStep) -> PlainAutograd:
+        """Return those of a captured step."""
+        losses = frozenset(call.name for call in step.calls if isinstance(call.target, CrossEntropyBackward))
+        masks = {
+            step.values[mask].storage: step.values[result].fake.itemsize
+            for call in step.calls
+            if call.target is DROPOUT
+            for result, mask in [call.results[:2]]
+            if result and mask
+        }
+        return cls(losses, masks)
+
+    def __or__(self, other: PlainAutograd) -> PlainAutograd:
+        """Return the ops of both."""
+        return PlainAutograd(self.losses | other.losses, {**self.masks, **other.masks})
+
+    def losses_apart(self, graph: TrainingGraph) -> TrainingGraph:
+        """Return a problem in which each backward of a cross entropy needs a second tensor of its result's size."""
+
+        def apart(op: Op) -> Op:
+            more = sum(graph.size[t] for t in op.writes) if op.name in self.losses else 0
+            return replace(op, workspace=op.workspace + more) if more else op
+
+        return replace(graph, ops=tuple(map(apart, graph.ops)))
+
+    def problem(self, graph: TrainingGraph, wide_masks: bool) -> TrainingGraph:
+        """Return the problem of plain autograd, for a problem with `losses_apart`.
+
+        ``wide_masks``: whether masks of dropout have the type of their inputs.
+        """
+        factors = {**(self.masks if wide_masks else {}), **dict.fromkeys(COPIES, 0)}
+        tensors = (replace(t, bytes=t.bytes * factors.get(t.name, 1)) for t in graph.tensors)
+        split = {kind: size for kind, size in graph.fixed_split.items() if kind not in COPIES}
+        return replace(graph, tensors=tuple(tensors), fixed_split=split)

@@ -1,0 +1,280 @@
+"""`fit` says whether a training step fits, and the largest size that does: its peaks are those that are measured."""
+
+import json
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import rematplan
+from rematplan.cli import main
+from rematplan.ir import UsageError
+from rematplan.runtime.costs.measure import peak_above_entry
+
+CPU = torch.device("cpu")
+WIDTH, CLASSES = 256, 1600
+SEARCH = rematplan.ExactDP()
+TINY = [f"--dim={n}" for n in ("batch=2", "tokens=8", "width=16", "depth=2", "vocabulary=32")]
+
+
+@pytest.fixture(autouse=True)
+def short_searches(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("rematplan.fitting.question.SEARCH", SEARCH)
+
+
+def network() -> nn.Module:
+    layers = [layer for _ in range(3) for layer in (nn.Linear(WIDTH, WIDTH), nn.GELU(), nn.Dropout(0.1))]
+    return nn.Sequential(*layers, nn.Linear(WIDTH, CLASSES))
+
+
+def rows(size: int) -> tuple[torch.Tensor, ...]:
+    return (torch.randn(size, WIDTH),)
+
+
+def measured(size: int, make: Callable[..., torch.optim.Optimizer], budget: int = 0) -> int:
+    """The bytes at the peak of a training step that runs, with a plan if there is a budget, after one step."""
+    model, batch, labels = network(), rows(size)[0], torch.randint(CLASSES, (size,))
+    optimizer = make(model.parameters())
+
+    class WithLoss(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.model = model
+
+        def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+            return nn.functional.cross_entropy(self.model(x), y)
+
+    run: Any = WithLoss()
+    if budget:
+        run = rematplan.plan_module(
+            run, (batch, labels), budget=budget, reserved=[optimizer], refine=False, strategy=SEARCH
+        )
+
+    def step() -> None:
+        run(batch, labels).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    step()
+    state = [t for of in optimizer.state.values() for t in of.values() if isinstance(t, torch.Tensor)]
+    held = sum(t.nbytes for t in (*model.parameters(), *state, batch, labels))
+    return held + peak_above_entry(step, CPU)[0]
+
+
+@pytest.mark.parametrize("name", ["SGD", "Adam", "AdamW"])
+def test_peaks_are_those_that_are_measured(name: str) -> None:
+    optimizer = getattr(torch.optim, name)
+    whole = rematplan.fit(
+        network, rows, memory="1GB", size=2048, optimizer=optimizer, costs="profile", largest=False
+    )
+    assert whole.fits
+    assert measured(2048, optimizer) == pytest.approx(whole.here.without, rel=0.01)
+    memory = (whole.here.without + 3 * whole.here.least) // 4
+    tight = rematplan.fit(
+        network,
+        rows,
+        memory=memory,
+        size=2048,
+        optimizer=name.lower(),
+        costs="profile",
+        largest=False,
+    )
+    assert tight.fits
+    assert tight.here.without > memory >= tight.here.planned
+    assert sum(tight.split["planned"].values()) == tight.here.planned
+    assert sum(tight.split["without"].values()) == tight.here.without
+    assert measured(2048, optimizer, memory) == pytest.approx(tight.here.planned, rel=0.01)
+
+
+def test_the_largest_batch_is_the_one_that_real_runs_find() -> None:
+    memory = 6_000_000
+    found = rematplan.fit(network, rows, memory=memory, size=8, optimizer="sgd", costs="profile")
+    assert found.largest is not None
+    assert found.largest.without is not None
+    assert found.largest.planned is not None
+    assert found.largest.impossible is not None
+    low, high = 1, 1000
+    while high - low > 1:
+        middle = (low + high) // 2
+        fits = measured(middle, torch.optim.SGD) <= memory
+        low, high = (middle, high) if fits else (low, middle)
+    assert abs(found.largest.without.size - low) <= 1  # autograd's order of ops in one node differs by a bias
+    assert low <= found.largest.planned.size < found.largest.impossible
+    assert measured(found.largest.planned.size, torch.optim.SGD, memory) <= memory
+
+
+def test_a_gpu_has_a_margin_and_steps_of_optimizers_over_lists() -> None:
+    cpu = rematplan.fit(network, rows, memory="1GB", optimizer="adamw", costs="server-cpu", largest=False)
+    gpu = rematplan.fit(network, rows, memory="1GB", optimizer="adamw", costs="h100", largest=False)
+    assert not cpu.margin
+    assert cpu.split["without"]["margin"] == 0
+    assert sum(gpu.margin.values()) == gpu.split["without"]["margin"] > 64 << 20
+    parameters = sum(p.nbytes for p in network().parameters())
+    assert gpu.split["without"]["optimizer's temporaries"] >= parameters
+
+
+def test_types() -> None:
+    def parameters(dtype: str | None) -> int:
+        found = rematplan.fit(network, rows, memory="1GB", dtype=dtype, costs="h100", largest=False)
+        return found.split["without"]["parameters"]
+
+    assert parameters("bf16") * 2 == parameters("fp32") == parameters(None) == parameters("bf16-mixed")
+
+
+def test_mixed_precision_of_a_gpu_computes_norms_in_float32() -> None:
+    def activations(costs: str) -> int:
+        found = rematplan.fit(
+            lambda: nn.Sequential(*[nn.Linear(64, 64), nn.LayerNorm(64)] * 3, nn.Linear(64, 64)),
+            lambda n: (torch.randn(n, 64),),
+            memory="1GB",
+            size=4096,
+            dtype="bf16-mixed",
+            costs=costs,
+            loss="mse",
+            largest=False,
+        )
+        return found.split["without"]["activations"]
+
+    assert activations("h100") > activations("server-cpu")
+
+
+def test_the_command_says_whether_it_fits(capsys: pytest.CaptureFixture[str]) -> None:
+    chain = ["fit", "chain", "--dim", "batch=4", "--dim", "depth=3", "--costs", "h100"]
+    assert main([*chain, "--memory", "80MiB"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0].startswith("fits: chain, batch 4, in 80.00 MiB: ")
+    assert lines[-1].startswith("largest batch: ")
+    assert lines[-1].endswith("on proven impossible")
+    assert main([*chain, "--memory", "64MiB", "--json"]) == 1
+    found = json.loads(capsys.readouterr().out)
+    assert found["fits"] is False
+    assert found["verdict"].startswith("does not fit: chain")
+
+
+def test_the_number_of_layers_is_a_size(capsys: pytest.CaptureFixture[str]) -> None:
+    fit = ["fit", "gpt12", "--memory", "200kB", "--vary", "depth", "--costs", "server-cpu", "--json"]
+    assert main([*fit, *TINY]) == 0
+    largest = json.loads(capsys.readouterr().out)["largest"]
+    assert largest["without"]["size"] <= largest["planned"]["size"] < largest["impossible"]
+
+
+def test_an_onnx_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "net.onnx"
+    assert main(["export", "chain", "--dim", "depth=3", "-o", str(path), "--quiet"]) == 0
+    assert main(["fit", str(path), "--memory", "80MB", "--dim", "batch=4", "--costs", "h100", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["largest"]["impossible"] > 4
+
+
+FACTORY = """
+import torch
+def plain():
+    return torch.nn.Linear(1000, 1000), torch.randn(4, 1000)
+def sized(tokens=3):
+    return torch.nn.Linear(50, 50), {"input": torch.randn(2, tokens, 50)}
+def values():
+    return torch.nn.Linear(int(torch.ones(1)), 1), torch.ones(1, 1)
+def ends():
+    raise SystemExit(0)
+def scalar():
+    return torch.nn.Tanh(), torch.ones(())
+class Pair(torch.nn.Linear):
+    def forward(self, x):
+        return super().forward(x).view(2, 4)
+def pair():
+    return Pair(4, 4), torch.randn(2, 4)
+"""
+
+
+def test_a_function_of_the_user(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "my_nets.py").write_text(FACTORY)
+    (tmp_path / "fails_to_load.py").write_text("1 / 0")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    fit = ["fit", "--memory", "100MB", "--costs", "server-cpu", "--json"]
+    assert main([*fit, "my_nets:plain"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert (found["dimension"], found["here"]["size"]) == ("batch", 4)
+    assert main([*fit, "my_nets:plain", "--dim", "batch=6"]) == 0
+    assert json.loads(capsys.readouterr().out)["here"]["size"] == 6
+    assert main([*fit, "my_nets:sized", "--vary", "tokens"]) == 0
+    assert json.loads(capsys.readouterr().out)["here"]["size"] == 3
+    for wrong, words in {
+        "my_nets:values": "on the meta device",
+        "my_nets:ends": "SystemExit",
+        "my_nets:scalar": "the first input is a scalar",
+        "my_nets:missing": "write package.module:function",
+        "fails_to_load:made": "ZeroDivisionError",
+        ":made": "is not of the form package.module:function",
+        "../my_nets:plain": "write package.module:function",
+    }.items():
+        assert main([*fit, wrong]) == 2
+        assert words in capsys.readouterr().err
+        assert capsys.readouterr().out == ""
+    assert main([*fit, "my_nets:plain", "--vary", "tokens"]) == 2
+    assert "has no parameter 'tokens'" in capsys.readouterr().err
+    assert main([*fit, "my_nets:pair"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["largest"] is None
+    assert "no largest batch is stated" in found["notes"][0]
+
+
+def test_a_configuration_of_hugging_face(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("transformers")
+    path = tmp_path / "config.json"
+    config = {"hidden_size": 32, "intermediate_size": 64, "num_attention_heads": 4, "num_key_value_heads": 4}
+    config |= {"num_hidden_layers": 2, "vocab_size": 64, "max_position_embeddings": 128}
+    path.write_text(json.dumps({"model_type": "llama", "architectures": ["LlamaForCausalLM"], **config}))
+    fit = ["fit", str(path), "--memory", "100MB", "--costs", "server-cpu", "--dtype", "bf16", "--json"]
+    assert main([*fit, "--dim", "batch=2", "--dim", "tokens=16", "--vary", "tokens"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["largest"]["without"]["size"] == 128  # the longest sequence of the model
+    assert found["largest"]["impossible"] is None
+    assert main([*fit, "--dim", "tokens=256"]) == 2
+    assert "has 128 tokens" in capsys.readouterr().err
+    for changed, words in (
+        ({"architectures": ["LlamaModel"]}, "architecture is LlamaModel"),
+        ({"architectures": ["BertForMaskedLM"]}, "cannot be made from this configuration"),
+        ({"hidden_size": 30, "num_attention_heads": 4}, "is no configuration file of a model"),
+        ({"hidden_size": "wide"}, "is no configuration file of a model"),
+    ):
+        stated = {"model_type": "llama", "architectures": ["LlamaForCausalLM"], **config, **changed}
+        path.write_text(json.dumps(stated))
+        assert main(fit) == 2
+        assert words in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["unet", "--memory", "50%"], "not possible here|is not"),
+        (["unet", "--memory", "1GB", "--optimizer", "adan"], "unknown optimizer 'adan'"),
+        (
+            ["gpt12", "--memory", "1GB", "--optimizer", "muon", *TINY],
+            "the bytes of this optimizer are not known",
+        ),
+        (
+            ["gpt12", "--memory", "1GB", "--optimizer", "lbfgs", *TINY],
+            "the bytes of this optimizer are not known",
+        ),
+        (["unet", "--memory", "1GB", "--costs", "abacus"], "unknown"),
+        (["unet", "--memory", "1GB", "--vary", "tokens"], "no such dimension"),
+        (["unet", "--memory", "1GB", "--max-overhead", "much"], "not a share"),
+        (["config.json", "--memory", "1GB"], "no such file"),
+    ],
+)
+def test_errors(arguments: list[str], words: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["fit", *arguments]) == 2
+    error = capsys.readouterr().err
+    assert any(word in error for word in words.split("|"))
+    assert error.count("\n") == 1
+
+
+def test_an_unknown_type_is_refused() -> None:
+    with pytest.raises(UsageError, match="unknown dtype 'int8'"):
+        rematplan.fit(network, rows, memory="1GB", dtype="int8")
