@@ -73,9 +73,9 @@ def plan_module(
 
     The planned module shares the model's parameters, buffers and state. The first plan is made here, for ``args`` and
     ``kwargs``, without running the model. Another shape, type or mode gets a further plan when it first occurs. So
-    does another outcome of a branch on values of inputs and buffers (``if mask.all()``, ``x[mask]``,
-    ``lengths.tolist()``); every call evaluates such conditions again. ``planned.plan`` is the plan of the latest call;
-    use `planning` if the model itself has an attribute ``plan``.
+    does another outcome of a branch on values of inputs and buffers (``if mask.all()``, ``lengths.tolist()``); every
+    call evaluates such conditions again. The number of elements that ``x[mask]`` selects is a size like a length.
+    ``planned.plan`` is the plan of the latest call; use `planning` if the model itself has an attribute ``plan``.
 
     The budget bounds everything that a forward and backward hold: parameters, buffers, inputs, outputs and their
     gradients, activations, gradients of parameters and inputs, workspaces, the loss; on CUDA also what cuBLAS keeps

@@ -128,19 +128,21 @@ class Tracing:
         step = replace(step, attributes=flat.attributes)
         return Found(step, flat.outputs, self._withheld(flat.constants), record.guard(self.name), flat.count)
 
-    def symbolic(self, varying: Collection[tuple[int, int]] | None = None) -> OpenForward:
+    def symbolic(
+        self, varying: Collection[tuple[int, int]] | None = None, counts: tuple[int, ...] = ()
+    ) -> OpenForward:
         """Trace the forward and the backward with symbolic sizes. The result serves all sizes of the arguments for
         which the graph is the same.
 
         ``varying``: the dimensions whose sizes are symbolic, as pairs (position of the tensor in ``batch``,
-        dimension); None for all.
+        dimension); None for all. ``counts``: the numbers of selected elements, which are symbolic, too.
 
         Raises:
             NotSymbolic: the step depends on a size in a way that cannot be symbolic, or the forward changes numbers in
                 attributes.
             ModelError: the step cannot be captured.
         """
-        symbols = BatchSymbols(varying)
+        symbols = BatchSymbols(varying, counts)
         with self._recording() as record:
             flat = self._flat(record)
             traced = capture_with_open_sizes(flat, self.batch, self.name, self.model, record.values, symbols)
@@ -149,7 +151,9 @@ class Tracing:
         if record.state.guarded:
             raise NotSymbolic("its forward changes Python state with which it computes")
         constants = open_constants(self._withheld(flat.constants), table)
-        guard = record.guard(self.name).mapped(lambda given: opened(given, table.add))
+        guard = record.guard(self.name).mapped(
+            lambda given: opened(given, lambda size: table.add(symbols.without_counts(size)))
+        )
         step = OpenStep.of(traced.step, symbols, table)
         return OpenForward(step, flat.outputs, tuple(constants), flat.attributes, guard, flat.count)
 

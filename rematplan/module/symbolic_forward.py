@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
@@ -21,6 +22,7 @@ from rematplan.runtime.graph.tracked_sizes import SizeValues
 from rematplan.runtime.guards.state_writes import Write
 from rematplan.runtime.symbols.expressions import ExpressionTable, NotSymbolic, opened, resolved
 from rematplan.runtime.symbols.full_slices import without_full_slices
+from rematplan.runtime.symbols.symbolic_batch import with_counts
 from rematplan.runtime.symbols.symbolic_step import OpenStep
 
 PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, torch.layout)
@@ -53,7 +55,8 @@ class Instance:
     can be made.
 
     ``forward``: the capture. ``sizes``: the values, for this batch, of all size expressions in the capture. ``batch``:
-    the batch's tensors without their data: on the device ``meta``, with the same sizes, strides and storage sizes.
+    the batch's tensors without their data: on the device ``meta``, with the same sizes, strides and storage sizes; and
+    those that carry numbers of selected elements (`with_counts`).
     """
 
     forward: OpenForward
@@ -96,7 +99,9 @@ class OpenForward:
     guard: guards.Guard
     count: int
 
-    def found(self, state: guards.ModuleState | None, batch: Sequence[torch.Tensor]) -> Found | None:
+    def found(
+        self, state: guards.ModuleState | None, batch: Sequence[torch.Tensor], counts: Sequence[int] = ()
+    ) -> Found | None:
         """Return the trace for the sizes of a batch: a copy of this one in which each symbolic size is replaced by its
         value. Return None if the batch or the module's state does not satisfy the guard, so that this trace is not
         valid for it.
@@ -104,11 +109,12 @@ class OpenForward:
         Args:
             state: the module's state; None if it is known to satisfy the guard.
             batch: the tensors among the arguments.
+            counts: if ``state`` is None, the numbers that the forward takes as sizes.
 
         Raises:
             NotSymbolic: the guard holds, but the trace cannot be made with the sizes of the batch.
         """
-        accepted = self.accepted(state, batch)
+        accepted = self.accepted(state, batch, counts)
         if accepted is None:
             return None
         instance, guard = accepted
@@ -116,7 +122,7 @@ class OpenForward:
         return Found(step, self.outputs, self.constants_at(instance.sizes), guard, self.count, instance)
 
     def accepted(
-        self, state: guards.ModuleState | None, batch: Sequence[torch.Tensor]
+        self, state: guards.ModuleState | None, batch: Sequence[torch.Tensor], counts: Sequence[int] = ()
     ) -> tuple[Instance, guards.Guard] | None:
         """Return this capture with the sizes of a batch, as an `Instance` without a step, and the guard for these
         sizes. Return None if the batch or the module's state does not satisfy the guard.
@@ -124,14 +130,30 @@ class OpenForward:
         Args:
             state: the module's state; None if it is known to satisfy the guard.
             batch: the tensors among the arguments.
+            counts: if ``state`` is None, the numbers that the forward takes as sizes.
         """
-        if not self.step.guard.holds(batch):
+        if state is not None and self.guard.decided.counts:
+            now = self._counted(state, batch)
+            if now is None:
+                return None
+            counts = now
+        sized = with_counts(batch, counts)
+        if not self.step.guard.holds(sized):
             return None
-        sizes = self.step.sizes(batch)
-        guard = self.guard.mapped(lambda given: resolved(given, sizes))
+        sizes = self.step.sizes(sized)
+        guard = self.guard.mapped(lambda given: resolved(given, sizes), counts)
         if state is not None and not guard.holds(state, batch):
             return None
-        return Instance(self, sizes, [_outline(tensor) for tensor in batch]), guard
+        return Instance(self, sizes, [_outline(tensor) for tensor in sized]), guard
+
+    def _counted(self, state: guards.ModuleState, batch: Sequence[torch.Tensor]) -> tuple[int, ...] | None:
+        """Return the numbers that the forward takes as sizes for a batch; None if it decides in another way."""
+        with suppress(NotSymbolic, ArithmeticError):
+            # No recorded call has a size that depends on these numbers, so any numbers serve to find its sizes.
+            sizes = self.step.sizes(with_counts(batch, self.guard.decided.counts))
+            decided = self.guard.mapped(lambda given: resolved(given, sizes)).decided
+            return decided.counted(state.named, batch)
+        return None
 
     def step_at(self, batch: Sequence[torch.Tensor], sizes: SizeValues) -> CapturedStep:
         """Make the captured step for a batch, before planning.

@@ -93,7 +93,7 @@ class OpenShapes:
         self,
         state: guards.ModuleState,
         batch: Sequence[torch.Tensor],
-        opened: Callable[[Dimensions | None], OpenForward],
+        opened: Callable[[Dimensions | None, tuple[int, ...]], OpenForward],
         fixed: Callable[[], Found],
     ) -> Found:
         """Return the captured step for the shapes of a batch, with its results and its guard. Take it from a capture
@@ -105,8 +105,8 @@ class OpenShapes:
         Args:
             state: the module's state.
             batch: the tensors among the arguments.
-            opened: a function that captures the forward with symbolic sizes. Its argument: the dimensions whose sizes
-                are symbolic; None for all.
+            opened: a function that captures the forward with symbolic sizes. Its arguments: the dimensions whose sizes
+                are symbolic, None for all; and the numbers of selected elements, which are symbolic, too.
             fixed: a function that captures the forward for the sizes of this batch.
 
         Raises:
@@ -116,8 +116,10 @@ class OpenShapes:
         before = self.limited, self.reason
         try:
             found = self._instance(state, batch)
-            if found is None and self.known and not self.reason and shapes not in self.met:
-                found = self._opened(state, batch, opened, fixed)
+            if found is None and self.known and not self.reason:
+                counts = self._counts(state, batch)
+                if counts or shapes not in self.met:
+                    found = self._opened(state, batch, lambda dims: opened(dims, counts), fixed)
         except NotSymbolic as error:
             self.exceptions[str(error)] = None
             found = None
@@ -154,9 +156,16 @@ class OpenShapes:
         for batch, known in self.known:
             with suppress(NotSymbolic):
                 outcomes = known.guard.decided.outcomes == forward.guard.decided.outcomes
-                found = forward.accepted(None, batch) if outcomes else None
+                counts = known.guard.decided.counts
+                found = forward.accepted(None, batch, counts) if outcomes else None
                 if found is not None:
                     yield found[0]
+
+    def _counts(self, state: guards.ModuleState, batch: Sequence[torch.Tensor]) -> tuple[int, ...]:
+        """Return the numbers that the forward takes as sizes for a batch, as the latest capture counts them that
+        decides alike; none if there is no such capture."""
+        found = (one.guard.decided.counted(state.named, batch) for _, one in reversed(self.known))
+        return next((counts for counts in found if counts is not None), ())
 
     def _instance(self, state: guards.ModuleState, batch: Sequence[torch.Tensor]) -> Found | None:
         for forward in self.forwards:
@@ -265,7 +274,7 @@ class OpenShapes:
             outcomes = known.guard.decided.outcomes == forward.guard.decided.outcomes
             if not (outcomes and known.guard.holds_for(state)):
                 continue
-            found = forward.found(None, batch)
+            found = forward.found(None, batch, known.guard.decided.counts)
             if found is None:
                 continue
             served = True

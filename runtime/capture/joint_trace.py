@@ -9,7 +9,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from threading import get_ident
 from traceback import walk_tb
 from typing import Any
@@ -206,7 +206,7 @@ def _traced(request: TraceRequest) -> Traced:
     ):
         warnings.simplefilter("ignore")
         stack.enter_context(sums_of_gradients_numbered())
-        untied = UntiedModule(request.module, symbols is not None)
+        untied = UntiedModule(request.module, symbols is not None, len(symbols.counts) if symbols else 0)
         batch = symbols.begin(mode, request.batch) if symbols else request.batch
 
         def trace() -> Any:
@@ -217,7 +217,14 @@ def _traced(request: TraceRequest) -> Traced:
             check_no_sizes_kept(request.root)
     table = symbols.table() if symbols else None
     step = read_joint_graph(joint.graph_module, untied.names, untied.outputs, request.name, table)
-    return Traced(step, table)
+    return Traced(_of_batch(step, len(request.batch)), table)
+
+
+def _of_batch(step: CapturedStep, count: int) -> CapturedStep:
+    """Return a step without the inputs after the first ``count`` tensors of the batch. Its calls do not read them."""
+    extra = {i.value for i in step.inputs if i.kind == "batch" and int(i.target) >= count}
+    inputs = tuple(i for i in step.inputs if i.value not in extra)
+    return replace(step, inputs=inputs, values={n: v for n, v in step.values.items() if n not in extra})
 
 
 def _deciding(trace: Callable[[], Any], untied: UntiedModule, decisions: ValueGuardRecorder | None) -> Any:

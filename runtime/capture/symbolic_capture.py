@@ -35,5 +35,5 @@ def capture_with_open_sizes(
         NotSymbolic: some size cannot be a symbol.
         ModelError: for the reasons that `capture.capture` lists.
     """
-    decisions.now = symbols.now
+    decisions.now, decisions.counts = symbols.now, symbols.counts
     return trace_joint_graph(TraceRequest(module, batch, name, root, decisions, symbols))

@@ -29,9 +29,10 @@ class UntiedModule(nn.Module):
     of its additions must be kept.
     """
 
-    def __init__(self, module: nn.Module, open_: bool = False) -> None:
+    def __init__(self, module: nn.Module, open_: bool = False, counts: int = 0) -> None:
         super().__init__()
         self.open = open_  # whether the batch has open sizes
+        self.counts = counts  # how many tensors after the batch only carry numbers of selected elements
         self.__dict__["inner"] = module  # not a submodule, which would add its parameters under other names
         self.casts_once = torch.is_autocast_cache_enabled()
         self.decisions: ValueGuardRecorder | None = None
@@ -48,17 +49,21 @@ class UntiedModule(nn.Module):
             short[id(buffer)], self.names[f"b{at}"] = f"b{at}", name
         self.short_of = {slot: short[id(tensor)] for slot, tensor in slots(module).items()}
 
-    def forward(self, *batch: torch.Tensor) -> Any:
-        """Call the inner module on a batch. Return a tuple of its results, followed by the empty tensors that its
-        assertion ops return.
+    def forward(self, *given: torch.Tensor) -> Any:
+        """Call the inner module on a batch, after which ``counts`` other tensors come. Return a tuple of its results,
+        followed by the empty tensors that its assertion ops return.
 
         Raises:
             ModelError: the forward seeds random numbers, or assigns a tensor of another shape or type to a buffer.
         """
+        batch, carriers = given[: len(given) - self.counts], given[len(given) - self.counts :]
         state = {slot: getattr(self, short) for slot, short in self.short_of.items()}
         if self.decisions:
             buffers = {self.names[short]: getattr(self, short) for short in self._buffers}
-            self.decisions.begin({name.removeprefix("model."): t for name, t in buffers.items()}, batch)
+            sizes = [carrier.shape[0] for carrier in carriers]
+            self.decisions.begin(
+                {name.removeprefix("model."): t for name, t in buffers.items()}, batch, sizes
+            )
         leaves = [*self.parameters(), *batch]
         self.assertions.begin()
         if self.finite:

@@ -25,6 +25,10 @@ class Tape(Protocol):
     def run(self, func: Any, *args: Any, **kwargs: Any) -> Any:
         """Execute a call and return its result. Record the call if the values of all its tensor arguments are known."""
 
+    def sized(self, func: Any, plain: Any, tensor: torch.Tensor, **sizes: Any) -> Any:
+        """Execute ``func(tensor, **sizes)`` and return its result. Record it as ``plain(tensor)``, which has the same
+        result, but finds the sizes itself."""
+
     def read(self, of: Callable[..., Any], *arguments: Any) -> Any:
         """Return ``of(*arguments)``, computed on the real tensors that the traced ones represent. The result is
         recorded as a decision, which the guard checks at later calls.
@@ -33,10 +37,10 @@ class Tape(Protocol):
             DataDependentOutputException: the values of the tensors are unknown before the step runs.
         """
 
-    def number(self, of: Callable[[torch.Tensor], int], tensor: torch.Tensor) -> int | None:
-        """Return the integer ``of(tensor)``, computed on the real tensor that the traced one represents. It is recorded
-        as a decision, which the guard checks at later calls. Return None if the values of the tensor are unknown before
-        the step runs."""
+    def count(self, of: Callable[[torch.Tensor], int], tensor: torch.Tensor) -> int | torch.SymInt | None:
+        """Return the integer ``of(tensor)``, computed on the real tensor that the traced one represents, for use as a
+        size. It is recorded, and the guard compares it at later calls. It is a symbol if the trace has symbolic counts.
+        Return None if the values of the tensor are unknown before the step runs."""
 
     def knows(self, value: Any) -> bool:
         """Return whether all tensors in nested arguments have known values: values that do not depend on a trained
@@ -77,10 +81,10 @@ def _sum(numbers: torch.Tensor) -> int:
 
 
 def _nonzero(tape: Tape, mask: torch.Tensor) -> Any:
-    count = tape.number(_count, mask)
+    count = tape.count(_count, mask)
     if count is None:
         return tape.run(ATEN.nonzero.default, mask)
-    return tape.run(ATEN.nonzero_static.default, mask, size=count)
+    return tape.sized(ATEN.nonzero_static.default, ATEN.nonzero.default, mask, size=count)
 
 
 def _index(tape: Tape, x: torch.Tensor, indices: Sequence[torch.Tensor | None]) -> Any:
@@ -100,8 +104,11 @@ def _masked_select(tape: Tape, x: torch.Tensor, mask: torch.Tensor) -> Any:
 
 
 def _repeat_interleave(tape: Tape, repeats: torch.Tensor, *, output_size: int | None = None) -> Any:
-    size = tape.number(_sum, repeats) if output_size is None else output_size
-    return tape.run(ATEN.repeat_interleave.Tensor, repeats, output_size=size)
+    op = ATEN.repeat_interleave.Tensor
+    size = tape.count(_sum, repeats) if output_size is None else None
+    if size is None:
+        return tape.run(op, repeats, output_size=output_size)
+    return tape.sized(op, op, repeats, output_size=size)
 
 
 def _batch_sizes(lengths: torch.Tensor) -> list[int]:
@@ -145,7 +152,7 @@ def _ctc_loss(
     *more: Any,
 ) -> Any:
     lengths = input_lengths, target_lengths
-    longest = tape.number(_greatest, target_lengths)
+    longest = tape.count(_greatest, target_lengths)
     if longest is None:
         return tape.run(ATEN._ctc_loss.Tensor, log_probs, targets, *lengths, *more)
     return tape.run(CTC_LOSS, log_probs, targets, *lengths, longest, *more)

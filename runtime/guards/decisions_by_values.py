@@ -69,6 +69,9 @@ class ValueGuardRecorder(TorchDispatchMode):
         self.finite = FiniteTests(assumed)
         self.states = all_states()  # of the generators, with which the forward begins
         self.now: Callable[[Any], Any] = unchanged
+        self.counts: tuple[int, ...] | None = None
+        """The numbers that the forward is expected to take as sizes, in order; each is a symbol of the trace. None if
+        the trace has no symbols."""
         self._tape = OpTape(self)
         self._asking = asked(lambda read, tensor: self._tape.read(read, tensor), self._number)
         self.refuses_numbers = False
@@ -84,15 +87,21 @@ class ValueGuardRecorder(TorchDispatchMode):
         super().__exit__(*raised)  # type: ignore[no-untyped-call]
         self._asking.__exit__(*raised)
 
-    def begin(self, buffers: Mapping[str, torch.Tensor], batch: Sequence[torch.Tensor]) -> None:
+    def begin(
+        self,
+        buffers: Mapping[str, torch.Tensor],
+        batch: Sequence[torch.Tensor],
+        sizes: Sequence[int | torch.SymInt] = (),
+    ) -> None:
         """Start the trace of a forward, and forget what was recorded before. If a forward is traced several times, the
         last trace counts.
 
         Args:
             buffers: the tensors of this trace that represent the parameters and buffers, by name.
             batch: the tensors of this trace that represent the inputs, by position.
+            sizes: the symbols of ``counts``.
         """
-        self._tape = OpTape(self)
+        self._tape = OpTape(self, sizes)
         for name, tensor in buffers.items():
             self._tape.begin(tensor, ("buffer", name))
         for at, tensor in enumerate(batch):
@@ -124,10 +133,11 @@ class OpTape:
 
     Args:
         decisions: the recorder that has the real tensors.
+        sizes: the symbols of its ``counts``.
     """
 
-    def __init__(self, decisions: ValueGuardRecorder) -> None:
-        self.decisions = decisions
+    def __init__(self, decisions: ValueGuardRecorder, sizes: Sequence[int | torch.SymInt] = ()) -> None:
+        self.decisions, self.sizes = decisions, sizes
         self.entries: list[RecordedCall] = []
         self.sources: dict[int, Source | torch.Tensor] = {}
         self.places: dict[int, int] = {}  # id of a traced tensor → its number
@@ -203,6 +213,13 @@ class OpTape:
             self._note_unknown_draw(func, args, kwargs)
         return result
 
+    def sized(self, func: Any, plain: Any, tensor: torch.Tensor, **sizes: Any) -> Any:
+        """Execute ``func(tensor, **sizes)`` and return its result. Record it as ``plain(tensor)``, which has the same
+        result, but finds the sizes itself: when a guard computes a count, earlier counts may be other ones."""
+        result = func(tensor, **sizes)
+        self._note(plain, (tensor,), {}, result, [])
+        return result
+
     def _note_unknown_draw(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Record a draw into tensors of unknown values, which advances the generator."""
         self.blind |= func.overloadpacket not in ADVANCING
@@ -233,12 +250,26 @@ class OpTape:
             raise DataDependentOutputException(ATEN._local_scalar_dense.default)
         return self._decided(of, arguments, {})
 
-    def number(self, of: Callable[[torch.Tensor], int], tensor: torch.Tensor) -> int | None:
-        """Return the integer ``of(tensor)``, computed on the real tensor that the traced one represents. It is recorded
-        as a decision, which the guard checks at later calls. Return None if the values of the tensor are unknown before
-        the step runs."""
-        known = self.knows(tensor) and not self._is_chance(tensor)  # a count of drawn numbers hardly returns
-        return int(self._decided(of, (tensor,), {})) if known else None
+    def count(self, of: Callable[[torch.Tensor], int], tensor: torch.Tensor) -> int | torch.SymInt | None:
+        """Return the integer ``of(tensor)``, computed on the real tensor that the traced one represents, for use as a
+        size. It is recorded, and the guard compares it at later calls. It is a symbol if the trace has symbolic counts.
+        Return None if the values of the tensor are unknown before the step runs.
+
+        Raises:
+            ModelError: the trace has symbols for other counts.
+        """
+        if not self.knows(tensor) or self._is_chance(tensor):  # a count of drawn numbers hardly returns
+            return None
+        at, expected = sum(entry.counts for entry in self.entries), self.decisions.counts
+        value = int(self._decided(of, (tensor,), {}))
+        if expected == ():  # none is a symbol, so it is a decision like others
+            return value
+        self.entries[-1] = replace(self.entries[-1], counts=True)
+        if expected is None:
+            return value
+        if expected[at : at + 1] != (value,):
+            raise ModelError("it takes other numbers of elements as sizes than in an earlier call")
+        return self.sizes[at]
 
     def _decided(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         asked = self._entry(func, args, kwargs, (), frozenset(), None)

@@ -75,15 +75,18 @@ class Guard:
         self.shared = [_Shared.of(record) for record in shared]
         self.decided, self.conditions = decided, conditions
 
-    def mapped(self, change: Callable[[Any], Any]) -> Guard:
+    def mapped(self, change: Callable[[Any], Any], counts: Sequence[int] | None = None) -> Guard:
         """Return a copy of this guard for other sizes. Only the recorded calls change, which compute the values that
         decided the control flow from inputs and buffers.
 
         Args:
             change: a function from the nested arguments of a recorded call to the arguments with other sizes.
+            counts: the numbers that the forward takes as sizes; None if they stay.
         """
         other = copy.copy(self)
         other.decided = self.decided.mapped(change)
+        if counts is not None:
+            other.decided = other.decided.with_counts(counts)
         return other
 
     def holds(

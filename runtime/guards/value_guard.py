@@ -36,7 +36,8 @@ class RecordedCall:
     ``results``: the numbers of the resulting tensors; None for a result that is not a tensor. ``reads``: the storages
     that the call reads, each denoted by the number of the first tensor in it. ``touches``: the storages that it
     allocates, views or writes, denoted in the same way. ``expected``: the result, if the forward decided by it; else
-    `UNDECIDED`. ``draws``: the generator from which it draws random numbers; None if it draws none.
+    `UNDECIDED`. ``draws``: the generator from which it draws random numbers; None if it draws none. ``counts``: whether
+    the result is an integer that the forward takes only as a size.
     """
 
     call: Callable[..., Any]
@@ -47,6 +48,7 @@ class RecordedCall:
     touches: frozenset[int]
     expected: Any
     draws: Generator | None = None
+    counts: bool = False
 
     @property
     def decides(self) -> bool:
@@ -87,22 +89,53 @@ class ValueGuard:
             buffers: the real parameters and buffers by name.
             batch: the real tensors among the arguments.
         """
+        return all(_same(entry.expected, value) for entry, value in self._decided(buffers, batch))
+
+    def counted(
+        self, buffers: Mapping[str, torch.Tensor], batch: Sequence[torch.Tensor]
+    ) -> tuple[int, ...] | None:
+        """Return the numbers that the forward would take as sizes for these tensors, in order; None if it would decide
+        in another way than when it was traced. The arguments are those of `holds`."""
+        found: list[int] = []
+        try:
+            for entry, value in self._decided(buffers, batch):
+                if entry.counts:
+                    found.append(value)
+                elif not _same(entry.expected, value):
+                    return None
+        except (RuntimeError, IndexError, ValueError):  # a call has the sizes of the traced batch
+            return None
+        return tuple(found)
+
+    @property
+    def counts(self) -> tuple[int, ...]:
+        """The numbers that the traced forward took as sizes, in order."""
+        return tuple(e.expected for e in self.entries if e.counts)
+
+    def with_counts(self, counts: Sequence[int]) -> ValueGuard:
+        """Return a copy of this guard that expects other numbers as sizes."""
+        left = iter(counts)
+        entries = tuple(replace(e, expected=next(left)) if e.counts else e for e in self.entries)
+        return replace(self, entries=entries)
+
+    def _decided(
+        self, buffers: Mapping[str, torch.Tensor], batch: Sequence[torch.Tensor]
+    ) -> Iterator[tuple[RecordedCall, Any]]:
+        """Execute the recorded calls again, and yield each by which the forward decides, with its outcome."""
         if not self.entries:
-            return True
+            return
         pools: Pools = {"batch": batch, "buffer": buffers}
         drawing = dict.fromkeys(e.draws for e in self.entries if e.draws is not None)
         with Plainly(), states_restored(drawing):
             known = {place: tensor_of(of, pools, place in self.written) for place, of in self.sources}
-            for entry, value in executed(self.entries, known):
-                if entry.expected is not UNDECIDED and not _same(entry.expected, value):
-                    return False
-        return True
+            yield from ((entry, value) for entry, value in executed(self.entries, known) if entry.decides)
 
     @property
     def outcomes(self) -> tuple[str, ...]:
-        """The values by which the forward decided, as text, in the order of the decisions, and those that were
-        assumed."""
-        return (*(repr(e.expected) for e in self.entries if e.decides), *map(repr, self.assumed))
+        """The values by which the forward decided, as text, in the order of the decisions, and those that were assumed.
+        A number that the forward takes only as a size has no value here."""
+        decided = (e for e in self.entries if e.decides)
+        return (*("" if e.counts else repr(e.expected) for e in decided), *map(repr, self.assumed))
 
     def mapped(self, change: Callable[[Any], Any]) -> ValueGuard:
         """Return a copy of this guard with changed arguments of the recorded calls, to replace sizes by symbols or

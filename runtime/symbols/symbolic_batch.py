@@ -65,26 +65,32 @@ class _Outcomes(ShapeEnv):
 
 
 class BatchSymbols:
-    """Symbols for the sizes of a batch. Each dimension has a separate symbol, even if two sizes of the traced batch are
-    equal.
+    """Symbols for the sizes of a batch, and for the numbers of elements that a forward selects in it. Each dimension
+    has a separate symbol, even if two sizes of the traced batch are equal.
 
     ``varying``: the dimensions that get a symbol, as pairs (position of the tensor in the batch, dimension); None for
-    all. ``shapes``: the shape environment of a tracer. It has only these symbols: none for values of tensors, and none
-    for shapes that depend on values. ``fakes``: the batch as fake tensors with symbolic sizes; empty before `begin`.
+    all. ``counts``: the numbers of selected elements for the traced batch. ``shapes``: the shape environment of a
+    tracer. It has only these symbols: none for values of tensors, and none for other shapes that depend on values.
+    ``fakes``: the batch as fake tensors with symbolic sizes; empty before `begin`.
     """
 
-    def __init__(self, varying: Collection[tuple[int, int]] | None = None) -> None:
-        self.varying = varying
+    def __init__(
+        self, varying: Collection[tuple[int, int]] | None = None, counts: tuple[int, ...] = ()
+    ) -> None:
+        self.varying, self.counts = varying, counts
         self.shapes = _Outcomes()
         self.fakes: list[torch.Tensor] = []
+        self.inputs = 0
+        """The number of tensors in the batch. Further ones in ``fakes`` carry ``counts``."""
         self.places: dict[str, tuple[int, int]] = {}
         """For each symbol, by name: the position of its tensor in the batch, and the dimension."""
         self._now: dict[Any, int] = {}
         self._checked = 0
 
     def begin(self, mode: FakeTensorMode, batch: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """Return fake tensors for the batch, with symbols for its sizes. Sizes of dimensions that are not in
-        ``varying`` stay fixed, as do sizes 0 and 1, because PyTorch runs other ops for them.
+        """Return fake tensors for the batch, with symbols for its sizes, and those that carry ``counts``
+        (`with_counts`). Sizes of dimensions that are not in ``varying`` stay fixed, as do sizes 0 and 1, because
+        PyTorch runs other ops for them.
 
         Args:
             mode: the fake mode of the new tensors.
@@ -95,7 +101,8 @@ class BatchSymbols:
         """
         from rematplan.runtime.graph.compat import LocalSource  # loads TorchDynamo
 
-        for at, tensor in enumerate(batch):
+        self.inputs = len(batch)
+        for at, tensor in enumerate(with_counts(batch, self.counts)):
             if (
                 type(tensor) is not torch.Tensor
                 or not is_dense(tensor)
@@ -110,7 +117,7 @@ class BatchSymbols:
             context: Any = StatelessSymbolicContext(
                 [
                     DimDynamic.DYNAMIC
-                    if self.varying is None or (at, dim) in self.varying
+                    if self.varying is None or (at, dim) in self.varying or at >= self.inputs
                     else DimDynamic.STATIC
                     for dim in range(tensor.ndim)
                 ]
@@ -136,6 +143,17 @@ class BatchSymbols:
                 raise NotSymbolic("the expressions of its sizes become too long")
         self._checked = len(self.shapes.guards)
 
+    def without_counts(self, size: Any) -> Any:
+        """Return a symbolic size unchanged.
+
+        Raises:
+            NotSymbolic: it depends on ``counts``.
+        """
+        counts = {name for name, (at, _) in self.places.items() if at >= self.inputs}
+        if any(str(symbol) in counts for symbol in size.node.expr.free_symbols):
+            raise NotSymbolic("a number of selected elements depends on another one")
+        return size
+
     def table(self) -> ExpressionTable:
         """Return an empty `ExpressionTable` whose symbols are the batch's sizes."""
         return ExpressionTable(tuple(self.places))
@@ -153,7 +171,7 @@ class BatchSymbols:
         """The sizes of the batch that the trace assumes not to change."""
         return tuple(
             FixedSize(at, dim, int(expression), self.shapes.lines.get(symbol, ""))
-            for at, fake in enumerate(self.fakes)
+            for at, fake in enumerate(self.fakes[: self.inputs])
             for dim, size in enumerate(fake.shape)
             for symbol, expression in [
                 (size.node._expr, size.node.expr) if isinstance(size, torch.SymInt) else (None, size)
@@ -172,6 +190,12 @@ class BatchSymbols:
         # `ignore_static=True` would drop the conditions for sizes that the trace was silently specialised for.
         code = self.shapes.produce_guards_expression(self.fakes, ignore_static=False)  # type: ignore[arg-type]
         return SizeGuard(code or "True")
+
+
+def with_counts(batch: Sequence[torch.Tensor], counts: Sequence[int]) -> list[torch.Tensor]:
+    """Return a batch with a further tensor for each of ``counts``, whose first size is that number. It has no
+    elements."""
+    return [*batch, *(torch.empty(count, 0) for count in counts)]
 
 
 class SizeGuard:
