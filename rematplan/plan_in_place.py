@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import inspect
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from types import FrameType
@@ -15,21 +15,29 @@ import torch
 from torch import distributed, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from rematplan.ir import UsageError, show_bytes
+from rematplan.ir import ModelError, UsageError, show_bytes
 from rematplan.module.capture_lock import LOCK
 from rematplan.module.forward_capture import Original
 from rematplan.module.planning import IN_PLACE, HasRunner, watch_backwards
 from rematplan.module.runner import Runner
+from rematplan.module.shape_options import ShapeOptions
+from rematplan.parts.find_modules import modules_to_try, named_modules
+from rematplan.parts.planned_parts import PlannedParts
 from rematplan.plan_any_module import ModuleOptions, asked_of, make_first_plans, names_of_tensors
-from rematplan.planner.core.plan import Plan
 from rematplan.plans.planner import Planner
+from rematplan.plans.two_lane_plans import OFF
 from rematplan.runtime.capture.flat_module import flattened_call
 from rematplan.runtime.graph.compat import OptimizedModule, disable_dynamo, is_tested
 
 Module = TypeVar("Module", bound=nn.Module)
 
 
-def apply(model: Module, budget: str | int | None = None, **options: Any) -> Module:
+def apply(
+    model: Module,
+    budget: str | int | None = None,
+    modules: str | Sequence[str] | None = None,
+    **options: Any,
+) -> Module:
     """Plan ``model`` in place, and return it: the same object, of the same class, with the same names of parameters.
 
     Nothing is planned yet. The first call in training mode with gradients captures and plans the step, for the types,
@@ -41,14 +49,23 @@ def apply(model: Module, budget: str | int | None = None, **options: Any) -> Mod
     Apply it before or after the model is moved, wrapped or patched: the forward that the model has at a call is
     planned. A model that is planned in place already gets the new budget and options.
 
+    A model that cannot be captured as a whole (its loss matches, its layers are dropped by chance, a router reads
+    values) is planned in parts: its largest modules that can be captured. The rest runs as it is. The budget is common
+    to all parts and the rest. The first training call runs the model once more, with its state restored afterwards, to
+    measure what the rest holds. Parts that do not run in a step count as if they ran. A percentage is then of what all
+    parts and the rest need without recomputation.
+
     Args:
         model: the model.
         budget: as in `plan_module`.
+        modules: the names of the modules to plan in parts, such as ``"backbone"``, or patterns such as ``"layers.*"``;
+            one or several. None: the whole model if it can be captured, otherwise the largest modules that can be.
         options: the other keywords of `plan_module`, such as ``strategy`` and ``reserved``.
 
     Raises:
-        UsageError: ``model`` is no module, or was made by `plan_module`; there is no budget; or an option is unknown
-            or malformed. The first training call raises the other errors of `plan_module`.
+        UsageError: ``model`` is no module, or was made by `plan_module`; there is no budget; there is no module of a
+            name in ``modules``; or an option is unknown or malformed. The first training call raises the other errors
+            of `plan_module`.
     """
     if not isinstance(model, nn.Module):
         raise UsageError(f"model is a {type(model).__name__}; it must be a torch.nn.Module")
@@ -59,8 +76,13 @@ def apply(model: Module, budget: str | int | None = None, **options: Any) -> Mod
             f"this {type(model).__name__} was made by plan_module; plan its model in place instead"
         )
     asked = asked_of(model, budget=budget, **options)
+    if modules is not None and not (modules := named_modules(model, modules)):
+        raise UsageError("modules is empty; name the modules to plan")
+    planned = InPlace(model, asked, modules=modules)
+    if modules is not None:
+        planned.check_parts()
     InPlace.undo(model)
-    InPlace(model, asked).begin()
+    planned.begin()
     watch_backwards(model)
     return model
 
@@ -82,16 +104,19 @@ class InPlace(HasRunner):
 
     ``model``: the module. ``asked``: what the user asks of the plans. ``replaced``: an earlier attribute ``forward``
     of the instance, which is what is planned; None for the forward of its class. ``active``: whether calls are planned.
-    ``seen``: the function that the plans are for; None if there are none.
+    ``seen``: the function that the plans are for; None if there are none. ``modules``: the names of the modules that
+    are planned in parts; None for the whole model. ``parts``: runs the parts; None if the whole model is planned.
     """
 
-    __slots__ = ("active", "asked", "model", "replaced", "seen")
+    __slots__ = ("active", "asked", "model", "modules", "parts", "replaced", "seen")
 
     def __init__(
-        self, model: nn.Module, asked: ModuleOptions, replaced: Callable[..., Any] | None = None
+        self, model: nn.Module, asked: ModuleOptions, *, modules: tuple[str, ...] | None = None
     ) -> None:
-        self.model, self.asked, self.replaced = model, asked, replaced
+        self.model, self.asked, self.modules = model, asked, modules
+        self.replaced: Callable[..., Any] | None = None
         self.active = True
+        self.parts: PlannedParts | None = None
         self.seen: Callable[..., Any] | None = None
         self._rematplan = self._new_runner()
 
@@ -143,27 +168,83 @@ class InPlace(HasRunner):
         if function is not self.seen:  # the first call, or the forward was patched
             self._rematplan = self._rematplan.twin(with_plans=False)
             self.seen = function
+            self.parts = None
         runner = self._rematplan
-        is_first = not runner.plans
-        if is_first and runner.state_if_planned(original, flattened_call(args, kwargs)[0]) is not None:
-            runner.planner = replace(runner.planner, named=names_of_tensors(self.model))
-            plain = self.model if is_tested(torch.__version__) else remove(copy.deepcopy(self.model))
-            make_first_plans(self.model, self.asked, plain, args, kwargs)
-            self._say(runner.last.plan)
+        if (
+            not runner.plans
+            and runner.state_if_planned(original, flattened_call(args, kwargs)[0]) is not None
+        ):
+            if self.parts is None and self.modules is None:
+                self._plan_whole(args, kwargs)
+            if self.parts is not None or self.modules is not None:
+                return self._in_parts(original, args, kwargs)
         return runner(original, args, kwargs)
 
-    def _say(self, plan: Plan) -> None:
+    def _plan_whole(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Plan the whole model; if it cannot be captured, let it be planned in parts."""
+        runner = self._rematplan
+        runner.planner = replace(runner.planner, named=names_of_tensors(self.model))
+        plain = self.model if is_tested(torch.__version__) else remove(copy.deepcopy(self.model))
+        try:
+            make_first_plans(self.model, self.asked, plain, args, kwargs)
+        except ModelError as error:
+            with suppress(UsageError):
+                self.parts = self._parts(error)
+            if self.parts is None:
+                raise
+            return
+        plan = runner.last.plan
+        searching = " so far" if plan.status == "refining" else ""
+        self._say(plan.peak, plan.budget or plan.peak, plan.estimate.overhead, searching)
+
+    def check_parts(self) -> None:
+        """Refuse options that parts cannot have.
+
+        Raises:
+            UsageError: there is such an option.
+        """
+        asked, options = self.asked, self.asked.options
+        excluded = {
+            "statistics": asked.statistics is not None,
+            "policy": bool(options.policy),
+            "dynamic_shapes": asked.shapes != ShapeOptions(),
+            "inverses": options.inverting,
+            "two lanes": options.strategy.two_lanes not in (OFF, None),
+            "a saved plan": options.saved is not None,
+        }
+        if name := next((name for name, stated in excluded.items() if stated), None):
+            raise UsageError(f"{name} cannot be combined with plans of several modules")
+
+    def _parts(self, error: ModelError | None = None) -> PlannedParts:
+        """Return what runs the model in parts. ``error``: why the whole model cannot be captured, if it was tried.
+
+        Raises:
+            UsageError: there is an option that parts cannot have.
+        """
+        self.check_parts()
+        names = self.modules
+        found = {n: self.model.get_submodule(n) for n in names} if names else modules_to_try(self.model)
+        return PlannedParts(self.asked.options, found, error)
+
+    def _in_parts(self, original: Original, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        parts = self.parts = self.parts or self._parts()
+        is_first = parts.last is None
+        self._rematplan.unplanned.begin_planned_call()
+        plan = parts.prepare(original, args, kwargs)
+        if is_first:
+            self._say(plan.peak, plan.budget, plan.overhead, f" ({plan.text()})")
+        return parts(original, args, kwargs)
+
+    def _say(self, peak: int, budget: int, overhead: float, more: str) -> None:
         """Print one line about the first plan, in the first process of several."""
         if distributed.is_available() and distributed.is_initialized() and distributed.get_rank():
             return
         uncounted = "what is outside of the model"
         if not self.asked.options.reserved.items:
             uncounted = f"the optimizer (reserved=[optimizer]) and {uncounted}"
-        searching = " so far" if plan.status == "refining" else ""
         print(
-            f"rematplan: {type(self.model).__name__} trains with a peak of {show_bytes(plan.peak)} within "
-            f"{show_bytes(plan.budget or plan.peak)}, {100 * plan.estimate.overhead:.1f} % overhead{searching}; not "
-            f"counted: {uncounted}",
+            f"rematplan: {type(self.model).__name__} trains with a peak of {show_bytes(peak)} within "
+            f"{show_bytes(budget)}, {100 * overhead:.1f} % overhead{more}; not counted: {uncounted}",
             file=sys.stderr,
         )
 
@@ -194,12 +275,12 @@ class InPlace(HasRunner):
 
     def __getstate__(self) -> tuple[Any, ...]:
         """Return what a copy or pickle has: no plans."""
-        return self.model, self.asked, self.replaced, self.active
+        return self.model, self.asked, self.modules, self.replaced, self.active
 
     def __setstate__(self, state: tuple[Any, ...]) -> None:
         """Set what `__getstate__` returned. The module may have no attributes yet."""
-        self.model, self.asked, self.replaced, self.active = state
-        self.seen = None
+        self.model, self.asked, self.modules, self.replaced, self.active = state
+        self.seen, self.parts = None, None
         self._rematplan = self._new_runner()
 
 

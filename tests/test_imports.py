@@ -76,6 +76,7 @@ LAYERS = {
     "rematplan": (
         "plans",
         "module",
+        "parts",
         "optim",
         "step_loading",
         "fitting",

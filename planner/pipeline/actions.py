@@ -45,7 +45,8 @@ class Action:
     ``kind``: F (forward), B (backward), I (backward for the input's gradient) or W (gradients of the weights).
     ``stage``, ``microbatch``: counted from 0. ``messages``: which messages the rank begins to receive or to send, and
     which sent ones it frees, after its previous action and before this one, in order. ``after``: the same after this
-    action, if it is the rank's last one. Both are ignored when actions are compared.
+    action, if it is the rank's last one. ``before``, ``during``: the bytes that the rank holds outside of its stages
+    after its previous action, and during this one. All four are ignored when actions are compared.
     """
 
     kind: Kind
@@ -53,6 +54,8 @@ class Action:
     microbatch: int
     messages: tuple[Entry, ...] = field(default=(), compare=False)
     after: tuple[Entry, ...] = field(default=(), compare=False)
+    before: int = field(default=0, compare=False)
+    during: int = field(default=0, compare=False)
 
     def __str__(self) -> str:
         return f"{self.stage}{self.kind}{self.microbatch}"

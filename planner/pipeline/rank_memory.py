@@ -51,7 +51,10 @@ def rank_bytes(actions: Iterable[Action], plans: Iterable[StagePlan]) -> Iterato
         new = {kind for kind in PARTS[action.kind] if (action.stage, kind) not in made}
         before, during = next(messages)
         others = resident - _taken_over(stage, action)
-        yield resident + before, others + during + _transient(stage, action, new)
+        yield (
+            resident + before + action.before,
+            others + during + action.during + _transient(stage, action, new),
+        )
         made.update((action.stage, kind) for kind in new)
         resident = others + _handed_on(stage, action)
         resident += stage.early_gradients * ("I" in new)

@@ -36,7 +36,7 @@ MANY = 8
 """The number of captures of one module at which a warning is issued."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class ReadyCapture:
     """A capture for a call that was made before the module is planned.
 
@@ -64,15 +64,15 @@ class Captures:
 
     ``name``: the model's name, for messages. ``most``: the largest number of plans, of
     kinds of calls whose captures are remembered, and of captures with symbolic sizes. ``shapes``: the captures, by
-    everything that selects a plan except sizes; the kind of call used last comes last. ``ready``: a capture of the
-    first call that was made before, and is used if it is valid; None if there is none. ``warned``: whether
+    everything that selects a plan except sizes; the kind of call used last comes last. ``ready``: captures
+    that were made before, and serve the calls for which they are valid. ``warned``: whether
     `warn_of_many` has issued its warning.
     """
 
     name: str
     most: int
     shapes: dict[Hashable, OpenShapes] = field(default_factory=dict)
-    ready: ReadyCapture | None = None
+    ready: tuple[ReadyCapture, ...] = ()
     warned: bool = False
     only_fixed: str = ""
     """Why every shape is captured separately; empty if symbolic sizes are tried."""
@@ -121,9 +121,9 @@ class Captures:
 
     def _captured(self, shapes: OpenShapes, tracing: Tracing) -> Found:
         tracing.check()
-        ready, self.ready = self.ready, None
-        if ready is not None and ready.serves(tracing):
-            return ready.found
+        for ready in self.ready:
+            if ready.serves(tracing):
+                return ready.found
         found = shapes.find(tracing.state, tracing.batch, tracing.symbolic, tracing.fixed)
         self._drop_oldest()
         return found

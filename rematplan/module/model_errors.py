@@ -98,4 +98,5 @@ def eager_forwards(
 
 
 def _copy(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.detach().clone().requires_grad_(tensor.requires_grad)
+    copied = tensor.detach().clone().requires_grad_(tensor.requires_grad)
+    return copied if tensor.is_leaf else copied.clone()  # an op in place refuses a leaf

@@ -78,7 +78,7 @@ class Runner:
         self.name, self.planner, self.asked = name, planner, asked
         self.recorder = Recorder(statistics) if statistics else None
         self.plans = CachedPlans(asked.max_plans)
-        self.captures = Captures(name, asked.max_plans, ready=ready)
+        self.captures = Captures(name, asked.max_plans, ready=() if ready is None else (ready,))
         self.last: CacheEntry
         self.arrived: frozenset[str] = frozenset()
         """The positions of outputs whose tangents arrived although their step had left them out."""
@@ -230,7 +230,7 @@ class Runner:
             distrust(found.ops)
             self.plans = CachedPlans(self.asked.max_plans)
             self.captures = replace(
-                self.captures.copy(with_shapes=False), only_fixed=found.text if again else "", ready=None
+                self.captures.copy(with_shapes=False), only_fixed=found.text if again else "", ready=()
             )
 
     def _warn_of_pending(self, entry: CacheEntry) -> None:
@@ -279,7 +279,7 @@ class Runner:
         if prepared[0] != plan_key(leaves, spec, state):
             with LOCK.alone():
                 self.planner, self.plans = planner, CachedPlans(self.asked.max_plans)
-                self.captures = replace(self.captures.copy(with_shapes=False), ready=None)
+                self.captures = replace(self.captures.copy(with_shapes=False), ready=())
 
     def prepare(self, original: Original, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Make the plan for a call with these arguments without running the model. If there is a plan for such a call,

@@ -33,11 +33,13 @@ def stage_problem(
     between: int = 0,
     loss_forward: int = 0,
     as_captured: bool = False,
+    own_weights: bool = False,
     template: StagePlan,
 ) -> StageProblem:
     """Make the planning problem of a pipeline stage, for one micro-batch while other micro-batches are in flight.
 
-    In this problem, gradients of earlier micro-batches exist. The backward adds its gradients to them.
+    In this problem, gradients of earlier micro-batches exist. The backward adds its gradients to them. With
+    ``own_weights`` it leaves them instead, as many bytes as `StagePlan.left` says after each backward.
 
     Args:
         step: the captured step of one micro-batch.
@@ -54,9 +56,12 @@ def stage_problem(
         as_captured: whether all gradients of the outputs are known to arrive with the strides that they had at capture.
             Then each backward writes results into operands that nothing reads again; otherwise only the forward does
             so for certain.
+        own_weights: whether each micro-batch has weights of its own, as equal layers of one network have.
         template: the memory of the stage that does not depend on the plan.
     """
-    added, _ = earlier_gradients(step)
+    added, bytes_ = earlier_gradients(step)
+    if own_weights:
+        added, template = frozenset(), replace(template, left=template.left + bytes_)
     adding = _with_random_states(step, _with_numbers(step, adding_problem(step, graph, added)))
     kinds = {step.values[i.value].storage: i.kind for i in reversed(step.inputs)}
 

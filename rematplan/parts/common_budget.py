@@ -1,0 +1,334 @@
+"""Plan the parts of a model under one common budget.
+
+Equal parts are one stage of a rank, and their calls are its micro-batches: each forward comes before all backwards, so
+that the search for a rank's plans (`RankSearch`) knows the sum of what all parts keep. What the rest holds is charged
+during the whole step.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Hashable, Mapping, Set
+from dataclasses import dataclass, field, replace
+
+import torch
+
+from rematplan.ir import InfeasibleBudget, TrainingGraph, UsageError, show_bytes
+from rematplan.module.given_plan import ops_of
+from rematplan.parts.rehearsal import EqualParts, Rehearsed
+from rematplan.planner.core.plan import Plan
+from rematplan.planner.core.simulator import simulate
+from rematplan.planner.core.strategy import Progress
+from rematplan.planner.pipeline.actions import Action, RankActions, StagePlan
+from rematplan.planner.pipeline.in_flight import RankSearch
+from rematplan.planner.pipeline.rank_budget_shares import RankBudgetShares
+from rematplan.planner.pipeline.rank_memory import rank_peak
+from rematplan.planner.pipeline.stage_problem import StageProblem
+from rematplan.planner.strategies.store_all import no_recompute
+from rematplan.plans.budgets import LEAN
+from rematplan.plans.held_by_others import GRADIENTS, Reserved
+from rematplan.plans.in_flight import stage_planner
+from rematplan.plans.options import PlanOptions
+from rematplan.plans.planner import Planner
+from rematplan.plans.refining import StepPlan
+from rematplan.plans.stage_problems import stage_problem, whole_outputs
+from rematplan.runtime.costs.optimizer_memory import plain_tensors
+from rematplan.runtime.graph.allocator_rounding import allocated
+from rematplan.runtime.graph.captured_step import CapturedStep
+from rematplan.runtime.graph.warn import warn
+from rematplan.runtime.problem.loss_memory import COPIES
+
+MARGIN = 1 / 8
+"""The share of the rest's measured bytes that is charged in addition: the rehearsal does not see workspaces of ops."""
+FIRST = 5.0
+"""The most seconds of search before the first step, unless ``refine`` is false: no later search replaces the plans."""
+
+
+@dataclass(eq=False)
+class PlannedPart:
+    """The common plan of equal parts: of one forward and backward, while the other parts hold what they keep."""
+
+    step: CapturedStep
+    problem: StageProblem
+    figures: StagePlan
+    made: StepPlan
+    room: int
+    """The bytes within which a plan of this part must stay, inputs of its problem included, if it keeps no more between
+    forward and backward than this one."""
+    planner: Planner
+    """Makes the part's planning problems."""
+
+    def is_of(self, step: CapturedStep) -> bool:
+        """Return whether the plan is one of a step, which has the same calls and sizes."""
+        return step.calls == self.step.calls and step.storage_bytes == self.step.storage_bytes
+
+    def plan(self, step: CapturedStep) -> StepPlan:
+        """Return a plan of a step of the part that keeps no more than this plan, if there is one."""
+        if self.is_of(step):
+            return replace(self.made, step=self.planner.with_inverses(step))
+        form, problem = part_problem(step, self.planner, self.figures.stage)
+        known = [no_recompute(problem.graph)]
+        if _structure(problem.graph) == _structure(self.problem.graph):
+            schedule = self.made.plan.schedule
+            known.append(replace(self.made.plan, estimate=simulate(problem.graph, schedule)))
+        for plan in known:
+            if self._fits(problem.measured(plan)):
+                return StepPlan(form, plan)
+        room = self.room - self.problem.graph.input_bytes + problem.graph.input_bytes
+        search = stage_planner(self.planner.options.strategy, self.planner.options.time_limit)
+        try:
+            return StepPlan(form, search.within(problem.bounded(room, self.figures.kept_bytes), room, ()))
+        except InfeasibleBudget:
+            least = search.least(problem.with_boundary_workspace(room), ())
+            warn(
+                f"{step.name} is called with other sizes than those for which the budget was divided, and holds "
+                f"{show_bytes(problem.measured(least).kept_bytes)} to its backward, not "
+                f"{show_bytes(self.figures.kept_bytes)}: this step may exceed the budget"
+            )
+            return StepPlan(form, least)
+
+    def _fits(self, figures: StagePlan) -> bool:
+        own = self.figures
+        return (
+            figures.kept_bytes <= own.kept_bytes
+            and figures.transient_forward <= own.transient_forward
+            and figures.transient_backward <= own.transient_backward
+        )
+
+
+def _structure(graph: TrainingGraph) -> Hashable:
+    """Return a key that is equal for two problems if each schedule of one is a schedule of the other."""
+    ops = tuple((op.name, op.reads, op.writes) for op in (*graph.ops, *graph.inverses))
+    return ops, graph.inputs, graph.outputs, graph.never_rerun, graph.ordered
+
+
+@dataclass(frozen=True, kw_only=True)
+class PartPlanner(Planner):
+    """Plans the steps of one module as the common budget allows.
+
+    ``parts``: the plans of its calls.
+    """
+
+    parts: tuple[PlannedPart, ...] = field(compare=False)
+
+    @property
+    def bounds_one_call(self) -> bool:
+        """False: the budget is for all parts together."""
+        return False
+
+    def plan(self, step: CapturedStep, first: bool = False, progress: Progress | None = None) -> StepPlan:
+        """Return the plan of a step. A step of other sizes is planned like that with the same ops."""
+        del first, progress
+        ops = ops_of(step)
+        ranked = sorted(self.parts, key=lambda part: (not part.is_of(step), ops_of(part.step) != ops))
+        return ranked[0].plan(step)
+
+    def with_gradients(self, step: CapturedStep, plan: Plan, gradients: int, names: Set[str]) -> None:
+        """Return None: the common budget counts the gradients of earlier steps."""
+
+
+@dataclass(frozen=True)
+class CommonPlan:
+    """The plans of a model's parts under one budget."""
+
+    rehearsed: Rehearsed
+    parts: Mapping[EqualParts, PlannedPart]
+    peak: int
+    budget: int
+    rest: int
+    """The bytes that are charged for what the rest holds."""
+    overhead: float
+    """The time of recomputation ÷ that of the parts without recomputation."""
+    share: float
+    """What the parts would keep between forward and backward without recomputation ÷ what the step holds then."""
+
+    def text(self) -> str:
+        """Return which modules are planned, and what the rest is charged."""
+        names = [[*dict.fromkeys(group.names)] for group in self.parts]
+        shown = ", ".join(f"{one[0]}{f' and {len(one) - 1} equal' * (len(one) > 1)}" for one in names[:3])
+        more = f", and {len(names) - 3} more" * (len(names) > 3)
+        return (
+            f"planned in parts: {shown}{more}, {100 * self.share:.0f} % of the activations; the rest is charged "
+            f"{show_bytes(self.rest)}"
+        )
+
+
+def common_plan(
+    rehearsed: Rehearsed,
+    asked: PlanOptions,
+    named: Mapping[str, torch.Tensor],
+    fixed: int | None = None,
+    *,
+    accumulating: bool,
+) -> CommonPlan:
+    """Plan the parts of a model.
+
+    Args:
+        rehearsed: the rehearsal of a training step.
+        asked: the user's options.
+        named: the model's parameters and buffers by name.
+        fixed: the budget in bytes; None: what ``asked`` says, of which a percentage refers to this step.
+        accumulating: whether gradients of earlier steps exist while the step runs.
+
+    Raises:
+        InfeasibleBudget: no plans are found that fit.
+        UsageError: an option cannot be combined with parts.
+    """
+    own = of_part(asked)
+    calls = Counter(group for _, group in rehearsed.calls)
+    groups = list(calls)
+    made = {}
+    for number, group in enumerate(groups):
+        planner = Planner(own)
+        form, problem = part_problem(group.step, planner, number, calls[group])
+        made[group] = planner, form, problem
+    loss = _loss(rehearsed, asked)
+    always, stepping = _always(asked, named, accumulating=accumulating)
+    stages = [problem for _, _, problem in made.values()]
+    template = stages[0].template
+    charged = replace(
+        template,
+        states=template.states + always + rehearsed.repeated,
+        ending=_charged(rehearsed.ending, rehearsed.largest),
+    )
+    stages[0] = replace(stages[0], template=charged)
+    actions = _actions(rehearsed, groups, loss)
+    search = _searching(stages, actions, asked, fixed)
+    gradients = sum(_bytes(t) for t in named.values() if t.requires_grad)
+    if (least := always + gradients + stepping) > search.budget:
+        raise InfeasibleBudget("parts", search.budget, least, "proven")
+    try:
+        found = search.run()
+    except InfeasibleBudget as error:
+        raise error.changed(strategy=f"{asked.strategy.name} in parts") from None
+    shares = RankBudgetShares(tuple(stages), actions, tuple(found.stages))
+    bounds = [(one.kept_bytes, one.deferred_bytes) for one in found.stages]
+    planned = {
+        group: PlannedPart(
+            group.step,
+            stages[at],
+            found.stages[at],
+            StepPlan(made[group][1], found.plans[at]),
+            shares.stage_budget(at, search.budget, bounds),
+            made[group][0],
+        )
+        for at, group in enumerate(groups)
+    }
+    whole = [stage.measured(no_recompute(stage.graph)) for stage in stages]
+    kept = sum(one.kept_bytes * calls[group] for one, group in zip(whole, groups, strict=True))
+    base = sum(stage.graph.base_cost for stage in stages)
+    return CommonPlan(
+        rehearsed,
+        planned,
+        max(found.peak, least),
+        search.budget,
+        max(max(one.before, one.during) for one in actions),
+        found.extra / base if base else 0.0,
+        kept / max(1, kept + rehearsed.rest),
+    )
+
+
+def of_part(asked: PlanOptions) -> PlanOptions:
+    """Return the options for one part, which needs no bytes for a loss or other objects: the sum counts them."""
+    return replace(asked, loss_memory=0, reserved=Reserved(), refine=False)
+
+
+def part_problem(
+    step: CapturedStep, planner: Planner, number: int, times: int = 1
+) -> tuple[CapturedStep, StageProblem]:
+    """Return a part's step with inverses, and its planning problem as the stage with this number.
+
+    ``times``: how often the part runs in a step. Costs are those of all these runs.
+    """
+    step = planner.with_inverses(step)
+    graph = planner.problem(step)
+    ops, inverses = (
+        tuple(replace(op, cost=op.cost * times) for op in every) for every in (graph.ops, graph.inverses)
+    )
+    graph = replace(graph, ops=ops, inverses=inverses)
+    problem = stage_problem(step, graph, own_weights=True, template=StagePlan(number, 0, 0, 0))
+    states = (t for t in problem.states if t not in _of_the_model(step))
+    return step, replace(problem, states=tuple(states), handed=whole_outputs(step, problem.graph))
+
+
+def _of_the_model(step: CapturedStep) -> set[str]:
+    """Return the storages of the parameters and buffers, which are counted for the whole model."""
+    return {step.values[i.value].storage for i in step.inputs if i.kind in ("parameter", "buffer")}
+
+
+def _loss(rehearsed: Rehearsed, asked: PlanOptions) -> int:
+    """Return the bytes of a loss outside of the model."""
+    outputs = [allocated(t.numel() * max(4, t.itemsize), t.device) for t in rehearsed.unread]
+    stated = asked.stated_loss()
+    if stated is not None and stated.kind != "share":
+        return int(stated.amount)
+    return int((COPIES if stated is None else stated.amount) * sum(outputs))
+
+
+def _charged(measured: int, largest: int = 0) -> int:
+    """Return the bytes that are charged for those that were measured outside of the parts.
+
+    ``largest``: the largest tensor among them, if ops may run there, which need a workspace.
+    """
+    return measured + int(MARGIN * measured) + largest
+
+
+def _always(asked: PlanOptions, named: Mapping[str, torch.Tensor], *, accumulating: bool) -> tuple[int, int]:
+    """Return the bytes that exist during the whole step, and those that the optimizer's step needs in addition."""
+    device = next((t.device for t in named.values()), torch.device("cpu"))
+    others = asked.reserved.on(device, named)
+    storages = {
+        int(plain.untyped_storage()._cdata): allocated(plain.untyped_storage().nbytes(), plain.device)
+        for t in named.values()
+        for plain in plain_tensors(t)
+    }
+    always = sum(storages.values()) + others.always
+    if accumulating or GRADIENTS in asked.reserved.items:
+        always += sum(_bytes(t) for t in named.values() if t.requires_grad)
+    return always, others.stepping
+
+
+def _bytes(tensor: torch.Tensor) -> int:
+    return sum(allocated(t.nbytes, t.device) for t in plain_tensors(tensor))
+
+
+def _actions(rehearsed: Rehearsed, groups: list[EqualParts], loss: int) -> RankActions:
+    """Return the forwards and backwards of the parts as the actions of a rank.
+
+    ``loss``: the bytes of a loss outside of the model, from before the first backward on.
+    """
+    seen: Counter[EqualParts] = Counter()
+    places = []
+    for _, group in rehearsed.calls:
+        places.append((groups.index(group), seen[group]))
+        seen[group] += 1
+    actions = []
+    for event in rehearsed.events:
+        lost = loss if event.kind == "B" else 0
+        before, during = _charged(event.before, rehearsed.largest), _charged(event.during)
+        actions.append(Action(event.kind, *places[event.call], before=before + lost, during=during + lost))
+    return tuple(actions)
+
+
+def _searching(
+    stages: list[StageProblem], actions: RankActions, asked: PlanOptions, fixed: int | None
+) -> RankSearch:
+    """Return the search for the parts' plans within the budget."""
+
+    seconds = min(asked.time_limit, FIRST) if asked.refine else asked.time_limit
+
+    def search(budget: int) -> RankSearch:
+        return RankSearch(
+            stages, actions, budget, stage_planner(asked.strategy, seconds, len(stages)), seconds
+        )
+
+    stated = asked.stated_budget()
+    if fixed is not None:
+        return search(fixed)
+    if stated.is_lean:
+        smallest = search(0).smallest
+        return search(smallest + int(LEAN[stated.kind] * smallest))
+    whole = rank_peak(actions, [stage.measured(no_recompute(stage.graph)) for stage in stages])
+    if stated.kind == "activations":
+        raise UsageError("a share of activations is not possible for parts of a model; write bytes or 60%")
+    return search(stated.bytes(whole, lambda: 0))

@@ -1,0 +1,154 @@
+"""`PlannedParts`: run a model in eager mode, and some of its modules by plans under one common budget."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Mapping, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+
+from rematplan.ir import InfeasibleBudget, ModelError, RematplanError, show_bytes
+from rematplan.module.captures import Captures
+from rematplan.module.forward_capture import Original
+from rematplan.module.runner import Runner
+from rematplan.module.shape_options import ShapeOptions
+from rematplan.parts.common_budget import CommonPlan, PartPlanner, common_plan, of_part
+from rematplan.parts.patched import Patches
+from rematplan.parts.rehearsal import EqualParts, Rehearsal, Rehearsed
+from rematplan.plans.options import RAISE, PlanOptions
+from rematplan.plans.refusals import reaction
+from rematplan.runtime import guards
+from rematplan.runtime.capture.flat_module import flattened_call, tensors_in
+from rematplan.runtime.execute.compile import named_tensors
+from rematplan.runtime.graph.warn import warn
+
+SMALL = 1 / 64
+"""The share of the bytes of all arguments below which the sizes of one are not compared."""
+
+
+class Division:
+    """One division of the budget among parts, with the runners of the parts."""
+
+    def __init__(self, model: nn.Module, plan: CommonPlan, options: PlanOptions) -> None:
+        self.plan = plan
+        self.runners: dict[nn.Module, Runner] = {}
+        calls: dict[str, dict[EqualParts, None]] = {}
+        for name, group in plan.rehearsed.calls:
+            calls.setdefault(name, {})[group] = None
+        captures: dict[Hashable, Captures] = {}  # equal modules share theirs
+        for name, groups in calls.items():
+            module, first = model.get_submodule(name), next(iter(groups))
+            named = {f"model.{key}": t for key, t in named_tensors(module).items()}
+            planner = PartPlanner(
+                of_part(options), named=named, parts=tuple(plan.parts[one] for one in groups)
+            )
+            runner = self.runners[module] = Runner(name, planner, ShapeOptions())
+            runner.captures = captures.setdefault((first.function, first.state), runner.captures)
+            ready = (*runner.captures.ready, *(one.capture for one in groups))
+            runner.captures.ready = tuple(dict.fromkeys(ready))
+
+
+class PlannedParts:
+    """Runs the training steps of one model, whose parts are planned under one budget.
+
+    ``options``: what the user asks. ``parts``: by name, the modules that may be planned. ``error``: why the whole model
+    cannot be captured: then those parts are planned that can be; None if the user stated the parts.
+    """
+
+    def __init__(
+        self, options: PlanOptions, parts: Mapping[str, nn.Module], error: ModelError | None = None
+    ) -> None:
+        self.options, self.parts, self.error = options, parts, error
+        self._known: dict[Hashable, list[tuple[list[tuple[int, ...]], Rehearsed]]] = {}
+        """The rehearsals by the structure of the arguments and the model's state, with the sizes of the arguments."""
+        self._divisions: dict[tuple[Rehearsed, bool], Division] = {}
+        """By the rehearsal, and whether gradients of earlier steps exist."""
+        self.fixed: int | None = None
+        """The budget in bytes, once it is known."""
+        self.last: Division | None = None
+        """Of the latest call."""
+
+    def __call__(self, original: Original, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run a training call of the model.
+
+        Raises:
+            ModelError, InfeasibleBudget: as `prepare`.
+        """
+        self.prepare(original, args, kwargs)
+        assert self.last
+        patches = {
+            module: partial(_run, runner, Original(module, module.forward))
+            for module, runner in self.last.runners.items()
+        }
+        with Patches(patches):
+            return original.plain(args, kwargs)
+
+    def prepare(self, original: Original, args: tuple[Any, ...], kwargs: dict[str, Any]) -> CommonPlan:
+        """Return the plan for a call. The first call of its kind is rehearsed and planned.
+
+        Raises:
+            ModelError: no part, or not each part that the user stated, can be captured.
+            InfeasibleBudget: no plans fit the budget.
+        """
+        leaves, spec = flattened_call(args, kwargs)
+        state = guards.ModuleTree(original.model).state(original.model)
+        assert state is not None
+        sums = any(p.grad is not None for p in original.model.parameters())
+        tensors = tensors_in(leaves)
+        known = self._known.setdefault((spec, state.key), [])
+        rehearsed = next((one for sizes, one in known if _within(tensors, sizes)), None)
+        if rehearsed is None:
+            rehearsed = self._rehearsed(original, args, kwargs)
+            known.append(([tuple(t.shape) for t in tensors], rehearsed))
+        if (rehearsed, sums) not in self._divisions:
+            self._divisions[rehearsed, sums] = self._divided(original.model, rehearsed, sums)
+        self.last = self._divisions[rehearsed, sums]
+        return self.last.plan
+
+    def _rehearsed(self, original: Original, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Rehearsed:
+        model = original.model
+        try:
+            found = Rehearsal(model, self.parts, stated=self.error is None).run(original, args, kwargs)
+        except Exception as other:  # any exception of the user's model, or a part that has no placeholder
+            if self.error is None or isinstance(other, RematplanError):
+                raise
+            raise self.error from other
+        if not found.calls:
+            raise self.error or ModelError(
+                f"a training call of {type(model).__name__} runs none of {', '.join([*self.parts][:4])} with gradients"
+            )
+        return found
+
+    def _divided(self, model: nn.Module, rehearsed: Rehearsed, sums: bool) -> Division:
+        named = {f"model.{name}": t for name, t in named_tensors(model).items()}
+        plan = partial(common_plan, rehearsed, self.options, named, accumulating=sums)
+        try:
+            made = plan(self.fixed)
+        except InfeasibleBudget as error:
+            if reaction(self.options, first=self.fixed is None) == RAISE:
+                raise
+            made = plan(error.smallest)
+            warn(f"{type(model).__name__}: {error}; this step needs {show_bytes(made.peak)}")
+            return Division(model, made, self.options)
+        self.fixed = made.budget
+        return Division(model, made, self.options)
+
+
+def _within(tensors: Sequence[torch.Tensor], sizes: Sequence[tuple[int, ...]]) -> bool:
+    """Return whether a rehearsal with arguments of these sizes is enough for a call: no tensor is larger in any
+    dimension, except small ones such as labels."""
+    if [t.dim() for t in tensors] != [len(shape) for shape in sizes]:
+        return False
+    most = SMALL * sum(t.nbytes for t in tensors)
+    larger = [
+        t
+        for t, shape in zip(tensors, sizes, strict=True)
+        if any(n > m for n, m in zip(t.shape, shape, strict=True))
+    ]
+    return all(t.nbytes <= most for t in larger)
+
+
+def _run(runner: Runner, original: Original, *args: Any, **kwargs: Any) -> Any:
+    return runner(original, args, kwargs) if torch.is_grad_enabled() else original.plain(args, kwargs)

@@ -1,0 +1,366 @@
+"""A rehearsal of a model's training step: which of its modules can be planned, and what the rest of the step holds.
+
+The model runs its forward and its backward once, and all its state is restored. Each part (a module that is planned)
+runs without gradients. In the autograd graph, a placeholder takes its place: it holds the part's inputs and outputs to
+the end of its backward, and its gradients are zeros. So the bytes that exist outside of the parts are those of the
+rest.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections import Counter
+from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property, partial
+from typing import Any, Literal
+
+import torch
+from torch import nn
+
+from rematplan.ir import ModelError
+from rematplan.module.cached_plans import plan_key
+from rematplan.module.capture_lock import LOCK
+from rematplan.module.captures import Captures, ReadyCapture
+from rematplan.module.forward_capture import Original, Tracing
+from rematplan.module.symbolic_forward import Found
+from rematplan.parts.live_bytes import LiveBytes
+from rematplan.parts.patched import Patches
+from rematplan.runtime import guards
+from rematplan.runtime.capture.flat_module import (
+    ArgumentLeaf,
+    ModuleTensor,
+    ResultTensor,
+    flattened_call,
+    tensors_in,
+)
+from rematplan.runtime.capture.left_out_tangents import with_expected_tangents
+from rematplan.runtime.capture.restore_state import same_attributes, same_buffers, same_draws, same_gradients
+from rematplan.runtime.execute.compile import named_tensors
+from rematplan.runtime.graph.allocator_rounding import allocated
+from rematplan.runtime.graph.captured_step import CapturedStep
+from rematplan.runtime.graph.compat import disable_current_modes, pytree
+
+FEW = 2
+"""The number of ops in a forward below which nothing can be saved by planning it."""
+PLACES = (ResultTensor, ArgumentLeaf, ModuleTensor)
+"""What stands for a tensor among the results of a captured forward."""
+UNKNOWN = 2
+"""By how much the bytes of a rest count whose backward cannot be rehearsed."""
+
+
+@dataclass(eq=False)
+class EqualParts:
+    """Parts that one capture serves: modules of one class with equal settings that are called with equal shapes."""
+
+    function: Any
+    """The function of their class, or that was set in its place, which is their forward."""
+    state: Hashable
+    """The key of their state."""
+    capture: ReadyCapture
+    step: CapturedStep
+    names: list[str] = field(default_factory=list)
+    """The names of the modules, one for each call."""
+    held: int = 0
+    """The bytes of the inputs and outputs of one call."""
+
+    @cached_property
+    def learned(self) -> tuple[bool, ...]:
+        """For each tensor among the forward's results, whether it has a gradient."""
+        found = self.capture.found
+        results = pytree.tree_unflatten(list(found.constants), found.outputs)[0]
+        tangents = {int(i.target) for i in found.step.inputs if i.kind == "tangent"}
+        places = (leaf for leaf in pytree.tree_leaves(results) if type(leaf) in PLACES)
+        return tuple(isinstance(leaf, ResultTensor) and leaf.at in tangents for leaf in places)
+
+
+@dataclass(frozen=True)
+class Event:
+    """The forward (F) or backward (B) of a part, and the bytes that exist outside of the parts.
+
+    ``call``: the position of the part in `Rehearsed.calls`. ``before``: the most bytes since the previous event.
+    ``during``: the bytes when it begins.
+    """
+
+    kind: Literal["F", "B"]
+    call: int
+    before: int
+    during: int
+
+
+@dataclass(frozen=True, eq=False)
+class Rehearsed:
+    """What a rehearsal has found."""
+
+    groups: tuple[EqualParts, ...]
+    calls: tuple[tuple[str, EqualParts], ...]
+    """The name and the group of each part, in the order of their forwards."""
+    events: tuple[Event, ...]
+    """The forwards and backwards in order, one of each for each call.
+
+    Outside of the parts are the arguments and results of the parts and of the model, what the rest saves for its
+    backward, and the gradients of the rest's parameters; not the parameters and buffers."""
+    ending: int
+    """The most bytes that exist outside of the parts after the last event."""
+    largest: int
+    """The bytes of the largest tensor among them."""
+    repeated: int
+    """The bytes of the parameters of parts that run several times. Autograd sums their gradients."""
+    unread: tuple[torch.Tensor, ...]
+    """The outputs of the model, without their data, from which a loss outside of the model is computed."""
+    refused: Mapping[str, str]
+    """By the name of a module that is not planned, why."""
+
+    @property
+    def rest(self) -> int:
+        """The most bytes that exist outside of the parts."""
+        return max(self.ending, *(max(event.before, event.during) for event in self.events))
+
+
+class Rehearsal:
+    """Rehearses the training steps of one model.
+
+    ``model``: the model. ``parts``: the modules that may be planned, by name. Of modules inside of each other, the
+    outer one is planned if it can be captured. ``stated``: whether the user stated them, so that each must be captured.
+    """
+
+    def __init__(self, model: nn.Module, parts: Mapping[str, nn.Module], *, stated: bool) -> None:
+        self.model, self.parts, self.stated = model, parts, stated
+        self._groups: list[EqualParts] = []
+        self._calls: list[tuple[str, EqualParts]] = []
+        self._events: list[Event] = []
+        self._refused: dict[str, str] = {}
+        self._failed: set[Hashable] = set()
+        self._live = LiveBytes(())
+        self._anchors: list[torch.Tensor] = []
+        own = {name: Original(part, part.forward) for name, part in parts.items()}
+        self._patches = Patches({one.model: partial(self._part, name, one) for name, one in own.items()})
+
+    def run(self, original: Original, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Rehearsed:
+        """Rehearse a call of the model.
+
+        Raises:
+            ModelError: a part that the user stated cannot be captured.
+            Exception: the forward raises it in eager mode, too.
+        """
+        self._live = LiveBytes([*named_tensors(self.model).values()])
+        try:
+            with (
+                warnings.catch_warnings(),
+                same_buffers(self.model),
+                same_gradients(self.model),
+                same_draws(),
+                same_attributes(self.model, ""),
+            ):
+                warnings.simplefilter("ignore")
+                return self._measured(original, args, kwargs)
+        finally:
+            torch.clear_autocast_cache()  # it keeps tensors of this forward
+
+    def _measured(self, original: Original, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Rehearsed:
+        live = self._live
+        with torch.enable_grad(), live:
+            given, named = pytree.tree_map_only(torch.Tensor, _copy, (args, kwargs))
+            with self._patches:
+                results = original.forward(*given, **named)
+            assumed = self._assume_uncalled()
+            outputs = [one for one in pytree.tree_leaves(results) if isinstance(one, torch.Tensor)]
+            trained = [one for one in outputs if one.requires_grad]
+            losses = [one for one in trained if one.numel() == 1]
+            factor = (
+                1
+                if self._backward(losses or trained, tensors_in(flattened_call(given, named)[0]))
+                else UNKNOWN
+            )
+        ending = live.peak_since()
+        unread = () if losses else tuple(torch.empty_like(one, device="meta") for one in trained)
+        done = {event.call for event in self._events if event.kind == "B"}
+        for call in reversed(range(len(self._calls))):
+            if call not in done:
+                self._events.append(Event("B", call, 0, ending))
+        every = (
+            replace(one, before=factor * one.before + assumed, during=factor * one.during + assumed)
+            for one in self._events
+        )
+        return Rehearsed(
+            tuple(self._groups),
+            tuple(self._calls),
+            tuple(every),
+            factor * ending + assumed,
+            live.largest,
+            self._repeated(),
+            unread,
+            dict(self._refused),
+        )
+
+    def _event(self, kind: Literal["F", "B"], call: int) -> None:
+        self._events.append(Event(kind, call, self._live.peak_since(), self._live.live))
+
+    def _repeated(self) -> int:
+        calls = (self.parts[name].parameters() for name, _ in self._calls)
+        times = Counter(p for parameters in calls for p in parameters if p.requires_grad)
+        return sum(allocated(p.nbytes, p.device) for p, count in times.items() if count > 1)
+
+    def _assume_uncalled(self) -> int:
+        """Add a call of each module that did not run now but is equal to a part that did, since it may run in other
+        steps (layers that are dropped by chance). Return the bytes that the rest then holds for these calls."""
+        called = {name for name, _ in self._calls}
+        total = 0
+        for name, part in self.parts.items():
+            group = None if name in called or _inside(name, called) else self._equal(part)
+            if group is not None:
+                self._event("F", len(self._calls))
+                self._calls.append((name, group))
+                group.names.append(name)
+                total += group.held
+        return total
+
+    def _equal(self, part: nn.Module) -> EqualParts | None:
+        """Return the parts to which a module is equal, if it is called as they are."""
+        with self._patches.away():
+            state = guards.ModuleTree(part).state(part)
+            function = function_of(Original(part, part.forward))
+        for group in self._groups:
+            if group.function is function and state is not None and state.key == group.state:
+                return group
+        return None
+
+    def _backward(self, outputs: Sequence[torch.Tensor], arguments: Sequence[torch.Tensor]) -> bool:
+        """Run the backward, and return whether that was possible."""
+        every = (*self.model.parameters(), *arguments, *self._anchors)
+        leaves = [one for one in every if one.requires_grad and one.is_leaf]
+        tangents = [torch.ones_like(one) for one in outputs]
+        try:
+            if outputs and leaves:
+                torch.autograd.grad(outputs, leaves, tangents, allow_unused=True)
+        except Exception:  # any error of a user's op; its forward has run
+            return False
+        return True
+
+    def _part(self, name: str, original: Original, *args: Any, **kwargs: Any) -> Any:
+        """Run a module that may be planned."""
+        if not torch.is_grad_enabled() or LOCK.is_mine:  # inside of a part, or captured
+            return original.forward(*args, **kwargs)
+        group = self._group(name, original, args, kwargs)
+        if group is None:
+            return original.forward(*args, **kwargs)
+        group.names.append(name)
+        self._calls.append((name, group))
+        return self._placed(group, original, args, kwargs)
+
+    def _group(
+        self, name: str, original: Original, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> EqualParts | None:
+        """Return the parts that are equal to a module in this call; None if it is not planned."""
+        with disable_current_modes(), self._patches.away(), LOCK.alone(), torch.enable_grad():
+            leaves, spec = flattened_call(args, kwargs)
+            state = guards.ModuleTree(original.model).state(original.model)
+            assert state is not None
+            if not any(t.requires_grad for t in (*state.named.values(), *tensors_in(leaves))):
+                return None
+            tracing = Tracing(name, original, leaves, spec, state)
+            function = function_of(original)
+            for group in self._groups:
+                if group.function is function and group.capture.serves(tracing):
+                    return group
+            key = function, plan_key(leaves, spec, state)
+            if key in self._failed:
+                return None
+            try:
+                found = Captures(name, most=1).captured(tracing)
+            except ModelError as error:
+                if self.stated:
+                    raise
+                self._failed.add(key)
+                self._refused[name] = str(error)
+                return None
+            if not self.stated and (why := _unsuitable(found)):
+                self._failed.add(key)
+                self._refused[name] = why
+                return None
+            self._groups.append(
+                EqualParts(
+                    function, state.key, ReadyCapture.of(tracing, found), with_expected_tangents(found.step)
+                )
+            )
+            return self._groups[-1]
+
+    def _placed(
+        self, group: EqualParts, original: Original, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        call = len(self._calls) - 1
+        self._event("F", call)
+        structure: list[Any] = []
+
+        def run() -> list[torch.Tensor]:
+            with self._live.paused():
+                leaves, spec = pytree.tree_flatten(original.forward(*args, **kwargs))
+            structure[:] = leaves, spec
+            made = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
+            self._live.count(made)
+            return made
+
+        anchor = torch.zeros(0, requires_grad=True)
+        self._anchors.append(anchor)
+        given = tensors_in(flattened_call(args, kwargs)[0])
+        began = partial(self._event, "B", call)
+        made = iter(_Placeholder.apply(run, began, group.learned, anchor, *given))
+        leaves, spec = structure
+        leaves = [next(made) if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
+        held = {
+            one.untyped_storage()._cdata: one.untyped_storage().nbytes()
+            for one in (*given, *tensors_in(leaves))
+        }
+        group.held = max(group.held, sum(held.values()))
+        return pytree.tree_unflatten(leaves, spec)
+
+
+class _Placeholder(torch.autograd.Function):
+    """A part in the autograd graph of a rehearsal."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        run: Callable[[], list[torch.Tensor]],
+        began: Callable[[], None],
+        learned: tuple[bool, ...],
+        anchor: torch.Tensor,
+        *given: torch.Tensor,
+    ) -> tuple[torch.Tensor, ...]:
+        del anchor
+        made = run()
+        ctx.began, ctx.held = began, [tensor.detach() for tensor in made]
+        ctx.save_for_backward(*given)
+        ctx.mark_non_differentiable(*(t for t, has in zip(made, learned, strict=True) if not has))
+        return tuple(made)
+
+    @staticmethod
+    def backward(ctx: Any, *tangents: Any) -> Any:
+        del tangents
+        ctx.began()
+        wanted = zip(ctx.saved_tensors, ctx.needs_input_grad[4:], strict=True)
+        found = [torch.zeros_like(one) if needed else None for one, needed in wanted]
+        ctx.held = None
+        return None, None, None, None, *found
+
+
+def _unsuitable(found: Found) -> str:
+    """Return why a module is not planned although it can be captured; an empty text if it is."""
+    if found.guard.decided.entries:
+        return "it decides by values or draws, and each outcome needs a capture"
+    few = sum(not call.is_view and not call.backward for call in found.step.calls) < FEW
+    return "it is too small" if few else ""
+
+
+def _inside(name: str, others: Collection[str]) -> bool:
+    """Return whether a module is inside of one of the others, or one of the others is inside of it."""
+    return any(f"{a}.".startswith(f"{b}.") for other in others for a, b in ((name, other), (other, name)))
+
+
+def function_of(original: Original) -> Any:
+    """Return the function that is a module's forward, without the module to which it is bound."""
+    return getattr(original.forward, "__func__", original.forward)
+
+
+def _copy(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.detach().clone().requires_grad_(tensor.requires_grad)

@@ -1,0 +1,283 @@
+"""Laws of several modules planned under one budget: bits equal to eager mode, peaks within the budget of all."""
+
+import copy
+import pickle
+import random
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+import rematplan
+from rematplan.ir import InfeasibleBudget, ModelError, UsageError
+from rematplan.module.planning import IN_PLACE
+from rematplan.runtime.costs.measure import peak_above_entry
+
+WIDTH, ROWS = 16, 192
+CPU = torch.device("cpu")
+
+
+class Block(nn.Module):
+    """A residual block. ``slope``: a setting that the forward reads."""
+
+    def __init__(self, slope: float = 0.01) -> None:
+        super().__init__()
+        self.slope = slope
+        self.norm = nn.LayerNorm(WIDTH)
+        self.wide, self.back = nn.Linear(WIDTH, 4 * WIDTH), nn.Linear(4 * WIDTH, WIDTH)
+        self.drop = nn.Dropout(0.1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        wide: Tensor = functional.gelu(self.wide(self.norm(x)))
+        return x + self.drop(self.back(functional.leaky_relu(wide, self.slope)))
+
+
+class Base(nn.Module):
+    """Blocks, and a head."""
+
+    def __init__(self, blocks: int = 4) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Block() for _ in range(blocks))
+        self.head = nn.Linear(WIDTH, 5)
+
+    def body(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return x
+
+    def forward(self, x: Tensor, labels: Tensor) -> Tensor:
+        return functional.cross_entropy(self.head(self.body(x)), labels)
+
+
+class Dropping(Base):
+    """Layers that NumPy's draws leave out."""
+
+    def body(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            if np.random.uniform() >= 0.3:
+                x = block(x)
+        return x
+
+
+class Matching(Base):
+    """A loss that assigns labels to rows by values."""
+
+    def forward(self, x: Tensor, labels: Tensor) -> Tensor:
+        logits = self.head(self.body(x))
+        taken: list[int] = []
+        for row in (-logits[:, labels[:6]]).detach().T.tolist():
+            taken.append(min((i for i in range(len(row)) if i not in taken), key=row.__getitem__))
+        return functional.cross_entropy(logits[taken], labels[:6]) + logits.square().mean()
+
+
+class Routing(Base):
+    """A router that gathers the rows of each expert."""
+
+    def body(self, x: Tensor) -> Tensor:
+        chosen = x.detach()[:, : len(self.blocks)].argmax(1).tolist()
+        made = torch.zeros_like(x)
+        for at, expert in enumerate(self.blocks):
+            rows = torch.tensor([row for row, one in enumerate(chosen) if one == at])
+            made = made.index_add(0, rows, expert(x[rows]))
+        return made
+
+
+class Tail(Base):
+    """One part that runs several times with the same weights; the loss is outside."""
+
+    def forward(self, x: Tensor, labels: Tensor) -> Tensor:
+        np.random.uniform()
+        x = self.blocks[0](self.blocks[0](x))
+        return self.head(self.body(x))
+
+
+class Settings(Dropping):
+    """Layers that are equal but for a setting."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks[1].slope = 0.5
+
+
+MODELS = (Dropping, Matching, Routing, Tail, Settings)
+
+in_parts = partial(rematplan.apply, strategy="approx_dp", costs="roofline", refine=False)
+
+
+def seeded(at: int) -> None:
+    torch.manual_seed(at)
+    np.random.seed(at)
+    random.seed(at)
+
+
+def batch(at: int, rows: int = ROWS) -> tuple[Tensor, Tensor]:
+    made = torch.Generator().manual_seed(at)
+    return torch.randn(rows, WIDTH, generator=made), torch.randint(5, (rows,), generator=made)
+
+
+def run(model: nn.Module, x: Tensor, labels: Tensor) -> Tensor:
+    made = model(x, labels)
+    loss: Tensor = made if made.dim() == 0 else functional.cross_entropy(made, labels)
+    loss.backward()
+    return loss.detach()
+
+
+def made(kind: Callable[[], nn.Module]) -> tuple[nn.Module, nn.Module]:
+    torch.manual_seed(0)
+    model = kind()
+    return model, copy.deepcopy(model)
+
+
+def same_steps(
+    model: nn.Module, plain: nn.Module, steps: int = 20, rows: Callable[[int], int] = lambda _: ROWS
+) -> None:
+    optimizers = [torch.optim.SGD(one.parameters(), lr=0.05) for one in (model, plain)]
+    for at in range(steps):
+        losses = []
+        for one, optimizer in zip((model, plain), optimizers, strict=True):
+            seeded(at)
+            optimizer.zero_grad()
+            losses.append(run(one, *batch(at, rows(at))))
+        assert torch.equal(*losses)
+        for (name, p), q in zip(model.named_parameters(), plain.parameters(), strict=True):
+            assert (p.grad is None) == (q.grad is None), name
+            assert p.grad is None or torch.equal(p.grad, q.grad), name
+        for optimizer in optimizers:
+            optimizer.step()
+
+
+def measured(model: nn.Module, at: int) -> int:
+    """The peak of a step, parameters and batch included."""
+    seeded(at)
+    model.zero_grad()
+    given = batch(at)
+    peak, _ = peak_above_entry(lambda: run(model, *given), CPU)
+    return peak + sum(t.nbytes for t in (*model.parameters(), *given))
+
+
+def planned(model: nn.Module) -> Any:
+    return vars(model)[IN_PLACE].parts.last.plan
+
+
+@pytest.mark.parametrize("kind", MODELS)
+def test_steps_equal_those_of_eager_mode(kind: type[nn.Module]) -> None:
+    model, plain = made(kind)
+    names = list(model.state_dict())
+    assert in_parts(model, "85%") is model
+    same_steps(model, plain, 20 if kind is Dropping else 6)
+    assert list(model.state_dict()) == names
+    assert all("forward" not in vars(part) for part in model.modules() if part is not model)
+
+
+@pytest.mark.parametrize("kind", [Dropping, Matching, Tail])
+def test_no_step_exceeds_the_budget(kind: type[nn.Module]) -> None:
+    model, plain = made(kind)
+    in_parts(model, "75%")
+    measured(model, 0)
+    peaks, eager = ([measured(one, at) for at in range(6)] for one in (model, plain))
+    plan = planned(model)
+    assert max(peaks) <= plan.peak <= plan.budget < max(eager)
+    assert plan.share > 0.5
+
+
+def test_layers_that_did_not_run_count_as_if_they_had() -> None:
+    model, _ = made(Dropping)
+    seeded(3)
+    in_parts(model, "90%")
+    run(model, *batch(3))
+    assert {name for group in planned(model).parts for name in group.names} == {
+        f"blocks.{k}" for k in range(4)
+    }
+
+
+def test_equal_layers_are_captured_once() -> None:
+    model, _ = made(Matching)
+    in_parts(model, "90%")
+    run(model, *batch(0))
+    first, later = planned(model).parts  # the first one's input needs no gradient
+    assert first.names == ["blocks.0"]
+    assert later.names == ["blocks.1", "blocks.2", "blocks.3"]
+
+
+def test_layers_with_other_settings_have_other_plans() -> None:
+    model, _ = made(Settings)
+    in_parts(model, "90%")
+    run(model, *batch(0))
+    assert ["blocks.1"] in [group.names for group in planned(model).parts]
+
+
+def test_named_modules_are_planned() -> None:
+    model, plain = made(Base)
+    in_parts(model, "95%", modules=["blocks.[1-3]", "head"])
+    same_steps(model, plain, 3)
+    assert sorted(n for group in planned(model).parts for n in group.names) == [
+        "blocks.1",
+        "blocks.2",
+        "blocks.3",
+        "head",
+    ]
+
+
+def test_smaller_and_larger_batches() -> None:
+    model, plain = made(Dropping)
+    in_parts(model, "1MiB")
+    same_steps(model, plain, 8, lambda at: ROWS + 16 * (at % 4) - 20)
+
+
+def test_gradients_are_summed_over_several_backwards() -> None:
+    model, plain = made(Matching)
+    in_parts(model, "1MiB")
+    for at in range(4):
+        for one in (model, plain):
+            seeded(at)
+            run(one, *batch(at))
+    for p, q in zip(model.parameters(), plain.parameters(), strict=True):
+        assert torch.equal(p.grad, q.grad)  # type: ignore[arg-type]
+
+
+def test_evaluation_copies_and_removal() -> None:
+    model, plain = made(Dropping)
+    in_parts(model, "90%")
+    run(model, *batch(0))
+    for one in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+        fresh = copy.deepcopy(plain)
+        one.zero_grad()
+        same_steps(one, fresh, 2)
+    with torch.no_grad():
+        seeded(1)
+        found = model(*batch(1))
+        seeded(1)
+        assert torch.equal(found, plain(*batch(1)))
+    rematplan.remove(model)
+    assert all("forward" not in vars(part) for part in model.modules())
+
+
+def test_the_plan_is_told_of_in_one_line(capfd: pytest.CaptureFixture[str]) -> None:
+    model, _ = made(Matching)
+    in_parts(model, "85%")
+    for at in range(2):
+        run(model, *batch(at))
+    (line,) = capfd.readouterr().err.splitlines()
+    assert "planned in parts: blocks.0, blocks.1 and 2 equal" in line
+    assert "% of the activations; the rest is charged" in line
+
+
+def test_refusals() -> None:
+    model, _ = made(Dropping)
+    with pytest.raises(UsageError, match="no module 'layers"):
+        in_parts(model, "80%", modules="layers.*")
+    with pytest.raises(UsageError, match="statistics cannot be combined"):
+        in_parts(model, "80%", modules="blocks.*", statistics=rematplan.Kronecker())
+    in_parts(model, "100KiB")
+    with pytest.raises(InfeasibleBudget):
+        run(model, *batch(0))
+    alone, _ = made(Base)
+    in_parts(alone, "90%", modules="blocks.0.drop")
+    alone.blocks[0].drop.p = 0.0
+    with pytest.raises((ModelError, InfeasibleBudget)):
+        model(batch(0)[0], "text")
