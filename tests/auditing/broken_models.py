@@ -81,6 +81,50 @@ class Recompute(torch.autograd.Function):
         return None, x.grad
 
 
+class RecomputeOnly(torch.autograd.Function):
+    """A hand-made checkpoint that restores nothing."""
+
+    @staticmethod
+    def forward(ctx: Any, function: Callable[..., Any], x: torch.Tensor) -> Any:
+        ctx.function = function
+        ctx.save_for_backward(x)
+        return function(x)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
+        x = ctx.saved_tensors[0].detach().requires_grad_()
+        with torch.enable_grad():
+            out = ctx.function(x)
+        torch.autograd.backward(out, gradients)
+        return None, x.grad
+
+
+def hand_made(middle: Callable[[], nn.Module]) -> Pair:
+    def run(block: nn.Module, x: torch.Tensor) -> Any:
+        return RecomputeOnly.apply(block, x)
+
+    return Checkpointed(Block(), Block(middle()), run=run), (batch(),)
+
+
+class Reset(RecomputeOnly):
+    """A hand-made checkpoint that does not set the random state again after the recomputation."""
+
+    @staticmethod
+    def forward(ctx: Any, function: Callable[..., Any], x: torch.Tensor) -> Any:
+        ctx.state = torch.get_rng_state()
+        return RecomputeOnly.forward(ctx, function, x)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
+        torch.set_rng_state(ctx.state)
+        return RecomputeOnly.backward(ctx, *gradients)
+
+
+def random_state_reset() -> Pair:
+    blocks = (Block(nn.Dropout(0.5)), Block(nn.Dropout(0.5)))
+    return Checkpointed(*blocks, run=lambda block, x: Reset.apply(block, x)), (batch(),)
+
+
 class UnderAutocast(nn.Module):
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
@@ -295,3 +339,189 @@ class Around(nn.Module):
 
 def flag_without_effect() -> Pair:
     return Around(), (batch(),)
+
+
+def late_binding(reentrant: bool) -> Pair:
+    class Late(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.blocks = nn.ModuleList(Block(nn.Tanh()) for _ in range(3))
+
+        def forward(self, x: torch.Tensor) -> Any:
+            x = self.blocks[0](x)
+            for i in range(1, 3):
+                x = checkpoint(lambda y: self.blocks[i](y), x, use_reentrant=reentrant)  # noqa: B023
+            return x
+
+    return Late(), (batch(),)
+
+
+def skipped_by_chance(reentrant: bool) -> Pair:
+    class Skipping(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = Block(nn.Tanh())
+
+        def forward(self, x: torch.Tensor) -> Any:
+            return self.inner(x) if random.random() < 0.5 else x
+
+    random.seed(1)
+    return Checkpointed(*(Block(Skipping()) for _ in range(4)), use_reentrant=reentrant), (batch(),)
+
+
+def inputs_in_a_list() -> Pair:
+    class Pairs(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.stem, self.block = nn.Linear(WIDTH, WIDTH), Block()
+
+        def forward(self, x: torch.Tensor) -> Any:
+            run = lambda pair: self.block(pair[0] * pair[1])  # noqa: E731
+            y = self.stem(x)
+            return y + checkpoint(run, [y, y.tanh()], use_reentrant=True)
+
+    return Pairs(), (batch(),)
+
+
+def loss_left_in_an_attribute() -> Pair:
+    class Balanced(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.stem, self.gate, self.block = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, 3), Block()
+
+        def forward(self, x: torch.Tensor) -> Any:
+            y = checkpoint(self.inner, self.stem(x), use_reentrant=True)
+            return y.sum() + self.auxiliary
+
+        def inner(self, x: torch.Tensor) -> Any:
+            scores = self.gate(x).softmax(1)
+            self.auxiliary = scores.mean(0).square().sum()
+            return self.block(x) * scores[:, :1]
+
+    return Balanced(), (batch(),)
+
+
+def lossy_offload() -> Pair:
+    def to_half(t: torch.Tensor) -> torch.Tensor:
+        return t.half()
+
+    class Offloaded(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.block = Block()
+
+        def forward(self, x: torch.Tensor) -> Any:
+            with torch.autograd.graph.saved_tensors_hooks(to_half, lambda t: t.float()):
+                return self.block(x)
+
+    return Offloaded(), (batch(),)
+
+
+def input_overwritten() -> Pair:
+    class Overwriting(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.stem, self.block = nn.Linear(WIDTH, WIDTH), Block()
+
+        def forward(self, x: torch.Tensor) -> Any:
+            x = self.stem(x)
+            y = checkpoint(self.block, x, use_reentrant=True)
+            x.data.mul_(2)
+            return y
+
+    return Overwriting(), (batch(),)
+
+
+def grown_cache() -> Pair:
+    class Caching(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.seen: list[torch.Tensor] = []
+
+        def forward(self, x: torch.Tensor) -> Any:
+            self.seen.append(x.detach())
+            return x * len(self.seen)
+
+    return Checkpointed(Block(), Block(Caching()), use_reentrant=True), (batch(),)
+
+
+class Halved(torch.autograd.Function):
+    """A scale that passes no gradient to its second argument."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(x, scale)
+        return x * scale
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
+        x, scale = ctx.saved_tensors
+        x = x.detach().requires_grad_()
+        with torch.enable_grad():
+            y = x * scale.detach()
+        return torch.autograd.grad(y, x, gradients)[0], None
+
+
+def argument_without_gradient() -> Pair:
+    class Scale(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.stem, self.scale = nn.Linear(WIDTH, WIDTH), nn.Parameter(torch.ones(WIDTH))
+
+        def forward(self, x: torch.Tensor) -> Any:
+            return Halved.apply(self.stem(x), self.scale)
+
+    return Scale(), (batch(),)
+
+
+def spectral_norm() -> Pair:
+    normed = nn.utils.parametrizations.spectral_norm(nn.Linear(WIDTH, WIDTH))
+    return Checkpointed(Block(normed), use_reentrant=True), (batch(),)
+
+
+def optimizer_in_the_backward() -> Pair:
+    model = Checkpointed(Block(), Block(), use_reentrant=True)
+    model.blocks[1].last.weight = model.blocks[0].last.weight
+
+    def update(p: torch.Tensor) -> None:
+        with torch.no_grad():
+            p.sub_(p.grad, alpha=0.1)
+        p.grad = None
+
+    for parameter in model.parameters():
+        parameter.register_post_accumulate_grad_hook(update)
+    return model, (batch(),)
+
+
+def wrong_inverse() -> Pair:
+    class Wrong(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: torch.Tensor, f: nn.Module) -> torch.Tensor:
+            ctx.f = f
+            with torch.no_grad():
+                y = x + 0.5 * f(x)
+            ctx.save_for_backward(y)
+            return y
+
+        @staticmethod
+        def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
+            (y,) = ctx.saved_tensors
+            with torch.no_grad():
+                x = y
+                for _ in range(2):  # of a fixed-point iteration
+                    x = y - 0.5 * ctx.f(x)
+            x = x.detach().requires_grad_()
+            with torch.enable_grad():
+                out = x + 0.5 * ctx.f(x)
+            torch.autograd.backward(out, gradients)
+            return x.grad, None
+
+    class Residual(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.stem, self.f = nn.Linear(WIDTH, WIDTH), Block(nn.Tanh())
+
+        def forward(self, x: torch.Tensor) -> Any:
+            return Wrong.apply(self.stem(x), self.f)
+
+    return Residual(), (batch(),)

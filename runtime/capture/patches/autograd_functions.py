@@ -35,7 +35,7 @@ def watched_functions(watch: Callable[[Kind], EachRun]) -> Iterator[None]:
         pending: list[EachRun] = []
 
         def forward(*args: Any, **kwargs: Any) -> Any:
-            if get_ident() != thread:
+            if get_ident() != thread or not (_has_set_up(set_up) or _is_of(args[0], kind)):
                 return first(*args, **kwargs)
             each_run = watch(kind)
             if _has_set_up(set_up):
@@ -52,7 +52,7 @@ def watched_functions(watch: Callable[[Kind], EachRun]) -> Iterator[None]:
 
         def backward(context: Any, *gradients: Any) -> Any:
             _, each_run = contexts.get(id(context), (None, nullcontext))
-            with each_run():
+            with each_run() if _is_of(context, kind) else nullcontext():
                 return again(context, *gradients)
 
         return forward, backward, setup_context if _has_set_up(set_up) else set_up
@@ -87,6 +87,8 @@ def without_own_backwards(kinds: Collection[Kind]) -> Iterator[None]:
 
     def apart(kind: Kind) -> tuple[Callable[..., Any], Callable[..., Any], Callable[..., Any]]:
         def forward(context: Any, *args: Any) -> Any:
+            if not _is_of(context, kind):
+                return forwards[kind][0](context, *args)
             context.inputs = [_detached(a) for a in args]
             with torch.enable_grad():
                 context.outputs = run(kind, tuple(context.inputs))
@@ -136,6 +138,11 @@ def _kinds() -> list[Kind]:
         ):
             found.append(kind)
     return list(dict.fromkeys(found))
+
+
+def _is_of(context: Any, kind: Kind) -> bool:
+    """Return whether a context is that of a call of this class, and not of a derived one that calls its methods."""
+    return getattr(type(context), "_forward_cls", None) is kind
 
 
 def _has_set_up(set_up: Callable[..., Any]) -> bool:
