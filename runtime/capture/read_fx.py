@@ -12,6 +12,7 @@ from torch import fx
 from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 
 from rematplan.ir import ModelError
+from rematplan.runtime.capture.buffer_slices import with_new_buffers
 from rematplan.runtime.capture.indexing import INDEXED
 from rematplan.runtime.capture.joint_graph_roles import COPY, ModuleRoles, PositionRoles
 from rematplan.runtime.capture.loss_in_place import with_losses_in_place
@@ -75,10 +76,10 @@ def read_joint_graph(
 def finished(step: CapturedStep) -> CapturedStep:
     """Complete a step that was read from a graph, and return it.
 
-    Each output gets a separate storage, cross entropies are computed in place, each call gets a phase (forward or
-    backward), and calls whose results nobody reads are removed.
+    Each output gets a separate storage, cross entropies are computed in place, buffers that are read only in part count
+    once, each call gets a phase (forward or backward), and calls whose results nobody reads are removed.
     """
-    step = with_losses_in_place(with_own_outputs(without_copies(step)))
+    step = with_losses_in_place(with_own_outputs(with_new_buffers(without_copies(step))))
     return without_dead_calls(with_phases(step))
 
 

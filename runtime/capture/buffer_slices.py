@@ -1,0 +1,119 @@
+"""Count a buffer once that is written slice by slice and read only where it was written last, as in eager mode.
+
+A functional trace turns ``tile = buffer[:, :n]; torch.mm(h, w, out=tile); tile.exp_()`` into scatters: each returns a
+copy of the whole buffer in which one slice is new, so the buffer would count twice. If nothing reads the rest of such a
+copy, it needs no earlier buffer. It is then a new buffer of which only the slice is written, with the same strides.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+
+from rematplan.runtime.graph.captured_step import Call, CapturedStep, Ref, refs
+from rematplan.runtime.graph.compat import OpOverload
+from rematplan.runtime.graph.tracked_sizes import shape_of, stride_of
+from rematplan.runtime.symbols.symbolic_batch import is_dense
+
+ATEN = torch.ops.aten
+PARTS: Mapping[Any, OpOverload] = {
+    ATEN.slice_scatter.default: ATEN.slice.Tensor,
+    ATEN.select_scatter.default: ATEN.select.int,
+}
+"""By op that replaces a part of a tensor, the op that returns the part as a view."""
+
+
+@dataclass(frozen=True)
+class NewBuffer:
+    """Returns a new buffer in which one part is written, and the rest is not.
+
+    ``part``: the op that returns the part as a view.
+    """
+
+    part: OpOverload
+
+    @property
+    def source_name(self) -> str:
+        """The function's name in generated code."""
+        return f"new_buffer_with_{self.part._opname}"
+
+    def __str__(self) -> str:
+        return f"{self.part}.new_buffer"
+
+    def __call__(
+        self, content: torch.Tensor, shape: Any, stride: Any, dtype: torch.dtype, *where: Any
+    ) -> torch.Tensor:
+        """Return a buffer with this shape, these strides and this type. ``content`` is in the part that the op returns
+        for the arguments ``where``."""
+        buffer = torch.empty_strided(shape, stride, dtype=dtype, device=content.device)
+        self.part(buffer, *where).copy_(content)
+        return buffer
+
+
+def with_new_buffers(step: CapturedStep) -> CapturedStep:
+    """Return the step with a `NewBuffer` in place of each scatter whose result is read only where the scatter wrote, or
+    is a buffer in which such a scatter writes next."""
+    if not any(call.target in PARTS for call in step.calls):
+        return step
+    readers: dict[str, list[Call]] = {}
+    for call in step.calls:
+        for ref in dict.fromkeys(refs((call.args, call.kwargs))):
+            readers.setdefault(ref.value, []).append(call)
+    outputs = {o.value for o in step.outputs}
+    new: dict[str, Call] = {}
+    for call in reversed(step.calls):
+        where = _where(step, call)
+        if where is None or call.results[0] in outputs:
+            continue
+        fake = step.values[str(call.results[0])].fake
+        if is_dense(fake) and all(
+            _reads_part(step, call, reader, new) for reader in readers.get(str(call.results[0]), ())
+        ):
+            layout = list(shape_of(fake)), list(stride_of(fake)), fake.dtype
+            target = NewBuffer(PARTS[call.target])
+            new[call.name] = replace(call, target=target, args=(call.args[1], *layout, *where), kwargs={})
+    return replace(step, calls=tuple(new.get(call.name, call) for call in step.calls)) if new else step
+
+
+def _reads_part(step: CapturedStep, scatter: Call, reader: Call, new: Mapping[str, Call]) -> bool:
+    """Return whether a call reads, of a scatter's result, nothing but the part that the scatter wrote.
+
+    ``new``: the later scatters that need no earlier buffer.
+    """
+    buffer = Ref(str(scatter.results[0]))
+    if reader.name in new:
+        return list(refs((reader.args, reader.kwargs))).count(buffer) == 1 and reader.args[0] == buffer
+    part = PARTS[scatter.target]
+    return reader.target is part and _range(step, buffer, part, reader.args[1:], reader.kwargs) == _range(
+        step, buffer, part, scatter.args[2:], scatter.kwargs
+    )
+
+
+def _where(step: CapturedStep, call: Call) -> tuple[Any, ...] | None:
+    """Return the arguments that say which part a scatter writes; None for other calls, and if the buffer and the part
+    have other types."""
+    if call.target not in PARTS or call.kwargs or not all(isinstance(arg, Ref) for arg in call.args[:2]):
+        return None
+    names = call.args[0].value, call.args[1].value, str(call.results[0])
+    base, content, result = (step.values[name] for name in names)
+    alike = base.fake.dtype == content.fake.dtype == result.fake.dtype
+    return tuple(call.args[2:]) if alike and base.fake.device == content.fake.device else None
+
+
+def _range(
+    step: CapturedStep, buffer: Ref, part: OpOverload, where: tuple[Any, ...], kwargs: Mapping[str, Any]
+) -> tuple[int, ...]:
+    """Return the dimension and the indices of a part of a buffer, in one form for all ways to write them."""
+    named = [argument.name for argument in part._schema.arguments[1:]]
+    given: dict[str, Any] = {
+        a.name: a.default_value for a in part._schema.arguments[1:] if a.has_default_value()
+    }
+    given |= dict(zip(named, where, strict=False)) | dict(kwargs)
+    shape = step.values[buffer.value].fake.shape
+    dim = int(given["dim"]) % max(len(shape), 1)
+    if "index" in given:
+        return dim, int(given["index"]) % shape[dim]
+    return dim, *slice(given["start"], given["end"], given["step"]).indices(shape[dim])
