@@ -14,7 +14,7 @@ from rematplan.auditing.faults import Fault
 from rematplan.auditing.measured_steps import Measured, measured, planned
 from rematplan.auditing.plain_path import plain_path
 from rematplan.auditing.step_runs import Step, default_loss
-from rematplan.ir import RematplanError, UsageError, first_line
+from rematplan.ir import UsageError, first_line
 from rematplan.planner.core.strategy import Progress, silent
 from rematplan.runtime.graph.compat import OptimizedModule
 
@@ -73,7 +73,7 @@ def audit(
 
     Args:
         model: the model, in the mode in which it trains.
-        args: positional arguments of its forward.
+        args: positional arguments of its forward; or one tensor.
         kwargs: keyword arguments of its forward.
         loss: a function of the model's output that returns a scalar. By default the output's ``loss``, a scalar output,
             or the sum of the outputs with weights that differ.
@@ -91,7 +91,8 @@ def audit(
         raise UsageError(
             "audit the model before torch.compile: a compiled model does not run without its own plan"
         )
-    step = Step(model, tuple(args), dict(kwargs or {}), loss or default_loss, model)
+    args = (args,) if isinstance(args, torch.Tensor) else tuple(args)
+    step = Step(model, args, dict(kwargs or {}), loss or default_loss, model)
     progress(0.0, "watching")
     seen, error = watched(step)
     progress(0.2, "comparing")
@@ -104,7 +105,7 @@ def audit(
         progress(0.8, "planning")
         try:
             best = planned(step, own.peak)
-        except RematplanError as refusal:
+        except Exception as refusal:  # of any kind: a plan is no part of the question
             notes = (*notes, f"no plan at this peak: {first_line(refusal)}")
     progress(1.0, "done")
     name = type(model).__name__

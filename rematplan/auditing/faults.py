@@ -23,7 +23,11 @@ from rematplan.module.verification import Difference, tensor_differences
 from rematplan.runtime.guards.attributes import is_record
 
 FIRINGS = "firings gradient hook"
-FLAG = re.compile(r"checkpoint|ckpt|remat|recompute|with_cp|use_cp", re.IGNORECASE)
+FLAG = re.compile(
+    r"_*(?:(?:is|use|with|do|enable)_)?(?:grad(?:ient)?_|act(?:ivation)?_)?"
+    r"(?:checkpoint(?:ing)?|ckpt|cp|remat|recompute)(?:_enabled)?",
+    re.IGNORECASE,
+)
 """Names of attributes that switch checkpointing on."""
 
 
@@ -129,7 +133,7 @@ def flags_without_effect(model: nn.Module, seen: Watched) -> Iterator[Fault]:
         owners = [(name, module), *((f"{name}.{k}", v) for k, v in vars(module).items() if is_record(v))]
         for path, owner in owners:
             named += [
-                f"{path}.{k}".lstrip(".") for k, v in vars(owner).items() if v is True and FLAG.search(k)
+                f"{path}.{k}".lstrip(".") for k, v in vars(owner).items() if v is True and FLAG.fullmatch(k)
             ]
     if named:
         yield _fault(

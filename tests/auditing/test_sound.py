@@ -222,7 +222,55 @@ def not_repeatable() -> Pair:
     return Drifting(), (batch(),)
 
 
+def upsampled() -> Pair:
+    """An attribute whose name has a part of a flag's."""
+    up = nn.Upsample(scale_factor=2.0, mode="linear", recompute_scale_factor=True)
+    return nn.Sequential(nn.Conv1d(1, 2, 3), up), (batch().unsqueeze(1),)
+
+
+def wrapped() -> Pair:
+    from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+
+    return nn.Sequential(nn.Linear(WIDTH, WIDTH), checkpoint_wrapper(Block(nn.Dropout(0.5)))), (batch(),)
+
+
+def not_trained() -> Pair:
+    model = Checkpointed(Block(), Block())
+    model.blocks[0].requires_grad_(False)
+    return model, (batch(),)
+
+
+def generator_of_its_own_outside() -> Pair:
+    return nn.Sequential(Checkpointed(Block()), broken.Noise(), nn.Tanh()), (batch(),)
+
+
+def hooks_that_change_nothing() -> Pair:
+    model = Checkpointed(Block(), Block())
+    model.blocks[0].register_forward_hook(lambda _module, _args, output: output * 2)
+    model.blocks[1].first.weight.register_hook(lambda g: g * 0.5)
+    return model, (batch(),)
+
+
+def buffers_set_by_the_forward() -> Pair:
+    class Keeping(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.register_buffer("last", torch.zeros(6, WIDTH))
+
+        def forward(self, x: torch.Tensor) -> Any:
+            self.last = x.detach().clone()
+            return x.relu()
+
+    return Checkpointed(Block(Keeping())), (batch(),)
+
+
 ONE = (
+    upsampled,
+    wrapped,
+    not_trained,
+    generator_of_its_own_outside,
+    hooks_that_change_nothing,
+    buffers_set_by_the_forward,
     hand_made,
     hand_made_in_autocast,
     reversible,
@@ -271,3 +319,57 @@ def test_a_caller_in_autocast() -> None:
     model, args = plain_blocks(False)
     with torch.autocast("cpu", torch.bfloat16):
         assert audit(model, args, plan=False).sound
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+@pytest.mark.parametrize("name", ["Llama", "Bert", "T5"])
+def test_checkpointing_of_transformers_is_sound(name: str, reentrant: bool) -> None:
+    transformers = pytest.importorskip("transformers")
+    config, model_class = {
+        "Llama": (
+            transformers.LlamaConfig(
+                vocab_size=64,
+                hidden_size=16,
+                intermediate_size=32,
+                num_hidden_layers=2,
+                num_attention_heads=2,
+            ),
+            transformers.LlamaForCausalLM,
+        ),
+        "Bert": (
+            transformers.BertConfig(
+                vocab_size=64,
+                hidden_size=16,
+                intermediate_size=32,
+                num_hidden_layers=2,
+                num_attention_heads=2,
+            ),
+            transformers.BertForMaskedLM,
+        ),
+        "T5": (
+            transformers.T5Config(
+                vocab_size=64,
+                d_model=16,
+                d_ff=32,
+                d_kv=8,
+                num_layers=2,
+                num_heads=2,
+                decoder_start_token_id=0,
+            ),
+            transformers.T5ForConditionalGeneration,
+        ),
+    }[name]
+    model = model_class(config).train()
+    model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": reentrant})
+    ids = torch.randint(3, 60, (2, 8), generator=torch.Generator().manual_seed(0))
+    found = audit(model, (), {"input_ids": ids, "labels": ids}, plan=False)
+    assert found.sound, found.faults
+    assert found.recomputed > 0
+
+
+def test_a_plan_at_that_peak() -> None:
+    layers = (nn.Sequential(nn.Linear(8, 64), nn.GELU(), nn.Linear(64, 8)) for _ in range(3))
+    found = audit(Checkpointed(*layers), batch(256))
+    assert found.own is not None
+    assert found.planned is not None, found.notes
+    assert found.planned.peak <= found.own.peak < found.plain.peak
