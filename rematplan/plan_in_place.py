@@ -152,6 +152,10 @@ class InPlace(HasRunner):
     def _rematplan_original(self) -> Original:
         return Original(self.model, self.own_forward())
 
+    def _rematplan_runners(self) -> Sequence[Runner]:
+        in_parts = self.parts is not None and self.parts.last is not None
+        return [*self.parts.last.runners.values()] if in_parts else (self._rematplan,)  # type: ignore[union-attr]
+
     @disable_dynamo
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run the module on these arguments: by its plan in training mode with gradients, otherwise as it is."""

@@ -39,7 +39,8 @@ class RematplanCallback(Callback):  # type: ignore[misc]
         module: the name of the submodule that is planned, within the LightningModule; an empty name for the forward of
             the LightningModule itself, if ``training_step`` calls ``self(...)``. By default its only direct submodule
             with trainable parameters.
-        options: the other keywords of `plan_module`. ``reserved`` replaces the trainer's optimizers.
+        options: the other keywords of `rematplan.apply`. Names in ``modules`` are those within the planned module.
+            ``reserved`` replaces the trainer's optimizers.
 
     Raises:
         UsageError: there is no budget, or an option is unknown or malformed. When training begins: there is no such

@@ -13,7 +13,7 @@ from rematplan.plan_any_module import planning
 from rematplan.plan_in_place import apply
 from rematplan.runtime.graph.warn import warn
 
-OF_THE_MODEL = ("policy", "dynamic_shapes")
+OF_THE_MODEL = ("modules", "policy", "dynamic_shapes")
 """The options that may name parts and arguments of the model, so that they cannot be checked without it."""
 
 

@@ -46,7 +46,8 @@ class RematplanCallback(TrainerCallback):  # type: ignore[misc]
         budget: as in `plan_module`.
         module: the name of the submodule that is planned, within the trainer's model. By default the whole model; or
             its ``base_model`` if TRL has fused the head with the loss, since then both run in tiles outside of a plan.
-        options: the other keywords of `plan_module`. ``reserved`` replaces the trainer's optimizer.
+        options: the other keywords of `rematplan.apply`. Names in ``modules`` are those within the planned module.
+            ``reserved`` replaces the trainer's optimizer.
 
     Raises:
         UsageError: there is no budget, or an option is unknown or malformed. `rematplan.apply` names the other errors.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -31,6 +32,10 @@ class HasRunner:
     def _rematplan_original(self) -> Original:
         """Return the model that this planned module runs."""
         raise NotImplementedError
+
+    def _rematplan_runners(self) -> Sequence[Runner]:
+        """Return the runners that have the plans: several if the model is planned in parts."""
+        return (self._rematplan,)
 
 
 IN_PLACE = "_rematplan_in_place"
@@ -122,7 +127,8 @@ class Planning:
         better plan is being searched for.
 
         Raises:
-            UsageError: no plan was made yet, as in a copy from a pickle before its first call.
+            UsageError: no plan was made yet, as in a copy from a pickle before its first call; or the model is planned
+                in parts, whose plans are in `plans`.
         """
         return _last(self._planned).running.shown
 
@@ -131,7 +137,7 @@ class Planning:
         """The plans in use. There is one for each combination of argument shapes and types, modes and module state that
         was planned. Further ones are for steps with statistics, and for steps during which gradients of earlier steps
         exist. Plans that were dropped or replaced are not among them."""
-        return tuple(entry.plan for entry in self._planned._rematplan.plans.all())
+        return tuple(entry.plan for entry in self._entries())
 
     @property
     def source(self) -> str:
@@ -153,15 +159,16 @@ class Planning:
             This object.
         """
         end = None if seconds is None else time.monotonic() + seconds
-        for entry in self._planned._rematplan.plans.all():
+        for entry in self._entries():
             if entry.running.refinement is not None:
                 entry.running.refinement.wait(None if end is None else max(0.0, end - time.monotonic()))
         return self
 
     def stats(self) -> PlanningStats:
         """Return figures about the plans in use, background searches and captures."""
-        entries = self._planned._rematplan.plans.all()
-        shapes = self._planned._rematplan.captures.shapes.values()
+        entries, runners = self._entries(), self._planned._rematplan_runners()
+        captures = {id(one.captures): one.captures for one in runners}.values()
+        shapes = [shape for one in captures for shape in one.shapes.values()]
         later = [r for entry in entries if (r := entry.running.refinement) is not None]
         return PlanningStats(
             plans=len(entries),
@@ -174,9 +181,12 @@ class Planning:
             instances=sum(one.served for one in shapes),
             carried=sum(one.carried for one in shapes),
             sources=sum(one.sources for one in shapes),
-            dropped=self._planned._rematplan.plans.recent.dropped,
+            dropped=sum(one.plans.recent.dropped for one in runners),
             reasons=tuple(dict.fromkeys(reason for one in shapes for reason in one.reasons)),
         )
+
+    def _entries(self) -> list[CacheEntry]:
+        return [entry for one in self._planned._rematplan_runners() for entry in one.plans.all()]
 
     def statistics(self) -> Statistics:
         """Return the Kronecker-factored statistics of the present training step: the sum over its backwards so far.
@@ -288,7 +298,11 @@ def watch_backwards(planned: nn.Module) -> None:
 
 
 def _last(planned: HasRunner) -> CacheEntry:
-    runner = planned._rematplan
+    runner, *others = planned._rematplan_runners()
+    if others:
+        raise UsageError(
+            f"the model is planned in parts ({runner.name}, ...); planning(model).plans has their plans"
+        )
     if not hasattr(runner, "last"):
         raise UsageError(
             f"{runner.name} has no plan yet; call it, or prepare a plan: planned.prepare(*arguments)"

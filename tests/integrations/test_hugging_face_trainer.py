@@ -244,6 +244,13 @@ def test_a_part_is_planned_by_its_name(tmp_path: Path) -> None:
         run(tmp_path, network(), [callback(module="layers")])
 
 
+def test_several_modules_are_planned_under_one_budget(tmp_path: Path) -> None:
+    plain = run(tmp_path, network(), [])
+    planned = run(tmp_path, network(), [callback("8MiB", modules="transformer.h.*")])
+    assert same(results(planned), results(plain))
+    assert rematplan.planning(planned.model).plans
+
+
 def test_the_backbone_is_planned_if_trl_has_fused_the_head(tmp_path: Path) -> None:
     trl = pytest.importorskip("trl.trainer.utils")
 

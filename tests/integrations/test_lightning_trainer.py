@@ -157,6 +157,14 @@ def test_a_forward_that_no_step_calls_is_told(tmp_path: Path) -> None:
         fit(tmp_path, Bypass(), [callback(module="")], max_steps=2)
 
 
+def test_several_modules_are_planned_under_one_budget(tmp_path: Path) -> None:
+    planned, plain = Classifier(), Classifier()
+    fit(tmp_path, planned, [callback("8MiB", modules=["[0-3]"])])
+    fit(tmp_path, plain, [])
+    assert equal(planned, plain)
+    assert rematplan.planning(planned.net).plans
+
+
 def test_a_batch_size_finder_is_refused(tmp_path: Path) -> None:
     class Resized(Classifier):
         batch_size = 2

@@ -257,6 +257,19 @@ def test_evaluation_copies_and_removal() -> None:
     assert all("forward" not in vars(part) for part in model.modules())
 
 
+def test_plans_of_all_parts_can_be_read() -> None:
+    model, _ = made(Dropping)
+    in_parts(model, "90%")
+    assert rematplan.planning(model).plans == ()
+    seeded(3)
+    run(model, *batch(3))
+    found = rematplan.planning(model)
+    assert 1 <= len(found.plans) <= 4
+    assert found.stats().plans == len(found.plans)
+    with pytest.raises(UsageError, match="planned in parts"):
+        _ = found.plan
+
+
 def test_the_plan_is_told_of_in_one_line(capfd: pytest.CaptureFixture[str]) -> None:
     model, _ = made(Matching)
     in_parts(model, "85%")
