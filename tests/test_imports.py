@@ -36,7 +36,7 @@ WALLS = {
     "models": Wall(("rematplan.models",), ("torch",)),
     "rematplan": Wall(
         ("rematplan",),
-        ("matplotlib", "numpy", "onnx", "pytorch_lightning", "rich", "torch", "transformers"),
+        ("matplotlib", "numpy", "onnx", "plotly", "pytorch_lightning", "rich", "torch", "transformers"),
     ),
 }
 
@@ -106,6 +106,7 @@ ONLY_IN = {
         "planner/ilp/step_program.py",
     ),
     "matplotlib": ("rematplan/report/plot*.py",),
+    "plotly": ("rematplan/report/page.py",),
 }
 """Third-party packages that stay behind one or a few doors."""
 
@@ -195,7 +196,7 @@ def test_third_party_doors() -> None:
 def test_every_package_that_is_imported_is_a_dependency() -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     extras = project["optional-dependencies"]
-    needed = [*project["dependencies"], *extras["transformers"], *extras["lightning"]]
+    needed = [*project["dependencies"], *extras["transformers"], *extras["lightning"], *extras["report"]]
     declared = {re.split(r"[<>=!~;\[ ]", text)[0].replace("-", "_") for text in needed}
     used = {name.split(".")[0] for file in FILES for _, name in imported(ROOT / file)}
     assert used - set(sys.stdlib_module_names) - {"rematplan"} <= declared

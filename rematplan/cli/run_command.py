@@ -27,6 +27,7 @@ COMMANDS = {
     "plan": "plan a training step within a memory budget",
     "audit": "tell whether a model's own checkpointing is right, and what it costs",
     "fit": "tell whether a training step fits into a device's memory, before anything runs",
+    "report": "write an HTML page about a plan: memory over the step, what is recomputed, what bounds the peak",
     "curve": "show the memory/overhead trade-off",
     "compare": "compare keeping, recomputing and inverting: peak, time and gradient error",
     "profile": "measure a training step's ops, for planning on another machine",

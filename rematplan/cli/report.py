@@ -1,0 +1,90 @@
+"""``rematplan report``: one HTML page about a plan, and its predicted allocations for two viewers."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+from rematplan.cli.arguments import check_outputs, one_strategy
+from rematplan.cli.output import Output
+from rematplan.cli.plan import add_budget, plan_document, plan_for
+from rematplan.cli.problem_source import Source, add_costs, add_model, load
+from rematplan.ir import UsageError
+from rematplan.ir.problem_json import write_whole
+from rematplan.planner.core.plan import Plan, load_plan
+from rematplan.planner.strategies.approx_dp import ApproxDP
+from rematplan.planner.strategies.store_all import no_recompute
+from rematplan.plans.budgets import parse_budget
+from rematplan.plans.tradeoff import trace_curves
+
+
+def add(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments of ``rematplan report`` to ``parser``."""
+    add_model(parser, problem_file=True)
+    add_costs(parser)
+    add_budget(parser, required=False)
+    parser.add_argument(
+        "--plan", type=Path, metavar="PLAN.json", help="report on the plan in this file, instead of planning"
+    )
+    parser.add_argument("-o", "--output", type=Path, metavar="FILE.html", help="write the report")
+    parser.add_argument(
+        "--snapshot",
+        type=Path,
+        metavar="FILE.pickle",
+        help="write the allocations for PyTorch's memory viewer",
+    )
+    parser.add_argument(
+        "--trace", type=Path, metavar="FILE.json", help="write runs and allocations for Chrome's trace viewer"
+    )
+
+
+def run(args: argparse.Namespace, out: Output) -> int:
+    """Run ``rematplan report``: plan the step or load its plan, and write the requested files. Return the exit status
+    0.
+
+    Raises:
+        UsageError: ``--budget`` and ``--plan`` are both given, or neither; or no file is requested.
+        InfeasibleBudget: the strategy finds no plan that fits.
+    """
+    files = {"report": args.output, "snapshot": args.snapshot, "trace": args.trace}
+    check_outputs(*files.values())
+    if not any(files.values()):
+        raise UsageError("state a file to write: -o FILE.html, --snapshot FILE.pickle or --trace FILE.json")
+    if (args.budget is None) == (args.plan is None):
+        raise UsageError("state a --budget or a --plan file, not both")
+    if args.budget is not None:
+        parse_budget(args.budget)
+    one_strategy(args)
+    source, plan = _planned(load(args, out), args, out)
+    write(source, plan, args.output, args.snapshot, args.trace, out)
+    out.show(*source.notes, str(plan), *(f"{what}: {path}" for what, path in files.items() if path))
+    document = plan_document(source, plan, no_recompute(source.graph))
+    out.data(document | {"files": {what: path and str(path) for what, path in files.items()}})
+    return 0
+
+
+def _planned(source: Source, args: argparse.Namespace, out: Output) -> tuple[Source, Plan]:
+    if args.plan is not None and source.loaded is None:
+        return source, load_plan(args.plan, source.graph)
+    return plan_for(source, args, out)
+
+
+def write(
+    source: Source, plan: Plan, output: Path | None, snapshot: Path | None, trace: Path | None, out: Output
+) -> None:
+    """Write the files that are not None."""
+    from rematplan.report import memory_trace
+    from rematplan.report.page import Subject, page
+
+    calls = [] if source.loaded is None else [*source.loaded.step.calls, *source.loaded.step.inverses]
+    modules = {call.name: call.module for call in calls}
+    subject = Subject(source.graph, plan, modules, {call.name: str(call.target) for call in calls})
+    if output:
+        with out.progress("tracing the trade-off") as progress:
+            curves, _ = trace_curves(source.graph, {ApproxDP.name: ApproxDP()}, [plan.peak], progress)
+        others = tuple(p for plans in curves.values() for p in plans)
+        write_whole(output, page(Subject(subject.graph, plan, modules, subject.kinds, others)))
+    if snapshot:
+        write_whole(snapshot, memory_trace.snapshot(subject.replayed()))
+    if trace:
+        write_whole(trace, memory_trace.chrome_trace(subject.replayed()))

@@ -1,0 +1,298 @@
+"""One HTML page about a plan: memory over the step, the trade-off, what is recomputed, and what bounds the peak. The
+page needs no network: the JavaScript that draws is in it."""
+
+from __future__ import annotations
+
+import html
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from rematplan.ir import TrainingGraph, UsageError, show_bytes
+from rematplan.planner.core.plan import Plan, peak_op
+from rematplan.planner.peak_report import GRADIENTS
+from rematplan.planner.strategies.store_all import no_recompute
+from rematplan.report.replay import (
+    RECOMPUTED,
+    Branch,
+    Replay,
+    Stay,
+    folded,
+    held_at_peak,
+    replay,
+    run_again,
+    time_by_op,
+)
+from rematplan.report.tables import LABELS, show_overhead, show_seconds
+
+COLOURS = ("#7f8fa6", "#a4b0be", "#c8ad7f", "#8d99ae", "#6c7a89", "#95a5a6")
+"""The colours of what is resident during the whole step."""
+KINDS = {
+    "activations": "#0072B2",
+    RECOMPUTED: "#56B4E9",
+    GRADIENTS: "#D55E00",
+    "workspace": "#E69F00",
+}
+"""The colours of the other kinds of memory; of Okabe and Ito's palette."""
+MOST_OPS = 20
+"""How many kinds of ops the picture of the step's time shows."""
+STYLE = """
+:root { color-scheme: light dark; --ink: #1d2430; --paper: #ffffff; --line: #d8dde6; --soft: #5c6675 }
+@media (prefers-color-scheme: dark) { :root { --ink: #e6e9ef; --paper: #14171c; --line: #343b46; --soft: #a3acba } }
+body { font: 15px/1.5 system-ui, sans-serif; color: var(--ink); background: var(--paper); margin: 2rem auto;
+  max-width: 1100px; padding: 0 1rem }
+h1 { font-size: 1.5rem; margin-bottom: 0 } h2 { font-size: 1.15rem; margin: 2rem 0 .3rem }
+p { color: var(--soft); margin: .2rem 0 .6rem } table { border-collapse: collapse; width: 100% }
+th, td { text-align: left; padding: .25rem .7rem .25rem 0; border-bottom: 1px solid var(--line);
+  vertical-align: top; overflow-wrap: anywhere } .n { text-align: right; white-space: nowrap }
+details { margin-left: 1.2rem } summary { padding: .15rem 0 } .leaf { margin-left: 2.2rem; padding: .15rem 0 }
+.f { color: var(--soft) }
+"""
+DRAW = """
+const dark = matchMedia("(prefers-color-scheme: dark)"), plots = [];
+const colours = () => ({ink: getComputedStyle(document.documentElement).getPropertyValue("--ink").trim(),
+  paper: dark.matches ? "#22272f" : "#ffffff"});
+function draw(id, figure) {
+  const seen = colours();
+  Object.assign(figure.layout, {font: {color: seen.ink}, hoverlabel: {bgcolor: seen.paper, font: {color: seen.ink}}});
+  Plotly.newPlot(id, figure.data, figure.layout, {displaylogo: false, responsive: true});
+  plots.push(id);
+}
+dark.addEventListener("change", () => {
+  const seen = colours();
+  for (const id of plots) Plotly.relayout(id, {"font.color": seen.ink, "hoverlabel.bgcolor": seen.paper,
+    "hoverlabel.font.color": seen.ink});
+});
+"""
+
+
+@dataclass(frozen=True)
+class Subject:
+    """A plan and what a report says about it."""
+
+    graph: TrainingGraph
+    plan: Plan
+    modules: Mapping[str, str] = field(default_factory=dict)
+    """The module of each op, by the op's name, as far as known."""
+    kinds: Mapping[str, str] = field(default_factory=dict)
+    """The kind of each op, such as ``aten.mm.default``, as far as known."""
+    curve: Sequence[Plan] = ()
+    """Other plans of the same problem, for the trade-off."""
+
+    def replayed(self) -> Replay:
+        """Return the plan's schedule, replayed."""
+        return replay(self.graph, self.plan, self.modules)
+
+
+def page(subject: Subject) -> str:
+    """Return the report as one HTML page.
+
+    Raises:
+        UsageError: the package plotly is not installed.
+    """
+    try:
+        from plotly.offline import get_plotlyjs
+    except ImportError:
+        raise UsageError("a report needs the package plotly: pip install 'rematplan[report]'") from None
+    graph, plan = subject.graph, subject.plan
+    base, found = no_recompute(graph), subject.replayed()
+    said = (
+        f"peak {show_bytes(plan.estimate.peak)} ({plan.estimate.peak} bytes), without recomputation "
+        f"{show_bytes(base.estimate.peak)}; {_budget(plan)}; overhead {show_overhead(plan)}; "
+        f"{plan.estimate.reruns} ops recomputed; {plan.strategy}, {plan.status}"
+    )
+    parts = [
+        f"<h1>{_text(graph.name)}</h1><p>{_text(said)}</p>",
+        "<h2>Memory over the step</h2><p>By kind. Point at a place to see the op that runs there.</p>",
+        _drawn("memory", _memory(subject, found, base)),
+        "<h2>Memory against time</h2><p>Each point is a plan.</p>",
+        _drawn("trade-off", _trade_off(subject, base)),
+        "<h2>What is recomputed</h2>",
+        "".join(_tree(run_again(graph, found))) or "<p>Nothing.</p>",
+        "<h2>The largest tensors at the peak</h2>",
+        f"<p>The peak is at {_text(peak_op(plan) or 'the inputs')}. Besides these tensors, the inputs have "
+        f"{show_bytes(graph.input_bytes)}.</p>",
+        _held(subject, found),
+        "<h2>The step's time by op</h2>",
+        _drawn("times", _times(found, subject.kinds)),
+    ]
+    head = (
+        f'<meta charset="utf-8"><title>{_text(graph.name)}: rematplan</title><link rel="icon" href="data:,">'
+        f"<style>{STYLE}</style><script>{get_plotlyjs()}</script><script>{DRAW}</script>"
+    )
+    return f'<!doctype html><html lang="en"><head>{head}</head><body>{"".join(parts)}</body></html>'
+
+
+def _text(text: object) -> str:
+    return html.escape(str(text))
+
+
+def _budget(plan: Plan) -> str:
+    return "no budget" if plan.budget is None else f"budget {show_bytes(plan.budget)}"
+
+
+def _drawn(name: str, figure: Any) -> str:
+    # to_json escapes <, > and /, so that no name in it can end the script.
+    return f'<div id="{name}" class="plot"></div><script>draw("{name}", {figure.to_json()})</script>'
+
+
+def _figure(x: str, y: str, height: int = 420) -> Any:
+    from plotly import graph_objects
+
+    grid = {"gridcolor": "rgba(128,128,128,.25)", "zerolinecolor": "rgba(128,128,128,.4)"}
+    clear = "rgba(0,0,0,0)"
+    return graph_objects.Figure(
+        layout={
+            "template": "none",
+            "height": height,
+            "margin": {"l": 70, "r": 20, "t": 10, "b": 50},
+            "paper_bgcolor": clear,
+            "plot_bgcolor": clear,
+            "xaxis": {"title": x, **grid},
+            "yaxis": {"title": y, "rangemode": "tozero", **grid},
+            "legend": {"orientation": "h", "y": -0.2},
+        }
+    )
+
+
+def _memory(subject: Subject, found: Replay, base: Plan) -> Any:
+    figure = _figure("time (ms)", "MiB", 480)
+    figure.update_layout(hovermode="x")
+    times = [run.start / 1e3 for run in found.runs]
+    for k, (kind, row) in enumerate(found.by_kind().items()):
+        figure.add_scatter(
+            x=times,
+            y=_mebibytes(row),
+            name=LABELS.get(kind, kind),
+            stackgroup="plan",
+            line={"width": 0, "shape": "hv"},
+            fillcolor=KINDS.get(kind, COLOURS[k % len(COLOURS)]),
+            hoverinfo="skip",
+        )
+    figure.add_scatter(
+        x=times,
+        y=_mebibytes(found.totals()),
+        name="the plan",
+        line={"width": 1, "color": "#808080", "shape": "hv"},
+        text=_said(subject, found),
+        hovertemplate="%{text}<extra></extra>",
+    )
+    plain = replay(subject.graph, base, {})
+    figure.add_scatter(
+        x=[run.start / 1e3 for run in plain.runs],
+        y=_mebibytes(plain.totals()),
+        name="no recompute",
+        line={"width": 1, "color": "#CC79A7", "dash": "dot", "shape": "hv"},
+        hoverinfo="skip",
+    )
+    if subject.plan.budget is not None:
+        line = {"color": "#D00000", "dash": "dash", "width": 1.5}
+        y = subject.plan.budget / 2**20
+        figure.add_hline(y=y, line=line, annotation_text="budget", annotation_position="top left")
+    return figure
+
+
+def _mebibytes(row: Sequence[int]) -> list[float]:
+    return [round(n / 2**20, 6) for n in row]
+
+
+def _said(subject: Subject, found: Replay) -> list[str]:
+    """Return the text at each run: the op, its module, and for the largest tensor that it writes, its readers and how
+    long it stays."""
+    readers: dict[str, list[str]] = {}
+    for op in subject.graph.ops:
+        for tensor in op.reads:
+            readers.setdefault(tensor, []).append(op.name)
+    largest: dict[int, Stay] = {}
+    for stay in found.stays:
+        known = largest.get(stay.first)
+        largest[stay.first] = stay if known is None or stay.bytes > known.bytes else known
+    back: dict[str, list[int]] = {}
+    for stay in found.stays:
+        back.setdefault(stay.tensor, []).append(stay.first)
+    said, totals = [], found.totals()
+    for at, run in enumerate(found.runs):
+        lines = [
+            f"{run.op}{' (again)' if run.again else ''}",
+            run.module,
+            f"{show_bytes(totals[at])} resident",
+        ]
+        if at in largest:
+            stay = largest[at]
+            who = ", ".join(readers.get(stay.tensor, ())[:4]) or "nobody"
+            lines.append(f"writes {stay.tensor}, {show_bytes(stay.bytes)}, read by {who}")
+            end = stay.last < len(found.runs) - 1
+            lines.append(f"freed after {found.runs[stay.last].op}" if end else "stays to the end")
+            if later := [first for first in back[stay.tensor] if first > at]:
+                lines.append(f"computed again at {found.runs[later[0]].start / 1e3:.3f} ms")
+        said.append("<br>".join(_text(line) for line in lines if line))
+    return said
+
+
+def _trade_off(subject: Subject, base: Plan) -> Any:
+    figure = _figure("peak (MiB)", "overhead (%)")
+    groups = {
+        "other plans": (subject.curve, "circle-open", "#0072B2"),
+        "no recompute": ([base], "star", "#CC79A7"),
+        "this plan": ([subject.plan], "diamond", "#D55E00"),
+    }
+    for name, (plans, symbol, colour) in groups.items():
+        ordered = sorted(plans, key=lambda plan: plan.estimate.peak)
+        if ordered:
+            figure.add_scatter(
+                x=[plan.estimate.peak / 2**20 for plan in ordered],
+                y=[100 * plan.estimate.overhead for plan in ordered],
+                name=name,
+                mode="lines+markers" if len(ordered) > 1 else "markers",
+                line={"shape": "hv", "width": 1},
+                marker={"symbol": symbol, "size": 10, "color": colour},
+                hovertemplate="%{x:.2f} MiB, +%{y:.2f} %",
+            )
+    return figure
+
+
+def _tree(branch: Branch) -> Iterator[str]:
+    if not branch.name and branch.runs:
+        yield f"<p>{_figures(branch, 1)}</p>"
+    for name, times, inner in folded(branch):
+        many = f" ×{times}" if times > 1 else ""
+        line = f'{_text(name)}{many} <span class="f">{_figures(inner, times)}</span>'
+        if inner.inner:
+            yield f"<details{' open' if len(branch.inner) == 1 else ''}><summary>{line}</summary>"
+            yield from _tree(inner)
+            yield "</details>"
+        else:
+            yield f'<div class="leaf">{line}</div>'
+
+
+def _figures(branch: Branch, times: int) -> str:
+    each, all_ = (" each", " together") if times > 1 else ("", "")
+    return f"{branch.runs} ops, {show_bytes(branch.bytes)}{each}; {show_seconds(branch.cost / 1e6)}{all_}"
+
+
+def _held(subject: Subject, found: Replay) -> str:
+    rows = [
+        f"<tr><td>{_text(h.tensor)}</td><td class=n>{show_bytes(h.bytes)}</td><td>{_text(h.op)}<br>"
+        f'<span class="f">{_text(h.module)}</span></td><td>{_text(", ".join(h.readers[:4]) or "nobody")}</td>'
+        f"<td>{_text(h.advice)}</td></tr>"
+        for h in held_at_peak(subject.graph, subject.plan, found)
+    ]
+    titles = ("tensor", "bytes", "written by", "read by", "what would lower the peak")
+    return f"<table><tr>{''.join(f'<th>{t}</th>' for t in titles)}</tr>{''.join(rows)}</table>"
+
+
+def _times(found: Replay, kinds: Mapping[str, str]) -> Any:
+    rows = list(time_by_op(found, kinds).items())[:MOST_OPS][::-1]
+    rows = [(kind.removeprefix("aten.").removesuffix(".default"), row) for kind, row in rows]
+    figure = _figure("ms", "", 120 + 22 * len(rows))
+    for name, part, colour in (("first runs", 1, "#0072B2"), ("run again", 2, "#56B4E9")):
+        figure.add_bar(
+            y=[_text(kind) for kind, _ in rows],
+            x=[row[part] / 1e3 for _, row in rows],
+            name=name,
+            orientation="h",
+            marker={"color": colour},
+            hovertemplate="%{y}: %{x:.4f} ms<extra></extra>",
+        )
+    figure.update_layout(barmode="stack", yaxis={"automargin": True})
+    return figure
