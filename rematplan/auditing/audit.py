@@ -99,7 +99,7 @@ def audit(
     result = error_faults(step, seen, error) if error else compared(step, seen, plain)
     progress(0.6, "measuring")
     without = measured(step, lambda: plain_path(result.differentiated))
-    own = None if error else measured(step)
+    own = measured(step) if result.ran else None
     best, notes = None, result.notes
     if plan and own is not None:
         progress(0.8, "planning")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -41,16 +41,23 @@ Path = Callable[[], AbstractContextManager[object]]
 
 @dataclass(frozen=True)
 class Comparison:
-    """What a comparison found. ``differentiated``: the Functions that ran without their own backward in plain steps."""
+    """What a comparison found."""
 
     faults: tuple[Fault, ...]
     notes: tuple[str, ...]
-    differentiated: tuple[Kind, ...] = ()
+    differentiated: tuple[Kind, ...]
+    """The Functions that ran without their own backward in plain steps."""
+    ran: bool = True
+    """Whether the steps with their own checkpointing raised no error."""
 
 
-def watched(step: Step) -> tuple[Watched, Exception | None]:
-    """Run one step with its own checkpointing; return what was seen in it, and the error that it raised, if any."""
-    with restored(step), watched_step(step.model) as seen:
+def watched(step: Step, earlier: int = 0) -> tuple[Watched, Exception | None]:
+    """Run one step with its own checkpointing, after ``earlier`` steps. Return what was seen in it, and the error that
+    it raised, if any."""
+    with restored(step), ExitStack() as stack:
+        for _ in range(earlier):
+            step.run(*step.fresh())
+        seen = stack.enter_context(watched_step(step.model))
         try:
             step.run(*step.fresh())
         except UsageError as error:
@@ -73,7 +80,7 @@ def error_faults(step: Step, seen: Watched, error: Exception) -> Comparison:
         _plain_results(step, kinds)
     except ModelError:
         _plain_results(step, kinds := ())
-    return Comparison((*flags_without_effect(step.model, seen), raised(error, seen)), (), kinds)
+    return Comparison((*flags_without_effect(step.model, seen), raised(error, seen)), (), kinds, ran=False)
 
 
 def compared(step: Step, seen: Watched, plain: Callable[..., Any] | None) -> Comparison:
@@ -84,7 +91,10 @@ def compared(step: Step, seen: Watched, plain: Callable[..., Any] | None) -> Com
         UsageError: the parameters of ``plain`` are not those of the model.
     """
     kinds = _recomputing(seen)
-    own = results_of(step)
+    try:
+        own = results_of(step)
+    except Exception as error:  # of any kind, in the second step
+        return error_faults(step, seen, error)
     expected, used = _plain_path_results(step, kinds, own)
     path = partial(plain_path, used)
     noise = [differences(*pair) for pair in zip(expected, results_of(step, path), strict=True)]
@@ -95,8 +105,10 @@ def compared(step: Step, seen: Watched, plain: Callable[..., Any] | None) -> Com
     steps, rounding = _without_rounding(step, step, path, steps, seen)
     faults = [*flags_without_effect(step.model, seen)]
     notes = _notes_of_noise(noise[0])
-    for second, found in enumerate(steps):
-        faults += faults_of(step.model, found, seen, second=bool(second)) if not (second and faults) else ()
+    for earlier, found in enumerate(steps):
+        if found.names and not (earlier and faults):
+            of_step = watched(step, earlier)[0] if earlier else seen
+            faults += faults_of(step.model, found, of_step, second=bool(earlier))
     if used != kinds:
         names = ", ".join(kind.__name__ for kind in kinds)
         notes.append(

@@ -39,6 +39,9 @@ def measured(step: Step, path: Callable[[], AbstractContextManager[object]] = nu
 
     args, kwargs = step.fresh()
     with restored(step), path():
+        run()  # a first step checks a plan, and libraries allocate workspaces
+        for model in step.models:
+            model.zero_grad(set_to_none=True)
         release_libraries(step.device)
         peak = _held_bytes(step) + peak_above_entry(run, step.device)[0]
         seconds = min(wall_seconds(run, step.device) for _ in range(ROUNDS))

@@ -56,6 +56,10 @@ class Step:
         """Run the forward and the backward, and return the loss, detached."""
         with torch.enable_grad():
             loss = self.loss(self.called(*args, **kwargs))
+        if not isinstance(loss, torch.Tensor) or loss.numel() != 1:
+            raise UsageError(
+                "the loss must be a tensor with one element; state loss=, a function of the output"
+            )
         if not loss.requires_grad:
             raise UsageError("the loss depends on no parameter that is trained")
         with ExitStack() as stack:

@@ -525,3 +525,24 @@ def wrong_inverse() -> Pair:
             return Wrong.apply(self.stem(x), self.f)
 
     return Residual(), (batch(),)
+
+
+class Later(nn.Module):
+    """Its second step is wrong; or it refuses to run a second time in a backward."""
+
+    def __init__(self, raises: bool) -> None:
+        super().__init__()
+        self.block, self.steps, self.raises = Block(nn.Dropout(0.5)), 0, raises
+
+    def forward(self, x: torch.Tensor) -> Any:
+        self.steps += 1
+        return checkpoint(self.inner, x, use_reentrant=False, preserve_rng_state=self.steps < 2)
+
+    def inner(self, x: torch.Tensor) -> Any:
+        if self.raises and self.steps == 2 and torch._C._current_graph_task_id() != -1:
+            raise ValueError("not again")
+        return self.block(x)
+
+
+def second_step(raises: bool) -> Pair:
+    return Later(raises), (batch(),)
