@@ -19,7 +19,7 @@ from rematplan.module.size_range_proof import prove_ranges
 from rematplan.planner.core.plan import Plan
 from rematplan.planner.core.strategy import Strategy
 from rematplan.plans.held_by_others import Reserved
-from rematplan.plans.options import PlanOptions, stated_strategy
+from rematplan.plans.options import UNSPLIT, PlanOptions, stated_splits, stated_strategy
 from rematplan.plans.planner import Planner
 from rematplan.runtime.execute.autograd_function import finish_backward
 from rematplan.runtime.execute.compile import named_tensors
@@ -68,6 +68,7 @@ def plan_module(
     statistics: Kronecker | None = None,
     on_infeasible: str | None = None,
     refine: bool = True,
+    split: str | Mapping[str, int] = UNSPLIT,
 ) -> PlannedModule:
     """Return a module that computes what ``model`` computes, in any training loop, with a peak within ``budget``.
 
@@ -155,6 +156,12 @@ def plan_module(
             steps: after an optimizer's step, when no backward is pending. Gradients are bit-equal under any of these
             plans. It is off with inverses, two lanes, a budget ``min`` or ``least``, a ``time_limit`` of at most 1.5
             seconds, searches that count moves, and strategies other than ``auto``.
+        split: what is split along rows, so that only parts of large tensors exist at a time, such as logits or the
+            hidden layer of an MLP. ``off``; ``auto``, which chooses what and into how many parts for the budget; or a
+            mapping from modules to numbers of parts, such as ``{"lm_head": 8}``, where ``loss`` names the cross entropy
+            with the layer before it. The loss is the same bit by bit where the device's kernels compute the same rows
+            for fewer rows, and so are all gradients except those of weights in what is split: these are sums over
+            parts. A percentage refers to the step without splits. Each further shape gets a search of its own.
 
     Raises:
         InfeasibleBudget: the strategy finds no plan that fits. The error has the smallest peak found.
@@ -183,6 +190,7 @@ def plan_module(
         reserved=reserved,
         on_infeasible=on_infeasible,
         refine=refine,
+        split=split,
     )
 
 
@@ -283,6 +291,7 @@ def asked_of(
     reserved: Iterable[object] = (),
     dynamic_shapes: DynamicShapes = None,
     statistics: Kronecker | None = None,
+    split: object = UNSPLIT,
     **others: Any,
 ) -> ModuleOptions:
     """Return the keywords of `plan_module` for a model as one object. ``args``, ``kwargs``: of a first call, if known.
@@ -299,11 +308,16 @@ def asked_of(
         strategy=stated_strategy(strategy),
         policy=stated_policy(policy, model),
         reserved=Reserved.of(reserved),
+        split=stated_splits(split),
         **others,
     )
     if statistics is not None and options.saved is not None:
         raise UsageError("a saved plan cannot be used together with statistics; state a budget instead")
-    return ModuleOptions(options, ShapeOptions.of(dynamic_shapes, model, args, kwargs), statistics)
+    shapes = ShapeOptions.of(dynamic_shapes, model, args, kwargs)
+    if options.split != UNSPLIT and (statistics is not None or shapes.ranges):
+        other = "ranges in dynamic_shapes" if shapes.ranges else "statistics"
+        raise UsageError(f"split cannot be combined with {other}")
+    return ModuleOptions(options, shapes, statistics)
 
 
 def make_first_plans(

@@ -67,6 +67,7 @@ LAYERS = {
         "capture",
         "problem",
         "inversion",
+        "split",
         "execute",
         "statistics",
         "onnx/ops",

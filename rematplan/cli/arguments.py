@@ -60,6 +60,15 @@ def inversion_error(text: str) -> bool | float:
     return True if text == DEFAULT else positive_number(text)
 
 
+def splits(text: str) -> str | tuple[str, int]:
+    """Read a value of ``--split``: ``off``, ``auto``, or a module with a number of parts, such as ``lm_head=8``.
+
+    Raises:
+        ArgumentTypeError: ``text`` does not have one of these forms.
+    """
+    return text if text in ("off", "auto") else dimension(text)
+
+
 def dimension(text: str) -> tuple[str, int]:
     """Read the name and the size of a dimension: ``batch=8`` becomes ``("batch", 8)``.
 

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, ClassVar, Literal
+from typing import TYPE_CHECKING, ClassVar, Literal, TypeAlias
 
 from rematplan.ir import TrainingGraph, UsageError
 from rematplan.planner.auto.auto_strategy import Auto
@@ -27,6 +27,10 @@ INSTEAD = (RAISE, LEAST, EAGER)
 """What to do if no plan fits the budget: raise an error, use the plan of the smallest found peak, or
 recompute nothing.
 """
+UNSPLIT, AUTO_SPLIT = "off", "auto"
+Splits: TypeAlias = str | tuple[tuple[str, int], ...]
+"""What is split along rows: `UNSPLIT`, `AUTO_SPLIT`, or pairs of a module's name and the number of parts of what can be
+split in it."""
 QUICK = 1.5
 """Seconds of search before the first step, if the plan is refined while training runs."""
 
@@ -78,6 +82,8 @@ class PlanOptions:
     refine: bool = True
     in_flight: int = 1
     deferred: int | None = None
+    split: Splits = UNSPLIT
+    """What is split along rows (`stated_splits`)."""
 
     def __post_init__(self) -> None:
         if self.budget is None and self.saved is None:
@@ -175,11 +181,17 @@ class Condition:
     holds: Callable[[PlanOptions], bool]
 
 
+SPLIT = Condition("split", lambda o: o.split != UNSPLIT)
 SEVERAL = Condition("plan_stage", lambda o: o.several)
 EXCLUDED = (
     (SEVERAL, Condition("inverses", lambda o: bool(o.inverses))),
     (SEVERAL, Condition("two lanes", lambda o: o.strategy.two_lanes not in (OFF, None))),
     (SEVERAL, Condition("a saved plan", lambda o: o.saved is not None)),
+    (SEVERAL, SPLIT),
+    (
+        Condition("split='auto'", lambda o: o.split == AUTO_SPLIT),
+        Condition("a saved plan", lambda o: o.saved is not None),
+    ),
 )
 """Pairs of options that exclude each other."""
 
@@ -198,3 +210,28 @@ def stated_strategy(stated: str | Strategy) -> Strategy:
             f"rematplan.Auto(time_limit=30)"
         )
     return checked(stated)
+
+
+def stated_splits(stated: object) -> Splits:
+    """Return what a user wants to be split: ``off``, ``auto``, or a mapping from modules' names to numbers of parts.
+
+    Raises:
+        UsageError: it has another form.
+    """
+    pairs = tuple(stated.items()) if isinstance(stated, Mapping) else stated
+    if stated in (UNSPLIT, AUTO_SPLIT) or (isinstance(pairs, tuple) and pairs and all(map(_is_pair, pairs))):
+        return pairs  # type: ignore[return-value]
+    raise UsageError(
+        f"split is {stated!r}; it must be 'off', 'auto', or a mapping from modules to numbers of parts of 2 or more, "
+        f"such as {{'lm_head': 8}}"
+    )
+
+
+def _is_pair(one: object) -> bool:
+    return (
+        isinstance(one, tuple)
+        and len(one) == 2
+        and isinstance(one[0], str)
+        and type(one[1]) is int
+        and one[1] >= 2
+    )

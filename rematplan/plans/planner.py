@@ -18,13 +18,14 @@ from rematplan.planner.strategies.store_all import StoreAll
 from rematplan.plans.budgets import Budget
 from rematplan.plans.in_flight import plan_in_flight
 from rematplan.plans.op_costs import PROFILE, priced
-from rematplan.plans.options import RAISE
+from rematplan.plans.options import RAISE, UNSPLIT
 from rematplan.plans.plan_searches import background_search, fixed_bytes, one_lane_plan, store_key
 from rematplan.plans.plan_with_inverses import better_of, plan_either
 from rematplan.plans.progress import log_plan, progress_bar
 from rematplan.plans.refining import Refining, StepPlan, mapped
 from rematplan.plans.refusals import accepts_refusals, explaining_refusals, plan_over_budget, reaction
 from rematplan.plans.resizing import Resizing
+from rematplan.plans.splitting import SplitStep, smallest_with_splits, split_as_asked
 from rematplan.plans.step_problems import StepProblems
 from rematplan.plans.two_lane_plans import OFF, overlapped, sharing_here, stated_sharing
 from rematplan.runtime.graph.captured_step import CapturedStep
@@ -94,9 +95,39 @@ class Planner(StepProblems):
             InfeasibleBudget: no plan is found that fits, and ``on_infeasible`` says that this is raised.
             ProblemError: the saved plan belongs to another graph.
         """
+        first = first or not self.store
+        split = self.split(step)
+        try:
+            found = self._planned_whole(split.step, first, progress)
+        except InfeasibleBudget as error:
+            if not first:
+                raise
+            raise self._with_splits_hint(error, step) from None
+        splits = bool(split.notes)
+        carries = found.carries and not splits  # at other sizes, other splits may be better
+        return replace(found, notes=(*split.notes, *found.notes), carries=carries, splits=splits)
+
+    def split(self, step: CapturedStep) -> SplitStep:
+        """Return the step with regions split along rows, as the options say, and what to tell the user."""
+        if self.options.split == UNSPLIT:
+            return SplitStep(step)
+        # A percentage refers to the step as it is.
+        return split_as_asked(self, step, self.limit(self.problem_at(step)[1]))
+
+    def _with_splits_hint(self, error: InfeasibleBudget, step: CapturedStep) -> InfeasibleBudget:
+        """Return the error that no plan fits with the smallest peak found with splits, if it is smaller."""
+        if self.options.split != UNSPLIT or self.options.saved or self.options.several:
+            return error
+        smallest = smallest_with_splits(self, step)
+        if smallest is None or smallest >= error.smallest:
+            return error
+        text = f"with split=auto: {show_bytes(smallest)} ({smallest} bytes)"
+        return error.changed(hint=f"{error.hint}; {text}" if error.hint else text)
+
+    def _planned_whole(self, step: CapturedStep, first: bool, progress: Progress | None = None) -> StepPlan:
+        """Plan a step in which everything is split that the options ask for, as `plan` does."""
         if self.options.several:
             return self._in_flight(step)
-        first = first or not self.store
         earlier = self.options.reserved.gradients
         names, held = earlier_gradients(step, self.named) if earlier else (frozenset(), 0)
         charged = replace(self, held={**self.held, EARLIER: held})
@@ -257,6 +288,7 @@ class Planner(StepProblems):
         """
         if self.options.several:  # the plan counts all possible gradients
             return None
+        step = self.split(step).step
         adding = replace(self, added=frozenset(names))
         if self.options.saved is not None:
             budget = plan.peak if plan.budget is None else plan.budget

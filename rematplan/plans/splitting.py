@@ -1,0 +1,181 @@
+"""Which regions of a step are split along rows, and into how many parts: as the user states, or chosen for a budget."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import TypeAlias
+
+from rematplan.ir import InfeasibleBudget, TrainingGraph, UsageError, show_bytes
+from rematplan.planner.auto.auto_strategy import Auto
+from rematplan.planner.bounds.cut_bounds import min_peak_bound
+from rematplan.planner.strategies.store_all import no_recompute
+from rematplan.plans.budgets import Budget, least_plan, parse_budget, plan_within
+from rematplan.plans.options import AUTO_SPLIT, UNSPLIT
+from rematplan.plans.plan_searches import fixed_bytes
+from rematplan.plans.step_problems import StepProblems
+from rematplan.runtime.graph.captured_step import CapturedStep
+from rematplan.runtime.split.regions import SplitRegion, find_regions
+from rematplan.runtime.split.split_step import bounds_of, split_regions, splittable
+
+PARTS = (2, 4, 8, 16)
+"""The numbers of parts that ``auto`` tries."""
+TRIAL = 0.05
+"""The share of the time limit for the trial of one choice of splits."""
+LARGE = 0.1
+"""Regions of one kind that save less than this share of what all save are not split together with others."""
+SplitKind: TypeAlias = tuple[SplitRegion, ...]
+"""Regions of equal ops and sizes, such as the MLPs of all layers. They are split into equally many parts."""
+SplitChoice: TypeAlias = Mapping[SplitKind, int]
+
+
+@dataclass(frozen=True)
+class SplitStep:
+    """A step in which regions are split, and sentences for the user that say which."""
+
+    step: CapturedStep
+    notes: tuple[str, ...] = ()
+
+
+def split_as_asked(problems: StepProblems, step: CapturedStep, budget: Budget) -> SplitStep:
+    """Return a step in which regions are split as the options say. ``budget``: for the whole step, in bytes or lean.
+
+    Raises:
+        UsageError: the options name a module in which nothing can be split.
+    """
+    asked = problems.options.split
+    if asked == UNSPLIT:
+        return SplitStep(step)
+    regions = splittable(step, find_regions(step))
+    if asked == AUTO_SPLIT:
+        return _noted(step, _chosen(problems, step, kinds_of(step, regions), budget))
+    assert isinstance(asked, tuple)
+    parts: dict[SplitKind, int] = {}
+    for name, k in asked:
+        inside = [r for r in regions if r.is_in(name)]
+        if not inside:
+            known = ", ".join(dict.fromkeys(r.name for r in regions)) or "nothing"
+            raise UsageError(
+                f"split: no ops of {name!r} can be split in {step.name}; what can be split is in {known}"
+            )
+        parts |= {(r,): k for r in inside}
+    return _noted(step, parts)
+
+
+def kinds_of(step: CapturedStep, regions: Sequence[SplitRegion]) -> tuple[SplitKind, ...]:
+    """Return the regions in groups of equal ops and sizes; what saves most first."""
+    found: dict[object, list[SplitRegion]] = {}
+    for region in regions:
+        ops = tuple(str(step.call[name].target) for name in region.calls)
+        found.setdefault((ops, region.indices, region.saved), []).append(region)
+    return tuple(sorted(map(tuple, found.values()), key=_saved, reverse=True))
+
+
+def _saved(kind: SplitKind) -> int:
+    return sum(r.saved for r in kind)
+
+
+def _split(step: CapturedStep, choice: SplitChoice) -> CapturedStep:
+    return split_regions(step, {r: k for kind, k in choice.items() for r in kind})
+
+
+def _noted(step: CapturedStep, choice: SplitChoice) -> SplitStep:
+    if not choice:
+        return SplitStep(step)
+    texts = []
+    for kind, k in choice.items():
+        parts = len(bounds_of(kind[0], k)) - 1
+        name = kind[0].name + (f" and {len(kind) - 1} more like it" if len(kind) > 1 else "")
+        texts.append(f"{name} in {parts} parts ({show_bytes(_saved(kind))} of tensors exist in parts only)")
+    why = "gradients of weights in them are sums over parts, so they differ from the unsplit ones by rounding"
+    return SplitStep(_split(step, choice), (f"{step.name}: split {'; '.join(texts)}; {why}",))
+
+
+def _chosen(
+    problems: StepProblems, step: CapturedStep, kinds: Sequence[SplitKind], budget: Budget
+) -> SplitChoice:
+    """Return the splits with which a short search finds the cheapest plan within the budget; with a lean budget, or if
+    none fits, the smallest peak."""
+    trial, amount = _Trial(problems, step, budget), fixed_bytes(budget)
+    graph = trial.problem({})
+    if amount is not None and no_recompute(graph).peak <= amount:
+        return {}
+    least: SplitChoice = {}
+    first: SplitChoice | None = None
+    for least in _splits_of_what_binds(trial, kinds):
+        if first is None and amount is not None and min_peak_bound(trial.problem(least)).bytes <= amount:
+            first = least
+    tried = list(_candidates(kinds, least if first is None else first, least))
+    return min(tried, key=trial.outcome)
+
+
+def _candidates(kinds: Sequence[SplitKind], first: SplitChoice, least: SplitChoice) -> Iterator[SplitChoice]:
+    """Yield choices of splits to try: the first that may fit, the one of the least bound, and those in which more is
+    split."""
+    large = [kind for kind in kinds if _saved(kind) >= LARGE * sum(map(_saved, kinds))]
+    yield first
+    found = [first]
+    for more in (large[:1], large):
+        for k in (PARTS[1], PARTS[-1]):
+            choice = {**first, **{kind: max(k, first.get(kind, 0)) for kind in more}}
+            if choice not in found:
+                found.append(choice)
+                yield choice
+    if least not in found:
+        yield least
+
+
+def _splits_of_what_binds(trial: _Trial, kinds: Sequence[SplitKind]) -> Iterator[SplitChoice]:
+    """Yield choices of splits, from none: in each next one, the ops that bind the smallest peak have more parts."""
+    choice: dict[SplitKind, int] = {}
+    while True:
+        yield dict(choice)
+        bound = (min_peak_bound(trial.problem(choice)).op or "").partition(".")[0]
+        kind = next((one for one in kinds if any(bound in r.calls for r in one)), None)
+        left = [k for k in PARTS if kind is not None and k > choice.get(kind, 1)]
+        if kind is None or not left:
+            return
+        choice[kind] = left[0]
+
+
+class _Trial:
+    """Short searches for plans of a step with different splits."""
+
+    def __init__(self, problems: StepProblems, step: CapturedStep, budget: Budget) -> None:
+        self.problems, self.step, self.budget = problems, step, budget
+        self.graphs: dict[frozenset[tuple[SplitKind, int]], TrainingGraph] = {}
+
+    def problem(self, choice: SplitChoice) -> TrainingGraph:
+        """Return the planning problem of the step with these splits."""
+        key = frozenset(choice.items())
+        if key not in self.graphs:
+            self.graphs[key] = self.problems.problem_at(_split(self.step, choice))[1]
+        return self.graphs[key]
+
+    def outcome(self, choice: SplitChoice) -> tuple[bool, float]:
+        """Return whether no plan was found within the budget, and the time of the plan; or, if none was found or the
+        budget is lean, its peak."""
+        graph, asked = self.problem(choice), self.problems.options
+        auto = replace(
+            asked.strategy if isinstance(asked.strategy, Auto) else Auto(),
+            time_limit=TRIAL * asked.time_limit,
+        )
+        amount = fixed_bytes(self.budget)
+        try:
+            if amount is not None:
+                return False, plan_within(auto, graph, amount).estimate.cost
+        except InfeasibleBudget as error:
+            return True, error.smallest
+        return False, least_plan(auto, graph, kind=self.budget.kind).peak
+
+
+def smallest_with_splits(problems: StepProblems, step: CapturedStep) -> int | None:
+    """Return the smallest peak in bytes that a short search finds if regions are split; None if the op that binds the
+    smallest peak cannot be split."""
+    regions = find_regions(step)
+    trial = _Trial(problems, step, parse_budget("least"))
+    bound = min_peak_bound(trial.problem({})).op
+    if not any(bound in region.calls for region in regions):
+        return None
+    *_, least = _splits_of_what_binds(trial, kinds_of(step, splittable(step, regions)))
+    return int(trial.outcome(least)[1]) if least else None

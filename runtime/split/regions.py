@@ -1,0 +1,286 @@
+"""Regions: sets of ops of a captured step that can be split along one axis together."""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+
+from rematplan.runtime.graph.captured_step import Call, CapturedStep, refs
+from rematplan.runtime.split.axis_rules import LOSS, AxisSpan, State, axes_of, states_of
+
+LEAST = 1 / 256
+"""A region is sought around tensors of at least this share of all bytes that ops of the step allocate."""
+FOLLOWED = 0.5
+"""A region grows along tensors of at least this share of the bytes of the tensor where it starts."""
+MOST_CALLS = 64
+"""A larger set of ops is not split: it is the network itself, for which smaller batches are the better tool."""
+
+
+@dataclass(frozen=True, eq=False)
+class SplitRegion:
+    """Ops that can be split along one axis: their part of the results depends on the same part of the operands."""
+
+    indices: int
+    """The number of indices of the axis."""
+    calls: tuple[str, ...]
+    """The names of the ops, in the step's order, without views."""
+    states: Mapping[str, State]
+    """Where values have the axis, or what they are without it."""
+    saved: int
+    """The bytes of the tensors that only the region reads, and of which only parts exist after the split."""
+    modules: tuple[str, ...]
+    """The modules whose forward makes the ops, each once; ``loss`` if a cross entropy is among them."""
+
+    @property
+    def name(self) -> str:
+        """A name for messages: `LOSS`, or the innermost module that contains all ops."""
+        if LOSS in self.modules:
+            return LOSS
+        shared = self.modules[0].split(".") if self.modules else []
+        for other in self.modules[1:]:
+            parts = other.split(".")
+            shared = shared[
+                : next((k for k, (a, b) in enumerate(zip(shared, parts, strict=False)) if a != b), None)
+            ]
+            shared = shared[: len(parts)]
+        return ".".join(shared) or "model"
+
+    def is_in(self, module: str) -> bool:
+        """Return whether ops of a module, or of its submodules, are in the region. ``module``: its name, or `LOSS`."""
+        return any(one == module or one.startswith(f"{module}.") for one in self.modules)
+
+
+class StepUse:
+    """Which calls of a step make and read each value and storage."""
+
+    def __init__(self, step: CapturedStep) -> None:
+        self.step = step
+        self.maker = {r: c for c in step.calls for r in c.results if r}
+        self.allocator = {s: c for c in step.calls for s in step.writes(c)}
+        self.position = {c.name: at for at, c in enumerate(step.calls)}
+        self.readers: dict[str, list[Call]] = {}
+        for call in step.calls:
+            for value in dict.fromkeys(r.value for r in refs((call.args, call.kwargs))):
+                self.readers.setdefault(value, []).append(call)
+        self.outputs = {step.values[o.value].storage for o in step.outputs}
+
+    def bytes(self, value: str) -> int:
+        """Return the bytes of a value's storage."""
+        return self.step.storage_bytes[self.step.values[value].storage]
+
+    @cached_property
+    def readers_of_storage(self) -> dict[str, list[tuple[str, Call]]]:
+        """By storage, the calls that read it, without views, each with the value through which it does."""
+        found: dict[str, list[tuple[str, Call]]] = {}
+        for value, calls in self.readers.items():
+            storage = self.step.values[value].storage
+            found.setdefault(storage, []).extend((value, c) for c in calls if not c.is_view)
+        return found
+
+    @cached_property
+    def of_weights(self) -> frozenset[str]:
+        """Values from which only gradients of parameters are computed: no other output depends on them."""
+        other = {o.value for o in self.step.outputs if o.kind != "gradient"}
+        for call in reversed(self.step.calls):
+            if any(r in other for r in call.results):
+                other.update(r.value for r in refs((call.args, call.kwargs)))
+        return frozenset(self.step.values.keys() - other)
+
+
+def find_regions(step: CapturedStep) -> tuple[SplitRegion, ...]:
+    """Return the regions of a step, the one that saves most first. No op is in two of them."""
+    use = StepUse(step)
+    sizes = {s: step.storage_bytes[s] for s in use.allocator}
+    least = LEAST * sum(sizes.values())
+    taken: set[str] = set()
+    found = []
+    for storage in sorted((s for s in sizes if sizes[s] >= max(least, 1)), key=lambda s: -sizes[s]):
+        maker = use.allocator[storage]
+        if maker.name in taken:
+            continue
+        seed = next(r for r in maker.results if r and step.values[r].storage == storage)
+        grown = [_Growth(use, seed, axis, taken) for axis in axes_of(step.values[seed].fake.shape)]
+        best = max((g for g in grown if g.useful), key=lambda g: (g.saved, g.indices), default=None)
+        if best is not None:
+            found.append(best.region())
+            taken |= best.calls
+    return tuple(sorted(found, key=lambda r: -r.saved))
+
+
+class _Growth:
+    """A region as it grows from one value.
+
+    ``use``: the step. ``seed``: the value. ``axis``: where it has the axis. ``taken``: calls of other regions.
+    """
+
+    def __init__(self, use: StepUse, seed: str, axis: AxisSpan, taken: set[str]) -> None:
+        self.use, self.step, self.taken = use, use.step, taken
+        shape = self.step.values[seed].fake.shape
+        self.indices = math.prod(int(n) for n in shape[axis.first : axis.last + 1])
+        self.states: dict[str, State] = {seed: axis}
+        self.calls: set[str] = set()
+        self.least = FOLLOWED * use.bytes(seed)
+        self._grow([seed])
+        if use.maker[seed].name in self.calls and len(self.calls) <= MOST_CALLS:
+            self._settle()
+
+    @property
+    def useful(self) -> bool:
+        """Whether the region has tensors of which only parts exist after the split, and parts can run one after the
+        other in each half of the step."""
+        return 0 < len(self.calls) <= MOST_CALLS and self.saved > 0 and self._is_convex()
+
+    def _is_convex(self) -> bool:
+        """Return whether no op of the region needs, through other ops, whole results of the region in the same half."""
+        made = {s for name in self.calls for s in self.step.writes(self.step.call[name])}
+        whole: dict[bool, set[str]] = {False: set(), True: set()}
+        for call in self.step.calls:
+            mine = call.name in self.calls
+            read = {r.value for r in refs((call.args, call.kwargs))}
+            in_parts = {v for v in read if self.step.values[v].storage in made and self._has_axis(v)}
+            for backward, after in whole.items():
+                waits = not after.isdisjoint(read - in_parts if mine else read)
+                if mine and backward == call.backward and waits:
+                    return False
+                if waits or (mine and backward == call.backward):
+                    after.update(r for r in call.results if r)
+        return True
+
+    def _has_axis(self, value: str) -> bool:
+        return isinstance(self.states.get(value), AxisSpan)
+
+    def region(self) -> SplitRegion:
+        calls = [c for c in self.step.calls if c.name in self.calls]
+        modules = [c.module for c in calls if c.module and not c.backward]
+        loss = any(self.states.get(r or "") == LOSS for c in calls for r in c.results)
+        return SplitRegion(
+            self.indices,
+            tuple(c.name for c in calls),
+            self.states,
+            self.saved,
+            tuple(dict.fromkeys([*modules, *([LOSS] if loss else [])])),
+        )
+
+    def _grow(self, values: Iterable[str]) -> None:
+        """Follow large tensors, from each value to the calls that make and read it."""
+        waiting = deque(values)
+        while waiting:
+            value = waiting.popleft()
+            for call in self._next_to(value):
+                large = call.is_view or self.use.bytes(value) >= self.least
+                if call.name not in self.calls and large and (new := self._accepted(call)) is not None:
+                    waiting.extend(self._add(call, new))
+                    if len(self.calls) > MOST_CALLS:
+                        return
+
+    def _next_to(self, value: str) -> Iterator[Call]:
+        if value in self.use.maker:
+            yield self.use.maker[value]
+        yield from self.use.readers.get(value, ())
+
+    def _accepted(self, call: Call) -> dict[str, State] | None:
+        """Return the states of a call's values if it may be added to the region, otherwise None."""
+        if call.name in self.taken:
+            return None
+        found = states_of(self.step, call, self.states, self.indices)
+        if found is None or any(self.states.get(v, s) != s for v, s in found.items()):
+            return None
+        whole = {v for v, s in found.items() if isinstance(s, AxisSpan)} & set(call.results)
+        if not call.is_view and any(self.step.values[v].storage in self.use.outputs for v in whole):
+            return None  # an output of the step exists whole anyway
+        sums = [v for v, s in found.items() if s != LOSS and not isinstance(s, AxisSpan)]
+        return found if all(v in self.use.of_weights for v in sums) else None
+
+    def _add(self, call: Call, states: Mapping[str, State]) -> list[str]:
+        new = [v for v, s in states.items() if v not in self.states and isinstance(s, AxisSpan)]
+        self.states.update(states)
+        if not call.is_view:
+            self.calls.add(call.name)
+        return new
+
+    def _settle(self) -> None:
+        """Add and remove calls at the region's border as long as fewer bytes cross it."""
+        crossing = self._crossing(self.calls)
+        while True:
+            best = None
+            for name in self._border():
+                call = self.step.call[name]
+                states = {} if name in self.calls else self._with_views(call)
+                if states is None or len(self.calls) > MOST_CALLS:
+                    continue
+                before, self.states = self.states, {**self.states, **states}
+                after = self._crossing(self.calls ^ {name})
+                if after < crossing and (best is None or after < best[0]):
+                    best = after, name, self.states
+                self.states = before
+            if best is None:
+                return
+            crossing, name, self.states = best
+            self.calls = self.calls ^ {name}
+
+    def _border(self) -> list[str]:
+        """Return the calls of the region, and those that read its results or make its operands."""
+        storages = {
+            s
+            for name in self.calls
+            for s in (*self.step.reads(self.step.call[name]), *self.step.writes(self.step.call[name]))
+        }
+        found = dict.fromkeys(self.calls)
+        for storage in storages:
+            found |= dict.fromkeys(c.name for _, c in self.use.readers_of_storage.get(storage, ()))
+            if storage in self.use.allocator:
+                found[self.use.allocator[storage].name] = None
+        return sorted(found, key=self.use.position.__getitem__)
+
+    def _with_views(self, call: Call) -> dict[str, State] | None:
+        """Return the states of a call's values and of the views between them and the region; None if it does not
+        fit."""
+        before, kept = self.states, dict(self.states)
+        self.states = kept
+        try:
+            for value in dict.fromkeys(
+                [*(r.value for r in refs((call.args, call.kwargs))), *filter(None, call.results)]
+            ):
+                self._reach(value)
+            return None if (found := self._accepted(call)) is None else {**kept, **found}
+        finally:
+            self.states = before
+
+    def _reach(self, value: str) -> None:
+        """Find the state of a value from that of the tensor of which it is a view."""
+        chain = []
+        while value not in self.states and value in self.use.maker and self.use.maker[value].is_view:
+            chain.append(self.use.maker[value])
+            value = next(refs(chain[-1].args)).value
+        for call in reversed(chain):
+            if (found := self._accepted(call)) is None:
+                return
+            self.states.update(found)
+
+    def _inner(self, calls: set[str]) -> set[str]:
+        """Return the storages that calls make and that nothing else reads, or reads whole."""
+        found = set()
+        for name in calls:
+            for storage in self.step.writes(self.step.call[name]):
+                readers = self.use.readers_of_storage.get(storage, ())
+                parts = all(c.name in calls and self._has_axis(v) for v, c in readers)
+                if readers and parts and storage not in self.use.outputs:
+                    found.add(storage)
+        return found
+
+    def _crossing(self, calls: set[str]) -> int:
+        """Return the bytes of the storages that have the axis and cross the border of the region with these calls."""
+        inner, crossing = self._inner(calls), set()
+        for name in calls:
+            call = self.step.call[name]
+            values = [*(r.value for r in refs((call.args, call.kwargs))), *filter(None, call.results)]
+            crossing |= {self.step.values[v].storage for v in values if self._has_axis(v)}
+        return sum(self.step.storage_bytes[s] for s in crossing - inner)
+
+    @cached_property
+    def saved(self) -> int:
+        """The bytes of the tensors of which only parts exist after the split."""
+        return sum(self.step.storage_bytes[s] for s in self._inner(self.calls))

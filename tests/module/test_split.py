@@ -1,0 +1,136 @@
+"""The option ``split``: of `plan_module`, of `apply` and of the command line."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+import rematplan
+from rematplan.ir import InfeasibleBudget, UsageError
+from rematplan.module.captures import capture_call
+from rematplan.module.planning import runner_of
+from rematplan.plans.options import PlanOptions, stated_splits
+from rematplan.plans.planner import Planner
+
+QUICK = rematplan.Anneal(moves=3000)
+
+
+class Head(nn.Module):
+    """A large vocabulary, whose scores and their gradients are most of the step."""
+
+    def __init__(self, vocabulary: int = 4000) -> None:
+        super().__init__()
+        self.token = nn.Embedding(vocabulary, 16)
+        self.mlp = nn.Sequential(nn.Linear(16, 64), nn.GELU(), nn.Linear(64, 16))
+        self.head = nn.Linear(16, vocabulary, bias=False)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.token(tokens)
+        scores = self.head(x + self.mlp(x))
+        return functional.cross_entropy(scores.flatten(0, 1), tokens.roll(-1, 1).flatten())
+
+
+@pytest.fixture
+def model() -> Head:
+    torch.manual_seed(0)
+    return Head()
+
+
+@pytest.fixture
+def tokens() -> Tensor:
+    return torch.randint(4000, (4, 128), generator=torch.Generator().manual_seed(0))
+
+
+def planned(model: Head, tokens: Tensor, **options: Any) -> Any:
+    return rematplan.plan_module(
+        model, (tokens,), costs="roofline", refine=False, **{"strategy": QUICK, **options}
+    )
+
+
+def gradients(model: nn.Module, called: Callable[[Tensor], Tensor], tokens: Tensor) -> dict[str, Tensor]:
+    model.zero_grad(set_to_none=True)
+    loss = called(tokens)
+    loss.backward()
+    return {"loss": loss.detach(), **{n: p.grad for n, p in model.named_parameters() if p.grad is not None}}
+
+
+@pytest.mark.parametrize("split", [{"loss": 8}, {"head": 8}, {"head": 4, "mlp": 2}, "auto"])
+def test_a_budget_below_one_tensor_of_scores(model: Head, tokens: Tensor, split: Any) -> None:
+    expected = gradients(model, model, tokens)
+    scores = 4 * 128 * 4000 * 4
+    fixed = sum(2 * p.nbytes for p in model.parameters())
+    found = planned(model, tokens, budget=fixed + scores, split=split)
+    assert found.plan.peak <= fixed + scores
+    got = gradients(model, found, tokens)
+    differ = {name for name in expected if not torch.equal(expected[name], got[name])}
+    assert differ <= {"head.weight", *(f"mlp.{k}.{kind}" for k in (0, 2) for kind in ("weight", "bias"))}
+    for name in differ:
+        assert (got[name] - expected[name]).norm() < 1e-6 * expected[name].norm()
+
+
+def test_a_refusal_says_what_splits_would_need(model: Head, tokens: Tensor) -> None:
+    fixed = sum(2 * p.nbytes for p in model.parameters())
+    with pytest.raises(InfeasibleBudget, match=r"with split=auto: [0-9.]+ MiB \([0-9]+ bytes\)") as refused:
+        planned(model, tokens, budget=fixed + 4 * 128 * 4000 * 4)
+    bytes_ = int(str(refused.value).split("split=auto: ")[1].split("(")[1].split(" ")[0])
+    assert planned(model, tokens, budget=bytes_ + bytes_ // 50, split="auto").plan.peak <= 1.02 * bytes_
+
+
+def test_nothing_is_split_within_a_large_budget(model: Head, tokens: Tensor) -> None:
+    whole = planned(model, tokens, budget="100%")
+    found = planned(model, tokens, budget="100%", split="auto")
+    assert found.plan.peak == whole.plan.peak
+
+
+def test_a_note_names_what_is_split(model: Head, tokens: Tensor) -> None:
+    step = capture_call(model, (tokens,), {})[1]
+    options = PlanOptions(budget="60%", strategy=QUICK, costs="roofline", refine=False, split=(("loss", 4),))
+    (note,) = Planner(options).plan(step).notes
+    assert "loss in 4 parts" in note
+    assert "differ from the unsplit ones by rounding" in note
+
+
+def test_each_shape_is_split_anew(model: Head, tokens: Tensor) -> None:
+    found = planned(model, tokens, budget="50%", split={"loss": 4})
+    for batch in (tokens, tokens[:2], tokens[:3, :77], tokens):
+        plain = copy.deepcopy(model)
+        expected, got = gradients(plain, plain, batch), gradients(model, found, batch)
+        for name in expected:
+            torch.testing.assert_close(got[name], expected[name], rtol=1e-4, atol=1e-6)
+        assert found.plan.peak <= runner_of(found).last.plan.budget
+
+
+def test_in_place(model: Head, tokens: Tensor) -> None:
+    expected = gradients(model, model, tokens)
+    rematplan.apply(model, "40%", split={"loss": 8}, costs="roofline", strategy=QUICK, refine=False)
+    got = gradients(model, model, tokens)
+    rematplan.remove(model)
+    assert torch.equal(got["loss"], expected["loss"])
+    assert torch.equal(got["token.weight"], expected["token.weight"])
+
+
+@pytest.mark.parametrize("stated", ["on", {}, {"head": 1}, {"head": 2.0}, {3: 4}, None, 8])
+def test_other_values_are_refused(stated: object) -> None:
+    with pytest.raises(UsageError, match="must be 'off', 'auto', or a mapping"):
+        stated_splits(stated)
+
+
+def test_a_module_without_a_region_is_refused(model: Head, tokens: Tensor) -> None:
+    with pytest.raises(
+        UsageError, match="no ops of 'token' can be split in Head; what can be split is in loss"
+    ):
+        planned(model, tokens, budget="50%", split={"token": 4})
+
+
+def test_what_excludes_splits(model: Head, tokens: Tensor) -> None:
+    ranges = {"tokens": {0: torch.export.Dim("n", min=2, max=8)}}
+    with pytest.raises(UsageError, match="split cannot be combined with ranges in dynamic_shapes"):
+        planned(model, tokens, budget="50%", split="auto", dynamic_shapes=ranges)
+    with pytest.raises(UsageError, match="split='auto' cannot be combined with a saved plan"):
+        planned(model, tokens, strategy=rematplan.SavedPlan("plan.json"), split="auto")
