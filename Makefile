@@ -9,18 +9,22 @@ VENV := .venv$(addprefix -,$(TORCH))
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 INSTALLER ?= $(BIN)/python -m pip install
+QUICK := tests/ir tests/planner tests/report tests/test_*.py
 SOURCES := ir planner runtime models rematplan benchmarks tests
 
 # Without bytecode on disk, each process would compile every module that it imports, which takes several seconds.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo test docs kernels conformance lint format clean
+.PHONY: demo test quick docs kernels conformance lint format clean
 
 demo: $(READY)  ## plan and run U-Net and ResNet-50; pictures and ONNX files go to demo/
 	$(BIN)/rematplan demo --folder demo
 
 test: $(READY)  ## run the tests, in two processes; PYTEST_ARGS="-k name" narrows them, TORCH=2.15.0 takes another PyTorch
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile $(PYTEST_ARGS)
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile --durations=20 $(PYTEST_ARGS)
+
+quick:  ## the tests that run no model: graphs, planner, report, and the laws of the tree; a fifth of the time of all
+	$(MAKE) test PYTEST_ARGS="$(QUICK) $(PYTEST_ARGS)"
 
 docs: $(READY)  ## the documentation as a site in build/site; warnings are errors
 	$(BIN)/python -m mkdocs build --strict --quiet
