@@ -111,6 +111,14 @@ class PlannedParts:
         model = original.model
         try:
             found = Rehearsal(model, self.parts, stated=self.error is None).run(original, args, kwargs)
+            while found.mixed:
+                if self.error is None:
+                    raise ModelError(
+                        f"{min(found.mixed)} uses an input several times that is used elsewhere, too: its gradients "
+                        f"would be summed in another order; plan the modules inside of it, or around it"
+                    )
+                self.parts = {name: part for name, part in self.parts.items() if name not in found.mixed}
+                found = Rehearsal(model, self.parts, stated=False).run(original, args, kwargs)
         except Exception as other:  # any exception of the user's model, or a part that has no placeholder
             if self.error is None or isinstance(other, RematplanError):
                 raise

@@ -38,7 +38,7 @@ from rematplan.runtime.capture.left_out_tangents import with_expected_tangents
 from rematplan.runtime.capture.restore_state import same_attributes, same_buffers, same_draws, same_gradients
 from rematplan.runtime.execute.compile import named_tensors
 from rematplan.runtime.graph.allocator_rounding import allocated
-from rematplan.runtime.graph.captured_step import CapturedStep
+from rematplan.runtime.graph.captured_step import CapturedStep, refs
 from rematplan.runtime.graph.compat import disable_current_modes, pytree
 
 FEW = 2
@@ -63,6 +63,20 @@ class EqualParts:
     """The names of the modules, one for each call."""
     held: int = 0
     """The bytes of the inputs and outputs of one call."""
+
+    @cached_property
+    def reused(self) -> frozenset[int]:
+        """The positions of the tensors among the arguments that several forward ops read."""
+        step = self.capture.found.step
+        reads = Counter(
+            value
+            for call in step.calls
+            if not call.backward
+            for value in {ref.value for ref in refs((call.args, dict(call.kwargs)))}
+        )
+        reads.update(o.value for o in step.outputs if o.kind == "output")
+        batch = [i.value for i in step.inputs if i.kind == "batch"]
+        return frozenset(at for at, value in enumerate(batch) if reads[value] > 1)
 
     @cached_property
     def learned(self) -> tuple[bool, ...]:
@@ -110,6 +124,9 @@ class Rehearsed:
     """The outputs of the model, without their data, from which a loss outside of the model is computed."""
     refused: Mapping[str, str]
     """By the name of a module that is not planned, why."""
+    mixed: frozenset[str]
+    """The names of parts with an input that they use several times and that is used elsewhere, too. Autograd adds the
+    gradients of all uses one by one; a plan would add those inside of the part first, with other rounding errors."""
 
     @property
     def rest(self) -> int:
@@ -133,6 +150,8 @@ class Rehearsal:
         self._failed: set[Hashable] = set()
         self._live = LiveBytes(())
         self._anchors: list[torch.Tensor] = []
+        self._nodes: dict[Any, tuple[str, frozenset[int]]] = {}
+        """The nodes of placeholders, with the part's name and the positions of inputs that it uses several times."""
         own = {name: Original(part, part.forward) for name, part in parts.items()}
         self._patches = Patches({one.model: partial(self._part, name, one) for name, one in own.items()})
 
@@ -167,6 +186,7 @@ class Rehearsal:
             outputs = [one for one in pytree.tree_leaves(results) if isinstance(one, torch.Tensor)]
             trained = [one for one in outputs if one.requires_grad]
             losses = [one for one in trained if one.numel() == 1]
+            mixed = self._mixed(losses or trained)
             factor = (
                 1
                 if self._backward(losses or trained, tensors_in(flattened_call(given, named)[0]))
@@ -191,10 +211,28 @@ class Rehearsal:
             self._repeated(),
             unread,
             dict(self._refused),
+            mixed,
         )
 
     def _event(self, kind: Literal["F", "B"], call: int) -> None:
         self._events.append(Event(kind, call, self._live.peak_since(), self._live.live))
+
+    def _mixed(self, outputs: Sequence[torch.Tensor]) -> frozenset[str]:
+        """Return the names for `Rehearsed.mixed`."""
+        todo = [one.grad_fn for one in outputs]
+        seen, uses = set(todo), Counter[Any]()
+        while todo:
+            node = todo.pop()
+            edges = [edge for edge in node.next_functions if edge[0] is not None] if node is not None else []
+            uses.update(edges)
+            new = {inner for inner, _ in edges} - seen
+            seen |= new
+            todo += new
+        return frozenset(
+            name
+            for node, (name, reused) in self._nodes.items()
+            if node is not None and any(uses[node.next_functions[1 + at]] > 1 for at in reused)
+        )
 
     def _repeated(self) -> int:
         calls = (self.parts[name].parameters() for name, _ in self._calls)
@@ -304,7 +342,10 @@ class Rehearsal:
         self._anchors.append(anchor)
         given = tensors_in(flattened_call(args, kwargs)[0])
         began = partial(self._event, "B", call)
-        made = iter(_Placeholder.apply(run, began, group.learned, anchor, *given))
+        results = _Placeholder.apply(run, began, group.learned, anchor, *given)
+        node = next((one.grad_fn for one in results if one.grad_fn is not None), None)
+        self._nodes[node] = self._calls[call][0], group.reused
+        made = iter(results)
         leaves, spec = structure
         leaves = [next(made) if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
         held = {

@@ -104,6 +104,15 @@ class Settings(Dropping):
         self.blocks[1].slope = 0.5
 
 
+class Skips(Base):
+    """An input that a block uses twice, and that is used after it, too: the order of the gradients' sum counts."""
+
+    def body(self, x: Tensor) -> Tensor:
+        np.random.uniform()
+        kept = torch.tanh(self.blocks[0](x))
+        return self.blocks[2](self.blocks[1](kept)) + kept
+
+
 MODELS = (Dropping, Matching, Routing, Tail, Settings)
 
 in_parts = partial(rematplan.apply, strategy="approx_dp", costs="roofline", refine=False)
@@ -209,6 +218,17 @@ def test_layers_with_other_settings_have_other_plans() -> None:
     in_parts(model, "90%")
     run(model, *batch(0))
     assert ["blocks.1"] in [group.names for group in planned(model).parts]
+
+
+def test_a_module_whose_input_has_several_uses_is_no_part() -> None:
+    model, plain = made(Skips)
+    in_parts(model, "1MiB")
+    same_steps(model, plain, 4)
+    assert all("blocks.1" not in group.names for group in planned(model).parts)
+    named, _ = made(Skips)
+    in_parts(named, "1MiB", modules="blocks.1")
+    with pytest.raises(ModelError, match="uses an input several times"):
+        run(named, *batch(0))
 
 
 def test_named_modules_are_planned() -> None:
