@@ -114,8 +114,8 @@ class PlannedParts:
             while found.mixed:
                 if self.error is None:
                     raise ModelError(
-                        f"{min(found.mixed)} uses an input several times that is used elsewhere, too: its gradients "
-                        f"would be summed in another order; plan the modules inside of it, or around it"
+                        f"{min(found.mixed)} uses an input or a parameter several times that is used elsewhere, too: "
+                        f"its gradients would be summed in another order; plan the modules inside of it, or around it"
                     )
                 self.parts = {name: part for name, part in self.parts.items() if name not in found.mixed}
                 found = Rehearsal(model, self.parts, stated=False).run(original, args, kwargs)

@@ -64,9 +64,22 @@ class EqualParts:
     held: int = 0
     """The bytes of the inputs and outputs of one call."""
 
-    @cached_property
+    @property
     def reused(self) -> frozenset[int]:
         """The positions of the tensors among the arguments that several forward ops read."""
+        batch = [i.value for i in self.capture.found.step.inputs if i.kind == "batch"]
+        return frozenset(at for at, value in enumerate(batch) if self._reads[value] > 1)
+
+    @property
+    def reused_weights(self) -> frozenset[str]:
+        """The names of the parameters that several forward ops read, such as tied ones."""
+        inputs = self.capture.found.step.inputs
+        named = ((i.target, i.value) for i in inputs if i.kind == "parameter")
+        return frozenset(name.removeprefix("model.") for name, value in named if self._reads[value] > 1)
+
+    @cached_property
+    def _reads(self) -> Counter[str]:
+        """By value of the step, how many forward ops read it."""
         step = self.capture.found.step
         reads = Counter(
             value
@@ -75,8 +88,7 @@ class EqualParts:
             for value in {ref.value for ref in refs((call.args, dict(call.kwargs)))}
         )
         reads.update(o.value for o in step.outputs if o.kind == "output")
-        batch = [i.value for i in step.inputs if i.kind == "batch"]
-        return frozenset(at for at, value in enumerate(batch) if reads[value] > 1)
+        return reads
 
     @cached_property
     def learned(self) -> tuple[bool, ...]:
@@ -125,8 +137,9 @@ class Rehearsed:
     refused: Mapping[str, str]
     """By the name of a module that is not planned, why."""
     mixed: frozenset[str]
-    """The names of parts with an input that they use several times and that is used elsewhere, too. Autograd adds the
-    gradients of all uses one by one; a plan would add those inside of the part first, with other rounding errors."""
+    """The names of parts with an input or a parameter that they use several times and that is used elsewhere, or in
+    another call, too. Autograd adds the gradients of all uses one by one; a plan would add those inside of the part
+    first, with other rounding errors."""
 
     @property
     def rest(self) -> int:
@@ -228,11 +241,20 @@ class Rehearsal:
             new = {inner for inner, _ in edges} - seen
             seen |= new
             todo += new
-        return frozenset(
+        elsewhere = Counter(id(p) for name, _ in self._calls for p in self.parts[name].parameters())
+        leaves = (getattr(node, "variable", None) for node in seen)
+        elsewhere.update(id(leaf) for leaf in leaves)  # those that the rest reads
+        by_inputs = (
             name
             for node, (name, reused) in self._nodes.items()
             if node is not None and any(uses[node.next_functions[1 + at]] > 1 for at in reused)
         )
+        by_weights = (
+            name
+            for name, group in self._calls
+            if any(elsewhere[id(self.parts[name].get_parameter(p))] > 1 for p in group.reused_weights)
+        )
+        return frozenset((*by_inputs, *by_weights))
 
     def _repeated(self) -> int:
         calls = (self.parts[name].parameters() for name, _ in self._calls)

@@ -113,6 +113,38 @@ class Skips(Base):
         return self.blocks[2](self.blocks[1](kept)) + kept
 
 
+class Tied(nn.Module):
+    """A block that uses a weight twice."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.linear(torch.tanh(self.linear(torch.sin(x))))
+
+
+class TiedElsewhere(Base):
+    """A weight that a block uses twice, and that is used after it, too."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks[1] = Tied()
+
+    def body(self, x: Tensor) -> Tensor:
+        np.random.uniform()
+        kept = self.blocks[1](self.blocks[0](x))
+        return self.blocks[2](kept) @ self.blocks[1].linear.weight
+
+
+class TiedTwice(TiedElsewhere):
+    """A block that uses a weight twice, and is called twice."""
+
+    def body(self, x: Tensor) -> Tensor:
+        np.random.uniform()
+        return self.blocks[1](self.blocks[2](self.blocks[1](self.blocks[0](x))))
+
+
 MODELS = (Dropping, Matching, Routing, Tail, Settings)
 
 in_parts = partial(rematplan.apply, strategy="approx_dp", costs="roofline", refine=False)
@@ -220,14 +252,15 @@ def test_layers_with_other_settings_have_other_plans() -> None:
     assert ["blocks.1"] in [group.names for group in planned(model).parts]
 
 
-def test_a_module_whose_input_has_several_uses_is_no_part() -> None:
-    model, plain = made(Skips)
+@pytest.mark.parametrize("kind", [Skips, TiedElsewhere, TiedTwice])
+def test_a_module_whose_input_or_weight_has_several_uses_is_no_part(kind: type[Base]) -> None:
+    model, plain = made(kind)
     in_parts(model, "1MiB")
     same_steps(model, plain, 4)
     assert all("blocks.1" not in group.names for group in planned(model).parts)
-    named, _ = made(Skips)
+    named, _ = made(kind)
     in_parts(named, "1MiB", modules="blocks.1")
-    with pytest.raises(ModelError, match="uses an input several times"):
+    with pytest.raises(ModelError, match="uses an input or a parameter several times"):
         run(named, *batch(0))
 
 
