@@ -21,7 +21,7 @@ from rematplan.plans.op_costs import PROFILE, priced
 from rematplan.plans.options import RAISE, UNSPLIT
 from rematplan.plans.plan_searches import background_search, fixed_bytes, one_lane_plan, store_key
 from rematplan.plans.plan_with_inverses import better_of, plan_either
-from rematplan.plans.progress import log_plan, progress_bar
+from rematplan.plans.progress import LOG, log_plan, progress_bar
 from rematplan.plans.refining import Refining, StepPlan, mapped
 from rematplan.plans.refusals import accepts_refusals, explaining_refusals, plan_over_budget, reaction
 from rematplan.plans.resizing import Resizing
@@ -97,6 +97,8 @@ class Planner(StepProblems):
         """
         first = first or not self.store
         split = self.split(step)
+        for note in split.notes:
+            LOG.info("%s", note)
         try:
             found = self._planned_whole(split.step, first, progress)
         except InfeasibleBudget as error:

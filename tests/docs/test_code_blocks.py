@@ -128,7 +128,7 @@ def run_console(block: Block, capsys: pytest.CaptureFixture[str]) -> None:
     for words, shown in commands(block):
         capsys.readouterr()
         if words[0] == "rematplan":
-            arguments = with_options(words[1:], more)
+            arguments = with_options(words[1:], more if words[1] in (*TIMED, "fit", "report") else [])
             if words[1] in TIMED and not any(word.startswith("time_limit=") for word in arguments):
                 arguments += ["-S", f"time_limit={SECONDS}"]
             assert main(arguments) == status, f"{block.place}: {words} {capsys.readouterr().err}"

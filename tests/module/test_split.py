@@ -88,11 +88,13 @@ def test_nothing_is_split_within_a_large_budget(model: Head, tokens: Tensor) -> 
     assert found.plan.peak == whole.plan.peak
 
 
-def test_a_note_names_what_is_split(model: Head, tokens: Tensor) -> None:
+def test_a_note_names_what_is_split(model: Head, tokens: Tensor, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO", "rematplan")
     step = capture_call(model, (tokens,), {})[1]
     options = PlanOptions(budget="60%", strategy=QUICK, costs="roofline", refine=False, split=(("loss", 4),))
     (note,) = Planner(options).plan(step).notes
     assert "loss in 4 parts" in note
+    assert note in caplog.messages
     assert "differ from the unsplit ones by rounding" in note
 
 
