@@ -8,7 +8,7 @@ from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from fractions import Fraction
 
-from rematplan.ir import InfeasibleBudget, ProblemError, TrainingGraph, show_bytes
+from rematplan.ir import InfeasibleBudget, ProblemError, RematplanError, TrainingGraph, show_bytes
 from rematplan.planner.auto.auto_strategy import Auto
 from rematplan.planner.caches.plan_store import PlanStore
 from rematplan.planner.core.lane_schedule import Sharing
@@ -120,7 +120,10 @@ class Planner(StepProblems):
         """Return the error that no plan fits with the smallest peak found with splits, if it is smaller."""
         if self.options.split != UNSPLIT or self.options.saved or self.options.several:
             return error
-        smallest = smallest_with_splits(self, step)
+        try:
+            smallest = smallest_with_splits(self, step)
+        except RematplanError:  # it must not take the place of the refusal
+            return error
         if smallest is None or smallest >= error.smallest:
             return error
         text = f"with split=auto: {show_bytes(smallest)} ({smallest} bytes)"

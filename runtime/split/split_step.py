@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 
+from rematplan.ir import ModelError
 from rematplan.runtime.graph.captured_step import Call, CapturedStep, Ref, Value, refs, substitute
 from rematplan.runtime.graph.passes import with_phases, without_dead_calls
 from rematplan.runtime.split.axis_rules import LOSS, RESHAPES, SUM, AxisSpan, rule_of, states_of
@@ -30,7 +31,7 @@ NO_CLASS = -100
 """A target that is no class."""
 
 
-class CannotSplit(Exception):
+class CannotSplit(ModelError):
     """A region cannot be split, since an op would return another layout. ``region``: the region."""
 
     def __init__(self, region: SplitRegion, why: str) -> None:
@@ -125,7 +126,14 @@ class _Splitter:
 
     def _made(self) -> dict[str, Value]:
         made = {i.value for i in self.step.inputs} | {r for c in self.calls for r in c.results if r}
-        return {name: value for name, value in self.values.items() if name in made}
+        values = ((name, value) for name, value in self.values.items() if name in made)
+        return {name: replace(value, storage=self._storage(value.storage)) for name, value in values}
+
+    def _storage(self, name: str) -> str:
+        """Return the storage that a storage of the old step is now: a whole result may be a view of a `cat`."""
+        while name in self.values and self.values[name].storage != name:
+            name = self.values[name].storage
+        return name
 
     def _emit(self, call: Call) -> None:
         """Emit a call as it is, or all calls of its region in the same half of the step, part after part."""

@@ -232,3 +232,17 @@ def test_parts_cover_the_axis() -> None:
             assert list(bounds) == sorted(set(bounds))
             grain = 16 if n >= 16 * parts else 1
             assert all(b % grain == 0 for b in bounds[:-1])
+
+
+def test_a_whole_result_that_is_gathered_through_a_view_keeps_its_storage() -> None:
+    """The rows of batch and sequence are one axis; the scores are an output, so the hidden tensor is made whole."""
+    model = nn.Sequential(
+        nn.Embedding(VOCABULARY, WIDTH), nn.Linear(WIDTH, WIDTH), nn.GELU(), nn.Linear(WIDTH, VOCABULARY)
+    )
+    step, regions = captured(model, tokens(4, 64)[:1])
+    assert regions
+    split = split_regions(step, dict.fromkeys(regions, 2))
+    made = {i.value for i in split.inputs} | {r for c in split.calls for r in c.results if r}
+    assert {value.storage for value in split.values.values()} <= made
+    graph = problem(split, {c.name: CallCost(1.0) for c in split.priced_calls})
+    assert no_recompute(graph).peak > 0
