@@ -23,7 +23,7 @@ demo: $(READY)  ## plan and run U-Net and ResNet-50; pictures and ONNX files go 
 test: $(READY)  ## run the tests, in two processes; PYTEST_ARGS="-k name" narrows them, TORCH=2.15.0 takes another PyTorch
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile --durations=20 $(PYTEST_ARGS)
 
-quick:  ## the tests that run no model: graphs, planner, report, and the laws of the tree; a fifth of the time of all
+quick:  ## the tests of graphs, planner and report, and the laws of the tree
 	$(MAKE) test PYTEST_ARGS="$(QUICK) $(PYTEST_ARGS)"
 
 docs: $(READY)  ## the documentation as a site in build/site; warnings are errors

@@ -59,7 +59,7 @@ def planned(step: Step, budget: int) -> Measured:
             _LossOf(step),
             step.args,
             step.kwargs,
-            budget=budget,
+            budget=f"{budget}B",
             strategy=Auto(time_limit=SECONDS),
             refine=False,
         )

@@ -22,6 +22,7 @@ ATEN = torch.ops.aten
 PARTS: Mapping[Any, OpOverload] = {
     ATEN.slice_scatter.default: ATEN.slice.Tensor,
     ATEN.select_scatter.default: ATEN.select.int,
+    ATEN.diagonal_scatter.default: ATEN.diagonal.default,
 }
 """By op that replaces a part of a tensor, the op that returns the part as a view."""
 
@@ -107,13 +108,16 @@ def _range(
     step: CapturedStep, buffer: Ref, part: OpOverload, where: tuple[Any, ...], kwargs: Mapping[str, Any]
 ) -> tuple[int, ...]:
     """Return the dimension and the indices of a part of a buffer, in one form for all ways to write them."""
-    named = [argument.name for argument in part._schema.arguments[1:]]
-    given: dict[str, Any] = {
-        a.name: a.default_value for a in part._schema.arguments[1:] if a.has_default_value()
-    }
-    given |= dict(zip(named, where, strict=False)) | dict(kwargs)
+    own = part._schema.arguments[1:]
+    given: dict[str, Any] = {a.name: a.default_value for a in own if a.has_default_value()}
+    given |= dict(zip((a.name for a in own), where, strict=False)) | dict(kwargs)
     shape = step.values[buffer.value].fake.shape
-    dim = int(given["dim"]) % max(len(shape), 1)
+    for name in given:
+        if name.startswith("dim"):
+            given[name] %= len(shape)
     if "index" in given:
-        return dim, int(given["index"]) % shape[dim]
-    return dim, *slice(given["start"], given["end"], given["step"]).indices(shape[dim])
+        given["index"] %= shape[given["dim"]]
+    if "start" in given:
+        ends = slice(given.pop("start"), given.pop("end"), given.pop("step")).indices(shape[given["dim"]])
+        return given["dim"], *ends
+    return tuple(int(given[a.name]) for a in own)

@@ -16,6 +16,7 @@ from typing import Any, TypeAlias
 import torch
 
 from rematplan.planner.core.schedule import Free, Schedule
+from rematplan.runtime.capture.buffer_slices import PARTS
 from rematplan.runtime.graph.captured_step import Call, CapturedStep, Ref, Value, refs
 from rematplan.runtime.graph.compat import OpOverload
 from rematplan.runtime.problem.loss_boundary import split_at_loss
@@ -92,11 +93,7 @@ class Written:
         return tensor
 
 
-SCATTERS = {
-    ATEN.slice_scatter.default: Written(ATEN.slice.Tensor),
-    ATEN.select_scatter.default: Written(ATEN.select.int),
-    ATEN.diagonal_scatter.default: Written(ATEN.diagonal.default),
-}
+SCATTERS = {op: Written(part) for op, part in PARTS.items()}
 """Ops that return a tensor in which a part is replaced, and the functions that replace the part in the tensor."""
 
 BUFFERED = frozenset({ATEN.mvlgamma.default})

@@ -118,6 +118,26 @@ def test_random_writes_and_reads_have_the_bits_of_eager_mode(seed: int) -> None:
     equal_after(use(x), planned(model, x), model)
 
 
+class Diagonal(nn.Module):
+    """Writes a diagonal of a buffer, and reads it with its dimensions counted from either end."""
+
+    def __init__(self, dims: tuple[int, int]) -> None:
+        super().__init__()
+        self.linear, self.dims = nn.Linear(8, 8), dims
+
+    def forward(self, x: Tensor) -> Tensor:
+        buffer = torch.zeros(9, 12)
+        buffer.diagonal(1).copy_(torch.ones(9) * self.linear(x).sum())
+        return buffer.diagonal(1, *self.dims).clone().cos().sum()
+
+
+@pytest.mark.parametrize(("dims", "found"), [((0, 1), 1), ((-2, -1), 1), ((1, 0), 0)])
+def test_a_diagonal_is_a_part(dims: tuple[int, int], found: int) -> None:
+    model, x = Diagonal(dims), torch.randn(8, 8)
+    assert new_buffers(model, x) == found
+    equal_after(use(x), planned(model, x), model)
+
+
 class Partly(nn.Module):
     """Writes a row or columns of an empty buffer, and reads what ``read`` says."""
 
