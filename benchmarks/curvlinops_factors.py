@@ -78,13 +78,6 @@ def compare(name: str, model: nn.Module, x: Tensor, approx: str, reduction: str)
 
     The line has the largest relative errors of A (inputs) and G (outputs' gradients), and how many ops each plan runs
     again.
-
-    Args:
-        name: the network's name.
-        model: the network.
-        x: a batch of its inputs.
-        approx: ``expand`` or ``reduce``, the form of the factors for weights that are shared over tokens or places.
-        reduction: ``mean`` or ``sum``, of the loss.
     """
     labels = model(x)[:, 0]
     y = (torch.arange(labels.numel()) % 5).view(labels.shape)

@@ -110,13 +110,7 @@ def timing(family: PlanFamily, graph: TrainingGraph) -> str:
 
 
 def table(name: str, seconds: float, shares: Sequence[float]) -> list[Cell]:
-    """Plan a network at all its lengths and at all budgets; print a line for each, and return them.
-
-    Args:
-        name: a key of `LENGTHS`.
-        seconds: of each new search.
-        shares: budgets, as shares of the activations of the largest length.
-    """
+    """Plan a network at all its lengths and at all budgets; print a line for each, and return them."""
     lengths = LENGTHS[name][2]
     largest = problem(name, lengths[0])
     whole, peak = whole_bytes(largest), no_recompute(largest).estimate.peak

@@ -192,15 +192,7 @@ def child(how: str, name: str, time_limit: float) -> None:
 
 
 def measured(how: str, name: str, threads: int, folder: Path, time_limit: float) -> dict[str, Any] | None:
-    """Measure one row in a new process, and return it; None, with a printed line, if the process failed.
-
-    Args:
-        how: the method: ``eager``, ``checkpoint``, ``compile`` or ``planned``.
-        name: the network.
-        threads: of PyTorch.
-        folder: of the caches.
-        time_limit: seconds of search.
-    """
+    """Measure one row in a new process, and return it; None, with a printed line, if the process failed."""
     paths = [str(Path(__file__).parents[1]), os.environ.get("PYTHONPATH", "")]
     done = subprocess.run(
         [sys.executable, __file__, "--child", how, name, "--time-limit", str(time_limit)],

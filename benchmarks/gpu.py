@@ -194,15 +194,7 @@ class Bench:
         return MeanSquare(case.make(), TYPES[dtype], self.options.device).to(self.device)
 
     def measured(self, name: str, case: Case, dtype: str, makers: Mapping[str, Maker]) -> Iterator[Row]:
-        """Measure a network by several methods, alternately, and yield a row for each.
-
-        Args:
-            name: the network's name.
-            case: the network.
-            dtype: a key of `TYPES`.
-            makers: for each method, a function that makes the model, and one that returns fields of its row. ``eager``
-                must be among them.
-        """
+        """Measure a network by several methods, alternately, and yield a row for each."""
         inputs = case_inputs(case, self.device)
         steps: dict[str, Callable[[], None]] = {}
         facts: dict[str, dict[str, Any]] = {}

@@ -276,14 +276,6 @@ def dataflow_stage(
 ) -> StagePlan:
     """Return the memory and times of a dataflow stage (inverses recover its input) under the plan with the smallest
     peak found.
-
-    Args:
-        chain: the network's blocks.
-        start: the stage's first block.
-        end: the block after its last.
-        stage: its number.
-        ranks: the number of stages.
-        microbatches: in a step.
     """
     schedule = schedule_named("dataflow", ranks, microbatches, hop=0.1)
     piece = StageSlice(chain.chain, start, end)

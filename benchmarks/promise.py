@@ -48,13 +48,7 @@ Inputs = Callable[[], dict[str, Any]]
 
 
 def of_hugging_face(kind: str, inputs: Inputs, **config: Any) -> Callable[[], Made]:
-    """Return a function that makes a model of `transformers` with random weights, and its arguments.
-
-    Args:
-        kind: the model's class.
-        inputs: makes the keyword arguments of a call.
-        config: arguments of the model's configuration.
-    """
+    """Return a function that makes a model of `transformers` with random weights, and its arguments."""
 
     def make() -> Made:
         import transformers

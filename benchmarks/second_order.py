@@ -255,15 +255,7 @@ def model_of(task: Task, rival: Rival, size: int) -> nn.Module:
 def train(
     task: Task, rival: Rival, settings: tuple[float, float], size: int, done: Callable[[Run], float]
 ) -> Run:
-    """Train a new model, and return the run. It also ends if the loss grows to 10⁴.
-
-    Args:
-        task: the problem.
-        rival: the optimizer.
-        settings: learning rate and second setting.
-        size: of a batch.
-        done: returns the share of the run that is over; training ends at 1. The learning rate falls linearly with it.
-    """
+    """Train a new model, and return the run. It also ends if the loss grows to 10⁴."""
     model = model_of(task, rival, size)
     optimizer = rival.make(model, *settings)
     rates = [group["lr"] for group in optimizer.param_groups]

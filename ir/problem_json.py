@@ -37,11 +37,7 @@ def problem_to_json(graph: TrainingGraph) -> dict[str, Any]:
 
 
 def problem_from_json(data: object) -> TrainingGraph:
-    """Build a planning problem from plain JSON data in the format ``rematplan.problem/1``.
-
-    Raises:
-        ProblemError: the data violates the format, or its parts contradict each other.
-    """
+    """Build a planning problem from plain JSON data in the format ``rematplan.problem/1``."""
     root = _typed(data, dict, "the problem")
     if root.get("format") != PROBLEM_FORMAT:
         raise ProblemError(f"format is {root.get('format')!r}, not {PROBLEM_FORMAT!r}")
@@ -91,11 +87,7 @@ def load_problem(path: str | Path) -> TrainingGraph:
 
 
 def read_json(path: str | Path) -> object:
-    """Return the JSON data of a file. ``NaN`` and ``Infinity`` are refused, because JSON does not have them.
-
-    Raises:
-        ProblemError: the file cannot be read or is not JSON.
-    """
+    """Return the JSON data of a file. ``NaN`` and ``Infinity`` are refused, because JSON does not have them."""
 
     def refuse(word: str) -> float:
         raise ProblemError(f"{word} is not a number")
@@ -113,9 +105,6 @@ def write_whole(path: str | Path, content: str | bytes) -> None:
 
     A symbolic link is followed. A path that exists and is not a regular file, such as ``/dev/stdout``, is written
     directly.
-
-    Raises:
-        ProblemError: the folder or the file cannot be written.
     """
     data = content.encode() if isinstance(content, str) else content
     path = Path(path)

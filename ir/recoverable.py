@@ -118,11 +118,6 @@ def _gainful(tables: _StepTables, found: dict[str, Recovery], wanted: set[str]) 
     as a whole. A group frees the tensors of ``wanted`` that its steps write. It keeps live the tensors that its steps
     need and that would otherwise be freed. For example, keeping a norm's output to recover the norm's input gains
     nothing, because both have the same size.
-
-    Args:
-        tables: the problem.
-        found: how to recover each tensor, by name.
-        wanted: names of the tensors that the backward half reads.
     """
     size, inputs = tables.graph.size, tables.inputs
     group = {t: t for t in found}

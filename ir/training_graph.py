@@ -153,13 +153,7 @@ class TrainingGraph:
 
 
 def check(graph: TrainingGraph) -> None:
-    """Check that the parts of a planning problem are consistent.
-
-    Raises:
-        ProblemError: the first fault found: duplicate names, unknown tensors or ops, double writes, missing
-            producers, an order that is not topological (which includes every cycle), sizes or costs that are
-            negative, not finite or too large, costs other than 0 that are too small.
-    """
+    """Check that the parts of a planning problem are consistent."""
     sizes = _unique((t.name for t in graph.tensors), "tensor")
     for tensor in graph.tensors:
         _check_bytes(tensor.bytes, f"tensor {tensor.name!r}: bytes")

@@ -75,12 +75,7 @@ class ZooEntry:
         return SUMMARIES[self.name]
 
     def complete(self, requested: Mapping[str, int | None]) -> dict[str, int]:
-        """Return all sizes by name: those requested, and the defaults for sizes that are missing or None.
-
-        Raises:
-            ZooError: the network does not have a requested size or cannot have its value; or batch norm would get a
-                single value per channel.
-        """
+        """Return all sizes by name: those requested, and the defaults for sizes that are missing or None."""
         stated = {name: size for name, size in requested.items() if size is not None}
         for name in stated:
             if name not in self.sizes:

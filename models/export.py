@@ -30,17 +30,6 @@ def export_onnx(
     PyTorch's tracing exporter is used, because the newer one (``dynamo=True``) silently folds batch norm into
     convolutions, even in training mode. Tracing runs the network once in training mode. The modules' modes, the
     buffers and torch's random state are restored afterwards.
-
-    Args:
-        model: the network.
-        inputs: example inputs, for tracing.
-        path: the file to write.
-        dynamic_batch: whether dimension 0 of every input and of the output is symbolic, with the name ``batch``;
-            otherwise its size is fixed.
-
-    Raises:
-        ZooError: the weights do not fit in one ONNX file (2 GiB).
-        OSError: the file cannot be written.
     """
     weights = sum(t.nbytes for t in (*model.parameters(), *model.buffers()))
     if weights > FILE_LIMIT:

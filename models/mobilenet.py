@@ -40,14 +40,6 @@ def conv_norm(
 ) -> nn.Sequential:
     """Return three layers: a convolution without bias, batch norm, and the activation that ``act`` makes. There is no
     activation if ``act`` is None.
-
-    Args:
-        in_channels: the number of input channels.
-        out_channels: the number of output channels.
-        size: the side of the kernel, odd.
-        stride: the stride of the convolution. With 1 the layers keep the height and width of the image.
-        groups: the number of groups of channels that are convolved separately.
-        act: a function that returns the activation layer.
     """
     layers: list[nn.Module] = [
         nn.Conv2d(in_channels, out_channels, size, stride, size // 2, groups=groups, bias=False),

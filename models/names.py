@@ -48,10 +48,6 @@ class ZooError(ValueError):
 
 
 def check_known(name: str) -> None:
-    """Check that the zoo has a network called ``name``.
-
-    Raises:
-        ZooError: it has none. The message lists the names.
-    """
+    """Check that the zoo has a network called ``name``."""
     if name not in SUMMARIES:
         raise ZooError(f"unknown network {name!r}; known: {', '.join(SUMMARIES)}")

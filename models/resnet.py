@@ -125,16 +125,7 @@ class ResNet(nn.Module):
 def make_stages(
     bottleneck: bool, blocks: Sequence[int], width: int, *, stem: int | None = None, dilated: bool = False
 ) -> tuple[nn.Sequential, int]:
-    """Return the residual stages of a ResNet, and the number of channels after the last stage.
-
-    Args:
-        bottleneck: whether blocks are bottlenecks (convolutions 1×1, 3×3, 1×1) instead of two 3×3 convolutions.
-        blocks: the number of blocks of each stage.
-        width: the channels of the 3×3 convolutions in the first stage. They double from stage to stage.
-        stem: the number of input channels of the first stage. None means ``width``.
-        dilated: whether the 3×3 convolutions of the third and fourth stage are dilated by 2 and 4, instead of halving
-            height and width.
-    """
+    """Return the residual stages of a ResNet, and the number of channels after the last stage."""
     body, expansion = (bottleneck_body, EXPANSION) if bottleneck else (plain_body, 1)
     stages, in_channels = [], stem or width
     for stage, count in enumerate(blocks):

@@ -32,9 +32,6 @@ def window_side(image: int) -> int:
 
     That side is ``image`` ÷ 32. It divides the sides of all earlier stages, so the windows fit those, too. ``image``:
     the side of the image; 224 gives 7, as in the paper; 64 gives 2.
-
-    Raises:
-        ZooError: ``image`` is not a positive multiple of 32.
     """
     side, rest = divmod(image, STRIDE)
     if rest or not side:

@@ -22,9 +22,6 @@ def grid_side(image: int) -> int:
     It is the largest divisor up to 7 of the side of those features, which is ``image`` ÷ 32, rounded down: 224 gives
     7, as in the paper; 256 gives 4; 32 gives 1. It must be a divisor because ONNX has an average pooling, but no
     adaptive one.
-
-    Raises:
-        ZooError: ``image`` is below 32.
     """
     side = image // STRIDE
     if side < 1:

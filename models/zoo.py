@@ -209,9 +209,6 @@ ZOO: Mapping[str, ZooEntry] = MappingProxyType({e.name: e for e in _ENTRIES})
 def entry(name: str) -> ZooEntry:
     """Return what the zoo knows of a network: its sizes with their defaults, and functions that make the network and
     a batch.
-
-    Raises:
-        ZooError: the zoo has no network with this name. The message lists the names.
     """
     check_known(name)
     return ZOO[name]
@@ -222,9 +219,6 @@ def build(name: str, **sizes: int | None) -> nn.Module:
 
     ``sizes``: values for some of the names in `SIZES`, such as ``depth``. Missing sizes, and those that are None, get
     the network's defaults.
-
-    Raises:
-        ZooError: the zoo has no network with this name, or the network cannot have these sizes.
     """
     row = entry(name)
     return row.make(row.complete(sizes))
@@ -239,9 +233,6 @@ def example_inputs(
     ``batch``, ``image``, ``sizes``: values for some of the names in `SIZES`, such as ``tokens``. Missing sizes, and
     those that are None, get the network's defaults. ``seed``: of a new generator, so torch's global generator does
     not change.
-
-    Raises:
-        ZooError: the zoo has no network with this name, or the network cannot have these sizes.
     """
     row = entry(name)
     stated = {"batch": batch, "image": image, **sizes}

@@ -68,15 +68,6 @@ class BackgroundSearch:
     ) -> bool:
         """Start a search in the other process. Return whether it was started; it is not if the process cannot be
         started or reached.
-
-        Args:
-            problem: the planning problem.
-            budget: bytes.
-            strategy: the name of a strategy.
-            options: the strategy's options, as for `registry.strategy`.
-            starts: known plans of the problem to start from.
-            heard: called in another thread, with a better plan (or None) and with whether the search has ended. It is
-                called once at the end of every search, even if the process crashes.
         """
         number = {name: k for k, name in enumerate(problem.op)}
         with self._lock:

@@ -35,16 +35,7 @@ SWITCHES = {"on": True, "off": False}
 
 
 def strategy(name: str, **options: object) -> Strategy:
-    """Return a strategy (an algorithm that chooses a plan) by its name, with options.
-
-    Args:
-        name: the strategy's name, such as ``auto`` or ``anneal``.
-        options: the strategy's fields by name. A number may be passed as text, as the command line does. ``time_limit``
-            may be passed to every strategy; those without a search ignore it.
-
-    Raises:
-        UsageError: the name or an option is unknown (the message lists the known ones), or a value is invalid.
-    """
+    """Return a strategy (an algorithm that chooses a plan) by its name, with options."""
     kind = STRATEGIES.get(name)
     if kind is None:
         raise UsageError(f"unknown strategy {name!r}; known: {', '.join(STRATEGIES)}")
@@ -62,11 +53,7 @@ def strategy(name: str, **options: object) -> Strategy:
 
 
 def checked(one: Strategy) -> Strategy:
-    """Return a strategy whose fields were stated in Python.
-
-    Raises:
-        UsageError: a field has a value that it cannot have.
-    """
+    """Return a strategy whose fields were stated in Python."""
     hints = typing.get_type_hints(type(one))
     for f in fields(one):
         kind, value = hints[f.name], getattr(one, f.name)

@@ -29,14 +29,6 @@ Answer = dict[str, Any]
 def plan_of(problem: TrainingGraph, answer: Mapping[str, Any], budget: int) -> Plan:
     """Return the plan that an answer of the worker process describes (see `message_of`). The plan's peak and cost are
     not read from the answer, but simulated.
-
-    Args:
-        problem: the problem that was searched.
-        answer: the worker's answer, with ``runs``, ``strategy``, ``lower_bound`` and ``status``.
-        budget: bytes; recorded in the plan.
-
-    Raises:
-        ProblemError, ValueError, LookupError: the answer does not describe a valid plan.
     """
     names = list(problem.op)
     plan = plan_from_runs(problem, [names[k] for k in answer["runs"]], str(answer["strategy"]))

@@ -79,11 +79,6 @@ def serve(first: Answer, waiting: queue.Queue[Answer], answer: Callable[[Answer]
     Each new request first gets short searches, which interrupt the longer searches of earlier requests. The latest
     request is served first, because its tensor sizes are the most likely to occur again. A request that fails is
     answered with the error.
-
-    Args:
-        first: the first request.
-        waiting: a queue to which another thread adds further requests.
-        answer: sends an answer to the parent process.
     """
     requests: list[Answer] = [first]
     begun: list[tuple[object, SearchJob, Iterator[Answer]]] = []

@@ -77,11 +77,6 @@ class PlanningBackend:
 
         A graph with symbolic sizes is compiled once for all sizes (`SymbolicGraph`). If its ops depend on the value of
         a size, the sizes are fixed to their present values, so that TorchDynamo compiles again for other sizes.
-
-        Raises:
-            InfeasibleBudget: no plan fits the budget, and the option ``on_infeasible`` says that this is an error. By
-                default it is an error only while the compiled function has no plan yet.
-            ModelError: the graph has symbolic sizes, and ``dynamic`` is false.
         """
         self._say_limit()
         if any(isinstance(given, torch.SymInt) for given in inputs):
@@ -101,14 +96,7 @@ class PlanningBackend:
     def compile(
         self, module: fx.GraphModule, inputs: Sequence[Any], partition: Callable[..., Any]
     ) -> Callable[..., Any]:
-        """Compile a graph of forward ops, and return the compiled function.
-
-        Args:
-            module: the graph of forward ops.
-            inputs: example inputs: tensors, and integers or symbolic sizes.
-            partition: splits the joint graph (forward and backward) that AOTAutograd makes of ``module`` into a forward
-                and a backward graph, as `default_partition` of PyTorch does.
-        """
+        """Compile a graph of forward ops, and return the compiled function."""
         compiled: Any
         if self.compiler == "eager":
             # Random draws are kept even if nothing reads them: later draws depend on the generator's state.
@@ -132,18 +120,7 @@ class PlanningBackend:
         parameters: Shapes = (),
         **_: Any,
     ) -> tuple[fx.GraphModule, fx.GraphModule]:
-        """Plan a joint graph (forward and backward), and return the graphs of its forward and its backward.
-
-        Args:
-            joint: the graph of forward and backward together.
-            inputs: not used; AOTAutograd passes it to every partitioner.
-            num_fwd_outputs: how many of the joint graph's results the forward returns; the others are gradients.
-            parameters: the shapes of the parameters among the graph's inputs.
-
-        Raises:
-            InfeasibleBudget: no plan fits the budget, and the option ``on_infeasible`` says that this is an error. By
-                default it is an error only while the compiled function has no plan yet.
-        """
+        """Plan a joint graph (forward and backward), and return the graphs of its forward and its backward."""
         del inputs
         step = read_flat_joint_graph(joint, num_fwd_outputs, f"graph {len(self.plans)}")
         planner = replace(self.planner, scope=self.scope(step, parameters))
@@ -173,13 +150,6 @@ class PlanningBackend:
         By default, an error is raised if no graph of the same function (a frame of TorchDynamo) has had a plan so
         far. If one has, as when the function is compiled again for other sizes, the result is the plan with the
         smallest peak that was found, and a warning is given if this peak exceeds the budget.
-
-        Args:
-            planner: plans the step.
-            step: the captured step of the graph that is being compiled.
-
-        Raises:
-            InfeasibleBudget: no plan fits the budget, and ``on_infeasible`` says that this is an error.
         """
         present = CompileContext.current_compile_id()
         frame = None if present is None else present.frame_id

@@ -55,14 +55,7 @@ class Compiler(Protocol):
     def compile(
         self, module: fx.GraphModule, inputs: Sequence[Any], partition: Partition
     ) -> Callable[..., Any]:
-        """Compile a graph of forward ops, and return the compiled function.
-
-        Args:
-            module: the graph of forward ops.
-            inputs: example inputs: tensors, and integers or symbolic sizes.
-            partition: splits the joint graph (forward and backward) that AOTAutograd makes of ``module`` into a forward
-                and a backward graph.
-        """
+        """Compile a graph of forward ops, and return the compiled function."""
 
     def scope(self, step: CapturedStep, parameters: Shapes) -> str:
         """Return a key for ``step``. Steps with equal keys share a budget: a percentage is converted to bytes for the
@@ -149,12 +142,6 @@ class SymbolicGraph:
     def __call__(self, *given: Any) -> Any:
         """Run the graph with the plan for the sizes of its inputs, and return its results. Sizes that occur for the
         first time are planned first.
-
-        Raises:
-            InfeasibleBudget: no plan fits the budget at new sizes, and the user's option ``on_infeasible`` asks for an
-                error in this case.
-            ModelError: new sizes need another plan, and the graph that was compiled for it is not valid for these
-                sizes.
         """
         if self.step is None:  # without a backward there is no plan
             return self.first(*given)
@@ -177,11 +164,6 @@ class SymbolicGraph:
     def _version(self, sizes: InputSizes) -> _Version:
         """Plan the step for sizes that occur for the first time, and return the graph that is compiled for the plan.
         Compile it if there is none yet.
-
-        Raises:
-            InfeasibleBudget: no plan fits the budget, and the user's option ``on_infeasible`` asks for an error in this
-                case.
-            ModelError: the graph that was compiled for the plan is not valid for these sizes.
         """
         known = [version for version in self.versions if version.holds(*sizes[0])]
         plan = plan_at_sizes(self.planner, self._step_at(sizes), [version.schedule for version in known])

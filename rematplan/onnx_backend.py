@@ -54,14 +54,7 @@ class OnnxModelRep(BackendRep):
         return OnnxModule(graph, seed=None).to(self.device)
 
     def run(self, inputs: Any, **_: Any) -> tuple[Any, ...]:
-        """Run the model without gradients, and return its outputs as NumPy arrays, in the graph's order.
-
-        Args:
-            inputs: arrays in the order of the graph's inputs, or a dictionary of arrays by input name.
-
-        Raises:
-            ModelError: the inputs do not fit the model.
-        """
+        """Run the model without gradients, and return its outputs as NumPy arrays, in the graph's order."""
         values = self.module.graph.inputs
         arguments = [inputs[v.name] for v in values] if isinstance(inputs, dict) else list(inputs)
         arrays = [np.asarray(array) for array in arguments]
@@ -81,12 +74,7 @@ class RematplanBackend(Backend):
 
     @classmethod
     def prepare(cls, model: onnx.ModelProto, device: str = "CPU", **_: Any) -> OnnxModelRep:
-        """Return the model, ready to run on ``device``: ``CPU`` or ``CUDA``.
-
-        Raises:
-            Refused: an op is not supported; an op's result is random; a value has a type that torch cannot compute
-                with; or the model has an inverse two-sided DFT, for which ONNX's expected results are too inexact.
-        """
+        """Return the model, ready to run on ``device``: ``CPU`` or ``CUDA``."""
         kind = "cuda" if Device(device).type == DeviceType.CUDA else "cpu"
         try:
             return OnnxModelRep(model, torch.device(kind))
@@ -100,10 +88,6 @@ class RematplanBackend(Backend):
         """Prepare a model, run it once, and return its outputs as NumPy arrays, in the graph's order.
 
         ``inputs``: arrays in the order of the graph's inputs. ``device``: ``CPU`` or ``CUDA``.
-
-        Raises:
-            Refused: the backend does not run the model, as in `prepare`.
-            ModelError: the inputs do not fit the model.
         """
         return cls.prepare(model, device, **options).run(inputs)
 
@@ -135,9 +119,6 @@ def _check_comparable(graph: Graph) -> None:
     Two kinds of models are refused: those with random results, since torch and NumPy draw different numbers, and those
     with an inverse two-sided DFT, whose expected results are too inexact. A dropout is accepted only if the model's
     attributes and constants prove that it is inactive.
-
-    Raises:
-        ModelError: the model is refused; the message names the node.
     """
     constants = {w.name: w for w in graph.weights if w.role == "constant"}
     for node in graph.nodes:

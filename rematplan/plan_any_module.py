@@ -294,10 +294,8 @@ def asked_of(
     split: object = UNSPLIT,
     **others: Any,
 ) -> ModuleOptions:
-    """Return the keywords of `plan_module` for a model as one object. ``args``, ``kwargs``: of a first call, if known.
-
-    Raises:
-        UsageError: a keyword is unknown, a value is malformed, or two exclude each other.
+    """Return the keywords of `plan_module` for a model as one object. ``args``, ``kwargs``: of a first call,
+    if known.
     """
     known = {one.name for one in fields(PlanOptions)}
     if unknown := sorted(others.keys() - known):
@@ -326,9 +324,6 @@ def make_first_plans(
     """Make the plans for a first call, and for the ranges of sizes that the user states.
 
     ``planned``: the planned module of ``model``. ``args``, ``kwargs``: the arguments of the call.
-
-    Raises:
-        InfeasibleBudget, ModelError, ProblemError, UnfitSizes, UsageError: as `plan_module`.
     """
     for positional, named in asked.shapes.first_calls(model, args, kwargs):
         Planning(planned).prepare(*positional, **named)

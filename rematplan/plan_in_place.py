@@ -202,11 +202,7 @@ class InPlace(HasRunner):
         self._say(plan.peak, plan.budget or plan.peak, plan.estimate.overhead, searching)
 
     def check_parts(self) -> None:
-        """Refuse options that parts cannot have.
-
-        Raises:
-            UsageError: there is such an option.
-        """
+        """Refuse options that parts cannot have."""
         asked, options = self.asked, self.asked.options
         excluded = {
             "statistics": asked.statistics is not None,
@@ -220,11 +216,7 @@ class InPlace(HasRunner):
             raise UsageError(f"{name} cannot be combined with plans of several modules")
 
     def _parts(self, error: ModelError | None = None) -> PlannedParts:
-        """Return what runs the model in parts. ``error``: why the whole model cannot be captured, if it was tried.
-
-        Raises:
-            UsageError: there is an option that parts cannot have.
-        """
+        """Return what runs the model in parts. ``error``: why the whole model cannot be captured, if it was tried."""
         self.check_parts()
         names = self.modules
         found = {n: self.model.get_submodule(n) for n in names} if names else modules_to_try(self.model)

@@ -184,11 +184,6 @@ def load_model(
     """Load a network of the zoo or an ONNX file with a loss and a random batch, without capturing its training step.
 
     The arguments are those of `load_step`.
-
-    Raises:
-        UsageError: as `load_step`.
-        ModelError: the file cannot be read.
-        ZooError: sizes that the network cannot have.
     """
     forms, place = Forms(bn, dropout), _device(device)
     if isinstance(model, str) and model in ZOO:
@@ -211,11 +206,7 @@ def load_model(
 
 
 def _device(name: str) -> torch.device:
-    """Return the torch device called ``name``.
-
-    Raises:
-        UsageError: the name is not that of a CPU or CUDA device of this machine.
-    """
+    """Return the torch device called ``name``."""
     try:
         device = torch.device(name)
     except RuntimeError:
@@ -313,9 +304,6 @@ def _random_input(value: Value, generator: torch.Generator) -> torch.Tensor:
 
     Floating-point numbers are normally distributed, booleans are all true, and integers are 0 or 1, so that they are
     valid indices into any dimension of two or more elements.
-
-    Raises:
-        ModelError: the tensor does not fit into memory.
     """
     dtype = torch_dtype(value.dtype, f"the graph input {value.name!r}")
     shape = value.shape or ()

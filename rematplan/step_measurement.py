@@ -134,12 +134,6 @@ def measure_plans(
 
     Plans on two lanes (CUDA streams or threads) run on one lane. Compare times within a round only: a slow period of
     the machine slows all plans of that round alike. The module's state is restored at the end.
-
-    Returns:
-        One `MeasuredPlan` for each plan, in order, then one for plain autograd.
-
-    Raises:
-        UsageError: the step was loaded without weights.
     """
     _check_runs(loaded)
     calls = {str(k): _one_lane(loaded, plan) for k, plan in enumerate(plans)} | {
@@ -171,9 +165,6 @@ def _peak_above_entry(loaded: LoadedStep, run: Callable[[], None]) -> int:
 def planned_step(loaded: LoadedStep, plan: Plan) -> nn.Module:
     """Return a planned module that runs a step as `plan_module` would: it shares the parameters and buffers of
     ``loaded.module``, and returns the loss.
-
-    Raises:
-        ProblemError: the plan is of another problem.
     """
     made = StepPlan(loaded.step, plan)
     options = PlanOptions(budget=plan.peak, costs=ROOFLINE)

@@ -34,11 +34,7 @@ class SymbolicJointGraph:
         self.step = read_flat_joint_graph(joint, outputs, name, self.table)
 
     def opened(self) -> OpenStep:
-        """Return the step as a function of its symbolic sizes.
-
-        Raises:
-            NotSymbolic: the ops depend on the value of a size.
-        """
+        """Return the step as a function of its symbolic sizes."""
         return OpenStep.of_graph(self.step, self.table)
 
     def halves(self, schedule: Schedule) -> Halves:
@@ -78,9 +74,6 @@ class _SizeNodes:
         """Return the node of this half that computes the same size as the node ``of`` of the joint graph.
 
         If this half has no such node, it is added.
-
-        Raises:
-            NotSymbolic: the size is computed from something other than sizes.
         """
         of = self.of.get(of.meta["val"].node.expr, of)
         found = self.made.get(of.name)
@@ -111,13 +104,6 @@ def give_sizes(module: fx.GraphModule, joint: fx.GraphModule) -> dict[str, fx.No
 
     It is needed because the forward graph is called with the inputs of the joint graph (forward and backward), sizes
     included.
-
-    Args:
-        module: the forward graph.
-        joint: the joint graph.
-
-    Returns:
-        The new input nodes of the forward graph, by the name of the joint graph's input; empty if no input is a size.
     """
     own = iter(module.graph.nodes)
     here, given = next(own), {}
@@ -137,14 +123,7 @@ def fill(
     sizes: Mapping[str, fx.Node],
     more: Sequence[fx.Node] = (),
 ) -> None:
-    """Insert the results of a joint graph that are no tensors (sizes and constants) into a half's outputs, in place.
-
-    Args:
-        module: the forward or the backward graph. Its outputs are the tensors among ``results``, in order.
-        results: the results of the joint graph that this half returns: nodes, and constants such as None.
-        sizes: the half's nodes of results that are sizes, by the name of the joint graph's node.
-        more: further outputs, which are appended.
-    """
+    """Insert the results of a joint graph that are no tensors (sizes and constants) into a half's outputs, in place."""
     output = module.graph.find_nodes(op="output")[0]
     given = iter(output.args[0])
 

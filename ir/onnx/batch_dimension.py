@@ -20,14 +20,6 @@ def with_batch(
     dimensions with the same symbol are batch dimensions, too. If all inputs have fixed shapes and ``dims`` has a size
     for ``"batch"``, the batch dimensions are the first dimensions of that input and of all inputs whose first dimension
     has the same size. They become symbolic, with the name ``batch``.
-
-    Args:
-        inputs: the inputs as the file declares them.
-        dims: the sizes that the user states for symbolic dimensions, by name.
-
-    Returns:
-        the inputs, a copy of ``dims``, and the batch. The batch is None unless its size in ``dims`` differs from the
-        size for which the file was exported: the fixed size, or 1 if the dimension is symbolic.
     """
     first = next((d for d in inputs if d.shape), None)
     if first is None or not first.shape:

@@ -15,15 +15,8 @@ MOST_ELEMENTS = 1 << 48  # the most elements of a tensor: 1000 times what any me
 def bound_inputs(
     inputs: Sequence[Declared], dims: Mapping[str, int]
 ) -> tuple[tuple[Value, ...], dict[str, int]]:
-    """Replace the symbolic dimensions of the inputs by sizes. Return the inputs, and the size of each symbol by name.
-
-    Args:
-        inputs: the inputs as the file declares them.
-        dims: the sizes of symbolic or unknown dimensions: by symbol, or by ``INPUT.AXIS``.
-
-    Raises:
-        ModelError: a dimension has no size, an input declares no shape, or an input would be too large.
-        UsageError: a size is not a positive integer, or no dimension has that name.
+    """Replace the symbolic dimensions of the inputs by sizes. Return the inputs, and the size of each symbol
+    by name.
     """
     for name, size in dims.items():
         if isinstance(size, bool) or not isinstance(size, int) or size < 1:

@@ -30,10 +30,6 @@ def captured(name: str, bodies: Mapping[str, Mapping[str, Body]]) -> tuple[str, 
     """Return the names of the values that a node's subgraphs read from the graphs around them.
 
     Subgraphs nested in the node's subgraphs are included.
-
-    Args:
-        name: the node's name.
-        bodies: all subgraphs of the file: by the name of the node, then by the attribute that contains the subgraph.
     """
     found: dict[str, None] = {}
     for body in bodies.get(name, {}).values():
@@ -46,20 +42,7 @@ def captured(name: str, bodies: Mapping[str, Mapping[str, Body]]) -> tuple[str, 
 def without_subgraphs(
     draft: Draft, inputs: Sequence[Value], bound: Mapping[str, int]
 ) -> tuple[Draft, tuple[str, ...]]:
-    """Replace every If of an ONNX graph by its branch, and unroll every Loop and Scan.
-
-    Args:
-        draft: the file's content; its nodes must be in topological order.
-        inputs: the graph's inputs, with known shapes.
-        bound: sizes of symbolic dimensions, by name.
-
-    Returns:
-        the new content, and notes for the user: one that says how many nodes with subgraphs were replaced, or none.
-
-    Raises:
-        ModelError: a condition or length depends on data, another op has a subgraph, a subgraph is not valid, or the
-            result would be too large.
-    """
+    """Replace every If of an ONNX graph by its branch, and unroll every Loop and Scan."""
     if not draft.bodies:
         return draft, ()
     shapes = {name: tuple(bound.get(str(d), d) for d in dims) for name, dims in draft.stated.items()}
@@ -111,9 +94,6 @@ class _Unrolling:
         """Append nodes to the new graph; nodes with subgraphs are replaced first.
 
         ``names``: the new graph's name for each value whose name changes.
-
-        Raises:
-            ModelError: a node with a subgraph is not an If, Loop or Scan, or cannot be replaced.
         """
         for node in nodes:
             inputs = tuple(names.get(i, i) for i in node.inputs)
@@ -128,11 +108,7 @@ class _Unrolling:
             EXPANSIONS[node.op](self, replace(node, inputs=inputs, outputs=outputs), bodies, names)
 
     def append(self, node: Node) -> None:
-        """Append a node without subgraphs, and record its outputs in ``known`` if they are small constants.
-
-        Raises:
-            ModelError: the new graph has too many nodes.
-        """
+        """Append a node without subgraphs, and record its outputs in ``known`` if they are small constants."""
         if len(self.nodes) >= MAX_NODES:
             raise ModelError(
                 f"node {node.name!r}: its unrolled loops have more than {MAX_NODES} nodes, the most allowed"
@@ -170,12 +146,6 @@ class _Unrolling:
 
         Each call gives new names to the values that the nodes write. The subgraph's initialisers get the same names in
         all calls, so that all iterations of a loop read the same weights.
-
-        Args:
-            node: the node that has the subgraph.
-            body: the subgraph.
-            arguments: for each input of the subgraph, the value of the new graph to use, by name.
-            names: the new graph's name for each renamed value around the subgraph.
         """
         self.fresh += 1
         inner = {**names, **arguments}
@@ -211,9 +181,6 @@ class _Unrolling:
         """Return the value named ``name`` as an integer; a truth value gives 0 or 1.
 
         ``node``, ``what``: the node that needs the value, and the value's purpose, for messages.
-
-        Raises:
-            ModelError: the value depends on data, or is not a single integer or truth value.
         """
         value = self.value(node, name, what)
         if value.size != 1 or value.dtype.kind not in "biu":
@@ -232,11 +199,7 @@ class _Unrolling:
         self.emit(node, "Concat", rows, output, axis=axis)
 
     def check(self) -> None:
-        """Check that every value that a node of the new graph reads is an input, stored, or written by a node.
-
-        Raises:
-            ModelError: nothing writes a value that a node reads.
-        """
+        """Check that every value that a node of the new graph reads is an input, stored, or written by a node."""
         written = {o for n in self.nodes for o in n.outputs} | self.initialisers.keys()
         written |= {v.name for v in self.draft.inputs} | {""}
         for node in self.nodes:
@@ -260,10 +223,6 @@ def _body(node: Node, bodies: Mapping[str, Body], name: str, inputs: int, output
     """Return the subgraph in the attribute ``name`` of a node.
 
     ``bodies``: the node's subgraphs by attribute.
-
-    Raises:
-        ModelError: the node has no such attribute, or the subgraph does not have exactly ``inputs`` inputs and at least
-            ``outputs`` outputs.
     """
     body = bodies.get(name)
     if body is None:

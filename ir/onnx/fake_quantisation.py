@@ -26,13 +26,6 @@ _GRID = ("axis", "block_size")
 def with_fake_quantisation(nodes: Sequence[Node], source: Source) -> tuple[tuple[Node, ...], tuple[str, ...]]:
     """Replace each DequantizeLinear that reads what a QuantizeLinear of the same scale and zero point writes by a
     FakeQuantize of the real numbers. Torch's exporter may write a Clip of the integers between the two.
-
-    Args:
-        nodes: in topological order. A QuantizeLinear whose result is not read any longer is still among the new ones.
-        source: returns the known tensor of a name; None if there is none.
-
-    Returns:
-        the new nodes, and a note for the user if there are joined ones.
     """
     writers = {o: node for node in nodes if not node.domain for o in node.outputs if o}
     new = tuple(_joined(node, writers, source) or node for node in nodes)

@@ -46,15 +46,7 @@ class Repetition:
 
 
 def restore_repeated_weights(edit: Edit, evidence: Evidence) -> int:
-    """Replace each initialiser that repeats the elements of a weight by that weight and nodes that repeat it.
-
-    Args:
-        edit: the file's content, changed in place.
-        evidence: decides which initialisers the exporter computed from trained weights.
-
-    Returns:
-        the number of initialisers replaced.
-    """
+    """Replace each initialiser that repeats the elements of a weight by that weight and nodes that repeat it."""
     made: dict[str, list[Node]] = {}
     for name in tuple(edit.initialisers):
         array = edit.float_weight(name)
@@ -115,13 +107,7 @@ def _broadcast_source(edit: Edit, array: Array) -> str:
 
 
 def repetition_of(values: np.ndarray, expanded: bool = False) -> Repetition | None:
-    """Find out from a tensor's values how it repeats a smaller weight; None if no repetition is found.
-
-    Args:
-        values: the tensor.
-        expanded: whether the tensor is known to repeat a weight along its first axis. This is used only if all values
-            are equal, because then the values do not show what repeats.
-    """
+    """Find out from a tensor's values how it repeats a smaller weight; None if no repetition is found."""
     wide = values.astype(np.float64)
     base, mask = _without_mask(values, wide)
     repeated = [n > 1 and bool((base == base.take([0], at)).all()) for at, n in enumerate(base.shape)]
@@ -162,12 +148,7 @@ def _without_mask(values: np.ndarray, wide: np.ndarray) -> tuple[np.ndarray, np.
 
 
 def _rows(values: np.ndarray) -> tuple[np.ndarray, np.ndarray, int] | None:
-    """Write a tensor as a matrix of its distinct vectors along one axis, the axis for which the matrix is smallest.
-
-    Returns:
-        the matrix (distinct vectors, length of the axis); the number of the vector at each position, in the tensor's
-        shape without the axis; and the axis. None if along no axis a vector occurs twice.
-    """
+    """Write a tensor as a matrix of its distinct vectors along one axis, the axis for which the matrix is smallest."""
     best = None
     for axis, length in enumerate(values.shape):
         flat = np.moveaxis(values, axis, -1).reshape(-1, length)
@@ -190,12 +171,6 @@ def _replacement(edit: Edit, array: Array, repetition: Repetition, version: int)
 
     The weight gets its original name if an expand of a single weight made the tensor. Otherwise it gets the tensor's
     name with ``.weight`` appended.
-
-    Args:
-        edit: the file's content, changed in place; the nodes are not yet inserted.
-        array: the tensor that repeats the weight.
-        repetition: how the tensor is computed from the weight.
-        version: the opset of the nodes.
     """
     del edit.initialisers[array.name]
     folded_from = edit.origins.get(array.name, Origin()).folded_from

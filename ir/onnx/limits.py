@@ -19,11 +19,7 @@ NEWEST_IR, NEWEST_OPSET = 14, 28
 
 
 def check_versions(proto: onnx.ModelProto) -> None:
-    """Check that an ONNX file is of versions whose meaning is known. A newer one may have changed any operator.
-
-    Raises:
-        ModelError: the file's IR version or the version of ONNX's own operators is newer.
-    """
+    """Check that an ONNX file is of versions whose meaning is known. A newer one may have changed any operator."""
     opsets = (o.version for o in proto.opset_import if o.domain in ("", "ai.onnx"))
     for what, version, newest in (
         ("IR version", proto.ir_version, NEWEST_IR),
@@ -39,9 +35,6 @@ def check_tensors(proto: onnx.ModelProto) -> None:
     """Check that the data of each tensor in an ONNX file match its shape, before memory is allocated for the shape.
 
     Tensors in subgraphs and local functions are included. Of external tensors only offset and length are checked.
-
-    Raises:
-        ModelError: the data of a tensor do not match, a shape or data type is invalid, or a tensor is sparse.
     """
     if proto.graph.sparse_initializer:
         raise ModelError("sparse initialisers are not supported")
@@ -94,11 +87,7 @@ def _check_tensor(tensor: onnx.TensorProto) -> None:
 
 
 def check_types(graph: onnx.GraphProto) -> None:
-    """Check that every graph input and output that states a type is a dense tensor.
-
-    Raises:
-        ModelError: one of them is not; the message names it.
-    """
+    """Check that every graph input and output that states a type is a dense tensor."""
     for kind, values in (("input", graph.input), ("output", graph.output)):
         for value in values:
             stated = value.type.WhichOneof("value") or "tensor_type"
@@ -111,10 +100,6 @@ def check_names(graph: onnx.GraphProto) -> None:
     """Check that in a graph every value is written once, and that every value that is read is written.
 
     Inputs and initialisers count as written, graph outputs as read. Subgraphs are not checked.
-
-    Raises:
-        ModelError: a value is written twice, or read but not written; two inputs or two initialisers have the same
-            name; or a node has no printable op type.
     """
     _once((i.name for i in graph.input), "graph inputs")
     _once((t.name for t in graph.initializer), "initialisers")
@@ -148,9 +133,6 @@ def _label(node: onnx.NodeProto) -> str:
 def check_expansion(proto: onnx.ModelProto) -> None:
     """Check that a model's local functions do not call themselves, are nested at most 100 deep, and expand to at
     most `MAX_FUNCTION_NODES` nodes.
-
-    Raises:
-        ModelError: one of these does not hold; the message says which.
     """
     bodies = {(f.domain, f.name, f.overload): f for f in proto.functions}
     size: dict[tuple[str, str, str], int] = {}

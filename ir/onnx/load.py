@@ -40,19 +40,7 @@ COUNTERS = "num_batches_tracked"  # part of the name of a step counter of torch'
 
 
 def load_onnx(path: Path | str, dims: Mapping[str, int] | None = None, forms: Forms = AS_IS) -> Graph:
-    """Load the forward graph of an ONNX file.
-
-    Args:
-        path: the file. External data are expected next to it, and read when a weight is loaded.
-        dims: sizes of symbolic input dimensions, by name; ``INPUT.AXIS`` names any dimension that is not fixed. If
-            all dimensions are fixed, ``batch`` names the first dimension of the inputs and gives it another size.
-        forms: whether batch norms and dropouts are put into training or inference form.
-
-    Raises:
-        ModelError: the file is not a valid ONNX model, contains something that cannot be trained, or an input
-            dimension has no size.
-        UsageError: ``dims`` names a dimension that the model does not have, or a size is not positive.
-    """
+    """Load the forward graph of an ONNX file."""
     path = Path(path)
     draft = read_onnx(path)
     try:
@@ -62,16 +50,7 @@ def load_onnx(path: Path | str, dims: Mapping[str, int] | None = None, forms: Fo
 
 
 def graph_from_proto(proto: Any, dims: Mapping[str, int] | None = None) -> Graph:
-    """Load the forward graph of an ONNX model in memory.
-
-    Args:
-        proto: an ``onnx.ModelProto``. External data are searched in the current folder.
-        dims: sizes of symbolic input dimensions by name, as for `load_onnx`.
-
-    Raises:
-        ModelError: the model is not valid, or an input dimension has no size.
-        UsageError: ``dims`` names a dimension that the model does not have, or a size is not positive.
-    """
+    """Load the forward graph of an ONNX model in memory."""
     draft = read_proto(proto, Path("the model"))
     try:
         return _graph(draft, dict(dims or {}), AS_IS)
@@ -111,9 +90,6 @@ def _sorted(draft: Draft) -> tuple[Node, ...]:
     """Return the nodes of a file in topological order: of the nodes that can run next, the first in the file.
 
     What the subgraphs of a node read counts as read by the node.
-
-    Raises:
-        ModelError: the graph has a cycle.
     """
     writer = {name: i for i, node in enumerate(draft.nodes) for name in node.outputs if name}
     reads = [(*roles.reads(n), *captured(n.name, draft.bodies)) for n in draft.nodes]
@@ -143,9 +119,6 @@ def _without_aliases(nodes: Sequence[Node], draft: Draft) -> tuple[tuple[Node, .
 
     An Identity that writes a graph output remains, so that the output's name does not change, but other nodes read its
     input instead of its output.
-
-    Returns:
-        the remaining nodes, and the names of the graph outputs.
     """
     outputs = tuple(d.name for d in draft.outputs)
     alias: dict[str, str] = {}
@@ -229,9 +202,6 @@ class _Work:
 
         Some exporters do not store a weight, but write a node that fills it with one value. ``known``: constants by
         name.
-
-        Raises:
-            ModelError: the shape of the filled tensor is not valid or too large.
         """
         if node.op != "ConstantOfShape" or node.domain or node.inputs[0] not in known:
             return False
@@ -292,12 +262,6 @@ def _weights(work: _Work, draft: Draft, nodes: Sequence[Node], outputs: Sequence
 
     First come the tensors stored in the file, then weights that nodes fill with one value, then results of folding. If
     no tensor is a parameter by the rules of `weight_roles`, folded tensors that layers read as weights are parameters.
-
-    Args:
-        work: the known tensors, after folding.
-        draft: the file's content.
-        nodes: the nodes that remain after folding.
-        outputs: the names of the graph outputs.
     """
     used = roles.uses(nodes)
     trained = roles.differentiable_values(nodes, outputs)

@@ -35,11 +35,7 @@ logging.getLogger("onnx_ir").setLevel(logging.ERROR)  # what it warns of is refu
 
 
 def read_onnx(path: Path) -> Draft:
-    """Read an ONNX file as plain data, with functions inlined.
-
-    Raises:
-        ModelError: the file cannot be read, is not ONNX, or violates the format; the message names the file.
-    """
+    """Read an ONNX file as plain data, with functions inlined."""
     return read_proto(_parse(path), path)
 
 
@@ -47,9 +43,6 @@ def read_proto(proto: onnx.ModelProto, path: Path) -> Draft:
     """Convert an ONNX model in memory to plain data, with functions inlined.
 
     ``path``: names the model in messages; external data are expected next to it.
-
-    Raises:
-        ModelError: the model violates the format.
     """
     try:
         check_versions(proto)
@@ -71,11 +64,7 @@ def read_proto(proto: onnx.ModelProto, path: Path) -> Draft:
 
 
 def _parse(path: Path) -> onnx.ModelProto:
-    """Parse an ONNX file. Return its protobuf message, which has a graph with nodes or outputs.
-
-    Raises:
-        ModelError: the file cannot be read, is empty, truncated or not ONNX, or has no graph.
-    """
+    """Parse an ONNX file. Return its protobuf message, which has a graph with nodes or outputs."""
     try:
         data = Path(path).read_bytes()
     except OSError as error:
@@ -259,9 +248,6 @@ def _check_signature(node: Any, name: str, domain: str, version: int) -> None:
     """Check that a node has the inputs and the kinds of attributes that ONNX's schema of its op demands.
 
     Ops that ONNX has no schema for are not checked here: they are refused later if they cannot be run.
-
-    Raises:
-        ModelError: too few or too many inputs, a missing input, or an attribute of another kind.
     """
     try:
         schema = onnx.defs.get_schema(node.op_type, version, domain)
@@ -337,14 +323,6 @@ def _external(name: str, tensor: Any, path: Path) -> Any:
 
     The data must be in the folder of the model. If the model's file is a symbolic link (as in the cache of a download
     tool), the folder of the link's target is allowed too.
-
-    Args:
-        name: names the tensor in messages.
-        tensor: an ``onnx_ir.ExternalTensor``.
-        path: the model's file.
-
-    Raises:
-        ModelError: the data are outside of these folders, cannot be read, or do not have the tensor's size.
     """
     what = f"initialiser {name!r}: external data {str(tensor.location)!r}"
     location = Path(str(tensor.location))

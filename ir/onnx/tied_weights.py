@@ -40,9 +40,6 @@ def untangled(draft: Draft) -> tuple[Draft, tuple[str, ...]]:
     their values are equal are separated. Tensors that repeat a weight's elements are computed from the weight.
 
     ``draft``: the file's content; its nodes must be in topological order.
-
-    Returns:
-        the new content, and notes for the user about what was changed.
     """
     edit = Edit(dict(draft.initialisers), dict(draft.origins), list(draft.nodes), dict(draft.scopes))
     restored = _restore_folded(edit, draft)
@@ -136,13 +133,6 @@ def _source(
     """Return the original name of a weight that is stored transposed or reshaped, or '' if it is not recognised.
 
     The name is the one that the exporter recorded, or that of an embedding table with the same values.
-
-    Args:
-        edit: the file's content.
-        view: the form in which the weight may be stored.
-        copy: the stored tensor.
-        scope: the module and torch operator of the node that reads it.
-        tables: names of embedding tables, by shape.
     """
     shape = view.shape(copy.shape)
     if shape is None:
@@ -216,9 +206,6 @@ def _separate_aliases(edit: Edit) -> int:
 
     TorchScript writes an Identity for a weight that equals another one. It remains if the module tied the two. Files
     with a batch norm in training form are not changed: in this form TorchScript merges only tied weights.
-
-    Returns:
-        the number of new weights.
     """
     if any(_trains(node) for node in edit.nodes):
         return 0
@@ -267,9 +254,6 @@ def _separate_shared(edit: Edit) -> int:
 
     The initialiser's name says to which module it belongs. Each other module that reads it gets a new weight with equal
     values, if the weights are equal only by coincidence.
-
-    Returns:
-        the number of new weights.
     """
     modules: dict[str, dict[str, list[int]]] = defaultdict(lambda: defaultdict(list))
     for at, node in enumerate(edit.nodes):

@@ -52,14 +52,7 @@ class Forms:
 
 
 def in_form(draft: Draft, forms: Forms) -> tuple[Draft, tuple[str, ...]]:
-    """Put the batch norms and dropouts of an ONNX file's content into the forms ``forms``.
-
-    Returns:
-        the new content, and notes for the user about what was changed or not found.
-
-    Raises:
-        ModelError: a batch norm cannot be frozen, because other nodes read the statistics of the batch.
-    """
+    """Put the batch norms and dropouts of an ONNX file's content into the forms ``forms``."""
     notes: list[str] = []
     if forms.bn in BATCH_NORM:
         draft, count = _change_all(draft, "BatchNormalization", BATCH_NORM[forms.bn])
@@ -174,9 +167,6 @@ def _insert_folded_norms(draft: Draft) -> tuple[Draft, int]:
     """Insert a new batch norm after every convolution into which the exporter folded a batch norm.
 
     It has scale 1, the convolution's bias as shift, mean 0 and variance 1; the convolution loses its bias.
-
-    Returns:
-        the new content and the number of these convolutions.
     """
     initialisers, origins, nodes = dict(draft.initialisers), dict(draft.origins), []
     readers = Counter(i for n in draft.nodes for i in n.inputs)

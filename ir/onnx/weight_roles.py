@@ -166,11 +166,7 @@ class Differentiated:
 
 
 def differentiated(node: Node) -> Differentiated:
-    """Return the names in the attributes ``xs``, ``zs`` and ``y`` of an ONNX Gradient node.
-
-    Raises:
-        ModelError: ``xs`` is empty, or the number of names in ``xs`` and ``zs`` is not the node's number of inputs.
-    """
+    """Return the names in the attributes ``xs``, ``zs`` and ``y`` of an ONNX Gradient node."""
     stated: Any = node.attributes
     found = Differentiated(tuple(stated.get("xs", ())), tuple(stated.get("zs", ())), str(stated.get("y", "")))
     if not found.xs or len(found.xs) + len(found.zs) != len(node.inputs):

@@ -65,17 +65,6 @@ def polished(
     First, recomputations that the budget does not need are removed from the starts. Then a few short searches by
     annealing follow. Each plan yielded is cheaper than all before it and than all starts that fit. Nothing is yielded
     if nothing cheaper is found.
-
-    Args:
-        graph: the planning problem.
-        budget: in bytes.
-        starts: plans of the problem, within the budget or over it. Plans that the annealer cannot start from are
-            ignored.
-        seconds: CPU seconds of each anneal. With 0 and no ``moves``, there are no anneals.
-        moves: if not 0, each anneal makes this many random changes, and ``seconds`` is ignored. The plans are then
-            the same on every machine.
-        seed: the seed of the random changes.
-        keep_order: whether the first executions of all ops keep the problem's order.
     """
     compile_annealer()
     annealer = Annealer(graph, seed, keep_order)

@@ -78,13 +78,6 @@ class Annealer:
     def load(self, runs: Sequence[str], budget: int, price: float = 0.0) -> None:
         """Make ``runs`` the current sequence, within the budget or over it. The best sequence found so far is
         forgotten.
-
-        Args:
-            runs: names of ops and inverses, in order. Runs of ops that cannot be useful are left out.
-            budget: in bytes.
-            price: the initial price of a unit of bytes over the budget, such as the last `price` of an earlier search
-                at about this budget. With 0, it begins low. Then the search may lose a start that fits before the
-                price is high enough.
         """
         sequence = [self.number[name] for name in runs if name in self.number]
         self._seat(np.array(sequence, dtype=np.int64), float((budget - self.fixed) // self.unit))

@@ -36,13 +36,6 @@ def cheap_plan(
     The smallest such peak is bisected, between the smallest peak of any known plan and the smallest of a known cheap
     plan. For each budget tried, a search by simulated annealing gets an equal part of the effort and ends early once
     it has a cheap plan. Ctrl-C ends the bisection, and the best plan so far is returned.
-
-    Args:
-        graph: the planning problem.
-        known: plans of the problem to start from. They keep its order if ``keep_order`` is set.
-        effort: the time or number of moves that the searches may spend together.
-        seed: the seed of the random choices.
-        keep_order: whether the first executions of all ops keep the problem's order.
     """
     base = plan_from_runs(graph, [op.name for op in needed_ops(graph)], "store_all")
     least = min((*known, base), key=by_peak)
@@ -81,16 +74,6 @@ def refusal(
 ) -> InfeasibleBudget:
     """Return the error that no plan fits a budget. It names the smallest peak found, as a budget that works, and the
     smallest peak found for plans whose overhead is at most `CHEAP` (5 %).
-
-    Args:
-        strategy: the name of the strategy that found no plan.
-        graph: the planning problem.
-        budget: the refused budget in bytes.
-        least: the plan with the smallest peak found so far.
-        effort: the time or number of moves for finding the cheap plan.
-        known: why the budget is refused, a value of `Known`.
-        seed: the seed of the random choices.
-        keep_order: whether the first executions of all ops keep the problem's order.
     """
     cheap = cheap_plan(graph, [least], effort, seed=seed, keep_order=keep_order)
     least = min(least, cheap, key=by_peak)

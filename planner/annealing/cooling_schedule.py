@@ -136,12 +136,7 @@ class CoolingSchedule:
         return max(0.3, 30.0 / max(ops, 1)) if ops < 600 else 0.1 if ops < 4000 else 0.01
 
     def length(self, k: int, fits: bool) -> float:
-        """Return the length of an annealing round ÷ the length of the shortest round.
-
-        Args:
-            k: the number of the round, from 0. Even rounds are hot, odd ones reheated.
-            fits: whether a plan within the budget is known.
-        """
+        """Return the length of an annealing round ÷ the length of the shortest round."""
         if not self.reorders:
             return self.gentle_length * luby(k // 4) if self.is_gentle(k, fits) else luby(k // 2)
         return float(self.growth ** (k // 2) * (self.between if k % 2 and fits else 1.0))
@@ -163,13 +158,6 @@ class CoolingSchedule:
         Without phases, hot rounds that look for an order alternate with others until one that does has ended within
         the budget. Then the variant that has reached the smaller overhead is used, and in every fourth hot round the
         other one.
-
-        Args:
-            k: the number of the round, even.
-            with_order: the least overhead at the end of a hot round that looked for an order. Infinite if none ended
-                within the budget.
-            without: the least overhead at the end of a hot round that did not look for an order. Infinite if none
-                ended within the budget.
         """
         number = k // 2
         if not self.reorders or number < 2 or with_order == float("inf"):

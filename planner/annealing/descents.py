@@ -74,13 +74,6 @@ class Descent:
         A step aims at a peak a little below the current one. It anneals at a constant temperature until a sequence
         has that peak, and then lowers the sequence's cost, because otherwise useless recomputations would accumulate.
         After a step that fails, the next one aims at half the reduction.
-
-        Args:
-            start: the plan to start from.
-            effort: the time or number of moves that may be spent. What the search spends is recorded there.
-            until: the search ends when this much of ``effort`` is spent in all: seconds or moves.
-            enough: bytes; the search also ends when a peak is this small. Unlike the budget, it does not change what
-                the steps aim at.
         """
         annealer, options, plan = self.annealer, self.options, start
         step, patience = options.first_step, options.patience[0] * self.ops + options.patience[1]

@@ -87,11 +87,6 @@ class Search:
 
         A `KeyboardInterrupt` or `Enough` ends the search. Then the best plan so far is returned and ``interrupted``
         is set. If no plan fits yet, the exception is raised again.
-
-        Args:
-            starts: sequences of op names to start from. Sequences that are invalid or break a required order are
-                ignored.
-            effort: the time or number of moves that the search may spend.
         """
         self.prepare(starts)
         begun = self.best  # already tidied; to do it again takes seconds if each op runs many times
@@ -323,15 +318,7 @@ class Search:
         self.annealer.set_price(unit * first * math.pow(last / first, share / schedule.priced_share))
 
     def descend(self, effort: Effort, until: float, from_base: bool = False, enough: int = 0) -> None:
-        """Lower the peak of a plan step by step (see `Descent.run`), and record the plans found.
-
-        Args:
-            effort: the time or number of moves that the search may spend.
-            until: the descent ends when this much of ``effort`` is spent in all: seconds or moves.
-            from_base: whether to start from the order without recomputation. If not, from the plan with the smallest
-                peak so far.
-            enough: bytes; the descent also ends when a peak is this small.
-        """
+        """Lower the peak of a plan step by step (see `Descent.run`), and record the plans found."""
         start = self._offer(self.base) if from_base else self.least
         inputs = self.graph.input_bytes
         descent = Descent(self.annealer, self.budget, len(self.base), inputs, self._offer, self._report)

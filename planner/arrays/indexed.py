@@ -104,12 +104,6 @@ def _forward_half(
 ) -> tuple[bool, ...]:
     """Return, for each op, whether it belongs to the forward half. An op does not if it is marked as backward, or if it
     depends on an op that does not.
-
-    Args:
-        graph: the problem.
-        reads: for each op, the numbers of the tensors that it reads.
-        producer: for each tensor, the op that writes it, or -1.
-        after: for each op, an op that must run before it because both draw random numbers, or -1.
     """
     forward: list[bool] = []
     for i, op in enumerate(graph.ops):

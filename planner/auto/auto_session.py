@@ -80,12 +80,6 @@ class AutoSession:
     def plan(self) -> Plan:
         """Search for plans within the time limit, and return the cheapest plan that fits the budget, with a proven
         lower bound of the overhead.
-
-        Raises:
-            InfeasibleBudget: no plan was found that fits the budget. The error has the plan with the smallest peak
-                found.
-            KeyboardInterrupt: before any plan was found that fits. Later, Ctrl-C ends the search with the best plan so
-                far.
         """
         with self.proof:
             try:
@@ -194,9 +188,6 @@ class AutoSession:
     def lower_the_peak(self) -> None:
         """Search for the smallest peak, until a plan fits the budget or it is proven that none fits. The search gets as
         many seconds as for the budget ``min``, because a budget that ``min`` can meet must not be refused.
-
-        Raises:
-            KeyboardInterrupt, Enough: this ended the search, and no known plan fits the budget.
         """
         effort = self.refusal.effort_of_min
         if self.finished or effort.over:
@@ -284,11 +275,6 @@ class AutoSession:
 
         Return whether the annealing gave up before its time was spent. If Ctrl-C ended it, ``interrupted`` is set, and
         the caller must not begin another search.
-
-        Args:
-            graph: the problem, or a variant of it without inverses or without phases.
-            amount: what it may spend, in the unit of ``effort``.
-            alone: run no second annealing at the same time, and use another seed than the later annealings do.
         """
 
         def report(_fraction: float, overhead: float | None) -> None:
@@ -321,11 +307,6 @@ class AutoSession:
 
         The context does nothing if there are too few cores. It does nothing either if the problem has no phases,
         because the first annealing then uses two threads.
-
-        Args:
-            other: the second annealing.
-            starts: sequences of runs (names of ops) to start from.
-            effort: that of the first annealing; the second one ends with it.
         """
         if not self.two_threads or not other.graph.has_phases:
             return nullcontext()

@@ -53,14 +53,6 @@ def starting_plans(
     budget, if there is one, and the plan with the smallest peak.
 
     Plans that another plan beats or equals in both peak and cost are left out.
-
-    Args:
-        graph: the problem. If it has no phases and none can be inferred, only the plan without recomputation is made.
-            If its phases contradict the graph, plans are made with the stated and with the inferred phases.
-        budget: bytes.
-        effort: once it is spent, no further strategy begins, and a running one is stopped at its
-            next report of progress.
-        report: called with a text that says what is being done.
     """
     blocks = VAST_BLOCKS if len(graph.ops) > VAST else BLOCKS
     found: list[Plan] = []
@@ -75,16 +67,6 @@ def nested_plans(
 ) -> tuple[Plan, ...]:
     """Return two plans of the strategy ``nested_dp``, computed for peaks near the budget: the cheapest that fits, if
     there is one, and the one with the smallest peak.
-
-    Args:
-        graph: the problem.
-        budget: bytes.
-        effort: the strategy is stopped once it is spent.
-        report: called with a text that says what is being done.
-
-    Returns:
-        The plans. There are none if the problem has no phases and none can be inferred, or if it is too large for
-        ``nested_dp``.
     """
     if not infer_phases(graph).has_phases:
         return ()

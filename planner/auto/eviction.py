@@ -56,16 +56,6 @@ def lower_by_eviction(
 
     Each simulation tries to stay within a target number of bytes, which is between ``floor`` and the smallest peak so
     far. After several failures, the next target is nearer to that peak.
-
-    Args:
-        graph: the problem.
-        best: a plan of the problem.
-        floor: bytes that are small enough, or below which no peak can be. The search ends when a peak is this small.
-        effort: what may be spent. Each op that a simulation executes counts as a move.
-        first: where the first target is, as a share of the distance from the peak of ``best`` to ``floor``. 1 suits a
-            ``floor`` that may be reached, such as a budget.
-        enough: bytes; the search also ends when a peak is this small. Unlike ``floor``, it does not change the targets.
-        seed: the seed of the random eviction policies and of the simulations.
     """
     source, share, failures, passes = random.Random(seed), first, 0, 0
     policy: Policy | None = None
@@ -94,13 +84,6 @@ def plan_by_eviction(
 ) -> Plan | None:
     """Simulate eviction ``tries`` times, each time with a random eviction policy. Return the cheapest plan found within
     ``budget`` bytes, or None if there is none.
-
-    Args:
-        graph: the problem.
-        budget: bytes.
-        effort: what may be spent.
-        tries: the number of simulations.
-        seed: the seed of the random eviction policies.
     """
     source, tables = random.Random(seed), tables_of(graph)
     best: Plan | None = None

@@ -55,22 +55,6 @@ def cheapest_near_smallest_peak(
 
     The search for the smallest peak (`search_smallest_peak`) takes at most half of the time. The rest lowers the
     overhead.
-
-    Args:
-        graph: the problem.
-        time_limit: seconds.
-        progress: called with the fraction done (0 to 1) and a short text.
-        slack: a share of the smallest peak found: 0 for the budget ``least``, `MIN_BUDGET.slack` for ``min``.
-        moves: if not 0, the number of moves of the annealer, which replaces the time limit. The plan is then the same
-            on every machine.
-        keep_order: whether the first runs of all ops keep the problem's order.
-        seed: the seed of the random choices.
-        starts: known plans of the problem to start from. With ``keep_order``, plans in another order are ignored.
-        cheapest: returns the strategy that lowers the overhead, for a time limit in seconds; by default `Auto`. Not
-            used if ``moves`` is not 0: then `Anneal` lowers the overhead.
-
-    Raises:
-        KeyboardInterrupt: before any plan was found. Later, Ctrl-C ends the search with the best plan so far.
     """
     compile_kernels(progress)  # before the clock starts
     effort = Effort(moves=moves) if moves else Effort(time_limit)

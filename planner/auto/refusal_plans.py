@@ -57,9 +57,6 @@ class RefusalSearch:
         limit, from now. It then begins with block plans, and lowers their peak in rounds: the first takes a few
         seconds, each further one twice as long. They end when a round gains little. A small problem is searched by the
         stages of `search_smallest_peak` instead, as for the budget ``min``.
-
-        Args:
-            proven: whether it is proven that no plan fits the budget.
         """
         if self.small or not proven:
             self.lower_for(self.effort_of_min if proven else self.effort.part(self.effort.left))
@@ -82,11 +79,6 @@ class RefusalSearch:
 
         A small problem is searched from ``starts`` only, because then the search is the one for the budget ``min`` and
         finds the same peak.
-
-        Args:
-            effort: what the search may spend.
-            enough: bytes; the search also ends when a peak is this small.
-            ended: the search also ends when this returns True.
         """
         found, interrupted = search_smallest_peak(
             self.problem,

@@ -109,22 +109,6 @@ def search_smallest_peak(
     starts from the plan that the one before found. The time limit determines the number of stages, but the clock does
     not. So a search with the same starts finds the same plan again, and a longer one finds no larger peak. A search
     that ends at ``enough`` bytes finds a plan within them if the same search without ``enough`` does.
-
-    Args:
-        graph: the problem, as for `find_smallest_peak`.
-        effort: what the search may spend, in seconds or moves. It may end earlier if nothing more is gained.
-        starts: known plans of the problem.
-        progress: called with the fraction done (0 to 1) and a short text.
-        enough: bytes; the search ends with the first plan found whose peak is this small.
-        ended: the search also ends when this returns True.
-        keep_order: whether the first runs of all ops keep the problem's order.
-        seed: the seed of the random choices.
-
-    Returns:
-        The plan, and the exception by which Ctrl-C or the progress callback ended the search, or None.
-
-    Raises:
-        KeyboardInterrupt: before any plan was found.
     """
     search = partial(
         find_smallest_peak, graph, progress=progress, enough=enough, keep_order=keep_order, seed=seed
@@ -164,23 +148,6 @@ def find_smallest_peak(
     Its peak is never larger than that of any of ``starts`` (with ``keep_order``: that keeps the problem's order). A
     problem with inverses is first searched without them, unless one of ``starts`` has as small a peak as the plans of
     the block strategies.
-
-    Args:
-        graph: the problem. If it states no phases, they are inferred. If the stated phases contradict the graph, block
-            strategies make plans with the stated and with the inferred phases.
-        effort: the time or number of moves that the search may spend. It ends earlier if nothing more is gained.
-        starts: known plans of the problem.
-        progress: called with the fraction done (0 to 1) and a short text.
-        enough: bytes; the search ends with the first plan found whose peak is this small. Until then it makes the same
-            choices as without this limit. So if a search finds a peak, the same search with this peak as ``enough``
-            finds a plan within it (exactly so if moves are counted, and nearly so if seconds are).
-        keep_order: whether the first runs of all ops keep the problem's order.
-        seed: the seed of the random choices.
-        blocks: what `leanest_plans` returns for the problem; None if it is to be called.
-
-    Raises:
-        KeyboardInterrupt: before any plan was found. Later, Ctrl-C ends the search with the best plan so far, and
-            ``effort.interrupted`` is set.
     """
     if blocks is None:
         part = Effort() if effort.moves else effort.part(PEAK_SEARCH.blocks * effort.total)
@@ -336,11 +303,6 @@ class _Lowering:
     ) -> None:
         """Run ``searches`` in parallel, one in this thread and each other in a thread of its own. If one of them finds
         a peak that is small enough, the others end soon.
-
-        Args:
-            searches: the searches.
-            methods: for each search, the function that runs it. It is called with the effort that it may spend.
-            share: the share (0 to 1) of the seconds or moves that are left, which each search may spend.
         """
         first = self.effort.part(share * self.effort.left)
         parts = [first, *(Effort(first.total, ended=lambda: first.cut_short) for _ in searches[1:])]

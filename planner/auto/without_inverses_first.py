@@ -23,16 +23,6 @@ def search_without_inverses_first(
 ) -> Found:
     """Search for plans of several variants of one problem, in the order of ``problems``. Each search starts from the
     plans that were found for earlier variants.
-
-    Args:
-        problems: the problem without inverses, then with them; or other variants of a problem.
-        share: for each problem except the last, the share of the remaining time (0 to 1) that its search gets. The last
-            gets 1.
-        search: called with a problem, its share of the remaining time and the start plans. It returns None if it finds
-            no plan.
-
-    Returns:
-        Pairs of a problem and the plan found for it. Problems without a plan are left out.
     """
     found: Found = []
     for problem in problems:

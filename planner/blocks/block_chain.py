@@ -233,13 +233,6 @@ def _stages(ix: Indexed, block: Mapping[int, int], last: Mapping[int, int], bloc
     of these: ``blocks`` - 1; the stages of the backward ops that it depends on; and for each forward tensor that it
     reads, the last block that reads or writes the tensor. An op that reads no forward tensor, and writes more bytes
     than it reads, is moved to the stage of the first op that depends on it.
-
-    Args:
-        ix: the problem.
-        block: for each forward op, its block.
-        last: for each forward tensor that is large enough to matter, the last block that reads it, or -1. Other forward
-            tensors are ignored.
-        blocks: the number of blocks.
     """
     stage: dict[int, int] = {}
     for o in ix.backward:

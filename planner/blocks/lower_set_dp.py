@@ -133,17 +133,7 @@ class Table:
 def prepare(
     view: ForwardGraph, masks: Sequence[int], ticks: int, charge_last: bool, gradients: bool = True
 ) -> LowerSetDP:
-    """Prepare the dynamic program of Kusumoto et al. 2019 for a family of lower sets.
-
-    Args:
-        view: the forward graph.
-        masks: the lower sets as bit masks of nodes, sorted by number of nodes, from ∅ to the set of all nodes.
-        ticks: the resolution of the recomputation time: the cost of all nodes is divided into at most so many ticks.
-        charge_last: whether the recomputation of the last block is counted, as in the paper.
-        gradients: whether the gradients of a block, and the values that these gradients need, count in the peak, as in
-            the paper. If not, only the values of the block count. This is nearer to the truth if each gradient replaces
-            the value that it belongs to.
-    """
+    """Prepare the dynamic program of Kusumoto et al. 2019 for a family of lower sets."""
     fine, sizes = _fine_costs(view), _short_sizes(view)
     total = sum(fine)
     unit = max(1, -(-total // ticks))
@@ -307,13 +297,6 @@ def _fill(family: Family, unit: int, budget: int, width: int, charge_last: bool)
     budget keeps for the backward if it ends in the i-th set of the family and recomputes for t ticks (units of
     recomputation time); `NEVER` if there is no such chain. All pairs of sets L_i ⊂ L_j are visited, by increasing j,
     then i.
-
-    Args:
-        family: the lower sets.
-        unit: the cost of a tick.
-        budget: bytes.
-        width: the number of ticks in the table.
-        charge_last: whether the recomputation of the last block is counted.
     """
     count = len(family.bytes)
     opt = np.full((count, width), NEVER)

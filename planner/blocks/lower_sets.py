@@ -30,10 +30,6 @@ def lower_sets(view: ForwardGraph, limit: int, strategy: str) -> tuple[int, ...]
 
     They are sorted by their number of nodes. So each comes after all that it contains, and a dynamic program needs one
     pass over them. They are found by adding one node at a time.
-
-    Raises:
-        LatticeTooLarge: there are more than ``limit`` lower sets. The error is raised as soon as more are found, and
-            names ``strategy``.
     """
     after = [0] * len(view)
     for v, before in enumerate(view.before):

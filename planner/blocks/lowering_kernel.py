@@ -16,13 +16,6 @@ def lowered(traffic: CSRGraph, block: Ints, blocks: int, kept: Flags) -> Ints:
 
     The forward ops run block by block. Then the backward ops run. Just before each of them, the forward ops run again
     that write the tensors which it needs and which are not resident.
-
-    Args:
-        traffic: the problem as arrays.
-        block: for each forward op, its block, from 0 to ``blocks`` - 1.
-        blocks: the number of blocks.
-        kept: for each tensor, whether it stays resident between forward and backward. Outputs and the tensors of the
-            last block stay resident in any case.
     """
     ops = len(traffic.forward)
     resident = kept | traffic.wanted

@@ -150,15 +150,6 @@ class CutBounds:
 
         An integer solution may contain *loops*: tensors that it computes only from each other, by ops and their
         inverses. Loops that are found are excluded from later programs.
-
-        Args:
-            cuts: positions in ``graph.ops`` of the ops to cut at. Each must precede the next in every schedule.
-            effort: what the solver may spend.
-            integer: whether to solve the integer program; if not, the relaxation.
-
-        Returns:
-            The overhead that this program proves (infinite if no schedule is within the budget), and whether it is
-                final for these cuts: the solver finished and found no new loops.
         """
         tiny = int(TINY * (self.budget - self.graph.input_bytes)) if len(self.graph.ops) > LARGE else 0
         program = CutProgram(self.graph, self.order, cuts, self.budget, tiny, self.loops)

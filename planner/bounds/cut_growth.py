@@ -160,11 +160,6 @@ class Growth:
         from the network's shape: the first of these that exceeds the budget and is not in ``tried``. That op comes
         first if ``failed`` is 0, else last. If there is none of either kind, the result is the untried op with the most
         resident bytes. The result is empty if no untried op exceeds the budget.
-
-        Args:
-            resident: the bytes resident at the first execution of each op at which a cut is possible.
-            tried: ops to leave out.
-            failed: how many cuts in a row have not raised the bound.
         """
         over = [max(0, bytes_ - self.search.budget) for bytes_ in resident.values()]
         prominent = dict(zip(resident, prominence(over, over), strict=True)) if over else {}

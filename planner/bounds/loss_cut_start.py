@@ -41,14 +41,6 @@ def cut_start(
     Each byte that is resident between forward and backward is assigned a cost, its *price*. The minimum cut at this
     price says which forward ops run again. Prices are tried until the lowest is found whose schedule fits the budget.
     This works for problems with a backward half and without inverses.
-
-    Args:
-        graph: the problem.
-        order: which of its ops must precede which.
-        cut: the position in ``graph.ops`` of an op that every schedule runs, at the boundary of forward and backward
-            or soon after it.
-        budget: bytes.
-        effort: no further price is tried once this is spent; None: without limit.
     """
     network = CutNetwork(graph, order, cut, SLOPE)
     unit = graph.base_cost / max(1, budget - graph.input_bytes)

@@ -79,12 +79,6 @@ def flow_bound(graph: TrainingGraph, order: Precedence, cut: int, budget: int) -
 
     Only for problems without inverses. The result is -1, which proves nothing, if sums in the flow network would
     overflow.
-
-    Args:
-        graph: the problem.
-        order: which op must precede which.
-        cut: the position in ``graph.ops`` of an op that every schedule runs.
-        budget: bytes.
     """
     room = budget - graph.input_bytes - working_sets(graph)[cut]
     if room < 0:
@@ -151,12 +145,6 @@ class CutNetwork:
         There is an arc from each op's node to the sink, with the cost of running the op after the cut op. There is
         one from each op to each tensor that it reads, with infinite capacity. There is one from each tensor to the op
         that writes it, with the tensor's bytes.
-
-        Args:
-            graph: the problem.
-            side: for each op's position in ``graph.ops``, its node; 0 for ops that cannot run before the cut op.
-            resident: the tensors that the cut op reads. They are resident in any case, so they have no arcs.
-            priced: for each op with a node of its own, the cost of running it after the cut op.
         """
         inputs = set(graph.inputs)
         holders: dict[str, int] = {}
@@ -193,13 +181,7 @@ class CutNetwork:
         return self._cut(capacity, uncut=float(capacity.sum()) + 1, scale=1.0)
 
     def _cut(self, capacity: Floats, uncut: float, scale: float) -> Minimum | None:
-        """Return the minimum cut, or None if sums of capacities would overflow.
-
-        Args:
-            capacity: the capacity of each arc.
-            uncut: a capacity larger than all others together, for the arcs with infinite capacity.
-            scale: how many units of capacity are one unit of `Op.cost`.
-        """
+        """Return the minimum cut, or None if sums of capacities would overflow."""
         if uncut * max(1, len(capacity)) > LARGEST:
             return None
         whole = np.where(self.bytes < 0, uncut, np.minimum(capacity, uncut)).astype(np.int64)

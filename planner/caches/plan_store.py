@@ -77,10 +77,6 @@ class PlanStore:
 
         If the stored problem differs in the costs of its ops, the plan is returned with its cost computed for the new
         costs and without a lower bound, because the bound is valid for the old costs only.
-
-        Args:
-            problem: the problem.
-            budget: bytes, or the text of a budget that states no number, such as ``min``.
         """
         costs, plan = self._made.get(_key(problem, budget), ((), None))
         if plan is None or costs == _costs(problem):
@@ -97,15 +93,7 @@ class PlanStore:
         lasting: bool = False,
         seconds: float = 0.0,
     ) -> None:
-        """Store a plan of a problem for a budget. A plan stored before for the same problem and budget is replaced.
-
-        Args:
-            problem: the problem.
-            budget: bytes, or the text of a budget that states no number, such as ``min``.
-            plan: the plan.
-            lasting: whether to store it on disk as well, for later processes.
-            seconds: how long the search for it took.
-        """
+        """Store a plan of a problem for a budget. A plan stored before for the same problem and budget is replaced."""
         key = _key(problem, budget)
         self._made.pop(key, None)
         self._made[key] = _costs(problem), replace(plan, fingerprint=problem.fingerprint)
@@ -136,11 +124,6 @@ class PlanStore:
         This is so if the same budget or a larger one was refused before: by a proof, by a strategy that does not
         search, or after a search with at least 0.9 of this time limit. If the earlier search was shorter, None is
         returned, so that the longer search is made.
-
-        Args:
-            problem: the problem.
-            budget: bytes.
-            seconds: the time limit of the search that would be made.
         """
         for known, spent in reversed(self._refused.get(_key(problem, REFUSED), ())):
             if budget <= known.budget and (known.known != "searched" or spent >= AS_LONG * seconds):

@@ -67,11 +67,6 @@ def error_after(recipe: Op, inverse: bool, worst: float) -> float:
 
     For an inverse it is gain · worst + noise. For an op that runs again it is gain · worst, but at least √(gain ·
     worst · noise), because rounding to a coarser type can increase small errors.
-
-    Args:
-        recipe: the op or inverse, with its error model ``gain`` and ``noise``.
-        inverse: whether ``recipe`` is an inverse, that is, recovers a tensor from tensors computed from it.
-        worst: the largest relative error among the tensors that ``recipe`` reads.
     """
     if inverse:
         return recipe.gain * worst + recipe.noise
@@ -133,14 +128,6 @@ def with_anchors(graph: TrainingGraph, limit: float | None = None) -> TrainingGr
     inverses that write it are removed. A plan must then keep or recompute this tensor, called an *anchor*, and the
     error of the chain begins again at 0. Inverses whose own rounding exceeds the limit are removed as well; exact
     inverses (``noise`` 0) never are.
-
-    Args:
-        graph: the planning problem with its inverses.
-        limit: the largest relative error allowed; None: for each tensor, the largest `own_limit` of the types
-            involved in its recovery.
-
-    Raises:
-        UsageError: the limit is not positive.
     """
     if limit is not None and not limit > 0:
         raise UsageError(f"the largest inversion error is {limit:g}; it must be positive")

@@ -110,10 +110,6 @@ def windows(where: Placed, needs: Needs) -> Iterator[tuple[int, int]]:
 
     The progress of a lane (a CUDA stream, or a thread on the CPU) is 2k after k finished runs, and 2k + 1 while run k
     is in progress.
-
-    Args:
-        where: the division of the plan's runs into lanes.
-        needs: for each run of a lane, how many runs of the other lane must have finished before it starts.
     """
     main, most = needs[MAIN], len(where.main)
     least, k = 0, 0
@@ -197,9 +193,6 @@ def _until(schedule: Schedule, fork: int) -> Schedule:
 def checked_lanes(graph: TrainingGraph, schedule: Schedule, lanes: Lanes) -> Lanes:
     """Check that a division of a schedule into two lanes (streams or threads), read from a file, is valid. Return the
     division with ``peak`` computed again for this problem.
-
-    Raises:
-        ProblemError: the lanes do not fit the schedule, or a run does not wait for a tensor that it reads.
     """
     runs = tuple(runs_of(schedule))
     plan = Laned(graph, runs, placed(lanes.fork, lanes.recovery, len(runs)))

@@ -134,9 +134,6 @@ def placed(fork: int, recovery: Iterable[int], length: int) -> Placed:
     """Return the division of a plan's ``length`` runs into two lanes (CUDA streams, or threads on the CPU), where the
     runs at the positions ``recovery`` are on the recovery lane, and all others from the position ``fork`` on are
     on the main lane.
-
-    Raises:
-        ProblemError: ``recovery`` is not ascending, or has a position outside of ``fork`` .. ``length`` - 1.
     """
     chosen = tuple(recovery)
     after = set(range(fork, length))
@@ -181,12 +178,6 @@ def copies_of(
 ) -> list[Copy]:
     """Return the copies of tensors (each is the result of one run) that are written or read from the plan's first
     backward op on.
-
-    Args:
-        touches: for each run of the plan, the names of the tensors that it reads, and of those that it writes.
-        where: the division of the runs into lanes.
-        inputs: tensors that are always resident; they have no copies.
-        outputs: tensors that are read at the end of the step.
     """
     fixed, now, made = set(inputs), dict[str, Copy](), list[Copy]()
     for at, (reads, writes) in enumerate(touches):
@@ -212,12 +203,6 @@ def data_needs(where: Placed, copies: Iterable[Copy], draws: Mapping[int, int]) 
     """Return the waits between two lanes (streams or threads) that data dependences require. For each run of a lane,
     the result says how many runs of the other lane must have finished before it starts. The end of the step counts
     as one more run of the main lane.
-
-    Args:
-        where: the division of the runs into lanes.
-        copies: the results of single runs, with the first run on each lane that reads them.
-        draws: for each repeated run of a random op, by position in the plan, the position of the op's first run. The
-            repeated run needs the random state of the first.
     """
     needs = [0] * (len(where.main) + 1), [0] * len(where.recovery)
     for copy in copies:
@@ -241,16 +226,7 @@ def ascending(needs: Needs) -> Needs:
 
 
 def check_needs(where: Placed, needs: Needs, data: Needs) -> None:
-    """Check that every run of a plan on two lanes (streams or threads) waits for all data that it reads.
-
-    Args:
-        where: the division of the runs into lanes.
-        needs: for each run of a lane, how many runs of the other lane it waits for.
-        data: how many it must wait for, as `data_needs` returns.
-
-    Raises:
-        ProblemError: a run does not wait for a tensor that it reads; the message names the run by its position.
-    """
+    """Check that every run of a plan on two lanes (streams or threads) waits for all data that it reads."""
     for runs, own, least in zip(where.lanes, needs, data, strict=True):
         for at, had, wanted in zip(runs, own, least, strict=False):
             if had < wanted:
@@ -280,10 +256,6 @@ def needs_of(where: Placed, waits: Iterable[tuple[int, int]]) -> Needs:
     both lanes.
 
     ``waits``: the pairs, by position in the plan, as in `Lanes`.
-
-    Raises:
-        ProblemError: a pair does not name two runs from ``where.fork`` on, one on each lane, the awaited one first in
-            the plan's sequence.
     """
     needs = [0] * (len(where.main) + 1), [0] * len(where.recovery)
     for run, awaited in waits:
@@ -345,9 +317,6 @@ def lanes_to_json(lanes: Lanes) -> dict[str, Any]:
 def lanes_from_json(data: Any) -> Lanes:
     """Convert plain JSON data to the division of a plan into two lanes (streams or threads), without checking that it
     fits a schedule.
-
-    Raises:
-        KeyError, TypeError, ValueError: a field is missing or has another type.
     """
     return Lanes(
         fork=int(data["fork"]),

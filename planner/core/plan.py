@@ -98,9 +98,6 @@ def plan_from_runs(graph: TrainingGraph, runs: Sequence[str], strategy: str, **m
     possible.
 
     ``strategy``: the name to record. ``more``: further fields of `Plan`.
-
-    Raises:
-        ProblemError: the runs are not a valid schedule of ``graph``; see `simulate`.
     """
     schedule = with_frees(graph, runs)
     return Plan(graph.name, strategy, schedule, simulate(graph, schedule), **more)
@@ -137,10 +134,6 @@ def plan_from_json(data: object, graph: TrainingGraph) -> Plan:
     """Build a plan of ``graph`` from plain JSON data. Its peak and cost are not read but simulated. If they are not
     those that the data state, the costs or sizes have changed since the plan was made, and its lower bound is not read:
     it was proven for another problem. The status ``optimal`` is read only if the bound proves it.
-
-    Raises:
-        ProblemError: the data violates the format, the plan was made for another problem, it is not a valid schedule
-            of ``graph``, or it exceeds the budget that the data states.
     """
     if not isinstance(data, dict) or data.get("format") != PLAN_FORMAT:
         raise ProblemError(f"not a {PLAN_FORMAT} file")

@@ -62,9 +62,6 @@ class Between:
     def bytes_at(self, size: int) -> list[int]:
         """Return the bytes of each tensor at a size of the varying dimension, computed from the polynomials, in the
         order of ``graph.tensors``.
-
-        Raises:
-            ProblemError: a polynomial's value at this size is negative or not a whole number.
         """
         weights = [_weight(self._points, k, size) for k in range(DEGREE + 1)]
         values = {
@@ -88,9 +85,6 @@ class Between:
         are computed as in `problem`, but at captured sizes as well, where workspaces may be larger.
 
         ``size``: above the smallest captured size, at most the largest.
-
-        Raises:
-            ProblemError: the size is outside of this range, or a tensor would not have a whole number of bytes.
         """
         below, above = self._neighbours(size)
         here = np.array(self.bytes_at(size), dtype=np.int64)
@@ -112,9 +106,6 @@ class Between:
         At a captured size this is the captured problem. At other sizes, the bytes of tensors are computed from
         polynomials, and costs are interpolated linearly between the two nearest captured sizes. The workspace of an op
         is the larger one of its workspaces at these two sizes.
-
-        Raises:
-            ProblemError: the size is outside of this range, or a tensor would not have a whole number of bytes.
         """
         if size in self.captured:
             return self.captured[size]

@@ -86,9 +86,6 @@ class PlanFamily:
     def add(self, graph: TrainingGraph, plan: Plan) -> None:
         """Add the schedule of a plan that was found for a problem of this structure (the same ops and tensors, any
         sizes).
-
-        Raises:
-            ProblemError: the problem has another structure, or does not have an op or tensor of the plan.
         """
         self._check(graph)
         self.add_member(amounts_of(graph), member_of(graph, plan.schedule, plan.strategy))
@@ -158,9 +155,6 @@ class PlanFamily:
         """Return a schedule of the family as a plan of the problem ``graph``, with its peak and cost in this problem.
 
         ``amounts``: the problem's sizes, workspaces and costs, if the caller has computed them already.
-
-        Raises:
-            ProblemError: the problem has another structure (other ops or tensors).
         """
         self._check(graph)
         names, table = self._named
@@ -174,9 +168,6 @@ class PlanFamily:
     def plans(self, graph: TrainingGraph) -> tuple[Plan, ...]:
         """Return all schedules of the family as plans of the problem ``graph``. Schedules that repeat an op which may
         run only once in this problem are left out.
-
-        Raises:
-            ProblemError: the problem has another structure (other ops or tensors).
         """
         amounts = amounts_of(graph)
         allowed = (member for member in self.members if member.is_allowed(amounts))
@@ -185,9 +176,6 @@ class PlanFamily:
     def best_plan(self, graph: TrainingGraph, budget: int) -> Plan | None:
         """Return the cheapest schedule of the family within ``budget`` bytes as a plan of the problem ``graph``; None
         if none fits.
-
-        Raises:
-            ProblemError: the problem has another structure (other ops or tensors).
         """
         self._check(graph)
         amounts = amounts_of(graph)
@@ -199,9 +187,6 @@ class PlanFamily:
 
         They are the ``count`` cheapest schedules of the family that fit the budget, followed by the schedule that
         exceeds it by the fewest bytes.
-
-        Raises:
-            ProblemError: the problem has another structure (other ops or tensors).
         """
         amounts = amounts_of(graph)
         over = self.nearest_over(amounts, budget)

@@ -85,9 +85,6 @@ def member_of(graph: TrainingGraph, schedule: Schedule, strategy: str) -> Member
     """Convert a valid schedule of a problem to positions, so that it can be evaluated for other sizes and costs.
 
     ``strategy``: the name of the strategy that found the schedule.
-
-    Raises:
-        ProblemError: the schedule names an op or tensor that the problem does not have.
     """
     number = {t: i for i, t in enumerate(graph.producer)}
     recipe = {name: i for i, name in enumerate(graph.op)}

@@ -85,15 +85,6 @@ class Solver:
 
         The result is an `Answer` without solution and bound after `stop`, if the process that solves had to be killed
         because it was late, or if HiGHS fails.
-
-        Args:
-            rows: the program. `Rows.constant` and `Rows.impossible` are ignored.
-            effort: what may be spent. The CPU seconds of the process are charged to it; if moves are counted,
-                `MOVES` are, and the number of nodes is limited instead of the time.
-            integer: whether to solve the integer program; if False, its linear relaxation.
-            gap: the solver stops when the cost of its best solution is proven to exceed the optimum by at most this
-                much; in the unit of the cost. Ignored for the linear relaxation.
-            hint: a start for the search: values of some variables, by the variable's number.
         """
         if self._stopped:
             return Answer()

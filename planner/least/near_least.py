@@ -118,9 +118,6 @@ def _improve(values: Values, bound: int) -> None:
 def _runs_within(demands: Demands, values: Values, level: int, effort: Effort) -> list[int]:
     """Return a sequence of runs (positions in `Demands.ops`) of at most ``level`` bytes without inputs; an empty one if
     none is found.
-
-    Raises:
-        TooLong: a longer sequence would be needed than `NearLeastOptions.longest`.
     """
     value, outputs = demands.tables.value, demands.large_of(demands.outputs)
     stuck = value.copy()

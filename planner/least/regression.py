@@ -243,10 +243,6 @@ def search(
     ``goal``: if not negative, an end state is one of fewer bytes; else it is any state, and its level is that of its
     certificate. ``limit``: of states to expand. ``deepest``: of states of one level, expand the one whose latest
     tensor is the earliest first; else the smallest. ``enough``: the search may end at this level, too.
-
-    Returns:
-        The least level found (`NEVER` if none), a proven lower bound of it, the number of states expanded, the actions
-            back in time (an op, or -1 - t for the elimination of tensor t), and the tensors demanded at the end.
     """
     n, size = start.size, 0
     room = n + T.size.size

@@ -70,9 +70,6 @@ class Unfolding:
     def run(self, actions: Sequence[int]) -> list[int]:
         """Return the ops to run, in order, from nothing to the outputs. ``actions``: from the outputs, back in time;
         the set at their end must be certified.
-
-        Raises:
-            TooLong: it would be more than ``most`` runs.
         """
         frame: set[int] = set()
         for t in self.demands.outputs:

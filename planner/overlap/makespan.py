@@ -13,12 +13,6 @@ def makespan(plan: Laned, needs: Needs, sharing: Sharing) -> float:
     Ops before the first backward op run one after another. From there on, each lane starts its next op as soon as
     ``needs`` allow. If ``sharing.speed`` is at least 0.5, the result is at most the sum of all ops' costs, of
     ``sharing.handover`` for each wait of one lane for the other, and of ``sharing.start``.
-
-    Args:
-        plan: the ops that the plan runs, in order, and their division into two lanes.
-        needs: for each lane and each of its op executions, how many op executions of the other lane must have finished
-            before it starts.
-        sharing: the speed of each lane while both run, the time of a wait, and the time for starting the second lane.
     """
     graph, runs, where = plan.graph, plan.runs, plan.where
     cost = [

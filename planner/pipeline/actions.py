@@ -153,9 +153,6 @@ def schedule_of_rows(
     directly before the action that reads the message. A send that is left out begins directly after the action that
     makes the message. A sent message that no entry frees exists until the end of the step. A rank has the stages that
     occur in its actions.
-
-    Raises:
-        ProblemError: a kind is not F, B, I or W, or a reason that `PipelineSchedule` lists.
     """
     for kind in sorted({row[0] for rank in rows for row in rank}):
         if kind not in (*KINDS, *RECEIVES, *SENDS, *KEEPS, *DROPS):
@@ -295,11 +292,7 @@ class StagePlan:
 
 
 def stages_by_number(plans: Iterable[StagePlan]) -> dict[int, StagePlan]:
-    """Return the stage plans as a dict, keyed by the number of the stage (`StagePlan.stage`).
-
-    Raises:
-        ProblemError: two plans are of the same stage.
-    """
+    """Return the stage plans as a dict, keyed by the number of the stage (`StagePlan.stage`)."""
     found: dict[int, StagePlan] = {}
     for plan in plans:
         if plan.stage in found:

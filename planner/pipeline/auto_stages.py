@@ -26,9 +26,6 @@ class AutoStages:
     def within(self, graph: TrainingGraph, budget: int, starts: Sequence[Plan]) -> Plan:
         """Return the cheapest plan found whose peak is within ``budget`` bytes. ``starts``: known plans of the problem
         to start from.
-
-        Raises:
-            InfeasibleBudget: no plan is found that fits.
         """
         return Auto(time_limit=self.time_limit, reuse=False).plan(graph, budget, starts=starts)
 
@@ -57,9 +54,6 @@ class StrategyStages:
     def within(self, graph: TrainingGraph, budget: int, starts: Sequence[Plan]) -> Plan:
         """Return the strategy's plan within ``budget`` bytes. ``starts``: plans to start from; ignored by strategies
         that do not search.
-
-        Raises:
-            InfeasibleBudget: the strategy finds no plan that fits.
         """
         return self.strategy.plan(graph, budget, starts=starts)
 

@@ -69,16 +69,7 @@ class Terms:
 def stage_times(
     chain: StageChain, cuts: Cuts, times: Sequence[tuple[float, float, float]], recovers: bool = False
 ) -> tuple[StageTimes, ...]:
-    """Return the times and the message sizes of each stage of a pipeline.
-
-    Args:
-        chain: the blocks of the training step that the stages consist of.
-        cuts: the blocks at which the second and each later stage begin.
-        times: for each stage, the microseconds of its forward, of its backward without weight gradients, and of its
-            weight gradients.
-        recovers: whether each stage recovers its input from its output. Then the message that it sends in the backward
-            contains the recovered input in addition to the gradients.
-    """
+    """Return the times and the message sizes of each stage of a pipeline."""
     bounds = (0, *cuts, len(chain))
     return tuple(
         StageTimes(*own, sends=chain.sends[end], returns=returned_bytes(chain, start, recovers))
@@ -130,12 +121,6 @@ class PipelineSearch:
         None.
 
         ``cuts``: the blocks at which the second and each later stage begin.
-
-        Raises:
-            InfeasibleBudget: no plans are found with which a rank's stages fit the budget. The error states the rank
-                that needs the largest budget, and the smallest budget found for it.
-            UsageError: two stages read the same parameter, or the chain has fewer blocks at which stages may begin than
-                the schedule has stages.
         """
         if cuts is not None:
             self.chain.check_cuts(cuts)
@@ -145,9 +130,6 @@ class PipelineSearch:
         """Return the cuts with the least makespan among those that the search tries, by planning their stages.
 
         If the stages of no tried cuts fit the budget, return `lean_cuts`, which do not depend on the budget.
-
-        Raises:
-            UsageError: the chain has fewer blocks at which stages may begin than the schedule has stages.
         """
         tried = dict[Cuts, bool]()
         while len(tried) < ROUNDS and list(tried.values()).count(False) < REFUSED:

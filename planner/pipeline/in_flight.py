@@ -77,16 +77,11 @@ class StagePlanner(Protocol):
     def within(self, graph: TrainingGraph, budget: int, starts: Sequence[Plan]) -> Plan:
         """Return the cheapest plan found whose peak is within ``budget`` bytes. ``starts``: known plans of the problem
         to start from.
-
-        Raises:
-            InfeasibleBudget: no plan is found that fits.
         """
 
     def least(self, graph: TrainingGraph, starts: Sequence[Plan]) -> Plan:
-        """Return the plan with the smallest peak that is found. ``starts``: known plans of the problem to start from.
-
-        Raises:
-            InfeasibleBudget: this planner does not search for the smallest peak.
+        """Return the plan with the smallest peak that is found. ``starts``: known plans of the problem to
+        start from.
         """
 
     def floor(self, graph: TrainingGraph, budget: int) -> float:
@@ -147,10 +142,6 @@ class RankSearch:
 
         ``thorough``: whether to search as long as `smallest` does before the budget is refused. If not, the error
         states a larger budget, and no budget at which little is recomputed.
-
-        Raises:
-            InfeasibleBudget: no plans are found that fit. The error states the smallest budget found for the rank, and
-                a budget at which recomputation takes at most 5 % of the time.
         """
         best = self.known.within(self.budget)
         if best is None or extra(best) > 0:
@@ -319,9 +310,6 @@ class RankSearch:
         The first plan is searched for as if ops always wrote their results into operands where they can. If it exceeds
         ``room``, because its schedule does not free these operands, the next search assumes that the ops which exceed
         it need new tensors. The last search assumes this of all ops, so its plan fits.
-
-        Raises:
-            InfeasibleBudget: the last search finds no plan.
         """
         stage, reusing = self.stages[at], {*self.stages[at].reusable}
         limited = replace(stage, graph=stage.bounded(room, *bounds))
@@ -375,17 +363,7 @@ class RankSearch:
 def plans_of_ranks(
     search: Callable[[int, int], RankSearch], ranks: Iterable[int], budget: int
 ) -> dict[int, RankPlan]:
-    """Return the cheapest plans found for each rank of a pipeline, by the number of the rank.
-
-    Args:
-        search: from a rank and a budget in bytes, the search for its plans.
-        ranks: the ranks to plan.
-        budget: bytes of memory for each rank.
-
-    Raises:
-        InfeasibleBudget: no plans are found for some rank. Of these ranks, the error names the one that needs the
-            largest budget, and this budget. So with this budget, plans are found for all of the ranks.
-    """
+    """Return the cheapest plans found for each rank of a pipeline, by the number of the rank."""
     found: dict[int, RankPlan] = {}
     refused, enough = None, budget
     for rank in ranks:

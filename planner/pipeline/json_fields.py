@@ -17,11 +17,7 @@ Read = TypeVar("Read")
 
 
 def field_of(data: Any, name: str, read: Callable[[Any], Read]) -> Read:
-    """Return what ``read`` makes of a field of a JSON object.
-
-    Raises:
-        ProblemError: the field is missing, or ``read`` refuses it. The message begins with the field's name.
-    """
+    """Return what ``read`` makes of a field of a JSON object."""
     if name not in data:
         raise ProblemError(f"{name} is missing")
     return _at(name, read, data[name])
@@ -62,12 +58,7 @@ text = _of_type(str, "a text")
 
 
 def whole(value: object) -> int:
-    """Return a whole number from 0 to `LARGEST`.
-
-    Raises:
-        TypeError: ``value`` is of another kind.
-        ValueError: the number is negative or too large.
-    """
+    """Return a whole number from 0 to `LARGEST`."""
     if isinstance(value, bool) or not isinstance(value, int):
         raise TypeError(f"{shown(value)} is not a whole number")
     number(value)
@@ -75,12 +66,7 @@ def whole(value: object) -> int:
 
 
 def number(value: object) -> float:
-    """Return a number from 0 to `LARGEST`.
-
-    Raises:
-        TypeError: ``value`` is of another kind.
-        ValueError: the number is negative, too large or not a number.
-    """
+    """Return a number from 0 to `LARGEST`."""
     if isinstance(value, bool) or not isinstance(value, (int, float)):
         raise TypeError(f"{shown(value)} is not a number")
     if not 0 <= value < LARGEST:

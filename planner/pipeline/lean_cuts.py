@@ -23,18 +23,7 @@ def lean_cuts(
     estimate: StageTime,
     peaks: Callable[[Cuts], Sequence[int]],
 ) -> Cuts:
-    """Return cuts with which the largest peak of a rank is small.
-
-    Args:
-        chain: the blocks of the training step that the stages consist of.
-        schedule: the actions of each rank in order.
-        estimate: from a stage's first block, the block after its last one and its number, an estimate of the bytes that
-            a rank with this stage needs.
-        peaks: the smallest peak that is found for each rank, in bytes.
-
-    Raises:
-        UsageError: the chain has fewer blocks at which a stage may begin than the schedule has stages.
-    """
+    """Return cuts with which the largest peak of a rank is small."""
     best = partitions(chain, schedule.stages, estimate)[0].cuts
     own = peaks(best)
     left = CHANGES

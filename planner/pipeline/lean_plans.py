@@ -72,12 +72,6 @@ def find_lean_plans(candidates: RankCandidates, least: LeastPlan, searches: int,
 
     The budget only ends the search, and has no other influence on it. So if a search finds a peak, the same search with
     this peak as the budget finds plans within it.
-
-    Args:
-        candidates: known plans of the rank's stages.
-        least: searches for the plan with the smallest peak of a problem.
-        searches: the largest number of searches, beyond the first ones of each stage.
-        budget: bytes; the search ends with the first plans with which the rank stays within it.
     """
     gaps = []
     for at, stage in enumerate(candidates.stages):

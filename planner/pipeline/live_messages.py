@@ -49,10 +49,6 @@ def message_bytes(actions: Iterable[Action], stages: Mapping[int, StagePlan]) ->
     one, and the number during it. The last pair is for the time after the last action, and for the end of the step.
 
     Messages that the running action reads or makes are not counted, because they count to its transient.
-
-    Args:
-        actions: the rank's actions in order.
-        stages: the memory of each of the rank's stages, by number.
     """
     held = _Held()
     actions = list(actions)

@@ -62,15 +62,6 @@ def message_memory(
     """Return the bytes of memory that a stage needs for messages to and from other stages, as the fields
     ``torch_bytes``, ``received``, ``answered``, ``credits``, ``sent``, ``returned``, ``left``, ``closing``, ``opening``
     and ``ending`` of a `StagePlan`. The field ``stage`` is the stage's number; all other fields are 0.
-
-    Args:
-        schedule: the pipeline's schedule.
-        stage: the stage's number, from 0.
-        size: the sizes of its messages for one micro-batch.
-        opening: bytes that PyTorch allocates while it prepares the first step; the default holds from 2.13 on.
-
-    Raises:
-        ProblemError: a schedule with channels deadlocks, however many messages may be sent and not yet read.
     """
     own = schedule.stage_of_rank[schedule.rank_of(stage)]
     before, after = stage - 1 in own, stage + 1 in own
@@ -110,9 +101,6 @@ def least_credits(schedule: PipelineSchedule) -> int:
     as a forward. Let n + 1 be the largest difference between the numbers of micro-batches that a stage and the next one
     have in flight. In the simulation, a message to the next stage and the message that returns from it together travel
     as long as a stage takes for the forward and backward of n micro-batches (0 if n is negative).
-
-    Raises:
-        ProblemError: the schedule deadlocks even with unlimited credits.
     """
     times = [StageTimes(FORWARD, BACKWARD)] * schedule.stages
     link = Link((FORWARD + BACKWARD) * max((*_further_in_flight(schedule), 0)) / 2)

@@ -181,10 +181,6 @@ def pipeline_to_json(plan: PlannedPipeline) -> dict[str, Any]:
 def pipeline_from_json(data: object) -> PlannedPipeline:
     """Build a planned pipeline from JSON data in the format that `pipeline_to_json` writes. Peaks and the timeline are
     not read, but computed again.
-
-    Raises:
-        ProblemError: the data does not have the format, its actions are not a valid schedule, or a rank exceeds the
-            budget.
     """
     if not isinstance(data, dict) or data.get("format") != PIPELINE_FORMAT:
         raise ProblemError(f"not a {PIPELINE_FORMAT} file; rematplan pipeline -o writes one")
@@ -277,9 +273,6 @@ def _with_messages(
 
     ``entries``: for each of these the position of the action before which it happens (the number of actions, if it
     happens after the last one), and the entry.
-
-    Raises:
-        ProblemError: a position is too large, or an entry is of a stage or micro-batch without an action in this rank.
     """
     own = {action[1:] for action in row}
     before: dict[int, list[tuple[str, int, int]]] = {}
@@ -298,9 +291,6 @@ def _with_messages(
 def _check_stages(plan: PlannedPipeline) -> None:
     """Check that a pipeline has a plan and times for each stage, ops for each or none, a floor for each rank, and a
     named cut before each stage but the first.
-
-    Raises:
-        ProblemError: one is missing or too many, or the cuts, their names or the plans are not in the stages' order.
     """
     stages, ranks = plan.schedule.stages, plan.schedule.ranks
     if not len(plan.stages) == len(plan.times) == stages == len(plan.cuts) + 1:
@@ -320,12 +310,7 @@ def _check_stages(plan: PlannedPipeline) -> None:
 
 
 def _record(kind: type[Record], value: object) -> Record:
-    """Build a `StagePlan` or `StageTimes` (``kind``) from JSON data, whose keys are the names of its fields.
-
-    Raises:
-        ProblemError: a field is missing, or a number is of another type, negative, infinite or too large.
-        ValueError: a field is unknown.
-    """
+    """Build a `StagePlan` or `StageTimes` (``kind``) from JSON data, whose keys are the names of its fields."""
     row, known = json_object(value), {one.name: one for one in fields(kind)}
     if unknown := sorted(row.keys() - known.keys()):
         raise ValueError(f"{unknown[0][:40]!r} is unknown")
@@ -355,12 +340,7 @@ def save_pipeline(plan: PlannedPipeline, path: str | Path) -> None:
 
 
 def load_pipeline(path: str | Path) -> PlannedPipeline:
-    """Read a pipeline file.
-
-    Raises:
-        ProblemError: the file cannot be read, or a reason that `pipeline_from_json` lists. The message names the
-            file.
-    """
+    """Read a pipeline file."""
     try:
         return pipeline_from_json(read_json(path))
     except ProblemError as error:

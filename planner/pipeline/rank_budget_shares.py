@@ -50,13 +50,6 @@ class RankBudgetShares:
         rank stays within its budget during its actions. The gradients of a step's first backward are assumed to be
         allocated at its worst moment. With ``relaxed`` the result is an upper bound: if no stage keeps less than its
         ``bounds``, a plan with a larger peak exceeds the rank's budget.
-
-        Args:
-            at: the index of the stage among the rank's stages.
-            budget: bytes of memory for the rank.
-            bounds: for each stage, the bytes that it keeps for a micro-batch between forward and backward, and between
-                I and W, the two parts of a split backward.
-            relaxed: whether to return the upper bound.
         """
         me = self.all[at].stage
         idle = [

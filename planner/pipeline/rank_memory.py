@@ -35,9 +35,6 @@ def rank_bytes(actions: Iterable[Action], plans: Iterable[StagePlan]) -> Iterato
     action, and for the end of the step.
 
     ``actions``: the rank's actions in order. ``plans``: the memory of each of the rank's stages.
-
-    Raises:
-        ProblemError: two plans are of the same stage.
     """
     stages = stages_by_number(plans)
     actions = list(actions)
@@ -78,9 +75,6 @@ def rank_peak(actions: Iterable[Action], plans: Iterable[StagePlan]) -> int:
     """Return the most bytes that a rank holds at any moment of a step.
 
     ``actions``: the rank's actions in order. ``plans``: the memory of each of the rank's stages.
-
-    Raises:
-        ProblemError: two plans are of the same stage.
     """
     stages = tuple(plans)
     prepared = sum(p.states + p.torch_bytes for p in stages) + max((p.opening for p in stages), default=0)

@@ -130,9 +130,6 @@ class StageChain:
     def check_cuts(self, cuts: Iterable[int]) -> None:
         """Check that the ops that read one parameter, in forward and backward, are all in one stage. ``cuts``: the
         blocks at which the second and each later stage begin.
-
-        Raises:
-            UsageError: two stages read the same parameter. The message names the parameter.
         """
         for at in cuts:
             for name, (first, last) in self.whole.items():
@@ -182,21 +179,7 @@ def stage_chain(
     labels: Mapping[str, str] | None = None,
     homes: Mapping[int, int] | None = None,
 ) -> StageChain:
-    """Divide a training step into a chain of blocks, to be cut into the stages of a pipeline.
-
-    Args:
-        graph: the planning problem, with phases (forward or backward) of its ops.
-        blocks: for each block, the positions of its forward ops in ``graph.ops``, in an order in which blocks can run.
-            Or the largest number of blocks; they are then chosen so that few bytes pass from one block to the next.
-        gradient_of: for the name of each gradient, the name of its parameter, if known.
-        labels: for names of parameters, the names to use in messages to the user.
-        homes: for positions of backward ops, the block of the forward op that each is the backward of, if known. The
-            op is assigned to this block if all that it reads can be there.
-
-    Raises:
-        ProblemError: the problem has no backward, or no forward.
-        UsageError: a forward op reads a tensor that a later block computes.
-    """
+    """Divide a training step into a chain of blocks, to be cut into the stages of a pipeline."""
     ix = indexed(graph)
     if not any(ix.forward) or all(ix.forward):
         raise ProblemError(

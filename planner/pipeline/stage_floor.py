@@ -50,11 +50,6 @@ def time_floors(
     Both the returned function and ``room`` take the stage's first block, the block after its last one, and the stage's
     number. The lower bound is infinite if ``room`` returns negative bytes, because then no plan fits. In graphs with
     inverses it is never infinite: it is the time without recomputation.
-
-    Args:
-        chain: the blocks of the training step.
-        room: returns the bytes that the stage may keep between forward and backward for all micro-batches together, and
-            the largest number of micro-batches in flight.
     """
     saved = _saved(chain)
     inverses = bool(chain.graph.inverses)

@@ -54,15 +54,6 @@ def partitions(chain: StageChain, stages: int, time: StageTime, link: Link = FRE
 
     No division beats another one of them in both this time and the time of a micro-batch through all stages. At most
     `MOST_PAIRS` divisions are returned; none if no division fits the budget.
-
-    Args:
-        chain: the blocks.
-        stages: the number of stages.
-        time: returns the microseconds that a stage takes for one micro-batch; infinity if it does not fit the budget.
-        link: latency and bandwidth between stages.
-
-    Raises:
-        UsageError: the chain has fewer blocks at which a stage may begin than ``stages``.
     """
     places = chain.allowed()
     if len(places) < stages - 1:

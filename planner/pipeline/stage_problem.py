@@ -173,12 +173,6 @@ class StageProblem:
         """Return the problem's graph with larger workspaces of the boundary ops: the op between forward and backward,
         and, in a split backward, the op between its two parts. So every plan whose peak is within ``budget`` bytes
         keeps only a limited number of bytes for a micro-batch across these ops.
-
-        Args:
-            budget: bytes, including the inputs of the graph.
-            kept: the most bytes that a plan may keep between forward and backward.
-            deferred: the most bytes that a plan may keep between the two parts of a split backward; None: no limit.
-                Ignored if the backward is not split.
         """
         bounds = {
             self.boundary: kept
@@ -277,16 +271,6 @@ def _split_figures(
     ``deferred_input``, ``transient_weight``, ``first_weight``, ``whole`` and ``early_gradients``.
 
     The I ends with the frees that follow the second boundary op, and with that of inputs that are ``released``.
-
-    Args:
-        problem: the stage.
-        schedule: a schedule of its graph.
-        split: the index of the second boundary op in the schedule.
-        beyond: for each step of the schedule, the resident bytes without the graph's inputs, but with tangents.
-        first: the same in the first backward of a training step, in which gradients are created and stay.
-        tangents: for each step of the schedule, the bytes of tangents, all of which exist to the end of a B; None: a B
-            frees them as a split backward does.
-        saved: bytes of inputs that the micro-batch keeps from its forward on.
     """
     graph, start = problem.graph, split + 1
     while start < len(schedule) and isinstance(schedule[start], Free):

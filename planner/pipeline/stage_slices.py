@@ -97,18 +97,6 @@ def stage_problem(
 
     Tensors that neighbouring stages send are inputs of the problem. Each micro-batch has its own: those of the previous
     stage from its forward to its backward, those of the next stage in its backward.
-
-    Args:
-        piece: the stage's blocks.
-        template: the memory of the stage that does not depend on its plan.
-        batch: the names of inputs that differ between micro-batches. Their bytes must be counted in ``template``.
-        split: whether weight gradients are computed separately from the input's gradient.
-        recovers: whether the stage recovers its input. Then it may free its input and its output after the forward: in
-            the backward, the next stage's message contains the output again, and inverses recover the input from it.
-            The bytes of received tensors must be counted in ``template``, as buffers of channels.
-        hands_over: whether the next stage is on the same rank and gets the output itself. It counts these bytes as its
-            input, so the stage does not count them between its forward and its backward.
-        frees: whether torch frees the stage's output once it is sent, unless the backward reads it.
     """
     return _Builder(piece, frozenset(batch), split, recovers, hands_over, frees).problem(template)
 

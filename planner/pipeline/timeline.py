@@ -117,21 +117,7 @@ def replay(
     overhead: float = 0.0,
     credits: int | None = None,
 ) -> Timeline:
-    """Simulate a pipeline's schedule. Return when each action starts and ends.
-
-    Args:
-        schedule: the actions of each rank, in order.
-        times: for each stage, the times of its actions and the bytes of its messages.
-        link: latency and bandwidth between ranks, the same for every pair of ranks.
-        overhead: microseconds that each action takes in addition to its stage's time.
-        credits: the largest number of messages from one stage to another that are sent and not yet used by the
-            receiver. If there are so many, the sending rank waits until the receiver starts to use the oldest. None: no
-            limit. Stages on the same rank are not limited.
-
-    Raises:
-        ProblemError: a deadlock: some actions wait for each other. The message names the rank that is blocked first,
-            its action, and what the action waits for.
-    """
+    """Simulate a pipeline's schedule. Return when each action starts and ends."""
     run = _Replay(schedule, times, link, overhead, credits)
     ranks = range(schedule.ranks)
     while sum(map(run.advance, ranks)):

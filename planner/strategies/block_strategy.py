@@ -62,10 +62,6 @@ class CandidateStrategy(FamilyStrategy):
         both peak and cost.
 
         If ``progress`` raises `Enough`, no more plans are yielded.
-
-        Raises:
-            UsageError: no op is marked as backward, and the backward half cannot be inferred (`phase_views`). Without
-                it there is no forward half to divide into blocks.
         """
         front = self._front(graph, progress)
         with suppress(Enough):
@@ -80,9 +76,6 @@ class CandidateStrategy(FamilyStrategy):
 
         The result has only one plan if both are the same. If no candidate is within the budget, it has only the one
         with the smallest peak.
-
-        Raises:
-            UsageError: the problem has no backward half (see `family`).
         """
         front = self._front(graph, progress)
         fitting = [priced for priced in front if priced.peak <= budget]
@@ -93,9 +86,6 @@ class CandidateStrategy(FamilyStrategy):
         """Return the candidates on the Pareto front of cost and peak, by rising cost; from the cache, if it has them.
 
         If ``progress`` raises `Enough`, only the candidates found so far are compared, and the result is not cached.
-
-        Raises:
-            UsageError: the problem has no backward half (see `family`).
         """
         views = phase_views(graph)
         if not views[0].has_phases:
@@ -125,9 +115,6 @@ class CandidateStrategy(FamilyStrategy):
         and backward.
 
         A view after the first that has too many lower sets is skipped.
-
-        Raises:
-            LatticeTooLarge: the first view has too many lower sets.
         """
         first, *others = views
         yield from self.candidates(first, progress)

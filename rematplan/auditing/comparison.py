@@ -70,11 +70,7 @@ def watched(step: Step, earlier: int = 0) -> tuple[Watched, Exception | None]:
 
 
 def error_faults(step: Step, seen: Watched, error: Exception) -> Comparison:
-    """Return the faults of a step that raises an error with its own checkpointing.
-
-    Raises:
-        ModelError: it raises an error without it, too.
-    """
+    """Return the faults of a step that raises an error with its own checkpointing."""
     kinds = _recomputing(seen)
     try:
         _plain_results(step, kinds)
@@ -84,12 +80,7 @@ def error_faults(step: Step, seen: Watched, error: Exception) -> Comparison:
 
 
 def compared(step: Step, seen: Watched, plain: Callable[..., Any] | None) -> Comparison:
-    """Compare the steps of a model with those without its checkpointing, and with another implementation.
-
-    Raises:
-        ModelError: the step does not run without its checkpointing.
-        UsageError: the parameters of ``plain`` are not those of the model.
-    """
+    """Compare the steps of a model with those without its checkpointing, and with another implementation."""
     kinds = _recomputing(seen)
     try:
         own = results_of(step)
@@ -171,16 +162,7 @@ def _notes_of_noise(noise: StepDifferences) -> list[str]:
 def _without_rounding(
     step: Step, other: Step, path: Path, steps: Sequence[StepDifferences], seen: Watched | None
 ) -> tuple[list[StepDifferences], list[str]]:
-    """Leave out what differs by rounding errors only, and return a note on that.
-
-    Args:
-        step: the step as it is.
-        other: the step that it is compared with, inside of ``path``.
-        path: a context.
-        steps: what differs, after each step.
-        seen: what was seen in the step. If autocast states differ in it, no difference is left out, since autocast
-            leaves float64 alone.
-    """
+    """Leave out what differs by rounding errors only, and return a note on that."""
     tensors = [d for found in steps for d in found.tensors]
     if not tensors or (seen is not None and seen.autocast_differs):
         return list(steps), []

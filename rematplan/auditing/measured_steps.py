@@ -49,11 +49,7 @@ def measured(step: Step, path: Callable[[], AbstractContextManager[object]] = nu
 
 
 def planned(step: Step, budget: int) -> Measured:
-    """Plan the step with its loss within ``budget`` bytes, and measure it.
-
-    Raises:
-        RematplanError: the model cannot be captured, or no plan fits.
-    """
+    """Plan the step with its loss within ``budget`` bytes, and measure it."""
     with restored(step):
         planned_step = plan_module(
             _LossOf(step),

@@ -26,22 +26,14 @@ LARGEST = 2**31 - 1
 
 
 def positive(text: str) -> int:
-    """Read a whole number from 1 to `LARGEST` (2³¹ − 1), both included.
-
-    Raises:
-        ArgumentTypeError: ``text`` is no such number.
-    """
+    """Read a whole number from 1 to `LARGEST` (2³¹ − 1), both included."""
     if not re.fullmatch("[0-9]{1,10}", text) or not 1 <= int(text) <= LARGEST:
         raise argparse.ArgumentTypeError(f"{text[:40]!r} is not a whole number from 1 to {LARGEST}")
     return int(text)
 
 
 def positive_number(text: str) -> float:
-    """Read a finite number above zero.
-
-    Raises:
-        ArgumentTypeError: ``text`` is no such number.
-    """
+    """Read a finite number above zero."""
     try:
         number = float(text)
     except ValueError:
@@ -52,29 +44,17 @@ def positive_number(text: str) -> float:
 
 
 def inversion_error(text: str) -> bool | float:
-    """Read the value of ``--inverses``: True if it has none, else the largest relative error.
-
-    Raises:
-        ArgumentTypeError: ``text`` is no number above zero.
-    """
+    """Read the value of ``--inverses``: True if it has none, else the largest relative error."""
     return True if text == DEFAULT else positive_number(text)
 
 
 def splits(text: str) -> str | tuple[str, int]:
-    """Read a value of ``--split``: ``off``, ``auto``, or a module with a number of parts, such as ``lm_head=8``.
-
-    Raises:
-        ArgumentTypeError: ``text`` does not have one of these forms.
-    """
+    """Read a value of ``--split``: ``off``, ``auto``, or a module with a number of parts, such as ``lm_head=8``."""
     return text if text in ("off", "auto") else dimension(text)
 
 
 def dimension(text: str) -> tuple[str, int]:
-    """Read the name and the size of a dimension: ``batch=8`` becomes ``("batch", 8)``.
-
-    Raises:
-        ArgumentTypeError: ``text`` does not have this form.
-    """
+    """Read the name and the size of a dimension: ``batch=8`` becomes ``("batch", 8)``."""
     name, equals, size = text.rpartition("=")
     if not name or not equals:
         raise argparse.ArgumentTypeError(f"{text[:40]!r} is not of the form NAME=SIZE, such as batch=8")
@@ -86,9 +66,6 @@ def dimension_or_range(text: str) -> tuple[str, int | range]:
     ``batch=1..64`` becomes ``("batch", range(1, 65))``, and ``length=8..64..8`` has the multiples of 8.
 
     A range includes both ends, and has 2 to `MOST_SIZES` sizes.
-
-    Raises:
-        ArgumentTypeError: ``text`` does not have one of these forms, or the range has too few or too many sizes.
     """
     name, equals, sizes = text.rpartition("=")
     ends = sizes.split("..")
@@ -104,11 +81,7 @@ def dimension_or_range(text: str) -> tuple[str, int | range]:
 
 
 def dimensions(pairs: Sequence[tuple[str, int]]) -> dict[str, int]:
-    """Return a dict from the names of dimensions to their sizes, for pairs of a name and a size.
-
-    Raises:
-        UsageError: a name has two different sizes.
-    """
+    """Return a dict from the names of dimensions to their sizes, for pairs of a name and a size."""
     bound: dict[str, int] = {}
     for name, size in pairs:
         if bound.setdefault(name, size) != size:
@@ -179,11 +152,7 @@ def add_strategy_options(parser: argparse.ArgumentParser) -> None:
 
 
 def strategy_option(text: str) -> tuple[str, str]:
-    """Read an option of a strategy: ``gap=0.01`` becomes ``("gap", "0.01")``.
-
-    Raises:
-        ArgumentTypeError: ``text`` does not have this form.
-    """
+    """Read an option of a strategy: ``gap=0.01`` becomes ``("gap", "0.01")``."""
     name, equals, value = text.partition("=")
     if not name or not equals:
         raise argparse.ArgumentTypeError(
@@ -236,25 +205,12 @@ def strategy_options(args: argparse.Namespace) -> dict[str, object]:
 
 
 def one_strategy(args: argparse.Namespace) -> Strategy:
-    """Return the strategy (planning algorithm) that ``--strategy`` names, with the options that the arguments state.
-
-    Raises:
-        UsageError: the strategy is unknown, does not have one of these options, or a value is invalid.
-    """
+    """Return the strategy (planning algorithm) that ``--strategy`` names, with the options that the arguments state."""
     return strategy(args.strategy, **strategy_options(args))
 
 
 def several_strategies(names: Sequence[str], options: Mapping[str, object]) -> dict[str, Strategy]:
-    """Return strategies (planning algorithms) by name. Each gets those of the options that it has.
-
-    Args:
-        names: names of strategies.
-        options: values by the name of the option; for all strategies together.
-
-    Raises:
-        UsageError: a strategy is unknown, a value is invalid, or ``options`` has one that none of the strategies
-            has. A time limit is never refused: it is ignored by strategies that have none.
-    """
+    """Return strategies (planning algorithms) by name. Each gets those of the options that it has."""
     made: dict[str, Strategy] = {}
     unused = set(options) - {LIMIT}
     for name in names:
@@ -269,11 +225,7 @@ def several_strategies(names: Sequence[str], options: Mapping[str, object]) -> d
 
 
 def check_outputs(*paths: Path | None) -> None:
-    """Check the paths of output files before any work is done. Paths that are None are ignored.
-
-    Raises:
-        UsageError: a path is a folder, its folder does not exist, or two outputs have the same path.
-    """
+    """Check the paths of output files before any work is done. Paths that are None are ignored."""
     stated = [p for p in paths if p is not None]
     for path in stated:
         if path.is_dir():

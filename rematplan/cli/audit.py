@@ -36,12 +36,7 @@ def add(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace, out: Output) -> int:
-    """Run ``rematplan audit``, and return the exit status: 0 if no fault was found, else 1.
-
-    Raises:
-        UsageError: there is no such function, or it does not return what can be audited.
-        ModelError: the step does not run without its checkpointing.
-    """
+    """Run ``rematplan audit``, and return the exit status: 0 if no fault was found, else 1."""
     function = user_function(args.target)
     from rematplan.auditing.audit import audit
     from rematplan.report.audit_tables import audit_table, fault_lines

@@ -134,18 +134,7 @@ def run(args: argparse.Namespace, out: Output) -> int:
 def trace(
     source: Source, strategies: Mapping[str, Strategy], budgets: Sequence[Budget], out: Output
 ) -> TradeOff:
-    """Return the trade-off curves of all strategies for a problem.
-
-    Args:
-        source: the problem.
-        strategies: planning algorithms by name.
-        budgets: the budgets for which the table has rows. For ``min`` and ``least``, which depend on the smallest peak
-            found, `auto` or `anneal` also searches for plans with a smaller peak.
-        out: shows the progress.
-
-    Raises:
-        UsageError: no strategy has a plan, for example because the problem is too large for all of them.
-    """
+    """Return the trade-off curves of all strategies for a problem."""
     base = no_recompute(source.graph)
     whole = whole_bytes(source.graph)
     amounts = [b.bytes(base.estimate.peak, lambda: 0, whole) for b in budgets if not b.is_lean]

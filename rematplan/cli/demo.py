@@ -84,9 +84,6 @@ def _plan_from(trade_off: curve.TradeOff, budget: str) -> Plan:
     search is needed.
 
     ``budget``: text, such as ``60%`` or ``min``.
-
-    Raises:
-        InfeasibleBudget: no plan of the curves fits.
     """
     base, stated = trade_off.base.estimate.peak, parse_budget(budget)
     every = {"auto": [p for plans in trade_off.curves.values() for p in plans]}

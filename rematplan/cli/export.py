@@ -59,18 +59,7 @@ def run(args: argparse.Namespace, out: Output) -> int:
 def write_network(
     name: str, sizes: Mapping[str, int | None], path: Path, *, dynamic_batch: bool = True
 ) -> list[tuple[int, ...]]:
-    """Export a network of the zoo in training form as an ONNX file, and return the shapes of its inputs.
-
-    Args:
-        name: the name of a network of the zoo.
-        sizes: the network's sizes by name (see `rematplan.models.SIZES`); None: the network's default.
-        path: the file to write.
-        dynamic_batch: whether the batch is a symbolic dimension named ``batch``; otherwise its size is fixed.
-
-    Raises:
-        ZooError: an unknown name, or sizes that the network cannot have.
-        OSError: the file cannot be written.
-    """
+    """Export a network of the zoo in training form as an ONNX file, and return the shapes of its inputs."""
     check_known(name)
     import torch  # imported here, since `rematplan --help` does not need it
 

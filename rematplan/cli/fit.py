@@ -70,11 +70,7 @@ def add(parser: argparse.ArgumentParser) -> None:
 
 
 def share(text: str) -> float:
-    """Read a share of the step's time: ``20%`` or ``0.2``.
-
-    Raises:
-        ArgumentTypeError: ``text`` is no such number.
-    """
+    """Read a share of the step's time: ``20%`` or ``0.2``."""
     found = re.fullmatch(r"([0-9]{1,6}(?:\.[0-9]{1,6})?) ?(%?)", text)
     if not found:
         raise argparse.ArgumentTypeError(f"{text[:40]!r} is not a share, such as 20%")
@@ -82,12 +78,7 @@ def share(text: str) -> float:
 
 
 def run(args: argparse.Namespace, out: Output) -> int:
-    """Run ``rematplan fit``, and return the exit status: 0 if the step fits, with a plan if necessary, else 1.
-
-    Raises:
-        UsageError: an argument is malformed, or the model has no such size.
-        ModelError: the model cannot be read or captured.
-    """
+    """Run ``rematplan fit``, and return the exit status: 0 if the step fits, with a plan if necessary, else 1."""
     parse_budget(args.memory, ("bytes",))
     check_costs(args.costs)
     sizes = dimensions(args.dim or ())

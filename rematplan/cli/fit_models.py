@@ -39,19 +39,7 @@ LABELS: Mapping[str, tuple[str, ...]] = {
 
 
 def sized_model(name: str, vary: str, dims: Dims, asked: Question, loss: str | None) -> SizedModel:
-    """Return the model that the argument MODEL names.
-
-    Args:
-        name: a network of the zoo, the path of an ONNX file or of a ``config.json`` of Hugging Face, or
-            ``package.module:function``.
-        vary: the dimension whose largest size is searched for.
-        dims: sizes by the name of the dimension.
-        asked: how the model is trained.
-        loss: the loss, as for `load_step`.
-
-    Raises:
-        UsageError: there is no such model, or it has no such dimension.
-    """
+    """Return the model that the argument MODEL names."""
     if name.endswith(".json"):
         return _hugging_face(Path(name), vary, dims, asked)
     if ":" in name and not Path(name).exists():

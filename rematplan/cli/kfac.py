@@ -73,9 +73,6 @@ def ranks(text: str) -> tuple[int, ...]:
     """Read numbers of processes: ``8``, a list ``1,8,64``, or a range such as ``1..2048``, for 1, 2, 4, ..., 2048.
 
     The first number of a range is doubled as long as it is below the last; the last is always included.
-
-    Raises:
-        ArgumentTypeError: ``text`` does not have one of these forms, or a number is above `MOST_RANKS`.
     """
     first, dots, last = text.partition("..")
     found = [positive(part) for part in ([first, last] if dots else text.split(","))]
@@ -95,9 +92,6 @@ def _doubled(first: int, last: int) -> Iterator[int]:
 def link(text: str) -> tuple[float, float]:
     """Read the bandwidth in 10⁹ bytes per second and the latency in microseconds of a network link: ``25GB/s,5us``
     becomes (25.0, 5.0).
-
-    Raises:
-        ArgumentTypeError: ``text`` does not have this form, or the bandwidth is 0.
     """
     number = r"(\d+(?:\.\d+)?)"
     found = re.fullmatch(number + "GB/s," + number + "us", text)
@@ -157,14 +151,7 @@ def document(
     pairs: Sequence[tuple[Iteration, Iteration]],
     peaks: tuple[int, int],
 ) -> dict[str, Any]:
-    """Return the JSON output of ``rematplan kfac``.
-
-    Args:
-        args: the command's arguments.
-        model: the model of training iterations.
-        pairs: for each number of processes, the modelled iteration of SGD and that of K-FAC.
-        peaks: the peak of one process's step in bytes, with SGD and with K-FAC.
-    """
+    """Return the JSON output of ``rematplan kfac``."""
     return {
         "model": model.plain.name,
         "kind": LABEL,

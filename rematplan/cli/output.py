@@ -32,11 +32,7 @@ class Output:
     quiet: bool = False
 
     def show(self, *views: RenderableType) -> None:
-        """Print tables or lines on standard output, unless ``json`` or ``quiet`` is set.
-
-        Raises:
-            KeyboardInterrupt: Ctrl-C was pressed before.
-        """
+        """Print tables or lines on standard output, unless ``json`` or ``quiet`` is set."""
         stop_if_pressed()
         if self.json or self.quiet:
             return

@@ -93,10 +93,6 @@ def add(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace, out: Output) -> int:
     """Run ``rematplan pipeline``: divide the model into stages, plan them, show the pipeline, and write the requested
     files. Return the exit status 0.
-
-    Raises:
-        UsageError: an argument is malformed, or arguments exclude each other.
-        InfeasibleBudget: the stages of a rank do not fit the budget.
     """
     check_outputs(args.output, args.png)
     budget = parse_rank_budget(args.budget)

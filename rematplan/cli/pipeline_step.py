@@ -47,10 +47,6 @@ def run(args: argparse.Namespace, out: Output) -> int:
     """Run ``rematplan pipeline-step`` as one rank of a pipeline. Rank 0 shows the measurements of all ranks.
 
     Return the exit status: 1 if ``--verify`` found a difference from a single process, otherwise 0.
-
-    Raises:
-        UsageError: this process was not started by torchrun, or not with as many processes as the pipeline has ranks.
-        ProblemError: the file cannot be read, or its actions are not those that PyTorch's schedule runs.
     """
     plan = load_pipeline(args.file)
     ranks = plan.schedule.ranks

@@ -78,11 +78,6 @@ def add_budget(parser: argparse.ArgumentParser, *, required: bool = True) -> Non
 def run(args: argparse.Namespace, out: Output) -> int:
     """Run ``rematplan plan``: plan the step within the budget, show the plan, and write the requested files. Return the
     exit status 0.
-
-    Raises:
-        UsageError: an argument is malformed, or arguments exclude each other.
-        InfeasibleBudget: the strategy finds no plan that fits.
-        UnfitSizes: for a range of sizes: no known plan fits at some sizes.
     """
     check_outputs(args.output, args.problem_out)
     parse_budget(args.budget)  # refuses a malformed budget before the model is loaded
@@ -134,10 +129,6 @@ def plan_for(source: Source, args: argparse.Namespace, out: Output) -> tuple[Sou
 
     A captured step is planned as `plan_module` plans it. With inverses that round, the plan may belong to the step
     without them.
-
-    Raises:
-        InfeasibleBudget: the strategy finds no plan that fits.
-        ProblemError: the plan in the file belongs to another step.
     """
     graph, stated = source.graph, args.budget
     asking = asking_for_units(parse_budget(stated), graph) if stated else nullcontext()
@@ -190,11 +181,7 @@ def plan_options(args: argparse.Namespace) -> PlanOptions:
 
 
 def _splits(args: argparse.Namespace) -> object:
-    """Return what ``--split`` states, in the form that `plan_module` takes.
-
-    Raises:
-        UsageError: modules are stated together with ``auto`` or ``off``.
-    """
+    """Return what ``--split`` states, in the form that `plan_module` takes."""
     stated = getattr(args, "split", [])
     named = [one for one in stated if not isinstance(one, str)]
     if len(named) < len(stated) and len(stated) > 1:
@@ -216,13 +203,7 @@ def asking_for_units(budget: Budget, graph: TrainingGraph) -> Iterator[None]:
 
 
 def plan_document(source: Source, plan: Plan, base: Plan) -> dict[str, Any]:
-    """Return the figures of a plan as JSON data, without its schedule. Peaks are in bytes, costs in microseconds.
-
-    Args:
-        source: the problem.
-        plan: a plan of this problem.
-        base: the problem's plan without recomputation.
-    """
+    """Return the figures of a plan as JSON data, without its schedule. Peaks are in bytes, costs in microseconds."""
     e = plan.estimate
     return {
         "problem": source.graph.name,

@@ -119,10 +119,6 @@ def load(args: argparse.Namespace, out: Output, *, runs: bool = False) -> Source
 
     ``runs``: whether the caller will run the step. If not, and the costs of ops are not measured on this machine, the
     step is captured without weights and data.
-
-    Raises:
-        UsageError: options that cannot be combined.
-        RematplanError: the model or the problem cannot be read.
     """
     if not is_problem(args):
         return _load_model(args, out, runs)
@@ -159,11 +155,7 @@ def costs_of(args: argparse.Namespace) -> str:
 
 
 def check_costs(costs: str) -> None:
-    """Refuse an unknown device model before torch is loaded, which takes seconds. Files are read later.
-
-    Raises:
-        UsageError: ``costs`` is neither a kind of costs, nor a file, nor the name of a device model.
-    """
+    """Refuse an unknown device model before torch is loaded, which takes seconds. Files are read later."""
     if costs not in (PROFILE, ROOFLINE) and not costs.endswith(".json"):
         device_model(costs)
 
@@ -174,17 +166,6 @@ def load_model(
     """Load the model that the argument MODEL names, and capture its training step.
 
     The options for costs are checked first, since capturing takes long.
-
-    Args:
-        args: the command's arguments.
-        out: shows the progress.
-        weightless: capture without data and weights; the step can then be planned, but not run.
-        inverses: find inexact inverses, too: ops that compute another op's input from its output, with rounding errors.
-
-    Raises:
-        UsageError: unknown costs, a broken profile file, an unknown device model, or sizes that the network cannot
-            have.
-        RematplanError: the model cannot be read.
     """
     check_reachable(args.model, args.device)
     check_costs(costs_of(args))
@@ -208,21 +189,13 @@ def load_model(
 
 
 def sizes_and_dims(args: argparse.Namespace) -> tuple[Mapping[str, int], Mapping[str, int]]:
-    """Return what ``--dim`` states: the sizes of a network of the zoo, and those of a file's symbolic dimensions.
-
-    Raises:
-        UsageError: a name has two different sizes, or no network of the zoo has a size of that name.
-    """
+    """Return what ``--dim`` states: the sizes of a network of the zoo, and those of a file's symbolic dimensions."""
     stated = dimensions(args.dim or ())
     return (zoo_sizes(args.model, stated), {}) if args.model in SUMMARIES else ({}, stated)
 
 
 def zoo_sizes(name: str, stated: Mapping[str, int]) -> Mapping[str, int]:
-    """Return the sizes that ``--dim`` states for a network of the zoo.
-
-    Raises:
-        UsageError: no network of the zoo has a size of that name.
-    """
+    """Return the sizes that ``--dim`` states for a network of the zoo."""
     if unknown := [one for one in stated if one not in SIZES]:
         raise UsageError(f"--dim {unknown[0]}: {name} has no such size; known: {', '.join(SIZES)}")
     return stated
@@ -233,10 +206,6 @@ def check_reachable(model: str, device: str | None) -> None:
     takes seconds.
 
     ``model``: the argument MODEL: a path or the name of a network. ``device``: the value of ``--device``, or None.
-
-    Raises:
-        UsageError: there is neither a network nor a file called ``model``; or ``device`` is neither CPU nor CUDA, or it
-            is CUDA and this machine has no driver for it.
     """
     if (Path(model).suffix or Path(model).name != model) and not Path(model).exists():
         raise UsageError(f"{model}: there is no such file")
@@ -259,18 +228,7 @@ def _has_driver() -> bool:
 
 
 def price(loaded: LoadedStep, out: Output, costs: str, inverses: bool | float = True) -> Source:
-    """Return the planning problem of a captured step, with measured or modelled costs of its ops.
-
-    Args:
-        loaded: the captured step.
-        out: shows the progress.
-        costs: as ``--costs``.
-        inverses: the largest predicted relative error of a tensor that inverses (ops that compute another op's input
-            from its output) recover; True or False: a limit that suits the tensor's type.
-
-    Raises:
-        UsageError: the costs are unknown, or the file of costs lacks an op of the step.
-    """
+    """Return the planning problem of a captured step, with measured or modelled costs of its ops."""
     from rematplan import api
 
     with out.progress("measuring ops" if costs == PROFILE else "computing the ops' costs") as progress:

@@ -41,10 +41,6 @@ def add(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace, out: Output) -> int:
     """Run ``rematplan report``: plan the step or load its plan, and write the requested files. Return the exit status
     0.
-
-    Raises:
-        UsageError: ``--budget`` and ``--plan`` are both given, or neither; or no file is requested.
-        InfeasibleBudget: the strategy finds no plan that fits.
     """
     files = {"report": args.output, "snapshot": args.snapshot, "trace": args.trace}
     check_outputs(*files.values())

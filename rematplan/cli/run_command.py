@@ -72,9 +72,6 @@ def run(argv: Sequence[str] | None = None) -> int:
     Errors that the user's input causes, errors of files and lack of memory are printed as one line on standard error.
 
     ``argv``: the command and its arguments; None: those of the process.
-
-    Raises:
-        KeyboardInterrupt: Ctrl-C was pressed, even if a library swallowed it or made another error of it.
     """
     if isinstance(
         sys.stdout, io.TextIOWrapper

@@ -34,9 +34,6 @@ COLUMNS = ("budget_bytes", "size", "fits", "predicted_peak_bytes", "overhead_per
 def spanned(args: argparse.Namespace) -> tuple[str, range] | None:
     """Return the name of the dimension for which ``--dim`` states a range of sizes, and the range. None if no range is
     stated.
-
-    Raises:
-        UsageError: several dimensions have a range.
     """
     found = [(name, sizes) for name, sizes in args.dim or () if isinstance(sizes, range)]
     if len(found) > 1:
@@ -45,11 +42,8 @@ def spanned(args: argparse.Namespace) -> tuple[str, range] | None:
 
 
 def plan_sizes(args: argparse.Namespace, out: Output) -> int:
-    """Run ``rematplan plan`` for a range of sizes: plan all sizes, show them in a table, and return the exit status 0.
-
-    Raises:
-        UsageError: an option that can only be used with one size, or a strategy other than ``auto``.
-        UnfitSizes: no known plan fits at some sizes. It is raised after the table was shown.
+    """Run ``rematplan plan`` for a range of sizes: plan all sizes, show them in a table, and return the exit
+    status 0.
     """
     for option, file in (("--output", args.output), ("--problem-out", args.problem_out)):
         if file:
@@ -77,9 +71,6 @@ def draw_sizes(args: argparse.Namespace, out: Output) -> int:
 
     For several budgets, the overhead at each size is shown in tables and, if asked for, written as a picture and a CSV
     file.
-
-    Raises:
-        UsageError: ``--measure`` is set, or a strategy other than ``auto`` is named.
     """
     if args.measure:
         raise UsageError("--measure goes with one size, not with a range")
@@ -106,11 +97,7 @@ def draw_sizes(args: argparse.Namespace, out: Output) -> int:
 
 
 def _problems(args: argparse.Namespace, out: Output) -> tuple[ProblemRange, tuple[str, ...]]:
-    """Return the planning problems of all sizes of the range that ``--dim`` states, and notes for the user.
-
-    Raises:
-        ModelError: the network cannot have one of these sizes. The message names the size.
-    """
+    """Return the planning problems of all sizes of the range that ``--dim`` states, and notes for the user."""
     found = spanned(args)
     assert found is not None
     name, sizes = found

@@ -51,9 +51,6 @@ def run(args: argparse.Namespace, out: Output) -> int:
 
     Return the exit status: 1 if ``--verify`` found a larger difference from plain autograd than the plan predicts,
     otherwise 0. A plan predicts a difference only if it uses inverses with rounding errors.
-
-    Raises:
-        UsageError: ``--budget`` and ``--plan`` are both given, or neither.
     """
     if (args.budget is None) == (args.plan is None):
         raise UsageError("state a --budget or a --plan file, not both")

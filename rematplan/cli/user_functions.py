@@ -12,11 +12,7 @@ from rematplan.ir import UsageError, first_line
 
 
 def user_function(name: str) -> Callable[..., Any]:
-    """Return the function ``package.module:function``. Modules in the present folder are found, too.
-
-    Raises:
-        UsageError: there is no such module or function, or it is not callable.
-    """
+    """Return the function ``package.module:function``. Modules in the present folder are found, too."""
     module, colon, attribute = name.partition(":")
     if not (module and colon and attribute):
         raise UsageError(f"{name!r} is not of the form package.module:function")

@@ -111,11 +111,7 @@ def fit(
 
 
 def answer(model: SizedModel, asked: Question, largest: bool, progress: Progress = silent) -> Fit:
-    """Return whether a model's training step fits, and if ``largest``, the largest size that fits.
-
-    Raises:
-        ModelError: the step cannot be captured.
-    """
+    """Return whether a model's training step fits, and if ``largest``, the largest size that fits."""
     compile_kernels(progress)  # before the seconds of searches count
     sizes = SizeSearch(model, asked, progress)
     progress(0.1, f"{model.dimension} {model.size}")

@@ -102,11 +102,7 @@ def question(
     max_overhead: float | None,
     strategy: str | Strategy | None = None,
 ) -> Question:
-    """Return the question that the arguments of `fit` state.
-
-    Raises:
-        UsageError: an argument is malformed or unknown.
-    """
+    """Return the question that the arguments of `fit` state."""
     if dtype is not None and dtype not in DTYPES:
         raise UsageError(f"unknown dtype {dtype!r}; known: {', '.join(DTYPES)}")
     if isinstance(optimizer, str) and optimizer not in OPTIMIZERS:

@@ -79,11 +79,7 @@ class RematplanCallback(Callback):  # type: ignore[misc]
 
 
 def _only_network(model: nn.Module) -> nn.Module:
-    """Return the only direct submodule with trainable parameters.
-
-    Raises:
-        UsageError: there is none, or there are several.
-    """
+    """Return the only direct submodule with trainable parameters."""
     trained = {
         name: child
         for name, child in model.named_children()

@@ -18,21 +18,13 @@ OF_THE_MODEL = ("modules", "policy", "dynamic_shapes")
 
 
 def check_options(budget: str | int | None, options: dict[str, Any]) -> None:
-    """Refuse a missing or malformed budget, and unknown or malformed options, before there is a model.
-
-    Raises:
-        UsageError: as `apply`.
-    """
+    """Refuse a missing or malformed budget, and unknown or malformed options, before there is a model."""
     of_no_model = {key: value for key, value in options.items() if key not in OF_THE_MODEL}
     apply(nn.Module(), budget, **of_no_model)
 
 
 def part_of(model: nn.Module, module: str | None) -> nn.Module:
-    """Return the submodule of a model with this name; the model itself if the name is None.
-
-    Raises:
-        UsageError: there is no such submodule.
-    """
+    """Return the submodule of a model with this name; the model itself if the name is None."""
     try:
         return model.get_submodule(module or "")
     except AttributeError:

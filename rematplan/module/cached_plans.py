@@ -88,10 +88,6 @@ class CacheEntry:
     def fitting(self, gradients: int, names: Set[str]) -> CacheEntry | None:
         """Return the entry for the same call whose plan fits the budget while gradients of earlier steps exist; None
         if no such entry is known.
-
-        Args:
-            gradients: the bytes of the gradients of earlier steps.
-            names: the names of the parameters that have such gradients.
         """
         known = self.with_gradients.items()
         return next((w for (others, most), w in known if gradients <= most and names <= others), None)
@@ -99,10 +95,6 @@ class CacheEntry:
     def counting(self, gradients: int, names: frozenset[str]) -> CacheEntry:
         """Return this entry. If ``gradients`` is not 0, first add the entry to its dictionary `with_gradients`, because
         its plan also fits the budget while gradients of earlier steps exist.
-
-        Args:
-            gradients: the largest number of bytes of gradients of earlier steps with which the plan fits the budget.
-            names: the names of the parameters that may have gradients of earlier steps.
         """
         if gradients:
             self.with_gradients[names, gradients] = self
@@ -114,11 +106,6 @@ class CacheEntry:
         """Return an entry for the same forward with another step and a plan of it. If this entry serves training steps
         during which gradients of earlier steps exist, and the new plan fits the budget then, the new entry serves them,
         too.
-
-        Args:
-            made: the plan. It is compiled.
-            steps: the other step.
-            statistics: describes the statistics (Kronecker factors) that the other step computes; None if none.
         """
         other = replace(self, running=Running.of(made), steps=steps, statistics=statistics)
         other = replace(other, with_gradients={}, measured=[])
@@ -138,11 +125,6 @@ class CacheEntry:
 def plan_key(leaves: Sequence[Any], spec: pytree.TreeSpec, state: guards.ModuleState) -> Hashable:
     """Return everything that a plan belongs to and that does not depend on values of tensors: the arguments' structure,
     shapes, types and constants, the modes, and the module's structure.
-
-    Args:
-        leaves: the leaves of the arguments.
-        spec: their pytree structure.
-        state: the module's present state.
     """
     return guards.call_key(leaves, spec), state.key
 
@@ -171,12 +153,6 @@ class CachedPlans:
     ) -> CacheEntry | None:
         """Return the entry whose plan is valid for a call: it has the call's key, and everything that its traced
         forward read is unchanged. Return None if there is none.
-
-        Args:
-            key: the result of `plan_key` for the call.
-            state: the module's present state.
-            tensors: the tensors among the arguments.
-            assumed: the outcomes of the forward's first tests for infinite and NaN values, as far as they are known.
         """
         known = self._entries.get(key, ())
         return next((one for one in known if one.guard.holds(state, tensors, assumed)), None)

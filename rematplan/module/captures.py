@@ -84,17 +84,7 @@ class Captures:
         return replace(self, shapes=shapes)
 
     def entry(self, tracing: Tracing, planner: Planner, arrived: frozenset[str]) -> CacheEntry:
-        """Return a new cache entry for a call.
-
-        Args:
-            tracing: traces the module for the arguments of the call.
-            planner: plans the step.
-            arrived: the positions of outputs for which gradients arrived although their step had left them out.
-
-        Raises:
-            ModelError: the step cannot be captured.
-            InfeasibleBudget: no plan fits the budget.
-        """
+        """Return a new cache entry for a call."""
         shapes = self._of_call(tracing)
         known = self._with_known_plan(shapes, tracing, arrived)
         if known is not None:
@@ -102,11 +92,7 @@ class Captures:
         return self._planned(self._captured(shapes, tracing), shapes, tracing.state, planner, arrived)
 
     def captured(self, tracing: Tracing) -> Found:
-        """Return the captured step for a call.
-
-        Raises:
-            ModelError: the step cannot be captured.
-        """
+        """Return the captured step for a call."""
         return self._captured(self._of_call(tracing), tracing)
 
     def warn_of_many(self) -> None:
@@ -202,9 +188,6 @@ def capture_call(
     of the same model can begin, and the captured step before planning.
 
     ``name``: names the model in messages; by default its class.
-
-    Raises:
-        ModelError: the model cannot be captured.
     """
     with LOCK.alone(), torch.inference_mode(False), torch.enable_grad():
         tracing = Tracing.of(model, args, kwargs, name)
@@ -222,14 +205,6 @@ def _learn(
 ) -> None:
     """Remember the planning problem of a batch, so that plans of it can be used at other sizes. If it is the first
     problem, also make and remember those of the shapes that were captured separately.
-
-    Args:
-        plans: remembers the problems.
-        instance: the capture with symbolic sizes, at the sizes of the batch.
-        found: the plan and the problem of the batch.
-        shapes: has the shapes that were captured separately.
-        planner: makes their problems.
-        arrived: the positions of outputs for which gradients arrived although their step had left them out.
     """
     assert found.problem is not None
     if not plans.learned:

@@ -30,19 +30,6 @@ def check_state_returns(
     `MOST_STATES` calls, as those of a flag do, or of a table that is computed once.
 
     The forward runs in eager mode to find its states. Afterwards everything is as before.
-
-    Args:
-        name: the model's name, for the message.
-        model: the model.
-        state: the Python state before the forward, with the changes that a trace has found.
-        forward: the model's forward.
-        args: the positional arguments of the call.
-        kwargs: its keyword arguments.
-        again: captures the forward once more, and checks its state. It is called in the state after the first call if
-            the changed values did not exist before.
-
-    Raises:
-        ModelError: the values do not return. The message names the attributes and variables.
     """
     read = sorted(state.guarded)
     if not read:

@@ -30,12 +30,6 @@ def existing_gradients(
     """Return the gradients of earlier steps that exist now; None if there are none.
 
     To be fast, only one parameter is looked at to decide whether gradients of parameters exist.
-
-    Args:
-        first: one of the parameters that the call's step gives gradients; None if there is none.
-        named: the model's parameters and buffers by their names.
-        inputs: the tensors among the arguments of the call.
-        summed: the bytes of each statistic that was summed since the last step of an optimizer.
     """
     of_inputs = [g for t in inputs if (g := gradient_storage(t)) is not None]
     if gradient_storage(first) is None and not of_inputs and not summed:

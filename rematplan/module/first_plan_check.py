@@ -30,17 +30,6 @@ def check_first_plan(
     state is restored. A warning says that the version is not tested, and whether the comparison was possible. It is
     impossible if the model cannot be copied, or if memory is too small: the copies and the eager steps need more than
     the plan's budget.
-
-    Args:
-        model: the original model.
-        planned: the planned module.
-        args: the positional arguments of a call.
-        kwargs: its keyword arguments.
-        tolerance: the relative and absolute error that outputs, gradients and buffers may have; 0 for equal values, if
-            the plan has no inverses that round.
-
-    Raises:
-        ModelError: an output, gradient or buffer differs from eager mode, although two runs in eager mode agree.
     """
     version = torch.__version__
     if is_tested(version) or version in _checked:

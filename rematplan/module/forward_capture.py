@@ -87,9 +87,6 @@ class Tracing:
     def check(self) -> None:
         """Refuse a model or arguments that cannot be planned. Warn if submodules have hooks that may have side effects,
         since they run only while a step is traced.
-
-        Raises:
-            ModelError: the model or an argument cannot be planned. The message has the reason.
         """
         check_traceable(self.model)
         for name, tensor in self.state.named.items():
@@ -109,13 +106,7 @@ class Tracing:
             )
 
     def fixed(self) -> Found:
-        """Trace the forward and the backward for exactly the sizes that the arguments have.
-
-        Raises:
-            ModelError: the step cannot be captured, or its forward computes with Python state that it changes in each
-                call.
-            Exception: the forward fails in eager mode, too; this is the exception that it raises there.
-        """
+        """Trace the forward and the backward for exactly the sizes that the arguments have."""
         with self._recording() as record:
             args, kwargs = pytree.tree_unflatten(self.leaves, self.spec)
             with _own_errors(self.model, self.original.forward, args, kwargs):
@@ -136,11 +127,6 @@ class Tracing:
 
         ``varying``: the dimensions whose sizes are symbolic, as pairs (position of the tensor in ``batch``,
         dimension); None for all. ``counts``: the numbers of selected elements, which are symbolic, too.
-
-        Raises:
-            NotSymbolic: the step depends on a size in a way that cannot be symbolic, or the forward changes numbers in
-                attributes.
-            ModelError: the step cannot be captured.
         """
         symbols = BatchSymbols(varying, counts)
         with self._recording() as record:

@@ -36,11 +36,7 @@ class GivenPlan(Planner):
         return False
 
     def plan(self, step: CapturedStep, first: bool = False, progress: Progress | None = None) -> StepPlan:
-        """Return the plan.
-
-        Raises:
-            ModelError: the step has other ATen ops, or results of other types, than the one that was planned.
-        """
+        """Return the plan."""
         del first, progress
         if ops_of(step) != self.calls:
             raise ModelError(

@@ -13,12 +13,7 @@ from rematplan.runtime.graph.captured_step import Call, CapturedStep, Ref, Value
 
 
 def names_of(step: CapturedStep, other: CapturedStep) -> Mapping[str, str] | None:
-    """Compare two captured steps by position, ignoring the names of calls, values and storages.
-
-    Returns:
-        A dictionary from the names in ``step`` to those in ``other``; None if the steps differ in calls, arguments,
-            constants, sizes, strides or storages.
-    """
+    """Compare two captured steps by position, ignoring the names of calls, values and storages."""
     return _Comparison(step, other).names
 
 

@@ -31,12 +31,6 @@ def own_error(
     The forward runs on copies of the tensors among the arguments, without storing saved tensors. If it fails after it
     has asked for a saved tensor (because it contains a backward), it runs again with saved tensors. The model's
     attributes, buffers and gradients and all random states are restored.
-
-    Args:
-        model: the model.
-        forward: the model's forward.
-        args: the positional arguments of the call.
-        kwargs: its keyword arguments.
     """
     asked: list[torch.Tensor] = []
 
@@ -70,13 +64,6 @@ def eager_forwards(
     """Run a forward in eager mode, on copies of the tensors among the arguments, and yield after each run the exception
     that it has raised (None if none). When the iteration ends, the model's attributes, buffers and gradients and all
     random states are as before.
-
-    Args:
-        model: the model.
-        forward: the model's forward.
-        args: the positional arguments of the call.
-        kwargs: its keyword arguments.
-        times: the number of runs.
     """
     with (
         warnings.catch_warnings(),

@@ -39,18 +39,6 @@ def planned_module(
     state.
 
     Plans are made by calls: the first call with a new combination of shapes, types and modes makes a plan for it.
-
-    Args:
-        model: the model. A module that is planned already is planned again.
-        planner: makes the plans.
-        shapes: which shapes are planned, and how many plans are kept.
-        statistics: the Kronecker-factored statistics that the module's steps compute; None for none.
-        ready: a capture of the model for the first call (`capture_of`), which is not captured again; None if there is
-            none.
-
-    Raises:
-        ModelError: the model is compiled, scripted or sharded, or has a parameter of unknown shape; or it is planned
-            and its forward was replaced after planning; or its class allows no subclass.
     """
     check_traceable(model)
     if isinstance(model, _Planned):

@@ -43,10 +43,8 @@ IN_PLACE = "_rematplan_in_place"
 
 
 def with_runner(module: nn.Module) -> HasRunner:
-    """Return the planned module that ``module`` is or wraps (as DDP and PEFT do), or the object that plans it in place.
-
-    Raises:
-        UsageError: nothing in the module is planned, or several of its submodules are.
+    """Return the planned module that ``module`` is or wraps (as DDP and PEFT do), or the object that plans it
+    in place.
     """
     if isinstance(module, HasRunner):
         return module
@@ -67,11 +65,7 @@ def with_runner(module: nn.Module) -> HasRunner:
 
 
 def runner_of(planned: nn.Module) -> Runner:
-    """Return the runner of a planned module.
-
-    Raises:
-        UsageError: the module is not planned.
-    """
+    """Return the runner of a planned module."""
     return with_runner(planned)._rematplan
 
 
@@ -125,10 +119,6 @@ class Planning:
     def plan(self) -> Plan:
         """The plan of the most recent call (before any call: the plan made last). Its status is ``refining`` while a
         better plan is being searched for.
-
-        Raises:
-            UsageError: no plan was made yet, as in a copy from a pickle before its first call; or the model is planned
-                in parts, whose plans are in `plans`.
         """
         return _last(self._planned).running.shown
 
@@ -143,9 +133,6 @@ class Planning:
     def source(self) -> str:
         """The Python source code that was generated from `plan`: the functions that execute the forward and the
         backward.
-
-        Raises:
-            UsageError: no plan was made yet.
         """
         return _last(self._planned).compiled.halves.source
 
@@ -154,9 +141,6 @@ class Planning:
         next training step on.
 
         ``seconds``: the longest time to wait; None for no limit.
-
-        Returns:
-            This object.
         """
         end = None if seconds is None else time.monotonic() + seconds
         for entry in self._entries():
@@ -192,18 +176,12 @@ class Planning:
         """Return the Kronecker-factored statistics of the present training step: the sum over its backwards so far.
         They are available until the next training step's first forward. A training step that computes no statistics
         has no factors.
-
-        Raises:
-            UsageError: the module was planned without statistics.
         """
         return self._recorder.statistics()
 
     def statistics_layers(self) -> dict[str, Factors]:
         """Return the Kronecker factors that the plans in use compute, by the name of the layer's weight, as tensors
         on the device ``meta`` (shapes and types only). Empty if no step with statistics was planned yet.
-
-        Raises:
-            UsageError: the module was planned without statistics.
         """
         assert self._recorder
         plain = self._planned._rematplan.plans.plain()
@@ -215,9 +193,6 @@ class Planning:
         of an optimizer over the module's parameters ends the training step, too.)
 
         ``wanted``: True for all following training steps, False for none, None for every n-th (``Kronecker.every``).
-
-        Raises:
-            UsageError: the module was planned without statistics.
         """
         self._recorder.take(wanted)
 
@@ -227,28 +202,18 @@ class Planning:
 
         ``listener``: a bound method that takes a dictionary from weight names to factors (it may be empty) and the
         number of the training step. Its object is referenced weakly. See `Recorder.listen`.
-
-        Raises:
-            UsageError: the module was planned without statistics.
         """
         self._recorder.listen(listener)
 
     @property
     def statistics_options(self) -> Kronecker:
-        """The options with which the module's statistics were planned.
-
-        Raises:
-            UsageError: the module was planned without statistics.
-        """
+        """The options with which the module's statistics were planned."""
         return self._recorder.options
 
     @property
     def statistics_state(self) -> tuple[int, int]:
         """A pair: the number of the present training step, and how many times labels have been drawn so far. To resume
         training with exactly the same statistics, save this pair and assign it later.
-
-        Raises:
-            UsageError: the module was planned without statistics.
         """
         return self._recorder.step, self._recorder.draws.count
 
@@ -269,31 +234,18 @@ class Planning:
     def prepare(self, *args: Any, **kwargs: Any) -> Any:
         """Make the plan for a call with these arguments, without running the model, and return the planned module. If
         there is a plan for such a call, keep it.
-
-        Raises:
-            ModelError: the forward cannot be captured.
-            InfeasibleBudget: no plan fits the budget.
-            UsageError: an argument has a size outside of the ranges with which the module was planned.
         """
         self._planned._rematplan.prepare(self._planned._rematplan_original(), args, kwargs)
         return self._module
 
 
 def deferred_backwards(planned: nn.Module) -> Deferred:
-    """Return the list of a planned module's forwards whose backward has not computed its weight gradients yet.
-
-    Raises:
-        UsageError: the module is not planned.
-    """
+    """Return the list of a planned module's forwards whose backward has not computed its weight gradients yet."""
     return Planning(planned)._planned._rematplan.deferred
 
 
 def watch_backwards(planned: nn.Module) -> None:
-    """Warn if a backward gives gradients to a planned module's parameters before any planned module was called.
-
-    Raises:
-        UsageError: the module is not planned.
-    """
+    """Warn if a backward gives gradients to a planned module's parameters before any planned module was called."""
     runner_of(planned).unplanned.watch(planned.parameters())
 
 
@@ -315,15 +267,6 @@ def capture_of(
 ) -> tuple[ReadyCapture, CapturedStep]:
     """Return the capture of a planned module's forward and backward for these arguments, and the captured training
     step, before planning. Another planned module of the same model can begin with the capture.
-
-    Args:
-        planned: the planned module.
-        args: the positional arguments of a call.
-        kwargs: its keyword arguments.
-
-    Raises:
-        UsageError: the module is not planned.
-        ModelError: the forward cannot be captured.
     """
     found = Planning(planned)._planned
     return found._rematplan.captured(found._rematplan_original(), args, kwargs)

@@ -118,13 +118,6 @@ class Runner:
         """Run the model on these arguments and return its outputs, whose backward follows the plan. If no plan exists
         for a call of this kind, capture and plan the step first. The original model runs without a plan if gradients
         are disabled, no tensor requires a gradient, or another tracer traces the call.
-
-        Raises:
-            ModelError: the forward cannot be captured, needs another plan although ``asked.dynamic`` is false, or is
-                called within a torch.func transform, a forward-mode derivative, `torch.nn.utils.parametrize.cached`,
-                or hooks on saved tensors.
-            InfeasibleBudget: no plan fits the budget.
-            UsageError: an argument has a size outside of the ranges that ``asked`` allows.
         """
         if not torch.is_grad_enabled():
             return original.plain(args, kwargs)
@@ -183,12 +176,6 @@ class Runner:
         """Run the forward half of a plan. Return the plan's cache entry, and the tensors that the forward returns.
 
         ``measures``: whether the step computes statistics. The other arguments are those of `_entry`.
-
-        Raises:
-            OtherOutcome: a test of the forward for infinite and NaN values has another outcome than the plan assumes.
-                Nothing is changed.
-            OtherLayouts: kernels returned other strides than the captured step has, in this forward or in the first
-                backward of the plan.
         """
         tensors = tensors_in(leaves)
         entry = self._entry(original, leaves, spec, state, assumed)
@@ -215,9 +202,6 @@ class Runner:
     def _distrust(self, found: OtherLayouts) -> None:
         """Drop all plans and captures, since kernels returned other strides than a captured step has. Later captures
         run these ops on real tensors; if that was not enough, they have fixed sizes, too.
-
-        Raises:
-            ModelError: the step was captured in this way.
         """
         again = found.ops <= self.distrusted
         if again and self.captures.only_fixed:
@@ -284,9 +268,6 @@ class Runner:
     def prepare(self, original: Original, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Make the plan for a call with these arguments without running the model. If there is a plan for such a call,
         keep it. If the module computes statistics, do the same for the step that computes them.
-
-        Raises:
-            ModelError, InfeasibleBudget, UsageError: as `__call__`.
         """
         with LOCK.alone(), torch.inference_mode(False), torch.enable_grad():
             first = not self.plans
@@ -301,11 +282,7 @@ class Runner:
     def captured(
         self, original: Original, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[ReadyCapture, CapturedStep]:
-        """Return the capture for these arguments, and its step as it is planned without statistics.
-
-        Raises:
-            ModelError: the forward cannot be captured.
-        """
+        """Return the capture for these arguments, and its step as it is planned without statistics."""
         with LOCK.alone(), torch.inference_mode(False), torch.enable_grad():
             tracing = Tracing(self.name, original, *flattened_call(args, kwargs), self._state(original))
             found = self.captures.captured(tracing)
@@ -337,9 +314,6 @@ class Runner:
     def find(self, original: Original, args: tuple[Any, ...], kwargs: dict[str, Any]) -> CacheEntry:
         """Return the cache entry (compiled plan) for a call with these arguments whose guard holds, that is, for which
         everything that the traced forward read is unchanged. If there is none, capture, plan and compile the step.
-
-        Raises:
-            ModelError, InfeasibleBudget, UsageError: as `__call__`.
         """
         leaves, spec = flattened_call(args, kwargs)
         return self._entry(original, leaves, spec, self._state(original))
@@ -397,11 +371,6 @@ class Runner:
     ) -> CacheEntry:
         """Return the cache entry whose plan fits the budget together with the gradients of earlier steps that exist
         now; ``entry`` itself if none exist. It is planned if there is none.
-
-        Args:
-            entry: the entry for the call without gradients of earlier steps.
-            state: the module's present state, with its parameters.
-            tensors: the tensors among the arguments.
         """
         first = state.named.get(next(iter(entry.targets), ""))
         summed = self.recorder.summed_bytes.values() if self.recorder else ()

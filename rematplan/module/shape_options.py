@@ -68,11 +68,7 @@ class ShapeOptions:
     def of(
         cls, stated: DynamicShapes, model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]
     ) -> ShapeOptions:
-        """Return the options that a user stated in the form of `torch.export`, with the arguments of a first call.
-
-        Raises:
-            UsageError: the form is unknown, a range is empty, or the forward has no argument of a stated name.
-        """
+        """Return the options that a user stated in the form of `torch.export`, with the arguments of a first call."""
         if stated is None or isinstance(stated, bool):
             return cls(dynamic=stated is not False)
         if not isinstance(stated, (Mapping, tuple, list)):
@@ -92,12 +88,7 @@ class ShapeOptions:
         )
 
     def check(self, model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
-        """Check that the tensors of a call have sizes in their ranges, and equal ones where they have one axis.
-
-        Raises:
-            UsageError: a size is not allowed, a dimension is missing, an argument is no tensor, or the forward has no
-                argument of a stated name.
-        """
+        """Check that the tensors of a call have sizes in their ranges, and equal ones where they have one axis."""
         found: dict[Axis, tuple[int, str]] = {}
         for name, tensor in self._tensors(model, args, kwargs).items():
             for dim, size in self.ranges[name].items():
@@ -125,9 +116,6 @@ class ShapeOptions:
     ) -> list[tuple[tuple[Any, ...], dict[str, Any]]]:
         """Return the arguments of the calls that are planned first: of the largest sizes, those given, of the smallest
         sizes and of sizes between, or of all sizes if these are few (`FEW`).
-
-        Raises:
-            UsageError: as `check`.
         """
         arguments = tuple(args), dict(kwargs)
         if not self.ranges:

@@ -53,18 +53,6 @@ def prove_ranges(
     than the problem at one size: a saved plan, inverses that round, accumulation, several micro-batches in flight,
     or a budget ``min`` or ``least``. If the step would have to be captured at more than `MOST_STEPS` sizes of a
     dimension, a warning says so, and that dimension and later ones are not proven.
-
-    Args:
-        planned: the planned module.
-        planner: the planner of that module.
-        shapes: the ranges of sizes, by dimension.
-        model: the module that was planned.
-        args: example positional arguments.
-        kwargs: example keyword arguments.
-
-    Raises:
-        UnfitSizes: at some size no known plan fits, and ``on_infeasible`` is None or ``raise``. With other values a
-            warning says so.
     """
     options, found = planner.options, list[RangePlan]()
     if options.several or options.reserved.gradients or options.inverting or options.saved is not None:
@@ -135,16 +123,6 @@ def prove_step(
 
     The known plans of the planner are evaluated first. If at some size none of them fits, and the strategy is
     `auto`, further plans are searched for and stored in the planner's store.
-
-    Args:
-        planner: plans the step. Its budget, costs, constraints and known plans are used for all sizes.
-        dimension: the name of the dimension, for messages.
-        sizes: whole numbers in ascending order, at equal distances.
-        step_at: returns the captured step at a size. It is called for few sizes if the bytes of each tensor are a
-            polynomial of the size; otherwise for more, up to all.
-
-    Raises:
-        UsageError: the budget is ``min`` or ``least``, whose number of bytes differs from size to size.
     """
 
     def capture(size: int) -> TrainingGraph:

@@ -106,15 +106,7 @@ class SizedPlans:
         problem: TrainingGraph,
         carrier: Planner,
     ) -> None:
-        """Remember the planning problem that was made for a batch, so that plans of it can be used at other sizes.
-
-        Args:
-            sizes: the values, for this batch, of all size expressions in the step.
-            batch: the tensors among the arguments.
-            step: the captured step for this batch, with its inverses.
-            problem: the planning problem of that step.
-            carrier: makes the `Resizing`, which uses plans of the step at other sizes.
-        """
+        """Remember the planning problem that was made for a batch, so that plans of it can be used at other sizes."""
         pattern, structure = self._pattern(sizes), structure_of(step)
         alike = next((one for one in self._structures if one.structure == structure), None)
         if alike is None:
@@ -131,13 +123,6 @@ class SizedPlans:
     def carried(self, sizes: SizeValues, batch: Sequence[torch.Tensor]) -> StepPlan | None:
         """Return the cheapest known plan that fits the budget for a batch. The ``step`` of the result has other sizes.
         Return None if no plan is known to fit, or if plans of other sizes cannot be used for this batch.
-
-        Args:
-            sizes: the values, for this batch, of all size expressions in the step.
-            batch: the tensors among the arguments.
-
-        Raises:
-            NotSymbolic: the tensors cannot be used (`OpenStep.at`), or an op returns other strides at these sizes.
         """
         alike = self._of_pattern.get(self._pattern(sizes))
         if alike is None or alike.resizing is None:
@@ -152,11 +137,6 @@ class SizedPlans:
         """Return a function that compiles plans for certain sizes of the batch. It compiles each schedule only once,
         for all sizes. Return None if that is not possible: two batches with this pattern of equal sizes had steps, or
         planning problems, of different structures.
-
-        Args:
-            sizes: the values of all size expressions, for a batch for which `carried` returned a plan or `learn` got a
-                problem.
-            made: returns the captured step for this batch, without inverses.
         """
         alike = self._of_pattern.get(self._pattern(sizes))
         if alike is None or alike.resizing is None:
@@ -174,9 +154,6 @@ class SizedPlans:
         `check_layouts` would check, with arguments that are not contiguous at these sizes, are made and checked.
 
         ``sizes``: the values of all size expressions in the step.
-
-        Raises:
-            NotSymbolic: an op returns other strides.
         """
         doubtful = [
             call

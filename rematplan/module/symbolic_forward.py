@@ -64,11 +64,7 @@ class Instance:
     batch: Sequence[torch.Tensor]
 
     def step(self) -> CapturedStep:
-        """Make the captured step for this batch, before planning. Each call makes another object.
-
-        Raises:
-            NotSymbolic: the sizes of the batch cannot be used.
-        """
+        """Make the captured step for this batch, before planning. Each call makes another object."""
         return self.forward.step_at(self.batch, self.sizes)
 
 
@@ -105,14 +101,6 @@ class OpenForward:
         """Return the trace for the sizes of a batch: a copy of this one in which each symbolic size is replaced by its
         value. Return None if the batch or the module's state does not satisfy the guard, so that this trace is not
         valid for it.
-
-        Args:
-            state: the module's state; None if it is known to satisfy the guard.
-            batch: the tensors among the arguments.
-            counts: if ``state`` is None, the numbers that the forward takes as sizes.
-
-        Raises:
-            NotSymbolic: the guard holds, but the trace cannot be made with the sizes of the batch.
         """
         accepted = self.accepted(state, batch, counts)
         if accepted is None:
@@ -126,11 +114,6 @@ class OpenForward:
     ) -> tuple[Instance, guards.Guard] | None:
         """Return this capture with the sizes of a batch, as an `Instance` without a step, and the guard for these
         sizes. Return None if the batch or the module's state does not satisfy the guard.
-
-        Args:
-            state: the module's state; None if it is known to satisfy the guard.
-            batch: the tensors among the arguments.
-            counts: if ``state`` is None, the numbers that the forward takes as sizes.
         """
         if state is not None and self.guard.decided.counts:
             now = self._counted(state, batch)
@@ -160,9 +143,6 @@ class OpenForward:
 
         ``batch``: the tensors among the arguments. ``sizes``: the values, for this batch, of all size expressions in
         ``step``.
-
-        Raises:
-            NotSymbolic: the sizes of the batch cannot be used.
         """
         step = finished(without_full_slices(self.step.at(batch, sizes)))
         check_layouts(step)
@@ -197,13 +177,6 @@ def _outline(tensor: torch.Tensor) -> torch.Tensor:
 def open_constants(constants: Sequence[Any], table: ExpressionTable) -> list[Any]:
     """Return the leaves of a forward's results with each symbolic size replaced by an integer, if it is constant, or
     else by a reference to its expression in ``table``.
-
-    Args:
-        constants: the leaves, as in `FlatModel.constants`.
-        table: the expressions of the trace. An expression that it lacks is added.
-
-    Raises:
-        NotSymbolic: a leaf is of a type that may contain sizes which are not found.
     """
     return [_open(c, table) for c in constants]
 

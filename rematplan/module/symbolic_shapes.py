@@ -101,16 +101,6 @@ class OpenShapes:
 
         The first shape is captured separately, because a capture with symbolic sizes takes longer and training would
         wait for it.
-
-        Args:
-            state: the module's state.
-            batch: the tensors among the arguments.
-            opened: a function that captures the forward with symbolic sizes. Its arguments: the dimensions whose sizes
-                are symbolic, None for all; and the numbers of selected elements, which are symbolic, too.
-            fixed: a function that captures the forward for the sizes of this batch.
-
-        Raises:
-            ModelError: the step cannot be captured.
         """
         shapes = tuple(t.shape for t in batch)
         before = self.limited, self.reason
@@ -207,16 +197,6 @@ class OpenShapes:
         If a capture in which all sizes are symbolic fails, or its calls differ, a second one is made. In it, only those
         sizes are symbolic in which the batch differs from a known shape, such as the number of samples. If that one
         fails as well, or if the batch differs in all sizes, no further captures with symbolic sizes are made.
-
-        Args:
-            state: the module's state.
-            batch: the tensors among the arguments.
-            opened: as for `find`.
-            fixed: a function that captures the forward for the sizes of this batch.
-
-        Returns:
-            The step for this batch. None if no separate capture was made, and the new capture fails or is not valid for
-                this batch.
         """
         own, differing = None, self._differing(batch)
         try:
@@ -259,16 +239,7 @@ class OpenShapes:
         )
 
     def _compared(self, forward: OpenForward, state: guards.ModuleState) -> tuple[bool, OpenForward]:
-        """Compare a new capture with symbolic sizes with the known shapes, which were captured separately.
-
-        Returns:
-            Whether the new capture serves a known shape; and the new capture, with the names of calls and values that
-                the separate capture of that shape has.
-
-        Raises:
-            NotSymbolic: for a known shape that the new capture serves, its calls differ from those of the separate
-                capture.
-        """
+        """Compare a new capture with symbolic sizes with the known shapes, which were captured separately."""
         served = False
         for batch, known in self.known:
             outcomes = known.guard.decided.outcomes == forward.guard.decided.outcomes

@@ -73,11 +73,6 @@ class UnplannedCalls:
         """Make a call, and return its result. Warn if a backward of the result would give gradients to the planned
         module's parameters other than through a planned forward. Of calls inside of each other, only the innermost is
         warned of.
-
-        Args:
-            planned: the planned module.
-            what: describes the call, for the message.
-            call: makes the call.
         """
         if not torch.is_grad_enabled() or any_mode():
             return call()

@@ -102,14 +102,6 @@ def verify(
     gradients, all buffers and the random state afterwards.
 
     Buffers, gradients and the random state are restored at the end.
-
-    Args:
-        module: a module that returns a scalar loss.
-        planned: the planned module, which shares its parameters and buffers.
-        batch: the inputs and targets.
-        seed: the seed of PyTorch's generators.
-        predicted: the predicted relative error of the tensors that the plan's inverses recompute; 0 if the step must
-            be bit-equal.
     """
     expected = _results(module, module, batch, seed)
     found = _results(module, planned, batch, seed)

@@ -161,19 +161,7 @@ def common_plan(
     *,
     accumulating: bool,
 ) -> CommonPlan:
-    """Plan the parts of a model.
-
-    Args:
-        rehearsed: the rehearsal of a training step.
-        asked: the user's options.
-        named: the model's parameters and buffers by name.
-        fixed: the budget in bytes; None: what ``asked`` says, of which a percentage refers to this step.
-        accumulating: whether gradients of earlier steps exist while the step runs.
-
-    Raises:
-        InfeasibleBudget: no plans are found that fit.
-        UsageError: an option cannot be combined with parts.
-    """
+    """Plan the parts of a model."""
     own = of_part(asked)
     calls = Counter(group for _, group in rehearsed.calls)
     groups = list(calls)

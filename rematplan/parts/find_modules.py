@@ -12,11 +12,7 @@ from rematplan.module.planning import IN_PLACE, HasRunner
 
 
 def named_modules(model: nn.Module, patterns: str | Iterable[str]) -> tuple[str, ...]:
-    """Return the names of a model's modules that match one of some patterns. Modules inside of others are left out.
-
-    Raises:
-        UsageError: a pattern is no text, or no module has such a name.
-    """
+    """Return the names of a model's modules that match one of some patterns. Modules inside of others are left out."""
     names = [name for name, _ in model.named_modules() if name]
     found: dict[str, None] = {}
     for pattern in [patterns] if isinstance(patterns, str) else patterns:

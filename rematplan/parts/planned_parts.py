@@ -71,11 +71,7 @@ class PlannedParts:
         """Of the latest call."""
 
     def __call__(self, original: Original, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Run a training call of the model.
-
-        Raises:
-            ModelError, InfeasibleBudget: as `prepare`.
-        """
+        """Run a training call of the model."""
         self.prepare(original, args, kwargs)
         assert self.last
         patches = {
@@ -86,12 +82,7 @@ class PlannedParts:
             return original.plain(args, kwargs)
 
     def prepare(self, original: Original, args: tuple[Any, ...], kwargs: dict[str, Any]) -> CommonPlan:
-        """Return the plan for a call. The first call of its kind is rehearsed and planned.
-
-        Raises:
-            ModelError: no part, or not each part that the user stated, can be captured.
-            InfeasibleBudget: no plans fit the budget.
-        """
+        """Return the plan for a call. The first call of its kind is rehearsed and planned."""
         leaves, spec = flattened_call(args, kwargs)
         state = guards.ModuleTree(original.model).state(original.model)
         assert state is not None

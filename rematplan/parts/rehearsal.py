@@ -169,12 +169,7 @@ class Rehearsal:
         self._patches = Patches({one.model: partial(self._part, name, one) for name, one in own.items()})
 
     def run(self, original: Original, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Rehearsed:
-        """Rehearse a call of the model.
-
-        Raises:
-            ModelError: a part that the user stated cannot be captured.
-            Exception: the forward raises it in eager mode, too.
-        """
+        """Rehearse a call of the model."""
         self._live = LiveBytes([*named_tensors(self.model).values()])
         try:
             with (

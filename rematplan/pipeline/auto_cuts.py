@@ -40,21 +40,6 @@ def auto_cuts(
 
     Messages between ranks are assumed to take no time. The search may end without cuts with which all ranks fit their
     budget. Cuts are returned in that case, too.
-
-    Args:
-        model: the model to divide.
-        args: positional arguments of the model for one micro-batch.
-        kwargs: keyword arguments of the model for one micro-batch.
-        schedule: the order of the ranks' actions (forwards and backwards of stages).
-        budget: the budget of each rank, in bytes or as a percentage.
-        asked: the user's options, of which strategy, costs, time limit and the largest inversion error are used.
-
-    Returns:
-        The names of the modules with which the second and each later stage begin.
-
-    Raises:
-        UsageError: the model has too few modules at which it can be cut.
-        ModelError: the training step of the model cannot be captured.
     """
     known = cut_names(exported(model, args, kwargs))
     if len(known) < schedule.stages - 1:
@@ -90,10 +75,6 @@ def agreed(choose: Callable[[], tuple[str, ...]]) -> tuple[str, ...]:
 
     If each process called ``choose``, the results could differ, because measured costs and searches with a time limit
     differ. Without a process group, this process calls ``choose``.
-
-    Raises:
-        Exception: ``choose`` raised it in the process of rank 0. Other processes raise a UsageError with the same
-            message, instead of waiting for cuts.
     """
     if not (distributed.is_available() and distributed.is_initialized()):
         return choose()

@@ -74,16 +74,8 @@ class CapturedStage:
     options: PlanOptions
 
     def planned(self, plan: Plan, prepared: bool = True) -> nn.Module:
-        """Return a module that runs the stage as ``plan`` says. The module shares the stage's parameters and buffers.
-
-        Args:
-            plan: a plan of the stage's planning problem.
-            prepared: whether to compile the plan now instead of in the first forward. False is needed if the module's
-                class changes before its first forward, as ``fully_shard`` changes it.
-
-        Raises:
-            ModelError: the stage is captured again, because its state has changed or ``prepared`` is false, and has
-                other ops than before. If ``prepared`` is false, the first forward raises it.
+        """Return a module that runs the stage as ``plan`` says. The module shares the stage's parameters
+        and buffers.
         """
         spare = backward_spare(self.problem, plan.schedule)
         made = StepPlan(self.step, plan, spare, self.problem.gradient_bytes)
@@ -102,18 +94,7 @@ def captured_stage(
     place: StagePlace,
     loss: LossMemory | None = None,
 ) -> CapturedStage:
-    """Capture a pipeline stage, and return it with its planning problem.
-
-    Args:
-        stage: the stage's module and arguments.
-        planner: determines the costs of ops, which inverses are used, and for the last stage the memory of the loss.
-        template: the memory of the stage that does not depend on the plan.
-        place: the stage's position in the pipeline, and facts about the next stage and a wrapping module.
-        loss: the memory of the loss; None: what the planner's options state. Ignored unless the stage is the last.
-
-    Raises:
-        ModelError: the stage cannot be captured.
-    """
+    """Capture a pipeline stage, and return it with its planning problem."""
     capture, captured = _captured(stage)
     step = planner.with_inverses(with_own_outputs(captured, leaves=True))
     if place.split:
@@ -169,11 +150,7 @@ def _tangents_held(step: CapturedStep, problem: StageProblem, schedule: Schedule
 
 
 def captured_step(stage: StageModule) -> CapturedStep:
-    """Capture the forward and backward of a pipeline stage for one micro-batch as ATen calls. No inverses are added.
-
-    Raises:
-        ModelError: the stage cannot be captured.
-    """
+    """Capture the forward and backward of a pipeline stage for one micro-batch as ATen calls. No inverses are added."""
     return _captured(stage)[1]
 
 

@@ -104,13 +104,6 @@ ALONE = DataParallel()
 def check_precision(number: int, stage: nn.Module) -> None:
     """Check that FSDP2 does not convert the parameters, outputs or gradients of a stage to another type. The stage's
     plan and the buffers for its messages are for the types that it was planned with.
-
-    Args:
-        number: the stage's number, for the error message.
-        stage: the module that runs the stage, sharded or not.
-
-    Raises:
-        UsageError: a part of the stage is sharded with a policy of mixed precision that names another type.
     """
     for part in stage.modules():
         state = getattr(part, "_get_fsdp_state", None)

@@ -64,12 +64,7 @@ class DataflowPart:
     rounding: float
 
     def compiled(self, plan: Plan, group: ProcessGroup) -> DataflowStage:
-        """Compile the stage so that it follows ``plan``, and return it in the form that `DataflowSchedule` runs.
-
-        Args:
-            plan: a plan of the stage's planning problem.
-            group: the process group of the pipeline.
-        """
+        """Compile the stage so that it follows ``plan``, and return it in the form that `DataflowSchedule` runs."""
         code = compile_stage(self.step, plan.schedule, self.number == self.stages - 1)
         error, gain = _errors(self.problem.graph, plan.schedule, _answers(self.step))
         kept = self.problem.measured(plan).kept_bytes
@@ -88,17 +83,6 @@ def dataflow_part(
 ) -> DataflowPart:
     """Capture a stage of a dataflow pipeline, where inverses recover activations in the backward, and make its planning
     problem.
-
-    Args:
-        stage: the stage's module and arguments.
-        planner: determines the costs of ops, and for the last stage the memory of the loss.
-        template: the memory of the stage that does not depend on the plan.
-        number: the stage's number, from 0.
-        stages: the number of stages of the pipeline.
-        loss: the memory of the loss; None: what the planner's options state. Ignored unless the stage is the last.
-
-    Raises:
-        ModelError: the stage cannot be captured.
     """
     first, last = number == 0, number == stages - 1
     named = {f"{WRAPPER}{name}": t for name, t in named_tensors(stage.module).items()}
@@ -138,15 +122,6 @@ def dataflow_stages(
 ) -> list[DataflowStage]:
     """Return a list with one item: the stage of a dataflow pipeline that this process runs, ready for
     `DataflowSchedule`.
-
-    Args:
-        part: the captured stage.
-        plan: a plan of the stage's planning problem.
-        group: the process group of the pipeline; None: all processes.
-        wrapped: whether the user wants to wrap the stage's module (for example in FSDP2), which is refused.
-
-    Raises:
-        UsageError: ``wrapped`` is true, the process group does not use gloo, or the stage is not on a CPU.
     """
     if wrapped:
         raise UsageError(
@@ -184,10 +159,6 @@ def _rounding(captured: CapturedStep, step: CapturedStep) -> float:
 
     The halves of a reversible network, for example, are slices of one tensor in the model, and separate tensors in the
     stage, so that inverses can recover one after the other.
-
-    Args:
-        captured: the captured forward and backward.
-        step: the same, changed for inverses.
     """
     pairs = (
         (captured.values[name].fake, step.values[name].fake) for name in captured.values.keys() & step.values
@@ -201,18 +172,7 @@ def _answers(step: CapturedStep) -> frozenset[str]:
 
 
 def _errors(graph: TrainingGraph, schedule: Schedule, answers: frozenset[str]) -> tuple[float, float]:
-    """Predict the rounding errors of the tensors that a stage recovers by inverses with a schedule.
-
-    Args:
-        graph: the stage's planning problem.
-        schedule: a schedule of it.
-        answers: the names of the inverses that take a tensor from the message of the next stage.
-
-    Returns:
-        Two numbers. The first is the largest relative error of a recovered tensor if the tensor from the next stage
-        is exact. The second is a factor: if the tensor from the next stage has a relative error, this error times the
-        factor is added to the first number.
-    """
+    """Predict the rounding errors of the tensors that a stage recovers by inverses with a schedule."""
     exact = worst_error(graph, schedule)
     noisy = replace(
         graph, inverses=tuple(replace(i, noise=SMALL) if i.name in answers else i for i in graph.inverses)

@@ -48,15 +48,6 @@ def frozen_stage(number: int, stage: StageModule, template: StagePlan, place: St
     """Run the forward of a stage that computes no gradients once, and return the stage with its memory.
 
     The run changes neither the stage's buffers nor the state of the random generators.
-
-    Args:
-        number: the stage's number, from 0.
-        stage: the stage's module and arguments. None of its inputs and outputs require a gradient.
-        template: the memory of the stage that is not its forward's.
-        place: the stage's position in the pipeline, and facts about the next stage and a wrapping module.
-
-    Raises:
-        ModelError: the forward fails on tensors of zeros.
     """
     device = stage.device
     args, kwargs = pytree.tree_map(lambda one: _zeros(one, device), (stage.args, dict(stage.kwargs)))

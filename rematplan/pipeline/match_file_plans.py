@@ -27,13 +27,7 @@ OpKey = tuple[str, bool]
 
 
 def stages_ops(step: CapturedStep, chain: StageChain, cuts: Sequence[int]) -> tuple[tuple[StageOp, ...], ...]:
-    """Return the ops of each stage of a pipeline, as a pipeline file states them.
-
-    Args:
-        step: the captured step of the model with its loss, as the pipeline's schedule runs it.
-        chain: the step as a chain of blocks.
-        cuts: the blocks at which the second and each later stage begin.
-    """
+    """Return the ops of each stage of a pipeline, as a pipeline file states them."""
     bounds = list(pairwise((0, *cuts, len(chain))))
     stages = [[chain.graph.ops[o].name for o in StageSlice(chain, *bound).ops] for bound in bounds]
     loss = loss_ops(step, chain.graph, stages[-1])
@@ -43,13 +37,7 @@ def stages_ops(step: CapturedStep, chain: StageChain, cuts: Sequence[int]) -> tu
 def captured_ops(
     step: CapturedStep, names: Sequence[str], loss: Set[str] = frozenset()
 ) -> tuple[StageOp, ...]:
-    """Return a `StageOp` for each of the ops ``names`` of a captured step.
-
-    Args:
-        step: the captured step.
-        names: the names of the ops, in order.
-        loss: the names of those ops that belong to the loss.
-    """
+    """Return a `StageOp` for each of the ops ``names`` of a captured step."""
     maker = {storage: name for name in names for storage in step.writes(step.call[name])}
     found = []
     for name in names:
@@ -63,16 +51,7 @@ def captured_ops(
 
 
 def file_plan(file: PlannedPipeline, number: int, part: CapturedStage) -> Plan:
-    """Convert a pipeline file's plan of a stage into a plan of that stage as this process captured it.
-
-    Args:
-        file: the pipeline file's content.
-        number: the stage's number, from 0.
-        part: the stage as captured by this process.
-
-    Raises:
-        ProblemError: the captured stage has other ops than the file's stage. The message states the first difference.
-    """
+    """Convert a pipeline file's plan of a stage into a plan of that stage as this process captured it."""
     planned = {op.name for op in part.problem.graph.ops}
     others = [call.name for call in part.step.calls if call.name in planned]  # the graph may order them anew
     try:
@@ -98,10 +77,6 @@ def message_copies(step: CapturedStep, names: Sequence[str]) -> frozenset[str]:
     The forward of a stage copies an output that is not dense. The backward copies a gradient of an input if the
     gradient has other strides than the input, or is also the gradient of another input, as with two inputs that the
     stage adds. No op reads such a copy.
-
-    Args:
-        step: the captured step of a stage.
-        names: the names of its ops, in running order.
     """
     read = {t for call in step.calls for t in step.reads(call)}
     return frozenset(
@@ -117,11 +92,6 @@ def loss_ops(step: CapturedStep, graph: TrainingGraph, names: Sequence[str]) -> 
 
     A forward op belongs to the loss if it is in none of the model's modules. A backward op belongs to it if, in
     addition, it reads no result of a backward op of the model.
-
-    Args:
-        step: the captured step of the model with its loss.
-        graph: its planning problem.
-        names: the ops to test, in running order.
     """
     found: set[str] = set()
     for name in names:
@@ -139,13 +109,6 @@ def matched(ops: Sequence[StageOp], others: Sequence[StageOp]) -> dict[str, str]
 
     Ops are paired by ATen op and phase (forward or backward), in order. Paired ops must read results of paired ops and
     write equally many bytes.
-
-    Args:
-        ops: the part's ops in one capture, in order.
-        others: those in the other capture, in order.
-
-    Raises:
-        ProblemError: the ops cannot be paired.
     """
     mine, theirs = _by_key(ops), _by_key(others)
     for key in sorted({*mine, *theirs}):
@@ -165,15 +128,6 @@ def matched(ops: Sequence[StageOp], others: Sequence[StageOp]) -> dict[str, str]
 def _runs(file: PlannedPipeline, number: int, pairs: Mapping[str, str], loss: Collection[str]) -> list[str]:
     """Return the ops that the file's plan of a stage runs, in order, by their names in the captured stage. Ops of the
     loss are left out.
-
-    Args:
-        file: the pipeline file's content.
-        number: the stage's number, from 0.
-        pairs: names of ops in the captured stage, by their names in the file.
-        loss: names of the ops of the loss in the file.
-
-    Raises:
-        ProblemError: the plan runs an op that the captured stage lacks.
     """
     boundaries = {BOUNDARY: loss_boundary.LOSS, WEIGHTS: loss_boundary.WEIGHTS}
     runs = []
@@ -192,10 +146,6 @@ def _after_weights(graph: TrainingGraph, runs: Sequence[str]) -> list[str]:
 
     In the file's stage, an op that reads a gradient that the stage returns runs before that boundary. A captured stage
     may return a copy of the gradient, and then runs the op after the boundary.
-
-    Args:
-        graph: the planning problem of the captured stage.
-        runs: names of its ops.
     """
     if loss_boundary.WEIGHTS not in runs:
         return list(runs)

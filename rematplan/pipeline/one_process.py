@@ -17,12 +17,6 @@ def step_in_one_process(
     """Run the forward and backward of each micro-batch in turn, and return the losses.
 
     Gradients are added to those that exist, and then divided by ``microbatches``, as PyTorch's schedules do.
-
-    Args:
-        parameters: the parameters whose gradients are divided.
-        loss_of: computes the loss of one micro-batch. It takes the micro-batch's number and its parts of ``batch``.
-        batch: tensors of the whole batch, such as inputs and targets, which are divided along their first dimension.
-        microbatches: the number of micro-batches.
     """
     losses = []
     for number, parts in enumerate(zip(*(t.tensor_split(microbatches) for t in batch), strict=True)):

@@ -27,9 +27,6 @@ _LATENCY = re.compile(r"([0-9.]{1,20}) ?(s|ms|us|µs|ns)")
 def parse_rank_budget(text: str) -> Budget:
     """Read the budget of a pipeline's ranks from text: bytes such as ``4GiB``, or ``60%`` of the largest peak of a rank
     without recomputation.
-
-    Raises:
-        UsageError: the text is malformed, or a budget of another kind, such as ``min``.
     """
     return parse_budget(text, ("bytes", "share"))
 
@@ -38,9 +35,6 @@ def parse_link(text: str | None) -> Link:
     """Read the speed of a network link from text such as ``25GB/s,5us``: a bandwidth, a latency or both.
 
     An unstated latency is 0, and an unstated bandwidth is infinite. None or an empty text is a link that takes no time.
-
-    Raises:
-        UsageError: the text is malformed.
     """
     link = FREE_LINK
     for part in text.split(",") if text else ():
@@ -66,9 +60,6 @@ def _number(text: str) -> float:
 def optimizer_copies(name: str) -> float:
     """Return the size of an optimizer's state ÷ the size of the trained parameters, such as 2 for ``adam`` and 0 for
     ``sgd``.
-
-    Raises:
-        UsageError: the optimizer is not in `OPTIMIZERS`.
     """
     if name not in OPTIMIZERS:
         raise UsageError(f"unknown optimizer {name!r}; known: {', '.join(OPTIMIZERS)}")

@@ -144,28 +144,7 @@ def captured_pipeline(
     parallel: DataParallel = ALONE,
     loss: tuple[LossFunction, torch.Tensor] | None = None,
 ) -> Pipeline:
-    """Cut a model into stages, capture the stages of ``ranks``, and return a pipeline without plans.
-
-    Args:
-        model: the model to divide.
-        args: positional arguments of the model, whole batches.
-        kwargs: keyword arguments of the model, or None.
-        order: the schedule.
-        stated: the budget of each rank, in bytes or as a percentage. For a percentage, the stages of all ranks are
-            captured.
-        cuts: names of the modules with which the second and each later stage begin, as a sequence or separated by
-            commas; or ``auto`` to choose them.
-        asked: the options of planning. Their budget is ignored in favour of ``stated``.
-        ranks: the ranks whose stages are captured; None for all. If ranks are stated and ``cuts`` is ``auto``, rank 0
-            of the default process group chooses the cuts for all processes.
-        parallel: over how many processes each stage is sharded or replicated.
-        loss: the loss and the targets of a batch, to measure the memory of the loss; None: it is as ``asked`` says.
-
-    Raises:
-        UsageError: impossible cuts, a batch that cannot be divided evenly, or messages that this version of PyTorch
-            cannot send (`_check_messages`).
-        ModelError: the model cannot be divided into stages.
-    """
+    """Cut a model into stages, capture the stages of ``ranks``, and return a pipeline without plans."""
     stages, microbatches = order.stages, order.microbatches
     one_args, one_kwargs = _first_microbatch(args, kwargs or {}, microbatches)
     if cuts == AUTO:
@@ -195,11 +174,7 @@ def captured_pipeline(
 
 
 def _check_messages(stages: Sequence[StageModule]) -> None:
-    """Check that every tensor that a stage receives from the previous one needs a gradient.
-
-    Raises:
-        UsageError: one needs none, as behind frozen first stages.
-    """
+    """Check that every tensor that a stage receives from the previous one needs a gradient."""
     for number, stage in enumerate(stages[1:], 1):
         if not all(one.requires_grad for one in stage.inputs):
             raise UsageError(
@@ -248,9 +223,6 @@ def _first_microbatch(
     """Return the positional and keyword arguments of the first of ``microbatches`` micro-batches.
 
     Tensors are divided along their first dimension; other values are returned unchanged.
-
-    Raises:
-        UsageError: a tensor cannot be divided evenly.
     """
 
     def part(one: Any) -> Any:

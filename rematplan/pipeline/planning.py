@@ -81,18 +81,6 @@ def plan_stages(
     """Divide a captured step into pipeline stages, and plan what each stage recomputes.
 
     Of the pipelines that are found, the one with the least makespan (simulated duration of a step) is returned.
-
-    Args:
-        steps: for the name of each schedule that ``asked`` allows, the captured step of one micro-batch as the schedule
-            runs it (`step_for`), and its planning problem.
-        asked: the user's options.
-        model: how the model was loaded, as JSON data; it is stored in the result.
-        progress: called with the fraction done (0 to 1) and a short text.
-
-    Raises:
-        InfeasibleBudget: no plans are found with which some rank stays within its budget. The error names the rank
-            and the smallest budget found for it.
-        UsageError: impossible cuts or numbers of stages or micro-batches.
     """
     chains = {name: named_chain(*priced, asked.cuts or ()) for name, priced in steps.items()}
     cuts = None
@@ -116,11 +104,6 @@ def _best(
 
     ``chains``: for the name of each schedule, the step of one micro-batch as a chain of blocks. ``cuts``: for each
     schedule, the positions in its chain at which stages begin; None: each search chooses them.
-
-    Raises:
-        InfeasibleBudget: with no schedule, plans are found that fit the budget.
-        UsageError: no schedule can have the stated numbers of stages and micro-batches, or the forward of two stages
-            reads the same parameter.
     """
     refused: list[InfeasibleBudget] = []
     best: PlannedPipeline | None = None
@@ -174,9 +157,6 @@ def _search(
 
     A percentage is converted to bytes here. It refers to the largest peak of a rank without recomputation, with the
     cuts that are chosen if memory is unlimited.
-
-    Raises:
-        UsageError: the chain can be cut at too few positions, or the budget is above `AMPLE`.
     """
     own = _narrow(chain, schedule.name, schedule.stages)
     ample = _terms(own, asked, AMPLE)
@@ -193,18 +173,6 @@ def best_cuts(
     """Search for the cuts into pipeline stages with the least makespan (simulated duration of a step).
 
     If no tried cuts fit the budget of all ranks, return cuts with which the largest peak of a rank is small.
-
-    Args:
-        chain: the step of one micro-batch as a chain of blocks.
-        schedule: the order of the ranks' actions.
-        asked: the user's options, of which budget, link, overhead, optimizer and seconds are used.
-        planner: plans single stages; None for `auto`.
-
-    Returns:
-        The names of the modules (or ops) with which the second and each later stage begin.
-
-    Raises:
-        UsageError: the chain can be cut at too few positions.
     """
     search = _search(chain, schedule, asked)
     search.planner = planner or _planner(asked.seconds, schedule.ranks)
@@ -243,9 +211,6 @@ def _terms(chain: NamedChain, asked: PipelineRequest, budget: int) -> Terms:
 def _schedule(name: str, chain: NamedChain, asked: PipelineRequest) -> PipelineSchedule:
     """Return the schedule called ``name``. With ``dataflow``, enough micro-batches are in flight to hide the time of
     messages.
-
-    Raises:
-        UsageError: the schedule cannot have the stated numbers of stages and micro-batches.
     """
     if name in VIRTUAL and asked.stages % STAGES_A_RANK:
         raise UsageError(

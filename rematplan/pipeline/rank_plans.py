@@ -39,20 +39,7 @@ def captured_part(
     parallel: DataParallel = ALONE,
     loss: LossMemory | None = None,
 ) -> CapturedPart:
-    """Capture a stage of a pipeline, and return it with its planning problem.
-
-    Args:
-        order: the pipeline's schedule.
-        planner: determines the costs, and for the last stage the memory of the loss.
-        number: the stage's number, from 0.
-        stage: the stage's module and arguments.
-        parallel: over how many processes the stage is sharded or replicated, which needs further memory.
-        loss: the memory of the loss of the last stage's outputs; None: as the options of ``planner`` state it.
-
-    Raises:
-        ModelError: the stage cannot be captured, or its results need no gradients, and it cannot run without a backward
-            (`_check_frozen`).
-    """
+    """Capture a stage of a pipeline, and return it with its planning problem."""
     device, frozen = stage.device, not any(one.requires_grad for one in stage.outputs)
     if frozen:
         _check_frozen(order, number, stage)
@@ -80,11 +67,7 @@ def captured_part(
 
 
 def _check_frozen(order: PipelineSchedule, number: int, stage: StageModule) -> None:
-    """Check that a pipeline can have a stage whose outputs need no gradients.
-
-    Raises:
-        ModelError: the stage is the last one, or stages before it are trained, or the schedule is ``dataflow``.
-    """
+    """Check that a pipeline can have a stage whose outputs need no gradients."""
     if number == order.stages - 1 or any(one.requires_grad for one in stage.inputs):
         raise ModelError(
             f"stage {number} computes no gradients, so nothing before it can be trained: its outputs depend on no "
@@ -98,13 +81,7 @@ def _check_frozen(order: PipelineSchedule, number: int, stage: StageModule) -> N
 
 
 def budget_bytes(stated: Budget, order: PipelineSchedule, parts: Mapping[int, CapturedPart]) -> int:
-    """Convert a pipeline's budget for each rank to bytes.
-
-    Args:
-        stated: bytes, or a percentage of the largest peak of a rank without recomputation.
-        order: the pipeline's schedule.
-        parts: the captured stages by number. For a percentage, all stages are needed.
-    """
+    """Convert a pipeline's budget for each rank to bytes."""
     if stated.kind == "bytes":
         return int(stated.amount)
     problems = {number: part.problem for number, part in parts.items()}
@@ -128,17 +105,6 @@ def rank_plans(
 
     In a dataflow pipeline, inverses recover activations in the backward. There, no plan may keep more bytes between
     forward and backward than the known plan that keeps the fewest (`starting_plans`).
-
-    Args:
-        order: the pipeline's schedule.
-        ranks: the ranks to plan.
-        parts: captured stages by number. Only the stages of ``ranks`` are used.
-        budget: bytes, for all stages of a rank together.
-        asked: the user's options, of which strategy and time limit are used.
-
-    Raises:
-        InfeasibleBudget: no plans are found for some rank. Of these ranks, the error names the one that needs the
-            largest budget, and this budget.
     """
 
     def search(rank: int, most: int) -> RankSearch:
@@ -158,20 +124,7 @@ def stated_rank_plan(
     budget: int,
     plans: Mapping[int, Mapping[str, Any]],
 ) -> RankPlan:
-    """Read the plans of a rank's stages from JSON data, and compute the rank's peak with these plans.
-
-    Args:
-        order: the pipeline's schedule.
-        rank: the rank.
-        parts: captured stages by number; those of the rank are used.
-        budget: bytes.
-        plans: the plans as JSON data, by stage number.
-
-    Raises:
-        InfeasibleBudget: the rank's peak with these plans exceeds the budget.
-        ProblemError: a plan belongs to another stage.
-        UsageError: ``plans`` has no plan of a stage of the rank.
-    """
+    """Read the plans of a rank's stages from JSON data, and compute the rank's peak with these plans."""
     mine = order.stage_of_rank[rank]
     if missing := [s for s in mine if s not in plans]:
         raise UsageError(
@@ -185,18 +138,7 @@ def stated_rank_plan(
 def measured_rank_plan(
     order: PipelineSchedule, rank: int, parts: Mapping[int, CapturedPart], budget: int, own: Sequence[Plan]
 ) -> RankPlan:
-    """Compute the peak of a rank, and the memory and times of its stages, if the stages follow the plans ``own``.
-
-    Args:
-        order: the pipeline's schedule.
-        rank: the rank.
-        parts: captured stages by number; those of the rank are used.
-        budget: bytes.
-        own: a plan for each stage of the rank, by rising stage number.
-
-    Raises:
-        InfeasibleBudget: the rank's peak with these plans exceeds the budget.
-    """
+    """Compute the peak of a rank, and the memory and times of its stages, if the stages follow the plans ``own``."""
     figures = tuple(
         parts[s].problem.measured(plan) for s, plan in zip(order.stage_of_rank[rank], own, strict=True)
     )

@@ -94,18 +94,7 @@ class RankReport:
 
 
 def run_on_all_ranks(plan: PlannedPipeline, *, verify: bool, time_limit: float) -> list[RankReport]:
-    """Join the other processes that torchrun started, run one pipeline step, and return the reports of all ranks.
-
-    Args:
-        plan: the pipeline.
-        verify: whether to compare the results with those of a single process.
-        time_limit: seconds of search for each rank that cannot use the file's plans.
-
-    Raises:
-        ProblemError: the network or ONNX file that the pipeline file names cannot be loaded.
-        InfeasibleBudget: no plans are found with which this rank stays within the budget.
-        ProcessEnded: another process has ended.
-    """
+    """Join the other processes that torchrun started, run one pipeline step, and return the reports of all ranks."""
     schedules = logging.getLogger("torch.distributed.pipelining.schedules")
     schedules.setLevel(logging.CRITICAL)  # it prints all actions of all ranks if one of them fails
     distributed.init_process_group("gloo")
@@ -121,16 +110,6 @@ def reports_of_step(plan: PlannedPipeline, rank: int, *, verify: bool, time_limi
     ``plan`` states the cuts, the schedule, the budget and the plans. A rank searches for other plans within the budget
     in three cases: the captured stages have other ops than ``plan`` states, the rank's peak would exceed the budget, or
     the schedule is ``dataflow``.
-
-    Args:
-        plan: the pipeline.
-        rank: this process's rank.
-        verify: whether to compare the results with those of a single process.
-        time_limit: seconds of search for each rank that cannot use the plans of ``plan``.
-
-    Raises:
-        InfeasibleBudget: no plans are found with which this rank stays within the budget.
-        ProcessEnded: another process has ended.
     """
     try:
         return _of_all_ranks(_run(plan, rank, verify, time_limit), plan.schedule.ranks)
@@ -205,15 +184,6 @@ def _rank_plan(plan: PlannedPipeline, pipe: Pipeline, rank: int, asked: PlanOpti
     """Return plans for the stages of a rank, and the reason why they are not the plans of the pipeline file.
 
     The reason is empty if the file's plans can be used. Otherwise plans are searched for as ``asked`` says.
-
-    Args:
-        plan: the pipeline as read from the file.
-        pipe: the pipeline with the stages that this process captured.
-        rank: this process's rank.
-        asked: the options of the search.
-
-    Raises:
-        InfeasibleBudget: no plans are found with which the rank stays within the budget.
     """
     parts = [(s, pipe.parts[s]) for s in pipe.order.stage_of_rank[rank]]
     try:
@@ -267,10 +237,6 @@ def _loaded(plan: PlannedPipeline) -> LoadedModel:
     """Load the network or the ONNX file that a pipeline file names, with data of one micro-batch.
 
     Random weights and data are drawn with a fixed seed, so that they are equal in all processes.
-
-    Raises:
-        ProblemError: the file's entry of the model has a field of another type, or sizes that the network cannot have;
-            or there is no such network or ONNX file.
     """
     model: dict[str, Any] = {name: plan.model.get(name) for name in MODEL_FIELDS}
     for name, kind in MODEL_FIELDS.items():
@@ -307,9 +273,6 @@ def _whole_batch(loaded: LoadedModel, microbatches: int) -> tuple[tuple[torch.Te
 
     The first micro-batch is the batch of ``loaded``. Each further micro-batch has the same numbers in a random order.
     For a loss without targets, zeros are returned as targets.
-
-    Raises:
-        UsageError: an input has no dimensions.
     """
     generator = torch.Generator().manual_seed(SEED)
 
@@ -374,11 +337,6 @@ def _gradient_errors(
     all gradients if that is larger. It is 0 if both gradients are missing, and infinite if only one is missing. One
     exception: it is 0 if the gradient in ``theirs`` is missing and that in ``ours`` is zeros, because PyTorch's stages
     send a gradient of zeros for a tensor that the loss does not read.
-
-    Args:
-        ours: parameters and buffers by name.
-        theirs: the same tensors of the other run.
-        names: the names to compare.
     """
     wanted = [theirs[n].grad for n in names]
     norms = [float(g.double().norm()) for g in wanted if g is not None]

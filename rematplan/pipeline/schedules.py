@@ -30,18 +30,8 @@ MOST = 10**6
 def schedule_named(
     name: str, ranks: int, microbatches: int, *, each: int | None = None, hop: float = 0.0
 ) -> PipelineSchedule:
-    """Return the schedule called ``name``: for each rank, the order of its actions (forwards and backwards of stages).
-
-    Args:
-        name: one of `SCHEDULES`.
-        ranks: the number of ranks.
-        microbatches: the number of micro-batches in a step.
-        each: the number of stages of each rank; None: 2 for `VIRTUAL` schedules, 1 for others.
-        hop: for ``dataflow`` only: the time of a message ÷ the time of a stage's forward and backward.
-
-    Raises:
-        UsageError: the name is unknown, or the schedule cannot have the stated numbers of ranks, stages or
-            micro-batches.
+    """Return the schedule called ``name``: for each rank, the order of its actions (forwards and backwards
+    of stages).
     """
     if name not in SCHEDULES:
         raise UsageError(f"unknown schedule {name!r}; known: {', '.join(SCHEDULES)}")
@@ -78,13 +68,6 @@ def as_torch_runs_it(schedule: PipelineSchedule) -> PipelineSchedule:
 
     PyTorch runs the actions of its class, whatever a pipeline file says, so that peaks and times of other actions would
     be wrong. A ``dataflow`` is returned unchanged, because PyTorch has no class for it: the schedule's actions are run.
-
-    Args:
-        schedule: the actions of all ranks.
-
-    Raises:
-        ProblemError: a rank has other actions. The message states the rank and its first different action.
-        UsageError: PyTorch's schedule does not allow these numbers of ranks, stages and micro-batches.
     """
     if schedule.name == "dataflow":
         return schedule

@@ -38,9 +38,6 @@ class NamedChain:
     def positions(self, cuts: Sequence[str]) -> tuple[int, ...]:
         """Return the position in the chain of each block that a name in ``cuts`` denotes: the name of its first
         module or op.
-
-        Raises:
-            UsageError: no block begins with one of the names, or the names are not in running order.
         """
         for name in cuts:
             if name not in self.names[1:]:
@@ -64,13 +61,6 @@ def named_chain(
     """Divide a captured step into a chain of blocks that begin at modules, and name each block after its module.
 
     If no module can begin a block, blocks begin at ops and are named after them.
-
-    Args:
-        step: the captured step.
-        graph: its planning problem.
-        wanted: names of modules that must begin blocks if possible, however deep in the model they are.
-        only: names of the modules that may begin blocks; None for all.
-        prefix: what precedes the names of the model's modules in the step. It is removed from them.
     """
     kinds = {step.values[i.value].storage: i.kind for i in step.inputs}
     owner = {i.target: step.values[i.value].storage for i in step.inputs if i.kind == "parameter"}
@@ -117,13 +107,6 @@ def _homes(
     """Return the block of each backward op's forward op, by the position of the backward op. The two have the same
     sequence number. A sum of gradients has the number of the forward op whose gradient it adds. Backward ops without a
     number are left out.
-
-    Args:
-        step: the captured step.
-        graph: its planning problem.
-        blocks: the forward ops of each block.
-        names: the name of the module with which each block begins; empty for the first block.
-        prefix: what precedes the names of the model's modules in the step.
     """
     block_of = {graph.ops[o].name: block for block, ops in enumerate(blocks) for o in ops}
     home: dict[int | None, int] = {}
@@ -158,13 +141,6 @@ def _begins(
     step. Of the rest, the modules in ``wanted`` are used first, then the outermost modules, then the modules inside
     them, and so on by depth. A depth is used only if there are then fewer than `MOST_BLOCKS` modules; if the outermost
     modules are more, some of them are chosen.
-
-    Args:
-        step: the captured step.
-        graph: its planning problem.
-        wanted: names of modules to use first.
-        only: names of the modules that may be used; None for all.
-        prefix: what precedes the names of the model's modules in the step. It is removed from them.
     """
     ix = indexed(graph)
     forward = [o for o, is_forward in enumerate(ix.forward) if is_forward]
@@ -194,11 +170,6 @@ def _narrowest(graph: TrainingGraph, begins: Mapping[int, str], wanted: Sequence
     """Divide the places in ``begins`` into fewer than `MOST_BLOCKS` groups of consecutive places, and return from each
     group the place at which the forward would send the fewest bytes. Also return the places of the modules in
     ``wanted``.
-
-    Args:
-        graph: the planning problem.
-        begins: names of modules, by the positions in ``graph`` of their first ops.
-        wanted: names of modules whose places are returned in any case.
     """
     places = sorted(begins)
     sends = dict(zip(places, stage_chain(graph, blocks_at(graph, places)).sends[1:], strict=False))

@@ -22,14 +22,7 @@ LOSS_BYTES = 8
 def stage_torch_memory(
     schedule: PipelineSchedule, number: int, stage: StageModule, device: torch.device
 ) -> StagePlan:
-    """Return a `StagePlan` with only the memory for a stage's messages, outputs and losses; all other fields are 0.
-
-    Args:
-        schedule: the pipeline's schedule.
-        number: the stage's number, from 0.
-        stage: the stage's module, with example inputs and outputs of one micro-batch.
-        device: the device on which the stage runs.
-    """
+    """Return a `StagePlan` with only the memory for a stage's messages, outputs and losses; all other fields are 0."""
     first, last = number == 0, number == schedule.stages - 1
     inputs, outputs = ([] if first else stage.inputs), ([] if last else stage.outputs)
     back = schedule.name in CHANNELS  # a message back has the activations too

@@ -146,14 +146,6 @@ def torch_stage(
 
     The shapes of its inputs and outputs are passed to PyTorch. Otherwise PyTorch would infer them by running modules on
     uninitialised memory, which would spoil the running statistics of batch norms.
-
-    Args:
-        stage: descriptions of the stage's arguments and results.
-        module: the stage's planned module.
-        number: the stage's index.
-        stages: the number of stages.
-        group: the process group; None for the default one.
-        split: whether the backward is split: weight gradients are computed later, when the schedule asks for them.
     """
     return _Stage(
         module,

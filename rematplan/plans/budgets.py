@@ -72,15 +72,7 @@ class Budget:
     amount: Fraction
 
     def bytes(self, base_peak: int, smallest: Callable[[], int], whole: int | None = None) -> int:
-        """Return the budget in bytes, rounded down.
-
-        Args:
-            base_peak: the peak without recomputation in bytes. Percentages refer to it.
-            smallest: returns the smallest peak found in bytes. It is called only if the budget is ``min`` or
-                ``least``.
-            whole: the part of ``base_peak``, in bytes, that belongs to inputs and outputs (`whole_bytes`). It is
-                needed only for a budget such as ``50% of activations``, which reduces only the other part.
-        """
+        """Return the budget in bytes, rounded down."""
         if self.is_lean:
             peak = smallest()
             return peak + int(LEAN[self.kind] * peak)
@@ -101,13 +93,7 @@ class Budget:
         return self.kind in ("share", "activations")
 
     def of(self, graph: TrainingGraph, smallest: Callable[[], int] = lambda: 0) -> int:
-        """Return the budget in bytes for a planning problem.
-
-        Args:
-            graph: the problem. Percentages refer to its peak without recomputation.
-            smallest: returns the smallest peak found for the problem in bytes; called only for ``min`` and
-                ``least``.
-        """
+        """Return the budget in bytes for a planning problem."""
         return self.bytes(no_recompute(graph).estimate.peak, smallest, whole_bytes(graph))
 
 
@@ -125,9 +111,6 @@ def parse_budget(text: str, kinds: Collection[str] = tuple(FORMS)) -> Budget:
     ``least``.
 
     ``kinds``: the accepted kinds of budgets (keys of `FORMS`); by default all.
-
-    Raises:
-        UsageError: the text is malformed, or the budget is of another kind. The message shows the accepted forms.
     """
     budget = _parsed(text)
     if budget is not None and budget.kind in kinds:
@@ -169,15 +152,7 @@ def unit_missing(budget: Budget, graph: TrainingGraph) -> str:
 
 
 def parse_loss_memory(text: str) -> Budget:
-    """Read the memory of a loss from text: bytes such as ``1GiB``, or ``3x`` for three tensors of the outputs' size.
-
-    Returns:
-        A `Budget`, used here for an amount of memory. Its kind is ``bytes``; or, for ``3x``, ``share`` with the
-        amount 3.
-
-    Raises:
-        UsageError: the text is malformed. The message shows the accepted forms.
-    """
+    """Read the memory of a loss from text: bytes such as ``1GiB``, or ``3x`` for three tensors of the outputs' size."""
     match = _NUMBER.fullmatch(text.strip())
     if match and match[2].lower() == "x":
         return Budget(text, "share", Fraction(match[1]))
@@ -203,21 +178,6 @@ def plan_within(
 
     If ``store`` knows that the search would fail, because it failed before or a proof exists, the search is not
     repeated. It is repeated if a plan with a smaller peak was found meanwhile.
-
-    Args:
-        strategy: the planning algorithm.
-        graph: the problem.
-        budget: bytes that the peak must not exceed.
-        progress: called with the fraction done (0 to 1) and a short text.
-        store: known plans and failed searches. The search starts from its plans, if the strategy can start from
-            plans. None: an empty store.
-        starts: further plans to start from.
-        hurried: if a lower bound proves that the budget is too small, raise the error at once instead of searching
-            for the smallest peak. It has no effect with strategies that cannot start from plans.
-
-    Raises:
-        InfeasibleBudget: the strategy finds no plan that fits. The error states which op limits the peak of any
-            plan.
     """
     store = PlanStore() if store is None else store
     limit = float(getattr(strategy, LIMIT, 0.0))
@@ -254,9 +214,6 @@ def _plan_or_lower(
     follows, because its last stage may find a smaller peak. So a budget that ``min`` can meet is not refused.
 
     ``starts``: plans that the strategy starts from. ``stored``: plans that the search for ``min`` starts from.
-
-    Raises:
-        InfeasibleBudget: no plan was found that fits. Its smallest peak is at most that of the plan for ``min``.
     """
     try:
         return strategy.plan(graph, budget, progress, starts)
@@ -317,18 +274,7 @@ def least_plan(
     starts: Sequence[Plan] = (),
     store: PlanStore | None = None,
 ) -> Plan:
-    """Search for the cheapest plan whose peak is at or near the smallest peak that the strategy finds, and store it.
-
-    Args:
-        strategy: the planning algorithm. ``auto``, ``anneal`` and ``ilp`` search for plans with a small peak; others
-            compute their plan of smallest peak directly.
-        graph: the problem.
-        progress: called with the fraction done (0 to 1) and a short text.
-        kind: ``min`` allows peaks up to 1 % above the smallest peak found; ``least`` allows only the smallest peak.
-        time_limit: seconds of search; None: the strategy's own limit.
-        starts: known plans of the problem to start from.
-        store: known plans, from which the search also starts. None: an empty store.
-    """
+    """Search for the cheapest plan whose peak is at or near the smallest peak that the strategy finds, and store it."""
     store, slack = PlanStore() if store is None else store, LEAN[kind]
     if isinstance(strategy, (Auto, Anneal, ILP)):
         limit = strategy.time_limit if time_limit is None else time_limit

@@ -26,11 +26,6 @@ def plan_at_once(graph: TrainingGraph, budget: int, store: PlanStore) -> Plan | 
     Three plans are tried in this order. First, the plan that recomputes nothing. Second, the cheapest plan in memory
     that was found for the same ops, perhaps at other sizes. Third, only if the planner's numba code is not compiled
     on this machine yet, the best plan that plain Python finds in about two seconds.
-
-    Args:
-        graph: the planning problem.
-        budget: bytes that the peak must not exceed.
-        store: the known plans.
     """
     whole = _with_floor(no_recompute(graph), graph)
     found = whole if whole.peak <= budget else store.serving(graph, budget)

@@ -62,10 +62,6 @@ class Reserved:
     def of(cls, items: Iterable[object]) -> Reserved:
         """Return a `Reserved` for the user's list of items. An object that is listed twice counts once; equal
         numbers of bytes are added.
-
-        Raises:
-            UsageError: ``items`` is a single item instead of a list; or an item is not an optimizer, a module, an
-                object with a method ``reserved_bytes()``, a number of bytes, or a text such as ``1GiB``.
         """
         if isinstance(items, (str, nn.Module)) or not isinstance(items, Iterable):
             raise UsageError("reserved must be a list; write reserved=[optimizer]")
@@ -86,14 +82,6 @@ class Reserved:
         A storage that several items share counts once, and a storage of the model does not count. Numbers of bytes
         and results of ``reserved_bytes()`` and ``step_bytes()`` count on every device. If several optimizers are
         listed, only the largest temporary memory of one optimizer's step counts.
-
-        Args:
-            device: the device.
-            model: the model's tensors, by name.
-
-        Raises:
-            UsageError: an optimizer has no state yet, and the size of its state cannot be determined; or a
-                ``reserved_bytes()`` or ``step_bytes()`` does not return a number of bytes.
         """
         tensors: list[torch.Tensor] = []
         always, stepping = 0, 0
@@ -168,11 +156,7 @@ class Stated:
 
     @classmethod
     def by(cls, item: Any) -> Stated:
-        """Ask an object.
-
-        Raises:
-            UsageError: a method does not return a number of bytes.
-        """
+        """Ask an object."""
         methods = ("reserved_bytes", "step_bytes")
         return cls(*(_said(item, name) if callable(getattr(item, name, None)) else 0 for name in methods))
 
@@ -199,11 +183,7 @@ def _said(item: Any, name: str) -> int:
 
 
 def _bytes(stated: str | Integral) -> int:
-    """Convert a number or text such as ``1GiB`` to a number of bytes; 0 for `GRADIENTS`, which the plan counts.
-
-    Raises:
-        UsageError: the text or number is malformed, negative, or a percentage.
-    """
+    """Convert a number or text such as ``1GiB`` to a number of bytes; 0 for `GRADIENTS`, which the plan counts."""
     if stated == GRADIENTS:
         return 0
     with suppress(UsageError):

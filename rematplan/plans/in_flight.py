@@ -41,12 +41,6 @@ def with_in_flight(in_flight: int, deferred: int | None) -> RankActions:
     """Return the actions (forwards and backwards) of one rank with at most ``in_flight`` micro-batches in flight.
 
     ``in_flight`` forwards are first. Then one backward and one forward alternate.
-
-    Args:
-        in_flight: the largest number of micro-batches between the start of their forward and the end of their
-            backward.
-        deferred: a backward computes only gradients of inputs. The weight gradients of its micro-batch are computed
-            after this many further backwards. None: each backward computes both.
     """
     microbatches = 2 * in_flight + (deferred or 0) + 1
     (actions,) = one_stage_a_rank("in flight", [in_flight], microbatches).actions
@@ -77,21 +71,6 @@ def plan_in_flight(
     The peak counts inputs, outputs and the memory of the loss once per micro-batch in flight, and the gradients of
     all parameters once. It also counts one loss of an earlier micro-batch, since the caller's variable holds it until
     the next one is computed.
-
-    Args:
-        step: the captured step of one micro-batch.
-        graph: the planning problem of one micro-batch, with the op that separates forward from backward.
-        loss: the memory of the loss.
-        budget: for all micro-batches together: bytes, or a percentage of the peak without recomputation.
-        strategy: the planning algorithm.
-        seconds: the time limit of the search.
-        in_flight: the number of micro-batches in flight.
-        deferred: the number of further backwards after which the weight gradients of a micro-batch are computed;
-            None: the backward of the micro-batch computes them.
-
-    Raises:
-        InfeasibleBudget: no plan is found that fits.
-        UsageError: the budget is neither bytes nor a percentage.
     """
     template = StagePlan(0, 0, 0, 0, states=loss.kept)
     problem = stage_problem(

@@ -33,9 +33,6 @@ def known_costs(costs: str) -> Known:
     """Return what the text ``costs`` names: ``profile`` itself, a device model, or a profile that was measured before.
 
     ``roofline`` is the default device's model. A file is a profile or a device model, as its content says.
-
-    Raises:
-        UsageError: ``costs`` is unknown, or a file that cannot be read. The message says what is known.
     """
     if costs == PROFILE:
         return "profile"
@@ -67,20 +64,6 @@ def priced(
 ) -> TrainingGraph:
     """Return the planning problem of a captured step, with a cost in microseconds and a workspace in bytes for each
     op.
-
-    Args:
-        step: the captured step.
-        costs: ``profile`` measures time and workspace of each distinct op on the present device. Other texts name
-            costs that are known (`known_costs`). A device model has no workspaces.
-        progress: called with the fraction done (0 to 1) and a short text; used only with ``profile``.
-        max_inversion_error: the largest relative error that a tensor may have after inverses (ops that compute an
-            input from an output) recover it; None: a limit that suits its type. See `with_anchors`.
-        sized: costs that were measured at other sizes of the step; used only with ``profile``. Costs between two
-            measured sizes are interpolated where possible. New measurements are added. None: all costs are measured.
-
-    Raises:
-        UsageError: ``costs`` is unknown, the profile lacks an op of the step, or ``max_inversion_error`` is not
-            positive.
     """
     found: Mapping[str, CallCost]
     match known_costs(costs):
@@ -98,13 +81,6 @@ def copies_priced(step: CapturedStep, graph: TrainingGraph, costs: str) -> Copie
     strides than at capture.
 
     Ops of the backward may then copy these gradients before they use them.
-
-    Args:
-        step: the captured step.
-        graph: its planning problem.
-        costs: ``profile`` measures the workspaces of the ops that read gradients with other strides; a device model
-            has workspaces of 0; for a profile file, each op is assumed to copy every argument whose strides
-            differ.
     """
 
     def measured(other_strides: CapturedStep, names: Collection[str]) -> Mapping[str, int]:

@@ -143,11 +143,7 @@ class PlanOptions:
         )
 
     def stated_budget(self) -> Budget:
-        """Return the budget that the user stated. It may still be relative to a peak.
-
-        Raises:
-            UsageError: there is no budget, because the options have a saved plan instead.
-        """
+        """Return the budget that the user stated. It may still be relative to a peak."""
         return parse_budget(str(self.budget))
 
     def stated_loss(self) -> Budget | None:
@@ -197,11 +193,7 @@ EXCLUDED = (
 
 
 def stated_strategy(stated: str | Strategy) -> Strategy:
-    """Return the strategy that a user stated by its name or as an object.
-
-    Raises:
-        UsageError: the name is unknown, or a field of the object has a value that it cannot have.
-    """
+    """Return the strategy that a user stated by its name or as an object."""
     if isinstance(stated, str):
         return strategy(stated)
     if not isinstance(stated, Strategy):
@@ -213,11 +205,7 @@ def stated_strategy(stated: str | Strategy) -> Strategy:
 
 
 def stated_splits(stated: object) -> Splits:
-    """Return what a user wants to be split: ``off``, ``auto``, or a mapping from modules' names to numbers of parts.
-
-    Raises:
-        UsageError: it has another form.
-    """
+    """Return what a user wants to be split: ``off``, ``auto``, or a mapping from modules' names to numbers of parts."""
     pairs = tuple(stated.items()) if isinstance(stated, Mapping) else stated
     if stated in (UNSPLIT, AUTO_SPLIT) or (isinstance(pairs, tuple) and pairs and all(map(_is_pair, pairs))):
         return pairs  # type: ignore[return-value]

@@ -27,10 +27,6 @@ def leanest_plan(graph: TrainingGraph, known: Iterable[Plan] = ()) -> Plan:
 
     Of plans with equal peaks, the cheapest is returned. If there is no known plan, or none can be converted to this
     problem, plans are searched for in about `SECONDS`.
-
-    Args:
-        graph: the problem.
-        known: plans of this problem, or of another problem of the same step.
     """
     found = [plan for one in known if (plan := transfer_plan(one, graph))]
     found = found or _lean_plans(graph, Effort(SECONDS))
@@ -50,16 +46,6 @@ def check_floor(strategy: Strategy, graph: TrainingGraph, budget: int, known: It
 
     The bound is the bytes of the inputs plus the larger of two numbers: what a single op needs, and the bytes of the
     outputs. No plan within the budget is searched for.
-
-    Args:
-        strategy: its name is stated in the error.
-        graph: the problem.
-        budget: bytes.
-        known: known plans of the problem.
-
-    Raises:
-        InfeasibleBudget: the bound exceeds the budget. The error has a plan with a small peak, and the peak of a
-            cheap plan.
     """
     if min_peak_bound(graph).bytes > budget:
         plan = min((leanest_plan(graph), *known), key=by_peak)

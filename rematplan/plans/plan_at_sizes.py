@@ -27,15 +27,6 @@ def plan_at_sizes(planner: Planner, step: CapturedStep, compiled: Sequence[Sched
     The cheapest compiled plan that fits is returned, unless fewer than `COMPILED` plans are compiled and a known
     plan has less overhead than it by more than `WORTH`. Plans that were found for other sizes count as known. If no
     known plan fits, or the budget is ``min`` or ``least``, a search is made.
-
-    Args:
-        planner: plans the step, and knows the plans for other sizes.
-        step: the step at the new sizes.
-        compiled: the schedules that are compiled already.
-
-    Raises:
-        InfeasibleBudget: no plan fits, and ``on_infeasible`` is ``raise``. Otherwise the plan that
-            `Planner.instead` chooses is returned.
     """
     graph = planner.problem(step)
     budget = planner.limit(graph)

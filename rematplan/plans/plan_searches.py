@@ -34,18 +34,7 @@ keeps its planning problem in memory."""
 def one_lane_plan(
     options: PlanOptions, store: PlanStore, graph: TrainingGraph, budget: Budget, progress: Progress
 ) -> Plan:
-    """Return a plan of a problem whose ops run one after the other: a known one, otherwise the result of a search.
-
-    Args:
-        options: the user's options.
-        store: known plans. A new plan is stored in it.
-        graph: the problem.
-        budget: a budget in bytes, ``min`` or ``least``.
-        progress: called with the fraction done (0 to 1) and a short text.
-
-    Raises:
-        InfeasibleBudget: no plan is found that fits.
-    """
+    """Return a plan of a problem whose ops run one after the other: a known one, otherwise the result of a search."""
     found = store.get(graph, store_key(budget))
     if found is None:
         found = _searched(options, store, graph, budget, progress)
@@ -84,13 +73,6 @@ def _in_parts(
     If another process improves the plan later, or if a plan for other sizes fits already, the first search is short.
     The last search always has the whole time limit: so a tight budget is not refused for lack of time, and the error
     states a peak as small as the budget ``min`` would find.
-
-    Args:
-        options: the user's options.
-        store: known plans.
-        chosen: the strategy with the user's time limit.
-        graph: the problem.
-        budget: bytes.
     """
     if isinstance(chosen, Auto) and budget >= min_peak_bound(graph).bytes:
         if options.refines:
@@ -108,13 +90,6 @@ def background_search(
     No search is wanted if the options exclude it or `WAITING` searches are running or queued. None is needed if
     ``plan`` has no budget, if its overhead is proven to be within the option ``gap`` of the optimum, or if an earlier
     search for the problem and budget was as long as this one would be.
-
-    Args:
-        options: the user's options.
-        store: known plans. Better plans are stored in it.
-        step: the captured step, with its inverses.
-        graph: its planning problem.
-        plan: the plan to improve.
     """
     if not options.refines or plan.budget is None or (plan.gap is not None and plan.gap <= options.gap):
         return None

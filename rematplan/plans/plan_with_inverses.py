@@ -35,21 +35,6 @@ def plan_either(
 ) -> tuple[TrainingGraph, Plan]:
     """Plan a step twice, with and without inverses that round, and return the better plan with the problem that it
     belongs to.
-
-    Args:
-        auto: the strategy. Its time limit is for both problems together.
-        plain: the problem without inverses that round. If the budget is a percentage, it refers to the peak of this
-            problem.
-        inverted: the problem of the same step with inverses that round.
-        budget: the budget.
-        progress: called with the fraction done (0 to 1) and a short text.
-        store: known plans to start from. Every plan that is found is added. None: an empty store.
-        hurried: if a lower bound proves that the budget is too small, raise the error at once instead of searching
-            for the smallest peak.
-
-    Raises:
-        InfeasibleBudget: neither problem has a plan that fits. The error has the smaller of the two smallest found
-            peaks.
     """
     compile_kernels(progress)  # before the clock starts
     amount = None if budget.is_lean else budget.of(plain)

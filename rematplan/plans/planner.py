@@ -83,17 +83,6 @@ class Planner(StepProblems):
 
         With the reserved item `GRADIENTS`, the budget includes gradients of earlier backwards. If no plan fits,
         ``on_infeasible`` decides whether an error is raised or another plan is used.
-
-        Args:
-            step: the captured step.
-            first: treat the step as the first one, even if plans of other steps are known. If ``on_infeasible`` is
-                None and no plan fits, the error is raised for the first step only.
-            progress: called with the fraction done (0 to 1) and a short text; by default a progress bar is shown if
-                the options say so.
-
-        Raises:
-            InfeasibleBudget: no plan is found that fits, and ``on_infeasible`` says that this is raised.
-            ProblemError: the saved plan belongs to another graph.
         """
         first = first or not self.store
         split = self.split(step)
@@ -147,17 +136,7 @@ class Planner(StepProblems):
         return counted
 
     def instead(self, step: CapturedStep, error: InfeasibleBudget, first: bool) -> Plan:
-        """Return a plan to use although no plan fits the budget (`refusals.plan_over_budget`).
-
-        Args:
-            step: the captured step, with its inverses.
-            error: the error of the search that found no plan.
-            first: whether it is the first step. If ``on_infeasible`` is None, the error is raised for the first
-                step, and the plan with the smallest peak is used for later ones.
-
-        Raises:
-            InfeasibleBudget: ``error``, if ``on_infeasible`` says that it is raised, or there is a saved plan.
-        """
+        """Return a plan to use although no plan fits the budget (`refusals.plan_over_budget`)."""
         how = reaction(self.options, first)
         if how == RAISE:
             raise error
@@ -199,9 +178,6 @@ class Planner(StepProblems):
     def _saved(self, step: CapturedStep, progress: Progress = silent) -> StepPlan:
         """Return the saved plan with the form of the step for which it was made: with all inverses that the options
         allow, with exact ones only, or with those that are found without weights.
-
-        Raises:
-            ProblemError: it was made for none of these forms.
         """
         assert self.options.saved is not None
         forms = [self.with_inverses(step)]
@@ -235,11 +211,6 @@ class Planner(StepProblems):
     def resizing(self, step: CapturedStep, problem: TrainingGraph, storages: tuple[str, ...]) -> Resizing:
         """Return a `Resizing`: it evaluates the known plans of a problem at other sizes, without capturing the step
         again.
-
-        Args:
-            step: the captured step, with its inverses.
-            problem: its planning problem.
-            storages: the names of the step's storages whose bytes can be computed at any sizes.
         """
         amount = fixed_bytes(self.limit(problem))
         assert amount is not None
@@ -281,15 +252,6 @@ class Planner(StepProblems):
         None is returned in three cases. First, ``plan`` and these gradients fit within the budget together. Second, no
         plan fits, or ``plan`` is a saved one; then a warning says so. Third, several micro-batches are in flight, so
         that ``plan`` counts all possible gradients already.
-
-        Args:
-            step: the captured step.
-            plan: its plan, which does not count gradients of earlier steps.
-            gradients: bytes of the gradients of earlier steps.
-            names: the parameters that have gradients.
-
-        Raises:
-            InfeasibleBudget: the second case, if ``on_infeasible`` is ``raise``.
         """
         if self.options.several:  # the plan counts all possible gradients
             return None
@@ -328,11 +290,6 @@ class Planner(StepProblems):
         """Plan a step with and without inverses that round, and return the better plan with its step.
 
         If there are no inverses that round, only the step without them is planned.
-
-        Args:
-            plain: the captured step with exact inverses only.
-            inverted: the same step with inverses that round, too.
-            progress: called with the fraction done (0 to 1) and a short text.
         """
         graphs = self.problem(plain, progress), self.problem(inverted, progress)
         if not any(inverse.noise for inverse in graphs[1].inverses):
@@ -352,12 +309,7 @@ class Planner(StepProblems):
         return StepPlan(step, plan, problem=graph, notes=notes)
 
     def planned(self, step: CapturedStep) -> Plan:
-        """Return the plan of a step. Unlike `plan`, it adds no inverses, and raises an error if no plan fits.
-
-        Raises:
-            InfeasibleBudget: the strategy finds no plan that fits. The error has the smallest peak found.
-            ProblemError: the saved plan belongs to another graph.
-        """
+        """Return the plan of a step. Unlike `plan`, it adds no inverses, and raises an error if no plan fits."""
         graph = self.problem(step)
         if self.options.saved is not None:
             return self._overlapped(step, graph, self.options.saved.plan(graph))[0]

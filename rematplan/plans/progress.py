@@ -50,14 +50,7 @@ def progress_bar(title: str) -> Iterator[Progress]:
 
 
 def log_plan(step: CapturedStep, plan: Plan, costs: float, search: float) -> None:
-    """Log a plan at level INFO, with the types and shapes of the step's batch and the time that planning took.
-
-    Args:
-        step: the captured step.
-        plan: a plan of that step.
-        costs: seconds spent measuring the costs of ops.
-        search: seconds of the search.
-    """
+    """Log a plan at level INFO, with the types and shapes of the step's batch and the time that planning took."""
     LOG.info("%s; for %s; costs %.1f s, search %.1f s", plan, shapes_of(step), costs, search)
 
 

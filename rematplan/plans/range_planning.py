@@ -98,11 +98,6 @@ class RangePlan:
 def prove_sizes(problems: ProblemRange, budget: int, store: PlanStore) -> RangePlan:
     """Evaluate the plans of a store at each size of a range, and return for each size the best plan and whether it
     fits.
-
-    Args:
-        problems: the planning problem of each size.
-        budget: bytes, for every size.
-        store: the known plans. No others are searched for.
     """
     return _RangeSearch(problems, budget, Auto(), silent, store).result()
 
@@ -119,16 +114,6 @@ def plan_range(
     The largest size is planned first, because its plans mostly fit at smaller sizes. Then sizes are planned at which
     no plan fits yet. In the remaining time, the plans of sizes that need recomputation are improved by short
     anneals.
-
-    Args:
-        problems: the planning problem of each size.
-        budget: bytes, for every size.
-        auto: the strategy. Its time limit is for all sizes together.
-        progress: called with the fraction of the time limit that has passed and a short text.
-        store: the search starts from its plans, and adds the plans that it finds. None: an empty store.
-
-    Returns:
-        The best known plan at each size, and whether it fits. No error is raised if at some size none fits.
     """
     compile_kernels(progress)  # before the clock starts
     search = _RangeSearch(problems, budget, auto, progress, PlanStore() if store is None else store)

@@ -23,37 +23,19 @@ MENTIONED = 0.01
 
 
 def reaction(options: PlanOptions, first: bool) -> str:
-    """Return what to do if no plan fits the budget: ``raise``, ``least`` or ``eager``.
-
-    Args:
-        options: the user's options.
-        first: whether it is the first step, for which the default is ``raise``. With a saved plan, the result is
-            always ``raise``.
-    """
+    """Return what to do if no plan fits the budget: ``raise``, ``least`` or ``eager``."""
     if options.saved is not None:
         return RAISE
     return options.on_infeasible or (RAISE if first else LEAST)
 
 
 def accepts_refusals(options: PlanOptions, store: PlanStore) -> bool:
-    """Return whether another plan is used if no plan fits the budget, instead of raising the error.
-
-    Args:
-        options: the user's options.
-        store: the plans that were made before. The step is the first one if there are none.
-    """
+    """Return whether another plan is used if no plan fits the budget, instead of raising the error."""
     return reaction(options, first=not store) != RAISE
 
 
 def plan_over_budget(error: InfeasibleBudget, how: str, graph: TrainingGraph, name: str) -> Plan:
-    """Return a plan to use although no plan fits the budget. Warn if its peak exceeds the budget.
-
-    Args:
-        error: the error of the search that found no plan.
-        how: ``least`` for the plan with the smallest peak found, ``eager`` for one that recomputes nothing.
-        graph: the problem.
-        name: the step's name, for the warning.
-    """
+    """Return a plan to use although no plan fits the budget. Warn if its peak exceeds the budget."""
     plan, what = no_recompute(graph), "a plan that recomputes nothing"
     if how == LEAST:
         plan = leanest_plan(graph, [error.plan] if error.plan else [])
@@ -73,11 +55,6 @@ def explaining_refusals(options: PlanOptions, store: PlanStore, graph: TrainingG
     It states the memory set aside for a loss (if the user did not state it), that a percentage was converted to bytes
     for the first plan, or that a unit may be missing. If the budget is proven too small only because of the memory for
     a loss, the error says so.
-
-    Args:
-        options: the user's options.
-        store: the plans that were made before.
-        graph: the problem.
     """
     try:
         yield

@@ -96,11 +96,6 @@ class Resizing:
     def add(self, sizes: Sequence[int], nominal: Ints, problem: TrainingGraph) -> bool:
         """Add the problem at further sizes. Return False, and do not add it, if its ops, tensors or names differ
         from ``self.problem``.
-
-        Args:
-            sizes: the values of all expressions of sizes in the step.
-            nominal: the bytes of the step's storages.
-            problem: the problem at these sizes.
         """
         mine = self.problem
         if problem is not mine and (
@@ -135,10 +130,6 @@ class Resizing:
 
         None if no known plan fits, or if the problem cannot be interpolated at these sizes. If the plan recomputes
         anything, the result has a search for a better plan.
-
-        Args:
-            sizes: the values of all expressions of sizes in the step.
-            nominal: the bytes of the step's storages.
         """
         amounts = self.amounts(np.array(sizes, dtype=np.int64), nominal)
         plan = None if amounts is None else self._best(amounts)
@@ -187,12 +178,7 @@ class Resizing:
         )
 
     def amounts(self, sizes: Ints, nominal: Ints) -> Amounts | None:
-        """Return bytes, workspaces and costs of the problem at certain sizes. None if they cannot be interpolated.
-
-        Args:
-            sizes: the values of all expressions of sizes in the step.
-            nominal: the bytes of the step's storages.
-        """
+        """Return bytes, workspaces and costs of the problem at certain sizes. None if they cannot be interpolated."""
         for corner in self.corners:
             if np.array_equal(corner.sizes, sizes) and np.array_equal(corner.nominal, nominal):
                 return corner.amounts
@@ -235,11 +221,6 @@ class Resizing:
         If a tensor has a storage in ``nominal``, only the bytes that the problem adds to those of the storage are
         interpolated, linearly in the bytes of the storage. The bytes of any other tensor are interpolated linearly
         in the bytes of the tensors that its op reads.
-
-        Args:
-            low: a corner.
-            high: another corner.
-            nominal: the bytes of the step's storages at the sizes between.
         """
         known = self._storage >= 0
         of_low, of_high, here = (

@@ -59,11 +59,6 @@ def problems_over(
     interpolated if captured problems have the same ops and the bytes of each tensor are a polynomial of the size.
     Sizes that cannot be interpolated are captured. That happens where ops differ, as they often do at size 1, or
     where tensors are padded to rounded sizes.
-
-    Args:
-        dimension: the dimension's name, for messages.
-        sizes: whole numbers in ascending order, at equal distances.
-        capture: returns the planning problem at a size.
     """
     captured = {size: capture(size) for size in _samples(sizes)}
     spans = [] if len(captured) == len(sizes) else interpolations(captured)

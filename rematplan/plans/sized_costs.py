@@ -61,10 +61,6 @@ class SizedCosts:
         If a call has no workspace and only one possible kernel, and the step's costs are known at a smaller and at a
         larger size, the call's cost is interpolated. All other calls are measured. The costs are remembered for
         later calls of this method.
-
-        Args:
-            step: the captured step.
-            progress: called with the fraction done (0 to 1) and a short text.
         """
         calls = step.priced_calls
         kind = (str(step.device), *(_kind(step, call) for call in calls))
@@ -94,11 +90,6 @@ class SizedCosts:
 def _between(known: list[_Measured], traffic: int) -> CallCost | None:
     """Interpolate the cost of a call linearly in the bytes that it reads and writes. Return None if it must be
     measured.
-
-    Args:
-        known: the call's costs at other sizes. The result is None if any of them is not ``plain``.
-        traffic: the bytes that the call reads and writes. The result is None if all known costs are for fewer bytes,
-            or all for more.
     """
     plain = sorted((m for m in known if m.plain), key=lambda m: m.traffic)
     if len(plain) < len(known) or not known:

@@ -38,11 +38,7 @@ class SplitStep:
 
 
 def split_as_asked(problems: StepProblems, step: CapturedStep, budget: Budget) -> SplitStep:
-    """Return a step in which regions are split as the options say. ``budget``: for the whole step, in bytes or lean.
-
-    Raises:
-        UsageError: the options name a module in which nothing can be split.
-    """
+    """Return a step in which regions are split as the options say. ``budget``: for the whole step, in bytes or lean."""
     asked = problems.options.split
     if asked == UNSPLIT:
         return SplitStep(step)

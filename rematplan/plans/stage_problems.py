@@ -40,24 +40,6 @@ def stage_problem(
 
     In this problem, gradients of earlier micro-batches exist. The backward adds its gradients to them. With
     ``own_weights`` it leaves them instead, as many bytes as `StagePlan.left` says after each backward.
-
-    Args:
-        step: the captured step of one micro-batch.
-        graph: the problem of that step alone. It has an op that separates forward from backward, and the op
-            `WEIGHTS` if weight gradients are computed separately.
-        per_microbatch: the kinds of inputs, such as ``batch``, that each micro-batch keeps in memory from its
-            forward to its backward.
-        tangents: the kinds of inputs that exist only during a micro-batch's backward. Inputs of other kinds are
-            counted by the caller, except parameters, buffers and constants.
-        between: bytes outside of the graph that a micro-batch occupies from its forward to its backward, such as
-            those of a loss.
-        loss_forward: bytes by which a loss exceeds the workspace of the boundary op while it is computed
-            (`LossMemory.forward`).
-        as_captured: whether all gradients of the outputs are known to arrive with the strides that they had at capture.
-            Then each backward writes results into operands that nothing reads again; otherwise only the forward does
-            so for certain.
-        own_weights: whether each micro-batch has weights of its own, as equal layers of one network have.
-        template: the memory of the stage that does not depend on the plan.
     """
     added, bytes_ = earlier_gradients(step)
     if own_weights:

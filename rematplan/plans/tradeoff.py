@@ -47,16 +47,6 @@ def trace_curves(
     A strategy has no curve if the problem is too large for it, or if none of its plans fits the budgets. The curve
     of `auto` is made last. It starts from the plans of the other strategies and has further budgets at some of their
     peaks, so that it is nowhere above their curves.
-
-    Args:
-        graph: the problem.
-        strategies: by name.
-        budgets: bytes; used by strategies that plan for one budget at a time.
-        progress: called with the fraction done (0 to 1) and a short text.
-
-    Returns:
-        The plans of each curve, by the strategy's name, in the order of ``strategies``; and one line of text for
-        each strategy without a curve, which says why.
     """
     store = PlanStore()
     found: dict[str, tuple[Plan, ...]] = {}
@@ -101,12 +91,6 @@ def rows_at(curves: Curves, budgets: Sequence[Budget], base_peak: int, whole: in
 
     For the budget ``least``, it is the strategy's plan with the smallest peak; for ``min``, its cheapest plan with a
     peak at most 1 % above the smallest.
-
-    Args:
-        curves: the plans of each strategy, by its name.
-        budgets: the budgets.
-        base_peak: the peak without recomputation in bytes. Percentages refer to it.
-        whole: bytes of inputs and outputs. Budgets such as ``50% of activations`` do not reduce them.
     """
     rows: list[Row] = []
     for budget in budgets:
@@ -168,14 +152,7 @@ CSV_COLUMNS = (
 
 
 def curves_csv(curves: Curves, base: Plan, measured: Mapping[PlanPoint, tuple[int, float, float]]) -> str:
-    """Return all plans of all curves as CSV text with the columns `CSV_COLUMNS`.
-
-    Args:
-        curves: the plans of each strategy, by its name.
-        base: the plan without recomputation. Percentages refer to its peak.
-        measured: measurements of plans that were run, by `key`: the peak in bytes, the seconds of a step, and the
-            seconds of a step of plain autograd. For other plans, the three columns are empty.
-    """
+    """Return all plans of all curves as CSV text with the columns `CSV_COLUMNS`."""
     out = io.StringIO()
     writer = csv.writer(out, lineterminator="\n")
     writer.writerow(CSV_COLUMNS)

@@ -35,21 +35,8 @@ def overlapped(
     sharing: Callable[[], Sharing],
     more: Iterable[Plan] = (),
 ) -> tuple[Plan, tuple[str, ...]]:
-    """Return a plan that runs on two lanes (two CUDA streams or threads), if ``mode`` asks for it and it is possible.
-
-    Args:
-        graph: the problem.
-        plan: a plan of the problem on one lane; or a saved plan, which may have two.
-        mode: ``on``: use two lanes if any op can be moved to the second within the budget; ``auto``: do so only if
-            it is predicted to save at least the share `PAYS` of the step's time; ``off``: use one lane; None:
-            return ``plan`` unchanged.
-        sharing: returns how fast each lane is while both work. It is called only for ``on`` and ``auto``.
-        more: further plans of the same problem. The result may be based on any of them, or on a plan of the
-            strategy `reversible`, within the budget of ``plan``.
-
-    Returns:
-        The plan; and a tuple with a text that says why the plan has one lane, if ``mode`` is ``on`` or ``auto`` and
-        it has one; otherwise an empty tuple.
+    """Return a plan that runs on two lanes (two CUDA streams or threads), if ``mode`` asks for it and it
+    is possible.
     """
     if mode in (None, OFF):
         return (replace(plan, lanes=None) if mode else plan), ()

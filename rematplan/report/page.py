@@ -85,11 +85,7 @@ class Subject:
 
 
 def page(subject: Subject) -> str:
-    """Return the report as one HTML page.
-
-    Raises:
-        UsageError: the package plotly is not installed.
-    """
+    """Return the report as one HTML page."""
     try:
         from plotly.offline import get_plotlyjs
     except ImportError:

@@ -67,17 +67,6 @@ def save_trade_off(
     Each strategy is a staircase, because a plan serves every budget from its peak upwards. The strategy ``auto`` is
     drawn on top. The region that no schedule can reach is shaded. If the overhead at one small budget would flatten all
     other plans, the vertical axis is cut, and a small panel shows the whole range.
-
-    Args:
-        path: the file.
-        title: the diagram's title.
-        curves: plans by strategy, in any order.
-        base: the plan without recomputation.
-        measured: the measurements of plans that were run.
-        floors: proven lower bounds for all schedules.
-
-    Raises:
-        ProblemError: the file cannot be written.
     """
     figure = Figure(figsize=(11, 5.6), layout="constrained")
     grid = figure.add_gridspec(2, 2, width_ratios=(3.4, 1), height_ratios=(1.5, 1))
@@ -105,11 +94,7 @@ def save_trade_off(
 
 
 def save_png(figure: Figure, path: Path) -> None:
-    """Write a figure to a PNG file. A failure leaves no partial file.
-
-    Raises:
-        ProblemError: the file cannot be written.
-    """
+    """Write a figure to a PNG file. A failure leaves no partial file."""
     out = io.BytesIO()
     figure.savefig(out, format="png", dpi=130, metadata={"Software": "rematplan"})
     write_whole(path, out.getvalue())

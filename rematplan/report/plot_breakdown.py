@@ -20,9 +20,6 @@ def save_breakdown(path: Path, title: str, pairs: Sequence[tuple[Iteration, Iter
     Each part of the time (forward, backward, communication, ...) has a colour. For each number of devices, the left bar
     is SGD and the right bar is K-FAC. ``pairs``: for each number of devices, the modelled iteration of SGD and that of
     K-FAC.
-
-    Raises:
-        ProblemError: the file cannot be written.
     """
     figure = Figure(figsize=(max(7.0, 1.0 * len(pairs) + 3), 5), layout="constrained")
     axes = figure.add_subplot()

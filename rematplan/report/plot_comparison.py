@@ -26,15 +26,6 @@ def save_comparison(path: Path, title: str, rivals: Sequence[Rival], budget: int
 
     If a plan was run, its peak and its error (of gradients) are measured. Otherwise its peak and its error (of tensors
     that inverses recover) are predicted. Extra times are predicted.
-
-    Args:
-        path: the file.
-        title: the diagram's title.
-        rivals: the plans with their figures.
-        budget: in bytes. A line marks it; plans that do not fit have hollow markers.
-
-    Raises:
-        ProblemError: the file cannot be written.
     """
     figure = Figure(figsize=(11, 5.2), layout="constrained")
     times, errors = figure.subplots(1, 2)

@@ -18,9 +18,6 @@ def save_range(path: Path, title: str, plans: Sequence[RangePlan]) -> None:
 
     ``plans``: plans for the same range of sizes, each item for another budget. Each item is one line. Sizes at which no
     plan fits have no point. The dashed line is the peak of the step without recomputation.
-
-    Raises:
-        ProblemError: the file cannot be written.
     """
     figure = Figure(figsize=(11, 4.6), layout="constrained")
     times, peaks = figure.subplots(1, 2)

@@ -41,9 +41,6 @@ NUMBERED = 1 / 90
 def save_timeline(path: Path, plan: PlannedPipeline) -> None:
     """Draw the forwards and backwards of a planned pipeline over time, and the predicted peak of each rank, as a PNG
     file. A failure leaves no partial file.
-
-    Raises:
-        ProblemError: the file cannot be written.
     """
     save_png(timeline_figure(plan), path)
 

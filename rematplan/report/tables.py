@@ -112,13 +112,6 @@ def split_table(graph: TrainingGraph, base: Plan, plan: Plan) -> Table:
 def plan_table(graph: TrainingGraph, plan: Plan, base: Plan, error: float = 0.0) -> Table:
     """Return a table of a plan: its strategy, budget, predicted peak, overhead, number of recomputed ops and status;
     and, where there are any, its errors, its times on two lanes (CUDA streams or threads) and its proven lower bound.
-
-    Args:
-        graph: the planning problem.
-        plan: a plan of it.
-        base: the plan without recomputation.
-        error: the largest predicted relative error of a forward tensor that the backward reads; 0 if gradients are
-            bit-equal.
     """
     e = plan.estimate
     rows = {

@@ -27,32 +27,13 @@ def capture(
 
     No output may be a view of an input, of a parameter or of another output. The module's parameters, buffers,
     gradients, attributes and random state are left unchanged.
-
-    Args:
-        module: the module.
-        batch: the inputs.
-        name: the module's name, for the step and for messages.
-        root: a submodule; the step records for each call the submodule that made it, by its name within ``root``. None
-            for ``module``.
-        decisions: records the control-flow decisions that depend on values of ``batch`` or of buffers. The step is then
-            valid only while the recorded decisions have the same outcomes. None forbids such decisions.
-
-    Raises:
-        ModelError: no parameter is trainable and no input requires a gradient; no output depends on a trained parameter
-            or on such an input; the module changes an input or a parameter in place, or draws random numbers outside
-            PyTorch; or PyTorch cannot trace it.
     """
     root = module if root is None else root  # not `or`: an empty module list is false
     return finished(trace_joint_graph(TraceRequest(module, batch, name, root, decisions)).step)
 
 
 def check_traceable(module: nn.Module) -> None:
-    """Refuse a module that cannot be traced as one graph.
-
-    Raises:
-        ModelError: the module or a submodule is compiled, scripted or sharded, or the shape of a parameter or buffer
-            is unknown (a lazy module that was not called yet).
-    """
+    """Refuse a module that cannot be traced as one graph."""
     name = type(module).__name__
     if any(isinstance(m, torch.jit.ScriptModule) for m in module.modules()):
         raise ModelError(f"{name} is scripted, or has a scripted submodule; plan the module before scripting")

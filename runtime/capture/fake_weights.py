@@ -41,16 +41,7 @@ class _Undrawn(TorchFunctionMode):
 def without_data(
     make: Callable[[], nn.Module], inputs: Callable[[], Sequence[torch.Tensor]], device: torch.device = CPU
 ) -> tuple[nn.Module, tuple[torch.Tensor, ...], FakeTensorMode]:
-    """Return a module and a batch whose tensors are fakes (shapes and types without memory).
-
-    Args:
-        make: creates the module; runs in `shapes_only`, so that it allocates and draws no weights.
-        inputs: creates the batch; runs in a fake mode, so that it allocates nothing.
-        device: the device that the fakes claim to be on.
-
-    Returns:
-        The module; the batch; and the fake mode of both.
-    """
+    """Return a module and a batch whose tensors are fakes (shapes and types without memory)."""
     mode = FakeTensorMode()
     with shapes_only():
         module = make()
@@ -67,12 +58,6 @@ def empty(
 ) -> None:
     """Replace each parameter and buffer of a module by a fake tensor (without data) with the same shape, strides and
     type. The module is changed in place. Tied tensors stay tied.
-
-    Args:
-        module: the module.
-        mode: the fake mode of the new tensors.
-        device: the device that the fakes claim to be on.
-        dtype: the type of the new tensors where the old ones are floating-point; None: the types stay.
     """
     made: dict[torch.Tensor, torch.Tensor] = {}  # tensors are equal as keys only if they are the same
     for part in module.modules():

@@ -89,16 +89,7 @@ def tensors_in(leaves: list[Any]) -> list[torch.Tensor]:
 
 
 def refill(arguments: Any, left: Any) -> Any:
-    """Give the caller's lists and dictionaries the content that the forward gave to copies of them.
-
-    Args:
-        arguments: the caller's arguments: nested containers. Lists and dictionaries in them are changed in place.
-        left: the same arguments after the forward ran on copies of them.
-
-    Returns:
-        ``arguments`` if it now has the content of ``left``; otherwise ``left`` (for example a leaf, a tuple with new
-        items, or an object of another type).
-    """
+    """Give the caller's lists and dictionaries the content that the forward gave to copies of them."""
     if type(arguments) is not type(left):
         return left
     if isinstance(arguments, dict):
@@ -171,10 +162,6 @@ class FlatModel(nn.Module):
         that it set and in the arguments that it changed.
 
         Each tensor is returned once. If it is a view, an input, a parameter or a buffer, a copy is returned.
-
-        Raises:
-            ModelError: the model returns no tensor that PyTorch's pytrees find, only objects that contain some; or it
-                has called ``retain_grad`` on an output.
         """
         leaves = [leaf if at is None else tensors[at] for at, leaf in self._leaves]
         args, kwargs = pytree.tree_unflatten(leaves, self._spec)
@@ -218,12 +205,7 @@ class FlatModel(nn.Module):
         return tuple(o.clone() if o._is_view() or of in own else o for of, o in outputs.items())
 
     def _left(self, arguments: Any, leaves: list[Any]) -> Any:
-        """Return the arguments after the forward, or None if the forward did not change them.
-
-        Args:
-            arguments: the pair (args, kwargs), possibly changed by the forward.
-            leaves: the leaves of this pair before the forward. In the result, an `ArgumentLeaf` replaces each of them.
-        """
+        """Return the arguments after the forward, or None if the forward did not change them."""
         left, spec = flattened(arguments)
         if spec == self._spec and all(map(is_, left, leaves)):
             return None
@@ -238,14 +220,6 @@ LOST = object()
 def _named(write: Write, value: Any, names: dict[int, Any]) -> Any:
     """Return the value that a planned call stores, with placeholders for arguments, parameters and buffers; `LOST` if
     it cannot store the value.
-
-    Args:
-        write: the change.
-        value: the value that the forward has stored.
-        names: the placeholders, by the id of the tensor.
-
-    Raises:
-        ModelError: the value cannot be stored, and the forward reads it in the next call.
     """
     leaves, spec = flattened(value)
     for leaf in leaves:

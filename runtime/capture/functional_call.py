@@ -28,11 +28,5 @@ def slots(module: nn.Module) -> dict[str, torch.Tensor]:
 def call_with(module: nn.Module, tensors: dict[str, torch.Tensor], batch: Sequence[torch.Tensor]) -> Any:
     """Call a module with other tensors instead of its parameters and buffers, and return its outputs. The module is
     left unchanged.
-
-    Args:
-        module: the module.
-        tensors: the other tensors, by slot (the qualified name of the attribute, as in `slots`). If the forward assigns
-            a tensor to such an attribute, this dictionary contains that tensor afterwards.
-        batch: the positional arguments.
     """
     return functional_call(module, tensors, tuple(batch), tie_weights=False)

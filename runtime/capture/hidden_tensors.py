@@ -22,15 +22,7 @@ layers."""
 
 
 def check_dense(tensors: Iterable[torch.Tensor], what: str) -> None:
-    """Refuse nested and sparse tensors.
-
-    Args:
-        tensors: the tensors.
-        what: the beginning of the error's message.
-
-    Raises:
-        ModelError: a tensor is nested or has another layout than ``torch.strided``.
-    """
+    """Refuse nested and sparse tensors."""
     for tensor in tensors:
         if tensor.is_nested or tensor.layout is not torch.strided:
             kind = "nested tensor" if tensor.is_nested else f"tensor of layout {tensor.layout}"
@@ -40,14 +32,6 @@ def check_dense(tensors: Iterable[torch.Tensor], what: str) -> None:
 def check_no_hidden_tensors(leaves: Sequence[Any], what: str, called_later: bool = False) -> None:
     """Refuse objects that contain tensors which PyTorch's pytrees do not find, such as instances of unregistered
     classes.
-
-    Args:
-        leaves: the objects.
-        what: the beginning of the error's message.
-        called_later: whether to search the closure of an object that is a function, and the instance of a bound method.
-
-    Raises:
-        ModelError: an object contains a tensor, or is an iterator.
     """
     for one in leaves:
         if hides_tensors(one, called_later):
@@ -62,10 +46,6 @@ def hides_tensors(one: Any, called_later: bool = False) -> bool:
     Also true for an iterator, because it may compute tensors when it is read, and for the text of a traced tensor.
 
     Functions, classes and modules inside the object are not searched.
-
-    Args:
-        one: the object.
-        called_later: whether to search the closure if ``one`` is a function, and the instance if it is a bound method.
     """
     if isinstance(one, Iterator) or (isinstance(one, str) and TEXT in one):
         return True

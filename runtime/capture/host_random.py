@@ -29,14 +29,6 @@ _OF_SEEDS = frozenset({name for _, name in SEEDING} | {"set_state", "set_offset"
 def no_host_draws(name: str, others: Iterable[Any] = ()) -> Iterator[None]:
     """Check that the block does not draw from the random number generators of Python and NumPy. The state of a
     generator from which it drew is restored.
-
-    Args:
-        name: the beginning of the error's message.
-        others: further generators of Python and NumPy to check, in addition to the two global ones. A
-            ``random.SystemRandom`` among them is ignored, because it has no state.
-
-    Raises:
-        ModelError: the block drew from one of the generators.
     """
     generators = [random, np.random, *(g for g in others if not isinstance(g, random.SystemRandom))]
     before = [_state(generator) for generator in generators]
@@ -76,12 +68,6 @@ def check_default_generator(names: Collection[str]) -> None:
     """Refuse a forward whose code mentions `torch.default_generator`, or a variable that refers to one of PyTorch's
     seeding functions, and a method that seeds a generator or returns its seed. It is refused even if the code is in a
     branch that is not taken: neither can be replaced as in `no_seeding`.
-
-    Args:
-        names: all names that the code of the forward mentions.
-
-    Raises:
-        ModelError: the code mentions both.
     """
     if "default_generator" in names and not _OF_SEEDS.isdisjoint(names):
         raise ModelError(_SEEDS)
@@ -92,9 +78,6 @@ def no_seeding() -> Iterator[None]:
     """Refuse, inside the block and in this thread, calls of the `SEEDING` functions. Methods of
     `torch.default_generator`, and names that were bound to a function before (``from torch import manual_seed``), are
     not covered; `check_default_generator` refuses them.
-
-    Raises:
-        ModelError: the block calls one of these functions.
     """
 
     thread = get_ident()  # all threads see the replaced functions

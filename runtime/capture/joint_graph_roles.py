@@ -32,9 +32,6 @@ class ModuleRoles:
         of a tensor in the batch, or, for a tangent, the position of the output whose gradient it is.
 
         ``node``: the input's node. ``at``: not used.
-
-        Raises:
-            ModelError: it is a tangent for an input or a parameter that the model changes in place.
         """
         del at
         kind, target = _describe_input(node.meta["desc"], self.names)
@@ -46,9 +43,6 @@ class ModuleRoles:
         content). Return None if the step does not need the output.
 
         ``at``: not used. ``description``: what the tracer says about the output.
-
-        Raises:
-            ModelError: it is the new content of an input that the model changes in place.
         """
         del at
         found = _describe_output(description, self.names)

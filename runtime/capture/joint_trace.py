@@ -113,13 +113,7 @@ class TraceRequest:
 
 
 def trace_joint_graph(request: TraceRequest) -> Traced:
-    """Trace a module with its backward as one graph, and read the graph as a captured step.
-
-    Raises:
-        NotSymbolic: sizes were to be symbols, but the module stores a size in an attribute or an op needs a fixed size.
-        ModelError: no parameter is trainable and no input requires a gradient; the forward draws random numbers outside
-            PyTorch; or PyTorch cannot trace the module. The message has one line, whatever error the tracer raised.
-    """
+    """Trace a module with its backward as one graph, and read the graph as a captured step."""
     name, root = request.name, request.root
     if not any(t.requires_grad for t in (*request.module.parameters(), *request.batch)):
         raise ModelError(f"{name}: no trainable parameter, so there is no training step to plan")
@@ -232,9 +226,6 @@ def _deciding(trace: Callable[[], Any], untied: UntiedModule, decisions: ValueGu
     the step; and then while PyTorch says that it compiles, since many models skip an inspection of their data then.
 
     ``untied``: the module that ``trace`` traces. ``decisions``: records the decisions; None forbids them.
-
-    Raises:
-        DataDependentOutputException, DynamicOutputShapeException: the forward reads a value that is not known.
     """
     try:
         with undecided() if decisions else nullcontext():

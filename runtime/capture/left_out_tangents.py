@@ -37,11 +37,6 @@ def with_expected_tangents(step: CapturedStep, arrived: Set[str] = frozenset()) 
 
     The new step computes the same bits as the old one does if these tangents are missing. A tangent remains if a
     parameter would lose its gradient without it, a value would have other strides, or a random op would be removed.
-
-    Args:
-        step: the captured step.
-        arrived: positions (as text) of outputs for which an earlier backward has received a gradient. Their tangents
-            remain.
     """
     made_of = in_own_losses(step)
     shape = {o.target: step.values[o.value].fake.numel() for o in step.outputs if o.kind == "output"}

@@ -125,15 +125,7 @@ def _dense_strides(parameter: torch.Tensor) -> tuple[int, ...]:
 def _copy(
     value: Value, name: str, like: torch.Tensor | None, backward: bool
 ) -> tuple[list[Call], list[Value]]:
-    """Return the calls that copy a value, and the values that these calls return; the last value is the copy.
-
-    Args:
-        value: the value to copy.
-        name: the name of the copy.
-        like: the copy gets the strides of this tensor if it is dense. None, or a tensor that is not dense: the copy is
-            contiguous.
-        backward: whether the calls belong to the backward half.
-    """
+    """Return the calls that copy a value, and the values that these calls return; the last value is the copy."""
     dims = list(range(value.fake.dim()))
     strides = [0 for _ in dims] if like is None else _dense_strides(like)
     order = sorted(dims, key=lambda d: -strides[d])

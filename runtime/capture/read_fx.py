@@ -58,17 +58,6 @@ def read_joint_graph(
 ) -> CapturedStep:
     """Read the joint fx graph (forward and backward) of a module as a `CapturedStep`. `finished` must be applied to the
     step before it is planned.
-
-    Args:
-        module: the graph.
-        names: the module's name of each parameter and buffer, by the name that the tracer uses.
-        outputs: the number of the module's outputs. Further outputs of the graph belong to assertions about values.
-        name: the step's name.
-        table: collects the symbolic sizes among the arguments of calls; None if all sizes are fixed.
-
-    Raises:
-        ModelError: no output depends on a trained parameter; the model changes an input or a parameter in place; an op
-            cannot be planned; or the graph uses several accelerators.
     """
     return _on_one_device(_Reader(module, ModuleRoles(names, outputs), table).read(name))
 
@@ -91,27 +80,13 @@ def read_flat_joint_graph(
 
     Inputs that are gradients of outputs become tangents. Inputs that the graph writes new content into become buffers.
     All other inputs count as tensors of the batch. Outputs and gradients are named by position.
-
-    Args:
-        module: the graph.
-        early: the number of the graph's results that are outputs of the forward. The results after them are gradients.
-        name: the step's name.
-        table: collects the symbolic sizes among the arguments of calls; None if all sizes are fixed.
-
-    Raises:
-        ModelError: a shape depends on values of tensors, an op changes its arguments, or the graph uses several
-            accelerators.
     """
     read = _Reader(module, PositionRoles(module, early), table).read(name)
     return without_dead_calls(with_phases(_on_one_device(read)))
 
 
 def _on_one_device(step: CapturedStep) -> CapturedStep:
-    """Return ``step`` unchanged, after a check that it uses at most one accelerator.
-
-    Raises:
-        ModelError: the step uses several accelerators.
-    """
+    """Return ``step`` unchanged, after a check that it uses at most one accelerator."""
     accelerators = [str(d) for d in step.devices if d.type != "cpu"]
     if len(accelerators) > 1:
         raise ModelError(
@@ -121,11 +96,7 @@ def _on_one_device(step: CapturedStep) -> CapturedStep:
 
 
 def fixed_size(size: torch.SymInt) -> int:
-    """Return the present value of a symbolic size as an integer.
-
-    Raises:
-        ModelError: the size depends on values of tensors.
-    """
+    """Return the present value of a symbolic size as an integer."""
     try:
         return int(size)
     except GuardOnDataDependentSymNode as error:
@@ -324,11 +295,7 @@ class _Reader:
 
 
 def _check_plannable(node: fx.Node) -> None:
-    """Refuse a call that cannot be planned.
-
-    Raises:
-        ModelError: the call takes functions, returns nothing or a size, or changes its arguments in place.
-    """
+    """Refuse a call that cannot be planned."""
     if isinstance(node.meta.get("val"), SIZES):
         raise ModelError(
             "the graph computes numbers from sizes, and one of its ops depends on the value of a size; compile it with "

@@ -53,12 +53,7 @@ def same_attributes(module: nn.Module, name: str) -> Iterator[None]:
 
 
 def check_no_sizes_kept(module: nn.Module) -> None:
-    """Refuse a module if a trace has left a symbolic size in one of its attributes.
-
-    Raises:
-        NotSymbolic: an attribute of the module, of a submodule, or of an object such as a configuration in one of their
-            attributes, has a symbolic size. The message names the attribute.
-    """
+    """Refuse a module if a trace has left a symbolic size in one of its attributes."""
     for path, holder in _holders(module):
         for key, value in holder.__dict__.items():
             if any(isinstance(leaf, SYMBOLIC) for leaf in pytree.tree_leaves(value)):

@@ -22,18 +22,6 @@ def capture_with_open_sizes(
 ) -> Traced:
     """Trace ``module(*batch)`` with its backward as `capture.capture` does, but with symbols for the sizes of the
     batch. Return the step as it was read from the trace; `OpenStep.of` completes it.
-
-    Args:
-        module: the module.
-        batch: the inputs.
-        name: the module's name, for the step and for messages.
-        root: a submodule; the step records for each call the submodule that made it, by its name within ``root``.
-        decisions: records the control-flow decisions that depend on values of inputs or buffers.
-        symbols: creates the symbols for the batch's sizes.
-
-    Raises:
-        NotSymbolic: some size cannot be a symbol.
-        ModelError: for the reasons that `capture.capture` lists.
     """
     decisions.now, decisions.counts = symbols.now, symbols.counts
     return trace_joint_graph(TraceRequest(module, batch, name, root, decisions, symbols))

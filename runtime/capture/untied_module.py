@@ -52,9 +52,6 @@ class UntiedModule(nn.Module):
     def forward(self, *given: torch.Tensor) -> Any:
         """Call the inner module on a batch, after which ``counts`` other tensors come. Return a tuple of its results,
         followed by the empty tensors that its assertion ops return.
-
-        Raises:
-            ModelError: the forward seeds random numbers, or assigns a tensor of another shape or type to a buffer.
         """
         batch, carriers = given[: len(given) - self.counts], given[len(given) - self.counts :]
         state = {slot: getattr(self, short) for slot, short in self.short_of.items()}
@@ -89,9 +86,6 @@ def _renew(slot: str, buffer: torch.Tensor, assigned: torch.Tensor) -> None:
     nothing if both are the same tensor.
 
     ``slot``: the attribute's qualified name, for the message.
-
-    Raises:
-        ModelError: both tensors differ in shape or type.
     """
     if assigned is buffer:
         return

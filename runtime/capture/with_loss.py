@@ -108,9 +108,6 @@ def _place_of_loss(reals: Sequence[torch.Tensor]) -> int:
     """Return the position of the first tensor in ``reals`` that depends on a trained parameter; 0 if none does.
 
     ``reals``: the floating-point tensors in a model's outputs.
-
-    Raises:
-        ModelError: ``reals`` is empty.
     """
     if not reals:
         raise ModelError("the model has no floating-point output, so no loss to differentiate")
@@ -137,18 +134,6 @@ def with_loss(
 
     The loss applies to the first floating-point output that depends on a trained parameter (the first floating-point
     output if none does).
-
-    Args:
-        model: the model.
-        inputs: its inputs.
-        loss: a name of `LOSSES`. None selects ``output`` for a scalar output, ``cross_entropy`` for scores of two or
-            more classes, and otherwise ``mse``.
-        seed: the seed of the random targets.
-
-    Raises:
-        UsageError: the loss is unknown or does not fit the output.
-        ModelError: the model does not run on these inputs, or has no floating-point output; or the targets do not fit
-            into memory.
     """
     if loss is not None and loss not in LOSSES:
         raise UsageError(f"unknown loss {loss!r}; known: {', '.join(LOSSES)}")
@@ -173,9 +158,6 @@ def with_loss(
 def _fake_outputs(model: nn.Module, inputs: Sequence[torch.Tensor]) -> Any:
     """Return the model's outputs as fake tensors (without data) that have an autograd graph. No memory is allocated,
     and buffers are not changed.
-
-    Raises:
-        ModelError: the model does not run on inputs of these shapes.
     """
     state = slots(model)
     mode = detect_fake_mode((*state.values(), *inputs)) or FakeTensorMode()

@@ -34,13 +34,7 @@ class DeviceModel:
     is_cpu: bool = False
 
     def time(self, flops: float, moved: float, dtype: torch.dtype) -> float:
-        """Return the microseconds of an op: the launch time, plus the larger of arithmetic time and memory time.
-
-        Args:
-            flops: the number of arithmetic operations.
-            moved: the bytes that the op reads and writes.
-            dtype: the type of its operands; the rate of float32 applies to types that the model lacks.
-        """
+        """Return the microseconds of an op: the launch time, plus the larger of arithmetic time and memory time."""
         rate = self.flops.get(str(dtype).removeprefix("torch."), self.flops["float32"])
         return self.launch + max(flops / (rate * 1e6), moved / (self.bandwidth * 1e3))
 
@@ -69,9 +63,6 @@ def device_model(name: str) -> DeviceModel:
 
     The file has an object with ``flops``, ``bandwidth`` and ``launch``, and may have ``summary`` and ``is_cpu``
     (`DeviceModel`).
-
-    Raises:
-        UsageError: there is no such model (the message lists the known ones), or the file cannot be read or is wrong.
     """
     if name.endswith(".json"):
         return _model_of_file(name)

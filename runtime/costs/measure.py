@@ -194,12 +194,6 @@ def interleaved_seconds(
 ) -> dict[str, float]:
     """Time several functions alternately in ``rounds`` rounds, and return the least seconds of each, by name. Noise
     only adds time, so the minimum is the best estimate.
-
-    Args:
-        calls: functions by name.
-        device: the device that they use.
-        rounds: the number of timed calls of each function.
-        settling: the number of untimed calls of a function before each timed one.
     """
     return {name: min(times) for name, times in interleaved_rounds(calls, device, rounds, settling).items()}
 
@@ -210,16 +204,6 @@ def interleaved_rounds(
     """Time several functions alternately in ``rounds`` rounds, after one untimed call of each.
 
     Because they alternate, a slow period of the machine affects all functions alike.
-
-    Args:
-        calls: functions by name.
-        device: the device that they use.
-        rounds: the number of timed calls of each function.
-        settling: the number of untimed calls of a function before each timed one. They put the allocator into the state
-            that this function leaves, not the one before it.
-
-    Returns:
-        The seconds of each function in each round, by name.
     """
     times: dict[str, list[float]] = {name: [] for name in calls}
     for call in calls.values():
@@ -233,15 +217,7 @@ def interleaved_rounds(
 
 
 def check_fits(needed: int, what: str) -> None:
-    """Refuse an allocation that is larger than this machine's memory.
-
-    Args:
-        needed: the bytes to allocate.
-        what: the beginning of the message: what would take the bytes.
-
-    Raises:
-        ModelError: ``needed`` exceeds the machine's memory. The message has both figures.
-    """
+    """Refuse an allocation that is larger than this machine's memory."""
     present = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     if needed > present:
         raise ModelError(

@@ -87,14 +87,6 @@ class OptimizerMemory:
 def optimizer_memory(optimizer: torch.optim.Optimizer, device: torch.device) -> OptimizerMemory:
     """Return the memory that an optimizer needs on a device. This includes the state that its first step will
     allocate.
-
-    Args:
-        optimizer: the optimizer. Only its parameters on ``device`` that require a gradient count.
-        device: the device.
-
-    Raises:
-        UsageError: the optimizer's class is not in the table `KINDS`, and a step of a copy on parameters without memory
-            fails.
     """
     kind = _kind_of(optimizer)
     made = {p: [t for v in of.values() for t in plain_tensors(v)] for p, of in optimizer.state.items()}
@@ -152,13 +144,7 @@ def _trial(optimizer: torch.optim.Optimizer, device: torch.device) -> Trial:
 
 
 def _transient(kind: OptimizerKind, params: Sequence[torch.Tensor], group: Group) -> int:
-    """Return the temporary bytes that an optimizer's step needs for one of its parameter groups.
-
-    Args:
-        kind: the memory of the optimizer's class.
-        params: the parameters of the group that are on the device; at least one.
-        group: the options of the group.
-    """
+    """Return the temporary bytes that an optimizer's step needs for one of its parameter groups."""
     device = params[0].device
     every = sum(allocated(p.nbytes, device) for p in params)
     if group.get("fused") or (kind.kernels and device.type != "cpu"):
@@ -246,13 +232,7 @@ def _in_8_bits(p: torch.Tensor, group: Group) -> bool:
 
 
 def _unquantised(in_8_bits: float, in_32_bits: float) -> Callable[[torch.Tensor, Group], float]:
-    """Return a function for `OptimizerKind.loop` for a bitsandbytes optimizer on the CPU.
-
-    Args:
-        in_8_bits: the number of float32 copies of a float32 parameter that its step makes, if the state has 8 bits.
-            Parameters of fewer bits need one copy more.
-        in_32_bits: the same if the state has 32 bits.
-    """
+    """Return a function for `OptimizerKind.loop` for a bitsandbytes optimizer on the CPU."""
 
     def size(p: torch.Tensor, group: Group) -> float:
         eight = _in_8_bits(p, group)

@@ -42,13 +42,6 @@ def try_steps(optimizer: torch.optim.Optimizer, device: torch.device) -> Trial:
     the first may only allocate the state. Everything to which the optimizer refers is copied, too, so that nothing else
     changes; tensors are copied to that device. The memory that kernels allocate inside is not seen; that of matrix
     decompositions is assumed to be `DECOMPOSITION` × their results.
-
-    Args:
-        optimizer: the optimizer.
-        device: the device whose allocator rounds sizes.
-
-    Raises:
-        Exception: what the step raises, for example because it reads values of parameters or requires a closure.
     """
     twin: Any = object.__new__(type(optimizer))
     groups: list[dict[str, Any]] = []

@@ -68,16 +68,6 @@ def profile_costs(
     If the measurement is interrupted, the costs measured so far are still written to the cache file. Costs measured
     while the machine is busy are returned but not cached, and a warning (`ProfileWarning`) says so. Calls that cannot
     be measured get a guessed cost, which is not cached. A warning names them.
-
-    Args:
-        step: the captured step.
-        progress: is called with the finished fraction (0 to 1) and a text.
-        cache: the folder of the cache file; None for the user's cache folder (``$XDG_CACHE_HOME/rematplan`` on Linux).
-        only: the names of the calls to measure; None for all.
-
-    Returns:
-        For each call, by name: microseconds, bytes of workspace, and the real bytes of the results. Collectives are
-            not run, since they would wait for other processes. Their costs are modelled.
     """
     priced = [c for c in step.priced_calls if only is None or c.name in only]
     calls = {c.name: signature(step, c) for c in priced if not c.collective}
@@ -119,13 +109,6 @@ def _measure_all(
     Each round runs all calls one after the other, so that a slow period of the machine affects all of them alike.
     After the first `_ROUNDS` rounds, only calls whose two shortest times differ (`_differ`) are measured again: in one
     more round, and in further rounds while the machine is busy, up to `_MOST_ROUNDS` in total.
-
-    Args:
-        step: the captured step.
-        missing: the name of one call for each signature (`signature`) that has no cost yet.
-        known: receives the costs by signature, guessed ones included.
-        times: receives, for each measured signature, the shortest time of each round in microseconds.
-        progress: is called with the finished fraction (0 to 1) and a text.
     """
     arguments = SyntheticArguments(step)
     devices = [step.device] if step.device.type == "cuda" else []
@@ -207,16 +190,7 @@ def _modelled(step: CapturedStep, call: Call) -> CallCost:
 def _measured(
     step: CapturedStep, call: Call, arguments: SyntheticArguments, known: CallCost | None
 ) -> CallCost:
-    """Measure a call in one round and return its cost: the shortest time of several executions, and its memory.
-
-    Args:
-        step: the captured step.
-        call: the call.
-        arguments: makes the call's arguments.
-        known: the cost from an earlier round, whose memory is used, so that only the time is measured; None to measure
-            the memory, too. On the CPU the caller measures memory in two rounds and uses the second, since a call's
-            first execution may load libraries.
-    """
+    """Measure a call in one round and return its cost: the shortest time of several executions, and its memory."""
     args, kwargs = arguments.of(call)
     target = deepcopy(call.target)  # an op that draws labels counts its draws
     run, device = partial(kernel_of(target), *args, **kwargs), step.device
@@ -237,11 +211,6 @@ def _memory(
 ) -> tuple[float, int, tuple[int, ...]]:
     """Run a call once, and return its duration in seconds, its peak bytes in addition to its results, and for each
     result the real bytes of its storage (0 if it shares the storage of an argument or is no tensor).
-
-    Args:
-        run: the call, with its arguments bound.
-        arguments: these arguments, to recognise results that share their storages.
-        device: the device on which the call runs.
     """
 
     def timed() -> tuple[Any, float]:

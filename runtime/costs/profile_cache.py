@@ -52,11 +52,6 @@ def load_costs(file: Path) -> dict[str, CallCost]:
 def save_costs(file: Path, costs: Mapping[str, CallCost]) -> None:
     """Add costs to a cache file. `load_costs` returns them at once. They are written now; or, if the file was written
     shortly before, at a later call of this function or when the process exits.
-
-    Args:
-        file: the file.
-        costs: the costs by signature of the calls (`profile.signature`: a text with everything on which a call's cost
-            depends).
     """
     with _lock:
         known = _known(file)

@@ -35,10 +35,6 @@ class Profile:
     def costs(self, step: CapturedStep) -> dict[str, CallCost]:
         """Return, by name, the costs of all calls of a captured step that are not views, and of its inverses (calls
         that recompute a tensor from later ones).
-
-        Raises:
-            UsageError: the profile lacks the cost of a call. The message says how many are missing and names the
-                first.
         """
         wanted = {c.name: signature(step, c) for c in step.priced_calls}
         missing = [name for name, text in wanted.items() if text not in self.calls]
@@ -51,13 +47,7 @@ class Profile:
 
 
 def profile_of(step: CapturedStep, costs: Mapping[str, CallCost]) -> Profile:
-    """Return the measured costs of a captured step as a profile, which serves other steps with equal calls as well.
-
-    Args:
-        step: the captured step, on the device where the costs were measured.
-        costs: by name, the cost of each call that is not a view, and of each inverse (a call that recomputes a tensor
-            from later ones).
-    """
+    """Return the measured costs of a captured step as a profile, which serves other steps with equal calls as well."""
     calls = {signature(step, c): costs[c.name] for c in step.priced_calls}
     return Profile(device_name(step.device), calls)
 
@@ -75,11 +65,7 @@ def save_profile(profile: Profile, path: Path) -> None:
 
 
 def is_profile(path: Path) -> bool:
-    """Return whether a JSON file says that it is a profile.
-
-    Raises:
-        UsageError: the file cannot be read.
-    """
+    """Return whether a JSON file says that it is a profile."""
     try:
         data = read_json(path)
     except ProblemError as error:
@@ -88,12 +74,7 @@ def is_profile(path: Path) -> bool:
 
 
 def read_profile(path: Path) -> Profile:
-    """Read a profile from a JSON file of the format ``rematplan.profile/1``.
-
-    Raises:
-        UsageError: the file cannot be read or has another format; a field is missing or has a wrong type; or a cost is
-            negative or infinite.
-    """
+    """Read a profile from a JSON file of the format ``rematplan.profile/1``."""
     try:
         data = read_json(path)
     except ProblemError as error:

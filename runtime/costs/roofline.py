@@ -26,10 +26,6 @@ def roofline_costs(step: CapturedStep, device: DeviceModel) -> dict[str, CallCos
 
     The time, in microseconds, follows the roofline model: the larger of arithmetic time and memory time. The workspace
     is not modelled and is 0; `profile_costs` measures it.
-
-    Args:
-        step: the captured step.
-        device: the model of the device: its arithmetic speed and memory bandwidth.
     """
     costs: dict[str, CallCost] = {}
     for call in step.priced_calls:

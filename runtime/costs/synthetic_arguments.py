@@ -78,10 +78,6 @@ class SyntheticArguments:
     def _is_opaque(self, maker: Call, fake: torch.Tensor) -> bool:
         """Return whether a tensor may have content that the trace does not show. This is assumed if it is empty in the
         trace, but another result of the same call is not.
-
-        Args:
-            maker: the call that returns the tensor.
-            fake: the tensor in the trace.
         """
         results = [self.step.values[r].fake for r in maker.results if r]
         return not fake.numel() and any(r.numel() for r in results) and not maker.is_view
@@ -90,10 +86,6 @@ class SyntheticArguments:
         """Return whether a tensor may be the random state that an attention op saves for its backward: at most two
         integers, returned together with other tensors. Some kernels return it in CPU memory, though in the trace it is
         on the device.
-
-        Args:
-            maker: the call that returns the tensor.
-            fake: the tensor in the trace.
         """
         return _is_whole(fake.dtype) and fake.numel() <= 2 and not (maker.single or maker.is_view)
 

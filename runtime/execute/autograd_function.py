@@ -94,12 +94,7 @@ class CompiledPlan:
         return self._step()
 
     def at(self, sizes: SizeValues, step: Callable[[], CapturedStep]) -> CompiledPlan:
-        """Return this plan, which must be compiled for any sizes, as a plan for certain sizes. Nothing is compiled.
-
-        Args:
-            sizes: the values, for the wanted sizes of the batch, of all size expressions in the step.
-            step: returns the captured step for these sizes.
-        """
+        """Return this plan, which must be compiled for any sizes, as a plan for certain sizes. Nothing is compiled."""
         other = copy.copy(self)
         other._step, other.halves = step, self.halves.at(sizes)
         other.variants = self.variants.at(sizes, step, other.halves.backward)
@@ -135,24 +130,7 @@ class CompiledPlan:
         statistics: Sink | None = None,
         deferred: Deferred | None = None,
     ) -> tuple[torch.Tensor, ...]:
-        """Run the forward half, and copy the buffers' new content into the buffers.
-
-        Args:
-            named: the parameters and buffers by name.
-            batch: the tensors among the module's arguments.
-            with_tangents: a function from positions of outputs to a plan of the same step that also takes the
-                gradients of these outputs. It is called if a backward gets the gradient of an output for which this
-                plan expects none. None if that cannot happen.
-            statistics: a function that is called after each segment (part) of the backward with the sums over rows of
-                layers (for Kronecker factors) that the segment computed; None to call nothing.
-            deferred: the list to which a split backward appends this forward. None if the plan has no split backward.
-
-        Returns:
-            The module's tensor outputs.
-
-        Raises:
-            Exception: an op failed.
-        """
+        """Run the forward half, and copy the buffers' new content into the buffers."""
         pools = (named, batch, self.like.constants)
         inputs = [pools[pool][key] for pool, key in self.sources]  # type: ignore[index]
         call = _Call(self, named, inputs, with_tangents, statistics, [] if deferred is None else deferred)
@@ -192,9 +170,6 @@ def finish_backward(call: _Call) -> None:
 
     ``call``: a forward whose backward has run its first part, from a list `Deferred`. It is not removed from that
     list.
-
-    Raises:
-        RuntimeError: a parameter, buffer or input that these segments read was changed in place since the forward.
     """
     plan = call.plan
     for k in range(plan.halves.early, len(plan.wanting)):
@@ -307,16 +282,6 @@ class _Call:
     def begin(self, gradients: Sequence[torch.Tensor | None], kept: bool) -> list[torch.Tensor | None] | None:
         """Prepare a backward: choose its compiled segments, or run the forward again if the gradient of an output
         arrived for which this plan expects none. There may be several backwards if the graph is retained.
-
-        Args:
-            gradients: the gradients of the module's outputs; None for those that autograd did not compute.
-            kept: whether autograd retains the graph after this backward.
-
-        Returns:
-            The arguments of the first segment; None if autograd computed no gradient that the plan uses.
-
-        Raises:
-            RuntimeError: as `_check`; or an input was changed in place since the forward, which has to run again.
         """
         arrived = frozenset(at for at in self.plan.like.left_out if gradients[int(at)] is not None)
         tangents = [gradients[at] for at, _ in self.plan.tangents]
@@ -344,13 +309,7 @@ class _Call:
         return tangents
 
     def _check(self, tangents: Sequence[torch.Tensor | None]) -> None:
-        """Check that a backward can start.
-
-        Raises:
-            RuntimeError: an earlier backward has freed the saved tensors, or has not computed its weight gradients yet;
-                an output that the backward reads was changed in place; or a gradient in ``tangents`` is batched by
-                ``torch.func`` or ``is_grads_batched``.
-        """
+        """Check that a backward can start."""
         name = self.plan.like.name
         if self.start is None:
             raise RuntimeError(
@@ -376,9 +335,6 @@ class _Call:
         inputs are stored in this object; `backward` returns them later.
 
         ``gradients``: the gradients of all outputs.
-
-        Raises:
-            RuntimeError: an input was changed in place since the forward.
         """
         assert self.rerun is not None
         assert self.with_tangents is not None
@@ -400,10 +356,6 @@ class _Call:
         and are only returned.
 
         ``tangents``: the gradients of the outputs, for the first segment.
-
-        Raises:
-            RuntimeError: a parameter, buffer or input that this or a later segment reads was changed in place since
-                the forward.
         """
         if self.gradients is not None:
             given = tuple(self.gradients.pop(at) for at in self.plan.wanting[k])

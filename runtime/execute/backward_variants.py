@@ -76,13 +76,7 @@ class BackwardVariants:
     def at(
         self, sizes: SizeValues, step: Callable[[], CapturedStep], backward: tuple[Backward, ...]
     ) -> BackwardVariants:
-        """Return these variants, which must be of a plan compiled for any sizes, as variants for certain sizes.
-
-        Args:
-            sizes: the values, for the wanted sizes of the batch, of all size expressions in the step.
-            step: returns the captured step for these sizes.
-            backward: the segments for these sizes, compiled for the conditions `AS_CAPTURED`.
-        """
+        """Return these variants, which must be of a plan compiled for any sizes, as variants for certain sizes."""
         other = copy.copy(self)
         other.sizes, other._step, other.compiled = sizes, step, {AS_CAPTURED: backward}
         other.strides = at_sizes(self.strides, sizes)
@@ -91,11 +85,6 @@ class BackwardVariants:
     def select(self, tangents: Sequence[torch.Tensor | None], kept: bool) -> BackwardVariant:
         """Return the conditions under which a backward runs. The backward half is compiled separately for each
         combination of them.
-
-        Args:
-            tangents: the gradients of the module's outputs that the backward reads, in the order of
-                `CapturedStep.inputs`; None for a gradient that autograd did not compute.
-            kept: whether autograd retains the graph after this backward.
         """
         missing = frozenset(v for v, given in zip(self.tangents, tangents, strict=True) if given is None)
         strides = tuple(
@@ -109,11 +98,6 @@ class BackwardVariants:
 
         Compiled segments are cached. The exception are conditions under which strides are recorded
         (`_noted`), until `learn` was called for them.
-
-        Args:
-            variant: the conditions under which the backward runs.
-            notes: receives the strides of all values while the segments run, if the variant records strides and
-                `learn` was not called for it yet.
         """
         if variant in self.compiled:
             return self.compiled[variant]
@@ -169,10 +153,6 @@ class BackwardVariants:
         results in place.
 
         Nothing happens if the variant records no strides (`_noted`), or was compiled by this method before.
-
-        Args:
-            variant: the conditions under which the backward ran.
-            notes: the strides that it recorded.
         """
         if self._noted(variant) and variant not in self.compiled:
             step = notes.with_layouts(for_any_layout(self._step()))

@@ -70,10 +70,6 @@ class Writer(Emitter):
     def write(self) -> str:
         """Return the source of the whole schedule as one function ``step(*inputs)``, which returns a tuple of the
         step's outputs.
-
-        Raises:
-            ProblemError: the schedule runs an unknown op, frees a tensor that is not resident, or reads one that is
-                not.
         """
         step = self.step
         names = self.take([i.value for i in step.inputs])
@@ -88,10 +84,6 @@ class Writer(Emitter):
 
         ``segments``: the parts of the backward half, one for each ``backward`` function. The forward ends where the
         first segment begins.
-
-        Raises:
-            ProblemError: the schedule runs an unknown op, frees a tensor that is not resident, or reads one that is
-                not.
         """
         step = self.step
         names = self.take([i.value for i in step.inputs if i.kind != "tangent"])
@@ -164,13 +156,6 @@ class Writer(Emitter):
     ) -> str:
         """Return the lines written so far as a function that returns a tuple of ``values`` and a list of all other
         values that are in variables.
-
-        Args:
-            head: name and parameters of the function, as source.
-            values: the values in the tuple.
-            gone: values that are left out of the list, with all views of their storages, since no later function reads
-                them.
-            zero: values that are zero because a gradient is missing. The function returns None for them.
         """
         given = self.tuple_of("None" if v in zero else self.use(v) for v in values)
         for value in gone:
@@ -185,10 +170,6 @@ class Writer(Emitter):
     def steps(self, start: int, end: int) -> None:
         """Write the op executions and frees at positions ``start`` to ``end`` (exclusive) of the schedule. Op
         executions that missing gradients make superfluous (`Unused.skipped`) are left out.
-
-        Raises:
-            ProblemError: the step has no such op; or an op reads, or the schedule frees, a tensor that is not
-                resident.
         """
         for at in range(start, end):
             one = self.schedule[at]
@@ -230,15 +211,7 @@ class Writer(Emitter):
         return f"({''.join(name + ', ' for name in names).rstrip()})"
 
     def run(self, run: Run, at: int) -> None:
-        """Write one execution of an op.
-
-        Args:
-            run: the execution: an entry of the schedule that names the op.
-            at: its position in the schedule.
-
-        Raises:
-            ProblemError: the step has no such op, or the op reads a tensor that is not resident.
-        """
+        """Write one execution of an op."""
         call = self.call_of(run, at)
         over = None if self.unused.zero else self.overwriting.get(at)  # with zeros, a sum may be one summand
         for storage in self.step.writes(call):
@@ -313,9 +286,6 @@ class Writer(Emitter):
         """Return the name of the variable that contains a value, after writing what is needed to compute it: a view is
         computed from the tensor it is a view of, and a value that is zero because a gradient is missing is written as
         zeros.
-
-        Raises:
-            ProblemError: the value's storage is not resident.
         """
         self.make(value)
         return self.name(value)

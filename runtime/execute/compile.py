@@ -98,28 +98,6 @@ def compile_halves(
 
     The schedule must run everything that the outputs and buffers need before anything that needs a tangent, the
     gradient of an output (`loss_boundary.with_loss_boundary`).
-
-    Args:
-        step: the captured step.
-        schedule: a schedule of its planning problem with a loss boundary.
-        missing: value names of tangents that are None in the backward, since the loss does not use these outputs. The
-            backward skips all ops that depend on no other tangent, and returns None for gradients that are zero for
-            this reason. The forward is compiled as if nothing were missing.
-        lanes: the placement of the schedule's op executions on two lanes (threads on the CPU, streams on CUDA); None
-            for one lane. Ignored if tangents are missing.
-        spare: the unused bytes of the budget at each position of the schedule. Gradients that wait for the end of
-            their segment (a part of the backward) may occupy them; empty for no limit.
-        overwrite: whether calls may write their result into an operand that nothing reads again.
-        note: is called with the name and the tensor of each value when it is computed; None to call nothing. Ignored
-            with lanes. If calls may overwrite operands, they do so while ``note.as_planned``.
-        for_any_sizes: whether the functions take the values of all size expressions in the step as an argument
-            (`Halves.at`), so that they serve all sizes of the batch. Ignored with lanes.
-
-    Raises:
-        ProblemError: the schedule has an op that the step lacks, reads or frees a tensor that is not resident, runs a
-            collective twice, or runs random ops and collectives for the first time in another order than the step; an
-            output does not exist at the loss boundary; or the lanes do not fit the schedule, or do not wait for a
-            tensor that they read.
     """
     _check_order(step, schedule)
     own = split_at_loss(step, schedule, lanes)
@@ -164,12 +142,7 @@ def _defined(step: CapturedStep, source: str, scope: Mapping[str, Any]) -> dict[
 
 
 def _check_order(step: CapturedStep, schedule: Schedule) -> None:
-    """Check that a schedule draws the same random numbers and communicates in the same order as the captured step.
-
-    Raises:
-        ProblemError: a random op or collective is missing, their first executions are in another order, or a
-            collective runs twice.
-    """
+    """Check that a schedule draws the same random numbers and communicates in the same order as the captured step."""
     ordered = [c.name for c in step.calls if c.ordered]
     wanted = set(ordered)
     runs = [name for name in runs_of(schedule) if name in wanted]

@@ -57,9 +57,6 @@ class Emitter(ABC):
     def call_of(self, run: Run, at: int) -> Call:
         """Return the call that an entry of the schedule executes. ``run``: the entry, which names the call. ``at``:
         its position in the schedule, for the message.
-
-        Raises:
-            ProblemError: the step has no such op.
         """
         call = self.step.call.get(run.op)
         if call is None:
@@ -71,9 +68,6 @@ class Emitter(ABC):
         it, after the calls that compute the views it is a view of. Otherwise `fetch` must make it alive: the value is
         not computed by this code. (A loop instead of recursion, since chains of views may be longer than Python's
         stack.)
-
-        Raises:
-            ProblemError: the value's storage is not resident.
         """
         stack = [value]
         while stack:

@@ -114,11 +114,7 @@ class FirstRuns:
         return None if self.forward_passed else self._run(AS_CAPTURED)
 
     def end_forward(self, run: FirstRun) -> None:
-        """Record that a forward has run.
-
-        Raises:
-            OtherLayouts: some values have other strides than in the step.
-        """
+        """Record that a forward has run."""
         if run.error:
             raise run.error
         self.forward_passed = True

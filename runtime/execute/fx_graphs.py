@@ -43,15 +43,6 @@ def plan_graphs(step: CapturedStep, schedule: Schedule) -> PlanGraphs:
 
     The forward graph copies the buffers' new content into the buffers. If the backward graph reads buffers, the forward
     graph passes copies of their old content to it.
-
-    Args:
-        step: the captured step.
-        schedule: a schedule of its planning problem with a loss boundary (`loss_boundary.with_loss_boundary`: the
-            moment between forward and backward).
-
-    Raises:
-        ProblemError: the schedule has an op that the step lacks, or reads a tensor that is not resident; or an output,
-            or a tensor that the backward needs, does not exist at the boundary.
     """
     buffers = {i.target: i.value for i in step.inputs if i.kind == "buffer"}
     split = split_at_loss(step, schedule)
@@ -112,9 +103,6 @@ class _GraphEmitter(Emitter):
     def steps(self, start: int, end: int) -> None:
         """Add the op executions at positions ``start`` to ``end`` (exclusive) of the schedule to the graph. A tensor
         that the schedule frees cannot be used any more until it is computed again.
-
-        Raises:
-            ProblemError: the step has no such op, or an op reads a tensor that is not resident.
         """
         for at in range(start, end):
             one = self.schedule[at]
@@ -138,9 +126,6 @@ class _GraphEmitter(Emitter):
     def use(self, value: str) -> fx.Node:
         """Return the node of a value. If there is none, add it: a view is computed from the tensor it is a view of, a
         constant becomes an attribute of the module, and a value of the graph ``before`` becomes an input.
-
-        Raises:
-            ProblemError: the value is not resident.
         """
         self.make(value)
         return self.nodes[value]
@@ -208,12 +193,6 @@ class _GraphEmitter(Emitter):
 
         If a random op runs several times, its first execution also returns the generator's state, from which the later
         executions draw the same numbers.
-
-        Args:
-            call: the call.
-            args: its positional arguments, with nodes for tensors.
-            kwargs: its keyword arguments, with nodes for tensors.
-            val: fake tensors like its results, for the node's metadata.
         """
         state = f"rng_{call.name}"
         if call.name not in self.rerun:

@@ -134,12 +134,6 @@ def reused_bytes(
 ) -> tuple[int, ...]:
     """Return, for each position of a schedule, the bytes that a compiled plan does not need there, although the
     schedule counts them: the results that calls have written into operands, until the schedule frees the operands.
-
-    Args:
-        step: the captured step.
-        operands: the operands that its calls may overwrite.
-        schedule: a schedule of the step's planning problem with a loss boundary.
-        backward: whether each backward overwrites operands. If not, only those are counted that the forward overwrites.
     """
     own, reused = split_at_loss(step, schedule), [0] * len(schedule)
     for start, end, value in _reuses(operands, own.schedule):

@@ -30,17 +30,6 @@ def measured_sharing(
     For each lane, the op with the largest total time on it is chosen. The two ops are run alone, one after the other,
     and then at the same time. Ops use their usual number of threads. If one op alone uses all cores, the speed is
     about a half.
-
-    Args:
-        step: the captured step.
-        runs: the names of the ops that the schedule runs, in order.
-        where: the placement of the op executions on the lanes.
-        cost: the time of each op, by name; only ratios matter.
-
-    Returns:
-        The speed of an op while the other lane is busy, relative to running alone (0.5 to 1); and, in microseconds,
-            the time of a wait for the other lane and the time to start the second lane. The defaults of `Sharing` if a
-            lane runs nothing.
     """
     if not where.main or not where.recovery:
         return Sharing()
@@ -61,11 +50,6 @@ def measured_sharing(
 def _busy(step: CapturedStep, names: Sequence[str], cost: Mapping[str, float]) -> Callable[[], None]:
     """Return a function that runs one op again and again for about `SECONDS` seconds. The op is the one with the
     largest total cost among ``names``, collectives excluded. Without such an op the function does nothing.
-
-    Args:
-        step: the captured step.
-        names: the names of the ops that a lane runs, with repetitions.
-        cost: the time of each op, by name.
     """
     total: dict[str, float] = {}
     for name in (n for n in names if n in step.call and not step.call[n].collective):  # the loss is no call

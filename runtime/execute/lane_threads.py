@@ -52,9 +52,6 @@ class Lane:
     def wait(self, count: int) -> None:
         """Wait until this lane has announced that ``count`` op executions are finished. Called by the other lane. On
         CUDA the other lane's stream waits for the announced work, too.
-
-        Raises:
-            Stopped: this lane failed before the announcement.
         """
         with self.condition:
             self.condition.wait_for(lambda: self.count >= count or self.failure is not None)
@@ -86,9 +83,6 @@ class Recovery(Lane):
     def running(self, recover: Callable[[], None]) -> Iterator[None]:
         """Run ``recover`` on this lane, in a second thread, while the body of the ``with`` statement runs on the main
         lane. Both have ended when the statement ends, even by an exception.
-
-        Raises:
-            BaseException: an exception of either lane; if both fail, that of this lane.
         """
         stream = recovery_stream(self.device) if self.device.type == "cuda" else None
         if stream is not None:

@@ -36,12 +36,6 @@ ALL_USED = Unused()
 def unused_by(step: CapturedStep, schedule: Schedule, start: int, missing: Iterable[str]) -> Unused:
     """Return which op executions of a backward are superfluous, and which values are zero, if some tangents (gradients
     of outputs) are missing. The first execution of a random op is never superfluous, since it advances the generator.
-
-    Args:
-        step: the captured step.
-        schedule: a schedule of its planning problem.
-        start: the position in the schedule at which the backward begins.
-        missing: the missing tangents (value names).
     """
     found = zeros_without(step, missing)
     zero, same = found.values, found.sums

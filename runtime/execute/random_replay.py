@@ -26,24 +26,13 @@ def replay_functions(device: torch.device) -> dict[str, Callable[..., Any]]:
 
 
 def first_draw(assign: str, state: str, device: torch.device) -> list[str]:
-    """Return lines of source that save the generator's state, and then run a random op for the first time.
-
-    Args:
-        assign: the line that runs the op.
-        state: the name of the variable for the generator's state.
-        device: the device of the generator.
-    """
+    """Return lines of source that save the generator's state, and then run a random op for the first time."""
     return [f"{state} = save_rng_{device.type}()", assign]
 
 
 def later_draw(assign: str, state: str, device: torch.device) -> list[str]:
     """Return lines of source that run a random op again, from the generator's state before its first execution.
     Afterwards they set the generator back to the state in which they found it.
-
-    Args:
-        assign: the line that runs the op.
-        state: the name of the variable that contains the state from before the first execution.
-        device: the device of the generator.
     """
     save, load = f"save_rng_{device.type}", f"load_rng_{device.type}"
     return [f"rng_now = {save}()", f"{load}({state})", assign, f"{load}(rng_now)", "del rng_now"]

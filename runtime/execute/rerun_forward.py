@@ -55,9 +55,6 @@ class Rerun:
         """Check that no input was changed in place since the forward.
 
         ``name``: the step's name, with which the error message begins.
-
-        Raises:
-            RuntimeError: an input was changed in place.
         """
         if any(t._version != version for t, version in zip(self.inputs, self.versions, strict=True)):
             raise RuntimeError(

@@ -129,9 +129,6 @@ class LaneWriter(Writer):
     def steps(self, start: int, end: int) -> None:
         """Write the op executions and frees at positions ``start`` to ``end`` (exclusive) of the schedule. Those
         before the second lane starts are written one after the other, the others on their lanes.
-
-        Raises:
-            ProblemError: as `Writer.steps`; or the lanes do not wait for a tensor that they read.
         """
         if start < self.start:
             super().steps(start, min(end, self.start))
@@ -150,9 +147,6 @@ class LaneWriter(Writer):
     def _stretch(self, start: int, end: int) -> _Stretch:
         """Return what each lane does at positions ``start`` to ``end`` (exclusive) of the schedule. Tensors that are
         read only after ``end`` are passed to the main lane, which continues alone there.
-
-        Raises:
-            ProblemError: the lanes do not wait for a tensor that they read.
         """
         first, last = bisect_left(self.step_of, start), bisect_left(self.step_of, end)
         wanted = dict.fromkeys(self.step.values[o.value].storage for o in self.step.outputs)
@@ -214,11 +208,6 @@ class LaneWriter(Writer):
     def _lane(self, writer: Writer, here: _Stretch, lane: int) -> None:
         """Write the op executions of one lane, with its waits, the tensors that it passes to and takes from the other
         lane, and its deletions.
-
-        Args:
-            writer: writes the lane's source.
-            here: the part of the schedule that is written.
-            lane: `MAIN` or `RECOVERY`.
         """
         awaited, had = here.awaited(lane), 0
         for k, at in enumerate(here.where.lanes[lane]):
@@ -250,13 +239,6 @@ class LaneWriter(Writer):
     def _take(self, writer: Writer, here: _Stretch, lane: int, index: int) -> None:
         """Write the lines with which a lane takes over tensors from the other lane: those that it reads for the first
         time in its op execution number ``index``.
-
-        Args:
-            writer: writes the lane's source.
-            here: the part of the schedule that is written.
-            lane: `MAIN` or `RECOVERY`.
-            index: the op execution, counted from 0 on this lane. The number of all its op executions means the end of
-                the part.
         """
         for copy in here.takes[lane, index]:
             for value, hand in self._hands(here, copy).items():

@@ -124,16 +124,7 @@ def single_call(
     result: str | None = None,
     **further: Any,
 ) -> Call:
-    """Return a new `Call` with one result, for code that adds calls to a captured step.
-
-    Args:
-        name: the call's name.
-        target: the op.
-        args: its positional arguments, with a `Ref` for each tensor.
-        kwargs: its keyword arguments; None for none.
-        result: the name of its result; None for the call's name.
-        further: other fields of `Call`.
-    """
+    """Return a new `Call` with one result, for code that adds calls to a captured step."""
     return Call(name, target, args, kwargs or {}, (result or name,), **further)
 
 

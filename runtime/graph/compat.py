@@ -178,9 +178,6 @@ def _name_in(module: ModuleType, *names: str) -> str:
 
     The caller looks the attribute up by name each time it needs the value, since PyTorch or rematplan's patches may
     assign it again while a program runs.
-
-    Raises:
-        ImportError: the module has none of the names.
     """
     for name in names:
         if hasattr(module, name):

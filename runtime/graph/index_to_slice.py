@@ -24,11 +24,6 @@ def picked_slice(indices: Sequence[np.ndarray[Any, Any] | None], shape: Sequence
     """Return the slice of a tensor that has the same elements in the same order as ``x[indices]``. Return None if
     there is none, or if the arrays are empty, are not integers, or exceed the shape. Negative indices count from the
     end.
-
-    Args:
-        indices: an index array for each of the tensor's first dimensions; None for a dimension without index array
-            (``:``).
-        shape: the shape of the tensor.
     """
     present = {k: one for k, one in enumerate(indices) if one is not None}
     if not present or not all(one.dtype.kind in "iu" and one.size for one in present.values()):
@@ -59,13 +54,7 @@ def _progression(dim: int, picked: np.ndarray[Any, Any]) -> Slice | None:
 
 
 def _goes_through(found: Slice, shape: Sequence[int], lists: Sequence[np.ndarray[Any, Any]]) -> bool:
-    """Return whether index arrays enumerate a slice of a tensor's first dimensions in row-major order.
-
-    Args:
-        found: the slice of one of these dimensions; the other dimensions are taken whole.
-        shape: the sizes of these dimensions.
-        lists: an index array for each of these dimensions.
-    """
+    """Return whether index arrays enumerate a slice of a tensor's first dimensions in row-major order."""
     ranges = [np.arange(n) for n in shape]
     ranges[found.dim] = ranges[found.dim][found.start : found.end : found.step]
     grid = np.meshgrid(*ranges, indexing="ij")

@@ -93,14 +93,6 @@ def bands_tile(bands: list[Band]) -> bool:
 def within(tensor: torch.Tensor, part: Band) -> tuple[tuple[int, ...], tuple[int, ...], int]:
     """Return the layout that ``tensor`` has after a band of its storage is copied to a new dense storage, which has
     only the elements of the band.
-
-    Args:
-        tensor: a view whose elements are all in the band.
-        part: the band, of the storage of ``tensor``.
-
-    Returns:
-        The shape, strides and offset, in elements, of the view of the new storage that has the same elements as
-        ``tensor``.
     """
     stride = tuple(s if s < part.period else s // part.period * part.length for s in tensor.stride())
     return tuple(tensor.shape), stride, int(tensor.storage_offset()) - part.start

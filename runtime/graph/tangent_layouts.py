@@ -109,9 +109,6 @@ def _laid_out(arg: Any, strides: Any) -> Any:
 def _copies_to_reshape(step: CapturedStep) -> dict[str, Any]:
     """Return the calls of clone that were captured because a reshape could not return a view. These are the clones that
     only one call reads, an `_unsafe_view`, and that are no outputs.
-
-    Returns:
-        The shape to which the clone is reshaped, by the name of the call of clone.
     """
     outputs = {step.values[o.value].storage for o in step.outputs}
     readers: dict[str, list[Call]] = defaultdict(list)
@@ -144,12 +141,7 @@ class Notes:
     layouts: dict[str, _Layout] = field(default_factory=dict)
 
     def note(self, value: str, tensor: torch.Tensor | None) -> None:
-        """Record the layout of a value.
-
-        Args:
-            value: the value's name.
-            tensor: the value; None for a gradient that nothing needs, which is not recorded.
-        """
+        """Record the layout of a value."""
         if tensor is None:
             return
         self.layouts[value] = _Layout(

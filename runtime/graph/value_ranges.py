@@ -59,10 +59,6 @@ class Ranges:
     def __call__(self, value: Any, depth: int = DEEPEST) -> Range:
         """Return the range (interval) of a number, or of the value to which a `Ref` refers. The range is unbounded if
         nothing is known of the value.
-
-        Args:
-            value: the number or `Ref`.
-            depth: the largest number of calls that are followed back from the value.
         """
         if not isinstance(value, Ref):
             return Range(float(value), float(value))

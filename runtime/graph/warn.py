@@ -17,10 +17,6 @@ def warn(message: str, category: type[Warning] = UserWarning) -> None:
     contextlib or generated code.
 
     A fixed ``stacklevel`` would count frames, whose number changes with each refactoring and each release of torch.
-
-    Args:
-        message: the text.
-        category: the warning's class.
     """
     frame = _users_frame(sys._getframe(1))
     variables = frame.f_globals

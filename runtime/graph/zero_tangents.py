@@ -28,10 +28,6 @@ def zeros_without(step: CapturedStep, missing: Iterable[str]) -> Zeros:
 
     The backward half is linear in the tangents. So a call returns zero if all arguments that are computed from tangents
     are zero.
-
-    Args:
-        step: the captured step.
-        missing: the missing tangents (value names).
     """
     late = {i.value for i in step.inputs if i.kind == "tangent"}
     zero = set(missing)
@@ -53,10 +49,6 @@ def zeros_without(step: CapturedStep, missing: Iterable[str]) -> Zeros:
 def changes_strides(step: CapturedStep, missing: Iterable[str]) -> bool:
     """Return whether the absence of some tangents (gradients of outputs) changes the strides of a sum. A sum of a zero
     and another value is replaced by the other value, whose strides may differ from those of the sum.
-
-    Args:
-        step: the captured step.
-        missing: the missing tangents (value names).
     """
     strides = {name: value.fake.stride() for name, value in step.values.items()}
     sums = zeros_without(step, missing).sums

@@ -73,13 +73,6 @@ class SpeculatedAssertions:
 
         When a trace stops at a condition of unknown outcome, the forward is traced with both outcomes. If it raises an
         error for exactly one of them, it is assumed to assert the other outcome.
-
-        Args:
-            trace: traces the forward once. It must call `begin` first, and `next` for each condition.
-
-        Raises:
-            DataDependentOutputException, DynamicOutputShapeException: the forward raises for neither or for both
-                outcomes of a condition, or depends on an unknown value that is not a condition.
         """
         while True:
             try:

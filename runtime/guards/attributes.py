@@ -96,10 +96,6 @@ class Reads:
         """Register a holder for `note_answer` if it is a record (`is_record`) whose class has a ``__getattr__``.
 
         The record is kept alive, because Python reuses the ids of dead objects.
-
-        Args:
-            holder: a module, a record or another object.
-            owner: where the holder was found: the position of a module and a path of attribute names.
         """
         if is_record(holder) and _has_getattr(type(holder)):
             self.answering[id(holder)] = owner
@@ -116,11 +112,6 @@ class Reads:
     def note(self, holder: Any, name: str, value: Any) -> None:
         """Record that the forward read an attribute, unless it has set that attribute itself before without looking it
         up. Attributes that `ModuleState` covers, such as submodules, hooks and parameters, are not recorded.
-
-        Args:
-            holder: the module or record; another object is ignored.
-            name: the attribute's name.
-            value: its value.
         """
         owner = self.owner_of(holder)
         if owner is None or (owner, name) in self.fresh or name.startswith("__"):
@@ -146,10 +137,6 @@ class Reads:
     def note_attributes(self, holder: Any, reader: FrameType) -> None:
         """Record that code read the ``__dict__`` of a module or record. All attributes whose names this code mentions
         count as read. Nothing is recorded if the code is library code, or if the record has a ``__getattr__``.
-
-        Args:
-            holder: the module or record; another object is ignored.
-            reader: the frame of the code that reads.
         """
         known = self.owner_of(holder) is not None and id(holder) not in self.answering
         if known and not is_library(reader.f_globals.get("__name__"), self.own):
@@ -208,10 +195,6 @@ class Reads:
 
         A record is an object that exists for its attributes, such as a configuration. A place is the ``__dict__`` of a
         module or record, the results of a record's ``__getattr__``, or a class.
-
-        Args:
-            guarded: further attributes on which the plan depends.
-            unguarded: attributes on which it does not depend, although the forward reads them.
         """
         owned: dict[Owner, dict[str, Any]] = {owner: {} for owner in self.inherited}
         for owner, name in (*self.found, *guarded):
@@ -319,11 +302,6 @@ def reads_of(modules: Sequence[nn.Module]) -> Iterator[Reads]:
 def _replaced(kinds: Collection[type], name: str, by: Callable[[Any], Any]) -> Iterator[None]:
     """Replace a method of some classes inside the block, whether they define or inherit it. Classes implemented in C
     are left as they are.
-
-    Args:
-        kinds: the classes.
-        name: the method's name.
-        by: a function from the original method to its replacement.
     """
     plain = {kind: getattr(kind, name) for kind in kinds}
     own = {kind for kind in kinds if name in vars(kind)}

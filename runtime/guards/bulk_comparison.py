@@ -68,12 +68,6 @@ class Table:
     def holds(self, places: Namespaces) -> bool:
         """Return whether all places still have the values of this table (the same objects, or values that
         `snapshots.same` finds equal), and none has a name that was absent.
-
-        Args:
-            places: the list of all places (namespaces), in which ``rows`` and ``absent`` have positions.
-
-        Raises:
-            LookupError, AttributeError, RuntimeError, ValueError: a place no longer has a value of that name.
         """
         return self._holds(places.pick(self.places), places.pick(self.without))
 

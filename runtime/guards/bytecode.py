@@ -61,11 +61,6 @@ def packages_of(things: Iterable[Any]) -> Names:
 def is_library(module: str | None, own: Collection[str]) -> bool:
     """Return whether guards ignore the functions of a Python module, because what library code depends on is too much
     to track. Library code is that of PyTorch, of Python's library, of this package, and of installed packages.
-
-    Args:
-        module: the full name of the Python module; None for the built-in functions.
-        own: names of top-level packages that are not ignored, since they define classes of the model. (This package's
-            planner and runtime are ignored even if ``own`` has this package.)
     """
     module = module or "builtins"
     package = module.partition(".")[0]

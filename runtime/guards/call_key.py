@@ -46,13 +46,6 @@ def call_key(leaves: Sequence[Any], spec: pytree.TreeSpec) -> tuple[Any, ...]:
     For a tensor argument, the key has everything but the values: shape, strides, type, device, and which arguments are
     the same tensor. The settings are autocast and the process-wide settings that decide which ops a forward calls
     (`SETTINGS`).
-
-    Args:
-        leaves: the leaves of the arguments.
-        spec: the pytree structure of the arguments.
-
-    Raises:
-        ModelError: an argument can be neither hashed nor pickled.
     """
     return _key(leaves, spec, like)
 
@@ -61,13 +54,6 @@ def open_key(leaves: Sequence[Any], spec: pytree.TreeSpec) -> tuple[Any, ...]:
     """Return a key like that of `call_key` that is the same for all sizes of the tensors: of a tensor argument it has
     layout, number of dimensions, type, device, whether it requires a gradient, lazy conjugation and negation, and which
     arguments are the same tensor.
-
-    Args:
-        leaves: the leaves of the arguments.
-        spec: the pytree structure of the arguments.
-
-    Raises:
-        ModelError: an argument can be neither hashed nor pickled.
     """
     return _key(leaves, spec, like_of_any_size)
 

@@ -26,11 +26,7 @@ class Variable:
     name: str
 
     def found(self, attributes: Attributes) -> Any:
-        """Return the value that the place has now. ``attributes``: the ``__dict__`` of each module, by position.
-
-        Raises:
-            LookupError, AttributeError: there is none.
-        """
+        """Return the value that the place has now. ``attributes``: the ``__dict__`` of each module, by position."""
         return self.place.find(attributes)[self.name]
 
 

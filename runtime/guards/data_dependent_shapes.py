@@ -32,9 +32,6 @@ class Tape(Protocol):
     def read(self, of: Callable[..., Any], *arguments: Any) -> Any:
         """Return ``of(*arguments)``, computed on the real tensors that the traced ones represent. The result is
         recorded as a decision, which the guard checks at later calls.
-
-        Raises:
-            DataDependentOutputException: the values of the tensors are unknown before the step runs.
         """
 
     def count(self, of: Callable[[torch.Tensor], int], tensor: torch.Tensor) -> int | torch.SymInt | None:

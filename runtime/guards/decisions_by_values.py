@@ -95,11 +95,6 @@ class ValueGuardRecorder(TorchDispatchMode):
     ) -> None:
         """Start the trace of a forward, and forget what was recorded before. If a forward is traced several times, the
         last trace counts.
-
-        Args:
-            buffers: the tensors of this trace that represent the parameters and buffers, by name.
-            batch: the tensors of this trace that represent the inputs, by position.
-            sizes: the symbols of ``counts``.
         """
         self._tape = OpTape(self, sizes)
         for name, tensor in buffers.items():
@@ -155,11 +150,6 @@ class OpTape:
     def begin(self, tensor: torch.Tensor, source: Source | torch.Tensor) -> None:
         """Register a tensor that exists before the first call and whose value is known, so that calls that read it are
         recorded.
-
-        Args:
-            tensor: the traced tensor.
-            source: where the real tensor comes from, as ``("batch", position)`` or ``("buffer", name)``; or the real
-                tensor.
         """
         self.sources[self._place(tensor, None)] = source
 
@@ -184,9 +174,6 @@ class OpTape:
         If the op returns a number to Python and its arguments' values are known, the number is computed from the real
         tensors and recorded as a decision. If the shape of the op's result depends on values, a call with a fixed shape
         is executed instead (`data_dependent_shapes.STATIC`).
-
-        Raises:
-            ModelError: the number is that of a buffer which the forward has changed before.
         """
         if torch.Tag.data_dependent_output in func.tags and self._may_decide((args, kwargs)):
             self._check_counters(args)
@@ -232,20 +219,13 @@ class OpTape:
     def read(self, of: Callable[..., Any], *arguments: Any) -> Any:
         """Return ``of(*arguments)``, computed on the real tensors that the traced ones represent. The result is
         recorded as a decision, which the guard checks at later calls.
-
-        Raises:
-            DataDependentOutputException: the values of the tensors are unknown before the step runs.
         """
         if not self._may_decide(arguments):
             raise DataDependentOutputException(of.__name__.lstrip("_"))  # type: ignore[arg-type]
         return self._decided(of, arguments, {})
 
     def outcome(self, of: Callable[..., Any], *arguments: Any) -> Any:
-        """Return ``of(*arguments)`` as `read` does, even if the arguments are drawn numbers.
-
-        Raises:
-            DataDependentOutputException: as `read`.
-        """
+        """Return ``of(*arguments)`` as `read` does, even if the arguments are drawn numbers."""
         if not self.knows(arguments):
             raise DataDependentOutputException(ATEN._local_scalar_dense.default)
         return self._decided(of, arguments, {})
@@ -254,9 +234,6 @@ class OpTape:
         """Return the integer ``of(tensor)``, computed on the real tensor that the traced one represents, for use as a
         size. It is recorded, and the guard compares it at later calls. It is a symbol if the trace has symbolic counts.
         Return None if the values of the tensor are unknown before the step runs.
-
-        Raises:
-            ModelError: the trace has symbols for other counts.
         """
         if not self.knows(tensor) or self._is_chance(tensor):  # a count of drawn numbers hardly returns
             return None
@@ -287,9 +264,6 @@ class OpTape:
     def _check_counters(self, args: tuple[Any, ...]) -> None:
         """Refuse a forward that changes a buffer and then reads it as a number: each call would need a graph of its
         own. A truth value is allowed, since it changes rarely.
-
-        Raises:
-            ModelError: one of the tensors in ``args`` is in the memory of such a buffer.
         """
         for tensor in pytree.tree_leaves(args):
             place = self.memory[self.places[id(tensor)]] if isinstance(tensor, torch.Tensor) else None
@@ -336,12 +310,7 @@ class OpTape:
         return RecordedCall(kernel_of(func), tuple(args), kwargs, results, reads, touches, expected)
 
     def _place(self, tensor: torch.Tensor, viewed: torch.Tensor | None) -> int:
-        """Return the number of a traced tensor; a new tensor gets the next number.
-
-        Args:
-            tensor: the traced tensor.
-            viewed: the tensor whose storage a new tensor shares; None if it has a new storage.
-        """
+        """Return the number of a traced tensor; a new tensor gets the next number."""
         if id(tensor) not in self.places:
             self.places[id(tensor)] = place = len(self.alive)
             if isinstance(tensor, FunctionalTensor):

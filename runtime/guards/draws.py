@@ -50,16 +50,7 @@ def repeated(
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
 ) -> None:
-    """Make a draw again, on tensors of ones, so that the generator advances.
-
-    Args:
-        op: the op.
-        sizes: the shapes of its tensor arguments.
-        strides: their strides.
-        types: their types and devices.
-        args: the arguments, with a `Blank` in place of each tensor.
-        kwargs: the keyword arguments, likewise.
-    """
+    """Make a draw again, on tensors of ones, so that the generator advances."""
     tensors = [
         torch.empty_strided(size, stride, dtype=dtype, device=device).fill_(1)
         for size, stride, (dtype, device) in zip(sizes, strides, types, strict=True)

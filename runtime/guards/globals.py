@@ -110,11 +110,6 @@ class GlobalReads:
 
         Values that the forward has changed nevertheless are left out. A warning says that a planned forward will not
         change them.
-
-        Args:
-            model: the model's name, for the warning.
-            guarded: by the id of a namespace, names of dictionaries whose whole content is compared.
-            unguarded: by the id of a namespace, names that are left out.
         """
         found, changed = [], set[str]()
         for shelf in self.shelves.values():
@@ -132,15 +127,7 @@ class GlobalReads:
         return found
 
     def _note(self, thing: Any, holder: Any, values: Mapping[str, Any], name: str, named: Names) -> None:
-        """Record one value to which code refers, and examine later what the value refers to.
-
-        Args:
-            thing: the object through which the code refers to the value, such as a function or a module.
-            holder: the object whose namespace has the value.
-            values: that namespace.
-            name: the value's name in the namespace.
-            named: all names that the code mentions.
-        """
+        """Record one value to which code refers, and examine later what the value refers to."""
         value = values[name]
         # A registry may grow, so only the keys that the code names are compared.
         registry = isinstance(value, dict) and not is_data(value)
@@ -170,14 +157,6 @@ class GlobalReads:
     def _places(self, thing: Any, names: Names) -> Iterator[tuple[Any, Mapping[str, Any], Names, Names]]:
         """Yield the namespaces that code can reach through an object, such as the global variables of a function or the
         attributes of an instance.
-
-        Args:
-            thing: the object.
-            names: the names that the code mentions.
-
-        Yields:
-            The object that has the namespace; the namespace; the names to look up in it; and all names that the code
-            mentions.
         """
         own: Names = _UNNAMED
         if function := _inside(thing):

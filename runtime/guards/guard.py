@@ -78,10 +78,6 @@ class Guard:
     def mapped(self, change: Callable[[Any], Any], counts: Sequence[int] | None = None) -> Guard:
         """Return a copy of this guard for other sizes. Only the recorded calls change, which compute the values that
         decided the control flow from inputs and buffers.
-
-        Args:
-            change: a function from the nested arguments of a recorded call to the arguments with other sizes.
-            counts: the numbers that the forward takes as sizes; None if they stay.
         """
         other = copy.copy(self)
         other.decided = self.decided.mapped(change)
@@ -92,22 +88,13 @@ class Guard:
     def holds(
         self, state: ModuleState, tensors: Sequence[torch.Tensor], assumed: tuple[bool, ...] = ()
     ) -> bool:
-        """Return whether tracing the forward again now would give the same graph.
-
-        Args:
-            state: the module's present state.
-            tensors: the tensors among the arguments.
-            assumed: the outcomes of the forward's first tests for infinite and NaN values, as far as they are known.
-        """
+        """Return whether tracing the forward again now would give the same graph."""
         decided = self.decided
         return decided.assumes(assumed) and self.holds_for(state) and decided.holds(state.named, tensors)
 
     def holds_for(self, state: ModuleState) -> bool:
         """Return whether everything that the forward read still has the same value, except values of inputs and
         buffers, which are not compared.
-
-        Args:
-            state: the module's present state.
         """
         attributes = state.attributes
         try:
@@ -130,10 +117,6 @@ class Guard:
 def _tables(rows: Sequence[tuple[int, Found]], fetch: Callable[[Any, str], Any] = getitem) -> list[Table]:
     """Return the tables that compare what was found in several namespaces: one for the objects and the absent names,
     and one for the copies of containers, each only if it has an entry.
-
-    Args:
-        rows: the namespaces' positions in a list, and what was found in them.
-        fetch: looks up a name in a namespace.
     """
     absent = [(at, name) for at, f in rows for name in f.absent]
     objects = Table([(at, f.objects) for at, f in rows], absent, fetch)
@@ -146,10 +129,6 @@ def _numbered(
 ) -> tuple[Namespaces, list[Table]]:
     """Return the namespaces as a list, one for each pair, and the tables (`_tables`) that compare what was found in
     them. The tables name a namespace by its position in this list.
-
-    Args:
-        pairs: the namespaces, each with what was found in it.
-        fetch: looks up a name in a namespace.
     """
     rows = list(enumerate(f for _, f in pairs))
     return Namespaces(namespace for namespace, _ in pairs), _tables(rows, fetch)

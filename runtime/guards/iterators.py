@@ -16,11 +16,7 @@ def is_iterator(value: Any) -> bool:
 
 
 def refuse_iterator(name: str, iterator: Any) -> NoReturn:
-    """Raise the error that a forward reads an iterator. ``name``: the variable that has it.
-
-    Raises:
-        ModelError: always.
-    """
+    """Raise the error that a forward reads an iterator. ``name``: the variable that has it."""
     raise ModelError(
         f"the forward reads {name}, a {type(iterator).__name__}, which gives something else at each call; take the "
         f"next item before the call and pass it as an argument"

@@ -112,9 +112,6 @@ class ModuleTree:
     def state(self, module: nn.Module) -> ModuleState | None:
         """Return the module's present state. Return None if a new tree must be made: the module has other submodules
         than before, or its tensors have other names, are tied differently, or exist where none did before.
-
-        Args:
-            module: the module with which the tree was made.
         """
         distinct = self._tensors(module)
         if distinct is None:

@@ -28,11 +28,7 @@ class ModuleTensors:
         ]
 
     def changes(self) -> list[tuple[Write, Any]]:
-        """Return the buffers that the forward added or replaced, as changes of Python state, each with the tensor.
-
-        Raises:
-            ModelError: the forward has made a parameter or a submodule.
-        """
+        """Return the buffers that the forward added or replaced, as changes of Python state, each with the tensor."""
         found = []
         for at, (now, (buffers, parameters, modules)) in enumerate(
             zip(self.modules, self.before, strict=True)

@@ -18,13 +18,6 @@ from it to the record (none for the module itself)."""
 def record_of(owner: Owner, attributes: Attributes) -> Any:
     """Return the record (an object that exists for its attributes, such as a configuration) at a position in the
     modules' attributes.
-
-    Args:
-        owner: the position of a module, and the names of the attributes that lead from the module to the record.
-        attributes: the ``__dict__`` of each module, by position.
-
-    Raises:
-        LookupError, AttributeError: the record no longer exists.
     """
     at, (name, *path) = owner
     return reduce(getattr, path, attributes[at][name])
@@ -37,9 +30,6 @@ class Place(Protocol):
         """Return the namespace as it is now, as an object that is indexed by names.
 
         ``attributes``: the ``__dict__`` of each module, by position.
-
-        Raises:
-            LookupError, AttributeError: the namespace no longer exists.
         """
 
 
@@ -72,9 +62,6 @@ class Attribute:
         """Return the ``__dict__`` of this place's module or record as it is now.
 
         ``attributes``: the ``__dict__`` of each module, by position.
-
-        Raises:
-            LookupError, AttributeError: the record no longer exists.
         """
         at, path = self.owner
         place = attributes[at]
@@ -108,9 +95,6 @@ class Answers:
         """Return the record, wrapped so that indexing it by a name reads the attribute of that name.
 
         ``attributes``: the ``__dict__`` of each module, by position.
-
-        Raises:
-            LookupError, AttributeError: the record no longer exists.
         """
         return Asked(record_of(self.owner, attributes))
 

@@ -161,9 +161,6 @@ class PythonState:
     def used(self, holder: Any, name: str, value: Any, frame: FrameType) -> Any:
         """Record a read of an attribute of a module or record, and return the value for the reader: a counted number in
         place of a number that the forward changes.
-
-        Raises:
-            ModelError: the value is an iterator.
         """
         kind = type(value)
         if kind not in _NUMBERS and not isinstance(value, (*CONTAINERS, np.ndarray)):
@@ -254,9 +251,6 @@ class PythonState:
     def changes(self) -> list[tuple[Write, Any]]:
         """Return what a planned call must change after its forward, each with the value to store, and decide which of
         the changed values a guard checks.
-
-        Raises:
-            ModelError: the forward reads and changes a container that is too large to be compared at every call.
         """
         for (name, iterator), before in zip(self.iterators, self.progress, strict=True):
             if progress(iterator) != before:
@@ -331,13 +325,7 @@ class PythonState:
     def _refilled(
         self, container: Any, aliases: Sequence[_Alias], written: set[tuple[int, str]]
     ) -> list[tuple[Write, Any]]:
-        """Return the change of a container that has other content after the forward, at most one.
-
-        Args:
-            container: the container.
-            aliases: all aliases to it.
-            written: the names whose changes were returned already. The name of this change is added.
-        """
+        """Return the change of a container that has other content after the forward, at most one."""
         uses = {
             use
             for alias in aliases

@@ -68,11 +68,7 @@ class ReadNumber:
 
 
 def check_none_left() -> None:
-    """Refuse a forward that has left a number where a planned call does not store it, such as in a queue.
-
-    Raises:
-        ModelError: a number of the capture still exists.
-    """
+    """Refuse a forward that has left a number where a planned call does not store it, such as in a queue."""
     if any(number() is not None for number in NUMBERS):
         gc.collect()  # a trace leaves cycles
     left = any(number() is not None for number in NUMBERS)
@@ -183,11 +179,7 @@ pytree.register_pytree_node(ReadNumber, lambda number: (list(number.tensors), nu
 
 
 def check_uncounted(values: Any) -> None:
-    """Refuse nested values with a number that is computed from both tensors and counted variables.
-
-    Raises:
-        DataDependentOutputException: there is one.
-    """
+    """Refuse nested values with a number that is computed from both tensors and counted variables."""
     for leaf in pytree.tree_leaves(values, is_leaf=lambda one: type(one) is ReadNumber):
         if type(leaf) is ReadNumber and variables_of(leaf.expression):
             _refused()

@@ -69,13 +69,6 @@ def recording(
 ) -> Iterator[Record]:
     """Record what the forward of ``model`` depends on while the block traces it. The block gets the `Record`, which is
     complete after the trace.
-
-    Args:
-        model: the model.
-        leaves: the leaves of the forward's arguments.
-        buffers: the real parameters and buffers by name.
-        batch: the real tensors among the leaves.
-        assumed: the outcomes of the forward's first tests for infinite and NaN values, as far as they are known.
     """
     NUMBERS.clear()
     modules = list(model.modules())

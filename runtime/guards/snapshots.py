@@ -43,14 +43,6 @@ _DEEPEST = 4
 def unchanged(found: Mapping[str, Any], place: Any) -> tuple[dict[str, Any], dict[str, Any]]:
     """Return those values that a namespace still has under the same names. Values that have changed or no longer exist
     are left out.
-
-    Args:
-        found: the earlier values by name, as `kept` returned them.
-        place: the namespace in which they were found, indexed by name.
-
-    Returns:
-        By name, the values for which the namespace has the same object as ``found``; and by name, the values of
-        ``found`` to which the namespace has an equal one.
     """
     objects, copies = dict[str, Any](), dict[str, Any]()
     for name, value in found.items():

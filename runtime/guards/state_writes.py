@@ -61,12 +61,7 @@ def assign(namespace: Any, name: str, value: Any) -> None:
 
 
 def store(writes: Sequence[tuple[Write, Any]], attributes: Attributes) -> None:
-    """Change the Python state as a forward does.
-
-    Args:
-        writes: the changes, each with the value to store.
-        attributes: the ``__dict__`` of each module, by position.
-    """
+    """Change the Python state as a forward does."""
     numbers = [_number(write, value, attributes) for write, value in writes]
     for (write, value), number in zip(writes, numbers, strict=True):
         namespace = write.place.find(attributes)

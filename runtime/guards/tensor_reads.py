@@ -30,12 +30,6 @@ def asked(
 
     The first two call no op, so a dispatch mode does not see them. On a traced tensor, `numpy` fails or returns
     arbitrary memory.
-
-    Args:
-        answer: is called as ``answer(read, tensor)`` and returns what ``read`` returns for the real tensor behind
-            ``tensor``. For `tolist`, ``read`` is that method; for `numpy`, ``read`` returns type, shape and bytes of
-            the array.
-        number: returns what `Tensor.item` returns.
     """
     thread = get_ident()
 
@@ -72,9 +66,6 @@ def _numpy(tensor: torch.Tensor) -> tuple[str, tuple[int, ...], bytes]:
 def undecided() -> Iterator[None]:
     """Let `Tensor.tolist` and `Tensor.numpy` raise an error inside the block if this thread calls them, as a tracer
     does for other calls that read values of traced tensors.
-
-    Raises:
-        DataDependentOutputException: the block calls one of these methods.
     """
 
     def refuse(read: Any, _: torch.Tensor) -> Any:

@@ -84,10 +84,6 @@ class ValueGuard:
     def holds(self, buffers: Mapping[str, torch.Tensor], batch: Sequence[torch.Tensor]) -> bool:
         """Return whether the forward would decide in the same way for these tensors. The recorded calls are executed
         again, and their outcomes compared with the recorded ones. The tensors are not changed.
-
-        Args:
-            buffers: the real parameters and buffers by name.
-            batch: the real tensors among the arguments.
         """
         return all(_same(entry.expected, value) for entry, value in self._decided(buffers, batch))
 
@@ -140,9 +136,6 @@ class ValueGuard:
     def mapped(self, change: Callable[[Any], Any]) -> ValueGuard:
         """Return a copy of this guard with changed arguments of the recorded calls, to replace sizes by symbols or
         symbols by sizes.
-
-        Args:
-            change: a function from the nested arguments of a call to the new ones.
         """
         entries = (replace(e, args=change(e.args), kwargs=change(e.kwargs)) for e in self.entries)
         return replace(self, entries=tuple(entries))
@@ -156,13 +149,7 @@ def unchanged(value: Any) -> Any:
 def executed(
     entries: Iterable[RecordedCall], known: dict[int, torch.Tensor], now: Callable[[Any], Any] = unchanged
 ) -> Iterator[tuple[RecordedCall, Any]]:
-    """Execute recorded calls again and yield each with its result.
-
-    Args:
-        entries: the recorded calls, in order.
-        known: real tensors by the numbers that `OpTape` assigned to them; the calls' results are added to it.
-        now: a function that replaces symbolic sizes in nested arguments by integers.
-    """
+    """Execute recorded calls again and yield each with its result."""
     for e in entries:
         args = [known[a.place] if type(a) is TensorNumber else _filled(a, known) for a in now(e.args)]
         kwargs = {name: _filled(arg, known) for name, arg in now(e.kwargs).items()} if e.kwargs else {}

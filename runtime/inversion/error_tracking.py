@@ -34,18 +34,6 @@ planning time, and its error with the present scales."""
 def passed_on(reads: Sequence[Tensor], made: Tensor, gain: float, noise: float, drift: float) -> None:
     """Record two relative errors of a tensor that an inverse has recomputed: the error predicted at planning time, and
     the error with the present scales. Both are computed from the errors that were recorded for the inverse's arguments.
-
-    Args:
-        reads: the inverse's arguments.
-        made: the recomputed tensor.
-        gain: the factor by which the inverse multiplies a relative error of its arguments, as planned
-            (`planner.core.inversion_error`).
-        noise: the relative error that the inverse's rounding adds, as planned.
-        drift: the factor by which changed scales have increased the inverse's errors since planning.
-
-    Raises:
-        ModelError: the error with the present scales is more than `GROWN` times the predicted one, and also above the
-            limit for the tensor's type.
     """
     if not (made.is_floating_point() or made.is_complex()):
         return  # integers are only copied, without error

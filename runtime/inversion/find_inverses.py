@@ -64,18 +64,6 @@ def with_inverses(
 ) -> Invertible:
     """Return the step with all inverses added that were found: ops that recompute a tensor from tensors that were
     computed from it. Storages are split into parts (`split_storages`) where an inverse needs that.
-
-    Args:
-        step: the captured step.
-        named: the real parameters and buffers by name. Their present values decide which scales are too close to zero.
-        renormalise: whether to add, if any inverse was found, a second op for every batch norm in training, which
-            computes the same result without new running statistics. Needed if an op that makes an output, such as new
-            running statistics, may run only once.
-        own_seeds: whether each random call has a separate seed, so that it may run again even if its result is smaller
-            than a saved generator state.
-
-    Returns:
-        The new step, and the reasons why certain tensors have no inverse.
     """
     found = _found(scatter_to_cat(step, named), named, own_seeds)
     twins = tuple(_renormalisations(found.step)) if renormalise and found.step.inverses else ()
@@ -172,12 +160,7 @@ def _with_inverses(
 
 
 def _inverses(step: CapturedStep, undone: Iterable[Undone]) -> Iterator[Call]:
-    """Yield inverses of whole storages: calls that recompute the tensor for which a storage was allocated.
-
-    Args:
-        step: the captured step.
-        undone: the rules that recompute single values, each of which may be a part of its storage.
-    """
+    """Yield inverses of whole storages: calls that recompute the tensor for which a storage was allocated."""
     by_storage: dict[str, dict[Band, list[Undone]]] = {}
     for one in undone:
         value = step.values[one.value]

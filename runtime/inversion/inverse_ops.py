@@ -77,15 +77,7 @@ class Inverse:
         )
 
     def __call__(self, *tensors: Tensor) -> Tensor:
-        """Allocate the storage, recompute it, and return the tensor in it.
-
-        Args:
-            tensors: the arguments of the kernels of all pieces, one piece after the other.
-
-        Raises:
-            ModelError: scales or indices by which the inverse computes have changed since planning, so that the result
-                would be wrong.
-        """
+        """Allocate the storage, recompute it, and return the tensor in it."""
         base = torch.empty_strided(self.size, self.stride, dtype=self.dtype, device=tensors[0].device)
         at, drift = 0, 1.0
         for fill in self.fills:
@@ -131,12 +123,7 @@ def _multiply(out: Tensor, y: Tensor, factor: Tensor | float) -> float | None:
 
 
 def _checked(least: Tensor, inverse: Tensor) -> float:
-    """Return ``inverse``, the factor by which dividing by a scale increases errors, as a number.
-
-    Raises:
-        ModelError: ``least``, the smallest absolute value of the scale, is below `LEAST_SCALE`. At planning time it was
-            not.
-    """
+    """Return ``inverse``, the factor by which dividing by a scale increases errors, as a number."""
     size, found = torch.stack((least, inverse)).tolist()
     if not size >= LEAST_SCALE:  # also true for NaN
         raise ModelError(
@@ -149,10 +136,6 @@ def _checked(least: Tensor, inverse: Tensor) -> float:
 def _fused(product: Callable[..., Tensor], factor: str) -> Kernel:
     """Return the kernel that computes x from y = beta · x + factor · p, where p is a product or quotient of two
     tensors.
-
-    Args:
-        product: the op that computes y, such as `torch.addmm`.
-        factor: the name of its keyword argument for the factor.
     """
 
     def kernel(out: Tensor, y: Tensor, a: Tensor, b: Tensor, by: float, beta: float) -> None:
@@ -209,9 +192,6 @@ def _normalised(
 ) -> float | None:
     """Write into ``out`` the x for which y = (x − mean) · scale · weight + bias. All arguments are broadcast to y. The
     computation is in float32 or wider.
-
-    Returns:
-        The factor by which the division by the weight multiplies relative errors; None without a weight.
     """
     x = y.to(torch.promote_types(y.dtype, torch.float32))
     x = x if bias is None else x - bias
@@ -237,18 +217,7 @@ def _weight_and_bias(
 
 
 def _batch_norm(out: Tensor, y: Tensor, mean: Tensor, scale: Tensor, *given: Any) -> float | None:
-    """Undo a batch norm: write its input into ``out``.
-
-    Args:
-        out: the tensor to be written.
-        y: the result of the norm.
-        mean: the mean of each channel.
-        scale: the inverse standard deviation of each channel; for a frozen norm, the running variance.
-        given: as ``affine`` in `_weight_and_bias`, then ε for a frozen norm, else None.
-
-    Returns:
-        The factor by which the division by the weight multiplies relative errors; None without a weight.
-    """
+    """Undo a batch norm: write its input into ``out``."""
     *affine, eps = given
     shape = (1, -1, *(1,) * (y.dim() - 2))
     scale = scale if eps is None else torch.rsqrt(scale + eps)

@@ -45,10 +45,6 @@ def undo(call: Call, facts: Facts) -> Found:
     """Yield what the inverse table has for a call: the rules by which arguments are recomputed from the call's result
     and its other arguments, and the arguments that cannot be recomputed for a reason that a user can change. Nothing is
     yielded for an op without a row.
-
-    Args:
-        call: the call.
-        facts: the step, and what is known about its values.
     """
     packet = getattr(call.target, "overloadpacket", None)
     for row in TABLE.get(packet, ()):
@@ -91,10 +87,6 @@ def _added(call: Call, facts: Facts, first: Any, second: Any, sign: int, alpha: 
 def _fused(kernel: str, *names: str) -> Row:
     """Return the row of the inverse table for y = beta · self + factor · p, where p is a product or quotient of two
     other arguments. It recomputes ``self``, by the same op with the opposite factor and a division by beta.
-
-    Args:
-        kernel: the name of the kernel that undoes the op.
-        names: the names of the two arguments in p.
     """
 
     def row(call: Call, facts: Facts) -> Found:
@@ -294,10 +286,6 @@ def _prelu(call: Call, facts: Facts) -> Found:
 def _norm(kernel: str, x: str = "input") -> Row:
     """Return the row of the inverse table for a normalisation that returns the statistics by which it normalised, or
     for a frozen batch norm, which gets them as arguments.
-
-    Args:
-        kernel: the name of the kernel that undoes the norm.
-        x: the name of the normalised argument.
     """
 
     def row(call: Call, facts: Facts) -> Found:

@@ -91,11 +91,6 @@ def result(call: Call, facts: Facts) -> Value:
 def fits(x: Any, y: Value, facts: Facts) -> bool:
     """Return whether an argument of a call has the shape of its result ``y`` and can be recomputed from it without loss
     of precision or range: both are floating-point tensors, and every number of the type of ``x`` is one of ``y``'s.
-
-    Args:
-        x: the argument; a number never fits.
-        y: the result.
-        facts: the step.
     """
     if not isinstance(x, Ref):
         return False

@@ -29,10 +29,6 @@ def scatter_to_cat(step: CapturedStep, named: Mapping[str, torch.Tensor]) -> Cap
 
     Indexing by known, evenly spaced indices becomes slicing, and needless copies are removed. The step itself is
     returned if nothing can be replaced.
-
-    Args:
-        step: the captured step.
-        named: the real parameters and buffers by name, from which indices may be computed.
     """
     if not any(_row(call) for call in step.calls):
         return step
@@ -99,14 +95,7 @@ class _Rewriter:
         return True
 
     def view(self, name: str, target: Any, args: tuple[Any, ...], result: str | None = None) -> Ref:
-        """Append a view of an existing value to the new step, and return a reference to the view.
-
-        Args:
-            name: the name of the new call; it is changed if it is in use.
-            target: the op that makes the view.
-            args: its arguments, the existing value first.
-            result: the name of the view, if it replaces an existing value; None for a new value.
-        """
+        """Append a view of an existing value to the new step, and return a reference to the view."""
         source = self.values[args[0].value]
         with torch.no_grad():
             fake = target(source.fake, *args[1:])
@@ -131,12 +120,6 @@ class _Rewriter:
         """Append a concatenation in place of a call that writes ``source`` into a slice of a copy of ``base``. If
         ``source`` is that slice already, replace the call's result by ``base`` instead. Return whether either was
         possible.
-
-        Args:
-            call: the call.
-            base: the tensor that is copied.
-            source: the tensor that is written.
-            at: the slice.
         """
         result, dim, n = call.results[0] or "", at.dim, self.fake(base).shape[at.dim]
         with torch.no_grad():
@@ -159,14 +142,6 @@ class _Rewriter:
     ) -> bool:
         """Append a concatenation in place of a call that writes a slice. Its parts are permuted so that the result has
         the strides of the call's result. Return whether that was possible.
-
-        Args:
-            call: the call that is replaced.
-            target: ``cat``, or ``stack`` if the slices have a step.
-            base: the tensor into whose copy the call writes.
-            rest: the parts of the concatenation in order: a slice of ``base``, or None for ``source``.
-            source: the tensor that the call writes.
-            dim: the dimension of the slices.
         """
         old, before = self.values[call.results[0] or ""].fake, len(self.calls)
         order = sorted(range(old.dim()), key=lambda d: -old.stride()[d])

@@ -49,13 +49,6 @@ def split_storages(step: CapturedStep, leave: Iterable[str] = ()) -> SplitStep:
 
     A storage is split if its views, or the tensors from which it is concatenated, cover each of its elements exactly
     once, and if each of its views can be made from one of the parts.
-
-    Args:
-        step: the captured step.
-        leave: the names of storages that are not split.
-
-    Returns:
-        The new step, and the parts that were copied; the step itself if no storage is split.
     """
     return _Parter(step, frozenset(leave)).part()
 
@@ -130,10 +123,6 @@ class _Parter:
     def _bands(self, producer: Call, base: Value) -> _Apart | None:
         """Return the parts into which a storage can be split: its largest views, or the operands from which it is
         concatenated, if they cover it without overlap. Return None if there are none.
-
-        Args:
-            producer: the call that allocates the storage.
-            base: its result.
         """
         if (whole := band(base.fake)) is None or not whole.whole:
             return None
@@ -240,11 +229,6 @@ class _Parter:
     def _follow(self, apart: _Apart, now: dict[str, Value], touched: list[str]) -> bool:
         """Recompute the strides of all views of the views that were made from parts. Return whether the results of
         other calls that read them keep their shapes, strides and types.
-
-        Args:
-            apart: the split of the storage, to which the changed views are added.
-            now: all values by name, new and changed ones included.
-            touched: the names of the views that were made from parts.
         """
         moved = set(touched)
         pending = [self.position[c.name] for v in touched for c in self.readers.get(v, ())]

@@ -86,14 +86,7 @@ def first_readers(graph: Graph) -> dict[str, tuple[Node, int]]:
 
 
 def initialise(tensor: torch.Tensor, reader: tuple[Node, int] | None, seed: torch.Generator) -> None:
-    """Fill a weight in place with random values, or a constant, that suits the node that reads it.
-
-    Args:
-        tensor: the weight.
-        reader: the reading node and the weight's position among its inputs, from `first_readers`; None if nothing reads
-            it.
-        seed: the generator to draw from.
-    """
+    """Fill a weight in place with random values, or a constant, that suits the node that reads it."""
     node, at = reader if reader is not None else (None, 0)
     fill = FILLS.get((node.op, at), SMALL_NORMAL) if node is not None else SMALL_NORMAL
     with torch.no_grad():

@@ -30,11 +30,7 @@ class Instruction:
 
     @classmethod
     def of(cls, node: Node) -> Instruction:
-        """Return the instruction of a single node that frees none of its inputs.
-
-        Raises:
-            ModelError: the op table has no entry for the node, or the entry does not support its attributes.
-        """
+        """Return the instruction of a single node that frees none of its inputs."""
         return cls(node, row_of(node), (), ())
 
 

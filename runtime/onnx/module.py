@@ -95,21 +95,13 @@ class OnnxModule(nn.Module):
             self.register_buffer(name, tensor, persistent=weight.role == "buffer")
 
     def forward(self, *inputs: Tensor) -> tuple[Tensor, ...]:
-        """Return the graph's outputs, in order, for the graph's inputs, in order.
-
-        Raises:
-            ModelError: the number of inputs is wrong, or a node cannot run on its inputs.
-        """
+        """Return the graph's outputs, in order, for the graph's inputs, in order."""
         values = self.start(inputs)
         self._execute(self.program, values)
         return tuple(self._tensor(o.name, values[o.name]) for o in self.graph.outputs)
 
     def start(self, inputs: Sequence[Tensor]) -> dict[str, Value]:
-        """Return the values that exist before the first node runs (the graph's inputs and the weights), by name.
-
-        Raises:
-            ModelError: the number of inputs is wrong.
-        """
+        """Return the values that exist before the first node runs (the graph's inputs and the weights), by name."""
         if len(inputs) != len(self.graph.inputs):
             raise ModelError(
                 f"the graph has {len(self.graph.inputs)} inputs, but was called with {len(inputs)}"
@@ -123,10 +115,6 @@ class OnnxModule(nn.Module):
     def _execute(self, program: Iterable[Instruction], values: dict[str, Value]) -> None:
         """Execute nodes in order, and write the new running statistics of batch norms to their buffers. A trace records
         the name of the node of each op.
-
-        Args:
-            program: the nodes.
-            values: the values that exist, by name. Results are added; values that no later node reads are removed.
         """
         for step in program:
             with annotate({ONNX_NODE: dotted(step.node.name)}):
@@ -152,14 +140,6 @@ class OnnxModule(nn.Module):
     def _run(self, step: Instruction, args: list[Value]) -> Sequence[Value]:
         """Execute one node and return its results. They are NumPy arrays if all inputs are known values (NumPy arrays)
         and the results are small, else tensors.
-
-        Args:
-            step: the node, with its function from the op table.
-            args: the node's inputs in order; None for an absent one.
-
-        Raises:
-            ModelError: the node cannot run on these inputs.
-            DataDependentOutputException, DynamicOutputShapeException: a trace lacks values that the node needs.
         """
         node, row = step.node, step.row
         try:
@@ -185,16 +165,7 @@ class OnnxModule(nn.Module):
         return results if isinstance(results, tuple) else (results,)
 
     def advance(self, step: Instruction, values: dict[str, Value]) -> Sequence[Value]:
-        """Execute one node, add its results to ``values``, and return the results.
-
-        Args:
-            step: the node, with its function from the op table.
-            values: the values that exist, by name. Tensors among the results are moved to the device of the first
-                tensor in ``values``.
-
-        Raises:
-            ModelError: the node cannot run on its inputs.
-        """
+        """Execute one node, add its results to ``values``, and return the results."""
         results = self._run(step, [values[n] if n else None for n in step.node.inputs])
         place = next((v.device for v in values.values() if isinstance(v, Tensor)), torch.device("cpu"))
         # Tensors made from known values (NumPy arrays) are on the CPU.
@@ -207,11 +178,6 @@ class OnnxModule(nn.Module):
     def _differentiate(self, step: Instruction, args: Sequence[Value]) -> tuple[Tensor, ...]:
         """Return the results of an ONNX Gradient node: the derivatives of the value that its attribute ``y`` names,
         with respect to the values that its attribute ``xs`` names.
-
-        Args:
-            step: the Gradient node, with the nodes that compute ``y`` from its inputs.
-            args: the values of the node's inputs: first those that ``xs`` names, then those that ``zs`` names. There
-                are no derivatives with respect to the latter.
         """
         names = differentiated(step.node)
         again = torch.is_grad_enabled()

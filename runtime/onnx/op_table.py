@@ -64,9 +64,6 @@ TABLE: Mapping[tuple[str, str], Mapping[int, Row]] = _table()
 def row_of(node: Node) -> Row:
     """Return the op table's entry that defines a node. Among the entries for the node's op, this is the newest one
     whose opset version is not newer than the node's.
-
-    Raises:
-        ModelError: the table has no such entry, or the entry does not support the node's attributes.
     """
     versions = TABLE.get((node.domain, node.op), {})
     known = [since for since in versions if since <= node.version]

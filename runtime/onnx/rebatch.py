@@ -37,10 +37,6 @@ def rebatched(graph: Graph) -> Graph:
 
     An export often stores its own batch size in constants, such as the shape of a Reshape. The same graph is returned
     if nothing must change, or if the adaptation fails for a file that does not state its batch size.
-
-    Raises:
-        ModelError: the file states its batch size, and a node cannot be adapted to another one, or the graph does not
-            run.
     """
     batch = graph.batch
     if batch is None:
@@ -117,10 +113,6 @@ class _Rebatching:
         the export's batch size.
 
         ``before``: the shapes and known contents of all values at the export's batch size, by name.
-
-        Raises:
-            ModelError: a node cannot be adapted: a constant has no axis for the batch, a result's shape differs in more
-                than the batch axis, or the node selects some samples of the batch.
         """
         values, mode = self._begin(self.batch.size)
         with mode, torch.no_grad(), quiet():
@@ -144,14 +136,6 @@ class _Rebatching:
     ) -> None:
         """Refuse a node that selects some samples of the batch, such as a Gather: its data has a batch axis, but no
         result has one.
-
-        Args:
-            node: the node, which has run at the wanted batch size.
-            values: the values at the wanted batch size, by name.
-            before: the shapes at the export's batch size, by name.
-
-        Raises:
-            ModelError: the node selects some samples.
         """
 
         def has_batch(name: str) -> bool:
@@ -185,12 +169,6 @@ class _Rebatching:
     def _operand(self, node: Node, at: int, operand: Operand, values: dict[str, Any]) -> str:
         """Add a constant, and for Expand and Tile also a node that applies it to the node's old input. Return the name
         of the value that replaces the input.
-
-        Args:
-            node: the node that is changed.
-            at: the position of the input that is replaced.
-            operand: the replacement.
-            values: all values at the wanted batch size, by name; the new ones are added.
         """
         stated = np.asarray(operand.numbers, np.int64)
         name = f"{node.name}.{at}.batch"

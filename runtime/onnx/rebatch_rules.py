@@ -109,13 +109,7 @@ def _reshape(case: RebatchCase) -> Operands:
 
 
 def _reshaped(node: Node, shape: Shape, target: np.ndarray) -> Shape | None:
-    """Return the shape of a Reshape's result. None if the input's elements do not fill it.
-
-    Args:
-        node: the Reshape node.
-        shape: the shape of its input.
-        target: its second input: the stated sizes, with 0 (the input's size) and −1 (inferred).
-    """
+    """Return the shape of a Reshape's result. None if the input's elements do not fill it."""
     sizes = [int(n) for n in target]
     if not node.attributes.get("allowzero"):
         sizes = [shape[i] if n == 0 and i < len(shape) else n for i, n in enumerate(sizes)]
@@ -187,9 +181,6 @@ def _gather(case: RebatchCase) -> Operands:
     """Return the replaced indices of a Gather along the batch axis, at input position 1. The batch is flattened into
     that axis, so the indices of one sample are repeated for each sample, at its offset. Exporters write strided slices
     as such a Gather.
-
-    Raises:
-        ModelError: the export's batch size is not one, or the indices are not known or not for one sample.
     """
     places, axis, data = case.constant(1), case.axis(0), case.old[0]
     along: Any = case.node.attributes.get("axis", 0)

@@ -67,15 +67,6 @@ def action_lists(name: str, ranks: int, stages: int, microbatches: int) -> Lists
     run. An action is (kind, stage, micro-batch). The kind is F (forward), B (backward), I (input gradients only), W
     (weight gradients only), RECV_F or RECV_B (the rank begins to receive a message from the previous or the next
     stage), DROP_F or DROP_B (it frees a message that it has sent).
-
-    Args:
-        name: a key of `SCHEDULES`.
-        ranks: the number of ranks.
-        stages: the number of stages of all ranks together. Each rank has the same number.
-        microbatches: the number of micro-batches.
-
-    Raises:
-        UsageError: the schedule does not allow these numbers of ranks, stages and micro-batches.
     """
     kind = SCHEDULES[name]
     each = stages // ranks

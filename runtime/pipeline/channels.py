@@ -41,9 +41,6 @@ class Peer:
     def sending(self, tensor: torch.Tensor, number: int) -> Any:
         """Begin to send a tensor and return the pending operation. ``number``: the tensor's position in its
         message.
-
-        Raises:
-            ProcessEnded: the neighbour has ended.
         """
         with self.reached():
             return distributed.isend(tensor, group=self.group, group_dst=self.rank, tag=self._tag(number))
@@ -51,19 +48,12 @@ class Peer:
     def receiving(self, tensor: torch.Tensor, number: int) -> Any:
         """Begin to receive into a tensor and return the pending operation. ``number``: the tensor's position
         in its message.
-
-        Raises:
-            ProcessEnded: the neighbour has ended.
         """
         with self.reached():
             return distributed.irecv(tensor, group=self.group, group_src=self.rank, tag=self._tag(number))
 
     def wait(self, work: Any) -> None:
-        """Wait until an operation that `sending` or `receiving` has begun is finished.
-
-        Raises:
-            ProcessEnded: the neighbour has ended.
-        """
+        """Wait until an operation that `sending` or `receiving` has begun is finished."""
         with self.reached():
             work.wait()
 
@@ -112,9 +102,6 @@ class Sender:
         yet, first wait until the oldest of them is.
 
         ``tensors``: the tensors of the message. None is sent as zeros.
-
-        Raises:
-            ProcessEnded: the neighbour has ended.
         """
         at = self.count % self.credits
         if self.count >= self.credits:
@@ -128,11 +115,7 @@ class Sender:
         self.count += 1
 
     def finish(self) -> None:
-        """Wait until all messages are sent and acknowledged.
-
-        Raises:
-            ProcessEnded: the neighbour has ended.
-        """
+        """Wait until all messages are sent and acknowledged."""
         while self.acknowledged:
             self._one_back()
         for at in range(len(self.works)):
@@ -180,9 +163,6 @@ class Receiver:
 
         Before it returns, this frees the unused tensors, posts the receive of a later message, if one is left, and then
         acknowledges the message, which allows the sender to send one more.
-
-        Raises:
-            ProcessEnded: the neighbour has ended.
         """
         received, works = self.posted.popleft()
         while works:  # each holds its tensor
@@ -196,11 +176,7 @@ class Receiver:
         return tensors
 
     def finish(self) -> None:
-        """Wait until the acknowledgements of all messages are sent.
-
-        Raises:
-            ProcessEnded: the neighbour has ended.
-        """
+        """Wait until the acknowledgements of all messages are sent."""
         while self.answers:
             self.peer.wait(self.answers.popleft())
 

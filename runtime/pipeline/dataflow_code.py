@@ -36,20 +36,10 @@ class Hooks(Protocol):
         """Take the new content of the stage's buffers, in the order of `StageCode.buffers`."""
 
     def send_back(self, recovered: Sequence[torch.Tensor], gradients: Sequence[torch.Tensor]) -> None:
-        """Take the message that the backward of a stage sends to the previous stage.
-
-        Args:
-            recovered: the stage's inputs, which inverses have recomputed, in order.
-            gradients: the gradients of the inputs at the positions in `StageCode.returned`, in that order.
-        """
+        """Take the message that the backward of a stage sends to the previous stage."""
 
     def add(self, parameter: str, gradient: torch.Tensor) -> None:
-        """Take the gradient of a parameter, to add it to the gradients of earlier micro-batches.
-
-        Args:
-            parameter: the parameter's name in the captured step.
-            gradient: its gradient from one micro-batch.
-        """
+        """Take the gradient of a parameter, to add it to the gradients of earlier micro-batches."""
 
     def watch(self, name: str, tensor: torch.Tensor) -> None:
         """Take a tensor that the forward has computed or received, and that an inverse recomputes in the backward.
@@ -94,14 +84,6 @@ class StageCode:
 def compile_stage(step: CapturedStep, schedule: Schedule, last: bool) -> StageCode:
     """Compile a schedule (the op executions and frees of a training step, in order) of a dataflow pipeline's stage into
     a forward and a backward function.
-
-    Args:
-        step: the stage's captured step, made by `dataflow_step`.
-        schedule: a schedule of the stage's planning problem, made by `with_dataflow_boundary`.
-        last: whether the stage is the last of the pipeline.
-
-    Raises:
-        ProblemError: the schedule has an op that the step lacks, or reads or frees a tensor that is not resident.
     """
     writer = _StageWriter(step, schedule, last)
     source = writer.stage()
@@ -123,9 +105,6 @@ def compile_stage(step: CapturedStep, schedule: Schedule, last: bool) -> StageCo
 def check_crossing(code: StageCode) -> None:
     """Refuse a compiled stage whose forward keeps a value for the backward of the same micro-batch. Its memory would
     grow with the number of micro-batches in flight (forward begun, backward not ended).
-
-    Raises:
-        ProblemError: the stage keeps values. The message names up to three of them.
     """
     if code.crossing:
         raise ProblemError(f"{', '.join(code.crossing[:3])}: kept from a stage's forward for its backward")

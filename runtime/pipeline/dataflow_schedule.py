@@ -90,25 +90,6 @@ class DataflowSchedule:
         sets the gradients to zero. Backwards after the last update of a step count for the first update of the next
         step. If the stage has random calls, the state of PyTorch's CPU generator is restored
         after the step.
-
-        Args:
-            args: the model's positional arguments for the whole batch, on the first rank; tensors are split along their
-                first dimension.
-            target: the targets of the whole batch, on the last rank.
-            losses: a list to which the last rank appends the loss of each micro-batch.
-            return_outputs: whether the last rank keeps and returns the outputs of the whole batch. By default it does
-                not, so that memory does not grow with the number of micro-batches.
-            kwargs: the model's keyword arguments, on the first rank.
-
-        Returns:
-            The outputs of the batch, a tensor or a tuple, on the last rank with ``return_outputs``; else None.
-
-        Raises:
-            ModelError: updates made the error of a recomputed tensor larger than `Updates.most_drift`; or an argument
-                that is not a tensor differs from the planned one. After an error in the middle of a step, all processes
-                of the pipeline must be started again.
-            ProcessEnded: a neighbour has ended.
-            UsageError: the batch or the targets do not fit the batch for which the pipeline was planned.
         """
         run = _Step(self, self._batch(args, kwargs), target, [] if losses is None else losses, return_outputs)
         state = torch.get_rng_state() if self.stage.code.draws else None
@@ -149,10 +130,6 @@ class DataflowSchedule:
     def _batch(self, args: Sequence[Any], kwargs: dict[str, Any]) -> list[tuple[torch.Tensor, ...]]:
         """Split the model's arguments for a batch. Return, for each micro-batch, a tuple of its tensors; an empty list
         on all ranks except the first.
-
-        Raises:
-            ModelError: an argument that is not a tensor differs from the planned one.
-            UsageError: the number of arguments, or the shape of a tensor, is not the planned one.
         """
         if not self.stage.is_first:
             return []

@@ -99,14 +99,7 @@ class DataflowStage:
         return frozenset(at for at, one in enumerate(kinds) if one not in read)
 
     def forward(self, microbatch: int, hooks: StageHooks, inputs: list[torch.Tensor]) -> None:
-        """Run the forward of a micro-batch, and keep the values that its backward needs in ``saved``.
-
-        Args:
-            microbatch: the number of the micro-batch.
-            hooks: callbacks that take the results.
-            inputs: the tensors received from the previous stage; on the first stage, those of the batch. The list is
-                emptied.
-        """
+        """Run the forward of a micro-batch, and keep the values that its backward needs in ``saved``."""
         batch = dict(enumerate(inputs)) if self.is_first else {}
         received = {} if self.is_first else self._handed("batch", inputs)
         inputs.clear()
@@ -120,16 +113,7 @@ class DataflowStage:
         batch: Sequence[torch.Tensor],
         answer: list[torch.Tensor],
     ) -> None:
-        """Run the backward of a micro-batch whose forward has run.
-
-        Args:
-            microbatch: the number of the micro-batch.
-            hooks: callbacks that take the results.
-            batch: the micro-batch's tensors, on the first stage; else empty.
-            answer: the message from the next stage: this stage's outputs, and then the gradients of the outputs that
-                require gradients; any tensors for `unused_answers`. On the last stage, only the gradients. The list is
-                emptied.
-        """
+        """Run the backward of a micro-batch whose forward has run."""
         received = self._answered(answer)
         answer.clear()  # so that each tensor is freed after its last use in the backward
         with torch.no_grad():
@@ -147,11 +131,6 @@ class DataflowStage:
         """Return a dict of received tensors, by the names under which the compiled functions take them. A tensor that
         the functions do not read is left out. Each tensor gets the strides that the captured step expects; None becomes
         zeros.
-
-        Args:
-            kind: the kind of the step's inputs that the tensors are: ``batch``, ``answer`` (outputs from the next
-                stage) or ``tangent`` (gradients of outputs).
-            tensors: the tensors, by the position of the input or output.
         """
         wanted = [i for i in self.step.inputs if i.kind == kind and i.value in self.code.handed]
         return {i.value: _laid_out(tensors[int(i.target)], self.step.values[i.value].fake) for i in wanted}
@@ -248,11 +227,7 @@ class Drift:
         self.samples[name] = sample(tensor)
 
     def recovered(self, name: str, tensor: torch.Tensor) -> None:
-        """Compare a recomputed tensor with the tensor of the same name that `watch` got.
-
-        Raises:
-            ModelError: the relative error is larger than ``most``.
-        """
+        """Compare a recomputed tensor with the tensor of the same name that `watch` got."""
         wrong = distance(sample(tensor), self.samples[name])
         self.largest = max(self.largest, wrong)
         if not wrong <= self.most:  # also if it is NaN

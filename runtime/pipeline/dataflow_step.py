@@ -70,13 +70,6 @@ def dataflow_step(
     Inverses are added: ops that recompute tensors of the forward from tensors that were computed from them. On all
     stages except the last, further inverses take the stage's outputs from the next stage's message. On all stages
     except the first, the stage's inputs become further outputs of the step, since they are sent back in the backward.
-
-    Args:
-        step: the stage's captured step.
-        named: the real parameters and buffers by name.
-        first: whether the stage is the first. Its inputs are the batch, which comes in no message, and it sends nothing
-            back.
-        last: whether the stage is the last. The loss is computed from its outputs, which no stage sends back.
     """
     values = dict(step.values)
     moved = {i.value: i for i in step.inputs if i.kind == "tangent" or (i.kind == "batch" and not first)}
@@ -148,12 +141,6 @@ def with_dataflow_boundary(
 
     An op that reads a buffer with a new content runs once, since that content overwrites the buffer at `SEND`. A call
     that takes a tensor from a message runs once, too.
-
-    Args:
-        step: the stage's captured step, made by `dataflow_step`.
-        graph: its planning problem without these ops.
-        last: whether the stage is the last.
-        loss_bytes: the peak bytes of the loss, without the outputs.
     """
     early = dict.fromkeys(step.values[o.value].storage for o in step.outputs if o.kind not in KEPT_BACK)
     outputs = dict.fromkeys(step.values[o.value].storage for o in step.outputs if o.kind == "output")

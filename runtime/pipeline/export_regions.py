@@ -28,13 +28,6 @@ def without_regions(module: fx.GraphModule, model: str) -> fx.Graph:
 
     The ops read detached tensors, so that their results require no gradients. Buffers are read as they are, because ops
     may write them.
-
-    Args:
-        module: the exported forward of a model.
-        model: the model's name, for messages.
-
-    Raises:
-        ModelError: the forward has a region of another kind, such as `torch.autocast` or `torch.cond`.
     """
     graph = module.graph
     for node in graph.find_nodes(op="call_function", target=CHECK):

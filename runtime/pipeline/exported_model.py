@@ -28,15 +28,7 @@ RESERVED = frozenset(name for name in dir(fx.GraphModule) if not hasattr(nn.Modu
 
 
 def exported(model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> fx.Graph:
-    """Return the model's forward for these arguments as a graph of ATen calls, by ``torch.export``.
-
-    Raises:
-        ModelError: the model cannot be exported (the message has the reason in one line); it is compiled, scripted or
-            sharded, or has an attribute with a name in `RESERVED`; it defines a part of its backward itself
-            (`refuse_unrecorded_backwards`); its forward draws random numbers outside PyTorch, assigns a buffer, or
-            computes with numbers that it changes; its result is not a tensor or a tuple of different tensors; or its
-            forward has a region that `without_regions` refuses.
-    """
+    """Return the model's forward for these arguments as a graph of ATen calls, by ``torch.export``."""
     check_traceable(model)
     states = (*model.named_parameters(), *model.named_buffers())
     if taken := RESERVED.intersection(name.partition(".")[0] for name, _ in states):
@@ -79,14 +71,6 @@ def _program(
 def _check_results(graph: fx.Graph, spec: pytree.TreeSpec, model: str) -> None:
     """Refuse a model whose result the last stage could not return, since it returns one tensor, or a tuple of several
     different ones. For a tuple of one tensor it returns the tensor.
-
-    Args:
-        graph: the model's exported graph.
-        spec: the structure of the result.
-        model: the model's name, for the message.
-
-    Raises:
-        ModelError: the result is anything else.
     """
     results = pytree.tree_leaves(graph.output_node().args[0])
     tensors = [one for one in results if isinstance(one, fx.Node)]

@@ -21,13 +21,6 @@ STATE = 5056
 def seed_of(seed: int, step: int, microbatch: int, stage: int, draw: int) -> int:
     """Return the seed of a random call in a dataflow pipeline (a pipeline of invertible stages), an integer below
     2⁶³. It depends on all arguments.
-
-    Args:
-        seed: the pipeline's seed.
-        step: the number of the training step.
-        microbatch: the number of the micro-batch.
-        stage: the number of the stage.
-        draw: the position of the call among the random calls of the stage.
     """
     text = struct.pack("<5q", seed, step, microbatch, stage, draw)
     return int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "little") >> 1

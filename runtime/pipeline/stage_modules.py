@@ -31,11 +31,7 @@ class StageGraph(fx.GraphModule):
     that the model had when it was exported. So the mode cannot change."""
 
     def train(self, mode: bool = True) -> StageGraph:
-        """Set the mode, which must be the one that the graph has.
-
-        Raises:
-            UsageError: it is the other mode.
-        """
+        """Set the mode, which must be the one that the graph has."""
         if mode != self.training:
             have, asked = ("training", "eval()") if self.training else ("evaluation", "train()")
             raise UsageError(
@@ -93,19 +89,6 @@ def stage_modules(
 ) -> tuple[StageModule, ...]:
     """Cut a model into a chain of pipeline stages, one more than there are ``cuts``. A tensor that a later stage reads
     passes through all stages in between.
-
-    Args:
-        model: the model.
-        args: its positional arguments for one micro-batch. Arguments that are not tensors are fixed: the stages refuse
-            other values.
-        kwargs: its keyword arguments for one micro-batch. Those that are not tensors are fixed, too.
-        cuts: names of the modules that begin the second and later stages, in the order in which they run.
-
-    Raises:
-        ModelError: the model cannot be exported; or an argument is a list, a tuple or a dictionary; or two stages
-            would share a parameter, or a buffer that the forward writes; or a stage changes a received tensor in place
-            of which another one has a view (`_check_views`).
-        UsageError: the graph cannot be cut before a module in ``cuts`` (see `cut_names`), or the cuts are out of order.
     """
     for one in (*args, *kwargs.values()):
         leaves = pytree.tree_leaves(one)
@@ -166,16 +149,7 @@ def cut_places(graph: fx.Graph) -> dict[str, int]:
 
 
 def _places(graph: fx.Graph, cuts: Sequence[str], model: str) -> list[int]:
-    """Return, for each stage, the position of its first op among all ops of the graph.
-
-    Args:
-        graph: the model's exported graph.
-        cuts: names of the modules that begin the second and later stages.
-        model: the model's name, for messages.
-
-    Raises:
-        UsageError: the graph cannot be cut before a module in ``cuts``, or the cuts are out of order.
-    """
+    """Return, for each stage, the position of its first op among all ops of the graph."""
     first, known = cut_places(graph), cut_names(graph)
     for cut in cuts:
         if cut not in known:
@@ -240,13 +214,6 @@ def _check_views(graph: fx.Graph, owners: Mapping[fx.Node, int]) -> None:
     """Refuse a model of which a stage changes a received tensor in place, if another received tensor in the same
     memory, such as a view, is read afterwards. Tensors that shared memory in the model are separate ones in a later
     stage.
-
-    Args:
-        graph: the model's exported graph.
-        owners: the index of the stage of each op.
-
-    Raises:
-        ModelError: there is such an op. The message names it and its stage.
     """
     memory = _memory(graph)
     order = {node: at for at, node in enumerate(graph.nodes)}
@@ -269,16 +236,7 @@ def _check_views(graph: fx.Graph, owners: Mapping[fx.Node, int]) -> None:
 def _check_shared(
     owners: Mapping[fx.Node, int], tensors: Mapping[str, torch.Tensor], changed: Set[str]
 ) -> None:
-    """Refuse a model of which several stages use the same parameter, or the same buffer that some op writes.
-
-    Args:
-        owners: the index of the stage of each op.
-        tensors: parameters and buffers by name.
-        changed: names of parameters and buffers that some op writes in place.
-
-    Raises:
-        ModelError: several stages use the same tensor. The message names the stages and the tensor.
-    """
+    """Refuse a model of which several stages use the same parameter, or the same buffer that some op writes."""
     users: dict[int, dict[int, str]] = {}
     for node, stage in owners.items():
         for read in node.all_input_nodes:
@@ -299,13 +257,7 @@ def _check_shared(
 def _needing_gradients(
     graph: fx.Graph, tensors: Mapping[str, torch.Tensor], values: Mapping[fx.Node, Any]
 ) -> set[fx.Node]:
-    """Return the nodes of the model's graph whose results require gradients.
-
-    Args:
-        graph: the model's exported graph.
-        tensors: parameters and buffers by name.
-        values: the model's arguments, by the graph's input nodes.
-    """
+    """Return the nodes of the model's graph whose results require gradients."""
     found = {n for n, v in values.items() if isinstance(v, torch.Tensor) and v.requires_grad}
     found |= {n for n in graph.nodes if n.op == "get_attr" and tensors[str(n.target)].requires_grad}
     for node in _ops(graph):
@@ -322,11 +274,6 @@ def _is_differentiable(node: fx.Node) -> bool:
 def _carried(graph: fx.Graph, place: int, values: Mapping[fx.Node, Any]) -> list[fx.Node]:
     """Return the nodes whose tensors the stages before a cut send to those after it: arguments and results of earlier
     ops that a later op or the model's output reads.
-
-    Args:
-        graph: the model's exported graph.
-        place: the position among the graph's ops at which the later stage begins.
-        values: the model's arguments, by the graph's input nodes.
     """
     ops = _ops(graph)
     late = {*ops[place:], graph.output_node()}
@@ -344,13 +291,6 @@ def _part(
     """Return the graph of one stage. It gives outgoing tensors the strides of messages, and refuses arguments that are
     not tensors and differ from those in ``values``. An op that changes a received tensor in place returns a new tensor
     instead, because autograd does not allow changes of a stage's inputs.
-
-    Args:
-        ops: the stage's ops, as nodes of the model's graph.
-        incoming: the nodes of the model's graph whose values are the stage's inputs.
-        outgoing: the nodes whose tensors are the stage's results.
-        values: on the first stage the model's arguments, by input node; else empty.
-        last: whether the stage is the last. Its results get the strides that they have in the whole model.
     """
     part = fx.Graph()
     # An argument called like a builtin, such as input, has another name as a node.
@@ -399,12 +339,6 @@ def _order(node: fx.Node) -> list[int] | None:
 def _turned(out: fx.Node, node: fx.Node, back: bool = False, message: bool = True) -> fx.Node:
     """Add the view of a tensor as a message to a stage's graph, and return the view; the tensor itself if they are the
     same.
-
-    Args:
-        out: the tensor in the stage's graph.
-        node: the node of the model's graph that computes the tensor.
-        back: whether ``out`` is the message and the result the tensor.
-        message: whether another stage receives it, so that its gradient may have an order of its own.
     """
     order = _order(node)
     if order is None:
@@ -416,10 +350,6 @@ def _turned(out: fx.Node, node: fx.Node, back: bool = False, message: bool = Tru
 def _changed_in_parts(ops: Sequence[fx.Node], received: Set[fx.Node]) -> list[fx.Node]:
     """Return those of a stage's received tensors that an op changes in place, if that op cannot return a new tensor
     instead: it changes them through a view, or while a view of them exists, or has no such variant.
-
-    Args:
-        ops: the stage's ops, as nodes of the model's graph.
-        received: the nodes of the model's graph whose tensors the stage receives.
     """
     base, viewed, found = {node: node for node in received}, set[fx.Node](), dict[fx.Node, None]()
     for node in ops:
@@ -446,16 +376,7 @@ def _functional(target: object) -> OpOverload | None:
 
 
 def check_fixed(value: object, fixed: object, name: str) -> None:
-    """Refuse an argument that is not a tensor and differs from the value with which the model was cut into stages.
-
-    Args:
-        value: the argument.
-        fixed: the value with which the model was cut.
-        name: the argument's name, for the message.
-
-    Raises:
-        ModelError: ``value`` differs from ``fixed``.
-    """
+    """Refuse an argument that is not a tensor and differs from the value with which the model was cut into stages."""
     if value != fixed:
         raise ModelError(f"the pipeline was planned for {name} = {fixed!r}, not {value!r}; plan it again")
 

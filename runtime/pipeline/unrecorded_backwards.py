@@ -24,9 +24,6 @@ META: Any = type(torch.autograd.Function)
 def refuse_unrecorded_backwards(model: nn.Module) -> Iterator[None]:
     """At the end of the block, which exports the forward of ``model``, raise an error if this thread has called a
     ``torch.autograd.Function``, or has registered a hook for the gradient of a tensor.
-
-    Raises:
-        ModelError: that has happened, or a module has a backward hook; the latter is raised before the block.
     """
     name = type(model).__name__
     for part, module in model.named_modules():

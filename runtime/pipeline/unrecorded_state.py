@@ -21,9 +21,6 @@ Numbers: TypeAlias = dict[tuple[nn.Module, str], Any]
 def watched_attributes(model: nn.Module) -> Iterator[Numbers]:
     """In the block, which exports the forward of ``model``, record the numbers that this thread assigns to attributes
     of modules. The attributes get their old values back.
-
-    Raises:
-        ModelError: a buffer was assigned.
     """
     thread, numbers, buffers, old = get_ident(), Numbers(), list[str](), Numbers()
     assign: Callable[..., None] = nn.Module.__setattr__
@@ -57,17 +54,7 @@ def watched_attributes(model: nn.Module) -> Iterator[Numbers]:
 
 
 def check_numbers(model: nn.Module, numbers: Numbers, graph: fx.Graph, again: Callable[[], fx.Graph]) -> None:
-    """Refuse a model whose forward computes something else once it has changed its attributes.
-
-    Args:
-        model: the model.
-        numbers: the numbers that the forward assigned to attributes.
-        graph: the forward's graph.
-        again: exports the forward once more.
-
-    Raises:
-        ModelError: with the new numbers, the forward has another graph.
-    """
+    """Refuse a model whose forward computes something else once it has changed its attributes."""
     if not numbers:
         return
     old = {(module, name): getattr(module, name) for module, name in numbers}

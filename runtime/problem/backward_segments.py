@@ -43,21 +43,6 @@ def gradient_segments(
 ) -> tuple[Segment, ...]:
     """Divide the backward half of a schedule into segments with about equal bytes of gradients. The gradients of a
     segment are returned to autograd when the segment ends.
-
-    Args:
-        step: the captured step.
-        schedule: the schedule, without the op that represents the loss.
-        start: the position of the backward's first entry in the schedule.
-        spare: the bytes of the budget that are unused at each position. A segment ends early where its gradients,
-            computed but not yet returned, would need more than these bytes. There may then be more than
-            `MOST_SEGMENTS`. Empty: no limit.
-        late: a position at which a segment must end, where the second part of a split backward (the weight gradients)
-            begins; None if the backward is not split.
-
-    Returns:
-        At least one segment, in order. If the backward communicates, segments end only at ``late`` and at the
-            schedule's end: a data-parallel model reduces gradients between segments, which must happen at the same
-            position in all processes.
     """
     ready = _ready(step, schedule, split=late is not None)
     gradients = sorted((o for o in step.outputs if "gradient" in o.kind), key=ready.__getitem__)

@@ -29,10 +29,6 @@ INSIDE = ".*"
 def stated_policy(stated: object, model: nn.Module | None = None) -> Policy:
     """Return the policy that a user stated: a mapping from modules and ops to values of `CheckpointPolicy`, a sequence
     of modules and ops that must be saved, or a function.
-
-    Raises:
-        UsageError: the policy has another form, a value that no plan can follow, or a module that is not part of
-            ``model``.
     """
     if stated is None:
         return ()
@@ -84,9 +80,6 @@ def ops_that_run_once(step: CapturedStep, policy: Policy = ()) -> tuple[str, ...
     Of a module, these are the forward ops whose results are outputs of the step, or are read by forward ops outside of
     the module; of ``MODULE.*``, all its ops; of an op, all its calls. Ops with side effects, collectives among them,
     are always included.
-
-    Raises:
-        UsageError: neither a module nor an op of the step has one of the names. The message suggests similar ones.
     """
     once = {c.name for c in step.calls if _namespace(c) in EFFECTS}
     if callable(policy):
@@ -116,9 +109,6 @@ def _inside(step: CapturedStep, name: Name) -> set[str]:
 def _named(step: CapturedStep, name: Name) -> set[str]:
     """Return the names of the step's calls of the op ``name``. A name without an overload, like ``aten.add``, means all
     overloads.
-
-    Raises:
-        UsageError: the step has no call of that op. The message suggests similar names of ops and modules.
     """
     wanted = _dotted(name)
     found = {c.name for c in step.calls if wanted in (_dotted(c.target), _packet(c))}

@@ -31,16 +31,6 @@ def earlier_gradients(
 ) -> tuple[frozenset[str], int]:
     """Return the names of the parameters whose gradients a step computes, and the bytes that gradients of earlier steps
     may occupy while the step runs.
-
-    Args:
-        step: the captured step.
-        named: all parameters of the model, under the names that the step uses. One that requires a gradient is assumed
-            to have one from an earlier step, even if this step computes none for it.
-
-    Returns:
-        The names of the parameters whose gradients the step computes. The bytes are the sum of three parts: gradients
-            of these parameters, gradients of the other parameters in ``named`` that require one, and the statistics
-            that the step returns, because statistics are summed over steps, too.
     """
     targets = frozenset(o.target for o in step.outputs if o.kind == "gradient")
     own = {i.target: _bytes(step, i.value) for i in step.inputs if i.target in targets}
@@ -57,10 +47,6 @@ def earlier_gradients(
 def holding(graph: TrainingGraph, held: Mapping[str, int]) -> TrainingGraph:
     """Return a planning problem with one more input for each entry of ``held``. Each of these inputs represents memory
     that something other than the step keeps allocated during the whole step.
-
-    Args:
-        graph: the planning problem of the step.
-        held: bytes, by the name of the new input; entries of 0 bytes are ignored.
     """
     held = {name: size for name, size in held.items() if size}
     return replace(
@@ -80,11 +66,6 @@ def adding_problem(step: CapturedStep, graph: TrainingGraph, names: Set[str]) ->
     A gradient stays an output if its storage contains anything else, or is larger than the gradients in it. The problem
     does not count the bytes of the earlier gradients. It does not count new gradients that are freed but not yet added
     either: `spare_bytes` does.
-
-    Args:
-        step: the captured step.
-        graph: its planning problem, loss boundary included.
-        names: the parameters, as the step names them, that have gradients of earlier steps.
     """
     added = _added(step, names)
     marks = {t: f"({t} added)" for t in graph.outputs if t in added and t in graph.producer}
@@ -130,17 +111,6 @@ def spare_bytes(
     Autograd takes the gradients of a segment (a part of the backward) when the segment ends. Until then, a gradient
     stays allocated even if the schedule has freed it. Segments end early where the budget requires it. That can fail,
     because a segment cannot end between every two ops.
-
-    Args:
-        step: the captured step.
-        graph: its problem, from `adding_problem`.
-        schedule: a schedule of that problem.
-        budget: bytes.
-        names: the parameters, as the step names them, that have gradients of earlier steps.
-
-    Returns:
-        The budget minus the schedule's resident bytes, by position. Freed gradients that are still allocated are not
-            subtracted.
     """
     spare = tuple(budget - held for held in resident_bytes(graph, schedule))
     waiting = waiting_bytes(step, schedule, spare, names)
@@ -152,13 +122,6 @@ def waiting_bytes(
 ) -> tuple[int, ...]:
     """Return, for each position of a schedule, the bytes of gradients that the schedule has freed and that are still
     allocated because their segment (a part of the backward) has not ended.
-
-    Args:
-        step: the captured step.
-        schedule: a schedule of the step's problem from `adding_problem`.
-        spare: the bytes of the budget that are unused at each position, if freed gradients took no memory. Segments end
-            early where freed gradients would need more than these bytes.
-        names: the parameters, as the step names them, that have gradients of earlier steps.
     """
     added = _added(step, names)
     own, segments = _segments(step, schedule, spare)

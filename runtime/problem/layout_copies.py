@@ -111,12 +111,6 @@ def most_copied(
     """Return the bytes that a backward may need, in addition to those at capture, if a loss produces gradients of the
     outputs with other strides. For each call and each storage this is the maximum over the typical `LAYOUTS` of these
     gradients.
-
-    Args:
-        step: the captured step.
-        own: the workspace of each of the step's calls as captured, in bytes, by call name.
-        measured: a function of a step and names of its calls that measures the workspaces of these calls, in bytes, by
-            call name. If it is None, each call is assumed to copy every argument whose strides differ.
     """
     workspace: dict[str, int] = defaultdict(int)
     kept: dict[str, int] = defaultdict(int)

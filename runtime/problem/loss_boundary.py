@@ -48,14 +48,6 @@ def with_loss_boundary(
     new buffers, so that these exist at the boundary. Outputs are computed once, and no inverse recomputes them: they
     stay resident from then on, since the caller keeps them. New buffers are copied at the boundary. The ops that make
     them (batch norm, for example) may run again, from copies of the old buffers, which are charged as one more input.
-
-    Args:
-        step: the captured step.
-        graph: its planning problem.
-        loss: the bytes that the loss needs.
-        copies: bytes that the backward needs if a loss produces gradients of the outputs with other strides. They are
-            added to the workspaces of calls and to the sizes of storages. Copies of the outputs' gradients are charged
-            to a tensor that the loss writes.
     """
     early = dict.fromkeys(step.values[o.value].storage for o in step.outputs if o.kind not in LATE)
     tangents = {step.values[i.value].storage for i in step.inputs if i.kind == "tangent"}
@@ -158,15 +150,6 @@ class SplitSchedule:
 def split_at_loss(step: CapturedStep, schedule: Schedule, lanes: Lanes | None = None) -> SplitSchedule:
     """Return the part of a schedule that a compiled plan runs, split at the loss boundary (the moment between forward
     and backward). Ops that the caller runs are removed, the loss among them.
-
-    Args:
-        step: the captured step.
-        schedule: a schedule of its planning problem with a loss boundary.
-        lanes: the placement of the schedule's op executions on two lanes (threads on the CPU, streams on CUDA); None
-            for one lane.
-
-    Raises:
-        ValueError: the schedule has no loss boundary.
     """
     leaving = _leaving(step, schedule)
     outside = {*map(Run, OUTSIDE), Free(LOSS), Free(LOSS_VALUE), Free(WEIGHTS)}

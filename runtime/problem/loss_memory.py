@@ -61,24 +61,14 @@ class LossMemory:
         The scalar loss, its gradient, and one tensor of the size of each output that the loss reads are assumed to stay
         allocated until the step ends, as far as ``peak`` has bytes for them. The two scalars are counted even if it has
         not.
-
-        Args:
-            step: the captured step.
-            peak: bytes, in addition to the outputs and their gradients.
-            unread: positions (as text) of outputs that the loss does not read.
         """
         scalars = 2 * _scalar(step)
         return cls(peak, max(scalars, min(peak, _output_bytes(step, unread) + scalars)))
 
     @classmethod
     def of_copies(cls, step: CapturedStep, copies: float, unread: frozenset[str] = frozenset()) -> LossMemory:
-        """Return the memory of a loss that needs, at its peak, ``copies`` times the bytes of the outputs that it reads.
-
-        Args:
-            step: the captured step.
-            copies: the factor. An output counts with 4 bytes per element, or more if its type is wider. The gradients
-                of the outputs are included in the factor, and a few scalars are added.
-            unread: positions (as text) of outputs that the loss does not read.
+        """Return the memory of a loss that needs, at its peak, ``copies`` times the bytes of the outputs that
+        it reads.
         """
         tangents = sum(allocated(fake.nbytes, fake.device) for fake in _outputs_read(step, unread))
         more = max(0, int(copies * _output_bytes(step, unread)) - tangents)
@@ -92,10 +82,6 @@ class LossMemory:
         A scalar output is assumed to be a loss that the model computes. Such an output, and the outputs from which it
         is computed, need no bytes here. The exception are outputs whose gradient arrived in an earlier backward
         (`CapturedStep.arrived`). The other outputs are assumed to have a loss outside of the model.
-
-        Args:
-            step: the captured step.
-            peak: bytes, of the step without recomputation and without a loss.
         """
         unread = in_own_losses(step) - step.arrived
         if not _outputs_read(step, unread):
@@ -114,17 +100,6 @@ class LossMemory:
         """Run a loss and its backward once on random outputs, and return the memory that it needs.
 
         The result does not include the gradients of the outputs.
-
-        Args:
-            outputs: tensors with the shapes, strides, types and ``requires_grad`` of the outputs, for example on the
-                device ``meta``.
-            target: the second argument of the loss.
-            loss_fn: a function from the output (from a tuple of the outputs, if there are several) and the target to a
-                scalar.
-            device: where the loss is computed.
-
-        Raises:
-            ModelError: the loss cannot be computed of such outputs.
         """
         with torch.random.fork_rng([device] if device.type == "cuda" else []):
             given = tuple(_random(one, device) for one in outputs)

@@ -15,12 +15,6 @@ def with_optimizer_step(step: CapturedStep, graph: TrainingGraph, transient: int
 
     The workspace of that op is ``transient`` minus the bytes of the outputs' gradients. The problem counts these
     gradients as inputs, but they are freed before the optimizer runs.
-
-    Args:
-        step: the captured step.
-        graph: the planning problem of the step.
-        transient: bytes that the optimizer's step allocates temporarily, in addition to parameters, gradients and
-            state. If 0, the problem is returned unchanged.
     """
     if not transient:
         return graph

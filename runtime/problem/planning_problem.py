@@ -25,11 +25,6 @@ def training_graph(step: CapturedStep, costs: Mapping[str, CallCost]) -> Trainin
     more bytes than one such state never runs again. The bytes that libraries keep allocated are charged as a further
     input. Collectives run once, in a fixed order among themselves and random calls, since the plans of other processes
     may differ.
-
-    Args:
-        step: the captured step.
-        costs: by call name, the cost of each call that is not a view, and of each inverse (a call that recomputes a
-            tensor from tensors computed from it).
     """
     seeded = [c.name for c in step.calls if c.seeded]
     sizes = dict(step.storage_bytes)

@@ -83,10 +83,6 @@ def with_weight_boundary(step: CapturedStep, graph: TrainingGraph) -> TrainingGr
     order of first executions. At `WEIGHTS`, the outputs, the inputs' gradients and the loss are handed to the caller,
     and can be freed from then on, as new contents of buffers can. Ops after it read `WEIGHTS` instead of outputs and
     buffers that they read only so that these exist at the loss boundary.
-
-    Args:
-        step: the captured step.
-        graph: its planning problem with a loss boundary.
     """
     leaving = [o.value for o in step.outputs if o.kind in ("output", "buffer", "input gradient")]
     gone = (*dict.fromkeys(step.values[v].storage for v in leaving), LOSS_VALUE)

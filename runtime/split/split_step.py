@@ -53,9 +53,6 @@ def bounds_of(region: SplitRegion, parts: int) -> tuple[int, ...]:
 def split_regions(step: CapturedStep, parts: Mapping[SplitRegion, int]) -> CapturedStep:
     """Return a step in which regions are split. ``parts``: by region, into how many parts. A region that is too short
     for two parts stays whole.
-
-    Raises:
-        CannotSplit: a region cannot be split.
     """
     bounds = {r: found for r, k in parts.items() if len(found := bounds_of(r, k)) > 2}
     return _Splitter(step, bounds).split() if bounds else step
@@ -409,12 +406,7 @@ class _Splitter:
         kwargs: Mapping[str, Any],
         results: tuple[str | None, ...],
     ) -> None:
-        """Emit a call, with the fields of another one, and describe its results.
-
-        Raises:
-            CannotSplit: the op fails, or its result is a view although that of the whole op is none, or the other way
-                round.
-        """
+        """Emit a call, with the fields of another one, and describe its results."""
         view = like.is_view and target is like.target
         single = like.single if target is like.target else len(results) == 1
         call = replace(

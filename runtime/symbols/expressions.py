@@ -60,10 +60,6 @@ class ExpressionTable:
     def add(self, size: Any) -> int | OpenSize:
         """Return a size as an integer if it is constant. Otherwise return an `OpenSize`, which has the position of the
         size's expression in the table. The expression is added to the table if it is new.
-
-        Raises:
-            NotSymbolic: the size is a float or truth value, is computed in a way that may round, or depends on
-                something other than the batch's sizes.
         """
         if isinstance(size, (torch.SymFloat, torch.SymBool)):
             raise NotSymbolic("it computes a number that is not an integer from a size")
@@ -89,13 +85,6 @@ class ExpressionTable:
 def condition(assumed: Sequence[Any], symbols: Sequence[str]) -> Callable[..., bool]:
     """Return a function of the values of ``symbols``, as one argument for each, that returns whether all assumptions
     are true.
-
-    Args:
-        assumed: conditions on the symbols, as SymPy expressions.
-        symbols: the names of the symbols.
-
-    Raises:
-        NotSymbolic: an assumption depends on arithmetic that may round.
     """
     for one in assumed:
         check_whole(one)
@@ -108,9 +97,6 @@ def check_whole(expression: Any) -> None:
     """Raise an error if an expression of sizes may round.
 
     ``expression``: a SymPy expression.
-
-    Raises:
-        NotSymbolic: the class of a part of the expression is not in `WHOLE`.
     """
     for part in parts(expression):
         if type(part).__name__ not in WHOLE:
@@ -127,22 +113,12 @@ def parts(expression: Any) -> Iterator[Any]:
 
 
 def opened(given: Any, add: Callable[[Any], int | OpenSize]) -> Any:
-    """Return the nested arguments of a call with ``add(size)`` instead of each symbolic size.
-
-    Args:
-        given: the nested arguments.
-        add: returns an integer or an `OpenSize` for a symbolic size, as `ExpressionTable.add` does.
-    """
+    """Return the nested arguments of a call with ``add(size)`` instead of each symbolic size."""
     return pytree.tree_map_only(SYMBOLIC, add, given)
 
 
 def resolved(given: Any, sizes: Sequence[int]) -> Any:
-    """Return the nested arguments of a call with an integer instead of each `OpenSize`.
-
-    Args:
-        given: the nested arguments.
-        sizes: the values of all expressions of the `ExpressionTable`, in the order of their positions.
-    """
+    """Return the nested arguments of a call with an integer instead of each `OpenSize`."""
     return _closed(given, lambda open_: sizes[open_.at])
 
 

@@ -19,10 +19,6 @@ def without_full_slices(step: CapturedStep) -> CapturedStep:
     dimensions, ``x[a, b]``: eager mode skips them. The backwards of these slices are removed, too.
 
     ``step``: the step as it was read from a trace with symbolic sizes.
-
-    Raises:
-        NotSymbolic: the gradient of a removed slice has other strides or another storage size than the copy that the
-            slice's backward makes, so that eager mode may make other calls.
     """
     names: dict[str, str] = {}
     storages: dict[str, str] = {}
@@ -57,9 +53,6 @@ def without_full_slices(step: CapturedStep) -> CapturedStep:
 def _same(step: CapturedStep, call: Call) -> Value | None:
     """Return the argument of a call that can replace the call's result. That is so for a slice, in an index of several
     dimensions, that covers a whole dimension, and for the backward of such a slice. Return None for other calls.
-
-    Raises:
-        NotSymbolic: the gradient of the slice has other strides or another storage size than the backward's result.
     """
     if not call.indexed or call.target not in (SLICE, SLICE_BACKWARD):
         return None

@@ -91,13 +91,6 @@ class BatchSymbols:
         """Return fake tensors for the batch, with symbols for its sizes, and those that carry ``counts``
         (`with_counts`). Sizes of dimensions that are not in ``varying`` stay fixed, as do sizes 0 and 1, because
         PyTorch runs other ops for them.
-
-        Args:
-            mode: the fake mode of the new tensors.
-            batch: the real tensors.
-
-        Raises:
-            NotSymbolic: a tensor is of a subclass, not dense, or lazily conjugated or negated.
         """
         from rematplan.runtime.graph.compat import LocalSource  # loads TorchDynamo
 
@@ -132,11 +125,7 @@ class BatchSymbols:
         return self.fakes
 
     def check_lengths(self) -> None:
-        """Check the assumptions that the trace made since the last check.
-
-        Raises:
-            NotSymbolic: an assumption is so long (`LONGEST`) that further ones would take very long.
-        """
+        """Check the assumptions that the trace made since the last check."""
         for assumed in self.shapes.guards[self._checked :]:
             length = sum(1 for _ in parts(assumed.expr))
             if length > LONGEST:
@@ -144,11 +133,7 @@ class BatchSymbols:
         self._checked = len(self.shapes.guards)
 
     def without_counts(self, size: Any) -> Any:
-        """Return a symbolic size unchanged.
-
-        Raises:
-            NotSymbolic: it depends on ``counts``.
-        """
+        """Return a symbolic size unchanged."""
         counts = {name for name, (at, _) in self.places.items() if at >= self.inputs}
         if any(str(symbol) in counts for symbol in size.node.expr.free_symbols):
             raise NotSymbolic("a number of selected elements depends on another one")
@@ -180,10 +165,8 @@ class BatchSymbols:
         )
 
     def guard(self) -> SizeGuard:
-        """Return the guard, a condition that all assumptions of the trace about the batch's sizes and strides are true.
-
-        Raises:
-            NotSymbolic: an assumption depends on arithmetic that may round.
+        """Return the guard, a condition that all assumptions of the trace about the batch's sizes and strides
+        are true.
         """
         for assumed in self.shapes.guards:
             check_whole(assumed.expr)

@@ -75,17 +75,7 @@ class OpenStep:
 
     @staticmethod
     def of(step: CapturedStep, symbols: BatchSymbols, table: ExpressionTable) -> OpenStep:
-        """Make a step with open sizes from a captured step that was read from a trace with symbolic sizes.
-
-        Args:
-            step: the captured step, whose fake tensors have symbolic sizes.
-            symbols: the symbols of the trace.
-            table: the expressions of the sizes in the arguments of calls. The expressions of the tensors' sizes are
-                added.
-
-        Raises:
-            NotSymbolic: a size may round or depends on values of tensors, or a tensor is lazily conjugated or negated.
-        """
+        """Make a step with open sizes from a captured step that was read from a trace with symbolic sizes."""
         values, memories = _opened(step, table)
         return OpenStep(
             step.name,
@@ -107,14 +97,6 @@ class OpenStep:
         torch.compile. That compiler guards the sizes itself, so the guard of the new step is always true. The step has
         no ``places``, so `sizes` cannot be used: call ``expressions`` with the compiler's sizes, and `at_sizes` with
         the result.
-
-        Args:
-            step: the captured step that was read from the graph.
-            table: the expressions of the sizes in the arguments of calls, in the compiler's symbols. The expressions of
-                the tensors' sizes are added.
-
-        Raises:
-            NotSymbolic: a size may round or depends on values of tensors, or a tensor is lazily conjugated or negated.
         """
         values, memories = _opened(step, table)
         always, none = SizeGuard("True"), ()
@@ -124,9 +106,6 @@ class OpenStep:
     def sizes(self, batch: Sequence[torch.Tensor]) -> tuple[int, ...]:
         """Return the values of all expressions for a batch, in the order of their positions. The guard must be true for
         the batch.
-
-        Raises:
-            NotSymbolic: a value is not an integer.
         """
         found = self.expressions(*[batch[at].shape[dim] for at, dim in self.places])
         if any(type(size) is not int for size in found):
@@ -138,14 +117,6 @@ class OpenStep:
 
         Sizes that come from expressions are tracked (`TrackedSize`). The storages of its inputs have the sizes and
         offsets of the batch's storages, which may be larger than the tensors.
-
-        Args:
-            batch: the tensors.
-            sizes: the values that the method `sizes` returns for the batch.
-
-        Raises:
-            NotSymbolic: two tensors of the batch share memory; or one has an offset in its storage, and a call refers
-                to positions in storages.
         """
         base = self.bases(batch)
         nbytes = {memory: tensor.untyped_storage().nbytes() for memory, tensor in base.items()}
@@ -153,23 +124,12 @@ class OpenStep:
         return self._plain(sizes, nbytes, offsets)
 
     def at_sizes(self, sizes: Sequence[int], nbytes: Mapping[str, int]) -> CapturedStep:
-        """Return the captured step with integer sizes, computed without a batch.
-
-        Args:
-            sizes: the values of all expressions, in the order of their positions.
-            nbytes: the bytes of the storages of inputs, by the inputs' targets. Inputs that are missing here are
-                assumed to fill their storages.
-        """
+        """Return the captured step with integer sizes, computed without a batch."""
         held = {self.values[i.value].memory: nbytes[i.target] for i in self.inputs if i.target in nbytes}
         return self._plain(sizes, held, {})
 
     def excerpt(self, sizes: Sequence[int], calls: Sequence[Call]) -> CapturedStep:
-        """Return a step of only these of the calls, with fixed sizes, without inputs and outputs.
-
-        Args:
-            sizes: the values of all expressions, in the order of their positions.
-            calls: some of ``calls``.
-        """
+        """Return a step of only these of the calls, with fixed sizes, without inputs and outputs."""
         names = {r.value for c in calls for r in refs((c.args, dict(c.kwargs)))}
         names |= {result for call in calls for result in call.results if result is not None}
         some = {name: value for name, value in self.values.items() if name in names}
@@ -197,10 +157,6 @@ class OpenStep:
     def bases(self, batch: Sequence[torch.Tensor]) -> dict[int, torch.Tensor]:
         """Return the tensors of a batch, each by the number of the memory that its input has in this step (see
         `OpenValue.memory`).
-
-        Raises:
-            NotSymbolic: two tensors share memory; or one has an offset in its storage, and a call refers to positions
-                in storages.
         """
         given = [(i, batch[int(i.target)]) for i in self.inputs if i.kind == "batch"]
         storages = {tensor.untyped_storage()._cdata for _, tensor in given}
@@ -247,9 +203,6 @@ class OpenStep:
 def _opened(step: CapturedStep, table: ExpressionTable) -> tuple[dict[str, OpenValue], tuple[Size, ...]]:
     """Return the tensors of a captured step with open sizes in place of symbolic ones, by name, and the bytes of each
     memory (see `OpenValue.memory`). Expressions of sizes are added to ``table``.
-
-    Raises:
-        NotSymbolic: a size may round or depends on values of tensors, or a tensor is lazily conjugated or negated.
     """
     memories: dict[int, tuple[int, Size]] = {}
     values = {}

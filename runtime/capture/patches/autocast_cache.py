@@ -25,11 +25,6 @@ AUTOCAST = {"cpu": DispatchKey.AutocastCPU, "cuda": DispatchKey.AutocastCUDA}
 def casting_once(leaves: Sequence[torch.Tensor], enabled: bool) -> Iterator[None]:
     """Make autocast cast each float32 tensor in ``leaves`` that requires a gradient only once inside the block, as
     eager mode does if autocast's cache is enabled.
-
-    Args:
-        leaves: the parameters and inputs.
-        enabled: whether autocast's cache is enabled in eager mode. Inside the block it is enabled or disabled
-            accordingly.
     """
     known = {id(t) for t in leaves if t.requires_grad and t.dtype == torch.float32}
     cast: dict[int, torch.Tensor] = {}

@@ -307,17 +307,7 @@ def _real(fake: torch.Tensor, now: Callable[[Any], Any] = _as_given) -> torch.Te
 
 
 def _like_real(fake: Any, real: Any, now: Callable[[Any], Any]) -> Any:
-    """Return ``fake`` if it has the strides and the type of ``real``, otherwise a new tensor that has them.
-
-    Args:
-        fake: the result of an op under the fake mode; None if the op failed there.
-        real: the op's result on real tensors. If it is not a tensor, ``fake`` is returned.
-        now: replaces symbolic sizes by integers. If sizes are symbolic, the new tensor has the shape of ``fake``, and
-            its dimensions have the order in memory that those of ``real`` have.
-
-    Raises:
-        NotSymbolic: sizes are symbolic and ``real`` is not dense.
-    """
+    """Return ``fake`` if it has the strides and the type of ``real``, otherwise a new tensor that has them."""
     if not isinstance(real, torch.Tensor):
         return fake
     if fake is not None and fake.dtype == real.dtype and now(fake.stride()) == real.stride():
@@ -346,9 +336,6 @@ def check_layouts(step: CapturedStep) -> None:
 
     Ops whose fakes may have wrong strides (`is_unsure`) are run on real tensors, and the
     strides of the results are compared with those in the step.
-
-    Raises:
-        NotSymbolic: a result has other strides or another shape than in the step.
     """
     for call in step.calls:
         fakes = [step.values[r.value].fake for r in refs((call.args, call.kwargs))]

@@ -28,9 +28,6 @@ def no_saved_tensors_hooks(name: str) -> Iterator[None]:
     `torch.autograd.graph.save_on_cpu`, which has no effect on gradients.
 
     ``name``: the module's name, for the message.
-
-    Raises:
-        ModelError: the block pushes hooks that may change what is saved.
     """
     thread = get_ident()  # all threads see the replaced function
     push = getattr(c_autograd, PUSH_SAVED_TENSORS_HOOKS)
@@ -54,9 +51,6 @@ def check_saved_tensors_hooks(name: str) -> None:
     those of `torch.autograd.graph.save_on_cpu`, which has no effect on gradients.
 
     ``name``: the module's name, for the message.
-
-    Raises:
-        ModelError: the hooks may change what is saved.
     """
     hooks = top_saved_tensors_hooks(False)
     if hooks and _is_ignored(hooks[0], f"{name} is called inside"):
@@ -66,14 +60,6 @@ def check_saved_tensors_hooks(name: str) -> None:
 def _is_ignored(pack: Callable[..., Any], what: str, where: str = "") -> bool:
     """Return whether hooks on saved tensors are those of ``save_on_cpu``, which a planned step ignores; if not, they
     must be a checkpoint's.
-
-    Args:
-        pack: the hook that stores a tensor.
-        what: the beginning of the error's message.
-        where: the line that pushes the hooks, for the message.
-
-    Raises:
-        ModelError: the hooks may change what is saved.
     """
     hook = pack if hasattr(pack, "__qualname__") else type(pack)
     name = f"{hook.__module__}.{hook.__qualname__}"

@@ -19,9 +19,6 @@ READERS = frozenset({"torch", "sympy", "logging", "warnings"})
 def no_size_as_text() -> Iterator[None]:
     """Inside the block, refuse ``str``, ``repr`` and ``format`` of a symbolic size by this thread, except by
     `READERS` and this package.
-
-    Raises:
-        NotSymbolic: when a text is asked for.
     """
     tracing = get_ident()
 

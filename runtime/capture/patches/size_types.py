@@ -34,10 +34,6 @@ def sizes_have_plain_types(model: nn.Module) -> Iterator[None]:
     a Python module of the model's packages or outside of installed packages, and ``len`` of a tensor returns its first
     size, a symbol or not. (Such a Python module gets global variables ``isinstance`` and ``len``; one that has such a
     variable is left as it is.)
-
-    Raises:
-        NotSymbolic: when code that the forward may call compares ``type(...)`` with ``int``. Only the code is
-            examined, not what ``type`` is called with.
     """
     modules, tracing = tuple(model.modules()), get_ident()
     own = packages_of(modules)

@@ -22,10 +22,6 @@ def written_data(tensors: Sequence[torch.Tensor]) -> Iterator[None]:
     thread, so that a tracer sees them.
 
     ``tensors``: the parameters, buffers and inputs of a forward.
-
-    Raises:
-        ModelError: the assigned data has another shape or type, or shares the memory of one of ``tensors``; or the
-            forward assigns to ``.data`` of a tensor that it has computed.
     """
     thread = get_ident()  # all threads see the replaced attribute
     places, memories = {id(t) for t in tensors}, {_location(t)[0] for t in tensors}

@@ -143,11 +143,6 @@ def _additive(mask: Tensor, q: Tensor, keys: int) -> Tensor:
 def _by_hand(node: Node, inputs: Inputs, bias: Tensor | None) -> tuple[Tensor, Tensor]:
     """Compute attention op by op. Return the result, and the scores at the stage that ``qk_matmul_output_mode`` names
     (0: products, 1: after the softcap, 2: after adding ``bias``, 3: after the softmax).
-
-    Args:
-        node: the node, for its attributes.
-        inputs: queries, keys and values, each (batch, heads, steps, size).
-        bias: the tensor to add to the scores, or None. A query all of whose keys have −∞ gets the result 0.
     """
     q, k, v = inputs
     stage = integer(node, "qk_matmul_output_mode", 0)

@@ -120,9 +120,6 @@ def scatter_elements(node: Node, x: Tensor, indices: Any, updates: Tensor) -> Te
 
     Without a reduction, indices that are known during capture and select a slice are written with torch's
     ``slice_scatter``.
-
-    Raises:
-        ModelError: the reduction is none of ``none``, ``add``, ``mul``, ``max`` and ``min``.
     """
     axis, how = integer(node, "axis", 0) % max(x.dim(), 1), text(node, "reduction", "none")
     if isinstance(indices, np.ndarray):
@@ -141,11 +138,6 @@ def scatter_elements(node: Node, x: Tensor, indices: Any, updates: Tensor) -> Te
 def _written_slice(indices: np.ndarray[Any, Any], axis: int, shape: torch.Size) -> Slice | None:
     """Return the slice of a tensor that the indices of a ScatterElements node select. Return None if they select no
     slice: they must cover all positions of the other axes, and be the same ones at each of these positions.
-
-    Args:
-        indices: the known indices.
-        axis: the axis that they index.
-        shape: the shape of the tensor.
     """
     if (
         not indices.ndim
@@ -170,9 +162,6 @@ def scatter_nd(node: Node, x: Tensor, indices: Any, updates: Tensor) -> Tensor:
 
     Without a reduction, indices that are known during capture and select a slice are written with torch's
     ``slice_scatter``.
-
-    Raises:
-        ModelError: the reduction is none of ``none``, ``add``, ``mul``, ``max`` and ``min``.
     """
     how, depth = text(node, "reduction", "none"), indices.shape[-1]
     if isinstance(indices, np.ndarray):

@@ -29,14 +29,6 @@ CONV_TRANSPOSE: dict[int, Callable[..., Tensor]] = {
 def spread(node: Node, name: str, rank: int) -> tuple[int, ...]:
     """Return an attribute that has one number per spatial axis, such as ``strides`` or ``dilations``; ones if it is
     absent.
-
-    Args:
-        node: the node.
-        name: the attribute's name.
-        rank: the number of spatial axes.
-
-    Raises:
-        ModelError: the attribute does not have ``rank`` numbers.
     """
     values = ints(node, name) or (1,) * rank
     if len(values) != rank:
@@ -47,18 +39,7 @@ def spread(node: Node, name: str, rank: int) -> tuple[int, ...]:
 def window_pads(
     node: Node, sizes: Sequence[int], kernel: Sequence[int], strides: Sequence[int], dilations: Sequence[int]
 ) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Return the padding before and after each spatial axis, from the attributes ``pads`` or ``auto_pad``.
-
-    Args:
-        node: a convolution or pooling.
-        sizes: the sizes of the input's spatial axes.
-        kernel: the sizes of the kernel.
-        strides: the stride of each axis.
-        dilations: the dilation of each axis.
-
-    Raises:
-        ModelError: ``pads`` has a wrong length, or ``auto_pad`` is unknown.
-    """
+    """Return the padding before and after each spatial axis, from the attributes ``pads`` or ``auto_pad``."""
     rank, mode = len(sizes), text(node, "auto_pad", "NOTSET")
     if mode == "VALID":
         return (0,) * rank, (0,) * rank
@@ -93,9 +74,6 @@ def conv(node: Node, x: Tensor, w: Tensor, b: Tensor | None = None) -> Tensor:
     """Run ONNX Conv on ``x`` (N, C, …) with 1 to 3 spatial axes.
 
     ``w``: the kernel (C', C ÷ group, …). ``b``: the bias (C'), or None.
-
-    Raises:
-        ModelError: the number of spatial axes is not 1 to 3, or an attribute does not fit it.
     """
     rank = x.dim() - 2
     if rank not in CONV:
@@ -115,9 +93,6 @@ def conv_transpose(node: Node, x: Tensor, w: Tensor, b: Tensor | None = None) ->
     cropped or extended.
 
     ``w``: the kernel (C, C' ÷ group, …). ``b``: the bias (C'), or None.
-
-    Raises:
-        ModelError: the number of spatial axes is not 1 to 3, or an attribute does not fit it.
     """
     rank = x.dim() - 2
     if rank not in CONV_TRANSPOSE:
@@ -145,14 +120,6 @@ def _transpose_pads(
 ) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """Return how much to crop from the unpadded result of a transposed convolution, before and after each spatial axis.
     This is ONNX's formula, from ``output_shape``, ``auto_pad`` or ``pads``.
-
-    Args:
-        node: the ConvTranspose node.
-        sizes: the sizes of the input's spatial axes.
-        kernel: the sizes of the kernel.
-        strides: the stride of each axis.
-        dilations: the dilation of each axis.
-        extra: the attribute ``output_padding`` for each axis.
     """
     mode, shape = text(node, "auto_pad", "NOTSET"), ints(node, "output_shape")
     if shape is None and mode in ("NOTSET", "VALID"):

@@ -48,11 +48,7 @@ class Window:
 
 
 def window(node: Node, x: Tensor) -> Window:
-    """Return the pooling window of a node on the input ``x`` (N, C, …), by ONNX's formula for the output size.
-
-    Raises:
-        ModelError: ``kernel_shape`` or another attribute does not fit the input, which must have 1 to 3 spatial axes.
-    """
+    """Return the pooling window of a node on the input ``x`` (N, C, …), by ONNX's formula for the output size."""
     kernel = ints(node, "kernel_shape")
     rank = x.dim() - 2
     if kernel is None or len(kernel) != rank or rank not in MAX_POOL:
@@ -75,9 +71,6 @@ def max_pool(node: Node, x: Tensor) -> Any:
     """Run ONNX MaxPool: the maximum of each window of ``x`` (N, C, …), with 1 to 3 spatial axes.
 
     If the node has a second output, it is the position of each maximum in the flattened ``x``.
-
-    Raises:
-        ModelError: the window does not fit the input.
     """
     w = window(node, x)
     indices = len(node.outputs) > 1 and bool(node.outputs[1])
@@ -128,9 +121,6 @@ def average_pool(node: Node, x: Tensor) -> Tensor:
     """Run ONNX AveragePool: the mean of each window of ``x`` (N, C, …), with 1 to 3 spatial axes.
 
     If ``count_include_pad`` is set, padding counts as zeros; otherwise it does not count.
-
-    Raises:
-        ModelError: the window does not fit the input.
     """
     w = window(node, x)
     counted = bool(integer(node, "count_include_pad", 0))
@@ -153,11 +143,7 @@ def _window_sum(x: Tensor, w: Window) -> Tensor:
 
 @ROWS.add("LpPool", 1, 2, 11, 18, 22)
 def lp_pool(node: Node, x: Tensor) -> Tensor:
-    """Run ONNX LpPool: (Σ |x|ᵖ)^(1/p) over each window of ``x`` (N, C, …), with 1 to 3 spatial axes.
-
-    Raises:
-        ModelError: the window does not fit the input.
-    """
+    """Run ONNX LpPool: (Σ |x|ᵖ)^(1/p) over each window of ``x`` (N, C, …), with 1 to 3 spatial axes."""
     w = window(node, x)
     p = number(node, "p", 2)
     return _window_sum(pad_spatial(x.abs().pow(p), w.before, w.reach), w).pow(1.0 / p)

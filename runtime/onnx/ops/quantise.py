@@ -23,18 +23,7 @@ QUANTISED = frozenset({torch.int8, torch.uint8, torch.int16, torch.uint16})
 
 
 def _along(node: Node, values: Tensor, x: Tensor, axis: int) -> Tensor:
-    """Return a scale or zero point in a shape that can be broadcast to ``x``.
-
-    Args:
-        node: the node, for its ``block_size``.
-        values: the scale or zero point: one number for the whole tensor, one for each index of ``axis``, or one for
-            each block of ``block_size`` indices of ``axis`` (then with as many axes as ``x``).
-        x: the tensor that is quantised or dequantised.
-        axis: the axis.
-
-    Raises:
-        ModelError: ``values`` has several axes, but the node has no ``block_size``.
-    """
+    """Return a scale or zero point in a shape that can be broadcast to ``x``."""
     if values.numel() == 1:
         return values.reshape(())
     if values.dim() == 1:
@@ -61,10 +50,6 @@ def quantize_linear(node: Node, x: Tensor, scale: Tensor, zero: Tensor | None = 
 
     ``scale``, ``zero``: one number for the whole tensor, one per index of ``axis``, or one per block along it. The
     result has the type of ``zero``; without ``zero``, the type ``output_dtype``, which is uint8 by default.
-
-    Raises:
-        ModelError: the result's type is not (u)int8 or (u)int16, or the shape of a scale needs a ``block_size`` that is
-            absent.
     """
     whole, dtype = _rounded(node, x, scale, zero, integer(node, "output_dtype", 0))
     ends = torch.iinfo(dtype)
@@ -95,10 +80,6 @@ def dequantize_linear(node: Node, x: Tensor, scale: Tensor, zero: Tensor | None 
     if ``output_dtype`` is absent.
 
     ``scale``, ``zero``: one number for the whole tensor, one per index of ``axis``, or one per block along it.
-
-    Raises:
-        ModelError: ``x`` is not of (u)int8, (u)int16 or int32, or the shape of a scale needs a ``block_size`` that is
-            absent.
     """
     axis = integer(node, "axis", 1)
     if x.dtype not in QUANTISED and x.dtype != torch.int32:

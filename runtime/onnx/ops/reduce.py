@@ -27,13 +27,7 @@ def _product(x: Tensor, axes: tuple[int, ...], keep: bool) -> Tensor:
 
 
 def _extreme(function: Reduction, of_none: float) -> Reduction:
-    """Return a reduction that computes maxima or minima, also of tensors without elements, which torch refuses.
-
-    Args:
-        function: `torch.amax` or `torch.amin`.
-        of_none: the extreme of no elements by ONNX's definition, for floating-point types: −∞ for a maximum, ∞ for a
-            minimum. Integers get the smallest or largest number of their type instead.
-    """
+    """Return a reduction that computes maxima or minima, also of tensors without elements, which torch refuses."""
 
     def run(x: Tensor, axes: tuple[int, ...], keep: bool) -> Tensor:
         if x.numel():

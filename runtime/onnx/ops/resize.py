@@ -248,19 +248,7 @@ def _native(x: Tensor, axes: Sequence[Axis], rule: Rule) -> Tensor | None:
 
 @ROWS.add("Resize", 11, 13, 18, 19, known=(1, 2, 3))
 def resize(node: Node, x: Tensor, roi: Known = None, scales: Known = None, sizes: Known = None) -> Tensor:
-    """Run ONNX Resize: interpolate to new sizes, or by scale factors.
-
-    Args:
-        node: its attributes are used.
-        x: the tensor.
-        roi: the region of ``x`` for the coordinates ``tf_crop_and_resize``, as fractions from 0 to 1: the start of each
-            axis, then the end of each axis. None: all of ``x``.
-        scales: the factor of each axis in the attribute ``axes`` (without it: of every axis).
-        sizes: the new size of each of these axes. If ``sizes`` is not empty, ``scales`` is ignored.
-
-    Raises:
-        ModelError: both ``scales`` and ``sizes`` are absent, or the mode, coordinates or rounding is unknown.
-    """
+    """Run ONNX Resize: interpolate to new sizes, or by scale factors."""
     along = ints(node, "axes") or tuple(range(x.dim()))
     along = tuple(a % x.dim() for a in along)
     region = (
@@ -288,12 +276,6 @@ def _sizes(
     """Return the new sizes and the scale factors for a Resize node with ``sizes``: two lists, one entry for each axis
     in ``along``. If the attribute ``keep_aspect_ratio_policy`` is not ``stretch``, all axes get the same factor, so the
     new sizes may differ from the stated ones.
-
-    Args:
-        node: the Resize node.
-        x: the tensor to resize.
-        along: the axes that are resized.
-        sizes: the stated size for each of them.
     """
     ratios = [s / x.shape[a] for a, s in zip(along, sizes, strict=True)]
     policy = text(node, "keep_aspect_ratio_policy", "stretch")
@@ -309,9 +291,6 @@ def upsample(node: Node, x: Tensor, scales: np.ndarray) -> Tensor:
     """Run ONNX Resize of opset 10, or Upsample, its older name: multiply the size of each axis by its number in
     ``scales``, and round down. Position i of the result maps to i ÷ scale in the input, which the mode ``nearest``
     rounds down.
-
-    Raises:
-        ModelError: the mode is unknown.
     """
     factors = [float(s) for s in scales]
     wanted = [math.floor(n * s) for n, s in zip(x.shape, factors, strict=True)]

@@ -107,12 +107,7 @@ class Rows:
 
 
 def by_attributes(run: Handler, *names: str) -> Handler:
-    """Return the form of a handler for older opsets, in which all inputs but the first are attributes.
-
-    Args:
-        run: the handler of the newer form. The inputs in question are NumPy arrays or None.
-        names: the attributes, in the order of the inputs. An absent attribute is an absent input.
-    """
+    """Return the form of a handler for older opsets, in which all inputs but the first are attributes."""
 
     def older(node: Node, x: torch.Tensor) -> Any:
         given = [node.attributes.get(name) for name in names]
@@ -132,17 +127,7 @@ def refuse(node: Node, why: str) -> ModelError:
 
 
 def stated(node: Node, at: int, value: Any) -> np.ndarray:
-    """Return, as a NumPy array, an input of a node that determines a shape or an index.
-
-    Args:
-        node: the node, for the error's message.
-        at: the input's position.
-        value: the input: a NumPy array or a tensor.
-
-    Raises:
-        ModelError: the input is a tensor without data (meta or fake) or a traced one, so it is not known during
-            planning.
-    """
+    """Return, as a NumPy array, an input of a node that determines a shape or an index."""
     if isinstance(value, np.ndarray):
         return value
     if type(value) not in (torch.Tensor, torch.nn.Parameter) or value.is_meta:

@@ -38,9 +38,6 @@ def sequence_construct(node: Node, *values: Value) -> list[Value]:
 def sequence_insert(node: Node, items: list[Value], value: Value, at: Value = None) -> list[Value]:
     """Run ONNX SequenceInsert: a copy of the sequence with ``value`` before position ``at``. If ``at`` is None,
     ``value`` is appended.
-
-    Raises:
-        ModelError: ``at`` is not a position in the sequence, or its value depends on data.
     """
     place = len(items) if at is None else _place(node, at, len(items), end=True)
     return [*items[:place], value, *items[place:]]
@@ -50,9 +47,6 @@ def sequence_insert(node: Node, items: list[Value], value: Value, at: Value = No
 def sequence_erase(node: Node, items: list[Value], at: Value = None) -> list[Value]:
     """Run ONNX SequenceErase: a copy of the sequence without the element at position ``at``. If ``at`` is None, the
     last element is left out.
-
-    Raises:
-        ModelError: ``at`` is not a position in the sequence, or its value depends on data.
     """
     place = _place(node, np.asarray(-1) if at is None else at, len(items))
     return [*items[:place], *items[place + 1 :]]
@@ -60,11 +54,7 @@ def sequence_erase(node: Node, items: list[Value], at: Value = None) -> list[Val
 
 @ROWS.add("SequenceAt", 11, raw=True)
 def sequence_at(node: Node, items: list[Value], at: Value) -> Value:
-    """Run ONNX SequenceAt: the element at position ``at``; negative positions count from the end.
-
-    Raises:
-        ModelError: ``at`` is not a position in the sequence, or its value depends on data.
-    """
+    """Run ONNX SequenceAt: the element at position ``at``; negative positions count from the end."""
     return items[_place(node, at, len(items))]
 
 
@@ -78,9 +68,6 @@ def sequence_length(node: Node, items: list[Value]) -> np.ndarray:
 def concat_from_sequence(node: Node, items: list[Value]) -> Value:
     """Run ONNX ConcatFromSequence: concatenate all elements of a sequence along the attribute ``axis``. If ``new_axis``
     is set, stack them along a new axis instead. The result is a NumPy array if all elements are, else a tensor.
-
-    Raises:
-        ModelError: the sequence is empty.
     """
     axis, new = integer(node, "axis", 0), bool(integer(node, "new_axis", 0))
     if not items:
@@ -98,9 +85,6 @@ def split_to_sequence(node: Node, value: Value, sizes: Value = None) -> list[Val
 
     ``sizes``: a list has the size of each part. A single number is the size of all parts, of which the last may be
     smaller. With None, each part has size 1, and loses the axis if ``keepdims`` is 0.
-
-    Raises:
-        ModelError: a single size is below 1, or ``sizes`` depends on data.
     """
     axis = integer(node, "axis", 0)
     length = value.shape[axis]
@@ -125,17 +109,7 @@ def _cut(value: Value, sizes: Sequence[int], axis: int) -> list[Value]:
 
 
 def _place(node: Node, at: Value, count: int, end: bool = False) -> int:
-    """Return a position in a sequence as an integer, counted from the front.
-
-    Args:
-        node: the sequence op, whose last input is the position.
-        at: the position, as an array or tensor; negative positions count from the end.
-        count: the number of elements of the sequence.
-        end: whether ``count`` itself, the position after the last element, is allowed.
-
-    Raises:
-        ModelError: there is no such position, or it depends on data.
-    """
+    """Return a position in a sequence as an integer, counted from the front."""
     place = int(stated(node, len(node.inputs) - 1, at))
     if not -count <= place < count + end:
         raise refuse(node, f"there is no place {place} of {count}")

@@ -31,12 +31,6 @@ def dft(node: Node, x: Tensor, length: Known = None, axis: Known = None) -> Tens
 
     If the attribute ``onesided`` is set, a forward transform returns only the first half of the frequencies. An inverse
     one then reads only this half, and returns real numbers.
-
-    Args:
-        node: its attributes are used.
-        x: the tensor.
-        length: the size to which the axis is cropped or zero-padded before the transform; None: its size.
-        axis: the axis; None: −2.
     """
     along = (-2 if axis is None else int(axis.reshape(()))) % x.dim()
     size = None if length is None else int(length.reshape(()))

@@ -95,9 +95,6 @@ def pad(node: Node, x: Tensor, pads: np.ndarray, value: Known = None, axes: Know
     """Run ONNX Pad: pad ``x`` before and after each of ``axes`` (None: all); negative padding crops.
 
     ``pads``: the padding before all axes, then after all axes. ``value``: the constant to pad with; None: 0.
-
-    Raises:
-        ModelError: the mode is none of ``constant``, ``reflect``, ``edge`` and ``wrap``.
     """
     mode, rank = text(node, "mode", "constant"), x.dim()
     fill = 0.0 if value is None or not value.size else value.reshape(()).item()

@@ -35,9 +35,6 @@ BY_NAME: dict[str, torch.dtype] = {str(d).removeprefix("torch."): d for d in ONN
 def torch_dtype(name: str, what: str) -> torch.dtype:
     """Return the torch dtype that has the name of a NumPy dtype, such as ``float32``. ``what``: the value that has this
     type, in words; the error's message begins with it.
-
-    Raises:
-        ModelError: the type is not among the values of `ONNX_DTYPES`.
     """
     if name not in BY_NAME:
         kind = "string" if name == "object" else name  # numpy's name for the type of arrays of strings
@@ -48,9 +45,6 @@ def torch_dtype(name: str, what: str) -> torch.dtype:
 def to_tensor(array: np.ndarray, what: str = "a value") -> torch.Tensor:
     """Return a copy of a NumPy array as a tensor of the same type. ``what``: the array's meaning in words; the error's
     message begins with it.
-
-    Raises:
-        ModelError: the array's type is not among the values of `ONNX_DTYPES`.
     """
     dtype = torch_dtype(array.dtype.name, what)
     if dtype == torch.bfloat16:
@@ -70,9 +64,6 @@ def to_array(tensor: torch.Tensor) -> np.ndarray:
 def constant_tensor(array: np.ndarray, what: str) -> torch.Tensor:
     """Return a tensor with the content of a NumPy array, made by calls that tracing records as a constant. ``what``:
     the array's meaning in words; the error's message begins with it.
-
-    Raises:
-        ModelError: the array's type is not among the values of `ONNX_DTYPES`.
     """
     dtype = torch_dtype(array.dtype.name, what)
     if math.prod(array.shape) == 1:
