@@ -225,14 +225,9 @@ def _named(write: Write, value: Any, names: dict[int, Any]) -> Any:
     for leaf in leaves:
         if not isinstance(leaf, (torch.Tensor, nn.Module)) and _hides_tensors(leaf):
             if write.read:
-                kind = (
-                    "text made of a tensor"
-                    if isinstance(leaf, str)
-                    else f"{type(leaf).__name__} with tensors"
-                )
                 raise ModelError(
-                    f"the forward leaves a {kind} in {write.name} and reads it in the next call; make the tensors "
-                    f"buffers (register_buffer)"
+                    f"the forward leaves a {type(leaf).__name__} with tensors in {write.name} and reads it in the "
+                    f"next call; make the tensors buffers (register_buffer)"
                 )
             return LOST
     return pytree.tree_unflatten([names.get(id(leaf), leaf) for leaf in leaves], spec)

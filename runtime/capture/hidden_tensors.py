@@ -12,7 +12,6 @@ import torch
 from torch import nn
 
 from rematplan.ir import ModelError
-from rematplan.runtime.capture.patches.tensor_text import TEXT
 from rematplan.runtime.graph.compat import pytree
 from rematplan.runtime.guards.module_state import HOOKS
 
@@ -43,17 +42,17 @@ def check_no_hidden_tensors(leaves: Sequence[Any], what: str, called_later: bool
 
 def hides_tensors(one: Any, called_later: bool = False) -> bool:
     """Return whether a tensor is found among an object's attributes, in containers and objects inside them included.
-    Also true for an iterator, because it may compute tensors when it is read, and for the text of a traced tensor.
+    Also true for an iterator, because it may compute tensors when it is read.
 
     Functions, classes and modules inside the object are not searched.
     """
-    if isinstance(one, Iterator) or (isinstance(one, str) and TEXT in one):
+    if isinstance(one, Iterator):
         return True
     seen: set[int] = set()
     todo = _behind(one) if called_later else [getattr(one, "__dict__", None)]
     while todo:
         value = todo.pop()
-        if isinstance(value, torch.Tensor) or (isinstance(value, str) and TEXT in value):
+        if isinstance(value, torch.Tensor):
             return True
         if id(value) in seen or isinstance(value, (type, ModuleType, FunctionType, nn.Module)):
             continue

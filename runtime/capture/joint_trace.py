@@ -31,7 +31,6 @@ from rematplan.runtime.capture.patches.size_text import no_size_as_text
 from rematplan.runtime.capture.patches.size_types import sizes_have_plain_types
 from rematplan.runtime.capture.patches.sum_numbers import sums_of_gradients_numbered
 from rematplan.runtime.capture.patches.tangent_strides import tangents_strided_as_outputs
-from rematplan.runtime.capture.patches.tensor_text import tensors_have_text
 from rematplan.runtime.capture.patches.trace_costs import only_what_is_read
 from rematplan.runtime.capture.read_fx import read_joint_graph
 from rematplan.runtime.capture.restore_state import check_no_sizes_kept, same_attributes
@@ -122,7 +121,6 @@ def trace_joint_graph(request: TraceRequest) -> Traced:
             same_attributes(root, name),
             no_host_draws(name),
             no_saved_tensors_hooks(name),
-            tensors_have_text(),
             only_what_is_read(),
         ):
             return _traced(request)
@@ -228,12 +226,12 @@ def _deciding(trace: Callable[[], Any], untied: UntiedModule, decisions: ValueGu
     ``untied``: the module that ``trace`` traces. ``decisions``: records the decisions; None forbids them.
     """
     try:
-        with undecided() if decisions else nullcontext():
+        with undecided():
             return trace()
     except VALUES_DECIDE:
         untied.decisions = decisions
         untied.finite = decisions.finite if decisions else FiniteTests()
-    with decisions or nullcontext():
+    with decisions or undecided():
         try:
             return _with_numbers(trace, untied, decisions)
         except VALUES_DECIDE as reason:

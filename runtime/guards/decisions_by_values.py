@@ -73,7 +73,7 @@ class ValueGuardRecorder(TorchDispatchMode):
         """The numbers that the forward is expected to take as sizes, in order; each is a symbol of the trace. None if
         the trace has no symbols."""
         self._tape = OpTape(self)
-        self._asking = asked(lambda read, tensor: self._tape.read(read, tensor), self._number)
+        self._asking = asked(lambda read, *of: self._tape.read(read, *of), self._number)
         self.refuses_numbers = False
         """Whether a read of an unknown number is refused, even if the forward only stores or returns it."""
         self.numbers = 0  # how many such numbers were read

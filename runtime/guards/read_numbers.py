@@ -3,13 +3,15 @@ log.
 
 A number that the forward only stores or returns decides nothing. While the forward is traced, it is an expression of
 tensors that the step computes; a planned call evaluates it after its forward. A comparison of numbers that were drawn
-at random is a decision, which the guard checks. Any other use of a number in Python is refused.
+at random is a decision, which the guard checks. A text of a number may leave the forward. Any other use of a number in
+Python is refused.
 """
 
 from __future__ import annotations
 
 import gc
 import operator
+import sys
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -26,6 +28,7 @@ from rematplan.runtime.graph.compat import (
 )
 from rematplan.runtime.guards.counted_numbers import Expression, expression_of, plain, variables_of
 from rematplan.runtime.guards.tensor_reads import ITEM
+from rematplan.runtime.guards.text_uses import TEXT, leaves
 
 Decide = Callable[[Callable[..., Any], Expression, Sequence[torch.Tensor]], Any]
 """A function that returns ``of(expression, tensors)`` for the real tensors, and records it as a decision. It raises
@@ -82,6 +85,12 @@ def check_none_left() -> None:
 
 def _refused(*_: Any, **__: Any) -> Any:
     raise DataDependentOutputException(torch.ops.aten._local_scalar_dense.default)
+
+
+def _text(*_: Any) -> str:
+    if leaves(sys._getframe(1)):
+        return TEXT
+    return str(_refused())
 
 
 def numbers_of(expression: Expression, tensors: Sequence[torch.Tensor]) -> Expression:
@@ -154,8 +163,10 @@ for _name in ("eq", "ne", "lt", "le", "gt", "ge"):
     setattr(ReadNumber, f"__{_name}__", _deciding(getattr(operator, _name)))
 for _name in _DECIDING:
     setattr(ReadNumber, f"__{_name}__", _deciding(_DECIDING[_name]))
-for _name in ("float", "complex", "str", "repr", "format", "array", "reduce_ex"):
+for _name in ("float", "complex", "array", "reduce_ex"):
     setattr(ReadNumber, f"__{_name}__", _refused)
+for _name in ("str", "repr", "format"):
+    setattr(ReadNumber, f"__{_name}__", _text)
 
 
 @dataclass(frozen=True, slots=True)

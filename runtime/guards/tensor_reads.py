@@ -1,11 +1,13 @@
-"""Interception of `Tensor.tolist`, `Tensor.numpy` and `Tensor.item`, by which a forward reads a tensor's values."""
+"""Interception of `Tensor.tolist`, `numpy`, `item` and texts, by which a forward reads a tensor's values."""
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from threading import get_ident
 from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 import torch
@@ -13,23 +15,26 @@ import torch
 from rematplan.runtime.graph.compat import (
     DataDependentOutputException,
     DisableAutocast,
+    FunctionalTensor,
     any_mode,
     disable_current_modes,
 )
+from rematplan.runtime.guards.text_uses import TEXT, leaves
 
 TO_LIST, _TO_NUMPY, ITEM = torch.Tensor.tolist, torch.Tensor.numpy, torch.Tensor.item
+_FORMAT, _REPR = torch.Tensor.__format__, FunctionalTensor.__repr__
 
 
 @contextmanager
 def asked(
-    answer: Callable[[Callable[..., Any], torch.Tensor], Any],
+    answer: Callable[..., Any],
     number: Callable[[torch.Tensor], Any] | None = None,
 ) -> Iterator[None]:
-    """Replace `Tensor.tolist` and `Tensor.numpy` inside the block by functions that ask ``answer``, and `Tensor.item`
-    by ``number`` if it is given. Calls by other threads are not affected.
+    """Replace `Tensor.tolist`, `Tensor.numpy` and the text of traced tensors inside the block by functions that ask
+    ``answer``, and `Tensor.item` by ``number`` if it is given. Calls by other threads are not affected.
 
     The first two call no op, so a dispatch mode does not see them. On a traced tensor, `numpy` fails or returns
-    arbitrary memory.
+    arbitrary memory. A text that only leaves the forward is `TEXT`.
     """
     thread = get_ident()
 
@@ -49,9 +54,23 @@ def asked(
     def to_number(tensor: torch.Tensor) -> Any:
         return ITEM(tensor) if plainly() or number is None else number(tensor)
 
+    def text(tensor: torch.Tensor, *form: str) -> str:
+        if plainly() or not isinstance(tensor, FunctionalTensor):
+            return _FORMAT(tensor, *form) if form else _REPR(tensor)  # type: ignore[arg-type]
+        if leaves(sys._getframe(1)):
+            return TEXT
+        if tensor.requires_grad:  # which is a part of the text
+            raise DataDependentOutputException("text")  # type: ignore[arg-type]
+        found: str = answer(_text, tensor, *form)
+        return found
+
     torch.Tensor.tolist, torch.Tensor.numpy, torch.Tensor.item = to_list, to_numpy, to_number  # type: ignore
     try:
-        yield
+        with (
+            patch.object(torch.Tensor, "__format__", text),
+            patch.object(FunctionalTensor, "__repr__", text),
+        ):
+            yield
     finally:
         # The base class has the original methods.
         del torch.Tensor.tolist, torch.Tensor.numpy, torch.Tensor.item
@@ -62,14 +81,18 @@ def _numpy(tensor: torch.Tensor) -> tuple[str, tuple[int, ...], bytes]:
     return array.dtype.str, array.shape, array.tobytes()
 
 
+def _text(tensor: torch.Tensor, *form: str) -> str:
+    return _FORMAT(tensor, *form) if form else repr(tensor)
+
+
 @contextmanager
 def undecided() -> Iterator[None]:
-    """Let `Tensor.tolist` and `Tensor.numpy` raise an error inside the block if this thread calls them, as a tracer
-    does for other calls that read values of traced tensors.
+    """Let `Tensor.tolist`, `Tensor.numpy` and texts that do not leave raise an error inside the block if this thread
+    calls them, as a tracer does for other calls that read values of traced tensors.
     """
 
-    def refuse(read: Any, _: torch.Tensor) -> Any:
-        raise DataDependentOutputException(read)
+    def refuse(read: Any, *_: Any) -> Any:
+        raise DataDependentOutputException(read.__name__.lstrip("_"))
 
     with asked(refuse):
         yield

@@ -3,7 +3,6 @@
 import copy
 import functools
 import random
-import warnings
 from collections.abc import Callable
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from typing import Any
@@ -282,40 +281,6 @@ def test_what_calls_would_share_is_refused() -> None:
         with parametrize.cached(), pytest.raises(ModelError, match=r"parametrize\.cached"):
             use()
     model(X).sum().backward()
-
-
-class Telling(nn.Linear):
-    """Makes texts of tensors, and leaves what ``leave`` does with them."""
-
-    def __init__(self, leave: Callable[[Any, str], Any]) -> None:
-        super().__init__(16, 16)
-        self.leave, self.seen, self.note = leave, [], ""
-
-    def forward(self, x: Tensor) -> Any:
-        y = super().forward(x)
-        left = self.leave(self, f"{y.mean():.2f} {x.sum()} {y!s} {self.weight!r}")
-        return y if left is None else (y, left)
-
-
-def append(module: Any, text: str) -> None:
-    module.seen.append(text)
-
-
-def test_texts_of_tensors_are_neither_left_nor_returned() -> None:
-    with warnings.catch_warnings(action="error"):
-        model = planned(Telling(lambda _, text: len(text) and None))
-    model(X).sum().backward()
-    for leave in (append, lambda module, text: setattr(module, "last", text)):
-        with pytest.warns(UserWarning, match=r"the forward of Telling sets (seen|last), which a planned one"):
-            model = planned(Telling(leave))
-        model(X).sum().backward()
-        assert (model.seen, getattr(model, "last", "")) == ([], "")
-    given = planned(Telling(lambda _, text: {"text": text, "kind": "mean"}))(X)[1]
-    assert given["kind"] == "mean"
-    with pytest.raises(ModelError, match=r"returns a str, whose tensors .*return the tensors themselves"):
-        given["text"].split()
-    with pytest.raises(ModelError, match="leaves a text made of a tensor in note and reads it"):
-        planned(Telling(lambda module, text: setattr(module, "note", module.note[:2] + text)))
 
 
 class Around(nn.Sequential):
