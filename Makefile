@@ -30,7 +30,7 @@ docs: $(READY)  ## the documentation as a site in build/site; warnings are error
 	$(BIN)/python -m mkdocs build --strict --quiet
 
 kernels: $(READY)  ## compile the planner's hot loops, which the first run does otherwise
-	$(BIN)/rematplan warm
+	$(BIN)/rematplan info warm
 
 conformance: $(READY)  ## ONNX's own test suite against our op table: passed, refused, failed
 	$(BIN)/python benchmarks/conformance.py --refusals

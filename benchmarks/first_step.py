@@ -250,7 +250,7 @@ def main() -> None:
     if args.child:
         child(args.child, args.names[0], args.time_limit)
         return
-    subprocess.run([sys.executable, "-m", "rematplan", "warm", "--quiet"], check=True)
+    subprocess.run([sys.executable, "-m", "rematplan", "info", "warm", "--quiet"], check=True)
     for threads in args.threads:
         for name in args.names:
             print(f"{name}, {threads} threads, load {os.getloadavg()[0]:.1f}", flush=True)

@@ -95,7 +95,7 @@ MEANINGS: Mapping[str, tuple[str, str]] = {
     "keep_order": ("", "keep the first runs of all ops in the order of the model"),
     "reuse": (
         "",
-        "start from plans that earlier commands have saved, and save new ones (see: rematplan cache)",
+        "start from plans that earlier commands have saved, and save new ones (see: rematplan info cache)",
     ),
     "gap": (
         "SHARE",

@@ -15,7 +15,7 @@ from rematplan.models.names import check_known
 
 def add(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of ``rematplan export`` to ``parser``."""
-    parser.add_argument("name", metavar="NAME", help="a network of the zoo (see: rematplan models)")
+    parser.add_argument("name", metavar="NAME", help="a network of the zoo (see: rematplan info models)")
     parser.add_argument(
         "--dim",
         type=dimension,

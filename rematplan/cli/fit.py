@@ -25,7 +25,7 @@ def add(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "model",
         metavar="MODEL",
-        help="a network of the zoo (see: rematplan models), an ONNX file, a config.json of Hugging Face, or "
+        help="a network of the zoo (see: rematplan info models), an ONNX file, a config.json of Hugging Face, or "
         "package.module:function, a function that returns a module and its inputs",
     )
     parser.add_argument("--memory", required=True, metavar="SIZE", help="the device's memory: 80GB, 79GiB")
@@ -47,7 +47,7 @@ def add(parser: argparse.ArgumentParser) -> None:
         "--costs",
         default=ROOFLINE,
         metavar="KIND",
-        help="a device model, such as h100 (rematplan devices lists them; roofline, the default: a default device), "
+        help="a device model, such as h100 (rematplan info devices lists them; roofline, the default: a default device), "
         "without workspaces; profile: time and workspace of each op, measured on this machine; or FILE.json",
     )
     parser.add_argument(

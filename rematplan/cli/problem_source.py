@@ -55,7 +55,7 @@ def add_model(parser: argparse.ArgumentParser, *, problem_file: bool, ranges: bo
     parser.add_argument(
         "model",
         metavar="MODEL",
-        help="an ONNX file, or a network of the zoo (see: rematplan models)"
+        help="an ONNX file, or a network of the zoo (see: rematplan info models)"
         + (f", or a problem file (NAME{PROBLEM})" if problem_file else ""),
     )
     parser.set_defaults(problem_file=problem_file)
@@ -109,7 +109,7 @@ def add_costs(parser: argparse.ArgumentParser) -> None:
         "--costs",
         metavar="KIND",
         help="profile: time and workspace of each op, measured on this machine and saved (default); a device model, "
-        "such as a100, without workspaces (rematplan devices lists them; roofline: a default device); FILE.json: a "
+        "such as a100, without workspaces (rematplan info devices lists them; roofline: a default device); FILE.json: a "
         "device model, or costs measured elsewhere by `rematplan profile`",
     )
 

@@ -22,7 +22,7 @@ CANNOT = 2
 
 
 COMMANDS = {
-    "models": "list the networks of the zoo, which can be named in place of a file",
+    "info": "list the zoo's networks, device models and saved files; compile the planner's loops",
     "export": "write a network as an ONNX file in training form",
     "plan": "plan a training step within a memory budget",
     "audit": "tell whether a model's own checkpointing is right, and what it costs",
@@ -36,9 +36,6 @@ COMMANDS = {
     "pipeline-step": "run a planned pipeline's step under torchrun, one process per rank",
     "step": "run a planned training step and measure it",
     "demo": "plan and run U-Net and ResNet-50, from ONNX files",
-    "devices": "list the device models that --costs names",
-    "warm": "compile the planner's loops now; otherwise the first plan on a machine does",
-    "cache": "list or delete saved plans and measured costs",
 }
 """Each command with its summary.
 

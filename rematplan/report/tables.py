@@ -295,7 +295,7 @@ def models_table(entries: Sequence[tuple[ZooEntry, int]]) -> Table:
 def devices_table(rows: Sequence[Mapping[str, Any]]) -> Table:
     """Return a table of device models: floating-point operations per second, memory bandwidth and launch time.
 
-    ``rows``: the items of ``devices`` in the JSON output of ``rematplan devices``.
+    ``rows``: the items of ``devices`` in the JSON output of ``rematplan info devices``.
     """
     columns = ("TFLOP/s\nfloat32", "TFLOP/s\nfloat16", "GB/s", "launch\nµs")
     keys = ("teraflops_float32", "teraflops_float16", "gigabytes_a_second", "launch_microseconds")

@@ -18,14 +18,14 @@ SMALL = ("unet", "--dim", "batch=2", "--dim", "image=32", "--dim", "width=4")
 
 
 def test_models_lists_the_zoo(call, monkeypatch) -> None:
-    listed = call("models", "--json").data["models"]
+    listed = call("info", "models", "--json").data["models"]
     assert [m["name"] for m in listed] == list(ZOO)
     assert {m["name"]: m["parameters"] for m in listed}["resnet50"] == 25_557_032
     few = ("unet", "resnet18", "gpt12")
     monkeypatch.setattr("rematplan.models.ZOO", {name: ZOO[name] for name in few})
-    table = call("models").out
+    table = call("info", "models").out
     assert all(name in table for name in few)
-    assert call("models", "--quiet").out == ""
+    assert call("info", "models", "--quiet").out == ""
 
 
 def test_export_writes_a_file_and_states_its_input(call, tmp_path) -> None:

@@ -280,7 +280,7 @@ def test_a_failed_write_leaves_the_old_file(call, refused, problem, tmp_path, mo
 
 def test_help_and_version_are_printed(call) -> None:
     assert call("--version").out.startswith("rematplan ")
-    for command in ("models", "export", "plan", "curve", "step", "demo"):
+    for command in ("info", "export", "plan", "curve", "step", "demo"):
         result = call(command, "--help")
         assert result.status == 0
         assert "--json" in result.out

@@ -48,9 +48,9 @@ def test_strategies_are_described(call, command: str) -> None:
 
 
 def test_devices_lists_all_models_and_each_can_be_used(call) -> None:
-    listed = call("devices", "--json").data["devices"]
+    listed = call("info", "devices", "--json").data["devices"]
     assert [d["name"] for d in listed if d["default"]] == ["a100"]
-    table = call("devices").out
+    table = call("info", "devices").out
     for device in listed:
         assert device["name"] in table
         assert f"{device['gigabytes_a_second']:g}" in table
@@ -75,13 +75,13 @@ def test_devices_lists_all_models_and_each_can_be_used(call) -> None:
 
 
 def test_warm_compiles_the_loops(call) -> None:
-    said = call("warm", "--json").data
+    said = call("info", "warm", "--json").data
     assert said["seconds"] >= 0
     folder = Path(said["folder"])
     assert folder.is_relative_to(cache_folder())
     assert any(folder.rglob("*.nbi"))
-    assert str(folder) in call("warm").out.replace("\n", "")
-    assert not call("warm", "--quiet").out
+    assert str(folder) in call("info", "warm").out.replace("\n", "")
+    assert not call("info", "warm", "--quiet").out
 
 
 def test_cache_lists_and_clears(call, tmp_path, monkeypatch) -> None:
@@ -95,14 +95,14 @@ def test_cache_lists_and_clears(call, tmp_path, monkeypatch) -> None:
     }
     for path, text in kept.items():
         path.write_bytes(text)
-    said = call("cache", "list", "--json").data
+    said = call("info", "cache", "--json").data
     assert said["plans"] == {"files": 1, "bytes": 5}
     assert said["costs"] == {"files": 1, "bytes": 3}
-    assert f"folder{folder}" in "".join(call("cache", "list").out.split())
+    assert f"folder{folder}" in "".join(call("info", "cache").out.split())
     assert all(path.exists() for path in kept)
-    assert call("cache", "clear", "--json").data["deleted"]
+    assert call("info", "cache", "--clear", "--json").data["deleted"]
     assert [path.name for path in kept if path.exists()] == ["other.txt"]
-    assert call("cache", "clear", "--json").data["plans"] == {"files": 0, "bytes": 0}
+    assert call("info", "cache", "--clear", "--json").data["plans"] == {"files": 0, "bytes": 0}
 
 
 def test_step_states_the_loss_it_added_and_the_baseline_of_its_time(call) -> None:

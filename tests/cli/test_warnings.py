@@ -18,6 +18,6 @@ def test_a_warning_is_one_line_without_a_place_in_the_code(
         return 0
 
     monkeypatch.setattr(devices, "run", warning)
-    assert main(["devices"]) == 0
+    assert main(["info", "devices"]) == 0
     assert capsys.readouterr().err == "rematplan: costs vary\n"
     assert warnings.formatwarning is before
