@@ -2,9 +2,9 @@
 
 usage: python benchmarks/least_peaks.py [NAME|FILE ...] [--seconds 15] [--device-model a100]
 
-NAME is a network of the zoo (`rematplan info models`), at its default sizes, on a device model's costs; FILE is a problem
-file. Without either, all networks are searched. Each line states the ops, the peak without recomputation, the smallest
-found, the proven least, their ratio, and the seconds of the search, which ends early if it gains nothing more.
+NAME is a network of the zoo (`rematplan info models`), at its default sizes, on a device model's costs; FILE is a
+problem file. Without either, all networks are searched. Each line states the ops, the peak without recomputation, the
+smallest found, the proven least, their ratio, and the seconds of the search, which ends early if it gains nothing more.
 The budgets `least` and `min`, and refusals of other budgets, use the same search.
 """
 

@@ -47,8 +47,8 @@ def add(parser: argparse.ArgumentParser) -> None:
         "--costs",
         default=ROOFLINE,
         metavar="KIND",
-        help="a device model, such as h100 (rematplan info devices lists them; roofline, the default: a default device), "
-        "without workspaces; profile: time and workspace of each op, measured on this machine; or FILE.json",
+        help="a device model, such as h100 (rematplan info devices lists them; roofline, the default: a default "
+        "device), without workspaces; profile: time and workspace of each op, measured on this machine; or FILE.json",
     )
     parser.add_argument(
         "--optimizer",

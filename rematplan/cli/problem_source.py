@@ -109,8 +109,8 @@ def add_costs(parser: argparse.ArgumentParser) -> None:
         "--costs",
         metavar="KIND",
         help="profile: time and workspace of each op, measured on this machine and saved (default); a device model, "
-        "such as a100, without workspaces (rematplan info devices lists them; roofline: a default device); FILE.json: a "
-        "device model, or costs measured elsewhere by `rematplan profile`",
+        "such as a100, without workspaces (rematplan info devices lists them; roofline: a default device); FILE.json: "
+        "a device model, or costs measured elsewhere by `rematplan profile`",
     )
 
 

@@ -5,7 +5,7 @@ import warnings
 
 import pytest
 
-from rematplan.cli import devices, main
+from rematplan.cli import info, main
 
 
 def test_a_warning_is_one_line_without_a_place_in_the_code(
@@ -17,7 +17,7 @@ def test_a_warning_is_one_line_without_a_place_in_the_code(
         sys.stderr.write(warnings.formatwarning("costs vary", UserWarning, "file.py", 1))
         return 0
 
-    monkeypatch.setattr(devices, "run", warning)
+    monkeypatch.setattr(info, "run", warning)
     assert main(["info", "devices"]) == 0
     assert capsys.readouterr().err == "rematplan: costs vary\n"
     assert warnings.formatwarning is before
