@@ -184,7 +184,7 @@ def common_plan(
     search = _searching(stages, actions, asked, fixed)
     gradients = sum(_bytes(t) for t in named.values() if t.requires_grad)
     if (least := always + gradients + stepping) > search.budget:
-        raise InfeasibleBudget("parts", search.budget, least, "proven")
+        raise InfeasibleBudget("parts", search.budget, max(least, search.smallest), "proven")
     try:
         found = search.run()
     except InfeasibleBudget as error:

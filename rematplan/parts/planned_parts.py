@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -10,13 +11,14 @@ import torch
 from torch import nn
 
 from rematplan.ir import InfeasibleBudget, ModelError, RematplanError, show_bytes
+from rematplan.module.capture_lock import LOCK
 from rematplan.module.captures import Captures
 from rematplan.module.forward_capture import Original
 from rematplan.module.runner import Runner
 from rematplan.module.shape_options import ShapeOptions
 from rematplan.parts.common_budget import CommonPlan, PartPlanner, common_plan, of_part
 from rematplan.parts.patched import Patches
-from rematplan.parts.rehearsal import EqualParts, Rehearsal, Rehearsed
+from rematplan.parts.rehearsal import EqualParts, Rehearsal, Rehearsed, inside, repeated_bytes
 from rematplan.plans.options import RAISE, PlanOptions
 from rematplan.plans.refusals import reaction
 from rematplan.runtime import guards
@@ -61,8 +63,11 @@ class PlannedParts:
         self, options: PlanOptions, parts: Mapping[str, nn.Module], error: ModelError | None = None
     ) -> None:
         self.options, self.parts, self.error = options, parts, error
-        self._known: dict[Hashable, list[tuple[list[tuple[int, ...]], Rehearsed]]] = {}
-        """The rehearsals by the structure of the arguments and the model's state, with the sizes of the arguments."""
+        self._known: dict[Hashable, list[tuple[list[tuple[int, ...]] | None, Rehearsed]]] = {}
+        """The rehearsals by the structure of the arguments and the model's state, with the sizes of the arguments; None
+        if another rehearsal is needed, since a module has run that did not run in this one."""
+        self._told: set[str] = set()
+        """The names of the modules that have run more often than in a rehearsal. A warning tells of each once."""
         self._divisions: dict[tuple[Rehearsed, bool], Division] = {}
         """By the rehearsal, and whether gradients of earlier steps exist."""
         self.fixed: int | None = None
@@ -74,12 +79,50 @@ class PlannedParts:
         """Run a training call of the model."""
         self.prepare(original, args, kwargs)
         assert self.last
+        model, ran = original.model, Counter[str]()
+        names = dict.fromkeys(name for name, _ in self.last.plan.rehearsed.calls)
+        planned = {name: self.last.runners[model.get_submodule(name)] for name in names}
+        every = {**dict.fromkeys(self._new(self.last.plan.rehearsed)), **planned}
         patches = {
-            module: partial(_run, runner, Original(module, module.forward))
-            for module, runner in self.last.runners.items()
+            part: partial(_run, runner, Original(part, part.forward), partial(ran.update, (name,)))
+            for name, runner in every.items()
+            for part in (model.get_submodule(name),)
         }
         with Patches(patches):
-            return original.plain(args, kwargs)
+            try:
+                return original.plain(args, kwargs)
+            finally:
+                self._learn(ran)
+
+    def _new(self, rehearsed: Rehearsed) -> list[str]:
+        """Return the names of those modules that may be planned, have not run in a rehearsal, and were not told of."""
+        called = {name for name, _ in rehearsed.calls}
+        known = {*called, *rehearsed.refused, *self._told}
+        return [name for name in self.parts if name not in known and not inside(name, called)]
+
+    def _learn(self, ran: Counter[str]) -> None:
+        """Expect in later steps what has run now and was not expected. ``ran``: how often each part has run."""
+        assert self.last
+        rehearsed = self.last.plan.rehearsed
+        expected = Counter(name for name, _ in rehearsed.calls)
+        more = ran - expected
+        if not more:
+            return
+        name = next(iter(more))
+        if name not in self._told:
+            warn(
+                f"{name} runs {ran[name]} times in a step, and {expected[name]} times in the step for which the budget "
+                f"was divided: this step may exceed the budget; it is divided again for the next one"
+            )
+        self._told.update(more)
+        groups = dict(rehearsed.calls)
+        calls = [(one, groups[one]) for one in more.elements() if one in groups]
+        grown = rehearsed.with_calls(calls, repeated_bytes(self.parts, [*expected, *more.elements()]))
+        is_new = any(one not in groups for one in more)
+        for sums in (False, True):
+            self._divisions.pop((rehearsed, sums), None)
+        for every in self._known.values():
+            every[:] = [(None if is_new else s, grown) if r is rehearsed else (s, r) for s, r in every]
 
     def prepare(self, original: Original, args: tuple[Any, ...], kwargs: dict[str, Any]) -> CommonPlan:
         """Return the plan for a call. The first call of its kind is rehearsed and planned."""
@@ -89,9 +132,13 @@ class PlannedParts:
         sums = any(p.grad is not None for p in original.model.parameters())
         tensors = tensors_in(leaves)
         known = self._known.setdefault((spec, state.key), [])
-        rehearsed = next((one for sizes, one in known if _within(tensors, sizes)), None)
+        rehearsed = next((one for sizes, one in known if sizes is not None and _within(tensors, sizes)), None)
         if rehearsed is None:
             rehearsed = self._rehearsed(original, args, kwargs)
+            for earlier in [one for sizes, one in known if sizes is None]:
+                calls = {name for name, _ in rehearsed.calls}
+                rehearsed = rehearsed.with_calls([one for one in earlier.calls if one[0] not in calls])
+            known[:] = [one for one in known if one[0] is not None]
             known.append(([tuple(t.shape) for t in tensors], rehearsed))
         if (rehearsed, sums) not in self._divisions:
             self._divisions[rehearsed, sums] = self._divided(original.model, rehearsed, sums)
@@ -149,5 +196,11 @@ def _within(tensors: Sequence[torch.Tensor], sizes: Sequence[tuple[int, ...]]) -
     return all(t.nbytes <= most for t in larger)
 
 
-def _run(runner: Runner, original: Original, *args: Any, **kwargs: Any) -> Any:
-    return runner(original, args, kwargs) if torch.is_grad_enabled() else original.plain(args, kwargs)
+def _run(
+    runner: Runner | None, original: Original, began: Callable[[], object], *args: Any, **kwargs: Any
+) -> Any:
+    """Run a module. ``runner``: has its plans; None if it has none. ``began``: is called if it runs with gradients."""
+    if not torch.is_grad_enabled() or LOCK.is_mine:
+        return original.forward(*args, **kwargs)
+    began()
+    return runner(original, args, kwargs) if runner is not None else original.plain(args, kwargs)

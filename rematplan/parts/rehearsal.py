@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import warnings
 from collections import Counter
-from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from typing import Any, Literal
@@ -146,6 +146,27 @@ class Rehearsed:
         """The most bytes that exist outside of the parts."""
         return max(self.ending, *(max(event.before, event.during) for event in self.events))
 
+    def with_calls(self, more: Sequence[tuple[str, EqualParts]], repeated: int | None = None) -> Rehearsed:
+        """Return what is assumed of a step that makes further calls of parts, after its others.
+
+        ``repeated``: as the attribute; None if it stays the same.
+        """
+        if not more:
+            return self
+        held, first, end = sum(group.held for _, group in more), len(self.calls), len(self.calls) + len(more)
+        forwards = [Event("F", call, 0, 0) for call in range(first, end)]
+        backwards = [Event("B", call, 0, self.ending) for call in reversed(range(first, end))]
+        turned = next((at for at, one in enumerate(self.events) if one.kind == "B"), 0)
+        events = (*self.events[:turned], *forwards, *self.events[turned:], *backwards)
+        return replace(
+            self,
+            groups=tuple(dict.fromkeys((*self.groups, *(group for _, group in more)))),
+            calls=(*self.calls, *more),
+            events=tuple(replace(one, before=one.before + held, during=one.during + held) for one in events),
+            ending=self.ending + held,
+            repeated=self.repeated if repeated is None else repeated,
+        )
+
 
 class Rehearsal:
     """Rehearses the training steps of one model.
@@ -190,7 +211,6 @@ class Rehearsal:
             given, named = pytree.tree_map_only(torch.Tensor, _copy, (args, kwargs))
             with self._patches:
                 results = original.forward(*given, **named)
-            assumed = self._assume_uncalled()
             outputs = [one for one in pytree.tree_leaves(results) if isinstance(one, torch.Tensor)]
             trained = [one for one in outputs if one.requires_grad]
             losses = [one for one in trained if one.numel() == 1]
@@ -206,21 +226,18 @@ class Rehearsal:
         for call in reversed(range(len(self._calls))):
             if call not in done:
                 self._events.append(Event("B", call, 0, ending))
-        every = (
-            replace(one, before=factor * one.before + assumed, during=factor * one.during + assumed)
-            for one in self._events
-        )
+        every = (replace(one, before=factor * one.before, during=factor * one.during) for one in self._events)
         return Rehearsed(
             tuple(self._groups),
             tuple(self._calls),
             tuple(every),
-            factor * ending + assumed,
+            factor * ending,
             live.largest,
-            self._repeated(),
+            repeated_bytes(self.parts, (name for name, _ in self._calls)),
             unread,
             dict(self._refused),
             mixed,
-        )
+        ).with_calls(self._uncalled())
 
     def _event(self, kind: Literal["F", "B"], call: int) -> None:
         self._events.append(Event(kind, call, self._live.peak_since(), self._live.live))
@@ -251,24 +268,18 @@ class Rehearsal:
         )
         return frozenset((*by_inputs, *by_weights))
 
-    def _repeated(self) -> int:
-        calls = (self.parts[name].parameters() for name, _ in self._calls)
-        times = Counter(p for parameters in calls for p in parameters if p.requires_grad)
-        return sum(allocated(p.nbytes, p.device) for p, count in times.items() if count > 1)
-
-    def _assume_uncalled(self) -> int:
-        """Add a call of each module that did not run now but is equal to a part that did, since it may run in other
-        steps (layers that are dropped by chance). Return the bytes that the rest then holds for these calls."""
+    def _uncalled(self) -> list[tuple[str, EqualParts]]:
+        """Return a call of each module that did not run now but is equal to a part that did, since it may run in other
+        steps (layers that are dropped by chance)."""
         called = {name for name, _ in self._calls}
-        total = 0
+        found = []
         for name, part in self.parts.items():
-            group = None if name in called or _inside(name, called) else self._equal(part)
+            group = None if name in called or inside(name, called) else self._equal(part)
             if group is not None:
-                self._event("F", len(self._calls))
-                self._calls.append((name, group))
+                found.append((name, group))
+                called.add(name)
                 group.names.append(name)
-                total += group.held
-        return total
+        return found
 
     def _equal(self, part: nn.Module) -> EqualParts | None:
         """Return the parts to which a module is equal, if it is called as they are."""
@@ -410,7 +421,13 @@ def _unsuitable(found: Found) -> str:
     return "it is too small" if few else ""
 
 
-def _inside(name: str, others: Collection[str]) -> bool:
+def repeated_bytes(parts: Mapping[str, nn.Module], calls: Iterable[str]) -> int:
+    """Return the bytes of the parameters of parts that run several times. ``calls``: the names of those that run."""
+    times = Counter(p for name in calls for p in parts[name].parameters() if p.requires_grad)
+    return sum(allocated(p.nbytes, p.device) for p, count in times.items() if count > 1)
+
+
+def inside(name: str, others: Collection[str]) -> bool:
     """Return whether a module is inside of one of the others, or one of the others is inside of it."""
     return any(f"{a}.".startswith(f"{b}.") for other in others for a, b in ((name, other), (other, name)))
 

@@ -3,6 +3,8 @@
 import copy
 import pickle
 import random
+import warnings
+from collections import Counter
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -234,6 +236,40 @@ def test_layers_that_did_not_run_count_as_if_they_had() -> None:
     assert {name for group in planned(model).parts for name in group.names} == {
         f"blocks.{k}" for k in range(4)
     }
+
+
+STAGE = {"times": 1, "late": 0}
+
+
+class Growing(Base):
+    """Runs its blocks several times, and later one more module."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.late = nn.Sequential(nn.Linear(WIDTH, 40), nn.Tanh(), nn.LayerNorm(40), nn.Linear(40, WIDTH))
+
+    def body(self, x: Tensor) -> Tensor:
+        for _ in range(STAGE["times"] + int(np.random.uniform() > 1)):
+            x = super().body(x)
+        return self.late(x) if STAGE["late"] else x
+
+
+def test_what_runs_later_or_more_often_is_told_of_once_and_planned(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, plain = made(Growing)
+    in_parts(model, "2MiB")
+    same_steps(model, plain, 2)
+    for change, value, words in (
+        ("times", 2, "blocks.0 runs 2 times"),
+        ("late", 1, "late runs 1 times in a step"),
+    ):
+        monkeypatch.setitem(STAGE, change, value)
+        with pytest.warns(UserWarning, match=words):
+            same_steps(model, plain, 1)
+        with warnings.catch_warnings(action="error"):
+            same_steps(model, plain, 3)
+    calls = Counter(name for name, _ in planned(model).rehearsed.calls)
+    assert calls == {**{f"blocks.{k}": 2 for k in range(4)}, "late": 1}
+    assert measured(model, 0) <= planned(model).peak
 
 
 def test_equal_layers_are_captured_once() -> None:
