@@ -57,7 +57,7 @@ def main() -> None:
         for split in ("off", (("loss", 8),), (("loss", 16),), "auto"):
             options = PlanOptions(budget="least", costs=args.device_model, refine=False, split=split)
             planner = Planner(options)
-            form = planner.split(step).step if split != "auto" else step
+            form = planner.rewritten(step).step if split != "auto" else step
             least = min_peak_bound(planner.problem_at(form)[1]).bytes if split != "auto" else None
             row = cells(step, split, args.shares, strategy, args.device_model)
             text = split if isinstance(split, str) else ", ".join(f"{n} in {k}" for n, k in split)

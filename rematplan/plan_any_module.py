@@ -19,7 +19,15 @@ from rematplan.module.size_range_proof import prove_ranges
 from rematplan.planner.core.plan import Plan
 from rematplan.planner.core.strategy import Strategy
 from rematplan.plans.held_by_others import Reserved
-from rematplan.plans.options import UNSPLIT, PlanOptions, stated_splits, stated_strategy
+from rematplan.plans.options import (
+    EAGER_KERNELS,
+    FUSED,
+    SPLIT,
+    UNSPLIT,
+    PlanOptions,
+    stated_splits,
+    stated_strategy,
+)
 from rematplan.plans.planner import Planner
 from rematplan.runtime.execute.autograd_function import finish_backward
 from rematplan.runtime.execute.compile import named_tensors
@@ -45,10 +53,10 @@ if TYPE_CHECKING:
 
 
 FIRST_CHECK_TOLERANCE = 1e-2
-"""The largest relative error of gradients of a plan with inverses in the check of the first plan, which is made only
-with PyTorch versions that were not tested.
+"""The largest relative error of gradients in the check of the first plan if results may differ by rounding (inverses,
+splits, fused kernels). The check is made only with PyTorch versions that were not tested.
 
-It is far above the rounding errors of inverses, and far below the errors of a wrong inverse.
+It is far above rounding errors, and far below the errors of a wrong inverse or kernel.
 """
 
 
@@ -69,6 +77,7 @@ def plan_module(
     on_infeasible: str | None = None,
     refine: bool = True,
     split: str | Mapping[str, int] = UNSPLIT,
+    kernels: str = EAGER_KERNELS,
 ) -> PlannedModule:
     """Return a module that computes what ``model`` computes, in any training loop, with a peak within ``budget``.
 
@@ -162,6 +171,11 @@ def plan_module(
             with the layer before it. The loss is the same bit by bit where the device's kernels compute the same rows
             for fewer rows, and so are all gradients except those of weights in what is split: these are sums over
             parts. A percentage refers to the step without splits. Each further shape gets a search of its own.
+        kernels: ``eager`` for the kernels of eager mode; ``fused`` for kernels that Inductor compiles, each for several
+            neighbouring ops (pointwise ops, reductions, norms), between matrix products, convolutions and other ops of
+            libraries. Results then differ from eager mode's by rounding; they are the same in every run and under every
+            plan. A percentage refers to the peak of the fused step. Each further shape gets kernels of its own. Ops
+            whose kernel cannot be compiled run as in eager mode, and a warning says so.
 
     Raises:
         InfeasibleBudget: the strategy finds no plan that fits. The error has the smallest peak found.
@@ -191,6 +205,7 @@ def plan_module(
         on_infeasible=on_infeasible,
         refine=refine,
         split=split,
+        kernels=kernels,
     )
 
 
@@ -312,9 +327,10 @@ def asked_of(
     if statistics is not None and options.saved is not None:
         raise UsageError("a saved plan cannot be used together with statistics; state a budget instead")
     shapes = ShapeOptions.of(dynamic_shapes, model, args, kwargs)
-    if options.split != UNSPLIT and (statistics is not None or shapes.ranges):
+    one = next((c.name for c in (SPLIT, FUSED) if c.holds(options)), None)
+    if one is not None and (statistics is not None or shapes.ranges):
         other = "ranges in dynamic_shapes" if shapes.ranges else "statistics"
-        raise UsageError(f"split cannot be combined with {other}")
+        raise UsageError(f"{one} cannot be combined with {other}")
     return ModuleOptions(options, shapes, statistics)
 
 
@@ -329,7 +345,7 @@ def make_first_plans(
         Planning(planned).prepare(*positional, **named)
     runner = runner_of(planned)
     prove_ranges(planned, runner.planner, asked.shapes, model, args, kwargs)
-    tolerance = FIRST_CHECK_TOLERANCE if asked.options.inverses else 0.0
+    tolerance = FIRST_CHECK_TOLERANCE if asked.options.rounds else 0.0
     check_first_plan(model, planned, tuple(args), kwargs, tolerance)
 
 

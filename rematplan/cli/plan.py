@@ -157,7 +157,7 @@ def plan_for(source: Source, args: argparse.Namespace, out: Output) -> tuple[Sou
             f"{graph.name}: no plan with inverses was found that is better than this one without them",
             *notes,
         )
-    loaded = replace(loaded, step=found.step, inexact=(loaded.inexact and rounds) or found.splits)
+    loaded = replace(loaded, step=found.step, inexact=(loaded.inexact and rounds) or found.rounds)
     return Source(found.problem, loaded, (*source.notes, *notes)), found.plan
 
 

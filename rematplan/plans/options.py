@@ -31,6 +31,9 @@ UNSPLIT, AUTO_SPLIT = "off", "auto"
 Splits: TypeAlias = str | tuple[tuple[str, int], ...]
 """What is split along rows: `UNSPLIT`, `AUTO_SPLIT`, or pairs of a module's name and the number of parts of what can be
 split in it."""
+EAGER_KERNELS, FUSED_KERNELS = "eager", "fused"
+KERNELS = (EAGER_KERNELS, FUSED_KERNELS)
+"""The kernels of a step: those of eager mode, or for regions of ops one compiled kernel each."""
 QUICK = 1.5
 """Seconds of search before the first step, if the plan is refined while training runs."""
 
@@ -84,6 +87,7 @@ class PlanOptions:
     deferred: int | None = None
     split: Splits = UNSPLIT
     """What is split along rows (`stated_splits`)."""
+    kernels: str = EAGER_KERNELS
 
     def __post_init__(self) -> None:
         if self.budget is None and self.saved is None:
@@ -105,6 +109,8 @@ class PlanOptions:
         known_costs(self.costs)
         if self.on_infeasible not in (None, *INSTEAD):
             raise UsageError(f"unknown on_infeasible {self.on_infeasible!r}; known: {', '.join(INSTEAD)}")
+        if self.kernels not in KERNELS:
+            raise UsageError(f"unknown kernels {self.kernels!r}; known: {', '.join(KERNELS)}")
         for one, other in EXCLUDED:
             if one.holds(self) and other.holds(self):
                 raise UsageError(f"{one.name} cannot be combined with {other.name}")
@@ -163,6 +169,16 @@ class PlanOptions:
         return bool(self.inverses) or isinstance(self.strategy, Reversible)
 
     @property
+    def fuses(self) -> bool:
+        """Whether fused kernels run."""
+        return self.kernels == FUSED_KERNELS
+
+    @property
+    def rounds(self) -> bool:
+        """Whether results may differ from those of eager mode by rounding."""
+        return self.inverting or self.split != UNSPLIT or self.fuses
+
+    @property
     def max_inversion_error(self) -> float | None:
         """The largest predicted relative error of a recovered tensor; None: a limit that suits the tensor's type."""
         return stated_limit(self.inverses)
@@ -179,11 +195,18 @@ class Condition:
 
 SPLIT = Condition("split", lambda o: o.split != UNSPLIT)
 SEVERAL = Condition("plan_stage", lambda o: o.several)
+FUSED = Condition("kernels='fused'", lambda o: o.fuses)
+TWO_LANES = Condition("two lanes", lambda o: o.strategy.two_lanes not in (OFF, None))
 EXCLUDED = (
     (SEVERAL, Condition("inverses", lambda o: bool(o.inverses))),
-    (SEVERAL, Condition("two lanes", lambda o: o.strategy.two_lanes not in (OFF, None))),
+    (SEVERAL, TWO_LANES),
     (SEVERAL, Condition("a saved plan", lambda o: o.saved is not None)),
     (SEVERAL, SPLIT),
+    (FUSED, SEVERAL),
+    (FUSED, SPLIT),
+    (FUSED, TWO_LANES),
+    (FUSED, Condition("inverses", lambda o: o.inverting)),
+    (FUSED, Condition("a policy", lambda o: bool(o.policy))),
     (
         Condition("split='auto'", lambda o: o.split == AUTO_SPLIT),
         Condition("a saved plan", lambda o: o.saved is not None),

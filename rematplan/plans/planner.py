@@ -16,6 +16,7 @@ from rematplan.planner.core.plan import Plan
 from rematplan.planner.core.strategy import Progress, silent
 from rematplan.planner.strategies.store_all import StoreAll
 from rematplan.plans.budgets import Budget
+from rematplan.plans.fusing import with_fused_kernels
 from rematplan.plans.in_flight import plan_in_flight
 from rematplan.plans.op_costs import PROFILE, priced
 from rematplan.plans.options import RAISE, UNSPLIT
@@ -25,7 +26,7 @@ from rematplan.plans.progress import LOG, log_plan, progress_bar
 from rematplan.plans.refining import Refining, StepPlan, mapped
 from rematplan.plans.refusals import accepts_refusals, explaining_refusals, plan_over_budget, reaction
 from rematplan.plans.resizing import Resizing
-from rematplan.plans.splitting import SplitStep, smallest_with_splits, split_as_asked
+from rematplan.plans.splitting import RewrittenStep, smallest_with_splits, split_as_asked
 from rematplan.plans.step_problems import StepProblems
 from rematplan.plans.two_lane_plans import OFF, overlapped, sharing_here, stated_sharing
 from rematplan.runtime.graph.captured_step import CapturedStep
@@ -85,23 +86,25 @@ class Planner(StepProblems):
         ``on_infeasible`` decides whether an error is raised or another plan is used.
         """
         first = first or not self.store
-        split = self.split(step)
-        for note in split.notes:
+        changed = self.rewritten(step)
+        for note in changed.notes:
             LOG.info("%s", note)
         try:
-            found = self._planned_whole(split.step, first, progress)
+            found = self._planned_whole(changed.step, first, progress)
         except InfeasibleBudget as error:
             if not first:
                 raise
             raise self._with_splits_hint(error, step) from None
-        splits = bool(split.notes)
-        carries = found.carries and not splits  # at other sizes, other splits may be better
-        return replace(found, notes=(*split.notes, *found.notes), carries=carries, splits=splits)
+        rounds = bool(changed.notes)
+        carries = found.carries and not rounds  # splits and kernels are those of one size
+        return replace(found, notes=(*changed.notes, *found.notes), carries=carries, rounds=rounds)
 
-    def split(self, step: CapturedStep) -> SplitStep:
-        """Return the step with regions split along rows, as the options say, and what to tell the user."""
+    def rewritten(self, step: CapturedStep) -> RewrittenStep:
+        """Return the step with ops split along rows or fused, as the options say, and what to tell the user."""
+        if self.options.fuses:
+            return with_fused_kernels(step)
         if self.options.split == UNSPLIT:
-            return SplitStep(step)
+            return RewrittenStep(step)
         # A percentage refers to the step as it is.
         return split_as_asked(self, step, self.limit(self.problem_at(step)[1]))
 
@@ -255,7 +258,7 @@ class Planner(StepProblems):
         """
         if self.options.several:  # the plan counts all possible gradients
             return None
-        step = self.split(step).step
+        step = self.rewritten(step).step
         adding = replace(self, added=frozenset(names))
         if self.options.saved is not None:
             budget = plan.peak if plan.budget is None else plan.budget

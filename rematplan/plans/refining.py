@@ -48,8 +48,8 @@ class StepPlan:
     """Sentences for the user, such as why a plan for two lanes has one."""
     carries: bool = False
     """Whether the plan may be used at other sizes of the batch."""
-    splits: bool = False
-    """Whether ops of the step are split along rows, so that gradients may differ by rounding."""
+    rounds: bool = False
+    """Whether ops of the step are split or fused, so that results may differ from those of eager mode by rounding."""
 
 
 @dataclass(frozen=True)

@@ -30,18 +30,18 @@ SplitChoice: TypeAlias = Mapping[SplitKind, int]
 
 
 @dataclass(frozen=True)
-class SplitStep:
-    """A step in which regions are split, and sentences for the user that say which."""
+class RewrittenStep:
+    """A step in which regions are split or fused, and sentences for the user that say which."""
 
     step: CapturedStep
     notes: tuple[str, ...] = ()
 
 
-def split_as_asked(problems: StepProblems, step: CapturedStep, budget: Budget) -> SplitStep:
+def split_as_asked(problems: StepProblems, step: CapturedStep, budget: Budget) -> RewrittenStep:
     """Return a step in which regions are split as the options say. ``budget``: for the whole step, in bytes or lean."""
     asked = problems.options.split
     if asked == UNSPLIT:
-        return SplitStep(step)
+        return RewrittenStep(step)
     regions = splittable(step, find_regions(step))
     if asked == AUTO_SPLIT:
         return _noted(step, _chosen(problems, step, kinds_of(step, regions), budget))
@@ -75,16 +75,16 @@ def _split(step: CapturedStep, choice: SplitChoice) -> CapturedStep:
     return split_regions(step, {r: k for kind, k in choice.items() for r in kind})
 
 
-def _noted(step: CapturedStep, choice: SplitChoice) -> SplitStep:
+def _noted(step: CapturedStep, choice: SplitChoice) -> RewrittenStep:
     if not choice:
-        return SplitStep(step)
+        return RewrittenStep(step)
     texts = []
     for kind, k in choice.items():
         parts = len(bounds_of(kind[0], k)) - 1
         name = kind[0].name + (f" and {len(kind) - 1} more like it" if len(kind) > 1 else "")
         texts.append(f"{name} in {parts} parts ({show_bytes(_saved(kind))} of tensors exist in parts only)")
     why = "gradients of weights in them are sums over parts, so they differ from the unsplit ones by rounding"
-    return SplitStep(_split(step, choice), (f"{step.name}: split {'; '.join(texts)}; {why}",))
+    return RewrittenStep(_split(step, choice), (f"{step.name}: split {'; '.join(texts)}; {why}",))
 
 
 def _chosen(

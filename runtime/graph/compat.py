@@ -127,8 +127,10 @@ if TYPE_CHECKING:
     from torch._functorch._aot_autograd.schemas import MemoryFormatMeta
     from torch._functorch.aot_autograd import aot_export_joint_with_descriptors
     from torch._inductor import config as inductor_config
-    from torch._inductor.compile_fx import compile_fx
+    from torch._inductor.compile_fx import compile_fx, compile_fx_inner
     from torch._inductor.custom_graph_pass import CustomPartitionerFn
+    from torch._inductor.decomposition import select_decomp_table
+    from torch.fx.experimental.proxy_tensor import make_fx
     from torch.utils import _device as device_mode
 
 LATER = {
@@ -145,11 +147,14 @@ LATER = {
     "boxed_nop": ("torch._dynamo.backends.debugging", "boxed_nop"),
     "clear_cublas_workspaces": ("torch._C", "_cuda_clearCublasWorkspaces"),  # missing in CPU builds
     "compile_fx": ("torch._inductor.compile_fx", "compile_fx"),
+    "compile_fx_inner": ("torch._inductor.compile_fx", "compile_fx_inner"),
     "device_mode": ("torch.utils._device", ""),
     "dynamo_config": ("torch._dynamo.config", ""),
     "functorch_config": ("torch._functorch.config", ""),
     "get_torch_obj_rule_map": ("torch._dynamo.trace_rules", "get_torch_obj_rule_map"),
     "inductor_config": ("torch._inductor.config", ""),
+    "make_fx": ("torch.fx.experimental.proxy_tensor", "make_fx"),
+    "select_decomp_table": ("torch._inductor.decomposition", "select_decomp_table"),
 }
 """Names that are looked up at first use: the module that defines each, and its name there. An empty name
 stands for the module itself."""
@@ -256,6 +261,7 @@ __all__ = [
     "c_autograd",
     "clear_cublas_workspaces",
     "compile_fx",
+    "compile_fx_inner",
     "current_graph_task",
     "detect_fake_mode",
     "device_mode",
@@ -288,12 +294,14 @@ __all__ = [
     "is_legacy_batchedtensor",
     "is_tested",
     "keeps_graph",
+    "make_fx",
     "parametrizations_are_cached",
     "peek_interpreter_stack",
     "profiler_enabled",
     "pytree",
     "run_and_save_rng_state",
     "run_with_rng_state",
+    "select_decomp_table",
     "set_cudnn_enabled",
     "top_saved_tensors_hooks",
     "tracing",

@@ -1,0 +1,127 @@
+"""Fuse a captured step: find its regions, compile their kernels, and cut regions that would raise the peak."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+
+from rematplan.runtime.fuse.fuse_step import fused_step, name_of
+from rematplan.runtime.fuse.kernel import CannotFuse, FusedKernel, RegionOps, fused_kernel
+from rematplan.runtime.fuse.regions import Region, Regions
+from rematplan.runtime.graph.captured_step import Call, CapturedStep
+
+GIVE_UP = 3
+"""After this many failures without a success, no more regions are compiled: a compiler may be missing."""
+
+
+@dataclass
+class Kernels:
+    """Compiled kernels by their key. Regions of equal ops and layouts share one."""
+
+    known: dict[str, FusedKernel] = field(default_factory=dict)
+    failed: dict[str, str] = field(default_factory=dict)
+    """Why a region could not be compiled, by its key."""
+
+    def of(self, step: CapturedStep, region: Region) -> FusedKernel:
+        """Return the kernel of a region, compiled if there is none yet.
+
+        Raises:
+            CannotFuse: it cannot be compiled, or no region could be.
+        """
+        ops = RegionOps(step, region)
+        key = ops.key
+        if not self.known and len(self.failed) >= GIVE_UP:
+            raise CannotFuse(next(iter(self.failed.values())))
+        if key not in self.known and key not in self.failed:
+            try:
+                self.known[key] = fused_kernel(step, region, ops)
+            except Exception as error:  # a compiler may raise anything
+                self.failed[key] = f"{type(error).__name__}: {error}".splitlines()[0][:200]
+        if key in self.failed:
+            raise CannotFuse(self.failed[key])
+        return self.known[key]
+
+
+KERNELS = Kernels()
+"""The kernels of this process. They depend on nothing but their key."""
+
+
+@dataclass(frozen=True)
+class FusedStep:
+    """A step with fused kernels."""
+
+    step: CapturedStep
+    kernels: Mapping[Region, FusedKernel]
+    failures: tuple[str, ...]
+    """For each region that could not be compiled, why. Its ops run as they are."""
+
+    @property
+    def regions(self) -> int:
+        """The number of regions, those included that could not be compiled."""
+        return len(self.kernels) + len(self.failures)
+
+    @property
+    def note(self) -> str:
+        """What to tell the user."""
+        ops = sum(len(region.names) for region in self.kernels)
+        kinds = len({kernel.key for kernel in self.kernels.values()})
+        return (
+            f"{self.step.name}: {ops} ops are {len(self.kernels)} calls of {kinds} fused kernels, whose results differ "
+            f"from those of eager mode by rounding; peaks without recomputation and bounds are those of the fused step"
+        )
+
+
+def fuse(step: CapturedStep, kernels: Kernels = KERNELS) -> FusedStep:
+    """Return the step with a compiled kernel in place of each region's ops.
+
+    A region is cut in two if its need is above the largest of the step's ops, or the peak without recomputation lies in
+    it and is above that of the step. Regions that cannot be compiled keep their ops.
+    """
+    regions = Regions(step)
+    left, kept, failures = list(regions.find()), dict[Region, FusedKernel](), list[str]()
+    most, peak = max(map(_need(step), step.priced_calls), default=0), _peak(step)[0]
+    while True:
+        for region in left:
+            try:
+                kept[region] = kernels.of(step, region)
+            except CannotFuse as error:
+                failures.append(str(error))
+        fused = fused_step(step, kept)
+        need, (highest, at) = _need(fused), _peak(fused)
+        made = {name_of(region): region for region in kept}
+        over = [region for name, region in made.items() if need(fused.call[name]) > most]
+        if not over and highest > peak and at in made:
+            over = [made[at]]
+        if not over:
+            return FusedStep(replace(fused, name=f"{step.name} (fused)"), kept, tuple(failures))
+        left = [part for region in over for part in regions.cut(region)]
+        kept = {region: kernel for region, kernel in kept.items() if region not in over}
+
+
+def _need(step: CapturedStep) -> Callable[[Call], int]:
+    """Return a function of a call: the bytes of its operands, its results and its workspace, if it is a kernel."""
+
+    def need(call: Call) -> int:
+        storages = {*step.reads(call), *step.writes(call)}
+        return sum(step.storage_bytes[s] for s in storages) + getattr(call.target, "workspace", 0)
+
+    return need
+
+
+def _peak(step: CapturedStep) -> tuple[int, str]:
+    """Return the largest number of bytes without recomputation, without those of the step's inputs and the workspaces
+    of libraries, and the call at which it is reached."""
+    kept = {step.values[i.value].storage for i in step.inputs} | {step.values[o.value].storage for o in step.outputs}
+    last = {s: c.name for c in step.calls if not c.is_view for s in step.reads(c)}
+    resident, highest, at = 0, 0, ""
+    for call in step.calls:
+        if call.is_view:
+            continue
+        writes = step.writes(call)
+        resident += sum(step.storage_bytes[s] for s in writes)
+        now = resident + getattr(call.target, "workspace", 0)
+        if now > highest:
+            highest, at = now, call.name
+        gone = {s for s in (*step.reads(call), *writes) if last.get(s, call.name) == call.name} - kept
+        resident -= sum(step.storage_bytes[s] for s in gone)
+    return highest, at

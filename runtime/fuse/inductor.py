@@ -1,0 +1,63 @@
+"""Compile the ops of a region into kernels by Inductor, PyTorch's compiler."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import TypeAlias
+
+import torch
+
+from rematplan.runtime.graph.compat import (
+    FakeTensorMode,
+    TracingContext,
+    compile_fx_inner,
+    inductor_config,
+    make_fx,
+    select_decomp_table,
+    tracing,
+)
+
+Compiled: TypeAlias = Callable[[list[torch.Tensor]], Sequence[torch.Tensor]]
+"""A compiled region: takes a list of its inputs, which it empties, and returns its outputs."""
+
+SETTINGS = {
+    "layout_optimization": False,
+    "comprehensive_padding": False,
+    "size_asserts": False,
+    "alignment_asserts": False,
+    "max_autotune": False,
+    "max_autotune_pointwise": False,
+    "deterministic": True,
+    "cpp_wrapper": False,
+    "triton.cudagraphs": False,
+}
+"""Settings of Inductor under which a kernel returns the strides of the captured step, and the same bits in every
+process. Versions that lack one do not need it."""
+
+
+def compiled(ops: Callable[..., Sequence[torch.Tensor]], inputs: Sequence[torch.Tensor]) -> Compiled:
+    """Compile ops into kernels. Kernels that were compiled before are loaded from Inductor's cache on disk.
+
+    ``ops``: a function of tensors like ``inputs``.
+
+    Raises:
+        Exception: Inductor cannot compile them, or a version of PyTorch lacks a private name.
+    """
+    settings = {k: v for k, v in SETTINGS.items() if hasattr(inductor_config, k.split(".")[0])}
+    with torch.no_grad(), FakeTensorMode() as mode:
+        fakes = [_like(t) for t in inputs]
+        graph = make_fx(ops, decomposition_table=select_decomp_table())(*fakes)
+    output = graph.graph.find_nodes(op="output")[0]
+    results = [node.meta["val"] for node in output.args[0]]
+    output.meta["user_visible_output_idxs"] = list(range(len(results)))
+    output.meta["original_output_strides"] = [t.stride() for t in results]
+    with torch.no_grad(), tracing(TracingContext(mode)), inductor_config.patch(settings):
+        made = compile_fx_inner(graph, fakes)
+    run: Compiled = getattr(made, "current_callable", None) or made
+    return run
+
+
+def _like(t: torch.Tensor) -> torch.Tensor:
+    size = t.untyped_storage().nbytes() // t.element_size()
+    storage = torch.empty(size, dtype=t.dtype, device=t.device)
+    return storage.as_strided(tuple(map(int, t.shape)), tuple(map(int, t.stride())), int(t.storage_offset()))

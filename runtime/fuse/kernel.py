@@ -1,0 +1,188 @@
+"""A fused kernel: one region of a step, lowered by Inductor, checked and measured before its first use."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from rematplan.ir import ModelError
+from rematplan.runtime.costs.measure import peak_above_entry, unprofiled
+from rematplan.runtime.costs.synthetic_arguments import SyntheticArguments
+from rematplan.runtime.fuse.inductor import Compiled, compiled
+from rematplan.runtime.fuse.regions import Region
+from rematplan.runtime.graph.allocator_rounding import allocated
+from rematplan.runtime.graph.captured_step import Call, CapturedStep, Ref, substitute
+from rematplan.runtime.graph.kernel_of import kernel_of
+from rematplan.runtime.graph.tracked_sizes import TrackedSize
+
+WORSE = 4.0
+"""The distance of a kernel's results to those in float64 may be this many times that of the eager ops."""
+ROUNDINGS = 4
+"""The distance of the eager ops counts as this many roundings at least: they sum in a tree, a kernel may not."""
+FLIPPED = 1e-3
+"""The share of the integers and truth values of a result that may differ from those of the eager ops."""
+
+
+class CannotFuse(ModelError):
+    """A region cannot be one kernel."""
+
+
+@dataclass(frozen=True, eq=False)
+class FusedKernel:
+    """A compiled region. Called with the region's inputs; returns its output, or a tuple of its outputs."""
+
+    key: str
+    """What is equal for regions of equal ops, arguments and layouts, in any process."""
+    _op: Callable[..., Any] = field(repr=False)
+    workspace: int
+    """The bytes that are allocated only while it runs."""
+
+    namespace = "fused"
+
+    @property
+    def source_name(self) -> str:
+        """Its name in generated code."""
+        return f"fused_{self.key[:10]}"
+
+    def __str__(self) -> str:
+        return f"fused_{self.key}"
+
+    def __call__(self, *args: torch.Tensor) -> Any:
+        """Run the kernel. The arguments must have the strides of the captured step."""
+        return self._op(*args)
+
+    def __deepcopy__(self, memo: object) -> FusedKernel:
+        return self
+
+
+class RegionOps:
+    """The ops of a region as a function of the region's inputs.
+
+    ``step``: the captured step. ``region``: the region.
+    """
+
+    def __init__(self, step: CapturedStep, region: Region) -> None:
+        self.region = region
+        self.inputs = [step.values[v].fake for v in region.inputs]
+        self.outputs = [step.values[v].fake for v in region.outputs]
+
+    @property
+    def key(self) -> str:
+        """A hash of all that the compiled kernel depends on."""
+        number = {v: f"%{at}" for at, v in enumerate(self.region.inputs)}
+        texts = [f"{torch.get_num_threads()} threads", *map(_layout, self.inputs)]
+        for call in self.region.calls:
+            texts.append(f"{call.target} {_untracked(substitute((call.args, dict(call.kwargs)), number.get))}")
+            number |= {r: f"%{len(texts)}.{at}" for at, r in enumerate(call.results) if r}
+        texts += [number[v] for v in self.region.outputs]
+        texts += map(_layout, self.outputs)
+        return hashlib.sha256("\n".join(texts).encode()).hexdigest()
+
+    def __call__(self, *args: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        """Run the ops one after the other, each by its eager kernel."""
+        return self._run(args, lambda arguments: arguments)
+
+    def in_float64(self, args: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
+        """Run the ops in float64, whatever their types."""
+        return self._run([t.double() if t.is_floating_point() else t for t in args], _in_float64)
+
+    def _run(
+        self, args: Sequence[torch.Tensor], change: Callable[[Any], Any]
+    ) -> tuple[torch.Tensor, ...]:
+        known = dict(zip(self.region.inputs, args, strict=True))
+        for call in self.region.calls:
+            given = substitute((call.args, dict(call.kwargs)), known.__getitem__)
+            positional, named = change(_untracked(given))
+            found = kernel_of(call.target)(*positional, **named)
+            results = zip(call.results, (found,) if call.single else found, strict=True)
+            known |= {r: t for r, t in results if r}
+        return tuple(known[v] for v in self.region.outputs)
+
+
+def fused_kernel(step: CapturedStep, region: Region, ops: RegionOps) -> FusedKernel:
+    """Compile a region, and run it on synthetic numbers: its results must have the strides of the captured step, and be
+    as near to those in float64 as the eager ops' are.
+
+    Raises:
+        CannotFuse: they do not.
+        Exception: Inductor cannot compile the region.
+    """
+    run = compiled(ops, ops.inputs)
+    kernel = (lambda *args: run(list(args))[0]) if len(ops.outputs) == 1 else (lambda *args: run(list(args)))
+    return FusedKernel(ops.key, kernel, unprofiled(lambda: _tried(step, region, ops, run)))
+
+
+def _tried(step: CapturedStep, region: Region, ops: RegionOps, run: Compiled) -> int:
+    """Run a kernel on synthetic numbers, check its results, and return its workspace in bytes."""
+    arguments = SyntheticArguments(step)
+    call = Call("", ops, tuple(map(Ref, region.inputs)), {}, ())
+    with torch.no_grad(), torch.random.fork_rng(devices=[]):
+        args, _ = arguments.of(call)
+        run(list(args))  # loads libraries
+        peak, found = peak_above_entry(lambda: run(list(args)), step.device)
+        _check_layouts(args, found, ops.outputs)
+        _check_numbers(found, ops(*args), ops.in_float64(args), region)
+    return max(0, peak - sum(allocated(t.untyped_storage().nbytes(), t.device) for t in found))
+
+
+def _check_layouts(
+    args: Sequence[torch.Tensor], found: Sequence[torch.Tensor], expected: Sequence[torch.Tensor]
+) -> None:
+    storages = {t.untyped_storage()._cdata for t in (*args, *found)}
+    if len(storages) < len({t.untyped_storage()._cdata for t in args}) + len(found):
+        raise CannotFuse("two results share memory, or a result and an operand do")
+    for made, like in zip(found, expected, strict=True):
+        if (made.shape, made.dtype, made.device) != (like.shape, like.dtype, like.device):
+            raise CannotFuse(f"a result has shape {tuple(made.shape)} and type {made.dtype}")
+        if made.stride() != like.stride() or made.untyped_storage().nbytes() > like.untyped_storage().nbytes():
+            raise CannotFuse(f"a result has strides {made.stride()} instead of {like.stride()}")
+
+
+def _check_numbers(
+    found: Sequence[torch.Tensor],
+    eager: Sequence[torch.Tensor],
+    exact: Sequence[torch.Tensor],
+    region: Region,
+) -> None:
+    for name, a, b, c in zip(region.outputs, found, eager, exact, strict=True):
+        if not a.is_floating_point():
+            wrong = float((a != b).double().mean())
+            if wrong > FLIPPED:
+                raise CannotFuse(f"{name}: {wrong:.2g} of the numbers differ from those of the eager ops")
+            continue
+        own, theirs = _distance(a, c), _distance(b, c)
+        most = WORSE * max(theirs, ROUNDINGS * min(torch.finfo(a.dtype).eps, torch.finfo(torch.float32).eps))
+        if not own <= most:
+            raise CannotFuse(f"{name} is {own:.2g} from its value in float64, that of the eager ops {theirs:.2g}")
+
+
+def _distance(found: torch.Tensor, exact: torch.Tensor) -> float:
+    """Return the L2 norm of the difference to ``exact``, relative to the norm of ``exact``."""
+    difference = torch.nan_to_num(found.double() - exact.double())
+    return float(difference.norm()) / max(float(torch.nan_to_num(exact.double()).norm()), 1e-300)
+
+
+def _layout(t: torch.Tensor) -> str:
+    return f"{t.dtype}{tuple(map(int, t.shape))}{tuple(map(int, t.stride()))} on {t.device}"
+
+
+def _untracked(value: Any) -> Any:
+    """Return nested arguments with plain integers in place of tracked sizes."""
+    if isinstance(value, (tuple, list)):
+        return type(value)(map(_untracked, value))
+    if isinstance(value, Mapping):
+        return {k: _untracked(v) for k, v in value.items()}
+    return int(value) if isinstance(value, TrackedSize) else value
+
+
+def _in_float64(value: Any) -> Any:
+    """Return nested arguments with float64 in place of all other real types."""
+    if isinstance(value, (tuple, list)):
+        return type(value)(map(_in_float64, value))
+    if isinstance(value, Mapping):
+        return {k: _in_float64(v) for k, v in value.items()}
+    return torch.float64 if isinstance(value, torch.dtype) and value.is_floating_point else value
