@@ -68,6 +68,7 @@ LAYERS = {
         "problem",
         "inversion",
         "split",
+        "fuse",
         "execute",
         "statistics",
         "onnx/ops",

@@ -74,8 +74,9 @@ class FusedStep:
 def fuse(step: CapturedStep, kernels: Kernels = KERNELS) -> FusedStep:
     """Return the step with a compiled kernel in place of each region's ops.
 
-    A region is cut in two if its need is above the largest of the step's ops, or the peak without recomputation lies in
-    it and is above that of the step. Regions that cannot be compiled keep their ops.
+    A kernel allocates all its results while all its operands exist. A region is cut in two if it then needs more than
+    each op of the step, or if it is where the peak without recomputation is, and that has grown. Regions that cannot be
+    compiled keep their ops.
     """
     regions = Regions(step)
     left, kept, failures = list(regions.find()), dict[Region, FusedKernel](), list[str]()
@@ -93,7 +94,8 @@ def fuse(step: CapturedStep, kernels: Kernels = KERNELS) -> FusedStep:
         if not over and highest > peak and at in made:
             over = [made[at]]
         if not over:
-            return FusedStep(replace(fused, name=f"{step.name} (fused)"), kept, tuple(failures))
+            named = replace(fused, name=f"{step.name} (fused)") if kept else step
+            return FusedStep(named, kept, tuple(failures))
         left = [part for region in over for part in regions.cut(region)]
         kept = {region: kernel for region, kernel in kept.items() if region not in over}
 
@@ -111,7 +113,9 @@ def _need(step: CapturedStep) -> Callable[[Call], int]:
 def _peak(step: CapturedStep) -> tuple[int, str]:
     """Return the largest number of bytes without recomputation, without those of the step's inputs and the workspaces
     of libraries, and the call at which it is reached."""
-    kept = {step.values[i.value].storage for i in step.inputs} | {step.values[o.value].storage for o in step.outputs}
+    kept = {step.values[i.value].storage for i in step.inputs} | {
+        step.values[o.value].storage for o in step.outputs
+    }
     last = {s: c.name for c in step.calls if not c.is_view for s in step.reads(c)}
     resident, highest, at = 0, 0, ""
     for call in step.calls:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import heapq
-import os
 from collections.abc import Mapping
 from dataclasses import replace
 from itertools import pairwise
@@ -32,7 +31,9 @@ def _sorted(calls: Mapping[str, Call], at: Mapping[str, int]) -> tuple[Call, ...
     one with the least position ``at`` does, forward before backward."""
     maker = {r: c.name for c in calls.values() for r in c.results if r}
     read = [refs((c.args, c.kwargs)) for c in calls.values()]
-    before = {c: {maker[r.value] for r in found if r.value in maker} for c, found in zip(calls, read, strict=True)}
+    before = {
+        c: {maker[r.value] for r in found if r.value in maker} for c, found in zip(calls, read, strict=True)
+    }
     for a, b in pairwise(sorted((c.name for c in calls.values() if c.ordered), key=at.__getitem__)):
         before[b].add(a)
     after: dict[str, list[str]] = {name: [] for name in calls}
@@ -62,7 +63,6 @@ def name_of(region: Region) -> str:
 def _call(step: CapturedStep, region: Region, kernel: FusedKernel) -> Call:
     last = step.call[region.names[-1]]
     modules = {step.call[name].module for name in region.names}
-    common = os.path.commonprefix([m.split(".") for m in sorted(modules)])
     return Call(
         name=name_of(region),
         target=kernel,
@@ -71,6 +71,6 @@ def _call(step: CapturedStep, region: Region, kernel: FusedKernel) -> Call:
         results=region.outputs,
         single=len(region.outputs) == 1,
         backward=last.backward,
-        module=".".join(common),
+        module=modules.pop() if len(modules) == 1 else "",
         sequence=last.sequence,
     )

@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from typing import TypeAlias
 
 import torch
+from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 from rematplan.runtime.graph.compat import (
     FakeTensorMode,
@@ -44,7 +45,7 @@ def compiled(ops: Callable[..., Sequence[torch.Tensor]], inputs: Sequence[torch.
         Exception: Inductor cannot compile them, or a version of PyTorch lacks a private name.
     """
     settings = {k: v for k, v in SETTINGS.items() if hasattr(inductor_config, k.split(".")[0])}
-    with torch.no_grad(), FakeTensorMode() as mode:
+    with torch.no_grad(), FakeTensorMode(shape_env=ShapeEnv()) as mode:  # the cache needs one
         fakes = [_like(t) for t in inputs]
         graph = make_fx(ops, decomposition_table=select_decomp_table())(*fakes)
     output = graph.graph.find_nodes(op="output")[0]

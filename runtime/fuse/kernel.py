@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -16,6 +17,7 @@ from rematplan.runtime.fuse.inductor import Compiled, compiled
 from rematplan.runtime.fuse.regions import Region
 from rematplan.runtime.graph.allocator_rounding import allocated
 from rematplan.runtime.graph.captured_step import Call, CapturedStep, Ref, substitute
+from rematplan.runtime.graph.compat import FakeTensor
 from rematplan.runtime.graph.kernel_of import kernel_of
 from rematplan.runtime.graph.tracked_sizes import TrackedSize
 
@@ -29,34 +31,6 @@ FLIPPED = 1e-3
 
 class CannotFuse(ModelError):
     """A region cannot be one kernel."""
-
-
-@dataclass(frozen=True, eq=False)
-class FusedKernel:
-    """A compiled region. Called with the region's inputs; returns its output, or a tuple of its outputs."""
-
-    key: str
-    """What is equal for regions of equal ops, arguments and layouts, in any process."""
-    _op: Callable[..., Any] = field(repr=False)
-    workspace: int
-    """The bytes that are allocated only while it runs."""
-
-    namespace = "fused"
-
-    @property
-    def source_name(self) -> str:
-        """Its name in generated code."""
-        return f"fused_{self.key[:10]}"
-
-    def __str__(self) -> str:
-        return f"fused_{self.key}"
-
-    def __call__(self, *args: torch.Tensor) -> Any:
-        """Run the kernel. The arguments must have the strides of the captured step."""
-        return self._op(*args)
-
-    def __deepcopy__(self, memo: object) -> FusedKernel:
-        return self
 
 
 class RegionOps:
@@ -76,7 +50,9 @@ class RegionOps:
         number = {v: f"%{at}" for at, v in enumerate(self.region.inputs)}
         texts = [f"{torch.get_num_threads()} threads", *map(_layout, self.inputs)]
         for call in self.region.calls:
-            texts.append(f"{call.target} {_untracked(substitute((call.args, dict(call.kwargs)), number.get))}")
+            texts.append(
+                f"{call.target} {_untracked(substitute((call.args, dict(call.kwargs)), number.get))}"
+            )
             number |= {r: f"%{len(texts)}.{at}" for at, r in enumerate(call.results) if r}
         texts += [number[v] for v in self.region.outputs]
         texts += map(_layout, self.outputs)
@@ -90,9 +66,7 @@ class RegionOps:
         """Run the ops in float64, whatever their types."""
         return self._run([t.double() if t.is_floating_point() else t for t in args], _in_float64)
 
-    def _run(
-        self, args: Sequence[torch.Tensor], change: Callable[[Any], Any]
-    ) -> tuple[torch.Tensor, ...]:
+    def _run(self, args: Sequence[torch.Tensor], change: Callable[[Any], Any]) -> tuple[torch.Tensor, ...]:
         known = dict(zip(self.region.inputs, args, strict=True))
         for call in self.region.calls:
             given = substitute((call.args, dict(call.kwargs)), known.__getitem__)
@@ -103,6 +77,46 @@ class RegionOps:
         return tuple(known[v] for v in self.region.outputs)
 
 
+@dataclass(frozen=True, eq=False)
+class FusedKernel:
+    """A compiled region. Called with the region's inputs; returns its output, or a tuple of its outputs."""
+
+    key: str
+    """What is equal for regions of equal ops, arguments and layouts, in any process."""
+    ops: RegionOps = field(repr=False)
+    compiled: Callable[[list[torch.Tensor]], Sequence[torch.Tensor]] = field(repr=False)
+    workspace: int
+    """The bytes that are allocated only while it runs."""
+
+    namespace = "fused"
+
+    @property
+    def source_name(self) -> str:
+        """Its name in generated code."""
+        return f"fused_{self.key[:10]}"
+
+    def __str__(self) -> str:
+        return f"fused_{self.key}"
+
+    @cached_property
+    def _op(self) -> Callable[..., Any]:
+        """What generated code calls, without a check of the arguments."""
+        run = self.compiled
+        if len(self.ops.outputs) == 1:
+            return lambda *args: run(list(args))[0]
+        return lambda *args: run(list(args))
+
+    def __call__(self, *args: torch.Tensor) -> Any:
+        """Run the kernel; on fake tensors, the region's ops. The arguments must have the strides at capture."""
+        if isinstance(args[0], FakeTensor):
+            found = self.ops(*args)
+            return found[0] if len(found) == 1 else found
+        return self._op(*args)
+
+    def __deepcopy__(self, memo: object) -> FusedKernel:
+        return self
+
+
 def fused_kernel(step: CapturedStep, region: Region, ops: RegionOps) -> FusedKernel:
     """Compile a region, and run it on synthetic numbers: its results must have the strides of the captured step, and be
     as near to those in float64 as the eager ops' are.
@@ -111,16 +125,16 @@ def fused_kernel(step: CapturedStep, region: Region, ops: RegionOps) -> FusedKer
         CannotFuse: they do not.
         Exception: Inductor cannot compile the region.
     """
-    run = compiled(ops, ops.inputs)
-    kernel = (lambda *args: run(list(args))[0]) if len(ops.outputs) == 1 else (lambda *args: run(list(args)))
-    return FusedKernel(ops.key, kernel, unprofiled(lambda: _tried(step, region, ops, run)))
+    with torch.random.fork_rng(devices=[]):
+        run = compiled(ops, ops.inputs)
+        return FusedKernel(ops.key, ops, run, unprofiled(lambda: _tried(step, region, ops, run)))
 
 
 def _tried(step: CapturedStep, region: Region, ops: RegionOps, run: Compiled) -> int:
     """Run a kernel on synthetic numbers, check its results, and return its workspace in bytes."""
     arguments = SyntheticArguments(step)
     call = Call("", ops, tuple(map(Ref, region.inputs)), {}, ())
-    with torch.no_grad(), torch.random.fork_rng(devices=[]):
+    with torch.no_grad(), torch.autocast(step.device.type, enabled=False):
         args, _ = arguments.of(call)
         run(list(args))  # loads libraries
         peak, found = peak_above_entry(lambda: run(list(args)), step.device)
@@ -138,7 +152,10 @@ def _check_layouts(
     for made, like in zip(found, expected, strict=True):
         if (made.shape, made.dtype, made.device) != (like.shape, like.dtype, like.device):
             raise CannotFuse(f"a result has shape {tuple(made.shape)} and type {made.dtype}")
-        if made.stride() != like.stride() or made.untyped_storage().nbytes() > like.untyped_storage().nbytes():
+        if (
+            made.stride() != like.stride()
+            or made.untyped_storage().nbytes() > like.untyped_storage().nbytes()
+        ):
             raise CannotFuse(f"a result has strides {made.stride()} instead of {like.stride()}")
 
 
@@ -157,7 +174,9 @@ def _check_numbers(
         own, theirs = _distance(a, c), _distance(b, c)
         most = WORSE * max(theirs, ROUNDINGS * min(torch.finfo(a.dtype).eps, torch.finfo(torch.float32).eps))
         if not own <= most:
-            raise CannotFuse(f"{name} is {own:.2g} from its value in float64, that of the eager ops {theirs:.2g}")
+            raise CannotFuse(
+                f"{name} is {own:.2g} from its value in float64, that of the eager ops {theirs:.2g}"
+            )
 
 
 def _distance(found: torch.Tensor, exact: torch.Tensor) -> float:

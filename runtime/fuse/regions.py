@@ -1,9 +1,8 @@
 """Regions: groups of neighbouring ops that one kernel can compute.
 
-A region is connected, lies in one half of the step, and its ops have the same level: the largest number of other ops on
-a path to them. A path that leaves a region through another op reaches a higher level, so it never comes back.
-
-A kernel allocates all its results while all its operands exist. A region that would raise the peak is cut in two.
+A region is connected and belongs to one half of the step, and its ops have the same level: the largest number of calls
+on a path to them that no kernel computes. A path that leaves a region through such a call reaches a higher level, so no
+path leads back into the region.
 """
 
 from __future__ import annotations
@@ -135,9 +134,7 @@ class Regions:
         )
         return Region(tuple(names), tuple(ordered), tuple(inputs), outputs)
 
-    def _add(
-        self, call: Call, inside: set[str], calls: dict[str, Call], inputs: dict[str, None]
-    ) -> None:
+    def _add(self, call: Call, inside: set[str], calls: dict[str, Call], inputs: dict[str, None]) -> None:
         """Add a call to a region's calls, with the views and factories that it reads."""
         stack = [call]
         while stack:

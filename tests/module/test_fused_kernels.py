@@ -1,0 +1,283 @@
+"""The option ``kernels="fused"`` of `plan_module` and `apply`: exact peaks, the same bits under all plans, distances to
+eager mode, fallbacks. Few small kernels are compiled, and models share them."""
+
+from __future__ import annotations
+
+import copy
+import os
+import shutil
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+import rematplan
+from rematplan.ir import UsageError
+from rematplan.runtime.costs.measure import peak_above_entry
+from rematplan.runtime.fuse import fuse, kernel
+from rematplan.runtime.graph.compat import inductor_config
+
+pytestmark = pytest.mark.skipif(
+    not any(map(shutil.which, (os.environ.get("CXX", "g++"), "clang++"))), reason="no C++ compiler"
+)
+QUICK = rematplan.Anneal(moves=3000)
+
+
+@pytest.fixture(autouse=True)
+def scalar_code() -> Iterator[None]:
+    """Inductor writes loops for no vector unit; otherwise it first compiles programs to find what this machine has."""
+    with inductor_config.patch({"cpp.vec_isa_ok": False}):
+        yield
+
+
+class Layer(nn.Module):
+    """A gated unit on halves of a tensor, a norm and a residual."""
+
+    def __init__(self, width: int = 16) -> None:
+        super().__init__()
+        self.norm, self.wide = nn.LayerNorm(width), nn.Linear(width, 2 * width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        a, b = self.wide(self.norm(x)).chunk(2, -1)
+        return x + a.sigmoid() * b
+
+
+class Net(nn.Module):
+    """Equal layers, and a sum of squares as the loss."""
+
+    def __init__(self, depth: int = 6) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(*(Layer() for _ in range(depth)))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layers(x).square().sum()
+
+
+@pytest.fixture
+def model() -> Net:
+    torch.manual_seed(0)
+    return Net()
+
+
+BATCH = torch.randn(8, 32, 16, generator=torch.Generator().manual_seed(0))
+
+
+def planned(model: nn.Module, *batch: Tensor, budget: Any = "100%", **options: Any) -> Any:
+    given = {"costs": "roofline", "refine": False, "kernels": "fused", "strategy": QUICK, **options}
+    return rematplan.plan_module(model, batch, budget=budget, **given)
+
+
+def results(model: nn.Module, called: Callable[..., Tensor], *batch: Tensor) -> dict[str, Tensor]:
+    model.zero_grad(set_to_none=True)
+    loss = called(*batch)
+    loss.backward()
+    return {"loss": loss.detach(), **{n: p.grad for n, p in model.named_parameters() if p.grad is not None}}
+
+
+def distance(found: dict[str, Tensor], exact: dict[str, Tensor]) -> float:
+    squares = [(found[n].double() - exact[n].double()).square().sum() for n in exact]
+    return float(torch.stack(squares).sum().sqrt())
+
+
+def test_the_same_bits_and_exact_peaks_under_all_plans(model: Net) -> None:
+    fixed = BATCH.nbytes + sum(p.nbytes for p in model.parameters())
+    expected: dict[str, Tensor] = {}
+    for budget in ("100%", "90%", "80%", "70%", "60%", "min", "least"):
+        found = planned(model, BATCH, budget=budget)
+        results(model, found, BATCH)
+        got = results(model, found, BATCH)
+        expected = expected or {n: t.clone() for n, t in got.items()}
+        assert all(torch.equal(got[n], expected[n]) for n in expected), budget
+        model.zero_grad(set_to_none=True)
+        del got
+
+        def step(called: Any = found) -> None:
+            called(BATCH).backward()
+
+        peak, _ = peak_above_entry(step, torch.device("cpu"))
+        assert 0 <= found.plan.peak - (fixed + peak) <= 64, budget
+    assert found.plan.estimate.reruns
+    assert "fused_" in found.source
+    assert "(fused)" in str(found.plan)
+
+
+def test_the_distance_to_float64_is_at_most_four_times_that_of_eager_mode(model: Net) -> None:
+    eager = results(model, model, BATCH)
+    fused = results(model, planned(model, BATCH), BATCH)
+    model.double()
+    exact = results(model, model, BATCH.double())
+    assert 0 < distance(fused, exact) <= 4 * distance(eager, exact)
+
+
+def test_a_kernel_is_compiled_once(model: Net, monkeypatch: pytest.MonkeyPatch) -> None:
+    planned(model, BATCH)
+    monkeypatch.setattr(kernel, "compiled", None)
+    found = planned(model, BATCH, budget="70%")
+    assert "fused_" in found.source
+
+
+def test_the_cache_on_disk_serves_another_process(model: Net, monkeypatch: pytest.MonkeyPatch) -> None:
+    from torch._dynamo.utils import counters
+
+    planned(model, BATCH)
+    monkeypatch.setattr(fuse.KERNELS, "known", {})  # as in another process
+    counters.clear()
+    planned(model, BATCH)
+    assert counters["inductor"]["fxgraph_cache_hit"]
+    assert not counters["inductor"]["fxgraph_cache_miss"]
+
+
+def test_failing_compilations_leave_eager_kernels(model: Net, monkeypatch: pytest.MonkeyPatch) -> None:
+    def failing(*_: Any) -> None:
+        raise RuntimeError("no compiler\nand more")
+
+    monkeypatch.setattr(kernel, "compiled", failing)
+    for name in ("known", "failed"):
+        monkeypatch.setattr(fuse.KERNELS, name, {})
+    expected = results(model, model, BATCH)
+    with pytest.warns(UserWarning, match="regions run eager kernels.*RuntimeError: no compiler$"):
+        found = planned(model, BATCH)
+    assert "fused_" not in found.source
+    assert "(fused)" not in str(found.plan)
+    assert len(fuse.KERNELS.failed) == fuse.GIVE_UP
+    got = results(model, found, BATCH)
+    assert all(torch.equal(got[n], expected[n]) for n in expected)
+
+
+def test_a_kernel_with_wrong_numbers_is_not_used(model: Net, monkeypatch: pytest.MonkeyPatch) -> None:
+    right = kernel.compiled
+
+    def wrong(*args: Any) -> Any:
+        run = right(*args)
+        return lambda given: [t * 1.001 for t in run(given)]
+
+    monkeypatch.setattr(kernel, "compiled", wrong)
+    for name in ("known", "failed"):
+        monkeypatch.setattr(fuse.KERNELS, name, {})
+    with pytest.warns(UserWarning, match="from its value in float64"):
+        found = planned(model, BATCH)
+    assert "fused_" not in found.source
+
+
+class Outputs(nn.Module):
+    """The gradients of its outputs have the strides and the presence that the caller chooses."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(*(Layer() for _ in range(2)))
+        self.last = nn.Linear(16, 16)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        y = self.layers(x)
+        return self.last(y.sigmoid() * y), self.last(y)
+
+
+LOSSES: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "contiguous": lambda a, b: a.square().sum() + b.square().sum(),
+    "transposed": lambda a, b: (a.transpose(0, 2) * torch.arange(8)).square().sum() + b.square().sum(),
+    "expanded": lambda a, b: a.sum() + b.sum(),
+    "first only": lambda a, b: a.square().sum(),
+    "second only": lambda a, b: b.square().sum(),
+}
+
+
+def test_gradients_of_outputs_with_any_strides_or_none() -> None:
+    torch.manual_seed(0)
+    model = Outputs()
+    found = planned(model, BATCH, budget="80%")
+    plain = copy.deepcopy(model)
+    for name, loss in LOSSES.items():
+        for _ in range(2):
+            expected = results(plain, lambda x, of=loss: of(*plain(x)), BATCH)
+            got = results(model, lambda x, of=loss: of(*found(x)), BATCH)
+            assert expected.keys() == got.keys(), name
+            for n in expected:
+                torch.testing.assert_close(got[n], expected[n], rtol=1e-4, atol=1e-4, msg=f"{name}: {n}")
+
+
+def test_further_shapes_get_kernels_of_their_own() -> None:
+    torch.manual_seed(0)
+    model = Net(1)
+    found, plain = planned(model, BATCH, budget="100%"), copy.deepcopy(model)
+    for rows in (8, 1, 8):
+        expected = results(plain, plain, BATCH[:rows])
+        got = results(model, found, BATCH[:rows])
+        for n in expected:
+            torch.testing.assert_close(got[n], expected[n], rtol=1e-4, atol=1e-4)
+        assert "fused_" in found.source
+
+
+def test_in_place_planning_accumulates(model: Net) -> None:
+    expected = results(model, model, BATCH)
+    rematplan.apply(model, "80%", kernels="fused", costs="roofline", strategy=QUICK, refine=False)
+    once = {n: t.clone() for n, t in results(model, model, BATCH).items()}
+    model(BATCH).backward()
+    rematplan.remove(model)
+    for n, p in model.named_parameters():
+        torch.testing.assert_close(once[n], expected[n], rtol=1e-4, atol=1e-4)
+        assert torch.equal(p.grad, once[n] + once[n])
+
+
+def test_autocast() -> None:
+    torch.manual_seed(0)
+    model = Net(1)
+    with torch.autocast("cpu", torch.bfloat16):
+        found = planned(model, BATCH, budget="80%")
+        got = results(model, found, BATCH)
+        expected = results(model, model, BATCH)
+    assert "fused_" in found.source
+    for n in expected:
+        torch.testing.assert_close(got[n], expected[n], rtol=0.05, atol=0.05 * float(expected[n].abs().max()))
+
+
+def test_the_random_state_is_the_same_as_in_eager_mode() -> None:
+    class Random(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = nn.Sequential(Layer(), Layer())
+
+        def forward(self, x: Tensor) -> Tensor:
+            return functional.dropout(self.layers(x), 0.3).square().sum()
+
+    torch.manual_seed(0)
+    model = Random()
+    torch.manual_seed(1)
+    before = torch.get_rng_state()
+    found = planned(model, BATCH, budget="80%")
+    assert torch.equal(before, torch.get_rng_state())
+    got = results(model, found, BATCH)
+    torch.manual_seed(1)
+    expected = results(model, model, BATCH)
+    for n in expected:
+        torch.testing.assert_close(got[n], expected[n], rtol=1e-4, atol=1e-4)
+
+
+def test_a_saved_plan(model: Net, tmp_path: Any) -> None:
+    made = planned(model, BATCH, budget="80%")
+    rematplan.save_plan(made.plan, tmp_path / "plan.json")
+    again = planned(model, BATCH, budget=None, strategy=rematplan.SavedPlan(tmp_path / "plan.json"))
+    assert again.plan.schedule == made.plan.schedule
+
+
+@pytest.mark.parametrize(
+    ("options", "name"),
+    [
+        ({"split": {"layers": 2}}, "split"),
+        ({"inverses": True}, "inverses"),
+        ({"policy": ["aten.mm"]}, "a policy"),
+        ({"strategy": rematplan.Auto(two_lanes="on")}, "two lanes"),
+        ({"statistics": rematplan.Kronecker()}, "statistics"),
+        ({"dynamic_shapes": {"x": {0: torch.export.Dim("rows", min=2, max=8)}}}, "ranges"),
+    ],
+)
+def test_what_cannot_be_combined(model: Net, options: Any, name: str) -> None:
+    with pytest.raises(UsageError, match=f"kernels='fused'.*{name}|{name}.*kernels='fused'"):
+        planned(model, BATCH, **options)
+
+
+def test_unknown_kernels(model: Net) -> None:
+    with pytest.raises(UsageError, match=r"unknown kernels 'fast'; known: eager, fused"):
+        planned(model, BATCH, kernels="fast")
