@@ -14,6 +14,7 @@ from torch import nn
 from rematplan.ir import ModelError
 from rematplan.module.capture_lock import LOCK
 from rematplan.module.changing_state import check_state_returns
+from rematplan.module.function_caches import empty_traced_caches
 from rematplan.module.model_errors import own_error
 from rematplan.module.symbolic_forward import Found, OpenForward, open_constants
 from rematplan.runtime import guards
@@ -107,6 +108,21 @@ class Tracing:
 
     def fixed(self) -> Found:
         """Trace the forward and the backward for exactly the sizes that the arguments have."""
+        try:
+            return self._fixed()
+        except ModelError:
+            if not empty_traced_caches():
+                raise
+        args, kwargs = pytree.tree_unflatten(self.leaves, self.spec)
+        own_error(
+            self.model, self.original.forward, args, kwargs
+        )  # fills the caches with tensors of eager mode
+        try:
+            return self._fixed()
+        finally:
+            empty_traced_caches()
+
+    def _fixed(self) -> Found:
         with self._recording() as record:
             args, kwargs = pytree.tree_unflatten(self.leaves, self.spec)
             with _own_errors(self.model, self.original.forward, args, kwargs):
