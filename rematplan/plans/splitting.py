@@ -15,7 +15,8 @@ from rematplan.plans.options import AUTO_SPLIT, UNSPLIT
 from rematplan.plans.plan_searches import fixed_bytes
 from rematplan.plans.step_problems import StepProblems
 from rematplan.runtime.graph.captured_step import CapturedStep
-from rematplan.runtime.split.regions import SplitRegion, find_regions
+from rematplan.runtime.split.early_backward import early_backward
+from rematplan.runtime.split.regions import SplitRegion, StepUse, find_regions
 from rematplan.runtime.split.split_step import bounds_of, split_regions, splittable
 
 PARTS = (2, 4, 8, 16)
@@ -84,6 +85,8 @@ def _noted(step: CapturedStep, choice: SplitChoice) -> RewrittenStep:
         name = kind[0].name + (f" and {len(kind) - 1} more like it" if len(kind) > 1 else "")
         texts.append(f"{name} in {parts} parts ({show_bytes(_saved(kind))} of tensors exist in parts only)")
     why = "gradients of weights in them are sums over parts, so they differ from the unsplit ones by rounding"
+    if any(early_backward(StepUse(step), r) for kind in choice for r in kind):
+        why += "; so do all gradients if the loss is scaled by a factor that is no power of two"
     return RewrittenStep(_split(step, choice), (f"{step.name}: split {'; '.join(texts)}; {why}",))
 
 

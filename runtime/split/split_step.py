@@ -7,18 +7,19 @@ recompute each part separately, and simulator and executor treat them as all oth
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Any
 
 import torch
 
-from rematplan.ir import ModelError
 from rematplan.runtime.graph.captured_step import Call, CapturedStep, Ref, Value, refs, substitute
 from rematplan.runtime.graph.passes import with_phases, without_dead_calls
-from rematplan.runtime.split.axis_rules import LOSS, RESHAPES, SUM, AxisSpan, rule_of, states_of
-from rematplan.runtime.split.regions import SplitRegion
+from rematplan.runtime.split.axis_rules import LOSS, RESHAPES, SUM, AxisSpan, State, rule_of, states_of
+from rematplan.runtime.split.call_emitter import CallEmitter, CannotSplit
+from rematplan.runtime.split.early_backward import EarlyBackward, early_backward
+from rematplan.runtime.split.regions import SplitRegion, StepUse
 
 ATEN = torch.ops.aten
 ROWS = 16
@@ -29,14 +30,6 @@ IGNORED, SUMMED = 4, 2
 """Of ``nll_loss``: the position of the ignored target, and the reduction that sums."""
 NO_CLASS = -100
 """A target that is no class."""
-
-
-class CannotSplit(ModelError):
-    """A region cannot be split, since an op would return another layout. ``region``: the region."""
-
-    def __init__(self, region: SplitRegion, why: str) -> None:
-        self.region = region
-        super().__init__(why)
 
 
 def bounds_of(region: SplitRegion, parts: int) -> tuple[int, ...]:
@@ -79,24 +72,24 @@ class _Part:
     stop: int
 
 
-class _Splitter:
+class _Splitter(CallEmitter):
     """Builds the new step. Calls are emitted after all calls on whose results they depend.
 
     ``step``: the step. ``bounds``: by region, the result of `bounds_of`.
     """
 
     def __init__(self, step: CapturedStep, bounds: Mapping[SplitRegion, tuple[int, ...]]) -> None:
+        super().__init__(step.values, next(iter(bounds)))
         self.step = step
-        self.values = dict(step.values)
-        self.calls: list[Call] = []
+        self.use = StepUse(step)
         self.emitted: set[str] = set()
-        self.maker = {r: c for c in step.calls for r in c.results if r}
-        self.region = {name: r for r in bounds for name in r.calls}
+        self.maker = self.use.maker
+        self.region_of = {name: r for r in bounds for name in r.calls}
         self.parts = {
             r: tuple(_Part(r, k, *ends) for k, ends in enumerate(pairwise(b))) for r, b in bounds.items()
         }
-        self.now = next(iter(bounds))
-        """The region whose calls are emitted, for errors."""
+        self.early = {r: early for r in bounds if (early := early_backward(self.use, r))}
+        """The regions whose backward runs in the forward half."""
         ordered = [c for c in step.calls if c.ordered]
         self.before = {b.name: a for a, b in pairwise(ordered)}
         self.local: dict[tuple[str, _Part], str] = {}
@@ -105,12 +98,16 @@ class _Splitter:
         """The results of regions that were made whole again."""
         self.sums: dict[str, str] = {}
         """By value that is summed over parts, the sum so far."""
-        found: dict[str, list[Call]] = {}
+        self.of_one: dict[str, str] = {}
+        """By value of `early`, what it is if the loss's gradient is 1."""
+        self.hoisted: set[str] = set()
+        """The calls that run together with a loss of `early`."""
+        found: dict[tuple[SplitRegion, bool], list[Call]] = {}
         for call in step.calls:
-            if call.name in self.region:
-                found.setdefault(f"{call.backward}{id(self.region[call.name])}", []).append(call)
+            if (region := self.region_of.get(call.name)) is not None:
+                found.setdefault((region, call.backward and region not in self.early), []).append(call)
         self.block = {c.name: tuple(calls) for calls in found.values() for c in calls}
-        """By call of a region, all calls of the same region and half of the step."""
+        """By call of a region, all calls of the region whose parts run together: those in the same half of the step."""
 
     def split(self) -> CapturedStep:
         for call in self.step.calls:
@@ -118,8 +115,10 @@ class _Splitter:
                 self._emit(call)
         for output in self.step.outputs:
             self._need(output.value)
-        step = replace(self.step, calls=tuple(self.calls), values=self._made())
-        return without_dead_calls(with_phases(step))
+        step = with_phases(replace(self.step, calls=tuple(self.calls), values=self._made()))
+        forward = self.hoisted - step.after_loss
+        calls = (replace(c, backward=c.backward and c.name not in forward) for c in step.calls)
+        return without_dead_calls(replace(step, calls=tuple(calls)))
 
     def _made(self) -> dict[str, Value]:
         made = {i.value for i in self.step.inputs} | {r for c in self.calls for r in c.results if r}
@@ -138,17 +137,23 @@ class _Splitter:
             return
         if call.name in self.before:
             self._emit(self.before[call.name])
-        if call.name not in self.region:
+        if call.name not in self.region_of:
             self.emitted.add(call.name)
             for ref in refs((call.args, call.kwargs)):
                 self._need(ref.value)
             self.calls.append(call)
             return
-        block, region = self.block[call.name], self.region[call.name]
+        block, region, began = self.block[call.name], self.region_of[call.name], len(self.calls)
         self.emitted.update(c.name for c in block)
+        early = self.early.get(region)
+        if early is not None:
+            self._start_early(block, early)
         for part in self.parts[region]:
             for one in block:
                 self._run(one, part)
+        if early is not None:
+            self._end_early(block, early)
+            self.hoisted.update(c.name for c in self.calls[began:])
 
     def _need(self, value: str) -> None:
         """Emit what makes a whole value."""
@@ -156,18 +161,63 @@ class _Splitter:
         if call is None:
             return
         self._emit(call)
-        if call.name in self.region and value not in self.whole:
+        if call.name in self.region_of and value not in self.whole:
             self.whole.add(value)
             self._gather(call, value)
+
+    # A backward that runs in the forward half
+
+    def _start_early(self, block: Sequence[Call], early: EarlyBackward) -> None:
+        """Emit what the backward of a loss reads that no part computes: 1 as the gradient, and the mean's divisor."""
+        loss = next(c for c in block if LOSS in self._states(c))
+        like = self.values[early.tangent].fake
+        self.of_one[early.tangent] = one = self._new(f"{early.tangent}.one")
+        made = Call(one, ATEN.ones.default, (), {}, (one,), module=loss.module)
+        given = {"dtype": like.dtype, "device": like.device}
+        self.call(made, one, made.target, (list(like.shape),), given, (one,))
+        self._divisor(loss)
+
+    def _of_one(self, value: str, early: EarlyBackward) -> str:
+        """Return what a value from before a region's backward is if the loss's gradient is 1, after emitting it."""
+        if value not in self.of_one:
+            if (call := early.before.get(value)) is None:
+                self._need(value)
+                return value
+            args, kwargs = substitute((call.args, call.kwargs), lambda name: Ref(self._of_one(name, early)))
+            names = tuple(r and self._new(f"{r}.of_one") for r in call.results)
+            self.call(call, self._new(f"{call.name}.of_one"), call.target, args, kwargs, names)
+            self.of_one.update(zip(filter(None, call.results), filter(None, names), strict=True))
+        return self.of_one[value]
+
+    def _end_early(self, block: Sequence[Call], early: EarlyBackward) -> None:
+        """Emit the loss, and those results of its backward that are read whole, for a gradient of 1."""
+        for call in block:
+            for value in filter(None, call.results):
+                if value in early.scaled and self._is_read_whole(value):
+                    self.of_one[value] = f"{value}.of_one"
+                    self._join(call, value, self.of_one[value])
+                elif LOSS in self._states(call):
+                    self._need(value)
+
+    def _states(self, call: Call) -> set[State | None]:
+        states = self.region_of[call.name].states
+        return {states.get(r) for r in call.results if r}
+
+    def _is_read_whole(self, value: str) -> bool:
+        storage, region = self.step.values[value].storage, self.region_of[self.maker[value].name]
+        readers = self.use.readers_of_storage.get(storage, ())
+        return storage in self.use.outputs or not all(
+            c.name in region.calls and isinstance(region.states.get(v), AxisSpan) for v, c in readers
+        )
 
     # One part of a call
 
     def _run(self, call: Call, part: _Part) -> None:
         """Emit one part of a call."""
-        self.now = part.region
+        self.region = part.region
         states = states_of(self.step, call, part.region.states, part.region.indices)
         if states is None:
-            raise CannotSplit(self.now, f"{call.name} does not have the axis")
+            raise CannotSplit(self.region, f"{call.name} does not have the axis")
         spans = {v: s for v, s in states.items() if isinstance(s, AxisSpan)}
         args, kwargs = substitute((call.args, call.kwargs), Ref)
         args = self._with_shapes(call, args, spans, part)
@@ -175,8 +225,7 @@ class _Splitter:
         def own(value: str) -> Ref:
             if value in spans:
                 return Ref(self._part(value, part))
-            self._need(value)
-            return Ref(value)
+            return Ref(self._whole_operand(value, part.region))
 
         args, kwargs = substitute((args, kwargs), own)
         if LOSS in states.values():
@@ -186,7 +235,7 @@ class _Splitter:
             self._add_product(call, args, results[0], part)
             return
         names = tuple(r and f"{r}.{part.at}" for r in call.results)
-        self._call(call, f"{call.name}.{part.at}", call.target, args, kwargs, names)
+        self.call(call, f"{call.name}.{part.at}", call.target, args, kwargs, names)
         for result, name in zip(call.results, names, strict=True):
             if result and name:
                 self.local[result, part] = name
@@ -215,7 +264,7 @@ class _Splitter:
 
     def _check(self, whole: str, name: str, span: AxisSpan, part: _Part) -> None:
         if tuple(self.values[name].fake.shape) != self._shape(whole, span, part):
-            raise CannotSplit(self.now, f"a part of {whole} has another shape than expected")
+            raise CannotSplit(self.region, f"a part of {whole} has another shape than expected")
 
     def _part(self, value: str, part: _Part) -> str:
         """Return the part of a value, after emitting what makes it."""
@@ -227,9 +276,17 @@ class _Splitter:
         if call is not None and call.is_view and self._is_inner(value, part.region):
             self._run(call, part)
             return self.local[value, part]
-        self._need(value)
-        self.local[value, part] = self._slice(value, span, part)
+        self.local[value, part] = self._slice(self._whole_operand(value, part.region), value, span, part)
         return self.local[value, part]
+
+    def _whole_operand(self, value: str, region: SplitRegion) -> str:
+        """Return a whole value that a region reads, after emitting what makes it."""
+        if (early := self.early.get(region)) is not None and (
+            value == early.tangent or value in early.before
+        ):
+            return self._of_one(value, early)
+        self._need(value)
+        return value
 
     def _is_inner(self, value: str, region: SplitRegion) -> bool:
         """Return whether a value's storage is made by the region, and the views up to the value keep the axis."""
@@ -239,24 +296,24 @@ class _Splitter:
                 return False
             value = next(refs(call.args)).value
             call = self.maker.get(value)
-        return call is not None and self.region.get(call.name) is region
+        return call is not None and self.region_of.get(call.name) is region
 
-    def _slice(self, value: str, span: AxisSpan, part: _Part) -> str:
-        """Emit a slice of a whole value, and return its name."""
-        like, source = self.maker.get(value), value
+    def _slice(self, whole: str, value: str, span: AxisSpan, part: _Part) -> str:
+        """Emit a slice of a value, and return its name. ``whole``: the name that the value has now."""
+        like, source = self.maker.get(value), whole
         if span.first < span.last:
             source = self._new(f"{value}.flat")
             shape = span.of_part([int(n) for n in self.values[value].fake.shape], part.region.indices)
-            self._view(like, source, ATEN.view.default, (Ref(value), list(shape)))
+            self.view(like, source, ATEN.view.default, (Ref(whole), list(shape)))
         start, stop = part.start * span.inner, part.stop * span.inner
         name = self._new(f"{value}.{part.at}")
-        self._view(like, name, ATEN.slice.Tensor, (Ref(source), span.last, start, stop))
+        self.view(like, name, ATEN.slice.Tensor, (Ref(source), span.last, start, stop))
         if not self.values[value].fake.is_contiguous() or self.values[name].fake.is_contiguous():
             return name
         # Kernels may rely on an operand that always is contiguous, such as the statistics of a norm.
         copy = self._new(f"{name}.copy")
         made = Call(copy, ATEN.clone.default, (), {}, (copy,), module=like.module if like else "")
-        self._call(made, copy, made.target, (Ref(name),), {"memory_format": torch.contiguous_format}, (copy,))
+        self.call(made, copy, made.target, (Ref(name),), {"memory_format": torch.contiguous_format}, (copy,))
         return copy
 
     def _new(self, name: str) -> str:
@@ -269,14 +326,31 @@ class _Splitter:
 
     def _gather(self, call: Call, value: str) -> None:
         """Emit what makes a whole result of a call from its parts."""
-        region = self.now = self.region[call.name]
+        region = self.region = self.region_of[call.name]
+        early = self.early.get(region)
+        if early is None or value not in early.scaled:
+            self._join(call, value, value)
+            return
+        self._need(early.tangent)
+        self.plain(call, value, ATEN.mul.Tensor, (Ref(self.of_one[value]), Ref(early.tangent)))
+        self._check_layout(value, value)
+
+    def _join(self, call: Call, value: str, name: str) -> None:
+        """Emit what makes a whole result of a call from its parts. ``name``: of the whole."""
+        region = self.region_of[call.name]
         state = region.states[value]
         if state == SUM:
-            self._finish_sum(call, value)
+            self._finish_sum(call, value, name)
         elif state == LOSS:
             self._finish_loss(call, region)
         else:
-            self._cat(call, value, region, value)
+            self._cat(call, value, region, name)
+
+    def _check_layout(self, value: str, name: str) -> None:
+        """Check that a whole result has the layout that the unsplit step gives it. ``name``: of the whole."""
+        made, like = self.values[name].fake, self.step.values[value].fake
+        if (made.shape, made.stride(), made.dtype) != (like.shape, like.stride(), like.dtype):
+            raise CannotSplit(self.region, f"{value} would get other strides")
 
     def _cat(self, call: Call, value: str, region: SplitRegion, name: str) -> None:
         """Emit the concatenation of all parts of a result. ``name``: of the whole."""
@@ -284,12 +358,31 @@ class _Splitter:
         assert isinstance(span, AxisSpan)
         flat = f"{name}.flat" if span.first < span.last else name
         parts = [Ref(self.local[value, part]) for part in self.parts[region]]
-        self._call(call, f"{flat}.cat", ATEN.cat.default, (parts, span.last), {}, (flat,))
+        self.call(call, f"{flat}.cat", ATEN.cat.default, (parts, span.last), {}, (flat,))
         if flat != name:
-            self._view(call, name, ATEN.view.default, (Ref(flat), [int(n) for n in like.shape]))
-        made = self.values[name].fake
-        if (made.shape, made.stride(), made.dtype) != (like.shape, like.stride(), like.dtype):
-            raise CannotSplit(self.now, f"{value} would get other strides")
+            self.view(call, name, ATEN.view.default, (Ref(flat), [int(n) for n in like.shape]))
+        self._check_layout(value, name)
+
+    def _divisor(self, call: Call) -> None:
+        """Emit the divisor of a loss's mean, from the targets alone: the number of rows that are not ignored, or the
+        sum of their weights."""
+        targets, weight, first = call.args[1], call.args[2], f"{call.name}.ignored"
+        total = call.results[1] or f"{call.name}.unused1"
+        self._need(targets.value)
+        self.plain(call, first, ATEN.eq.Scalar, (targets, call.args[IGNORED]))
+        self.plain(call, f"{call.name}.marks", ATEN.where.Scalar, (Ref(first), NO_CLASS, 0))
+        known, own = f"{call.name}.known", f"{call.name}.weights"
+        if weight is None:
+            like = self.step.values[call.args[0].value].fake
+            self.plain(call, own, ATEN._to_copy.default, (Ref(f"{call.name}.marks"),), {"dtype": like.dtype})
+            self._reduced(call, own, (f"{total}.of_marks", total), call.args[3])
+        else:
+            self._need(weight.value)
+            self.plain(call, known, ATEN.masked_fill.Scalar, (targets, Ref(first), 0))
+            self.plain(call, own, ATEN.index.Tensor, (weight, [Ref(known)]))
+            self.plain(call, f"{own}.negative", ATEN.neg.default, (Ref(own),))
+            self._reduced(call, f"{own}.negative", (total, f"{total}.rows"), SUMMED)
+        self.whole.add(total)
 
     def _finish_loss(self, call: Call, region: SplitRegion) -> None:
         """Emit the mean or sum of the rows' losses, as the whole op computes it: in the same order, with the same bits.
@@ -297,28 +390,16 @@ class _Splitter:
         The op itself reduces them, as scores of a single class; it ignores rows with an ignored target. With weights of
         classes, the rows' weights are summed in the same way, and the mean is the quotient.
         """
-        targets, weight = call.args[1], call.args[2]
         loss, total = (r or f"{call.name}.unused{k}" for k, r in enumerate(call.results))
+        if f"{call.name}.marks" not in self.values:
+            self._divisor(call)
         rows = self._rows(call, region)
-        first = f"{call.name}.ignored"
-        self._need(targets.value)
-        self._plain(call, first, ATEN.eq.Scalar, (targets, call.args[IGNORED]))
-        self._plain(call, f"{call.name}.marks", ATEN.where.Scalar, (Ref(first), NO_CLASS, 0))
-        if weight is None:
-            self._reduced(call, rows, (loss, total), call.args[3])
+        if call.args[2] is not None and call.args[3] == 1:
+            self._reduced(call, rows, (f"{loss}.sum", f"{loss}.rows"), SUMMED)
+            self.plain(call, loss, ATEN.div.Tensor, (Ref(f"{loss}.sum"), Ref(total)))
         else:
-            known, own = f"{call.name}.known", f"{call.name}.weights"
-            self._need(weight.value)
-            self._plain(call, known, ATEN.masked_fill.Scalar, (targets, Ref(first), 0))
-            self._plain(call, own, ATEN.index.Tensor, (weight, [Ref(known)]))
-            self._plain(call, f"{own}.negative", ATEN.neg.default, (Ref(own),))
-            self._reduced(call, f"{own}.negative", (total, f"{total}.rows"), SUMMED)
-            if call.args[3] == 1:
-                self._reduced(call, rows, (f"{loss}.sum", f"{loss}.rows"), SUMMED)
-                self._plain(call, loss, ATEN.div.Tensor, (Ref(f"{loss}.sum"), Ref(total)))
-            else:
-                self._reduced(call, rows, (loss, f"{loss}.rows"), call.args[3])
-        self.whole |= {loss, total}
+            self._reduced(call, rows, (loss, f"{loss}.rows"), call.args[3])
+        self.whole.add(loss)
 
     def _rows(self, call: Call, region: SplitRegion) -> str:
         """Emit the losses of all rows, negative again, and return their name."""
@@ -327,16 +408,16 @@ class _Splitter:
         assert isinstance(span, AxisSpan)
         name, loss = f"{call.name}.rows", call.results[0] or ""
         parts = [Ref(self.local[loss, part]) for part in self.parts[region]]
-        self._call(call, f"{name}.cat", ATEN.cat.default, (parts, span.last), {}, (f"{name}.flat",))
-        self._view(call, name, ATEN.view.default, (Ref(f"{name}.flat"), shape))
-        self._plain(call, f"{name}.negative", ATEN.neg.default, (Ref(name),))
+        self.call(call, f"{name}.cat", ATEN.cat.default, (parts, span.last), {}, (f"{name}.flat",))
+        self.view(call, name, ATEN.view.default, (Ref(f"{name}.flat"), shape))
+        self.plain(call, f"{name}.negative", ATEN.neg.default, (Ref(name),))
         return f"{name}.negative"
 
     def _reduced(self, call: Call, rows: str, results: tuple[str, str], reduction: int) -> None:
         column = f"{rows}.column"
-        self._view(call, column, ATEN.unsqueeze.default, (Ref(rows), 1))
+        self.view(call, column, ATEN.unsqueeze.default, (Ref(rows), 1))
         args = (Ref(column), Ref(f"{call.name}.marks"), None, reduction, NO_CLASS)
-        self._call(call, f"{results[0]}.reduced", call.target, args, {}, results)
+        self.call(call, f"{results[0]}.reduced", call.target, args, {}, results)
 
     # Sums over parts
 
@@ -349,30 +430,28 @@ class _Splitter:
         if part.at:
             args = (Ref(self.sums[result]), *args)
         target = ATEN.addmm.default if part.at else call.target
-        self._call(call, f"{call.name}.{part.at}", target, args, {}, (name,))
+        self.call(call, f"{call.name}.{part.at}", target, args, {}, (name,))
         self.sums[result] = name
 
     def _add(self, call: Call, result: str, summand: str, part: _Part) -> None:
         """Emit the addition of a part's result to the sum so far, in float32 if the type has 16 bits."""
         name, half = f"{result}.sum{part.at}", self.values[summand].fake.dtype in HALF
         if part.at:
-            self._plain(call, name, ATEN.add.Tensor, (Ref(self.sums[result]), Ref(summand)))
+            self.plain(call, name, ATEN.add.Tensor, (Ref(self.sums[result]), Ref(summand)))
         elif half:
-            self._plain(call, name, ATEN._to_copy.default, (Ref(summand),), {"dtype": torch.float32})
+            self.plain(call, name, ATEN._to_copy.default, (Ref(summand),), {"dtype": torch.float32})
         else:
             name = summand
         self.sums[result] = name
 
-    def _finish_sum(self, call: Call, value: str) -> None:
-        """Let the sum over all parts be the whole result."""
+    def _finish_sum(self, call: Call, value: str, name: str) -> None:
+        """Let the sum over all parts be the whole result. ``name``: of the whole."""
         last, like = self.sums[value], self.step.values[value].fake
         if self.values[last].fake.dtype != like.dtype:
-            self._plain(call, value, ATEN._to_copy.default, (Ref(last),), {"dtype": like.dtype})
+            self.plain(call, name, ATEN._to_copy.default, (Ref(last),), {"dtype": like.dtype})
         else:
-            self._rename(last, value)
-        made = self.values[value].fake
-        if (made.shape, made.stride()) != (like.shape, like.stride()):
-            raise CannotSplit(self.now, f"{value} would get other strides")
+            self._rename(last, name)
+        self._check_layout(value, name)
 
     def _rename(self, old: str, new: str) -> None:
         """Let the result of an emitted call have another name."""
@@ -380,68 +459,3 @@ class _Splitter:
         call = self.calls[at]
         self.calls[at] = replace(call, results=tuple(new if r == old else r for r in call.results))
         self.values[new] = replace(self.values.pop(old), name=new, storage=new)
-
-    # Emitting calls
-
-    def _plain(
-        self,
-        like: Call,
-        name: str,
-        target: Any,
-        args: tuple[Any, ...],
-        kwargs: Mapping[str, Any] | None = None,
-    ) -> None:
-        self._call(replace(like, single=True), name, target, args, kwargs or {}, (name,))
-
-    def _view(self, like: Call | None, name: str, target: Any, args: tuple[Any, ...]) -> None:
-        call = Call(name, target, args, {}, (name,), is_view=True, module=like.module if like else "")
-        self._call(call, name, target, args, {}, (name,))
-
-    def _call(
-        self,
-        like: Call,
-        name: str,
-        target: Callable[..., Any],
-        args: tuple[Any, ...],
-        kwargs: Mapping[str, Any],
-        results: tuple[str | None, ...],
-    ) -> None:
-        """Emit a call, with the fields of another one, and describe its results."""
-        view = like.is_view and target is like.target
-        single = like.single if target is like.target else len(results) == 1
-        call = replace(
-            like,
-            name=name,
-            target=target,
-            args=args,
-            kwargs=kwargs,
-            results=results,
-            is_view=view,
-            single=single,
-        )
-        fakes = self._fakes(call)
-        given = {
-            fake.untyped_storage()._cdata: self.values[r.value].storage for r, fake in self._operands(call)
-        }
-        storages: dict[int, str] = dict(given) if view else {}
-        for result, fake in zip(results, fakes, strict=True):
-            if result is None:
-                continue
-            memory = fake.untyped_storage()._cdata
-            if (memory in given) != view:
-                raise CannotSplit(self.now, f"{name} is a view of other tensors than the whole op")
-            self.values[result] = Value(result, storages.setdefault(memory, result), name, fake)
-        self.calls.append(call)
-
-    def _operands(self, call: Call) -> Iterable[tuple[Ref, torch.Tensor]]:
-        return [(r, self.values[r.value].fake) for r in refs((call.args, call.kwargs))]
-
-    def _fakes(self, call: Call) -> list[torch.Tensor]:
-        mode = next(iter(self.values.values())).fake.fake_mode  # type: ignore[attr-defined]
-        args, kwargs = substitute((call.args, call.kwargs), lambda name: self.values[name].fake)
-        try:
-            with mode:
-                found = call.target(*args, **kwargs)
-        except (RuntimeError, ValueError, IndexError) as error:
-            raise CannotSplit(self.now, f"{call.name}: {error}") from error
-        return [found] if call.single else list(found)

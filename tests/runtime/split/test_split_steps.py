@@ -3,90 +3,24 @@ another order, and peaks are as simulated."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 from planned_steps import PlannedStep, problem, verify
+from split_models import CASES, VOCABULARY, WIDTH, Decoder, captured, planned, tokens
 from torch import Tensor, nn
 from torch.nn import functional
 
-from rematplan.module.captures import capture_call
 from rematplan.planner.strategies.store_all import no_recompute
 from rematplan.runtime.costs.measure import peak_above_entry
 from rematplan.runtime.costs.profile import profile_costs
 from rematplan.runtime.graph.call_cost import CallCost
 from rematplan.runtime.graph.captured_step import CapturedStep
 from rematplan.runtime.split import split_step
-from rematplan.runtime.split.regions import SplitRegion, find_regions
-from rematplan.runtime.split.split_step import bounds_of, split_regions, splittable
-
-WIDTH, VOCABULARY = 16, 200
-
-
-class Decoder(nn.Module):
-    """A block with an MLP, and a head whose weight is the embedding's, with a cross entropy."""
-
-    def __init__(self, tied: bool = True, drops: float = 0.0, **loss: Any) -> None:
-        super().__init__()
-        self.token = nn.Embedding(VOCABULARY, WIDTH)
-        self.norm = nn.LayerNorm(WIDTH)
-        self.mlp = nn.Sequential(
-            nn.Linear(WIDTH, 8 * WIDTH), nn.GELU(), nn.Dropout(drops), nn.Linear(8 * WIDTH, WIDTH)
-        )
-        self.head = nn.Linear(WIDTH, VOCABULARY, bias=False)
-        if tied:
-            self.head.weight = self.token.weight
-        self.loss = loss
-
-    def forward(self, tokens: Tensor, targets: Tensor) -> Tensor:
-        x = self.token(tokens)
-        x = x + self.mlp(self.norm(x))
-        scores = self.head(x)
-        return functional.cross_entropy(scores.flatten(0, 1), targets.flatten(), **self.loss)
-
-
-class PerPixel(nn.Module):
-    """A head of convolutions of pixels, with a cross entropy for each pixel."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.stem, self.head = nn.Conv2d(3, 4, 3, padding=1), nn.Conv2d(4, 40, 1)
-
-    def forward(self, x: Tensor, targets: Tensor) -> Tensor:
-        return functional.cross_entropy(self.head(self.stem(x).relu()), targets)
-
-
-def tokens(batch: int, length: int) -> tuple[Tensor, Tensor]:
-    targets = torch.randint(VOCABULARY, (batch, length))
-    if targets.numel():
-        targets[-1, length // 2 :] = 0
-    return torch.randint(VOCABULARY, (batch, length)), targets
-
-
-Case = Callable[[], tuple[nn.Module, tuple[Tensor, ...]]]
-CASES: dict[str, Case] = {
-    "tied": lambda: (Decoder(), tokens(2, 64)),
-    "untied": lambda: (Decoder(tied=False), tokens(1, 128)),
-    "ignored": lambda: (Decoder(ignore_index=0), tokens(2, 64)),
-    "smoothed": lambda: (Decoder(label_smoothing=0.1, ignore_index=0), tokens(2, 64)),
-    "summed": lambda: (Decoder(reduction="sum"), tokens(2, 64)),
-    "weighted classes": lambda: (Decoder(weight=torch.rand(VOCABULARY) + 0.1), tokens(2, 64)),
-    "odd": lambda: (Decoder(), tokens(3, 37)),
-    "pixels": lambda: (PerPixel(), (torch.randn(2, 3, 16, 16), torch.randint(40, (2, 16, 16)))),
-}
-
-
-def captured(module: nn.Module, batch: tuple[Tensor, ...]) -> tuple[CapturedStep, tuple[SplitRegion, ...]]:
-    step = capture_call(module, batch, {})[1]
-    return step, splittable(step, find_regions(step))
-
-
-def planned(module: nn.Module, step: CapturedStep) -> PlannedStep:
-    free = {c.name: CallCost(1.0) for c in step.priced_calls}
-    return PlannedStep(module, step, no_recompute(problem(step, free)).schedule)
+from rematplan.runtime.split.regions import SplitRegion
+from rematplan.runtime.split.split_step import bounds_of, split_regions
 
 
 def split_weights(step: CapturedStep, regions: tuple[SplitRegion, ...]) -> set[str]:

@@ -1,0 +1,95 @@
+"""Append ATen calls to a step, and describe their results by fake tensors."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from rematplan.ir import ModelError
+from rematplan.runtime.graph.captured_step import Call, Ref, Value, refs, substitute
+from rematplan.runtime.split.regions import SplitRegion
+
+
+class CannotSplit(ModelError):
+    """A region cannot be split, since an op would return another layout. ``region``: the region."""
+
+    def __init__(self, region: SplitRegion, why: str) -> None:
+        self.region = region
+        super().__init__(why)
+
+
+class CallEmitter:
+    """Appends calls to ``calls``, and their results to ``values``. ``region``: whose calls they are, for errors."""
+
+    def __init__(self, values: Mapping[str, Value], region: SplitRegion) -> None:
+        self.values = dict(values)
+        self.calls: list[Call] = []
+        self.region = region
+
+    def plain(
+        self,
+        like: Call,
+        name: str,
+        target: Any,
+        args: tuple[Any, ...],
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> None:
+        """Append a call with one result, and the other fields of the call ``like``."""
+        self.call(replace(like, single=True), name, target, args, kwargs or {}, (name,))
+
+    def view(self, like: Call | None, name: str, target: Any, args: tuple[Any, ...]) -> None:
+        """Append a call that returns a view of its operand. ``like``: a call of the same module."""
+        call = Call(name, target, args, {}, (name,), is_view=True, module=like.module if like else "")
+        self.call(call, name, target, args, {}, (name,))
+
+    def call(
+        self,
+        like: Call,
+        name: str,
+        target: Callable[..., Any],
+        args: tuple[Any, ...],
+        kwargs: Mapping[str, Any],
+        results: tuple[str | None, ...],
+    ) -> None:
+        """Append a call, with the fields of another one, and describe its results."""
+        view = like.is_view and target is like.target
+        single = like.single if target is like.target else len(results) == 1
+        call = replace(
+            like,
+            name=name,
+            target=target,
+            args=args,
+            kwargs=kwargs,
+            results=results,
+            is_view=view,
+            single=single,
+        )
+        fakes = self._fakes(call)
+        given = {
+            fake.untyped_storage()._cdata: self.values[r.value].storage for r, fake in self._operands(call)
+        }
+        storages: dict[int, str] = dict(given) if view else {}
+        for result, fake in zip(results, fakes, strict=True):
+            if result is None:
+                continue
+            memory = fake.untyped_storage()._cdata
+            if (memory in given) != view:
+                raise CannotSplit(self.region, f"{name} is a view of other tensors than the whole op")
+            self.values[result] = Value(result, storages.setdefault(memory, result), name, fake)
+        self.calls.append(call)
+
+    def _operands(self, call: Call) -> Iterable[tuple[Ref, torch.Tensor]]:
+        return [(r, self.values[r.value].fake) for r in refs((call.args, call.kwargs))]
+
+    def _fakes(self, call: Call) -> list[torch.Tensor]:
+        mode = next(iter(self.values.values())).fake.fake_mode  # type: ignore[attr-defined]
+        args, kwargs = substitute((call.args, call.kwargs), lambda name: self.values[name].fake)
+        try:
+            with mode:
+                found = call.target(*args, **kwargs)
+        except (RuntimeError, ValueError, IndexError) as error:
+            raise CannotSplit(self.region, f"{call.name}: {error}") from error
+        return [found] if call.single else list(found)

@@ -1,0 +1,154 @@
+"""Which regions with a loss can compute the loss's gradient in the forward half, part by part.
+
+A backward is linear in the gradient of the loss, a single number. So it may run before that number is known, with 1 in
+its place, if its results are multiplied by the number later. Then each part's scores are computed once, and freed
+before the next part's. Fused kernels for language models do the same (Liger Kernel, Hsu et al. 2024).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from rematplan.runtime.capture.loss_in_place import CrossEntropyBackward
+from rematplan.runtime.graph.captured_step import Call, refs
+from rematplan.runtime.split.axis_rules import LOSS, AxisSpan
+from rematplan.runtime.split.regions import SplitRegion, StepUse
+
+ATEN = torch.ops.aten
+FIRST, FIRST_IF_ZERO, ANY_ONE, ALL = "first", "first, if the last argument is 0", "any one", "all"
+"""In which operands a call is linear: in the first; in each of two, if the other is constant; in all together."""
+LINEAR: Mapping[Any, str] = {
+    ATEN.nll_loss_backward: FIRST,
+    ATEN.nll_loss2d_backward: FIRST,
+    ATEN._log_softmax_backward_data: FIRST,
+    ATEN._softmax_backward_data: FIRST,
+    ATEN.tanh_backward: FIRST,
+    ATEN.sigmoid_backward: FIRST,
+    ATEN.gelu_backward: FIRST,
+    ATEN.silu_backward: FIRST,
+    ATEN.threshold_backward: FIRST,
+    ATEN.native_layer_norm_backward: FIRST,
+    ATEN.convolution_backward: FIRST,
+    ATEN.slice_backward: FIRST,
+    ATEN._to_copy: FIRST,
+    ATEN.clone: FIRST,
+    ATEN.neg: FIRST,
+    ATEN.masked_fill.Scalar: FIRST_IF_ZERO,
+    ATEN.sum: FIRST,
+    ATEN.div.Tensor: FIRST,
+    ATEN.div.Scalar: FIRST,
+    ATEN.mul: ANY_ONE,
+    ATEN.mm: ANY_ONE,
+    ATEN.bmm: ANY_ONE,
+    ATEN.add: ALL,
+    ATEN.sub: ALL,
+}
+"""By op, in which operands it is linear. Views are linear, too."""
+
+
+@dataclass(frozen=True)
+class EarlyBackward:
+    """The backward of a region that can run in the forward half."""
+
+    tangent: str
+    """The value with the gradient of the loss, a single number."""
+    before: Mapping[str, Call]
+    """By result, the calls between it and the region, such as products with the weights of two terms of the loss."""
+    scaled: frozenset[str]
+    """The values that depend on it."""
+
+
+def early_backward(use: StepUse, region: SplitRegion) -> EarlyBackward | None:
+    """Return the backward of a region that can run in the forward half; None if it cannot.
+
+    It can if the region has a loss, if all that its backward reads is known before the loss's gradient is, and if it is
+    linear in that gradient. In float16 it cannot: gradients that no factor has scaled may be too small for the type.
+    """
+    step, inside = use.step, set(region.calls)
+    late = [c for c in step.calls if c.name in inside and c.backward]
+    early = [c for c in step.calls if c.name in inside and not c.backward]
+    if not late or LOSS not in region.modules:
+        return None
+    divisors = {c.results[1] for c in early if region.states.get(c.results[0] or "") == LOSS}
+    waits = _following(use, {i.value for i in step.inputs if i.kind == "tangent"}, inside)
+    after = _following(use, {r for c in early for r in c.results if r} - divisors, inside)
+    read = {v for c in late for v in _values(c) if not _is_part(use, region, v)}
+    tangent, before = _source(use, read & waits, waits)
+    if tangent is None or not read.isdisjoint(after):
+        return None
+    scaled = {tangent}
+    for call in step.calls:
+        mine = call.name in inside and call.backward
+        if not _reads(call, scaled) or not (mine or call.is_view or call in before):
+            continue
+        if (mine or call in before) and not _is_linear(call, scaled):
+            return None
+        if call in before and _reads(call, after):
+            return None
+        scaled.update(r for r in call.results if r)
+    if any(step.values[v].fake.dtype == torch.float16 for v in scaled):
+        return None
+    made = {r: c for c in before for r in c.results if r}
+    return EarlyBackward(tangent, made, frozenset(scaled - {tangent}))
+
+
+def _source(use: StepUse, read: set[str], waits: set[str]) -> tuple[str | None, list[Call]]:
+    """Return the single number from which the values ``read`` are computed, and the calls that do so. It is the only
+    one of these values, or the only gradient of an output on which they depend. ``waits``: what depends on any."""
+    one = next(iter(read), "")
+    if len(read) == 1 and use.step.values[one].fake.numel() == 1:
+        return one, []
+    needed, before = set(read), []
+    for call in reversed(use.step.calls):
+        if not needed.isdisjoint(r for r in call.results if r):
+            before.append(call)
+            needed |= _values(call) & waits
+    sources = needed & {i.value for i in use.step.inputs}
+    if len(sources) != 1 or use.step.values[one := sources.pop()].fake.numel() != 1:
+        return None, []
+    return one, before
+
+
+def _following(use: StepUse, values: set[str], inside: set[str]) -> set[str]:
+    """Return values and all that depends on them through calls that are not ``inside``."""
+    found = set(values)
+    for call in use.step.calls:
+        if call.name not in inside and _reads(call, found):
+            found.update(r for r in call.results if r)
+    return found
+
+
+def _values(call: Call) -> set[str]:
+    return {r.value for r in refs((call.args, call.kwargs))}
+
+
+def _reads(call: Call, values: set[str]) -> bool:
+    return not values.isdisjoint(_values(call))
+
+
+def _is_part(use: StepUse, region: SplitRegion, value: str) -> bool:
+    """Return whether a call of the region reads its own part of a value only, which the region makes."""
+    while (call := use.maker.get(value)) is not None and isinstance(region.states.get(value), AxisSpan):
+        if not call.is_view:
+            return call.name in region.calls
+        value = next(refs(call.args)).value
+    return False
+
+
+def _is_linear(call: Call, changing: set[str]) -> bool:
+    """Return whether a call is linear in the operands among ``changing``."""
+    fused = isinstance(call.target, CrossEntropyBackward)
+    how = LINEAR.get(call.target, LINEAR.get(getattr(call.target, "overloadpacket", None)))
+    how = FIRST if call.is_view or fused else how
+    operands = [r.value in changing for r in refs((call.args, call.kwargs))]
+    if how == FIRST_IF_ZERO:
+        how = FIRST if call.args[-1] == 0 else None
+    if how == ALL:
+        return all(operands) and len(operands) == 2
+    if how == ANY_ONE:
+        return sum(operands) == 1
+    return how == FIRST and operands[0] and not any(operands[1:])
