@@ -30,6 +30,7 @@ from rematplan.runtime.problem.earlier_gradients import end_of_first_segment
 from rematplan.runtime.problem.layout_copies import NONE
 from rematplan.runtime.problem.loss_boundary import with_loss_boundary
 from rematplan.runtime.problem.loss_memory import NO_LOSS, LossMemory
+from rematplan.runtime.problem.random_states import without_unused_states
 from rematplan.runtime.problem.weight_gradients import with_separate_weights, with_weight_boundary
 
 
@@ -105,6 +106,7 @@ def captured_stage(
     copies = copies_priced(step, graph, costs) if place.last and not loss.dense else NONE
     graph = with_loss_boundary(step, graph, loss, copies)
     graph = replace(graph, never_rerun=tuple(dict.fromkeys((*graph.never_rerun, *ops_that_run_once(step)))))
+    graph = without_unused_states(graph)
     if place.split:
         graph = with_weight_boundary(step, graph)
     problem = stage_problem(

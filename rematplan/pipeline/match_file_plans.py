@@ -21,6 +21,7 @@ from rematplan.planner.pipeline.stage_chain import StageChain
 from rematplan.planner.pipeline.stage_slices import BOUNDARY, WEIGHTS, StageSlice
 from rematplan.runtime.graph.captured_step import CapturedStep
 from rematplan.runtime.problem import loss_boundary
+from rematplan.runtime.problem.random_states import saves_state, with_saves
 
 OpKey = tuple[str, bool]
 """The ATen op of a call as text, and whether the call belongs to the backward."""
@@ -29,7 +30,10 @@ OpKey = tuple[str, bool]
 def stages_ops(step: CapturedStep, chain: StageChain, cuts: Sequence[int]) -> tuple[tuple[StageOp, ...], ...]:
     """Return the ops of each stage of a pipeline, as a pipeline file states them."""
     bounds = list(pairwise((0, *cuts, len(chain))))
-    stages = [[chain.graph.ops[o].name for o in StageSlice(chain, *bound).ops] for bound in bounds]
+    stages = [
+        [name for o in StageSlice(chain, *bound).ops if (name := chain.graph.ops[o].name) in step.call]
+        for bound in bounds
+    ]
     loss = loss_ops(step, chain.graph, stages[-1])
     return tuple(captured_ops(step, names, loss) for names in stages)
 
@@ -65,7 +69,7 @@ def file_plan(file: PlannedPipeline, number: int, part: CapturedStage) -> Plan:
         for end, backward in ((loss_boundary.WEIGHTS, True), (loss_boundary.LOSS, False)):
             at = runs.index(end) if end in runs else len(runs)
             runs[at:at] = [o for o in others if o in copies and part.step.call[o].backward == backward]
-        runs = _after_weights(part.problem.graph, runs)
+        runs = with_saves(part.problem.graph, _after_weights(part.problem.graph, runs))
         return plan_from_runs(part.problem.graph, runs, str(_plan(file, number).get("strategy", "file")))
     except ProblemError as error:
         raise ProblemError(f"stage {number} is not the one that the file's plan is of: {error}") from None
@@ -99,7 +103,7 @@ def loss_ops(step: CapturedStep, graph: TrainingGraph, names: Sequence[str]) -> 
         if call.module == WRAPPER[:-1] or call.module.startswith(WRAPPER):
             continue
         before = {graph.ops[graph.producer[t]].name for t in graph.op[name].reads if t in graph.producer}
-        if not call.backward or all(b in found for b in before if step.call[b].backward):
+        if not call.backward or all(b in found for b in before if b in step.call and step.call[b].backward):
             found.add(name)
     return frozenset(found)
 
@@ -132,7 +136,7 @@ def _runs(file: PlannedPipeline, number: int, pairs: Mapping[str, str], loss: Co
     boundaries = {BOUNDARY: loss_boundary.LOSS, WEIGHTS: loss_boundary.WEIGHTS}
     runs = []
     for kind, name in _plan(file, number).get("steps", ()):
-        if kind != "run" or name in loss:
+        if kind != "run" or name in loss or saves_state(name):
             continue
         if name not in pairs and name not in boundaries:
             raise ProblemError(f"the file's plan runs {name}, which the stage lacks")

@@ -13,6 +13,7 @@ from rematplan.planner.arrays.indexed import indexed
 from rematplan.planner.pipeline.stage_chain import Groups, StageChain, blocks_at, stage_chain
 from rematplan.runtime.graph.captured_step import Call, CapturedStep
 from rematplan.runtime.graph.module_names import prefixes
+from rematplan.runtime.problem.random_states import drawing_op
 
 MOST_BLOCKS = 64
 """The largest number of blocks. Modules begin blocks from the outermost inwards, as long as there are not more
@@ -148,7 +149,7 @@ def _begins(
     last: dict[str, int] = {}
     count: Counter[str] = Counter()
     for at, o in enumerate(forward):
-        module = step.call[graph.ops[o].name].module
+        module = step.call[drawing_op(graph.ops[o].name)].module
         for name in prefixes(module.removeprefix(prefix) if module.startswith(prefix) else ""):
             first.setdefault(name, at)
             last[name] = at

@@ -17,7 +17,6 @@ from rematplan.runtime.graph.allocator_rounding import allocated
 from rematplan.runtime.graph.captured_step import CapturedStep
 from rematplan.runtime.problem.earlier_gradients import adding_problem, earlier_gradients, waiting_bytes
 from rematplan.runtime.problem.loss_boundary import LOSS, WEIGHTS
-from rematplan.runtime.problem.planning_problem import random_state_bytes
 
 NUMBER = 16
 """The most bytes in which an op on a CPU holds a number among its arguments while it runs: 8 for the number as Python
@@ -44,7 +43,7 @@ def stage_problem(
     added, bytes_ = earlier_gradients(step)
     if own_weights:
         added, template = frozenset(), replace(template, left=template.left + bytes_)
-    adding = _with_random_states(step, _with_numbers(step, adding_problem(step, graph, added)))
+    adding = _with_numbers(step, adding_problem(step, graph, added))
     kinds = {step.values[i.value].storage: i.kind for i in reversed(step.inputs)}
 
     def of(*wanted: str) -> tuple[str, ...]:
@@ -85,20 +84,6 @@ def _with_numbers(step: CapturedStep, graph: TrainingGraph) -> TrainingGraph:
         return replace(op, workspace=max(op.workspace, NUMBER * numbers))
 
     return replace(graph, ops=tuple(map(counted, graph.ops)), inverses=tuple(map(counted, graph.inverses)))
-
-
-def _with_random_states(step: CapturedStep, graph: TrainingGraph) -> TrainingGraph:
-    """Return a problem in which each random op that may run again has a workspace that is larger by one state of the
-    random generator. While such an op runs again, the generator's present state is kept, to be set again afterwards."""
-    states = _random_states(step, graph)
-    ops = (replace(op, workspace=op.workspace + states.get(op.name, 0)) for op in graph.ops)
-    return replace(graph, ops=tuple(ops))
-
-
-def _random_states(step: CapturedStep, graph: TrainingGraph) -> dict[str, int]:
-    """Return, by the name of each random op that may run again, the bytes of one state of the random generator."""
-    seeded = (call.name for call in step.calls if call.seeded and call.name not in graph.never_rerun)
-    return dict.fromkeys(seeded, random_state_bytes(step))
 
 
 def reusable_bytes(step: CapturedStep, operands: Operands, backward: bool) -> dict[str, int]:
@@ -156,12 +141,8 @@ def _copies(step: CapturedStep, graph: TrainingGraph) -> dict[str, int]:
     """Return, by the name of an op, the bytes that must be kept from forward to backward if the backward runs the op
     again.
 
-    They are the old contents of buffers that the step overwrites, and the state of the random generator before the
-    op.
+    They are the old contents of buffers that the step overwrites.
     """
     renewed = renewed_buffers(step)
-    found = _random_states(step, graph)
-    for op in graph.ops:
-        if old := renewed.intersection(op.reads):
-            found[op.name] = found.get(op.name, 0) + sum(graph.size[t] for t in old)
-    return found
+    old = {op.name: renewed.intersection(op.reads) for op in graph.ops}
+    return {name: sum(graph.size[t] for t in read) for name, read in old.items() if read}

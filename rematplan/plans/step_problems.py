@@ -20,6 +20,7 @@ from rematplan.runtime.problem.earlier_gradients import adding_problem, holding
 from rematplan.runtime.problem.loss_boundary import with_loss_boundary
 from rematplan.runtime.problem.loss_memory import LossMemory
 from rematplan.runtime.problem.optimizer_step import with_optimizer_step
+from rematplan.runtime.problem.random_states import without_unused_states
 
 RESERVED = "reserved"
 """The name of the problem's input whose size is the memory of optimizers and other objects outside of the model."""
@@ -74,6 +75,7 @@ class StepProblems:
         graph = with_loss_boundary(step, priced_, self.loss(step, priced_), copies)
         once = ops_that_run_once(step, asked.policy)
         graph = replace(graph, never_rerun=tuple(dict.fromkeys((*graph.never_rerun, *once))))
+        graph = without_unused_states(graph)
         graph = adding_problem(step, graph, self.added) if self.added else graph
         others = asked.reserved.on(step.device, self.named)
         graph = with_optimizer_step(step, graph, others.stepping)

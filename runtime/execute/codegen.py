@@ -60,7 +60,12 @@ class Writer(Emitter):
         self.dead: list[str] = []  # freed values whose variables are not deleted yet
         self.variable: dict[str, str] = {}  # value → its variable
         self.taken: set[str] = set()  # names of all variables
-        self.states: set[str] = set()
+        self.states: set[str] = set()  # variables of generators' states
+        self.gone: list[str] = []  # those of them that were deleted, some to be saved again
+        last = {
+            one.op: at for at, one in enumerate(schedule) if isinstance(one, Run) and one.op in self.rerun
+        }
+        self.last_draws = {at: self._state(op) for op, at in last.items()}
         self.overwriting = overwriting_calls(step, schedule) if overwrite else {}
         self.ends: dict[int, list[str]] = {}  # position → storages freed after it without a Free
         self.noting = note is not None
@@ -176,6 +181,9 @@ class Writer(Emitter):
             for storage in self.ends.get(at - 1, ()):
                 self.free(storage)
             if at in self.unused.skipped:
+                if at in self.last_draws:
+                    self.lines.append(f"del {self.last_draws[at]}")
+                    self._gone(self.last_draws[at])
                 continue
             if isinstance(one, Free):
                 resident = one.tensor in self.alive or one.tensor in self.left
@@ -220,7 +228,7 @@ class Writer(Emitter):
         same = dict(self.unused.same).get(call.name)
         expression = self.use(same) if same else self._overwriting(over, call)
         if call.name in self.rerun:
-            self._replayed(call, expression)
+            self._replayed(call, expression, at)
         else:
             self.lines.append(f"{self._results(call)} = {expression}")
         self._made(call)
@@ -241,13 +249,25 @@ class Writer(Emitter):
             if self.noting:
                 self.lines.append(f"note({result!r}, {self.name(result)})")
 
-    def _replayed(self, call: Call, expression: str) -> None:
-        state = f"rng_{self.name(call.name)}"
+    def _replayed(self, call: Call, expression: str, at: int) -> None:
+        state = self._state(call.name)
         device = self.step.drawing_device(call)
         self.scope.update(replay_functions(device))
-        draw = later_draw if state in self.states else first_draw
-        self.states.add(state)
-        self.lines += draw(f"{self._results(call)} = {expression}", state, device)
+        assign = f"{self._results(call)} = {expression}"
+        if state not in self.states:
+            self.states.add(state)
+            self.lines += first_draw(assign, state, device)
+            return
+        self.lines += later_draw(assign, state, device, last=at in self.last_draws)
+        self._gone(state)
+        self.states.update(() if at in self.last_draws else (state,))
+
+    def _state(self, op: str) -> str:
+        return f"rng_{self.name(op)}"
+
+    def _gone(self, state: str) -> None:
+        self.states.discard(state)
+        self.gone.append(state)
 
     def _results(self, call: Call) -> str:
         if call.single:

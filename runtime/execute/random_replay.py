@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -20,9 +21,18 @@ def replayed_ops(step: CapturedStep, schedule: Schedule) -> set[str]:
 
 
 def replay_functions(device: torch.device) -> dict[str, Callable[..., Any]]:
-    """Return two functions that save and load the state of a device's random number generator. The keys are the names
-    by which the source from `first_draw` and `later_draw` calls them."""
-    return {f"save_rng_{device.type}": save_rng(device), f"load_rng_{device.type}": load_rng(device)}
+    """Return functions that save, load and set apart the state of a device's random number generator. The keys are the
+    names by which the source from `first_draw` and `later_draw` calls them."""
+    return {
+        f"save_rng_{device.type}": save_rng(device),
+        f"load_rng_{device.type}": load_rng(device),
+        f"apart_rng_{device.type}": partial(_apart, device),
+    }
+
+
+def _apart(device: torch.device, state: torch.Tensor) -> torch.Generator:
+    """Return a generator with a state, in memory that no allocator of tensors counts."""
+    return torch.Generator(device).set_state(state)
 
 
 def first_draw(assign: str, state: str, device: torch.device) -> list[str]:
@@ -30,9 +40,22 @@ def first_draw(assign: str, state: str, device: torch.device) -> list[str]:
     return [f"{state} = save_rng_{device.type}()", assign]
 
 
-def later_draw(assign: str, state: str, device: torch.device) -> list[str]:
+def later_draw(assign: str, state: str, device: torch.device, last: bool) -> list[str]:
     """Return lines of source that run a random op again, from the generator's state before its first execution.
     Afterwards they set the generator back to the state in which they found it.
     """
-    save, load = f"save_rng_{device.type}", f"load_rng_{device.type}"
-    return [f"rng_now = {save}()", f"{load}({state})", assign, f"{load}(rng_now)", "del rng_now"]
+    save, load, apart = (f"{what}_rng_{device.type}" for what in ("save", "load", "apart"))
+    # While the op runs, the states are in generators, so that the op needs no more memory than at its first run.
+    keep, again = (
+        ([], []) if last else ([f"rng_first = {apart}({state})"], [f"{state} = rng_first.get_state()"])
+    )
+    return [
+        *keep,
+        f"rng_now = {apart}({save}())",
+        f"{load}({state})",
+        f"del {state}",
+        assign,
+        f"{load}(rng_now.get_state())",
+        *again,
+        f"del rng_now{'' if last else ', rng_first'}",
+    ]

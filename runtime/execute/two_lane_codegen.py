@@ -182,7 +182,7 @@ class LaneWriter(Writer):
         self._lane(self, here, MAIN)
         on_main, self.lines = self.lines, []
         self._lane(inner, here, RECOVERY)
-        hands = [hand for values in here.handed.values() for hand in values.values()]
+        hands = [hand for values in here.handed.values() for hand in values.values()] + inner.gone
         self.scope["two_lanes"] = partial(two_lanes, self.step.device)
         self.lines = [
             *before,
@@ -201,7 +201,8 @@ class LaneWriter(Writer):
         inner = Writer(self.step, self.schedule)
         inner.scope, inner.targets = self.scope, self.targets
         inner.variable, inner.taken = self.variable, self.taken
-        inner.states, inner.overwriting = self.states, self.overwriting
+        inner.states, inner.last_draws = self.states, self.last_draws
+        inner.overwriting = self.overwriting
         inner.take([i.value for i in self.step.inputs])
         return inner
 

@@ -27,6 +27,7 @@ from rematplan.runtime.inversion.row_types import Facts, Refused, Undone
 from rematplan.runtime.inversion.scatter_to_cat import scatter_to_cat
 from rematplan.runtime.inversion.split_storages import SplitStep, split_storages
 from rematplan.runtime.problem.planning_problem import training_graph
+from rematplan.runtime.problem.random_states import without_random_states
 
 aten = torch.ops.aten
 
@@ -153,6 +154,7 @@ def _with_inverses(
     graph = training_graph(candidates, {c.name: CallCost(0.0) for c in candidates.priced_calls})
     if own_seeds:
         again = {call.name for call in step.calls if call.seeded}
+        graph = without_random_states(graph)
         graph = replace(graph, never_rerun=tuple(name for name in graph.never_rerun if name not in again))
     useful = {r.name for recovery in recoveries(graph).values() for r in recovery.used}
     kept = tuple(c for c in candidates.inverses if c.name in useful)

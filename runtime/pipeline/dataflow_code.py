@@ -237,7 +237,7 @@ class _StageWriter(Writer):
     def _values(self, kind: str) -> str:
         return self.tuple_of(self.use(o.value) for o in self.of_kind(kind))
 
-    def _replayed(self, call: Call, expression: str) -> None:
+    def _replayed(self, call: Call, expression: str, _at: int) -> None:
         self.lines += [f"hooks.seed({self.draws[call.name]})", f"{self._results(call)} = {expression}"]
 
     def _expression(self, call: Call) -> str:

@@ -27,6 +27,7 @@ from rematplan.runtime.graph.captured_step import (
 )
 from rematplan.runtime.inversion.find_inverses import with_inverses
 from rematplan.runtime.problem.loss_boundary import LATE, LOSS
+from rematplan.runtime.problem.random_states import without_random_states
 
 SEND, RETURN = "(send)", "(return)"
 """The op that represents sending the outputs to the next stage, and the op that represents returning the
@@ -142,6 +143,7 @@ def with_dataflow_boundary(
     An op that reads a buffer with a new content runs once, since that content overwrites the buffer at `SEND`. A call
     that takes a tensor from a message runs once, too.
     """
+    graph = without_random_states(graph)  # each random call has a seed of its own
     early = dict.fromkeys(step.values[o.value].storage for o in step.outputs if o.kind not in KEPT_BACK)
     outputs = dict.fromkeys(step.values[o.value].storage for o in step.outputs if o.kind == "output")
     late, marked = step.after_loss, {c.name for c in step.calls if c.late}

@@ -15,6 +15,7 @@ from rematplan.runtime.capture.loss_in_place import CrossEntropyBackward
 from rematplan.runtime.graph.captured_step import CapturedStep
 from rematplan.runtime.problem.loss_boundary import OLD_BUFFERS
 from rematplan.runtime.problem.planning_problem import RNG_STATES
+from rematplan.runtime.problem.random_states import without_random_states
 
 COPIES = (RNG_STATES, OLD_BUFFERS)
 """The tensors of a problem from which ops run again: states of random generators, and buffers before the step."""
@@ -63,6 +64,7 @@ class PlainAutograd:
 
         ``wide_masks``: whether masks of dropout have the type of their inputs.
         """
+        graph = without_random_states(graph)
         factors = {**(self.masks if wide_masks else {}), **dict.fromkeys(COPIES, 0)}
         tensors = (replace(t, bytes=t.bytes * factors.get(t.name, 1)) for t in graph.tensors)
         split = {kind: size for kind, size in graph.fixed_split.items() if kind not in COPIES}

@@ -9,10 +9,11 @@ from dataclasses import dataclass, replace
 
 from rematplan.ir import Op, Tensor, TrainingGraph
 from rematplan.planner.core.lane_schedule import Lanes
-from rematplan.planner.core.schedule import Free, Run, Schedule, runs_of
+from rematplan.planner.core.schedule import Free, Run, Schedule, Step, runs_of
 from rematplan.runtime.graph.captured_step import CapturedStep
 from rematplan.runtime.problem.layout_copies import NONE, Copies
 from rematplan.runtime.problem.loss_memory import NO_LOSS, LossMemory
+from rematplan.runtime.problem.random_states import saves_state
 
 OLD_BUFFERS = "old_buffers"
 """The tensor that represents copies of buffers from before the step."""
@@ -152,10 +153,9 @@ def split_at_loss(step: CapturedStep, schedule: Schedule, lanes: Lanes | None = 
     and backward). Ops that the caller runs are removed, the loss among them.
     """
     leaving = _leaving(step, schedule)
-    outside = {*map(Run, OUTSIDE), Free(LOSS), Free(LOSS_VALUE), Free(WEIGHTS)}
-    own = tuple(at for at, one in enumerate(schedule) if one not in outside and at not in leaving)
+    own = tuple(at for at, one in enumerate(schedule) if at not in leaving and not _outside(one))
     shorter, runs = lanes, runs_of(schedule)
-    for at in sorted((runs.index(name) for name in OUTSIDE if name in runs), reverse=True):
+    for at in reversed([k for k, name in enumerate(runs) if _outside(Run(name))]):
         if shorter:  # the last op execution first, so that the positions of the others stay valid
             shorter = _without(shorter, at)
     boundary = bisect(own, schedule.index(Run(LOSS)))
@@ -163,6 +163,13 @@ def split_at_loss(step: CapturedStep, schedule: Schedule, lanes: Lanes | None = 
     while late is not None and late < len(own) and isinstance(schedule[own[late]], Free):
         late += 1
     return SplitSchedule(tuple(schedule[at] for at in own), shorter, own, boundary, late)
+
+
+def _outside(one: Step) -> bool:
+    """Return whether an entry of a schedule runs an op that the caller runs, or frees what such an op writes; or if it
+    is about the saved state of a generator, which the compiled plan saves at the first draw."""
+    name = one.op if isinstance(one, Run) else one.tensor
+    return name in (*OUTSIDE, LOSS_VALUE) or saves_state(name)
 
 
 def _leaving(step: CapturedStep, schedule: Schedule) -> set[int]:

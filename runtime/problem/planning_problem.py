@@ -13,6 +13,7 @@ from rematplan.ir.training_graph import LIBRARIES, THREADS
 from rematplan.runtime.graph.allocator_rounding import REST, allocated
 from rematplan.runtime.graph.call_cost import CallCost
 from rematplan.runtime.graph.captured_step import Call, CapturedStep, InputKind, refs
+from rematplan.runtime.problem.random_states import with_random_states
 
 RNG_STATES = "rng_states"
 
@@ -21,10 +22,10 @@ def training_graph(step: CapturedStep, costs: Mapping[str, CallCost]) -> Trainin
     """Return the planning problem of a captured step, without a loss boundary (an op between forward and backward).
 
     A view is no op of the problem: all views of a storage are one tensor. Random calls must draw the same numbers when
-    they run again, so their saved generator states are charged as one more input. A random call whose results take no
-    more bytes than one such state never runs again. The bytes that libraries keep allocated are charged as a further
-    input. Collectives run once, in a fixed order among themselves and random calls, since the plans of other processes
-    may differ.
+    they run again, so they read saved states of generators (`with_random_states`). A random call whose results take no
+    more bytes than one such state never runs again. The states from which a whole forward runs again are charged as a
+    further input, and so are the bytes that libraries keep allocated. Collectives run once, in a fixed order among
+    themselves and random calls, since the plans of other processes may differ.
     """
     seeded = [c.name for c in step.calls if c.seeded]
     sizes = dict(step.storage_bytes)
@@ -39,13 +40,10 @@ def training_graph(step: CapturedStep, costs: Mapping[str, CallCost]) -> Trainin
     split: dict[str, int] = dict.fromkeys(inputs.values(), 0)
     for storage, kind in inputs.items():
         split[kind] += sizes[storage]
-    drawing = step.drawing_devices
     state = random_state_bytes(step)
     kept = [name for name in seeded if sum(sizes[s] for s in step.writes(step.call[name])) <= state]
-    states = len(seeded) - len(kept) + 1 if len(kept) < len(seeded) else 0
-    states += len(drawing) * (
-        bool(step.left_out) + step.checks
-    )  # in case the whole forward runs again, or stops
+    # In case the whole forward runs again, or stops.
+    states = len(step.drawing_devices) * (bool(step.left_out) + step.checks)
     if states * state:
         sizes[RNG_STATES] = split[RNG_STATES] = states * state
     # Unused bytes of a cached block, beyond those that `allocated` counts.
@@ -58,7 +56,7 @@ def training_graph(step: CapturedStep, costs: Mapping[str, CallCost]) -> Trainin
     used = dict.fromkeys(inputs) | dict.fromkeys(t for o in ops for t in (*o.reads, *o.writes))
     reserved = tuple(name for name in (RNG_STATES, LIBRARIES) if name in split)
     used |= dict.fromkeys(reserved)
-    return TrainingGraph(
+    graph = TrainingGraph(
         name=step.name,
         tensors=tuple(Tensor(name, sizes[name]) for name in used),
         inputs=(*inputs, *reserved),
@@ -69,6 +67,7 @@ def training_graph(step: CapturedStep, costs: Mapping[str, CallCost]) -> Trainin
         never_rerun=(*kept, *(c.name for c in step.calls if c.collective)),
         fixed_split=split,
     )
+    return with_random_states(graph, {name: 0 if name in kept else state for name in seeded})
 
 
 def random_state_bytes(step: CapturedStep) -> int:

@@ -23,6 +23,7 @@ from rematplan.runtime.capture.capture import capture
 from rematplan.runtime.costs.measure import peak_above_entry
 from rematplan.runtime.costs.profile import ProfileWarning, profile_costs
 from rematplan.runtime.graph.captured_step import CapturedStep
+from rematplan.runtime.problem.random_states import saves_state, state_of, with_saves
 
 
 class Conv(nn.Module):
@@ -275,10 +276,11 @@ def test_random_ops_in_another_order_are_refused() -> None:
     graph = problem(step, profile_costs(step))
     runs = [o.name for o in graph.ops]
     assert len(graph.ordered) > 5
-    free = [n for n in graph.ordered if not set(graph.op[n].reads) - set(graph.inputs)]
+    free = [n for n in graph.ordered if {*graph.op[n].reads} <= {*graph.inputs, state_of(n)}]
     moved = [free[-1]] if free else []
     assert moved
-    schedule = with_frees(graph, moved + [n for n in runs if n not in moved])
+    others = [n for n in runs if n not in moved and not saves_state(n)]
+    schedule = with_frees(graph, with_saves(graph, moved + others))
     with pytest.raises(ProblemError, match="another order"):
         PlannedStep(module, step, schedule)
 

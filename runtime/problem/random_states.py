@@ -1,0 +1,85 @@
+"""The saved states of random number generators in a planning problem.
+
+An op that draws must draw the same numbers when it runs again. So its first run saves the generator's state, which
+stays until its last run. The problem has an op that writes this state, without cost; the drawing op reads the state.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+
+from rematplan.ir import Op, Tensor, TrainingGraph
+
+PREFIX = "(random state) "
+
+
+def state_of(op: str) -> str:
+    """Return the name of the generator's state with which an op draws, and of the op that saves it."""
+    return f"{PREFIX}{op}"
+
+
+def drawing_op(name: str) -> str:
+    """Return the op whose state an op saves; ``name`` itself if the op saves none."""
+    return name.removeprefix(PREFIX)
+
+
+def saves_state(name: str) -> bool:
+    """Return whether an op or a tensor of a problem is the saved state of a generator."""
+    return name.startswith(PREFIX)
+
+
+def with_random_states(graph: TrainingGraph, sizes: Mapping[str, int]) -> TrainingGraph:
+    """Return a problem in which each op of ``sizes`` (in bytes) reads the generator's state with which it drew first.
+
+    The generator's present state, which is restored after the op has run again, needs no more: the op's results are
+    larger than a state, and are not allocated while the states change places.
+    """
+    ops: list[Op] = []
+    for op in graph.ops:
+        if op.name in sizes:
+            # The state is written at any time before the op: the compiled plan saves it at the op's first run.
+            ops.append(Op(state_of(op.name), (), (state_of(op.name),), 0.0, 0, op.phase))
+            op = replace(op, reads=(*op.reads, state_of(op.name)))
+        ops.append(op)
+    states = {state_of(name): size for name, size in sizes.items()}
+    return replace(
+        graph,
+        tensors=(*graph.tensors, *(Tensor(name, size) for name, size in states.items())),
+        ops=tuple(ops),
+        never_rerun=(*graph.never_rerun, *states),
+    )
+
+
+def without_unused_states(graph: TrainingGraph) -> TrainingGraph:
+    """Return a problem in which the states of ops that may run only once have 0 bytes."""
+    gone = set(map(state_of, graph.never_rerun))
+    if gone.isdisjoint(graph.size):
+        return graph
+    return replace(graph, tensors=tuple(replace(t, bytes=0) if t.name in gone else t for t in graph.tensors))
+
+
+def without_random_states(graph: TrainingGraph) -> TrainingGraph:
+    """Return a problem in which ops draw without saved states: they run once, or can seed the generator anew."""
+
+    ops = (op for op in graph.ops if not saves_state(op.name))
+    return replace(
+        graph,
+        tensors=tuple(t for t in graph.tensors if not saves_state(t.name)),
+        ops=tuple(replace(op, reads=tuple(t for t in op.reads if not saves_state(t))) for op in ops),
+        never_rerun=tuple(name for name in graph.never_rerun if not saves_state(name)),
+    )
+
+
+def with_saves(graph: TrainingGraph, runs: Sequence[str]) -> list[str]:
+    """Return a sequence of runs (names of ops) in which each op that draws has its state saved just before it runs
+    first."""
+    saved: set[str] = set()
+    found: list[str] = []
+    for name in runs:
+        state = state_of(name)
+        if state in graph.op and state not in saved:
+            saved.add(state)
+            found.append(state)
+        found.append(name)
+    return found
