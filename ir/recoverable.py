@@ -172,6 +172,11 @@ class _StepTables:
             found.append(mask)
         return found
 
+    def given(self, op: int) -> bool:
+        """Return whether an op's results are kept for ops that run again: it reads nothing and may run only once, as
+        what saves the state of a random generator does."""
+        return not self.graph.ops[op].reads and self.graph.ops[op].name in self.once
+
     @cached_property
     def never(self) -> frozenset[str]:
         """The names of the tensors that backward ops write."""
@@ -202,9 +207,9 @@ class _RecoverySearch:
             return True
         if tensor in tables.never:
             return False
-        if tables.graph.size[tensor] <= self.limit:
-            return True
         made = tables.graph.producer[tensor]
+        if tables.graph.size[tensor] <= self.limit or tables.given(made):
+            return True
         # A tensor that no forward op reads is live because the backward half or an output needs it.
         last = tables.last_read.get(tensor, len(tables.graph.ops))
         return made <= self.moment and (last > self.moment or tensor in tables.outputs)

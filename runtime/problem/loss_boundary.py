@@ -153,9 +153,9 @@ def split_at_loss(step: CapturedStep, schedule: Schedule, lanes: Lanes | None = 
     and backward). Ops that the caller runs are removed, the loss among them.
     """
     leaving = _leaving(step, schedule)
-    own = tuple(at for at, one in enumerate(schedule) if at not in leaving and not _outside(one))
+    own = tuple(at for at, one in enumerate(schedule) if at not in leaving and not _is_callers(one))
     shorter, runs = lanes, runs_of(schedule)
-    for at in reversed([k for k, name in enumerate(runs) if _outside(Run(name))]):
+    for at in reversed([k for k, name in enumerate(runs) if _is_callers(Run(name))]):
         if shorter:  # the last op execution first, so that the positions of the others stay valid
             shorter = _without(shorter, at)
     boundary = bisect(own, schedule.index(Run(LOSS)))
@@ -165,7 +165,7 @@ def split_at_loss(step: CapturedStep, schedule: Schedule, lanes: Lanes | None = 
     return SplitSchedule(tuple(schedule[at] for at in own), shorter, own, boundary, late)
 
 
-def _outside(one: Step) -> bool:
+def _is_callers(one: Step) -> bool:
     """Return whether an entry of a schedule runs an op that the caller runs, or frees what such an op writes; or if it
     is about the saved state of a generator, which the compiled plan saves at the first draw."""
     name = one.op if isinstance(one, Run) else one.tensor

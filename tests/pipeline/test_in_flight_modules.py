@@ -29,6 +29,7 @@ from rematplan.runtime.costs.roofline import roofline_costs
 from rematplan.runtime.problem.earlier_gradients import adding_problem
 from rematplan.runtime.problem.loss_boundary import WEIGHTS, with_loss_boundary
 from rematplan.runtime.problem.planning_problem import training_graph
+from rematplan.runtime.problem.random_states import state_of, without_unused_states
 from rematplan.runtime.problem.weight_gradients import with_weight_boundary
 
 ASKED: dict[str, Any] = {"costs": "roofline", "strategy": "approx_dp", "loss_memory": "4x"}
@@ -271,18 +272,16 @@ def test_a_second_backward_before_the_weight_gradients_is_refused() -> None:
 
 
 def test_the_state_of_the_generator_is_counted_while_a_dropout_runs_again() -> None:
-    """It is put aside, and set again afterwards. The last dropout makes the output, so it runs once."""
+    """Its first state is kept from the forward to then. The last dropout makes the output, so it runs once."""
     layers = [nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Dropout(0.5)) for _ in range(4)]
     planned = rematplan.plan_stage(nn.Sequential(*layers), (example(),), budget="100%", in_flight=2, **ASKED)
     step, state = planned._rematplan.last.compiled.step, torch.get_rng_state().nbytes
     graph = with_loss_boundary(step, training_graph(step, roofline_costs(step, device_model("laptop-cpu"))))
-    problem = stage_problem(step, graph, template=StagePlan(0, 0, 0, 0))
+    graph = stage_problem(step, without_unused_states(graph), template=StagePlan(0, 0, 0, 0)).graph
     *again, last = (call.name for call in step.calls if call.seeded)
-    assert last in problem.graph.never_rerun
-    assert problem.copies == dict.fromkeys(again, state)
-    assert len(again) == 3
-    once = problem.graph.op[last].workspace
-    assert [problem.graph.op[name].workspace for name in again] == [once + state] * 3
+    assert last in graph.never_rerun
+    assert [graph.size[state_of(name)] for name in (*again, last)] == [state] * 3 + [0]
+    assert all(state_of(name) in graph.op[name].reads for name in again)
 
 
 def test_nothing_left_to_finish_is_said() -> None:
