@@ -77,6 +77,7 @@ LAYERS = {
     ),
     "rematplan": (
         "plans",
+        "plan_report",
         "module",
         "parts",
         "optim",
@@ -108,7 +109,7 @@ ONLY_IN = {
         "planner/ilp/step_program.py",
     ),
     "matplotlib": ("rematplan/report/plot*.py",),
-    "plotly": ("rematplan/report/page.py",),
+    "plotly": ("rematplan/plan_report/page.py",),
 }
 """Third-party packages that stay behind one or a few doors."""
 

@@ -9,13 +9,15 @@ from pathlib import Path
 from typing import Any, Literal
 
 from rematplan.ir import ProblemError, TrainingGraph, show_bytes
-from rematplan.ir.problem_json import read_json, write_whole
+from rematplan.ir.problem_json import problem_from_json, problem_to_json, read_json, write_whole
 from rematplan.planner.core.lane_memory import checked_lanes
 from rematplan.planner.core.lane_schedule import Lanes, lanes_from_json, lanes_to_json
 from rematplan.planner.core.schedule import Free, Run, Schedule, with_frees
 from rematplan.planner.core.simulator import Estimate, simulate
 
 PLAN_FORMAT = "rematplan.plan/1"
+EMBEDDED = "problem_data"
+"""The key of a plan file under which it has the plan's problem, if it has it."""
 STEPS: dict[str, type[Run] | type[Free]] = {"run": Run, "free": Free}
 Status = Literal["optimal", "feasible", "refining"]
 
@@ -184,13 +186,16 @@ def _over(plan: Plan, graph: TrainingGraph, stated: object) -> str:
     )
 
 
-def save_plan(plan: Plan, path: str | Path) -> None:
+def save_plan(plan: Plan, path: str | Path, graph: TrainingGraph | None = None) -> None:
     """Write a plan to a JSON file. If writing fails, an existing file is not changed.
+
+    ``graph``: the plan's problem, to be written into the file, too, so that the file can be reported on alone.
 
     Raises:
         ProblemError: the folder or the file cannot be written.
     """
-    write_whole(path, json.dumps(plan_to_json(plan)))
+    more = {} if graph is None else {EMBEDDED: problem_to_json(graph)}
+    write_whole(path, json.dumps(plan_to_json(plan) | more))
 
 
 def load_plan(path: str | Path, graph: TrainingGraph) -> Plan:
@@ -201,6 +206,27 @@ def load_plan(path: str | Path, graph: TrainingGraph) -> Plan:
     """
     try:
         return plan_from_json(read_json(path), graph)
+    except ProblemError as error:
+        raise ProblemError(f"{path}: {error}") from None
+
+
+def load_plan_with_problem(path: str | Path) -> tuple[Plan, TrainingGraph] | None:
+    """Read a plan and the problem in the same JSON file; return None if the file is no plan.
+
+    Raises:
+        ProblemError: as for `load_plan`, or the file has no problem.
+    """
+    try:
+        data = read_json(path)
+        if not isinstance(data, dict) or data.get("format") != PLAN_FORMAT:
+            return None
+        if EMBEDDED not in data:
+            raise ProblemError(
+                "the file has no planning problem: state the model, and this file as --plan; files that "
+                "`rematplan plan -o` writes have one"
+            )
+        graph = problem_from_json(data[EMBEDDED])
+        return plan_from_json(data, graph), graph
     except ProblemError as error:
         raise ProblemError(f"{path}: {error}") from None
 

@@ -96,7 +96,7 @@ def run(args: argparse.Namespace, out: Output) -> int:
     base = no_recompute(source.graph)
     seconds = time.perf_counter() - start
     if args.output:
-        save_plan(replace(plan, fingerprint=source.graph.fingerprint), args.output)
+        save_plan(replace(plan, fingerprint=source.graph.fingerprint), args.output, source.graph)
     out.show(
         *source.notes,
         split_table(source.graph, base, plan),

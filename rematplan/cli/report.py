@@ -8,14 +8,12 @@ from pathlib import Path
 from rematplan.cli.arguments import check_outputs, one_strategy
 from rematplan.cli.output import Output
 from rematplan.cli.plan import add_budget, plan_document, plan_for
-from rematplan.cli.problem_source import Source, add_costs, add_model, load
+from rematplan.cli.problem_source import Source, add_costs, add_model, is_problem, load
 from rematplan.ir import UsageError
 from rematplan.ir.problem_json import write_whole
-from rematplan.planner.core.plan import Plan, load_plan
-from rematplan.planner.strategies.approx_dp import ApproxDP
+from rematplan.planner.core.plan import Plan, load_plan, load_plan_with_problem
 from rematplan.planner.strategies.store_all import no_recompute
 from rematplan.plans.budgets import parse_budget
-from rematplan.plans.tradeoff import trace_curves
 
 
 def add(parser: argparse.ArgumentParser) -> None:
@@ -46,12 +44,10 @@ def run(args: argparse.Namespace, out: Output) -> int:
     check_outputs(*files.values())
     if not any(files.values()):
         raise UsageError("state a file to write: -o FILE.html, --snapshot FILE.pickle or --trace FILE.json")
-    if (args.budget is None) == (args.plan is None):
-        raise UsageError("state a --budget or a --plan file, not both")
     if args.budget is not None:
         parse_budget(args.budget)
     one_strategy(args)
-    source, plan = _planned(load(args, out), args, out)
+    source, plan = _planned(args, out)
     write(source, plan, args.output, args.snapshot, args.trace, out)
     out.show(*source.notes, str(plan), *(f"{what}: {path}" for what, path in files.items() if path))
     document = plan_document(source, plan, no_recompute(source.graph))
@@ -59,7 +55,16 @@ def run(args: argparse.Namespace, out: Output) -> int:
     return 0
 
 
-def _planned(source: Source, args: argparse.Namespace, out: Output) -> tuple[Source, Plan]:
+def _planned(args: argparse.Namespace, out: Output) -> tuple[Source, Plan]:
+    """Return the problem and the plan: those of a plan file alone, or of a model with a plan file or a budget."""
+    if is_problem(args) and (found := load_plan_with_problem(args.model)):
+        if args.budget is not None or args.plan is not None:
+            raise UsageError(f"{args.model} is a plan; state neither --budget nor --plan")
+        plan, graph = found
+        return Source(graph, None, ()), plan
+    if (args.budget is None) == (args.plan is None):
+        raise UsageError("state a --budget or a --plan file, not both")
+    source = load(args, out)
     if args.plan is not None and source.loaded is None:
         return source, load_plan(args.plan, source.graph)
     return plan_for(source, args, out)
@@ -69,17 +74,14 @@ def write(
     source: Source, plan: Plan, output: Path | None, snapshot: Path | None, trace: Path | None, out: Output
 ) -> None:
     """Write the files that are not None."""
-    from rematplan.report import memory_trace
-    from rematplan.report.page import Subject, page
+    from rematplan.plan_report import memory_trace
+    from rematplan.plan_report.report import report, subject_of
 
     calls = [] if source.loaded is None else [*source.loaded.step.calls, *source.loaded.step.inverses]
-    modules = {call.name: call.module for call in calls}
-    subject = Subject(source.graph, plan, modules, {call.name: str(call.target) for call in calls})
+    subject = subject_of(source.graph, plan, calls)
     if output:
         with out.progress("tracing the trade-off") as progress:
-            curves, _ = trace_curves(source.graph, {ApproxDP.name: ApproxDP()}, [plan.peak], progress)
-        others = tuple(p for plans in curves.values() for p in plans)
-        write_whole(output, page(Subject(subject.graph, plan, modules, subject.kinds, others)))
+            report(subject, progress).save(output)
     if snapshot:
         write_whole(snapshot, memory_trace.snapshot(subject.replayed()))
     if trace:

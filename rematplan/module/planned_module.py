@@ -122,7 +122,7 @@ class _Forward:
         planned._rematplan_replaced = None
 
 
-OURS = ("plan", "plans", "source", "prepare")
+OURS = ("plan", "plans", "source", "report", "prepare")
 
 
 class _Ours:

@@ -4,17 +4,20 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 from torch import nn
 
-from rematplan.ir import UsageError
+from rematplan.ir import ProblemError, UsageError
 from rematplan.module.cached_plans import CacheEntry
 from rematplan.module.captures import ReadyCapture
 from rematplan.module.forward_capture import Original
 from rematplan.module.runner import Runner
+from rematplan.plan_report.report import Report, report, subject_of
 from rematplan.planner.core.plan import Plan
+from rematplan.planner.core.simulator import simulate
 from rematplan.runtime.execute.autograd_function import Deferred
 from rematplan.runtime.graph.captured_step import CapturedStep
 from rematplan.runtime.statistics.factors import Factors, Statistics
@@ -103,8 +106,8 @@ class PlanningStats:
 class Planning:
     """Access to the plans of a planned module, and to the statistics that its steps compute.
 
-    Planned modules also have the attributes `plan`, `plans`, `source` and `prepare` of this class, unless their model
-    uses these names itself.
+    Planned modules also have the attributes `plan`, `plans`, `source`, `report` and `prepare` of this class, unless
+    their model uses these names itself.
 
     Raises:
         UsageError: the module is not planned.
@@ -135,6 +138,27 @@ class Planning:
         backward.
         """
         return _last(self._planned).compiled.halves.source
+
+    def report(self, path: str | Path | None = None) -> Report:
+        """Return a page about `plan`, which a notebook shows: memory over the step, the trade-off, what is recomputed
+        by module, and what bounds the peak. It needs plotly: ``pip install 'rematplan[report]'``.
+
+        ``path``: a file to write the page to; None for none.
+
+        Raises:
+            UsageError: plotly is not installed, or the plan is for several forwards before a backward.
+        """
+        entry, planner = _last(self._planned), self._planned._rematplan.planner
+        step, plan = entry.compiled.step, entry.running.shown
+        graph = planner.problem(step)
+        try:
+            shown = replace(plan, estimate=simulate(graph, plan.schedule))
+        except ProblemError as error:
+            raise UsageError(f"{step.name}: there is no page about this plan: {error}") from None
+        page = report(subject_of(graph, shown, (*step.calls, *step.inverses)))
+        if path is not None:
+            page.save(path)
+        return page
 
     def wait(self, seconds: float | None = None) -> Planning:
         """Wait until all background searches for better plans have ended. The plans that they found are used from the

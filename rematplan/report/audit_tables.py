@@ -9,7 +9,7 @@ from rich import box
 from rich.table import Table
 
 from rematplan.ir import show_bytes
-from rematplan.report.tables import show_seconds
+from rematplan.plan_report.labels import show_seconds
 
 if TYPE_CHECKING:
     from rematplan.auditing.audit import Audit

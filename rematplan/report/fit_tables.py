@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING
 from rich.table import Table
 
 from rematplan.ir import show_bytes
-from rematplan.report.tables import LABELS, figures_table, pairs_table, show_seconds
+from rematplan.plan_report.labels import LABELS, show_seconds
+from rematplan.report.tables import figures_table, pairs_table
 
 if TYPE_CHECKING:
     from rematplan.fitting.fit import Fit

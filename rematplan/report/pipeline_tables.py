@@ -9,11 +9,12 @@ from rich import box
 from rich.table import Table
 
 from rematplan.ir import show_bytes
+from rematplan.plan_report.labels import show_seconds
 from rematplan.planner.pipeline.actions import StagePlan
 from rematplan.planner.pipeline.bubble_formulas import FORMULAS
 from rematplan.planner.pipeline.pipeline_file import PlannedPipeline
 from rematplan.planner.pipeline.rank_memory import message_buffers
-from rematplan.report.tables import pairs_table, show_seconds
+from rematplan.report.tables import pairs_table
 
 if TYPE_CHECKING:
     from rematplan.pipeline.run_step import RankReport

@@ -8,10 +8,10 @@ from rich import box
 from rich.table import Table
 
 from rematplan.ir import show_bytes
+from rematplan.plan_report.labels import show_share
 from rematplan.planner.family.range_proof import RangeRow
 from rematplan.plans.range_planning import RangePlan
 from rematplan.plans.tradeoff import spread_places
-from rematplan.report.tables import show_share
 
 ROWS = 12
 """The number of evenly spread sizes that a table shows."""

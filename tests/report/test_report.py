@@ -6,16 +6,18 @@ import re
 from pathlib import Path
 
 import pytest
+import torch
+from torch import nn
 
 import rematplan
 from rematplan.cli import main
 from rematplan.ir import Op, Tensor, TrainingGraph, save_problem
-from rematplan.planner.core.plan import Plan, plan_from_runs, save_plan
+from rematplan.plan_report.memory_trace import allocations, chrome_trace, snapshot
+from rematplan.plan_report.page import Subject, page
+from rematplan.plan_report.replay import Replay, folded, held_at_peak, replay, run_again, time_by_op
+from rematplan.planner.core.plan import Plan, load_plan_with_problem, plan_from_runs, save_plan
 from rematplan.planner.core.schedule import Run
 from rematplan.planner.core.simulator import resident_bytes
-from rematplan.report.memory_trace import allocations, chrome_trace, snapshot
-from rematplan.report.page import Subject, page
-from rematplan.report.replay import Replay, folded, held_at_peak, replay, run_again, time_by_op
 
 LAYERS = 4
 HOSTILE = "</script><script>alert(1)</script><b>"
@@ -134,6 +136,39 @@ def test_the_trace_has_memory_events(plan: Plan, found: Replay) -> None:
     assert max(e["Total Allocated"] for e in memory) == plan.estimate.peak
     assert all({"Bytes", "Addr", "Device Id"} <= e.keys() for e in memory)
     assert sum(e["dur"] for e in events if e["ph"] == "X") == plan.estimate.cost
+
+
+def test_a_plan_file_is_reported_on_alone(
+    tmp_path: Path, graph: TrainingGraph, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pytest.importorskip("plotly")
+    problem, planned, page_ = (tmp_path / name for name in ("problem.json", "plan.json", "r.html"))
+    save_problem(graph, problem)
+    options = ["--budget", "90%", "--strategy", "approx_dp", "-o", str(planned)]
+    assert main(["plan", str(problem), *options]) == 0
+    assert main(["report", str(planned), "-o", str(page_)]) == 0
+    made, read = load_plan_with_problem(planned)
+    assert read == graph
+    assert f"({made.peak} bytes)" in page_.read_text()
+    capsys.readouterr()
+    assert main(["report", str(planned), "--budget", "1GB", "-o", str(page_)]) == 2
+    assert "state neither --budget nor --plan" in capsys.readouterr().err
+    save_plan(made, planned)
+    assert main(["report", str(planned), "-o", str(page_)]) == 2
+    assert "has no planning problem" in capsys.readouterr().err
+
+
+def test_a_planned_module_writes_its_page(tmp_path: Path) -> None:
+    pytest.importorskip("plotly")
+    layers = [layer for _ in range(4) for layer in (nn.Linear(32, 32), nn.GELU(), nn.Dropout(0.1))]
+    x = torch.randn(16, 32)
+    planned = rematplan.plan_module(
+        nn.Sequential(*layers), (x,), budget="100%", strategy="store_all", costs="roofline"
+    )
+    page_ = planned.report(tmp_path / "r.html")
+    assert (tmp_path / "r.html").read_text() == page_.html
+    assert f"({planned.plan.peak} bytes)" in page_.html
+    assert page_._repr_html_().startswith("<iframe srcdoc=")
 
 
 def test_the_command_writes_its_files(

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from rematplan.report.replay import Replay
+from rematplan.plan_report.replay import Replay
 
 FIRST_ADDRESS = 1 << 32
 ALIGNED = 512

@@ -9,10 +9,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from rematplan.ir import TrainingGraph, UsageError, show_bytes
-from rematplan.planner.core.plan import Plan, peak_op
-from rematplan.planner.peak_report import GRADIENTS
-from rematplan.planner.strategies.store_all import no_recompute
-from rematplan.report.replay import (
+from rematplan.plan_report.labels import LABELS, show_overhead, show_seconds
+from rematplan.plan_report.replay import (
     RECOMPUTED,
     Branch,
     Replay,
@@ -23,7 +21,9 @@ from rematplan.report.replay import (
     run_again,
     time_by_op,
 )
-from rematplan.report.tables import LABELS, show_overhead, show_seconds
+from rematplan.planner.core.plan import Plan, peak_op
+from rematplan.planner.peak_report import GRADIENTS
+from rematplan.planner.strategies.store_all import no_recompute
 
 COLOURS = ("#7f8fa6", "#a4b0be", "#c8ad7f", "#8d99ae", "#6c7a89", "#95a5a6")
 """The colours of what is resident during the whole step."""

@@ -1,0 +1,1 @@
+"""One page about a plan, and its predicted allocations for two viewers."""
