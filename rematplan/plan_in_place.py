@@ -174,32 +174,46 @@ class InPlace(HasRunner):
             self.seen = function
             self.parts = None
         runner = self._rematplan
-        if (
-            not runner.plans
-            and runner.state_if_planned(original, flattened_call(args, kwargs)[0]) is not None
+        is_whole = self.modules is None and self.parts is None
+        if not (is_whole and runner.plans) and (
+            runner.state_if_planned(original, flattened_call(args, kwargs)[0]) is None
         ):
-            if self.parts is None and self.modules is None:
-                self._plan_whole(args, kwargs)
-            if self.parts is not None or self.modules is not None:
-                return self._in_parts(original, args, kwargs)
-        return runner(original, args, kwargs)
+            return runner(original, args, kwargs)
+        if is_whole:
+            try:
+                if not runner.plans:
+                    self._plan_whole(args, kwargs)
+                return runner(original, args, kwargs)
+            except ModelError as error:
+                self._plan_in_parts(error)
+        return self._in_parts(original, args, kwargs)
 
     def _plan_whole(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Plan the whole model; if it cannot be captured, let it be planned in parts."""
+        """Plan the whole model."""
         runner = self._rematplan
         runner.planner = replace(runner.planner, named=names_of_tensors(self.model))
         plain = self.model if is_tested(torch.__version__) else remove(copy.deepcopy(self.model))
-        try:
-            make_first_plans(self.model, self.asked, plain, args, kwargs)
-        except ModelError as error:
-            with suppress(UsageError):
-                self.parts = self._parts(error)
-            if self.parts is None:
-                raise
-            return
+        make_first_plans(self.model, self.asked, plain, args, kwargs)
         plan = runner.last.plan
         searching = " so far" if plan.status == "refining" else ""
         self._say(plan.peak, plan.budget or plan.peak, plan.estimate.overhead, searching)
+
+    def _plan_in_parts(self, error: ModelError) -> None:
+        """Let the model be planned in parts, since the whole cannot be captured, now or for an earlier call's plans.
+
+        Raises:
+            ModelError: ``error``, if that is not possible.
+        """
+        runner = self._rematplan
+        if runner.plans and error.__cause__ is None:  # not the tracer's
+            raise error
+        with suppress(UsageError):
+            self.parts = self._parts(error)
+        if self.parts is None:
+            raise error
+        if runner.plans:
+            self.parts.fixed = runner.last.plan.budget
+            self._rematplan = runner.twin(with_plans=False)
 
     def check_parts(self) -> None:
         """Refuse options that parts cannot have."""

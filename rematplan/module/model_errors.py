@@ -15,7 +15,13 @@ import torch
 from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 
-from rematplan.runtime.capture.restore_state import same_attributes, same_buffers, same_draws, same_gradients
+from rematplan.runtime.capture.restore_state import (
+    SameObjects,
+    same_attributes,
+    same_buffers,
+    same_draws,
+    same_gradients,
+)
 from rematplan.runtime.graph.compat import TorchDynamoException, pytree
 
 TRACED = "FunctionalTensor"
@@ -76,11 +82,13 @@ def eager_forwards(
         warnings.simplefilter("ignore")
         for _ in range(times):
             given, named = pytree.tree_map_only(torch.Tensor, _copy, (args, kwargs))
-            raised = None
+            raised, objects = None, SameObjects(pytree.tree_leaves((args, kwargs)))
             try:
                 forward(*given, **named)
             except Exception as error:  # any error of the user's model
                 raised = error
+            finally:
+                objects.restore()
             yield raised
 
 

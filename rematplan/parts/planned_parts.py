@@ -81,10 +81,10 @@ class PlannedParts:
         assert self.last
         model, ran = original.model, Counter[str]()
         names = dict.fromkeys(name for name, _ in self.last.plan.rehearsed.calls)
-        planned = {name: self.last.runners[model.get_submodule(name)] for name in names}
+        planned = {name: self.last.runners.get(model.get_submodule(name)) for name in names}
         every = {**dict.fromkeys(self._new(self.last.plan.rehearsed)), **planned}
         patches = {
-            part: partial(_run, runner, Original(part, part.forward), partial(ran.update, (name,)))
+            part: partial(self._run, runner, Original(part, part.forward), partial(ran.update, (name,)))
             for name, runner in every.items()
             for part in (model.get_submodule(name),)
         }
@@ -93,6 +93,30 @@ class PlannedParts:
                 return original.plain(args, kwargs)
             finally:
                 self._learn(ran)
+
+    def _run(
+        self,
+        runner: Runner | None,
+        original: Original,
+        began: Callable[[], object],
+        *args: Any,
+        **kwargs: Any,
+    ) -> Any:
+        """Run a module. ``runner``: has its plans; None if it has none. ``began``: is called if it runs with
+        gradients."""
+        if not torch.is_grad_enabled() or LOCK.is_mine:
+            return original.forward(*args, **kwargs)
+        began()
+        if runner is not None:
+            try:
+                return runner(original, args, kwargs)
+            except ModelError as why:
+                if self.error is None:  # the user stated the parts
+                    raise
+                assert self.last
+                self.last.runners.pop(original.model)
+                warn(f"{why}; it runs without a plan from now on, and steps may exceed the budget")
+        return original.plain(args, kwargs)
 
     def _new(self, rehearsed: Rehearsed) -> list[str]:
         """Return the names of those modules that may be planned, have not run in a rehearsal, and were not told of."""
@@ -194,13 +218,3 @@ def _within(tensors: Sequence[torch.Tensor], sizes: Sequence[tuple[int, ...]]) -
         if any(n > m for n, m in zip(t.shape, shape, strict=True))
     ]
     return all(t.nbytes <= most for t in larger)
-
-
-def _run(
-    runner: Runner | None, original: Original, began: Callable[[], object], *args: Any, **kwargs: Any
-) -> Any:
-    """Run a module. ``runner``: has its plans; None if it has none. ``began``: is called if it runs with gradients."""
-    if not torch.is_grad_enabled() or LOCK.is_mine:
-        return original.forward(*args, **kwargs)
-    began()
-    return runner(original, args, kwargs) if runner is not None else original.plain(args, kwargs)

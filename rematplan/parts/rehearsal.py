@@ -35,7 +35,13 @@ from rematplan.runtime.capture.flat_module import (
     tensors_in,
 )
 from rematplan.runtime.capture.left_out_tangents import with_expected_tangents
-from rematplan.runtime.capture.restore_state import same_attributes, same_buffers, same_draws, same_gradients
+from rematplan.runtime.capture.restore_state import (
+    SameObjects,
+    same_attributes,
+    same_buffers,
+    same_draws,
+    same_gradients,
+)
 from rematplan.runtime.execute.compile import named_tensors
 from rematplan.runtime.graph.allocator_rounding import allocated
 from rematplan.runtime.graph.captured_step import CapturedStep, refs
@@ -192,6 +198,7 @@ class Rehearsal:
     def run(self, original: Original, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Rehearsed:
         """Rehearse a call of the model."""
         self._live = LiveBytes([*named_tensors(self.model).values()])
+        objects = SameObjects(pytree.tree_leaves((args, kwargs)))
         try:
             with (
                 warnings.catch_warnings(),
@@ -203,6 +210,7 @@ class Rehearsal:
                 warnings.simplefilter("ignore")
                 return self._measured(original, args, kwargs)
         finally:
+            objects.restore()
             torch.clear_autocast_cache()  # it keeps tensors of this forward
 
     def _measured(self, original: Original, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Rehearsed:
@@ -274,7 +282,8 @@ class Rehearsal:
         called = {name for name, _ in self._calls}
         found = []
         for name, part in self.parts.items():
-            group = None if name in called or inside(name, called) else self._equal(part)
+            has_run = name in self._refused or inside(name, called)
+            group = None if has_run else self._equal(part)
             if group is not None:
                 found.append((name, group))
                 called.add(name)
@@ -331,6 +340,7 @@ class Rehearsal:
                     return group
             key = function, plan_key(leaves, spec, state)
             if key in self._failed:
+                self._refused[name] = "it equals a module that is not planned"
                 return None
             try:
                 found = Captures(name, most=1).captured(tracing)

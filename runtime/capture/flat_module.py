@@ -15,6 +15,7 @@ from torch import nn
 from rematplan.ir import ModelError
 from rematplan.runtime.capture.functional_call import slots
 from rematplan.runtime.capture.hidden_tensors import check_no_hidden_tensors, hides_tensors
+from rematplan.runtime.capture.restore_state import SameObjects
 from rematplan.runtime.graph.compat import is_functional_tensor, pytree
 from rematplan.runtime.guards.containers import containers_in
 from rematplan.runtime.guards.module_tensors import ModuleTensors
@@ -167,7 +168,16 @@ class FlatModel(nn.Module):
         args, kwargs = pytree.tree_unflatten(leaves, self._spec)
         tensors_of = ModuleTensors(self.model)
         self._state.begin()
-        results = self._forward(*args, **kwargs)
+        objects = SameObjects(leaf for at, leaf in self._leaves if at is None)
+        try:
+            results = self._forward(*args, **kwargs)
+        finally:
+            changed = objects.restore()
+        if changed:
+            raise ModelError(
+                f"the forward changes an object that it is called with, a {type(changed[0]).__name__}; return what it "
+                f"computes (a cache of keys and values is not needed in training: use_cache=False)"
+            )
         changes = [*self._state.changes(), *tensors_of.changes()]
         check_uncounted((results, [value for write, value in changes if write.how != "number"]))
         # A recurrent layer rebuilds its list of weights. The weights in it are no results, but the model's parameters.

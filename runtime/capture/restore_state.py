@@ -5,8 +5,10 @@ from __future__ import annotations
 
 import copy
 from collections import Counter, OrderedDict, defaultdict, deque
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from functools import cached_property
+from types import BuiltinFunctionType, FunctionType, MethodType, ModuleType
 from typing import Any
 
 import torch
@@ -58,6 +60,62 @@ def check_no_sizes_kept(module: nn.Module) -> None:
         for key, value in holder.__dict__.items():
             if any(isinstance(leaf, SYMBOLIC) for leaf in pytree.tree_leaves(value)):
                 raise NotSymbolic(f"its forward stores a size in {f'{path}.{key}'.lstrip('.')}")
+
+
+class SameObjects:
+    """The attributes of objects that a module is called with, and of the objects in them, to be restored.
+
+    ``arguments``: the objects. Modules, functions and classes among them are left out, and so are values of
+    `functools.cached_property`.
+    """
+
+    def __init__(self, arguments: Iterable[Any]) -> None:
+        self._before: list[tuple[Any, dict[str, Any], list[tuple[Any, Any]]]] = []
+        seen: set[int] = set()
+        todo = list(arguments)
+        while todo and len(seen) < _MOST:
+            one = todo.pop()
+            if id(one) in seen or isinstance(one, _NO_STATE):
+                continue
+            seen.add(id(one))
+            if type(one) in (*CONTAINERS, tuple):
+                todo += one.values() if isinstance(one, dict) else one
+            elif type(getattr(one, "__dict__", None)) is dict:
+                self._before.append((one, dict(vars(one)), _contents(one)))
+                todo += vars(one).values()
+
+    def restore(self) -> list[Any]:
+        """Restore the attributes, and return the objects that had changed."""
+        changed = []
+        for one, attributes, contents in self._before:
+            now = {k: v for k, v in vars(one).items() if k in attributes or not _is_cached(one, k)}
+            if not _same(now, attributes) or any(not _same(container, was) for container, was in contents):
+                changed.append(one)
+            vars(one).clear()
+            vars(one).update(attributes)
+            for container, was in contents:
+                _refill(container, was)
+        return changed
+
+
+_MOST = 10_000
+_NO_STATE = (torch.Tensor, nn.Module, type, ModuleType, FunctionType, BuiltinFunctionType, MethodType)
+
+
+def _is_cached(one: Any, name: str) -> bool:
+    return isinstance(getattr(type(one), name, None), cached_property)
+
+
+def _same(now: Any, before: Any) -> bool:
+    """Return whether a container has the same values. Plain ones are the same if they are equal."""
+    if isinstance(now, dict):
+        return now.keys() == before.keys() and _same([*now.values()], [before[key] for key in now])
+    if isinstance(now, set):
+        return bool(now == before)
+    pairs = zip(now, before, strict=False)
+    return len(now) == len(before) and all(
+        a is b or (not _is_other(a, b) and type(a) in PLAIN) for a, b in pairs
+    )
 
 
 @contextmanager

@@ -272,6 +272,72 @@ def test_what_runs_later_or_more_often_is_told_of_once_and_planned(monkeypatch: 
     assert measured(model, 0) <= planned(model).peak
 
 
+class LaterMatching(Matching):
+    """Matches only if a first number is positive."""
+
+    def forward(self, x: Tensor, labels: Tensor) -> Tensor:
+        return super().forward(x, labels) if x[0, 0] > 0 else Base.forward(self, x, labels)
+
+
+def test_a_model_of_which_a_later_call_cannot_be_captured_is_planned_in_parts_then() -> None:
+    model, plain = made(LaterMatching)
+    signs = [bool(batch(at)[0][0, 0] > 0) for at in range(6)]
+    assert not signs[0]
+    assert any(signs)
+    in_parts(model, "1MiB")
+    run(model, *batch(0))
+    assert vars(model)[IN_PLACE].parts is None
+    run(plain, *batch(0))
+    same_steps(model, plain, 6)
+    assert planned(model).budget == 1 << 20
+
+
+class Cache:
+    """What layers have computed, as a list in an object."""
+
+    def __init__(self) -> None:
+        self.entries: list[Tensor] = []
+
+
+class CachingBlock(Block):
+    def forward(self, x: Tensor, cache: Cache | None = None) -> Tensor:
+        made = super().forward(x)
+        if cache is not None:
+            cache.entries.append(made)
+        return made
+
+
+class Caching(Base):
+    """Blocks that leave what they compute in an object that they are called with."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(CachingBlock() for _ in range(4))
+        self.tail = nn.ModuleList(CachingBlock() for _ in range(3))
+
+    def forward(self, x: Tensor, labels: Tensor) -> Tensor:
+        cache, few = Cache(), np.random.uniform() < 0.5
+        for block in [*self.tail, *self.blocks[: 2 if few else 4]]:
+            x = block(x, cache if block in self.blocks else None)
+        return functional.cross_entropy(self.head(x + sum(cache.entries)), labels)
+
+
+def test_a_module_that_changes_an_object_is_no_part() -> None:
+    model, plain = made(Caching)
+    in_parts(model, "2MiB")
+    same_steps(model, plain, 6)
+    names = {name for name, _ in planned(model).rehearsed.calls}
+    assert {f"tail.{k}" for k in range(3)} <= names
+    assert not {name for name in names if name.startswith("blocks") and name.count(".") < 2}
+
+
+def test_a_model_that_changes_an_object_is_refused_and_leaves_it_as_it_was() -> None:
+    block, cache = CachingBlock(), Cache()
+    with pytest.raises(ModelError, match="changes an object that it is called with, a Cache"):
+        rematplan.plan_module(block, (torch.randn(4, WIDTH), cache), budget="1MiB", costs="roofline")
+    assert cache.entries == []
+
+
 def test_equal_layers_are_captured_once() -> None:
     model, _ = made(Matching)
     in_parts(model, "90%")
@@ -284,6 +350,7 @@ def test_equal_layers_are_captured_once() -> None:
 def test_layers_with_other_settings_have_other_plans() -> None:
     model, _ = made(Settings)
     in_parts(model, "90%")
+    seeded(1)  # with this seed, the second block runs
     run(model, *batch(0))
     assert ["blocks.1"] in [group.names for group in planned(model).parts]
 
