@@ -97,10 +97,23 @@ class InfeasibleBudget(RematplanError):
         cheap: the smallest peak in bytes of the plans found that need at most 5 % (`CHEAP`) more time than a step
             without recomputation; 0 if unknown.
         cheap_plan: the plan whose peak is ``cheap``, if there is one; else None.
+        near: pairs of a peak in bytes and the overhead of the cheapest plan found there, from ``smallest`` to 1.2 times
+            it; empty if unknown.
     """
 
     exit_status = 3
-    _FIELDS = ("strategy", "budget", "smallest", "known", "floor", "hint", "plan", "cheap", "cheap_plan")
+    _FIELDS = (
+        "strategy",
+        "budget",
+        "smallest",
+        "known",
+        "floor",
+        "hint",
+        "plan",
+        "cheap",
+        "cheap_plan",
+        "near",
+    )
 
     def __init__(
         self,
@@ -113,10 +126,11 @@ class InfeasibleBudget(RematplanError):
         plan: Any = None,
         cheap: int = 0,
         cheap_plan: Any = None,
+        near: tuple[tuple[int, float], ...] = (),
     ) -> None:
         self.strategy, self.budget, self.smallest = strategy, budget, smallest
         self.known, self.floor, self.hint, self.plan, self.cheap = known, floor, hint, plan, cheap
-        self.cheap_plan = cheap_plan
+        self.cheap_plan, self.near = cheap_plan, near
         reason = _REFUSED[known].format(_exactly(smallest))
         super().__init__(
             f"{strategy}: budget {_exactly(budget)} {reason}"
@@ -125,6 +139,7 @@ class InfeasibleBudget(RematplanError):
                 if cheap
                 else ""
             )
+            + (f"; of the plans found near the smallest, {_costs(near)}" if len(near) > 1 else "")
             + (f"; the proven least is {floor}" if floor else "")
             + (f"; {hint}" if hint else "")
         )
@@ -146,6 +161,10 @@ class InfeasibleBudget(RematplanError):
 
 def _exactly(n: int) -> str:
     return f"{show_bytes(n)} ({n} bytes)"
+
+
+def _costs(near: tuple[tuple[int, float], ...]) -> str:
+    return ", ".join(f"{show_bytes(peak)} costs {100 * overhead:.1f} %" for peak, overhead in near)
 
 
 def first_line(error: BaseException) -> str:

@@ -26,6 +26,7 @@ from rematplan.planner.bounds.bound_search import BoundSearch
 from rematplan.planner.bounds.cut_bounds import Bound, min_peak_bound
 from rematplan.planner.bounds.loss_cut_start import cut_start
 from rematplan.planner.core.effort import Effort
+from rematplan.planner.core.peak_ladder import ladder
 from rematplan.planner.core.plan import CLOSED, Plan, by_cost, plan_from_runs, with_bound
 from rematplan.planner.core.schedule import runs_of
 from rematplan.planner.core.strategy import INTERRUPTS, Progress
@@ -94,6 +95,7 @@ class AutoSession:
             known: Known = "proven" if self.bound.best.unreachable else "searched"
             self.refusal.lower(proven=self.bound.best.unreachable)
             self.take((cheap := self.refusal.cheap(),))
+            self.take(self.refusal.above())
             least = self.smallest
             assert least is not None
             raise InfeasibleBudget(
@@ -104,6 +106,7 @@ class AutoSession:
                 plan=least,
                 cheap=cheap.peak,
                 cheap_plan=cheap,
+                near=ladder(self.known),
             )
         return with_bound(replace(self.best, budget=self.budget), self.bound.best.overhead)
 

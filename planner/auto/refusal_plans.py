@@ -10,12 +10,16 @@ from functools import partial
 
 from rematplan.ir import TrainingGraph
 from rematplan.planner.annealing.cheap_plan import CHEAP_SHARE, cheap_plan
+from rematplan.planner.annealing.rungs import rungs_above
 from rematplan.planner.auto.block_starts import leanest_plans
 from rematplan.planner.auto.smallest_peak_search import is_small, search_smallest_peak
 from rematplan.planner.auto.time_shares import SHARES, SessionOptions
 from rematplan.planner.core.effort import Effort
 from rematplan.planner.core.plan import Plan
 from rematplan.planner.core.strategy import Progress
+
+REFUSED = 1.05
+"""The smallest peak, as a multiple of the smallest found, at which a refusal searches for a further plan."""
 
 
 @dataclass
@@ -99,6 +103,12 @@ class RefusalSearch:
         effort = self.effort.like(CHEAP_SHARE, most=SHARES.cheap_seconds)
         order, seed = self.options.keep_order, self.options.seed
         return cheap_plan(self.graph, self.known, effort, seed=seed, keep_order=order)
+
+    def above(self) -> list[Plan]:
+        """Return plans at peaks up to 1.2 times the smallest found. The error states what they cost."""
+        effort = self.effort.like(CHEAP_SHARE, most=SHARES.rungs_seconds)
+        order, seed = self.options.keep_order, self.options.seed
+        return rungs_above(self.graph, self.known, effort, least=REFUSED, seed=seed, keep_order=order)
 
 
 def _looking(progress: Progress, fraction: float, _text: str) -> None:

@@ -36,7 +36,10 @@ class TimeShares:
     seconds; each further round takes twice as long as the one before."""
     round_gain: float = 0.01
     """The rounds that lower the peak end when a round lowers it by less than this share of the peak."""
-    cheap_seconds: float = 2.0
+    rungs_seconds: float = 0.6
+    """If no plan fits, the error also states what plans slightly above the smallest peak cost. This is the largest
+    number of seconds for that search."""
+    cheap_seconds: float = 1.4
     """If no plan fits, the error also names the smallest peak found at a small overhead. This is the largest number of
     seconds for that search; see `CHEAP_SHARE`."""
     eviction: float = 0.1

@@ -50,6 +50,8 @@ class Plan:
     blocks: tuple[tuple[str, ...], ...] | None = None
     fingerprint: str = ""
     lanes: Lanes | None = None
+    near: tuple[tuple[int, float], ...] = ()
+    """For a plan near the smallest peak: peaks and overheads of other plans found from there up (`peak_ladder`)."""
 
     @property
     def peak(self) -> int:

@@ -31,7 +31,7 @@ from rematplan.planner.registry import STRATEGIES
 from rematplan.planner.strategies.store_all import no_recompute
 from rematplan.plans.budgets import Budget, least_plan, parse_budget, plan_within, unit_missing
 from rematplan.plans.two_lane_plans import overlapped, stated_sharing
-from rematplan.report.tables import pairs_table, plan_table, split_for_people, split_table
+from rematplan.report.tables import ladder_table, pairs_table, plan_table, split_for_people, split_table
 
 if TYPE_CHECKING:
     from rematplan.plans.options import PlanOptions
@@ -104,6 +104,8 @@ def run(args: argparse.Namespace, out: Output) -> int:
     )
     if parse_budget(args.budget).is_lean:
         out.show(pairs_table("What bounds the peak", peak_cause(source.graph, plan).rows()))
+        if len(plan.near) > 1:
+            out.show(ladder_table(plan))
     for what, path in (("plan", args.output), ("problem", args.problem_out)):
         if path:
             out.show(f"{what}: {path}")
@@ -224,6 +226,7 @@ def plan_document(source: Source, plan: Plan, base: Plan) -> dict[str, Any]:
         "runs": len(runs_of(plan.schedule)),
         "lanes": lanes_document(plan),
         "peak_cause": peak_cause(source.graph, plan).document(),
+        "near": [{"peak": peak, "overhead": overhead} for peak, overhead in plan.near],
         "split": _split(source, plan),
         "split_no_recompute": _split(source, base),
     }

@@ -13,6 +13,7 @@ from rich.table import Table
 from rematplan.ir import TrainingGraph, show_bytes
 from rematplan.plan_report.labels import LABELS, show_overhead, show_seconds, show_share
 from rematplan.planner.core.inversion_error import gradient_error, inverses_run, worst_error
+from rematplan.planner.core.peak_ladder import knee
 from rematplan.planner.core.plan import Plan
 from rematplan.planner.core.schedule import runs_of
 from rematplan.planner.overlap.place_on_lanes import saved
@@ -73,6 +74,16 @@ def split_table(graph: TrainingGraph, base: Plan, plan: Plan) -> Table:
         table.add_row(kind, show_bytes(without.get(kind, 0)), show_bytes(planned.get(kind, 0)))
     table.add_section()
     table.add_row("peak", show_bytes(base.estimate.peak), show_bytes(plan.estimate.peak))
+    return table
+
+
+def ladder_table(plan: Plan) -> Table:
+    """Return a table of the cheapest plans found from the smallest peak up: what a little more memory saves."""
+    table = figures_table("Near the smallest peak", "peak", "of the smallest", "overhead", "")
+    best = knee(plan.near)
+    for peak, overhead in plan.near:
+        what = "this plan" if peak == plan.peak else "the knee" if (peak, overhead) == best else ""
+        table.add_row(show_bytes(peak), show_share(peak, plan.near[0][0]), f"{100 * overhead:.2f} %", what)
     return table
 
 

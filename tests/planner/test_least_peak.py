@@ -25,6 +25,7 @@ from rematplan.planner.auto.time_shares import SHARES
 from rematplan.planner.bounds.cut_bounds import min_peak_bound
 from rematplan.planner.caches.plan_store import PlanStore
 from rematplan.planner.core.effort import Effort
+from rematplan.planner.core.peak_ladder import knee
 from rematplan.planner.core.plan import plan_from_runs
 from rematplan.planner.core.schedule import runs_of
 from rematplan.planner.core.strategy import Enough
@@ -121,6 +122,29 @@ def test_the_least_is_at_most_the_plan_for_min_which_is_within_its_slack(problem
         assert least.budget == least.estimate.peak
         assert lean.budget <= 1.02 * least.estimate.peak
         assert min_peak_bound(graph).bytes <= least.estimate.peak
+
+
+def test_min_and_refusals_state_what_a_little_more_memory_saves(problems):
+    for graph in (dense(4), problems.residual((2, 2))):
+        lean = cheapest_near_smallest_peak(graph, moves=40_000, slack=MIN_BUDGET.slack)
+        again = cheapest_near_smallest_peak(graph, moves=40_000, slack=MIN_BUDGET.slack)
+        assert again.near == lean.near
+        with pytest.raises(InfeasibleBudget) as refused:
+            Auto(moves=40_000).plan(graph, min_peak_bound(graph).bytes - 1)
+        assert refused.value.near[0][0] == refused.value.smallest
+        for points in (lean.near, refused.value.near):
+            peaks, overheads = zip(*points, strict=True)
+            assert list(peaks) == sorted(set(peaks))
+            assert list(overheads) == sorted(overheads, reverse=True)
+            assert peaks[-1] <= 1.2 * peaks[0]
+        assert (lean.peak, lean.estimate.overhead) in lean.near
+
+
+def test_the_knee_is_the_point_farthest_below_the_line():
+    points = ((100, 1.0), (102, 0.9), (105, 0.2), (120, 0.1))
+    assert knee(points) == (105, 0.2)
+    assert knee(points[:2]) is None
+    assert knee(((100, 1.0), (110, 0.5), (120, 0.0))) is None
 
 
 def test_the_plan_for_min_is_as_cheap_as_any_within_its_budget():

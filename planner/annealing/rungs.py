@@ -1,0 +1,48 @@
+"""Plans at peaks slightly above the smallest one, each annealed from its neighbours."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from rematplan.ir import TrainingGraph
+from rematplan.planner.annealing.restarts import Search
+from rematplan.planner.core.effort import Effort
+from rematplan.planner.core.peak_ladder import RUNGS
+from rematplan.planner.core.plan import Plan, by_cost, by_peak
+from rematplan.planner.core.schedule import runs_of
+from rematplan.planner.core.strategy import INTERRUPTS
+
+
+def rungs_above(
+    graph: TrainingGraph,
+    known: Sequence[Plan],
+    effort: Effort,
+    *,
+    least: float = 1.02,
+    seed: int = 0,
+    keep_order: bool = False,
+) -> list[Plan]:
+    """Search for cheap plans at the peaks `RUNGS`, from the largest one down to ``least`` times the smallest known
+    peak. Return those found.
+
+    Each search gets an equal part of the effort. It starts from the cheapest known plan that fits, and from the one
+    that was found for the peak above. Ctrl-C ends it, and is recorded in ``effort.interrupted``.
+    """
+    smallest, found = min(known, key=by_peak).peak, list[Plan]()
+    shares = [share for share in reversed(RUNGS) if share >= least]
+    for k, share in enumerate(shares):
+        budget = int(share * smallest)
+        fitting = [plan for plan in (*known, *found) if plan.peak <= budget]
+        starts = dict.fromkeys([min(fitting, key=by_cost), *found[-1:]])
+        search = Search(graph, budget, seed, keep_order)
+        part = effort.part(effort.left / (len(shares) - k))
+        try:
+            plan = search.run([runs_of(start.schedule) for start in starts], part)
+        except INTERRUPTS as interrupt:
+            effort.interrupted = interrupt
+            break
+        found += [plan] if plan is not None else []
+        if search.interrupted:
+            effort.interrupted = KeyboardInterrupt()
+            break
+    return found
