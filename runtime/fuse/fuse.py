@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 
 from rematplan.runtime.fuse.fuse_step import fused_step, name_of
 from rematplan.runtime.fuse.kernel import CannotFuse, FusedKernel, RegionOps, fused_kernel
-from rematplan.runtime.fuse.regions import Region, Regions
+from rematplan.runtime.fuse.regions import Group, Region, Regions
 from rematplan.runtime.graph.captured_step import Call, CapturedStep
 
 GIVE_UP = 3
@@ -78,26 +78,28 @@ def fuse(step: CapturedStep, kernels: Kernels = KERNELS) -> FusedStep:
     each op of the step, or if it is where the peak without recomputation is, and that has grown. Regions that cannot be
     compiled keep their ops.
     """
-    regions = Regions(step)
-    left, kept, failures = list(regions.find()), dict[Region, FusedKernel](), list[str]()
+    regions, failures = Regions(step), dict[Group, str]()
+    groups = list(regions.find())
     most, peak = max(map(_need(step), step.priced_calls), default=0), _peak(step)[0]
     while True:
-        for region in left:
+        kept: dict[Region, FusedKernel] = {}
+        found, failed = regions.regions(groups), len(failures)
+        for region in found:
             try:
                 kept[region] = kernels.of(step, region)
             except CannotFuse as error:
-                failures.append(str(error))
-        fused = fused_step(step, kept)
-        need, (highest, at) = _need(fused), _peak(fused)
-        made = {name_of(region): region for region in kept}
-        over = [region for name, region in made.items() if need(fused.call[name]) > most]
-        if not over and highest > peak and at in made:
-            over = [made[at]]
-        if not over:
-            named = replace(fused, name=f"{step.name} (fused)") if kept else step
-            return FusedStep(named, kept, tuple(failures))
-        left = [part for region in over for part in regions.cut(region)]
-        kept = {region: kernel for region, kernel in kept.items() if region not in over}
+                failures[region.names] = str(error)
+        over: list[Group] = []
+        if len(failures) == failed:
+            fused = fused_step(step, kept)
+            need, (highest, at) = _need(fused), _peak(fused)
+            over = [r.names for r in kept if need(fused.call[name_of(r)]) > most]
+            over = over or [r.names for r in kept if name_of(r) == at and highest > peak]
+            if not over:
+                named = replace(fused, name=f"{step.name} (fused)") if kept else step
+                return FusedStep(named, kept, tuple(failures.values()))
+        groups = [names for names in groups if names not in failures and names not in over]
+        groups += [part for names in over for part in regions.cut(names)]
 
 
 def _need(step: CapturedStep) -> Callable[[Call], int]:

@@ -7,9 +7,11 @@ path leads back into the region.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import TypeAlias
 
+from rematplan.runtime.fuse.computed_again import computed_again, is_cheap
 from rematplan.runtime.fuse.fusible_ops import is_factory, is_fusible, is_inner_view
 from rematplan.runtime.graph.captured_step import Call, CapturedStep, refs
 
@@ -17,17 +19,20 @@ LEAST_CALLS = 2
 """A region of fewer ops stays a call of a library."""
 
 
+Group: TypeAlias = tuple[str, ...]
+"""The names of the ops of a region, in the captured order."""
+
+
 @dataclass(frozen=True, eq=False)
 class Region:
     """Ops that one kernel computes, with what the kernel reads and returns."""
 
-    names: tuple[str, ...]
-    """The ops, in the captured order."""
+    names: Group
     calls: tuple[Call, ...]
-    """The same ops, with the views and factories that they read."""
+    """The ops, with the views and factories that they read, and the ops of the forward that the kernel runs again."""
     inputs: tuple[str, ...]
     """The values that they read from outside, in the order of the kernel's arguments."""
-    outputs: tuple[str, ...]
+    outputs: tuple[str, ...] = ()
     """Their results that others read, in the order of the kernel's results."""
 
 
@@ -45,38 +50,40 @@ class Regions:
             # What makes an output runs once, so it would keep a whole region from running again.
             if is_fusible(step, c) and returned.isdisjoint(step.writes(c))
         }
-        self.readers = self._readers()
+        self.operands = self._operands_of_cheap_ops()
 
-    def _readers(self) -> Mapping[str, tuple[str, ...]]:
-        """Return the calls that read each storage. Those of the step's outputs have one without a name."""
-        found: dict[str, dict[str, None]] = {}
-        for call in self.step.calls:
-            if not call.is_view:
-                for storage in self.step.reads(call):
-                    found.setdefault(storage, {})[call.name] = None
-        for output in self.step.outputs:
-            found.setdefault(self.step.values[output.value].storage, {})[""] = None
-        return {storage: tuple(names) for storage, names in found.items()}
-
-    def find(self) -> tuple[Region, ...]:
-        """Return the largest regions."""
-        level, half = self._levels(), self._halves()
-        place = {name: (level[name], half[name]) for name in self.fusible}
+    def find(self) -> tuple[Group, ...]:
+        """Return the ops of the largest regions."""
+        level, late = self._levels(), self.step.after_loss
+        place = {n: (level[n], self.step.call[n].backward, n in late) for n in self.fusible}
         return self._components(
             {name: [p for p in self._parents(name) if place[p] == place[name]] for name in self.fusible}
         )
 
-    def cut(self, region: Region) -> tuple[Region, ...]:
-        """Return the regions of both halves of a region's ops. Ops that are alone are left out."""
-        middle = len(region.names) // 2
-        found: list[Region] = []
-        for part in (region.names[:middle], region.names[middle:]):
+    def cut(self, group: Group) -> tuple[Group, ...]:
+        """Return the ops of the regions of both halves of a region's ops. Ops that are alone are left out."""
+        middle = len(group) // 2
+        found: list[Group] = []
+        for part in (group[:middle], group[middle:]):
             inside = set(part)
             found += self._components({n: [p for p in self._parents(n) if p in inside] for n in part})
         return tuple(found)
 
-    def _components(self, parents: Mapping[str, Sequence[str]]) -> tuple[Region, ...]:
-        """Return the connected groups of ops as regions. ``parents``: by op, those that it is connected to."""
+    def regions(self, groups: Sequence[Group]) -> tuple[Region, ...]:
+        """Return the regions of a step that has exactly these. Those whose results nothing reads are left out."""
+        again = self._computed_again(groups)
+        found = [self._region(names, again) for names in groups]
+        needed = self._needed({name: region for region in found for name in region.names})
+        results = (
+            tuple(r for name in region.names for r in self.step.call[name].results if r in needed)
+            for region in found
+        )
+        return tuple(
+            replace(r, outputs=outputs) for r, outputs in zip(found, results, strict=True) if outputs
+        )
+
+    def _components(self, parents: Mapping[str, Sequence[str]]) -> tuple[Group, ...]:
+        """Return the connected groups of ops. ``parents``: by op, those that it is connected to."""
         group = {name: name for name in parents}
 
         def root(name: str) -> str:
@@ -90,14 +97,14 @@ class Regions:
         members: dict[str, list[str]] = {}
         for name in sorted(parents, key=self.position.__getitem__):
             members.setdefault(root(name), []).append(name)
-        return tuple(self._region(names) for names in members.values() if len(names) >= LEAST_CALLS)
+        return tuple(tuple(names) for names in members.values() if len(names) >= LEAST_CALLS)
 
     def _levels(self) -> dict[str, int]:
         """Return the level of each call. Ordered calls count as if each read the one before it."""
         level: dict[str, int] = {}
         before: str | None = None
         for call in self.step.calls:
-            found = [self.maker[r.value] for r in refs((call.args, call.kwargs)) if r.value in self.maker]
+            found = [self.maker[v] for v in _read(call) if v in self.maker]
             level[call.name] = max((level[m.name] + self._ends(m) for m in found), default=0)
             if call.ordered:
                 level[call.name] = max(level[call.name], 0 if before is None else level[before] + 1)
@@ -108,52 +115,83 @@ class Regions:
         """Return whether a call cannot be part of a region."""
         return not (call.name in self.fusible or is_inner_view(call) or is_factory(self.step, call))
 
-    def _halves(self) -> dict[str, tuple[bool, bool]]:
-        late = self.step.after_loss
-        return {c.name: (c.backward, c.name in late) for c in self.step.calls}
-
-    def _parents(self, name: str) -> list[str]:
-        """Return the fusible ops whose results a call reads, also through views that a kernel can take."""
+    def _operands(self, call: Call) -> list[str]:
+        """Return the values that a call reads, through views that a kernel can take. Results of factories are left
+        out."""
         found: dict[str, None] = {}
-        stack = [r.value for r in refs((self.step.call[name].args, self.step.call[name].kwargs))]
+        stack = _read(call)
         while stack:
-            call = self.maker.get(stack.pop())
-            if call is not None and is_inner_view(call):
-                stack += [r.value for r in refs((call.args, call.kwargs))]
-            elif call is not None and call.name in self.fusible:
-                found[call.name] = None
+            value = stack.pop()
+            maker = self.maker.get(value)
+            if maker is not None and is_inner_view(maker):
+                stack += _read(maker)
+            elif maker is None or not is_factory(self.step, maker):
+                found[value] = None
         return list(found)
 
-    def _region(self, names: Sequence[str]) -> Region:
-        inside, calls, inputs = set(names), dict[str, Call](), dict[str, None]()
-        for name in names:
-            self._add(self.step.call[name], inside, calls, inputs)
-        ordered = sorted(calls.values(), key=lambda c: self.position[c.name])
-        outputs = tuple(
-            r for name in names for r in self.step.call[name].results if r and self._is_read(r, inside)
-        )
-        return Region(tuple(names), tuple(ordered), tuple(inputs), outputs)
+    def _parents(self, name: str) -> list[str]:
+        """Return the fusible ops whose results a call reads."""
+        makers = [self.maker[v].name for v in self._operands(self.step.call[name]) if v in self.maker]
+        return [maker for maker in makers if maker in self.fusible]
 
-    def _add(self, call: Call, inside: set[str], calls: dict[str, Call], inputs: dict[str, None]) -> None:
-        """Add a call to a region's calls, with the views and factories that it reads."""
-        stack = [call]
+    def _region(self, names: Group, again: frozenset[str]) -> Region:
+        inside, calls, inputs = set(names), dict[str, Call](), dict[str, None]()
+        stack = [self.step.call[name] for name in reversed(names)]
+        backward = stack[0].backward
         while stack:
             call = stack.pop()
             calls[call.name] = call
-            for ref in refs((call.args, call.kwargs)):
-                maker = self.maker.get(ref.value)
+            for value in _read(call):
+                maker = self.maker.get(value)
                 if maker is None or not (
-                    maker.name in inside or is_inner_view(maker) or is_factory(self.step, maker)
+                    maker.name in inside
+                    or is_inner_view(maker)
+                    or is_factory(self.step, maker)
+                    or (backward and self.step.values[value].storage in again)
                 ):
-                    inputs[ref.value] = None
+                    inputs[value] = None
                 elif maker.name not in calls and maker.name not in inside:
                     stack.append(maker)
+        ordered = sorted(calls.values(), key=lambda c: self.position[c.name])
+        return Region(names, tuple(ordered), tuple(inputs))
 
-    def _is_read(self, value: str, inside: set[str]) -> bool:
-        readers = self.readers.get(self.step.values[value].storage, ())
-        return any(name not in inside for name in readers)
+    def _operands_of_cheap_ops(self) -> dict[str, list[str]]:
+        """Return, by the storage that a cheap op of the forward makes, the storages that it reads."""
+        kept = {self.step.values[o.value].storage for o in self.step.outputs}
+        found = {}
+        for call in self.step.calls:
+            (storage, *_) = (*self.step.writes(call), "")
+            cheap = call.name in self.fusible and not call.backward and is_cheap(call) and storage not in kept
+            operands = [self.step.values[v] for v in self._operands(call)] if cheap else []
+            if cheap and not any(v.call and self.step.call[v.call].is_view for v in operands):
+                found[storage] = [v.storage for v in operands]
+        return found
+
+    def _computed_again(self, groups: Sequence[Group]) -> frozenset[str]:
+        """Return the storages of the forward that kernels of the backward compute again."""
+        inside = {name for names in groups for name in names}
+        early = {s for c in self.step.calls if not c.backward for s in self.step.writes(c)}
+        late = [c for c in self.step.calls if c.backward and not c.is_view]
+        kept = {self.step.values[i.value].storage for i in self.step.inputs}
+        kept |= {self.step.values[o.value].storage for o in self.step.outputs}
+        kept |= {s for c in late if c.name not in inside for s in self.step.reads(c)}
+        fused = {s for c in late if c.name in inside for s in self.step.reads(c)} & early
+        return computed_again(self.step, self.operands, fused, kept)
+
+    def _needed(self, region_of: Mapping[str, Region]) -> set[str]:
+        """Return the values that a step with these regions needs. A region's ops need what the region reads."""
+        needed = {o.value for o in self.step.outputs}
+        needed |= {v for c in self.step.calls if c.ordered for v in _read(c)}
+        stack = list(needed)
+        while stack:
+            call = self.maker.get(stack.pop())
+            if call is not None:
+                region = region_of.get(call.name)
+                read = _read(call) if region is None else region.inputs
+                stack += [v for v in read if v not in needed]
+                needed.update(read)
+        return needed
 
 
-def bytes_of(step: CapturedStep, values: Iterable[str]) -> int:
-    """Return the bytes of the storages of values, each once."""
-    return sum(step.storage_bytes[s] for s in {step.values[v].storage for v in values})
+def _read(call: Call) -> list[str]:
+    return [r.value for r in refs((call.args, call.kwargs))]

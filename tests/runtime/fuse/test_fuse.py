@@ -179,7 +179,7 @@ def test_what_makes_an_output_is_no_part_of_a_region() -> None:
 
     step = captured(Two(), torch.randn(3, 4))
     made = {step.values[o.value].call for o in step.outputs if o.kind == "output"}
-    assert made.isdisjoint(name for region in Regions(step).find() for name in region.names)
+    assert made.isdisjoint(name for names in Regions(step).find() for name in names)
 
 
 def test_regions_are_found_in_the_same_way_in_two_captures() -> None:
