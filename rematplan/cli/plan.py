@@ -72,6 +72,13 @@ def add_budget(parser: argparse.ArgumentParser, *, required: bool = True) -> Non
         "how many parts; or a module and a number of parts, such as lm_head=8 or loss=8, which may be repeated; off "
         "(default) splits nothing. Gradients of weights in what is split are sums over parts, and differ by rounding",
     )
+    parser.add_argument(
+        "--kernels",
+        default="eager",
+        metavar="KIND",
+        help="eager (default), or fused: Inductor compiles one kernel for several neighbouring ops, between matrix "
+        "products, convolutions and attention. Results differ by rounding",
+    )
     add_strategy_options(parser)
 
 
@@ -83,8 +90,8 @@ def run(args: argparse.Namespace, out: Output) -> int:
     parse_budget(args.budget)  # refuses a malformed budget before the model is loaded
     one_strategy(args)
     if spanned(args):
-        if args.split:
-            raise UsageError("--split cannot be combined with a range of sizes; state one size")
+        for name in [f"--{name}" for name, stated in _rewrites(args).items() if stated]:
+            raise UsageError(f"{name} cannot be combined with a range of sizes; state one size")
         return plan_sizes(args, out)
     opened = source = load(args, out)
     if args.problem_out:
@@ -135,8 +142,8 @@ def plan_for(source: Source, args: argparse.Namespace, out: Output) -> tuple[Sou
     graph, stated = source.graph, args.budget
     asking = asking_for_units(parse_budget(stated), graph) if stated else nullcontext()
     if source.loaded is None:
-        if args.split:
-            raise UsageError("--split needs a model; the ops of a problem file cannot be split")
+        for name in [f"--{name}" for name, stated in _rewrites(args).items() if stated]:
+            raise UsageError(f"{name} needs a model; the ops of a problem file cannot be run")
         strategy, budget = one_strategy(args), parse_budget(stated)
         with asking, out.progress(f"planning {graph.name}") as progress:
             if budget.is_lean:
@@ -179,7 +186,13 @@ def plan_options(args: argparse.Namespace) -> PlanOptions:
         on_infeasible=RAISE,
         refine=False,
         split=stated_splits(_splits(args)),
+        kernels=getattr(args, "kernels", "eager"),
     )
+
+
+def _rewrites(args: argparse.Namespace) -> dict[str, bool]:
+    """Return, by option, whether the arguments ask for other ops than those of eager mode."""
+    return {"split": bool(args.split), "kernels": args.kernels != "eager"}
 
 
 def _splits(args: argparse.Namespace) -> object:
