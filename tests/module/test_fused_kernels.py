@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 import rematplan
+from rematplan.cli import main
 from rematplan.ir import UsageError
 from rematplan.runtime.costs.measure import peak_above_entry
 from rematplan.runtime.fuse import fuse, kernel
@@ -281,3 +282,19 @@ def test_what_cannot_be_combined(model: Net, options: Any, name: str) -> None:
 def test_unknown_kernels(model: Net) -> None:
     with pytest.raises(UsageError, match=r"unknown kernels 'fast'; known: eager, fused"):
         planned(model, BATCH, kernels="fast")
+
+
+SMALL = [f"--dim={size}" for size in ("batch=1", "tokens=16", "depth=1", "width=16", "vocabulary=32")]
+
+
+def test_the_command_step_verifies_a_fused_plan(capsys: pytest.CaptureFixture[str]) -> None:
+    asked = ["--budget", "100%", "--costs", "roofline", "--strategy", "store_all", "--kernels", "fused"]
+    assert main(["step", "gpt12", *SMALL, *asked, "--steps", "1", "--verify"]) == 0
+    said = " ".join(capsys.readouterr().out.split())
+    assert "tensors differ from plain autograd, as predicted" in said
+    assert "gpt12 (fused)" in said
+
+
+def test_commands_refuse_kernels(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", "gpt12", *SMALL, "--budget", "90%", "--kernels", "fast"]) == 2
+    assert "unknown kernels 'fast'; known: eager, fused" in capsys.readouterr().err
