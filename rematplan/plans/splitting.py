@@ -115,7 +115,7 @@ def _candidates(kinds: Sequence[SplitKind], first: SplitChoice, least: SplitChoi
     yield first
     found = [first]
     for more in (large[:1], large):
-        for k in (PARTS[1], PARTS[-1]):
+        for k in PARTS[1:]:
             choice = {**first, **{kind: max(k, first.get(kind, 0)) for kind in more}}
             if choice not in found:
                 found.append(choice)
