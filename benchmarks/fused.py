@@ -1,0 +1,216 @@
+"""Plans with fused kernels against `torch.compile` and its budgets, on this CPU.
+
+usage: python benchmarks/fused.py [gpt llama resnet18 ...] [--rounds 7] [--time-limit 8]
+
+One run measures all in turn, and prints, for each model, a line for eager mode, for `torch.compile`, for its
+``activation_memory_budget`` of .7, .5 and .3, and for plans with fused kernels: without recomputation, at the measured
+peak of each of these, and at 60 % of `torch.compile`'s. A peak is that of the allocator's events, parameters included.
+A time is the least of several rounds in which all take turns. Compilation is in CPU seconds of this process and its
+children, with empty caches; it begins after a first C++ compilation, which compiles headers for all.
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import gc
+import os
+import resource
+import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
+
+import torch
+from llama_like import LlamaLike
+from torch import Tensor, nn
+from torch._functorch import config as functorch_config
+
+import rematplan
+from rematplan.ir import InfeasibleBudget
+from rematplan.models import build
+from rematplan.runtime.costs.measure import interleaved_seconds, peak_above_entry
+
+CPU = torch.device("cpu")
+STOCK = (0.7, 0.5, 0.3)
+LEAST = 0.6
+Batch = tuple[Tensor, Tensor]
+
+
+class WithLoss(nn.Module):
+    """A network and its cross entropy. ``budget``: that of `torch.compile`, which compiles anew for another one."""
+
+    def __init__(self, network: nn.Module) -> None:
+        super().__init__()
+        self.network, self.budget = network, 1.0
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        """Return the mean cross entropy of the scores for ``x``, whose last dimension is the classes."""
+        assert self.budget <= 1
+        scores = self.network(x)
+        return nn.functional.cross_entropy(scores.flatten(0, -2), y.flatten())
+
+
+def text(network: nn.Module) -> tuple[WithLoss, Batch]:
+    """Return a language model with its loss, and a batch of 4 × 256 tokens."""
+    tokens = torch.randint(2048, (4, 257))
+    return WithLoss(network), (tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous())
+
+
+def pictures(network: nn.Module, batch: int, size: int) -> tuple[WithLoss, Batch]:
+    """Return a classifier with its loss, and a batch of square pictures."""
+    return WithLoss(network), (torch.randn(batch, 3, size, size), torch.randint(100, (batch,)))
+
+
+MODELS: dict[str, Callable[[], tuple[WithLoss, Batch]]] = {
+    "gpt": lambda: text(build("gpt12", tokens=256, depth=4, width=192, vocabulary=2048)),
+    "llama": lambda: text(LlamaLike(tokens=256, depth=4, width=192, heads=6, groups=2, vocabulary=2048)),
+    "resnet18": lambda: pictures(build("resnet18", image=64, width=32, classes=100), 16, 64),
+    "vit": lambda: pictures(build("vit_s", image=96, depth=4, width=192, classes=100), 16, 96),
+}
+
+
+@dataclass
+class Measured:
+    """One way to run the step. ``promised``: the plan's peak in bytes; 0 without a plan."""
+
+    name: str
+    run: Callable[[], None]
+    peak: int
+    promised: int = 0
+    compilation: float = 0.0
+    kernels: int = 0
+
+
+def step_of(called: Callable[..., Tensor], model: nn.Module, batch: Batch) -> Callable[[], None]:
+    """Return a training step without an optimizer, as a function."""
+
+    def run() -> None:
+        model.zero_grad(set_to_none=True)
+        called(*batch).backward()
+
+    return run
+
+
+def peak_of(run: Callable[[], None], model: nn.Module, batch: Batch) -> int:
+    """Return the peak of a step after a first one, parameters, buffers and batch included."""
+    run()
+    model.zero_grad(set_to_none=True)
+    gc.collect()
+    held = sum(t.nbytes for t in (*model.parameters(), *model.buffers(), *batch))
+    return held + peak_above_entry(run, CPU)[0]
+
+
+def cpu_seconds() -> float:
+    """Return the CPU seconds of this process and of its children that have ended."""
+    used = [resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
+    return sum(one.ru_utime + one.ru_stime for one in used)
+
+
+@contextmanager
+def empty_cache() -> Iterator[None]:
+    """Let Inductor begin with an empty cache."""
+    before = os.environ.get("TORCHINDUCTOR_CACHE_DIR")
+    with tempfile.TemporaryDirectory() as folder:
+        os.environ["TORCHINDUCTOR_CACHE_DIR"] = folder
+        nn.Module.compile(warm := nn.ReLU())
+        warm(torch.ones(64, requires_grad=True)).sum().backward()
+        try:
+            yield
+        finally:
+            os.environ.pop("TORCHINDUCTOR_CACHE_DIR")
+            if before is not None:
+                os.environ["TORCHINDUCTOR_CACHE_DIR"] = before
+
+
+def compiled(model: WithLoss, batch: Batch, budget: float) -> Measured:
+    """Measure `torch.compile` with a budget of its own."""
+    model = copy.deepcopy(model)
+    model.budget = budget
+    run = step_of(torch.compile(model, dynamic=False), model, batch)
+    with functorch_config.patch(activation_memory_budget=budget), empty_cache():
+        began = cpu_seconds()
+        run()
+        seconds = cpu_seconds() - began
+    name = "torch.compile" if budget == 1 else f"its budget {budget:g}"
+    return Measured(name, run, peak_of(run, model, batch), compilation=seconds)
+
+
+def planned(model: nn.Module, batch: Batch, budget: int | str, name: str, limit: float) -> Measured | None:
+    """Measure a plan with fused kernels; None if no plan fits."""
+    model = copy.deepcopy(model)
+    strategy = rematplan.Auto(time_limit=limit)
+    try:
+        found = rematplan.plan_module(
+            model, batch, budget=budget, kernels="fused", strategy=strategy, refine=False
+        )
+    except InfeasibleBudget as error:
+        print(f"{name}: {error}")
+        return None
+    run = step_of(found, model, batch)
+    kernels = {name for name in found.source.replace("(", " ").split() if name.startswith("fused_")}
+    return Measured(name, run, peak_of(run, model, batch), found.plan.peak, kernels=len(kernels))
+
+
+def fusing_seconds(model: nn.Module, batch: Batch) -> float:
+    """Return the CPU seconds of compiling the kernels of a step."""
+    from rematplan.module.captures import capture_call
+    from rematplan.runtime.fuse.fuse import Kernels, fuse
+
+    step = capture_call(model, batch, {})[1]
+    with empty_cache():
+        began = cpu_seconds()
+        fuse(step, Kernels())
+        return cpu_seconds() - began
+
+
+def table(model: WithLoss, batch: Batch, limit: float, rounds: int) -> list[str]:
+    """Measure a model in all ways, and return the lines of its table."""
+    seconds = fusing_seconds(model, batch)
+    eager = step_of(model, model, batch)
+    stock = [compiled(model, batch, budget) for budget in (1.0, *STOCK)]
+    plans = [planned(model, batch, "100%", "fused, no recomputation", limit)]
+    plans += [planned(model, batch, one.peak, f"fused at the peak of {one.name}", limit) for one in stock]
+    least = int(LEAST * stock[0].peak)
+    plans.append(planned(model, batch, least, f"fused at {LEAST:.0%} of torch.compile", limit))
+    found = [one for one in plans if one is not None]
+    ways = [Measured("eager", eager, peak_of(eager, model, batch)), *stock, *found]
+    times = interleaved_seconds({one.name: one.run for one in ways}, CPU, rounds, settling=1)
+    against = {plan.name: one.name for plan, one in zip(plans[1:], [*stock, stock[0]], strict=True) if plan}
+    lines = [f"compiling the fused kernels: {seconds:.1f} s", ""]
+    lines += ["| | peak MB | ÷ promise | ms | ÷ eager | ÷ stock | compile s | kernels |", "|---" * 8 + "|"]
+    for one in ways:
+        other = against.get(one.name)
+        cells = (
+            one.name,
+            f"{one.peak / 1e6:.2f}",
+            f"{one.peak / one.promised:.6f}" if one.promised else "",
+            f"{1e3 * times[one.name]:.1f}",
+            f"{times[one.name] / times['eager']:.3f}",
+            f"{times[one.name] / times[other]:.3f}" if other else "",
+            f"{one.compilation:.1f}" if one.compilation else "",
+            str(one.kernels or ""),
+        )
+        lines.append(f"| {' | '.join(cells)} |")
+    return lines
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("names", nargs="*", default=["gpt", "llama", "resnet18"])
+    parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--time-limit", type=float, default=8.0)
+    args = parser.parse_args()
+    torch.set_num_threads(1)
+    for name in args.names:
+        torch.manual_seed(0)
+        model, batch = MODELS[name]()
+        print(f"\n{name}", *table(model, batch, args.time_limit, args.rounds), sep="\n", flush=True)
+
+
+if __name__ == "__main__":
+    main()
