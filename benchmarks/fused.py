@@ -167,7 +167,8 @@ def fusing_seconds(model: nn.Module, batch: Batch) -> float:
 
 
 def table(model: WithLoss, batch: Batch, limit: float, rounds: int) -> list[str]:
-    """Measure a model in all ways, and return the lines of its table."""
+    """Measure a model in all measured, and return the lines of its table."""
+    torch.compiler.reset()  # it compiles one function for a few models only
     seconds = fusing_seconds(model, batch)
     eager = step_of(model, model, batch)
     stock = [compiled(model, batch, budget) for budget in (1.0, *STOCK)]
@@ -176,12 +177,12 @@ def table(model: WithLoss, batch: Batch, limit: float, rounds: int) -> list[str]
     least = int(LEAST * stock[0].peak)
     plans.append(planned(model, batch, least, f"fused at {LEAST:.0%} of torch.compile", limit))
     found = [one for one in plans if one is not None]
-    ways = [Measured("eager", eager, peak_of(eager, model, batch)), *stock, *found]
-    times = interleaved_seconds({one.name: one.run for one in ways}, CPU, rounds, settling=1)
+    measured = [Measured("eager", eager, peak_of(eager, model, batch)), *stock, *found]
+    times = interleaved_seconds({one.name: one.run for one in measured}, CPU, rounds, settling=1)
     against = {plan.name: one.name for plan, one in zip(plans[1:], [*stock, stock[0]], strict=True) if plan}
     lines = [f"compiling the fused kernels: {seconds:.1f} s", ""]
     lines += ["| | peak MB | ÷ promise | ms | ÷ eager | ÷ stock | compile s | kernels |", "|---" * 8 + "|"]
-    for one in ways:
+    for one in measured:
         other = against.get(one.name)
         cells = (
             one.name,
