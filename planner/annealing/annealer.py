@@ -200,7 +200,10 @@ class Annealer:
         new.value[kept] = old.value[kept]
         if old.number[BEST] and old.value[BEST_COST] < new.value[BEST_COST]:
             length = old.number[BEST]
-            new.best[:length] = old.best[:length]
+            if length > new.best.size:  # the cheapest sequence may be much longer than the present one
+                self.state = new = new._replace(best=old.best)
+            else:
+                new.best[:length] = old.best[:length]
             new.number[BEST] = length
             new.value[BEST_COST] = old.value[BEST_COST]
 

@@ -4,18 +4,25 @@ from __future__ import annotations
 
 import argparse
 import re
+from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from rich.text import Text
 
 from rematplan.cli.arguments import dimension, dimensions
 from rematplan.cli.output import Output
-from rematplan.cli.problem_source import ROOFLINE, check_costs, check_reachable
+from rematplan.cli.problem_source import ROOFLINE, TIMM, check_costs, check_reachable
+from rematplan.fitting.lengths import Lengths, read_lengths
 from rematplan.ir import UsageError
 from rematplan.plans.budgets import parse_budget
 
+if TYPE_CHECKING:
+    from rematplan.fitting.fit import Fit
+
 FITS, DOES_NOT = 0, 1
+BATCH, TOKENS = "batch", "tokens"
 NONE = "none"
 DTYPES = ("fp32", "bf16", "bf16-mixed")
 
@@ -25,8 +32,8 @@ def add(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "model",
         metavar="MODEL",
-        help="a network of the zoo (see: rematplan info models), an ONNX file, a config.json of Hugging Face, or "
-        "package.module:function, a function that returns a module and its inputs",
+        help="a network of the zoo (see: rematplan info models), an ONNX file, a config.json of Hugging Face, "
+        "timm/NAME, or package.module:function, a function that returns a module and its inputs",
     )
     parser.add_argument("--memory", required=True, metavar="SIZE", help="the device's memory: 80GB, 79GiB")
     parser.add_argument(
@@ -38,10 +45,17 @@ def add(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--vary",
-        default="batch",
+        default=BATCH,
         metavar="NAME",
         help="the size whose largest value is searched for: batch (default), tokens, image, depth, or a symbolic "
         "dimension of an ONNX file",
+    )
+    parser.add_argument(
+        "--lengths",
+        type=Path,
+        metavar="FILE",
+        help="the lengths of a data set's samples, one in each line, or a length and a number of samples: a batch with "
+        "the longest must fit. They are sizes of tokens, or of what --vary names",
     )
     parser.add_argument(
         "--costs",
@@ -69,6 +83,19 @@ def add(parser: argparse.ArgumentParser) -> None:
     )
 
 
+def _about(lengths: Lengths, counted: str, found: Fit) -> Iterator[str]:
+    """Yield what a data set's lengths mean for the sizes that fit."""
+    yield (
+        f"the longest of {lengths.samples} samples has {counted} {lengths.longest}: its batch is padded to that"
+    )
+    if found.dimension != counted or found.largest is None:
+        return
+    for how, row in (("without a plan", found.largest.without), ("with a plan", found.largest.planned)):
+        size = row.size if row else 0
+        if longer := lengths.longer_than(size):
+            yield f"{how}, {counted} {size} fits: {longer} of {lengths.samples} samples are longer"
+
+
 def share(text: str) -> float:
     """Read a share of the step's time: ``20%`` or ``0.2``."""
     found = re.fullmatch(r"([0-9]{1,6}(?:\.[0-9]{1,6})?) ?(%?)", text)
@@ -82,7 +109,13 @@ def run(args: argparse.Namespace, out: Output) -> int:
     parse_budget(args.memory, ("bytes",))
     check_costs(args.costs)
     sizes = dimensions(args.dim or ())
-    if ":" not in args.model or Path(args.model).exists():
+    lengths = None if args.lengths is None else read_lengths(args.lengths)
+    counted = TOKENS if args.vary == BATCH else args.vary
+    if lengths and sizes.setdefault(counted, lengths.longest) != lengths.longest:
+        raise UsageError(
+            f"--lengths states the size of {counted}, {lengths.longest}; leave out --dim {counted}"
+        )
+    if not (":" in args.model or args.model.startswith(TIMM)) or Path(args.model).exists():
         if not args.model.endswith(".json"):
             check_reachable(args.model, None)
         elif not Path(args.model).exists():
@@ -100,6 +133,7 @@ def run(args: argparse.Namespace, out: Output) -> int:
     out.show(
         Text(verdict(found, asked.max_overhead), no_wrap=True, overflow="ignore"),
         *found.notes,
+        *(_about(lengths, counted, found) if lengths else ()),
         split_table(found),
     )
     if found.margin:

@@ -9,21 +9,20 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import nn
 
-from rematplan.cli.problem_source import zoo_errors, zoo_sizes
+from rematplan.cli.problem_source import TIMM, zoo_errors, zoo_sizes
 from rematplan.cli.user_functions import user_function
-from rematplan.fitting.question import MOST, Question, SizedModel, WithoutData, training, typed
+from rematplan.fitting.question import BATCH, MOST, Question, SizedModel, WithoutData, training, typed
 from rematplan.ir import UsageError, first_line
 from rematplan.models import ZOO
 from rematplan.runtime.capture.fake_weights import without_data
 from rematplan.step_loading import Sizes, load_model
 
 Dims = Mapping[str, int]
-BATCH = "batch"
 IMAGE_UNIT = 32
 """Sides of images are tried in multiples of it, as networks halve them several times."""
 LABELS: Mapping[str, tuple[str, ...]] = {
@@ -44,6 +43,8 @@ def sized_model(name: str, vary: str, dims: Dims, asked: Question, loss: str | N
         return _hugging_face(Path(name), vary, dims, asked)
     if ":" in name and not Path(name).exists():
         return _of_function(name, vary, dims, asked, loss)
+    if name.startswith(TIMM):
+        return _of_timm(name.removeprefix(TIMM), vary, dims, asked, loss)
     return _loaded(name, vary, dims, asked, loss)
 
 
@@ -64,7 +65,7 @@ def _loaded(name: str, vary: str, dims: Dims, asked: Question, loss: str | None)
         return typed(WithoutData(made.module, made.batch, made.mode), asked)
 
     unit = math.gcd(size, IMAGE_UNIT) if vary == "image" else 1
-    return SizedModel(Path(name).stem, vary, size, at, unit)
+    return SizedModel(Path(name).stem, vary, size, at, unit, samples={**known, **dims}.get(BATCH))
 
 
 def _of_function(name: str, vary: str, dims: Dims, asked: Question, loss: str | None) -> SizedModel:
@@ -102,7 +103,39 @@ def _of_function(name: str, vary: str, dims: Dims, asked: Question, loss: str | 
         resized = stated if vary == BATCH and BATCH not in parameters else batch
         return training(*made({**dims, vary: stated}, resized), asked, loss)
 
-    return SizedModel(name, vary, size, at)
+    return SizedModel(name, vary, size, at, samples=dims.get(BATCH))
+
+
+def _of_timm(name: str, vary: str, dims: Dims, asked: Question, loss: str | None) -> SizedModel:
+    try:
+        timm: Any = importlib.import_module("timm")
+    except ImportError:
+        raise UsageError(f"{TIMM}{name} needs the package timm") from None
+    if not timm.is_model(name):
+        alike = ", ".join(f"{TIMM}{other}" for other in timm.list_models(f"*{name}*")[:3])
+        raise UsageError(f"timm has no model {name!r}{f'; it has {alike}' if alike else ''}")
+    channels, side, _ = timm.get_pretrained_cfg(name, allow_unregistered=False).input_size
+    sizes = {BATCH: 1, "image": side, **dims}
+    if unknown := [d for d in (vary, *dims) if d not in (BATCH, "image")]:
+        raise UsageError(f"{TIMM}{name} has no size {unknown[0]!r} to state; known: batch, image")
+
+    def at(stated: int) -> WithoutData:
+        here = {**sizes, vary: stated}
+        image = (here["image"], here["image"])
+
+        def make() -> nn.Module:
+            try:
+                return cast(nn.Module, timm.create_model(name, img_size=image).train())
+            except TypeError:  # this model takes images of any size
+                return cast(nn.Module, timm.create_model(name).train())
+            except Exception as error:  # of any kind: a model may refuse a size
+                raise UsageError(f"{TIMM}{name} cannot be made: {first_line(error)}") from error
+
+        made = without_data(make, lambda: [torch.empty(here[BATCH], channels, *image)])
+        return training(*made, asked, loss)
+
+    unit = math.gcd(sizes["image"], IMAGE_UNIT) if vary == "image" else 1
+    return SizedModel(name, vary, sizes[vary], at, unit, samples=sizes[BATCH])
 
 
 def _called(name: str, function: Callable[..., Any], sizes: Dims) -> tuple[nn.Module, Any]:
@@ -181,7 +214,8 @@ def _hugging_face(path: Path, vary: str, dims: Dims, asked: Question) -> SizedMo
         module, inputs, mode = _transformer(transformers, name, config, here, labels)
         return training(module, inputs, mode, asked, "output")
 
-    return SizedModel(name, vary, stated[vary], at, 1, longest if vary == "tokens" else MOST)
+    most = longest if vary == "tokens" else MOST
+    return SizedModel(name, vary, stated[vary], at, 1, most, stated[BATCH])
 
 
 def _transformer(

@@ -30,6 +30,8 @@ AMD_DEVICE = Path("/dev/kfd")
 PROFILE, ROOFLINE = "profile", "roofline"
 PROBLEM = ".json"
 """How the name of a problem file ends."""
+TIMM = "timm/"
+"""What names of models of timm begin with."""
 MODEL_ONLY = ("dim", "loss", "bn", "dropout", "costs", "device")
 """The options that cannot be combined with a problem file."""
 

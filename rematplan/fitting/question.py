@@ -31,6 +31,8 @@ MOST = 1 << 20
 LIBRARIES = 2 * (32 << 20)
 """The bytes that cuBLAS keeps on an accelerator: PyTorch gives it 32 MiB a thread on a Hopper GPU (less on others), and
 the backward has a thread of its own."""
+BATCH = "batch"
+"""The dimension whose size is the number of samples."""
 DTYPES: Mapping[str, torch.dtype | None] = {"fp32": torch.float32, "bf16": torch.bfloat16, "bf16-mixed": None}
 """The types of a training, by name. With ``bf16-mixed``, the model's own types stay, and its ops run in autocast."""
 OPTIMIZERS: Mapping[str, type[torch.optim.Optimizer]] = {
@@ -67,6 +69,12 @@ class SizedModel:
     """Sizes are multiples of it."""
     most: int = MOST
     """The largest size that the model can have."""
+    samples: int | None = None
+    """The samples of a batch; None if they are the size that varies, or unknown."""
+
+    def samples_at(self, size: int) -> int | None:
+        """Return the samples of a batch at a size; None if unknown."""
+        return size if self.dimension == BATCH else self.samples
 
 
 @dataclass(frozen=True)

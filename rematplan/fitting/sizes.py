@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from rematplan.fitting.question import Question, SizedModel, optimizer_bytes
+from rematplan.fitting.question import BATCH, Question, SizedModel, optimizer_bytes
 from rematplan.ir import InfeasibleBudget, TrainingGraph
 from rematplan.module.captures import capture_call
 from rematplan.planner.bounds.cut_bounds import min_peak_bound
@@ -52,6 +52,13 @@ class AtSize:
     """The time of the planned step, as the costs say."""
     fits: bool
     """Whether the step fits the memory without recomputation, or the plan does with at most the stated overhead."""
+    samples: int | None = None
+    """The samples of a batch; None if unknown."""
+
+    @property
+    def rate(self) -> float | None:
+        """The samples per second, as the costs say; None if unknown."""
+        return self.samples / self.seconds if self.samples and self.seconds else None
 
 
 @dataclass(frozen=True)
@@ -66,6 +73,8 @@ class LargestSizes:
     """From this size on it is proven that no plan fits; None if no such size was met."""
     tried: int
     """The largest size that was considered: the model has no larger one, or the search ends there."""
+    fastest: AtSize | None = None
+    """The batch with the most samples per second among those that were planned and fit."""
 
 
 class SizeSearch:
@@ -166,6 +175,7 @@ class SizeSearch:
             plan.estimate.cost / 1e6,
             base.peak <= self.budget
             or (plan.peak <= self.budget and plan.estimate.overhead <= self.asked.max_overhead),
+            self.model.samples_at(size),
         )
 
     def largest(self) -> LargestSizes:
@@ -179,7 +189,12 @@ class SizeSearch:
             self.row(planned) if planned else None,
             proven + self.model.unit if proven < top else None,
             top,
+            self._fastest(),
         )
+
+    def _fastest(self) -> AtSize | None:
+        rows = [self.row(size) for size in self._plans] if self.model.dimension == BATCH else []
+        return max((row for row in rows if row.fits), key=lambda row: row.rate or 0.0, default=None)
 
     @property
     def _top(self) -> int:

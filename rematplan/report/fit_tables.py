@@ -60,11 +60,15 @@ def margin_table(fit: Fit) -> Table:
 
 def largest_table(fit: Fit) -> Table:
     """Return a table of the size in question and of the largest sizes that fit: peaks, overhead, proven least."""
-    columns = ("without a plan", "with a plan", "overhead", "proven least", "step")
+    columns = ("without a plan", "with a plan", "overhead", "proven least", "step", "samples/s")
     table = figures_table(f"Sizes ({fit.dimension})", "", fit.dimension, *columns)
     rows = {"in question": fit.here}
     if fit.largest is not None:
-        largest = {"largest without a plan": fit.largest.without, "largest with a plan": fit.largest.planned}
+        largest = {
+            "largest without a plan": fit.largest.without,
+            "largest with a plan": fit.largest.planned,
+            "most samples/s": fit.largest.fastest,
+        }
         rows |= {name: row for name, row in largest.items() if row is not None}
     for name, row in rows.items():
         table.add_row(name, *_cells(row))
@@ -79,6 +83,7 @@ def _cells(row: AtSize) -> tuple[str, ...]:
         f"{100 * row.overhead:.1f} %",
         show_bytes(row.least),
         show_seconds(row.seconds),
+        "" if row.rate is None else f"{row.rate:.4g}",
     )
 
 

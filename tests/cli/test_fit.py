@@ -1,5 +1,6 @@
 """`fit` says whether a training step fits, and the largest size that does: its peaks are those that are measured."""
 
+import importlib.util
 import json
 import sys
 from collections.abc import Callable
@@ -12,12 +13,17 @@ from torch import nn
 
 import rematplan
 from rematplan.cli import main
+from rematplan.fitting.fit import answer
+from rematplan.fitting.lengths import read_lengths
+from rematplan.fitting.question import SizedModel, question, training
 from rematplan.ir import UsageError
+from rematplan.runtime.capture.fake_weights import without_data
 from rematplan.runtime.costs.measure import peak_above_entry
 
 CPU = torch.device("cpu")
 WIDTH, CLASSES = 256, 1600
 SEARCH = rematplan.ExactDP()
+ASKED = question("40MB", None, None, "server-cpu", None, SEARCH)
 TINY = [f"--dim={n}" for n in ("batch=2", "tokens=8", "width=16", "depth=2", "vocabulary=32")]
 
 
@@ -278,3 +284,51 @@ def test_errors(arguments: list[str], words: str, capsys: pytest.CaptureFixture[
 def test_an_unknown_type_is_refused() -> None:
     with pytest.raises(UsageError, match="unknown dtype 'int8'"):
         rematplan.fit(network, rows, memory="1GB", dtype="int8")
+
+
+@pytest.mark.parametrize("text", ["16\n24\n32\n24\n", "32, 1\n16 1\n24 2\n\n8 0\n"])
+def test_the_longest_sample_must_fit(text: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "lengths.txt"
+    file.write_text(text)
+    found = read_lengths(file)
+    assert (found.longest, found.samples, found.longer_than(16), found.longer_than(32)) == (32, 4, 3, 0)
+    sizes = [one for one in TINY if "tokens" not in one]
+    stated = [*sizes, "--optimizer", "sgd", "--costs", "laptop-cpu", "--lengths", str(file)]
+    assert main(["fit", "gpt12", "--memory", "1GB", *stated]) == 0
+    assert "the longest of 4 samples has tokens 32" in capsys.readouterr().out
+    assert main(["fit", "gpt12", "--memory", "200kB", *stated, "--vary", "tokens", "--json"]) in (0, 1)
+    shown = json.loads(capsys.readouterr().out)
+    assert shown["here"]["size"] == 32
+    assert main(["fit", "gpt12", "--memory", "1GB", *stated, "--dim", "tokens=8"]) == 2
+    assert "leave out --dim tokens" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("text", "words"), [("", "no length"), ("8 8 8", "line 1"), ("8\n-3", "line 2"), ("0", "line 1")]
+)
+def test_wrong_files_of_lengths_are_refused(text: str, words: str, tmp_path: Path) -> None:
+    file = tmp_path / "lengths.txt"
+    file.write_text(text)
+    with pytest.raises(UsageError, match=words):
+        read_lengths(file)
+
+
+def test_samples_per_second_are_those_of_the_planned_step() -> None:
+    found = rematplan.fit(network, rows, memory="40MB", size=16, costs="server-cpu", strategy=SEARCH)
+    assert found.here.rate is None  # the dimension is any size
+    model = SizedModel(
+        "net", "batch", 16, lambda n: training(*without_data(network, lambda: rows(n)), ASKED, None)
+    )
+    found = answer(model, ASKED, True)
+    assert found.here.rate == pytest.approx(16 / found.here.seconds)
+    fastest = found.largest.fastest
+    assert fastest.fits
+    assert fastest.rate >= max(found.largest.without.rate, found.largest.planned.rate)
+
+
+def test_models_of_timm_are_made_by_name(capsys: pytest.CaptureFixture[str]) -> None:
+    has_timm = importlib.util.find_spec("timm") is not None
+    status = main(["fit", "timm/resnet18", "--memory", "40GB", "--dim", "image=64", "--costs", "h100"])
+    assert status == (0 if has_timm else 2)
+    said = capsys.readouterr()
+    assert ("fits: resnet18" in said.out) if has_timm else ("needs the package timm" in said.err)

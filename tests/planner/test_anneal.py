@@ -8,6 +8,7 @@ import math
 import random
 import threading
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -15,6 +16,7 @@ from hypothesis import strategies as st
 from rematplan.ir import InfeasibleBudget, Op, Tensor, TrainingGraph, problem_to_json
 from rematplan.planner.annealing.annealer import ALL_MOVES, Annealer
 from rematplan.planner.annealing.restarts import Search
+from rematplan.planner.annealing.state import BUDGET
 from rematplan.planner.auto.auto_strategy import Auto
 from rematplan.planner.auto.min_budget_plan import cheapest_near_smallest_peak
 from rematplan.planner.core.effort import Effort
@@ -190,6 +192,19 @@ def test_tidying_removes_every_rerun_that_the_budget_does_not_need():
     tidy = plan_from_runs(graph, annealer.tidied(runs_of(plan.schedule), plan.budget), "tidy")
     assert tidy.estimate.peak <= plan.budget
     assert tidy.estimate.cost == plan.estimate.cost  # a search tidies what it returns
+
+
+def test_the_best_sequence_may_be_much_longer_than_the_present_one():
+    tensors, ops = (Tensor("a", 8), Tensor("b", 8)), (Op("a", (), ("a",), 1.0), Op("b", ("a",), ("b",), 1.0))
+    annealer = Annealer(TrainingGraph("two ops", tensors, (), ("b",), ops))
+    long = ["a"] * 3000 + ["b"]
+    annealer.load(long, 16)
+    annealer.state.value[BUDGET] = 8.0  # the present sequence does not fit
+    annealer._reseat(np.array([0, 1]))
+    assert annealer.current() == ["a", "b"]
+    assert annealer.best() == long
+    annealer.cool(100, 1.0, 0.1)
+    assert annealer.best() == long
 
 
 @pytest.mark.parametrize("search", [Auto(moves=30_000), Anneal(moves=100), ILP(time_limit=0.1)])
