@@ -18,6 +18,8 @@ from rematplan.integrations import transformers as budgets  # noqa: E402
 
 QUICK = {"strategy": "approx_dp", "costs": "roofline", "refine": False}
 STEPS = 24
+has_flag = hasattr(transformers.TrainingArguments, "group_by_length")
+BY_LENGTH = {"group_by_length": True} if has_flag else {"train_sampling_strategy": "group_by_length"}
 pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning", "ignore:.*has hooks on")
 
 
@@ -111,6 +113,7 @@ def summed(outputs: Any, labels: Tensor, num_items_in_batch: Tensor | None = Non
         {"compute_loss_func": summed},
         {"eval_strategy": "steps", "eval_steps": 9},
         {"neftune_noise_alpha": 5.0},
+        BY_LENGTH,
     ],
     ids=lambda settings: next(iter(settings), "nothing"),
 )
