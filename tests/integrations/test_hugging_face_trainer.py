@@ -127,6 +127,43 @@ def test_losses_and_weights_are_those_without_a_budget(settings: dict[str, Any],
     assert all(plan.peak <= (plan.budget or 0) for plan in plans)
 
 
+def test_evaluation_may_generate(tmp_path: Path) -> None:
+    size = {"vocab_size": 40, "d_model": 16, "d_ff": 32, "d_kv": 8, "num_layers": 1, "num_heads": 2}
+    generating = {
+        "predict_with_generate": True,
+        "generation_max_length": 4,
+        "eval_strategy": "steps",
+        "eval_steps": 3,
+    }
+    found = []
+    for callbacks in ([], [callback()]):
+        torch.manual_seed(0)
+        config = transformers.T5Config(**size, decoder_start_token_id=0, pad_token_id=0, eos_token_id=1)
+        args = transformers.Seq2SeqTrainingArguments(
+            str(tmp_path),
+            max_steps=6,
+            logging_steps=1,
+            report_to=[],
+            save_strategy="no",
+            use_cpu=True,
+            **generating,
+        )
+        trained = transformers.Seq2SeqTrainer(
+            transformers.T5ForConditionalGeneration(config),
+            args,
+            train_dataset=samples(),
+            eval_dataset=samples(8),
+            data_collator=padded,
+            callbacks=callbacks,
+        )
+        trained.train()
+        found.append((*results(trained), torch.from_numpy(trained.predict(samples(8)).predictions)))
+    (logs, weights, made), (plain_logs, plain_weights, plain_made) = found
+    assert logs == plain_logs
+    assert all(map(torch.equal, weights, plain_weights))
+    assert torch.equal(made, plain_made)
+
+
 def test_the_trainers_optimizer_counts(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     budgets_ = [
         rematplan.planning(run(tmp_path, network(), [one], max_steps=1).model).plan.budget
