@@ -167,7 +167,7 @@ PATCHES = (
     Patch(
         ("torch.Tensor.__format__", "torch._subclasses.functional_tensor.FunctionalTensor.__repr__"),
         "a traced tensor has no numbers for a text, so what a forward does with its text must be recognised",
-        f"{_ROOM}.capture.patches.tensor_text",
+        f"{_ROOM}.guards.tensor_reads",
     ),
     Patch(
         ("torch.Tensor.tolist", "torch.Tensor.numpy", "torch.Tensor.item"),
