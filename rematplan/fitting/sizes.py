@@ -117,7 +117,8 @@ class SizeSearch:
                 if span.sizes[0] < size < span.sizes[-1]:
                     self._exact[size] = span.problem(size)
                     break
-        return self._exact[size] if size in self._exact else self.captured(size)
+        graph = self._exact[size] if size in self._exact else self.captured(size)
+        return self._plain.losses_apart(graph) if self.asked.accelerator else graph
 
     def problem(self, size: int) -> TrainingGraph:
         """Return the problem at a size, with the sizes of tensors as the device's allocator rounds them."""

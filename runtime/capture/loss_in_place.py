@@ -35,7 +35,6 @@ class CrossEntropyBackward:
 
     loss: Callable[..., Any]
     source_name = "cross_entropy_backward"
-    in_place_on = COMPARED
 
     def __str__(self) -> str:
         return f"{self.loss}.in_place"

@@ -25,18 +25,14 @@ def roofline_costs(step: CapturedStep, device: DeviceModel) -> dict[str, CallCos
     (calls that recompute a tensor from later ones).
 
     The time, in microseconds, follows the roofline model: the larger of arithmetic time and memory time. The workspace
-    is not modelled and is 0, except that of a fused kernel, which is known; `profile_costs` measures it. An op that
-    works in place only on some devices (``in_place_on``) needs a second tensor of its result's size on others.
+    is not modelled and is 0, except that of a fused kernel, which is known; `profile_costs` measures it.
     """
     costs: dict[str, CallCost] = {}
     for call in step.priced_calls:
         results = [step.values[r].fake if r else None for r in call.results]
         dtype = next((r.dtype for r in results if r is not None), torch.float32)
         time = device.time(flops(step, call), moved_bytes(step, call), dtype)
-        kinds = getattr(call.target, "in_place_on", None)
-        apart = kinds is not None and ("cpu" if device.is_cpu else "cuda") not in kinds
-        second = sum(step.storage_bytes[t] for t in step.writes(call)) if apart else 0
-        costs[call.name] = CallCost(time, getattr(call.target, "workspace", 0) + second)
+        costs[call.name] = CallCost(time, getattr(call.target, "workspace", 0))
     return costs
 
 

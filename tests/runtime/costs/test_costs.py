@@ -103,21 +103,6 @@ def test_roofline_is_positive_and_faster_devices_are_faster(name: str) -> None:
     assert all(c.time >= device_model(name).launch for c in costs.values())
 
 
-def test_the_gradient_of_a_cross_entropy_needs_a_second_tensor_except_on_a_cpu() -> None:
-    class Scores(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.score = nn.Linear(8, 600)
-
-        def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
-            return nn.functional.cross_entropy(self.score(x), y)
-
-    step = capture(Scores(), (torch.randn(16, 8), torch.randint(600, (16,))), "scores")
-    (name,) = (c.name for c in step.calls if "in_place" in str(c.target))
-    workspaces = [roofline_costs(step, device_model(n))[name].workspace for n in ("laptop-cpu", "a100")]
-    assert workspaces == [0, 16 * 600 * 4]
-
-
 def test_a_file_describes_a_device(tmp_path: Path) -> None:
     a100, file = DEVICE_MODELS["a100"], tmp_path / "mine.json"
     written = {"flops": dict(a100.flops), "bandwidth": a100.bandwidth, "launch": a100.launch}
