@@ -33,6 +33,7 @@ LINEAR: Mapping[Any, str] = {
     ATEN.threshold_backward: FIRST,
     ATEN.native_layer_norm_backward: FIRST,
     ATEN.convolution_backward: FIRST,
+    ATEN.embedding_dense_backward: FIRST,
     ATEN.slice_backward: FIRST,
     ATEN._to_copy: FIRST,
     ATEN.clone: FIRST,

@@ -7,7 +7,7 @@ recompute each part separately, and simulator and executor treat them as all oth
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Any
@@ -18,7 +18,7 @@ from rematplan.runtime.graph.captured_step import Call, CapturedStep, Ref, Value
 from rematplan.runtime.graph.passes import with_phases, without_dead_calls
 from rematplan.runtime.split.axis_rules import LOSS, RESHAPES, SUM, AxisSpan, State, rule_of, states_of
 from rematplan.runtime.split.call_emitter import CallEmitter, CannotSplit
-from rematplan.runtime.split.early_backward import EarlyBackward, early_backward
+from rematplan.runtime.split.early_backward import early_backward
 from rematplan.runtime.split.regions import SplitRegion, StepUse
 
 ATEN = torch.ops.aten
@@ -98,8 +98,8 @@ class _Splitter(CallEmitter):
         """The results of regions that were made whole again."""
         self.sums: dict[str, str] = {}
         """By value that is summed over parts, the sum so far."""
-        self.of_one: dict[str, str] = {}
-        """By value of `early`, what it is if the loss's gradient is 1."""
+        self.of_one: dict[tuple[SplitRegion, str], str] = {}
+        """By region and value of `early`, what the value is if the gradient of that region's loss is 1."""
         self.hoisted: set[str] = set()
         """The calls that run together with a loss of `early`."""
         found: dict[tuple[SplitRegion, bool], list[Call]] = {}
@@ -145,14 +145,13 @@ class _Splitter(CallEmitter):
             return
         block, region, began = self.block[call.name], self.region_of[call.name], len(self.calls)
         self.emitted.update(c.name for c in block)
-        early = self.early.get(region)
-        if early is not None:
-            self._start_early(block, early)
+        if region in self.early:
+            self._start_early(region)
         for part in self.parts[region]:
             for one in block:
                 self._run(one, part)
-        if early is not None:
-            self._end_early(block, early)
+        if region in self.early:
+            self._end_early(region)
             self.hoisted.update(c.name for c in self.calls[began:])
 
     def _need(self, value: str) -> None:
@@ -167,35 +166,39 @@ class _Splitter(CallEmitter):
 
     # A backward that runs in the forward half
 
-    def _start_early(self, block: Sequence[Call], early: EarlyBackward) -> None:
-        """Emit what the backward of a loss reads that no part computes: 1 as the gradient, and the mean's divisor."""
-        loss = next(c for c in block if LOSS in self._states(c))
-        like = self.values[early.tangent].fake
-        self.of_one[early.tangent] = one = self._new(f"{early.tangent}.one")
-        made = Call(one, ATEN.ones.default, (), {}, (one,), module=loss.module)
+    def _start_early(self, region: SplitRegion) -> None:
+        """Emit what the backward of a loss reads that no part computes: 1 as the gradient, and the means' divisors."""
+        losses = [c for c in map(self.step.call.__getitem__, region.calls) if LOSS in self._states(c)]
+        tangent = self.early[region].tangent
+        one, like = self._new(f"{tangent}.one"), self.values[tangent].fake
+        made = Call(one, ATEN.ones.default, (), {}, (one,), module=losses[0].module)
         given = {"dtype": like.dtype, "device": like.device}
         self.call(made, one, made.target, (list(like.shape),), given, (one,))
-        self._divisor(loss)
+        self.of_one[region, tangent] = one
+        for loss in losses:
+            self._divisor(loss)
 
-    def _of_one(self, value: str, early: EarlyBackward) -> str:
+    def _of_one(self, value: str, region: SplitRegion) -> str:
         """Return what a value from before a region's backward is if the loss's gradient is 1, after emitting it."""
-        if value not in self.of_one:
-            if (call := early.before.get(value)) is None:
+        if (region, value) not in self.of_one:
+            if (call := self.early[region].before.get(value)) is None:
                 self._need(value)
                 return value
-            args, kwargs = substitute((call.args, call.kwargs), lambda name: Ref(self._of_one(name, early)))
+            args, kwargs = substitute((call.args, call.kwargs), lambda name: Ref(self._of_one(name, region)))
             names = tuple(r and self._new(f"{r}.of_one") for r in call.results)
             self.call(call, self._new(f"{call.name}.of_one"), call.target, args, kwargs, names)
-            self.of_one.update(zip(filter(None, call.results), filter(None, names), strict=True))
-        return self.of_one[value]
+            for result, name in zip(call.results, names, strict=True):
+                if result and name:
+                    self.of_one[region, result] = name
+        return self.of_one[region, value]
 
-    def _end_early(self, block: Sequence[Call], early: EarlyBackward) -> None:
+    def _end_early(self, region: SplitRegion) -> None:
         """Emit the loss, and those results of its backward that are read whole, for a gradient of 1."""
-        for call in block:
+        for call in map(self.step.call.__getitem__, region.calls):
             for value in filter(None, call.results):
-                if value in early.scaled and self._is_read_whole(value):
-                    self.of_one[value] = f"{value}.of_one"
-                    self._join(call, value, self.of_one[value])
+                if value in self.early[region].scaled and self._is_read_whole(value):
+                    self.of_one[region, value] = name = self._new(f"{value}.of_one")
+                    self._join(call, value, name)
                 elif LOSS in self._states(call):
                     self._need(value)
 
@@ -284,7 +287,7 @@ class _Splitter(CallEmitter):
         if (early := self.early.get(region)) is not None and (
             value == early.tangent or value in early.before
         ):
-            return self._of_one(value, early)
+            return self._of_one(value, region)
         self._need(value)
         return value
 
@@ -332,7 +335,7 @@ class _Splitter(CallEmitter):
             self._join(call, value, value)
             return
         self._need(early.tangent)
-        self.plain(call, value, ATEN.mul.Tensor, (Ref(self.of_one[value]), Ref(early.tangent)))
+        self.plain(call, value, ATEN.mul.Tensor, (Ref(self.of_one[region, value]), Ref(early.tangent)))
         self._check_layout(value, value)
 
     def _join(self, call: Call, value: str, name: str) -> None:

@@ -35,6 +35,31 @@ class Capped(Decoder):
         return functional.cross_entropy(scores, targets.flatten(), reduction="sum") / 7
 
 
+class TwoHeads(Decoder):
+    """Two heads. The gradient of the first loss is a number on the way to that of the second, which has two terms."""
+
+    def __init__(self, smoothed_first: bool) -> None:
+        super().__init__(tied=False)
+        self.other = nn.Linear(self.head.in_features, self.head.out_features)
+        self.smoothing = (0.1, 0.0) if smoothed_first else (0.0, 0.1)
+
+    def forward(self, tokens: Tensor, targets: Tensor) -> Tensor:
+        x, targets = self.token(tokens).flatten(0, 1), targets.flatten()
+        heads = zip((self.head, self.other), self.smoothing, strict=True)
+        return 0.3 * sum(functional.cross_entropy(h(x), targets, label_smoothing=part) for h, part in heads)
+
+
+class TwoTargets(Decoder):
+    """A head with two cross entropies of the same scores."""
+
+    def forward(self, tokens: Tensor, targets: Tensor) -> Tensor:
+        scores = self.head(self.token(tokens)).flatten(0, 1)
+        first, second = targets.flatten(), tokens.flatten()
+        return functional.cross_entropy(scores, first, ignore_index=0) + 0.3 * functional.cross_entropy(
+            scores, second
+        )
+
+
 def loss_region(step: CapturedStep, regions: tuple[SplitRegion, ...]) -> SplitRegion:
     return next(r for r in regions if "loss" in r.modules)
 
@@ -70,7 +95,7 @@ def test_scores_are_computed_once() -> None:
 
 
 @pytest.mark.parametrize("factor", [1.0, 0.25, 65536.0, 3.0, 0.1, 0.0])
-@pytest.mark.parametrize("kind", [Decoder, Capped])
+@pytest.mark.parametrize("kind", [Decoder, Capped, TwoTargets])
 def test_the_factor_of_the_loss_scales_all_gradients(kind: type[Decoder], factor: float) -> None:
     torch.manual_seed(0)
     module, batch = kind(tied=False), tokens(2, 64)
@@ -80,6 +105,24 @@ def test_the_factor_of_the_loss_scales_all_gradients(kind: type[Decoder], factor
     for one, other in zip(expected[:-1], found[:-1], strict=True):
         assert torch.equal(one, other) or (not exact and (one - other).norm() < 3e-6 * one.norm())
     assert (expected[-1] - found[-1]).norm() <= 3e-6 * expected[-1].norm()
+
+
+@pytest.mark.parametrize("smoothed_first", [False, True])
+def test_each_of_several_losses_has_its_own_factor(smoothed_first: bool) -> None:
+    torch.manual_seed(0)
+    module, batch = TwoHeads(smoothed_first), tokens(2, 64)
+    step, regions = captured(module, batch)
+    losses = [r for r in regions if early_backward(StepUse(step), r)]
+    assert len(losses) == 2
+    own = planned(module, split_regions(step, dict.fromkeys(losses, 4)))
+    expected, found = gradients(module, module, batch, 3.0), gradients(own, module, batch, 3.0)
+    for one, other in zip(expected, found, strict=True):
+        assert (one - other).norm() < 3e-6 * one.norm()
+
+
+def test_two_losses_of_the_same_scores_are_early() -> None:
+    step, regions = captured(TwoTargets(tied=False), tokens(2, 64))
+    assert early_backward(StepUse(step), loss_region(step, regions)) is not None
 
 
 def test_what_is_not_linear_in_one_number_or_is_in_half_precision_stays_in_the_backward() -> None:
@@ -119,6 +162,7 @@ def test_no_op_is_linear_that_is_not() -> None:
         ATEN.convolution_backward: lambda g: ATEN.convolution_backward(
             g.sum() * image, pixels, kernel, [6], [1, 1], half[0], [1, 1], False, half[2], 1, [True] * 3
         ),
+        ATEN.embedding_dense_backward: lambda g: ATEN.embedding_dense_backward(g, targets, 7, 2, False),
         ATEN.slice_backward: lambda g: ATEN.slice_backward(g, [8, 6], 0, 2, 6, 1),
         ATEN._to_copy: lambda g: ATEN._to_copy(g, dtype=torch.float64),
         ATEN.clone: ATEN.clone,
