@@ -36,8 +36,7 @@ class MinBudgetOptions:
     """The share of the time for these simulations of eviction, of the time that is left when the smallest peak has been
     found."""
     rungs: float = 0.4
-    """The share of the time left then for plans at larger peaks (`rungs_above`). The last of them are good starts: for
-    ResNet-50, the plan for ``min`` is no dearer than with all the time for it alone."""
+    """The share of the time left then for plans at larger peaks (`rungs_above`), from which the last search may start."""
 
 
 MIN_BUDGET = MinBudgetOptions()
