@@ -36,7 +36,8 @@ class MinBudgetOptions:
     """The share of the time for these simulations of eviction, of the time that is left when the smallest peak has been
     found."""
     rungs: float = 0.4
-    """The share of the time left then for plans at larger peaks (`rungs_above`), from which the last search may start."""
+    """The share of the time left then for plans at larger peaks (`rungs_above`). The last search may start from
+    them."""
 
 
 MIN_BUDGET = MinBudgetOptions()
