@@ -1,2 +1,2 @@
-"""Statistics of a step's layers: the Kronecker factors Σ a aᵀ over a layer's inputs and Σ g gᵀ over the gradients of
-its outputs. Further ops of the captured step compute them."""
+"""The Kronecker factors of a step's layers, computed by further ops of the captured step: Σ a aᵀ over inputs
+and Σ g gᵀ over gradients of outputs."""

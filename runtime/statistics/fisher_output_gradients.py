@@ -1,16 +1,5 @@
-"""Ops that compute gradients of a module's output such that the sum of their outer products is the Fisher matrix, or
-has it as expectation.
-
-The terms of a loss are summed, not averaged. The gradients for each kind of Fisher matrix and likelihood:
-
-- ``mc categorical``: labels y are drawn from p, the softmax of the logits. The gradient is p − e_y, where e_y is a unit
-  vector.
-- ``mc gaussian``: the loss of one term is w ‖y − t‖², where w is 1 / d if the user's loss is a mean (as
-  `torch.nn.MSELoss` is), else 1. The gradient is √(2 w) ε with normal ε.
-- ``type-2 categorical``: the Hessian of cross entropy with respect to the logits is diag(p) − p pᵀ. The gradients √p_c
-  (p − e_c), one for each class c, are the columns of an exact root of it.
-- ``type-2 gaussian``: the Hessian is 2 w I. The gradients are √(2 w) times each unit vector.
-"""
+"""Ops that compute gradients of a module's output whose summed outer products are the Fisher matrix
+(``type-2``) or have it as expectation (``mc``)."""
 
 from __future__ import annotations
 
@@ -24,18 +13,17 @@ from torch import Tensor
 
 @dataclass(eq=False)
 class Draws:
-    """The random numbers with which labels are drawn (``fisher="mc"``). Each draw has a new generator, so that the
-    global generators are not used.
-
-    ``seed``: the seed of all draws. ``count``: the number of draws so far. These two fields are the whole state.
-    """
+    """The random numbers with which labels are drawn (``fisher="mc"``). Each draw makes a new generator; the
+    global generators are not used."""
 
     seed: int
+    """The seed of all draws."""
     count: int = 0
+    """The number of draws so far. With ``seed`` it is the whole state."""
 
     def next(self, device: torch.device) -> torch.Generator:
-        """Return the generator of the next draw on a device, and count the draw. Each process of a distributed run
-        draws other numbers."""
+        """Return the generator of the next draw on a device, and count the draw. Its seed differs between the
+        ranks of a distributed run."""
         distributed = torch.distributed.is_available() and torch.distributed.is_initialized()
         rank = torch.distributed.get_rank() if distributed else 0
         generator = torch.Generator(device).manual_seed(hash((self.seed, rank, self.count)) % 2**63)
@@ -45,19 +33,20 @@ class Draws:
 
 @dataclass(frozen=True)
 class OutputGradient:
-    """An op that computes a gradient of a module's output, with which an additional backward for the statistics begins.
-
-    ``kind``: the kind of Fisher matrix and the likelihood, a key of `KINDS`. ``dim``: the output's dimension of
-    classes. ``column``: used for ``type-2`` only, where the gradients are the columns of a root of the loss's Hessian:
-    the index of the column, which is a class or a number of a Gaussian. ``weight``: the factor of ‖y − t‖² in the loss
-    of a Gaussian. ``draws``: the random numbers for ``mc``.
-    """
+    """An op that computes the gradient of a module's output with which an additional backward for the
+    statistics begins."""
 
     kind: str
+    """The kind of Fisher matrix and the likelihood, a key of `KINDS`."""
     dim: int
+    """The output's dimension of classes, or of the numbers of a Gaussian."""
     column: int
+    """For ``type-2``, the index of the column of the Hessian's root: a class, or a number of a Gaussian.
+    Unused for ``mc``."""
     weight: float
+    """The factor of ‖y − t‖² in the loss of a Gaussian."""
     draws: Draws = field(compare=False)
+    """The random numbers for ``mc``."""
 
     def __call__(self, output: Tensor) -> Tensor:
         """Return the gradient of the loss with respect to ``output``, in the shape, strides and type of that tensor."""
@@ -76,6 +65,7 @@ class OutputGradient:
 def _drawn_labels(of: OutputGradient, logits: Tensor) -> Tensor:
     p = torch.softmax(logits, of.dim)
     rows = p.movedim(of.dim, -1)
+    # The gradient p − e_y of cross entropy, for a label y drawn from p.
     labels = torch.multinomial(rows.reshape(-1, rows.shape[-1]), 1, generator=of.draws.next(logits.device))
     labels = labels.view(rows.shape[:-1]).unsqueeze(of.dim)
     return p.scatter_add(of.dim, labels, p.new_full((), -1.0).expand(labels.shape))
@@ -83,6 +73,8 @@ def _drawn_labels(of: OutputGradient, logits: Tensor) -> Tensor:
 
 def _root_of_hessian(of: OutputGradient, logits: Tensor) -> Tensor:
     p = torch.softmax(logits, of.dim)
+    # The Hessian of cross entropy with respect to the logits is diag(p) − p pᵀ. The columns √p_c (p − e_c),
+    # one for each class c, are an exact root of it.
     own = p.narrow(of.dim, of.column, 1)
     found = p * own.sqrt()
     found.narrow(of.dim, of.column, 1).sub_(own.sqrt())
@@ -90,6 +82,7 @@ def _root_of_hessian(of: OutputGradient, logits: Tensor) -> Tensor:
 
 
 def _normal(of: OutputGradient, output: Tensor) -> Tensor:
+    # The loss of one term is w ‖y − t‖², with the Hessian 2 w I.
     noise = torch.empty_like(output).normal_(generator=of.draws.next(output.device))
     return noise * math.sqrt(2 * of.weight)
 

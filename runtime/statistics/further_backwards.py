@@ -1,9 +1,4 @@
-"""Find the additional backwards that the statistics (Kronecker factors) of a step need, and count the terms of its
-loss.
-
-A Fisher matrix of the kinds ``mc`` or ``type-2`` needs gradients for labels that the model draws, or for each class. A
-loss has one term for each sample, token or pixel over which it is averaged or summed.
-"""
+"""The additional backwards that the Kronecker factors of a step need, and the number of terms of its loss."""
 
 from __future__ import annotations
 
@@ -20,48 +15,33 @@ MOST_COLUMNS = 64
 
 
 def samples_of(step: CapturedStep) -> int:
-    """Return the size of the first dimension of the module's first input tensor; 0 if the module has no input tensor
-    or the tensor has no dimension."""
+    """Return the size of the first dimension of the module's first input tensor, or 0 if there is no such
+    tensor or dimension."""
     first = next((i for i in step.inputs if i.kind == "batch"), None)
     shape = step.values[first.value].fake.shape if first else ()
     return shape[0] if shape else 0
 
 
 def terms_of(step: CapturedStep, options: Kronecker) -> int:
-    """Return the number of terms of the loss: how many samples, tokens or pixels it averages or sums over.
+    """Return how many samples, tokens or pixels the loss averages or sums over: ``options.terms``, or a
+    number from the shape of the output.
 
-    This is ``options.terms`` if it is given. Otherwise it is the number of elements of the output from which the loss
-    is computed, divided by the number of classes. If that output is a scalar, it is the size of the first dimension of
-    the module's first input tensor, at least 1.
-
-    Args:
-        step: the captured step.
-        options: state from which output the loss is computed, and which of its dimensions is that of the classes.
-
-    Raises:
-        ModelError: the output does not exist, or has several elements but no dimension ``options.class_dim``.
+    Raises `ModelError` if the output does not exist, or has several elements but no dimension of classes.
     """
     if options.terms is not None:
         return options.terms
     fake = step.values[_output(step, options, needed=False)].fake
     if fake.numel() == 1:
+        # The output is a loss: count the samples of the batch.
         return max(1, samples_of(step))
     return fake.numel() // max(1, fake.shape[options.class_dim])
 
 
 def further_backwards(step: CapturedStep, options: Kronecker, draws: Draws) -> list[SecondBackward]:
-    """Return the backwards that a step's statistics need in addition to the backward of the user's loss. The list has
-    one for ``fisher="mc"``, one for each class for ``"type-2"``, and none for ``"empirical"``.
+    """Return the backwards in addition to that of the user's loss: one for ``mc``, one a class for
+    ``type-2``, none for ``empirical``.
 
-    Args:
-        step: the captured step.
-        options: the kind of Fisher matrix, the likelihood, and the output from which the loss is computed.
-        draws: the random numbers for drawing labels.
-
-    Raises:
-        ModelError: the output does not exist or has no dimension of classes, or it depends on no trained parameter.
-            Also with ``likelihood="categorical"`` if there is only one class, and with ``"type-2"`` if there are more
-            than `MOST_COLUMNS` classes or several terms of the loss for each sample.
+    Raises `ModelError` if the output of ``options`` cannot begin such a backward.
     """
     if options.fisher == "empirical":
         return []
@@ -102,12 +82,10 @@ def _check_columns(step: CapturedStep, fake: torch.Tensor, size: int) -> None:
 
 
 def _output(step: CapturedStep, options: Kronecker, needed: bool) -> str:
-    """Return the value name of the output from which the loss is computed.
+    """Return the name of the value from which the loss is computed; `ModelError` if it does not exist or
+    lacks the dimension of classes.
 
-    ``needed``: whether the output must have the dimension ``options.class_dim`` even if it has one element only.
-
-    Raises:
-        ModelError: the output does not exist, or lacks that dimension.
+    If ``needed`` is false, an output of one element needs no such dimension.
     """
     target = str(options.output)
     found = next((o.value for o in step.outputs if (o.kind, o.target) == ("output", target)), None)

@@ -1,8 +1,5 @@
-"""The op that computes a statistic (Kronecker factor) of a layer. It sums the outer products of a tensor's rows into
-packed symmetric matrices.
-
-Rows are read in chunks, so that copies (patches of a convolution, float32 of bfloat16) stay small.
-"""
+"""The op that computes one Kronecker factor: it sums outer products of a tensor's rows, read in chunks, into
+packed symmetric matrices."""
 
 from __future__ import annotations
 
@@ -25,27 +22,26 @@ GOLDEN = (5**0.5 - 1) / 2
 
 @dataclass(frozen=True, slots=True)
 class Gram:
-    """The op that computes a statistic: the sum Σ r rᵀ over rows r of a tensor, for each group of a grouped layer. The
-    result has the shape (groups, `packed_size`): packed symmetric matrices, in float32 or wider.
-
-    ``read``: how rows are read from the tensor. ``places``: what is a row. With ``each``, every position of a sample
-    (pixel, token) is a row. With ``mean`` or ``sum``, a sample is one row: the mean or sum over its positions.
-    ``share``: the share of the rows that are used, at most 1. ``ones``: whether a one is appended to each row, for a
-    layer with a bias. ``scale``: the factor by which the sum is multiplied. ``diagonal``: whether only the diagonal of
-    each matrix is computed; the result's shape is then (groups, `size`).
-    """
+    """The sum Σ r rᵀ over rows r of a tensor, for each group of a grouped layer: packed matrices (groups,
+    `packed_size`), in float32 or wider."""
 
     read: Reading
+    """How rows are read from the tensor."""
     places: Literal["each", "mean", "sum"]
+    """With ``each``, every position of a sample (pixel, token) is a row. With ``mean`` or ``sum``, a sample
+    is one row."""
     share: float
+    """The share of the rows that are used, at most 1."""
     ones: bool
+    """Whether a one is appended to each row, for a layer with a bias."""
     scale: float
+    """The factor by which the sum is multiplied."""
     diagonal: bool = False
+    """Whether only the diagonal of each matrix is computed; the result then has the shape (groups, `size`)."""
 
     @property
     def size(self) -> int:
-        """The number of rows, and of columns, of each summed matrix. It is the length of a row of the tensor, plus one
-        if ``ones`` is true."""
+        """The number of rows, and of columns, of each summed matrix, including the appended one."""
         return self.read.sizes[1] + self.ones
 
     @property
@@ -61,18 +57,14 @@ class Gram:
         return math.prod(samples) * (math.prod(places) if self.places == "each" else 1)
 
     def rows(self, dtype: torch.dtype) -> int:
-        """Return the number of rows of a tensor that are used.
-
-        ``dtype``: the type of the tensor's elements. The number depends on it, because rows are read in chunks of
-        limited bytes, and the ``share`` is taken of each chunk.
-        """
+        """Return the number of rows that are used of a tensor of type ``dtype``."""
+        # The share is rounded for each chunk, and the type decides how large chunks are.
         per_sample = self.all_rows // max(1, self.read.sizes[2][0])
         return sum(_taken(per_sample * n, self.share) for _, n in self._chunks(dtype))
 
     @property
     def flops(self) -> float:
-        """The number of arithmetic operations of one call, for the roofline model. It counts products of rows, or
-        products of shifted inputs if these are used instead for a convolution (see `shifts_of`)."""
+        """The arithmetic operations of one call, for the roofline model."""
         groups, features, _, _ = self.read.sizes
         if shifts := self._shifts(torch.float32):
             channels = features // math.prod(shifts.read.kernel)
@@ -80,18 +72,15 @@ class Gram:
         return float(groups * features * (1 if self.diagonal else features) * self.all_rows * self.share)
 
     def _shifts(self, dtype: torch.dtype) -> Shifts | None:
-        """Return how to compute the sum over a convolution's windows from products of the input with shifted copies of
-        itself. Return None if products of the rows themselves are to be computed.
-
-        ``dtype``: the type of the input's elements.
-        """
+        """Return how to sum a convolution's windows by shifted copies of its input, or None if the rows
+        themselves are to be multiplied."""
         if isinstance(self.read, Patches) and self.places == "each" and self.share == 1 and not self.diagonal:
             return shifts_of(self.read, sum_type(dtype).itemsize, CHUNK_BYTES)
         return None
 
     def __call__(self, tensor: Tensor, previous: Tensor | None = None) -> Tensor:
-        """Return the packed sum over the rows of ``tensor``. If ``previous`` is passed (the sum of an earlier use of
-        the same weight), add to that tensor in place and return it."""
+        """Return the packed sum over the rows of ``tensor``. If ``previous`` is given, add to it in place and
+        return it."""
         dtype = sum_type(tensor.dtype)
         out = tensor.new_empty(self.shape, dtype=dtype) if previous is None else previous
         kept = previous is not None
@@ -104,15 +93,8 @@ class Gram:
         return out if kept else out.zero_()
 
     def _add_by_shifts(self, shifts: Shifts, out: Tensor, tensor: Tensor, dtype: torch.dtype) -> None:
-        """Add to ``out`` the sum over all windows of a convolution's input, computed from products of the input with
-        shifted copies of itself.
-
-        Args:
-            shifts: which products to compute.
-            out: the packed matrices, changed in place.
-            tensor: the input.
-            dtype: the type in which products are computed and summed.
-        """
+        """Add to ``out``, in place, the sum over all windows of a convolution's input, computed in ``dtype``
+        from shifted copies of the input."""
         terms: dict[Term, Tensor] = {}
         for some in tensor.split(shifts.entries(CHUNK_BYTES, dtype.itemsize)):
             shifts.products(some.to(dtype), terms)
@@ -122,15 +104,8 @@ class Gram:
             self._add_border(out, sums, self.all_rows)
 
     def _rows(self, tensor: Tensor, start: int, count: int, dtype: torch.dtype) -> Tensor:
-        """Return the rows of some samples of a tensor, as a tensor (groups, features, rows) of the type ``dtype``. If
-        ``share`` is below 1, it has only this share of the rows.
-
-        Args:
-            tensor: the tensor of all samples.
-            start: the first sample.
-            count: the number of samples.
-            dtype: the type of the result.
-        """
+        """Return the rows of ``count`` samples from ``start``, as (groups, features, rows) in ``dtype``. If
+        ``share`` is below 1, select that share."""
         groups, features, samples, places = self.read.sizes
         each = self.places == "each"
         if isinstance(self.read, Patches):
@@ -153,8 +128,8 @@ class Gram:
         return found.reshape(groups, features, -1).to(dtype)
 
     def _add(self, out: Tensor, rows: Tensor, kept: bool) -> None:
-        """Add the scaled sum Σ r rᵀ over ``rows``, (groups, features, rows), to the packed matrices ``out`` in place.
-        If ``kept`` is false, overwrite ``out`` with the sum instead."""
+        """Add the scaled sum Σ r rᵀ over ``rows``, (groups, features, rows), to ``out``. If ``kept`` is
+        false, overwrite ``out``."""
         features, beta = rows.shape[1], float(kept)
         if self.diagonal:
             squares = torch.linalg.vector_norm(rows, dim=-1).square_()  # without a tensor of all squares
@@ -176,23 +151,17 @@ class Gram:
             self._add_border(out, rows.sum(-1), rows.shape[-1])
 
     def _add_border(self, out: Tensor, sums: Tensor, count: int) -> None:
-        """Add to packed matrices, in their last row and column, the products with the constant 1 that is appended to
-        each row for a bias.
+        """Add to the last row and column of ``out``, in place, the products of ``count`` rows with the
+        appended one.
 
-        Args:
-            out: the packed matrices, changed in place.
-            sums: the sum of the rows without that 1, (groups, features).
-            count: the number of the rows.
+        ``sums``: the sum of the rows without that one, (groups, features).
         """
         border = out[:, -sums.shape[1] - 1 :]
         border[:, :-1].add_(sums, alpha=self.scale)
         border[:, -1] += self.scale * count
 
     def _chunks(self, dtype: torch.dtype) -> Iterator[tuple[int, int]]:
-        """Yield the ranges of samples whose rows are read at once, each as its first sample and the number of samples.
-
-        ``dtype``: the type of the tensor's elements.
-        """
+        """Yield the ranges of samples whose rows are read at once, as first sample and number of samples."""
         groups, features, samples, places = self.read.sizes
         first = samples[0]
         each = self.all_rows // max(1, first) * self.share
@@ -233,20 +202,12 @@ def _taken(rows: int, share: float) -> int:
 
 
 def _indices(rows: int, share: float, sizes: Sequence[int], device: torch.device) -> list[Tensor]:
-    """Return the indices of the rows that are used: for each dimension that counts rows, one vector with an index for
-    each row.
-
-    All rows are divided into intervals of 1 / ``share`` rows, and one row of each interval is used. Its position in the
-    interval follows multiples of the golden ratio, so that no column of an image is preferred.
-
-    Args:
-        rows: the number of all rows, the product of ``sizes``.
-        share: the share of the rows to use.
-        sizes: the sizes of the dimensions that count rows.
-        device: the device of the result.
-    """
+    """Return the indices of the used rows: for each dimension of ``sizes``, a vector with an index for each
+    used row."""
     taken = _taken(rows, share)
     at = torch.arange(taken, device=device, dtype=torch.float64)
+    # One row of each interval of rows / taken rows. Its position in the interval follows the golden ratio, so
+    # that no column of an image is preferred.
     flat = ((at + (at * GOLDEN).frac()) * (rows / taken)).long().clamp_(max=rows - 1)
     found = []
     for size in reversed(sizes):

@@ -1,9 +1,7 @@
-"""A pass that adds statistics to a captured step: ops that sum the outer products of a layer's inputs, and of the
-gradients of its outputs.
+"""A pass that adds to a captured step the ops that sum the Kronecker factors of its weights.
 
-Each op is placed directly before the call that computes the weight's gradient, which reads the same inputs. So no input
-is needed longer, and none is recomputed, because of statistics. The ops run once, and their results stay resident until
-the step ends.
+Each op is placed directly before the call that computes the weight's gradient. That call reads the same
+inputs, so no input is needed longer because of statistics.
 """
 
 from __future__ import annotations
@@ -33,71 +31,64 @@ Places: TypeAlias = Literal["each", "mean", "sum"]
 
 @dataclass(frozen=True, slots=True)
 class Sums:
-    """The two sums for a block of a weight's rows that have the same inputs: Σ a aᵀ over inputs and Σ g gᵀ over
-    gradients. Both are outputs of the captured step.
-
-    ``a``, ``g``: the targets (names) of these outputs. ``d_in``, ``d_out``: how many numbers an input and a gradient
-    have. ``ones``: whether a one is appended to each input, for a bias. ``rows``: the number of inputs summed in ``a``.
-    ``count``: into how many groups of the weight's matrix the block is divided; all of them have the same inputs.
-    ``diagonal``: two truth values, for ``a`` and for ``g``: whether only the diagonal is computed.
-    """
+    """The outputs of a captured step that contain Σ a aᵀ and Σ g gᵀ for a block of a weight's rows with
+    common inputs."""
 
     a: str
+    """The name (target) of the output with Σ a aᵀ."""
     g: str
+    """The name (target) of the output with Σ g gᵀ."""
     d_in: int
+    """How many numbers an input has, without the appended one."""
     ones: bool
+    """Whether a one is appended to each input, for a bias."""
     d_out: int
+    """How many numbers a gradient has."""
     rows: int
+    """The number of inputs summed in ``a``."""
     count: int
+    """Into how many groups of the weight's matrix the block is divided; all of them have the same inputs."""
     diagonal: tuple[bool, bool]
+    """For ``a`` and for ``g``: whether only the diagonal is computed."""
 
 
 @dataclass(frozen=True, slots=True)
 class Layer:
-    """A weight of a captured step for which statistics (Kronecker factors) are computed, and the outputs that contain
-    them.
-
-    ``name``: the weight's name. ``bias``: the name of the bias of the weight's layer; None if it has none. ``groups``,
-    ``split``, ``order``: how the weight becomes a matrix, as in `Factors`. ``sums``: the two sums of each block of the
-    weight's rows. There is one block, unless blocks have different inputs. ``of_loss``: as in `Factors`.
-    """
+    """A weight of a captured step whose Kronecker factors are computed, and the outputs that contain them."""
 
     name: str
+    """The weight's name."""
     bias: str | None
+    """The name of the bias of the weight's layer; None if it has none."""
     groups: int
     split: tuple[int, ...]
     order: tuple[int, ...]
+    """With ``groups`` and ``split``: how the weight becomes a matrix, as in `Factors`."""
     sums: tuple[Sums, ...]
+    """The two sums of each block of the weight's rows. There is one block, unless blocks have different inputs."""
     of_loss: bool
+    """As in `Factors`."""
 
 
 @dataclass(frozen=True)
 class StatisticsStep:
-    """A captured step that also computes statistics (Kronecker factors).
-
-    ``step``: the step; the sums are its outputs of kind ``statistic``. ``layers``: the weights that have statistics.
-    ``skipped``: by the name of each trained parameter without statistics, the reason. ``terms``: the number of terms
-    (samples or tokens, for example) of the loss.
-    """
+    """A captured step that also computes Kronecker factors."""
 
     step: CapturedStep
+    """The step; the sums are its outputs of kind ``statistic``."""
     layers: tuple[Layer, ...]
+    """The weights that have statistics."""
     skipped: dict[str, str]
+    """By the name of a trained parameter without statistics, the reason."""
     terms: int
+    """The number of terms (samples or tokens, for example) of the loss."""
 
 
 def with_statistics(step: CapturedStep, options: Kronecker, draws: Draws) -> StatisticsStep:
-    """Return a captured step with further ops, which compute the Kronecker factors of all weights for which that is
-    possible.
+    """Return a captured step with further ops that compute the Kronecker factors of the weights that allow
+    it.
 
-    Args:
-        step: the captured step.
-        options: which statistics are computed, and how.
-        draws: the random numbers for drawing labels.
-
-    Raises:
-        ModelError: the output from which the loss is computed does not fit the options, or no weight can have
-            statistics.
+    Raises `ModelError` if no weight does, or if the output of ``options`` does not fit.
     """
     return _Pass(step, options, draws).run()
 
@@ -135,8 +126,8 @@ class _Pass:
         return StatisticsStep(step, tuple(layers), skipped, terms)
 
     def _backwards(self) -> list[SecondBackward]:
-        """Return the backwards that the statistics need in addition to that of the user's loss. Place the first call of
-        each, which computes the gradient of an output, before the backward half of the step."""
+        """Return the backwards in addition to that of the user's loss, and place the first call of each
+        before the backward half of the step."""
         found = further_backwards(self.step, self.options, self.draws)
         first = next(c for c in self.step.calls if c.name in self.step.after_loss)
         for one in found:
@@ -145,8 +136,8 @@ class _Pass:
         return found
 
     def _needed_only(self, backwards: list[SecondBackward]) -> None:
-        """Add to the step those calls of the additional ``backwards`` whose results the statistics need, directly or
-        not. Drop the values that no added call makes."""
+        """Add to the step those calls of ``backwards`` whose results the statistics need, and drop values
+        that no added call makes."""
         needed = {ref.value for calls in self.before.values() for c in calls for ref in _refs(c)}
         for one in backwards:
             for call in reversed(self.step.calls):
@@ -211,12 +202,10 @@ class _Pass:
         )
 
     def _grams(self, use: Use, ones: bool) -> tuple[Gram, Gram]:
-        """Return two ops: one sums the inputs of one use of a weight, the other the gradients of its outputs.
+        """Return the op that sums the inputs of one use of a weight, and the op that sums the gradients of
+        its outputs.
 
-        ``ones``: whether a one is appended to each input, for a bias.
-
-        Raises:
-            _NotTaken: with ``approx="reduce"``, the rows of the inputs cannot be divided into the samples of the batch.
+        Raises `_NotTaken` if samples are to be rows and the rows cannot be divided into samples.
         """
         reduce = self.options.approx == "reduce"
         samples = samples_of(self.step) if reduce else 0
@@ -233,7 +222,7 @@ class _Pass:
         return a, Gram(gradients, g_places, share, False, 1.0, gradients.sizes[1] > most)
 
     def _key(self, value: str, gram: Gram) -> object:
-        """Return a key that is equal for two values if ``gram`` sums the same rows of both. The values may be different
+        """Return a key that is equal for two values if ``gram`` sums the same rows of both, also as different
         views of the same memory."""
         fake, read = self.step.values[value].fake, gram.read
         place = (self.step.values[value].storage, int(fake.storage_offset()), fake.dtype)
@@ -251,16 +240,10 @@ class _Pass:
     def _sum(
         self, key: object, gram: Gram, value: str, previous: str | None, rows: int, product: str
     ) -> tuple[str, int]:
-        """Return the name of the value of a sum, and the number of rows that it sums. Add the op that computes it,
-        unless a sum with an equal key exists.
+        """Return the value of a sum and the number of rows in it. Unless ``key`` has a sum, place a new op
+        before the call ``product``.
 
-        Args:
-            key: identifies what is summed.
-            gram: the op.
-            value: the name of the tensor whose rows are summed.
-            previous: the name of an earlier sum, to which the op adds; None for none.
-            rows: the number of rows of ``previous``.
-            product: the name of the call before which the op is placed.
+        If ``previous`` is given, the op adds to that sum, which has ``rows`` rows.
         """
         if key not in self.sums:
             fake = self.values.get(value) or self.step.values[value]
@@ -278,11 +261,8 @@ class _NotTaken(Exception):
 
 
 def _gradients(value: str, backwards: list[SecondBackward]) -> list[str | None]:
-    """Return the names of the gradients whose rows a statistic sums.
-
-    These are the values that the additional ``backwards`` compute in place of ``value``, a gradient in the backward of
-    the user's loss. An entry is None if that value is zero. Without additional backwards, it is ``value`` alone.
-    """
+    """Return the values that ``backwards`` compute in place of the gradient ``value``, None where that is
+    zero; without backwards, ``value``."""
     if not backwards:
         return [value]
     made = [one.made[value] for one in backwards]
@@ -290,15 +270,8 @@ def _gradients(value: str, backwards: list[SecondBackward]) -> list[str | None]:
 
 
 def _samples_inside(step: CapturedStep, value: str, samples: int) -> bool:
-    """Return whether the samples of a batch are the second dimension of a tensor and not the first, as in (time, batch,
-    features), judged by the sizes of these dimensions. If the tensor is a view with at most two dimensions, the shape
-    of the tensor before the views decides.
-
-    Args:
-        step: the captured step.
-        value: the tensor's name.
-        samples: the number of samples.
-    """
+    """Return whether only the second dimension of a tensor has the batch's size, as in (time, batch,
+    features). A matrix is traced through views."""
     while True:
         shape = step.values[value].fake.shape
         if len(shape) > 2:

@@ -1,9 +1,8 @@
-"""Packed symmetric matrices: the lower triangle in block columns, each a dense rectangle.
+"""Packed symmetric matrices: the lower triangle in block columns, each a dense rectangle into which matrix
+products write directly.
 
-A d × d matrix is divided into block columns of width b. Each block column is stored without the rows above its diagonal
-block. Matrix products can therefore write into the packed tensor directly, and (d² + d·b) / 2 numbers are stored
-instead of d². A matrix may have a border: one more row and column, for an input that is always one. The d + 1 numbers
-of the border come last.
+A d × d matrix in columns of width b stores (d² + d·b) / 2 numbers if b divides d. A border, one more row and
+column of d + 1 numbers, comes last.
 """
 
 from __future__ import annotations
@@ -21,8 +20,8 @@ COLUMNS = 16
 
 
 def block_columns(d: int) -> Iterator[tuple[int, int, int]]:
-    """Yield, for each block column of a packed d × d matrix: its first column, its end column (exclusive), and its
-    offset in the packed tensor."""
+    """Yield each block column of a packed d × d matrix: its first column, end column (exclusive) and offset
+    in the packed tensor."""
     width, offset = max(LEAST_WIDTH, -(-d // COLUMNS)), 0
     for start in range(0, d, width):
         end = min(start + width, d)
@@ -31,22 +30,14 @@ def block_columns(d: int) -> Iterator[tuple[int, int, int]]:
 
 
 def packed_size(d: int, border: bool = False) -> int:
-    """Return how many numbers are stored for a packed symmetric d × d matrix. With ``border`` the matrix has
-    one more row and column, of d + 1 numbers, which are stored at the end."""
+    """Return how many numbers a packed d × d matrix stores. With ``border`` it has one more row and column of
+    d + 1 numbers."""
     return sum((d - start) * (end - start) for start, end, _ in block_columns(d)) + border * (d + 1)
 
 
 def block_column(packed: Tensor, d: int, start: int, end: int, offset: int) -> Tensor:
-    """Return a block column of packed matrices (..., `packed_size`) as a view (..., d − start, end − start): the rows
-    from ``start`` on.
-
-    Args:
-        packed: the packed matrices.
-        d: their number of rows, without a border.
-        start: the first column, as `block_columns` yields it.
-        end: the end column (exclusive).
-        offset: the block column's offset in the packed tensor.
-    """
+    """Return a block column of packed matrices (..., `packed_size`) as a view (..., d − start, end − start):
+    the rows from ``start`` on."""
     rows, width = d - start, end - start
     column: Tensor = packed[..., offset : offset + rows * width].unflatten(-1, (rows, width))
     return column
@@ -54,12 +45,7 @@ def block_column(packed: Tensor, d: int, start: int, end: int, offset: int) -> T
 
 def unpack(packed: Tensor, d: int, border: bool = False) -> Tensor:
     """Return packed symmetric matrices (..., `packed_size`) as dense ones (..., d + border, d + border).
-
-    Args:
-        packed: the packed matrices.
-        d: their number of rows, without a border.
-        border: whether they have one more row and column, which is stored at the end.
-    """
+    ``d`` counts no border."""
     whole = d + border
     dense = packed.new_empty((*packed.shape[:-1], whole, whole))
     for start, end, offset in block_columns(d):
@@ -72,14 +58,8 @@ def unpack(packed: Tensor, d: int, border: bool = False) -> Tensor:
 
 
 def diagonal_blocks(packed: Tensor, d: int, count: int) -> Tensor:
-    """Return the ``count`` equal blocks on the diagonal of a packed symmetric d × d matrix, (count, d / count, d /
-    count), without the dense matrix.
-
-    Args:
-        packed: the packed matrix, (`packed_size`,), without a border.
-        d: its number of rows, a multiple of ``count``.
-        count: the number of blocks.
-    """
+    """Return the ``count`` equal diagonal blocks of a packed d × d matrix without border, (count, d / count,
+    d / count). The dense matrix is not made."""
     size = d // count
     blocks = packed.new_empty((count, size, size))
     for start, end, offset in block_columns(d):
@@ -104,8 +84,8 @@ def packed_trace(packed: Tensor, d: int) -> Tensor:
 
 
 def pack(dense: Tensor) -> Tensor:
-    """Return dense symmetric matrices (..., d, d) in packed form (..., `packed_size`), without a border. Only entries
-    on and below the diagonal blocks are read."""
+    """Return dense symmetric matrices (..., d, d) packed, without border. Entries above the diagonal blocks
+    are not read."""
     d = dense.shape[-1]
     packed = dense.new_empty((*dense.shape[:-2], packed_size(d)))
     for start, end, offset in block_columns(d):

@@ -1,6 +1,5 @@
-"""Recognise the ATen calls that compute the gradient of a weight as a matrix product ∂loss/∂W = Σ g_r a_rᵀ, where a_r
-are the rows of the layer's input and g_r those of the gradient of its output. One function for each kind of ATen call.
-"""
+"""The ATen calls that compute a weight's gradient as a product Σ g_r a_rᵀ of the rows of a layer's input and
+of its output's gradient."""
 
 from __future__ import annotations
 
@@ -21,57 +20,55 @@ Role: TypeAlias = Literal["batch", "out", "in", "group"]
 
 @dataclass(frozen=True, slots=True)
 class Product:
-    """A call that computes the gradient of a weight as a product of two operands: Σ g_r a_rᵀ over their rows.
-
-    ``call``: the call. ``inputs``: the name of the value that has the rows a_r, the layer's input. ``gradients``: the
-    name of the value that has the rows g_r, the gradient of the layer's output. ``weight``: the name of the weight's
-    value, if the call has it as an argument; else None. ``axes``: the dimensions of the call's result in row-major
-    order, each as a pair of size and role: the weight's outputs, its inputs, its groups, or the batch of a batched
-    product. A dimension ``batch`` may be one of the weight, or later calls may sum over it.
-    """
+    """A call that computes the gradient of a weight as a product of two operands: Σ g_r a_rᵀ over their rows."""
 
     call: Call
+    """The call."""
     inputs: str
+    """The name of the value with the rows a_r: the layer's input."""
     gradients: str
+    """The name of the value with the rows g_r: the gradient of the layer's output."""
     weight: str | None
+    """The name of the weight's value if it is an argument of the call, else None."""
     axes: tuple[tuple[int, Role], ...]
+    """The result's dimensions in row-major order, as size and role. A dimension ``batch`` may belong to the
+    weight, or later calls sum over it."""
     read: Callable[[BatchSplit, int, bool], tuple[Reading, Reading]]
-    """A function that returns how to read the rows of ``inputs`` and of ``gradients``. Its arguments: how the dimension
-    ``batch`` is split; the number of samples (0 if each row is a sample); and whether the samples are the faster of the
-    two dimensions into which rows are split (true for inputs (time, batch, features))."""
+    """How to read the rows of ``inputs`` and of ``gradients``, given the split of ``batch``, the number of
+    samples, and whether samples vary fastest.
+
+    The number of samples is 0 if each row is a sample. Samples vary fastest in inputs (time, batch,
+    features).
+    """
 
 
 @dataclass(frozen=True, slots=True)
 class BatchSplit:
-    """The leading dimension of a batched matrix product, split into several dimensions. Some of them are dimensions of
-    the weight; the weight's gradient is the sum over the others.
-
-    ``sizes``: the sizes of the dimensions. ``groups``: the positions of those that are dimensions of the weight.
-    """
+    """The leading dimension of a batched matrix product, split into dimensions of the weight and dimensions
+    that the gradient sums over."""
 
     sizes: tuple[int, ...] = ()
+    """The sizes of the dimensions."""
     groups: tuple[int, ...] = ()
+    """The positions of those that are dimensions of the weight."""
 
 
 Row: TypeAlias = Callable[[Call, CapturedStep], Product | None]
 
 
 def product_of(call: Call, step: CapturedStep) -> Product | None:
-    """Return a description of a call as a product that computes the gradient of a weight; None if the call is no such
-    product.
-
-    Args:
-        call: a call of the backward half.
-        step: the captured step with this call.
-    """
+    """Return a call of the backward half as a product that computes a weight's gradient, or None if it is no
+    such product."""
     row = PRODUCTS.get(getattr(call.target, "overloadpacket", None))
     return row(call, step) if row else None
 
 
 def _mm(call: Call, step: CapturedStep) -> Product | None:
-    """Return a matrix product (p, n) · (n, q), or batched (b, p, n) · (b, n, q), as a product that computes the
-    gradient of a weight. The operand that the forward half computes is the layer's input, the other one is the gradient
-    of its output. Return None if both operands come from the same half."""
+    """Return a plain or batched matrix product as the gradient of a weight, or None if both operands come
+    from the same half.
+
+    The operand that the forward half computes is the layer's input.
+    """
     left, right = call.args[:2]
     late = [_is_late(step, ref) for ref in (left, right)]
     if late[0] == late[1]:
@@ -94,22 +91,16 @@ def _mm(call: Call, step: CapturedStep) -> Product | None:
 def _matrix_rows(
     split: BatchSplit, rows: int, features: int, rows_first: bool, samples: int, inside: bool
 ) -> Rows:
-    """Return how to read rows from an operand of a matrix product, a tensor of shape (*split, rows, features).
+    """Return how to read rows from an operand of shape (*split, rows, features), or (*split, features, rows)
+    if ``rows_first`` is false.
 
-    The first dimension that is summed may count samples and positions together. If its size is a multiple of the number
-    of samples, it is divided into samples and the positions within a sample.
-
-    Args:
-        split: how the leading dimension of a batched product is split; empty for a plain product.
-        rows: the number of rows.
-        features: the length of a row.
-        rows_first: false if the operand's shape is (*split, features, rows) instead.
-        samples: the number of samples; 0 if each row is a sample.
-        inside: whether the samples are the faster of the two dimensions.
+    ``samples``: their number, 0 if each row is one. ``inside``: whether they vary faster than the positions.
     """
     at = len(split.sizes)
     summed = tuple(dim for dim in range(at) if dim not in split.groups)
     lead = split.sizes[summed[0]] if summed else rows
+    # The first summed dimension may count samples and positions together: 32 rows of 4 samples are 8
+    # positions each.
     per_sample = lead // samples if samples and lead % samples == 0 and lead != samples else 1
     inner = [rows, features] if rows_first else [features, rows]
     shape, row_at, feature_at = [*split.sizes, *inner], at + (not rows_first), at + rows_first

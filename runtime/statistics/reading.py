@@ -1,5 +1,5 @@
-"""How the rows of a layer's input, or of the gradient of its output, are read from a tensor. The outer products of
-these rows are summed into Kronecker factors."""
+"""How rows, whose outer products are summed into Kronecker factors, are read from a layer's input or its
+output's gradient."""
 
 from __future__ import annotations
 
@@ -15,29 +15,28 @@ Dims = tuple[int, ...]
 
 @dataclass(frozen=True, slots=True)
 class Rows:
-    """How to read rows from a tensor. The tensor is reshaped to ``shape``; each dimension of that shape is listed in
-    exactly one of the other fields.
-
-    ``groups``: the dimensions that count the groups of a grouped layer. ``features``: the dimensions of one row's
-    numbers. ``samples``: the dimensions that count samples. ``places``: the dimensions of a row's position within a
-    sample (pixel, token).
-    """
+    """How to read rows from a tensor that is reshaped to ``shape``. Each dimension of that shape is in
+    exactly one of the other fields."""
 
     shape: Dims
     groups: Dims
+    """The dimensions that count the groups of a grouped layer."""
     features: Dims
+    """The dimensions of one row's numbers."""
     samples: Dims
+    """The dimensions that count samples."""
     places: Dims
+    """The dimensions of a row's position within a sample (pixel, token)."""
 
     def __call__(self, tensor: Tensor) -> Tensor:
-        """Return the numbers of a tensor in the shape (groups..., features..., samples..., places...), where places are
-        positions within a sample. The result is a view if the tensor's strides allow it."""
+        """Return the tensor as (groups..., features..., samples..., places...), as a view if its strides
+        allow one."""
         return tensor.reshape(self.shape).permute(*self.groups, *self.features, *self.samples, *self.places)
 
     @property
     def sizes(self) -> tuple[int, int, Dims, Dims]:
-        """Four entries: the number of groups; the number of features (the length of a row); the sizes of the dimensions
-        that count samples; and the sizes of those that count positions within a sample."""
+        """The number of groups, the length of a row, the sizes of the dimensions of samples, and those of the
+        positions in a sample."""
         count = [math.prod(self.shape[d] for d in dims) for dims in (self.groups, self.features)]
         samples, places = (tuple(self.shape[d] for d in dims) for dims in (self.samples, self.places))
         return count[0], count[1], samples, places
@@ -45,34 +44,37 @@ class Rows:
 
 @dataclass(frozen=True, slots=True)
 class Patches:
-    """How to read rows from the input of a convolution, a tensor (batch, channels, *sizes). There is one row for each
-    position of the convolution's output: the window of the input from which the convolution computes the output at this
-    position. A row has (channels / groups) × (elements of the kernel) numbers.
+    """How to read the windows of a convolution's input (batch, channels, *sizes) as rows, one for each
+    position of the output.
 
-    ``batch``, ``channels``: those of the tensor. ``groups``, ``kernel``, ``stride``, ``dilation``: those of the
-    convolution; of a transposed convolution, ``stride`` is ones. ``padding``: the zeros before and after the entries of
-    each spatial dimension; negative to crop. ``spread``: s, so that s − 1 zeros are inserted between neighbouring
-    entries. It is the stride of a transposed convolution; for others it is 1. ``flipped``: whether each window is
-    reversed, as for a transposed convolution. ``positions``: the spatial sizes of the output. ``per_sample``: how many
-    entries of the batch belong to one sample.
+    A row has (channels / groups) × (elements of the kernel) numbers.
     """
 
     batch: int
+    """The entries of the tensor's first dimension."""
     channels: int
+    """Those of all groups."""
     groups: int
+    """Of the convolution, as are ``kernel``, ``stride`` and ``dilation``."""
     kernel: Dims
     stride: Dims
+    """Ones for a transposed convolution."""
     dilation: Dims
     padding: tuple[tuple[int, int], ...]
+    """The zeros before and after the entries of each spatial dimension; negative to crop."""
     spread: Dims
+    """s, if s − 1 zeros are inserted between neighbouring entries: the stride of a transposed convolution,
+    else 1."""
     flipped: bool
+    """Whether each window is reversed, as for a transposed convolution."""
     positions: Dims
+    """The spatial sizes of the output."""
     per_sample: int = 1
+    """How many entries of the batch belong to one sample."""
 
     def __call__(self, x: Tensor) -> Tensor:
-        """Return all rows (windows of the input) as a tensor of shape (groups, channels / groups, *kernel, samples,
-        per_sample, *positions). It is a view of the input, or of a padded copy; with ``flipped`` it is a copy of all
-        windows."""
+        """Return all windows as (groups, channels / groups, *kernel, samples, per_sample, *positions): a
+        view, or a copy of all windows if ``flipped``."""
         n = len(self.kernel)
         if any(s > 1 for s in self.spread):
             sizes = [(size - 1) * s + 1 for size, s in zip(x.shape[2:], self.spread, strict=True)]
@@ -91,12 +93,8 @@ class Patches:
         return x.permute(2, 3, *kernel, 0, 1, *positions)
 
     def sums(self, x: Tensor, dtype: torch.dtype) -> Tensor:
-        """Return, for each sample, the sum of its rows (windows of the input), of shape (groups, channels / groups,
-        *kernel, samples), in the type ``dtype``.
-
-        The spatial dimensions are summed one after the other, without a copy of the windows: for each element of the
-        kernel, the entries that all windows read there form a regular grid.
-        """
+        """Return the sum of each sample's windows, (groups, channels / groups, *kernel, samples), in
+        ``dtype``, without copying the windows."""
         for at, size in enumerate(x.shape[2:]):
             read = [x[:, :, self._read(at, k, size)].sum(2, dtype=dtype) for k in range(self.kernel[at])]
             x = torch.stack(read[::-1] if self.flipped else read, -1)
@@ -104,13 +102,10 @@ class Patches:
         return x.permute(1, 2, *range(3, x.dim()), 0)
 
     def _read(self, at: int, k: int, size: int) -> slice:
-        """Return the entries of a spatial dimension from which the windows of all output positions take their element
-        ``k``.
+        """Return the entries of spatial dimension ``at`` that the windows of all output positions read with
+        element ``k`` of the kernel.
 
-        Args:
-            at: the spatial dimension.
-            k: the element's position in the kernel along this dimension.
-            size: the number of entries of the dimension. Zeros between and around the entries do not count.
+        ``size``: the number of entries, without zeros between and around them.
         """
         stride, spread, count = self.stride[at], self.spread[at], self.positions[at]
         start = k * self.dilation[at] - self.padding[at][0]
@@ -121,8 +116,8 @@ class Patches:
 
     @property
     def sizes(self) -> tuple[int, int, Dims, Dims]:
-        """Four entries: the number of groups; the number of features (the length of a row); the sizes of the dimensions
-        that count samples; and the sizes of those that count positions within a sample."""
+        """The number of groups, the length of a row, the sizes of the dimensions of samples, and those of the
+        positions in a sample."""
         features = self.channels // self.groups * math.prod(self.kernel)
         return self.groups, features, (self.batch // self.per_sample,), (self.per_sample, *self.positions)
 

@@ -1,8 +1,4 @@
-"""Collect the statistics that backwards compute, and sum them over the micro-batches of a training step.
-
-A training step ends when an optimizer has stepped over a parameter of the module, when `Recorder.take` is
-called, or when a forward finds no gradients although a backward has run since the step began.
-"""
+"""Collect the statistics that backwards compute, and sum them over the micro-batches of a training step."""
 
 from __future__ import annotations
 
@@ -43,15 +39,8 @@ class LayerSums:
 
 
 class PackedFactors(Mapping[str, Factors]):
-    """A mapping from weight names to Kronecker factors. It stores packed symmetric matrices, and makes dense factors on
-    access. Weights with the same input get the same dense factor ``a``, as long as the caller keeps a reference to it.
-
-    Args:
-        layers: for each weight, by its name, the names of its sums and their numbers of rows.
-        tensors: the packed sums, by name (the targets of the step's outputs).
-        samples: the number of terms of the loss (for cross entropy one for each sample or token) in all micro-batches
-            that are summed.
-    """
+    """Kronecker factors by weight name, stored packed and made dense on access. Weights with the same input
+    share ``a`` while a reference to it exists."""
 
     def __init__(self, layers: Mapping[str, LayerSums], tensors: Mapping[str, Tensor], samples: int) -> None:
         self._layers, self._tensors, self._samples = dict(layers), dict(tensors), samples
@@ -67,14 +56,10 @@ class PackedFactors(Mapping[str, Factors]):
         return name in self._layers
 
     def packed(self, name: str) -> tuple[tuple[Tensor, Tensor], ...]:
-        """Return the factors ``a`` and ``g`` of a weight as they are stored, as a pair for each block of the weight's
-        rows. There is one block, unless blocks have different inputs.
+        """Return the stored factors ``a`` and ``g`` of a weight: a pair for each block of its rows with
+        separate inputs; KeyError if it has none.
 
-        A factor is stored as packed symmetric matrices, (groups, `packing.packed_size`). If only its diagonal is
-        computed, it is stored as (groups, d).
-
-        Raises:
-            KeyError: the weight has no factors.
+        A factor is (groups, `packing.packed_size`), or (groups, d) if only its diagonal is computed.
         """
         sums = self._layers[name].layer.sums
         return tuple((self._tensors[one.a], self._tensors[one.g]) for one in sums)
@@ -142,13 +127,13 @@ def _layer_sums(layer: Layer) -> LayerSums:
 class Recorder:
     """Collects the statistics of one planned module and sums them over the micro-batches of a training step.
 
-    ``options``: the options of the statistics. ``draws``: the random numbers for drawing labels. ``step``: the number
-    of the present training step, from 0. It can be set, for example when training resumes.
+    A step ends with an optimizer's step, `take`, or a forward that finds no gradients after a backward.
     """
 
     def __init__(self, options: Kronecker) -> None:
         self.options = options
         self.draws = Draws(options.seed)
+        #: The number of the present training step. It can be set, for example when training resumes.
         self.step = 0
         self._asked: bool | None = None
         self._ended = False
@@ -161,29 +146,23 @@ class Recorder:
         _watch_optimizers()
 
     def take(self, wanted: bool | None) -> None:
-        """End the present training step, and decide whether the following training steps compute statistics.
-
-        ``wanted``: True if all do, False if none does, None if every n-th does (``Kronecker.every``).
-        """
+        """End the present training step. The following ones all compute statistics (True), none does (False),
+        or every n-th does (None)."""
         self._asked, self._ended = wanted, True
 
     def watch_shards(self, parameters: Iterable[Tensor]) -> None:
-        """Remember those parameters of the module that FSDP2 has sharded (DTensors), by weak references.
-
-        A forward under FSDP2 sees other tensors: gathered parameters, which never have gradients of earlier
-        micro-batches and which no optimizer updates. So `forward` and `ends_with` also look at the shards.
-        """
+        """Remember, by weak references, the parameters that FSDP2 has sharded. If there are none, keep those
+        known before."""
+        # A forward under FSDP2 sees gathered parameters: they have no gradients of earlier micro-batches, and
+        # no optimizer updates them.
         shards = tuple(weakref.ref(p) for p in parameters if hasattr(p, "device_mesh"))
         self._shards = shards or self._shards
 
     def forward(self, parameters: Collection[Tensor], accumulating: bool) -> bool:
-        """Begin a forward and return whether it computes statistics. If the present training step has ended, the next
-        one begins, and the sums of the ended one are dropped.
+        """Begin a forward and return whether it computes statistics. If the training step has ended, begin
+        the next and drop the sums.
 
-        Args:
-            parameters: the module's parameters.
-            accumulating: whether gradients of earlier micro-batches exist. If they do not, and a backward has run, the
-                training step has ended.
+        ``accumulating``: whether gradients of earlier micro-batches exist.
         """
         shards = [shard for ref in self._shards if (shard := ref()) is not None]
         accumulating = accumulating or any(shard.grad is not None for shard in shards)
@@ -202,27 +181,20 @@ class Recorder:
             self._ended = True
 
     def listen(self, listener: Listener) -> None:
-        """Register a method to be called during each backward: after each of its segments (parts) that computes
-        statistics, and after the last. It gets the factors of the layers whose statistics are complete since its last
-        call, maybe none.
+        """Call a bound method, held weakly, with complete factors during each backward. It replaces the
+        method registered before.
 
-        These factors are those of one backward, without those of earlier backwards of the training step. A method that
-        was registered before is replaced.
-
-        ``listener``: a bound method that takes the factors by weight name and the number of the training step. Its
-        object is referenced weakly.
+        It gets the factors of one backward that are complete since its last call, maybe none, and the
+        training step's number.
         """
         self._listener = weakref.WeakMethod(listener)
 
     def sink(self, of: StatisticsStep | None) -> Sink:
-        """Return a function to be called after each segment (part) of a forward's backward that computes statistics,
-        and after the last. Its arguments are the statistics of the segment, by name (target of the step's output), and
-        whether it was the last segment.
+        """Return a function that takes the statistics of a backward's segment, by name, and whether the
+        segment is the last.
 
-        The function reports complete factors to the listener. After the last segment it adds all statistics of the
-        backward to those of the training step. It does neither if another training step has begun meanwhile.
-
-        ``of``: the forward's step with statistics; None if it computes none.
+        It reports complete factors to the listener, and adds all after the last segment; neither if another
+        training step has begun.
         """
         step, pending, reported = self.step, dict[str, Tensor | None](), set[str]()
 
@@ -241,10 +213,10 @@ class Recorder:
         return receive
 
     def _report(self, of: StatisticsStep, found: Mapping[str, Tensor | None], reported: set[str]) -> None:
-        """Call the listener with the factors of all layers that are complete and were not reported before in this
-        backward. Add the names of these layers to ``reported``.
+        """Call the listener, if any, with the factors of layers that are newly complete in this backward, and
+        add their names to ``reported``.
 
-        ``found``: the statistics that the backward has computed so far, by name; None where no gradient arrived.
+        ``found``: the statistics so far, by name; None where no gradient arrived.
         """
         listener = self._listener and self._listener()
         if not listener:
@@ -262,8 +234,7 @@ class Recorder:
 
     @property
     def summed_bytes(self) -> dict[int, int]:
-        """The bytes of the statistics that are summed so far in the training step. The keys are the addresses of
-        PyTorch's storage objects, so that a storage is counted once."""
+        """The bytes of the statistics summed so far, by the address of PyTorch's storage object."""
         storages = [t.untyped_storage() for t in self._tensors.values()]
         devices = [t.device for t in self._tensors.values()]
         return {s._cdata: allocated(s.nbytes(), d) for s, d in zip(storages, devices, strict=True)}
@@ -308,14 +279,10 @@ class Recorder:
             self._add_apart(new, tensors)
 
     def _add_apart(self, new: Mapping[str, LayerSums], tensors: Mapping[str, Tensor]) -> None:
-        """Add the statistics of a micro-batch that cannot be added tensor by tensor, because the micro-batches use
-        different weights or share inputs differently. Each weight gets separate tensors, even if its input is shared.
+        """Add a micro-batch whose weights, or shared inputs, differ from those of earlier ones. Each weight
+        gets tensors of its own.
 
         A weight that the micro-batches use as different matrices loses its statistics.
-
-        Args:
-            new: the micro-batch's weights with statistics, by name.
-            tensors: the micro-batch's sums, by name.
         """
         layers, summed = {}, {}
         for name in {**self._layers, **new}:
@@ -353,8 +320,8 @@ def _with_rows(sums: LayerSums, rows: tuple[int, ...]) -> LayerSums:
 
 
 def _geometry(layers: Mapping[str, LayerSums]) -> dict[str, Layer]:
-    """Return, by weight name, the weight and the names of its sums, with all numbers of rows set to 0. If this is equal
-    for two micro-batches, their sums of the same name can be added."""
+    """Return the weights and their sums without numbers of rows. If two micro-batches have equal ones, sums
+    of the same name can be added."""
     return {
         name: replace(one.layer, sums=tuple(replace(s, rows=0) for s in one.layer.sums))
         for name, one in layers.items()
@@ -375,6 +342,6 @@ def _stepped(optimizer: Optimizer, _args: Any, _kwargs: Any) -> None:
 
 @functools.cache
 def _watch_optimizers() -> None:
-    """Register, once for all recorders, a hook that runs after every optimizer's step. It ends the training step of
-    each recorder whose module has a parameter in that optimizer."""
+    """Register a hook after every optimizer's step, which ends the training step of each recorder with a
+    parameter in that optimizer."""
     register_optimizer_step_post_hook(_stepped)

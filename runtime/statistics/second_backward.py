@@ -1,7 +1,7 @@
 """An additional backward through a captured step, for another gradient of one of its outputs.
 
-Each call of it is placed directly after the call of the first backward that it repeats. Both then read the same saved
-tensors at the same time, and no plan recomputes them twice.
+Each copied call runs directly after the call that it repeats. Both read the same saved tensors, and none is
+recomputed twice.
 """
 
 from __future__ import annotations
@@ -28,26 +28,27 @@ aten = torch.ops.aten
 
 @dataclass
 class SecondBackward:
-    """A copy of a step's backward, for another gradient of one output; the gradients of all other outputs are zero.
+    """A copy of a step's backward for another gradient of one output, with zero for all other outputs.
 
-    ``step``: the captured step. ``tangent``: the name of the output's gradient in the first backward. ``cotangent``:
-    the value that replaces it in the copy. ``begin``: the call that computes ``cotangent``. ``suffix``: appended to the
-    names of copied calls and values. ``made``: for each value of the first backward, by name, the value of the copy;
-    None if that is zero. ``behind``: the copied calls, by the name of the step's call after which they are placed.
-    ``values``: the copy's values by name.
-
-    Raises:
-        ModelError: a call that must be copied draws random numbers.
+    Raises `ModelError` if a call that must be copied draws random numbers.
     """
 
     step: CapturedStep
+    """The captured step."""
     tangent: str
+    """The name of the output's gradient in the first backward."""
     begin: Call
+    """The call that computes ``cotangent``."""
     cotangent: Value
+    """The value that replaces ``tangent`` in the copy."""
     suffix: str
+    """Appended to the names of copied calls and values."""
     made: dict[str, Value | None] = field(default_factory=dict)
+    """By the name of a value of the first backward, the value of the copy; None if that is zero."""
     behind: dict[str, list[Call]] = field(default_factory=dict)
+    """The copied calls, by the name of the step's call after which they are placed."""
     values: dict[str, Value] = field(default_factory=dict)
+    """The copy's values by name."""
 
     def __post_init__(self) -> None:
         self.values[self.cotangent.name] = self.cotangent
@@ -104,11 +105,8 @@ class SecondBackward:
         return value
 
     def _zeros(self, name: str, calls: list[Call]) -> Value:
-        """Return a new value that is zero, for a call that reads it together with nonzero values. Append the call that
-        makes it to ``calls``.
-
-        ``name``: the name of the value of the first backward that it replaces.
-        """
+        """Return a new zero value in place of the first backward's ``name``, and append the call that makes
+        it to ``calls``."""
         fake, zero = self.step.values[name].fake, f"{name}{self.suffix}"
         calls.append(
             call_of(
@@ -128,27 +126,14 @@ class SecondBackward:
 def call_of(
     name: str, target: Any, args: tuple[Any, ...], result: str, kwargs: Mapping[str, Any] | None = None
 ) -> Call:
-    """Return a new call of the backward half with one result. It runs after the gradients of the outputs have
-    arrived, even if it reads none of them.
-
-    Args:
-        name: the call's name.
-        target: the op.
-        args: its positional arguments, with a `Ref` for each tensor.
-        result: the name of its result.
-        kwargs: its keyword arguments; None for none.
-    """
+    """Return a new call of the backward half with one result. It runs after the outputs' gradients have
+    arrived, even if it reads none."""
     return single_call(name, target, args, kwargs, result=result, backward=True, late=True)
 
 
 def without_results(call: Call, needed: Collection[str]) -> Call:
-    """Return a call without the results that are not needed (gradients of weights, for example), if its op has an
-    argument ``output_mask``; else the unchanged call.
-
-    Args:
-        call: the call.
-        needed: the names of the values that are needed.
-    """
+    """Return a call without its unneeded results, such as gradients of weights, if its op has an
+    ``output_mask``; else the call itself."""
     arguments = [a.name for a in getattr(getattr(call.target, "_schema", None), "arguments", ())]
     at = arguments.index("output_mask") if "output_mask" in arguments else len(call.args)
     if at >= len(call.args):
@@ -167,14 +152,8 @@ def with_calls(
     behind: Mapping[str, Iterable[Call]],
     values: Mapping[str, Value],
 ) -> CapturedStep:
-    """Return a captured step with further calls before and after some of its calls.
-
-    Args:
-        step: the captured step.
-        before: new calls, by the name of the call before which they are placed.
-        behind: new calls, by the name of the call after which they are placed.
-        values: the values of the new calls, by name.
-    """
+    """Return a captured step with the calls of ``before`` and ``behind`` placed around the calls that their
+    keys name."""
     calls: list[Call] = []
     for call in step.calls:
         calls += [*before.get(call.name, ()), call, *behind.get(call.name, ())]

@@ -1,10 +1,9 @@
-"""Sums of outer products of a convolution's windows, from products of its input with shifted copies of itself.
+"""Sums of outer products of a convolution's windows, from products of its input with shifted copies of
+itself.
 
-Let r be the windows of the input x, with stride 1. The entry of Σ r rᵀ for two positions k and k' in the kernel is Σ_p
-x[p + k] x[p + k']ᵀ. Except for the border of x, it depends on the shift k' − k only. A kernel of 3 × 3 has 81 pairs of
-positions (45 up to symmetry), but only 13 shifts up to symmetry. So the product of the whole input with each shifted
-copy is computed once. For each pair, the rows and columns at the border that its windows do not read are subtracted.
-The windows are never copied.
+For windows r of stride 1, the entry of Σ r rᵀ for kernel positions k and k' is Σ_p x[p + k] x[p + k']ᵀ.
+Except at the border of x it depends on k' − k only: a 3 × 3 kernel has 45 pairs but 13 shifts, up to
+symmetry. For each pair, what its windows do not read at the border is subtracted.
 """
 
 from __future__ import annotations
@@ -37,27 +36,25 @@ LEAST_GAIN = 1.5
 
 @dataclass(frozen=True)
 class Term:
-    """One product from which sums over a convolution's windows are computed: Σ_q x[q] x[q + shift]ᵀ over a box of
-    positions q of the input x.
-
-    ``shift``: the shift along each spatial dimension. ``box``: for each spatial dimension, the interval of q (its end
-    is excluded). Both q and q + shift are positions of x. ``whole``: whether the box has all such q.
-    """
+    """One product from which the sums are computed: Σ_q x[q] x[q + shift]ᵀ over a box of positions q of the
+    input x."""
 
     shift: tuple[int, ...]
+    """Along each spatial dimension."""
     box: tuple[Interval, ...]
+    """For each spatial dimension, the interval of q (its end is excluded). Both q and q + shift are positions
+    of x."""
     whole: bool
+    """Whether the box has all such q."""
 
 
 @dataclass(frozen=True)
 class Shifts:
-    """How to compute the sum of outer products of a convolution's windows of stride 1 from products of the input with
-    shifted copies of itself.
-
-    ``read``: how the windows are read from the input.
-    """
+    """How to sum the outer products of a convolution's windows of stride 1 from products of its input with
+    shifted copies."""
 
     read: Patches
+    """How the windows are read from the input."""
 
     @cached_property
     def sizes(self) -> tuple[int, ...]:
@@ -68,12 +65,10 @@ class Shifts:
 
     @cached_property
     def pairs(self) -> Mapping[tuple[int, int], tuple[tuple[Term, int], ...]]:
-        """How to compute each entry of Σ r rᵀ over windows r. An entry is a matrix (channels, channels) for a pair of
-        positions in the kernel, which is the key.
+        """The products, each with its sign, whose sum is the entry of Σ r rᵀ for two numbered kernel
+        positions, the first not above the second.
 
-        The positions of the kernel are numbered from 0; the first of a pair is not above the second. An entry is a sum
-        of products, each multiplied by its sign (1 or −1). It has no products if one of the two positions is always in
-        the padding.
+        An entry has no products if one of the two positions is always in the padding.
         """
         positions = list(itertools.product(*map(range, self.read.kernel)))
         found = {}
@@ -99,41 +94,33 @@ class Shifts:
 
     @cached_property
     def terms(self) -> tuple[Term, ...]:
-        """The products (shifted copies of the input with the input) that are needed for all entries of Σ r rᵀ, each
-        once."""
+        """The distinct products that all entries of Σ r rᵀ need."""
         return tuple(dict.fromkeys(term for terms in self.pairs.values() for term, _ in terms))
 
     @cached_property
     def padded(self) -> tuple[int, ...]:
-        """The spatial sizes of the input if zeros are appended along each dimension. With these zeros, a shift along
-        any dimension is a shift of the flattened input."""
+        """The spatial sizes of the input after zeros are appended along each dimension. A shift is then a
+        shift of the flattened input."""
         read = self.read
         return tuple(s + d * (k - 1) for s, d, k in zip(self.sizes, read.dilation, read.kernel, strict=True))
 
     @property
     def rows(self) -> float:
-        """The cost of all products for one entry of the batch: the number of positions over which they sum. (A product
-        over the whole input includes padding.)"""
+        """The cost of all products for one entry of the batch: the number of positions over which they sum,
+        including padding."""
         boxes = (math.prod(b - a for a, b in term.box) for term in self.terms if not term.whole)
         return sum(boxes) + sum(term.whole for term in self.terms) * math.prod(self.padded)
 
     def entries(self, most_bytes: int, itemsize: int) -> int:
-        """Return how many entries of the batch are processed at once, so that their padded copy takes at most
-        ``most_bytes``; at least one.
-
-        Args:
-            most_bytes: the bound, in bytes.
-            itemsize: the bytes of a number.
-        """
+        """Return how many entries of the batch are processed at once, at least one. Their padded copy has at
+        most ``most_bytes`` if one fits."""
         return max(1, most_bytes // (self.read.channels * math.prod(self.padded) * itemsize))
 
     def products(self, x: Tensor, into: dict[Term, Tensor]) -> None:
-        """Compute all products of the input with its shifted copies for some entries of the batch, and add them to
-        ``into``.
+        """Add the products of the input (batch, channels, *sizes) with its shifted copies to ``into``, in
+        place.
 
-        Args:
-            x: the input of these entries, (batch, channels, *sizes).
-            into: the sum of each product so far, (groups, channels / groups, channels / groups), changed in place.
+        A product has the shape (groups, channels / groups, channels / groups).
         """
         flat, steps = self._flat(x)
         for term in self.terms:
@@ -148,9 +135,8 @@ class Shifts:
                 into[term].baddbmm_(left, right.mT)
 
     def _flat(self, x: Tensor) -> tuple[Tensor, tuple[int, ...]]:
-        """Return the input with zeros appended along each spatial dimension, flattened to (groups, channels / groups,
-        positions). Also return, for each spatial dimension, the distance of neighbours along it in the flattened
-        positions."""
+        """Return the padded input as (groups, channels / groups, positions), and the distance of neighbours
+        along each spatial dimension."""
         batch, channels, last = x.shape[0], x.shape[1], x.stride(1) == 1
         flat = x.new_zeros((batch, *self.padded, channels) if last else (channels, batch, *self.padded))
         view = flat.movedim(-1, 1) if last else flat.transpose(0, 1)
@@ -160,21 +146,16 @@ class Shifts:
         return rows.view(self.read.groups, -1, rows.shape[1]), steps
 
     def _boxed(self, x: Tensor, term: Term, moved: bool) -> Tensor:
-        """Return the input at the positions of the box of ``term``, as (groups, channels / groups, positions). If
-        ``moved``, the positions are those of the box plus the term's shift."""
+        """Return the input in the box of ``term``, moved by the term's shift if ``moved``, as (groups,
+        channels / groups, positions)."""
         by = term.shift if moved else (0,) * len(term.shift)
         at = tuple(slice(a + s, b + s) for (a, b), s in zip(term.box, by, strict=True))
         rows: Tensor = x[(slice(None), slice(None), *at)].transpose(0, 1).flatten(1)
         return rows.view(self.read.groups, -1, rows.shape[1])
 
     def add(self, terms: Mapping[Term, Tensor], out: Tensor, scale: float) -> None:
-        """Add the sum of the windows' outer products to packed matrices.
-
-        Args:
-            terms: the products of the input with its shifted copies, summed over the batch.
-            out: the packed matrices, (groups, `packing.packed_size`), changed in place.
-            scale: a factor of the sum.
-        """
+        """Add the sum of the windows' outer products, times ``scale``, to packed matrices ``out`` (groups,
+        `packing.packed_size`) in place."""
         groups, channels = self.read.groups, self.read.channels // self.read.groups
         count = math.prod(self.read.kernel)
         for row in range(count):
@@ -186,14 +167,8 @@ class Shifts:
             _add_rows(out, entries.permute(0, 2, 3, 1).reshape(groups, channels, -1), row, count, scale)
 
     def _add_entry(self, entry: Tensor, terms: Mapping[Term, Tensor], row: int, column: int) -> None:
-        """Add to ``entry``, (groups, channels / groups, channels / groups), the sum for one pair of kernel positions.
-
-        Args:
-            entry: changed in place.
-            terms: the products of the input with its shifted copies, summed over the batch.
-            row: the number of the kernel position of the entry's rows, as packed.
-            column: that of the entry's columns.
-        """
+        """Add to ``entry``, in place, the sum for one pair of kernel positions. ``row`` and ``column`` are
+        numbered as packed."""
         count = math.prod(self.read.kernel)
         one, other = (count - 1 - k if self.read.flipped else k for k in (row, column))
         for term, sign in self.pairs[min(one, other), max(one, other)]:
@@ -201,32 +176,20 @@ class Shifts:
 
 
 def _add_rows(out: Tensor, rows: Tensor, position: int, count: int, scale: float) -> None:
-    """Add to packed matrices, in place, the rows that belong to one kernel position. A row or column of the packed
-    matrices belongs to a channel and a kernel position; the position is the faster index.
-
-    Args:
-        out: the packed matrices, (groups, `packing.packed_size`).
-        rows: (groups, channels / groups, columns), one row for each channel.
-        position: the number of the kernel position.
-        count: the number of all kernel positions.
-        scale: a factor of the rows.
-    """
+    """Add to packed matrices, in place, the rows (groups, channels / groups, columns) of one kernel position."""
     for start, end, offset in block_columns(rows.shape[-1]):
         block = block_column(out, rows.shape[-1], start, end, offset)
+        # Row number c · count + position belongs to channel c: the position is the faster index.
         top = max(0, -((start - position) // -count))
         block[:, top * count + position - start :: count].add_(rows[:, top:, start:end], alpha=scale)
 
 
 @functools.lru_cache(maxsize=1024)
 def shifts_of(read: Patches, itemsize: int, most_bytes: int) -> Shifts | None:
-    """Return how to compute the sum of outer products of a convolution's windows from products of the input with
-    shifted copies of itself. Return None unless that is possible and estimated to be clearly faster than products of
-    the windows.
+    """Return how to sum a convolution's windows by shifted copies of its input, or None if that is impossible
+    or not estimated clearly faster.
 
-    Args:
-        read: how the windows are read from the input.
-        itemsize: the bytes of a number.
-        most_bytes: the largest number of bytes that the results of all these products may have.
+    ``most_bytes``: what the results of all products may have.
     """
     channels, count = read.channels // read.groups, math.prod(read.kernel)
     if count == 1 or channels < LEAST_CHANNELS or max(*read.stride, *read.spread) > 1:

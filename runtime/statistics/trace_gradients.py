@@ -1,5 +1,5 @@
-"""Trace the gradient of a parameter back to the matrix products that compute it, through ops that only move, add or
-select numbers."""
+"""Trace a parameter's gradient back to the matrix products that compute it, through ops that only move, add
+or select numbers."""
 
 from __future__ import annotations
 
@@ -37,42 +37,32 @@ class Region:
 
 @dataclass(frozen=True, slots=True)
 class Term(Generic[Found]):
-    """One summand of a parameter's gradient.
-
-    ``found``: what the function ``terminal`` of `terms` returned for the call that computes the summand. ``chain``: the
-    calls that follow that call until the gradient. ``region``: the rows of the gradient to which the summand is added;
-    None for all rows.
-    """
+    """One summand of a parameter's gradient."""
 
     found: Found
+    """What the function ``terminal`` of `terms` returned for the call that computes the summand."""
     chain: Chain
+    """The views and sums between that call and the gradient. Copies, additions and the calls of `REGIONS` are
+    left out."""
     region: Region | None
+    """The rows of the gradient to which the summand is added; None for all rows."""
 
 
 class NoRow(Exception):
-    """Raised for a gradient that is computed in a way for which no statistics are known. The text is the reason.
-
-    ``at``: the name of the value in whose computation the reason was found.
-    """
+    """Raised for a gradient that is computed in a way for which no statistics are known. The text is the reason."""
 
     def __init__(self, why: str, at: str) -> None:
         super().__init__(why)
+        #: The name of the value in whose computation the reason was found.
         self.at = at
 
 
 def terms(step: CapturedStep, value: str, terminal: Callable[[Call, int], Found | None]) -> list[Term[Found]]:
-    """Return the summands of a gradient, in the order in which they are computed. They are found by following the calls
-    that compute the gradient backwards, through additions, views, copies and sums, and through calls that assemble the
-    gradient along its first dimension (such as concatenations).
+    """Return the summands of a gradient in the order of their calls, found backwards through additions,
+    copies, views, sums and `REGIONS`.
 
-    Args:
-        step: the captured step.
-        value: the gradient's name.
-        terminal: a function of a call and the position of its result. It returns what describes the call as a summand
-            (a product, for example), or None if the call must be followed further.
-
-    Raises:
-        NoRow: some part of the gradient comes from an op that cannot be followed, or from an input of the step.
+    ``terminal`` returns what describes a call's result as a summand, or None to follow it further. Raises
+    `NoRow`.
     """
     at = {call.name: position for position, call in enumerate(step.calls)}
     found: list[tuple[int, Term[Found]]] = []
@@ -145,8 +135,8 @@ REGIONS: Mapping[Any, Callable[[Call, CapturedStep], list[tuple[str, Region]]]] 
     aten.slice_backward.default: _slice,
     aten.select_backward.default: _select,
 }
-"""By op, for calls that assemble a parameter's gradient along the first dimension: a function that returns the names of
-the assembled gradients, each with its range of rows."""
+"""By op, for calls that assemble a gradient along its first dimension: the assembled gradients, each with its
+range of rows."""
 
 
 def _regions(call: Call, step: CapturedStep) -> list[tuple[str, Region]]:
@@ -156,45 +146,37 @@ def _regions(call: Call, step: CapturedStep) -> list[tuple[str, Region]]:
 
 @dataclass(frozen=True, slots=True)
 class Placement:
-    """How a parameter, or a range of its rows, is viewed as the matrix that a product computes as its gradient.
-
-    ``split``, ``order``, ``groups``: how the parameter becomes a matrix, as in `Factors`. ``d_out``: the number of rows
-    of the matrix. ``batch``: how the leading dimension of a batched product is split.
-    """
+    """How a parameter, or a range of its rows, is viewed as the matrix that a product computes as its gradient."""
 
     split: tuple[int, ...]
     order: tuple[int, ...]
     groups: int
+    """With ``split`` and ``order``: how the parameter becomes a matrix, as in `Factors`."""
     d_out: int
+    """The number of rows of the matrix."""
     batch: BatchSplit
+    """How the leading dimension of a batched product is split."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Part:
-    """A dimension of a gradient, or a part of one, that is along one dimension of the product that computes the
-    gradient.
-
-    ``axis``: the dimension of the product. ``stride``, ``size``: in the product's result, in elements. ``summed``:
-    whether the gradient is the sum over this part.
-    """
+    """A dimension of a gradient, or a part of one, that is along one dimension of the product."""
 
     axis: int
+    """The dimension of the product."""
     stride: int
     size: int
+    """With ``stride``: in the product's result, in elements."""
     summed: bool = False
+    """Whether the gradient is the sum over this part."""
 
 
 def mapped(product: Product, chain: Chain) -> Placement:
-    """Return how the matrix that a product computes is arranged in a gradient: which dimensions of the gradient are
-    rows, columns and groups of the matrix.
+    """Return which dimensions of a gradient are rows, columns and groups of the product's matrix, after the
+    views and sums of ``chain``.
 
-    Args:
-        product: the call that computes the matrix.
-        chain: the views and sums that turn the matrix into the gradient.
-
-    Raises:
-        NoRow: the gradient is not that matrix, reshaped and permuted, perhaps summed over (parts of) its batch
-            dimension.
+    Raises `NoRow` if the gradient is not that matrix, reshaped, permuted, and perhaps summed over its batch
+    dimension.
     """
     why = f"its gradient is not that of a matrix at {product.call.name}"
     try:
@@ -232,12 +214,8 @@ def mapped(product: Product, chain: Chain) -> Placement:
 
 
 def _replayed(product: Product, chain: Chain) -> tuple[torch.Tensor, list[tuple[int, int]]]:
-    """Apply the views and sums of ``chain`` to an empty contiguous tensor with the shape of the product's result. Each
-    sum is replaced by taking the first entry along the dimensions that it sums over, so that the strides of the other
-    dimensions stay.
-
-    Return the resulting tensor, and the size and stride of each dimension over which the chain sums.
-    """
+    """Apply ``chain`` to an empty tensor of the product's shape. Return the result, and size and stride of
+    each dimension summed over."""
     shape = _made_shape(product)
     tensor, summed = torch.empty(shape, device="meta"), list[tuple[int, int]]()
     for call, index in chain:
@@ -246,6 +224,7 @@ def _replayed(product: Product, chain: Chain) -> tuple[torch.Tensor, list[tuple[
             keep = len(call.args) > 2 and bool(call.args[2])
             for dim in dims:
                 summed.append((tensor.shape[dim], tensor.stride(dim)))
+                # The first entry instead of the sum: the strides of the other dimensions stay.
                 tensor = tensor.narrow(dim, 0, 1) if keep else tensor.select(dim, 0)
         elif call.target is aten._unsafe_view.default:
             tensor = tensor.view(call.args[1])
@@ -265,14 +244,10 @@ def _made_shape(product: Product) -> tuple[int, ...]:
 
 
 def _parts(shape: Any, strides: Any, axes: list[tuple[int, int]], summed: bool) -> list[_Part] | None:
-    """Divide dimensions of a gradient into parts, each of which is along one dimension of the product that computes the
-    gradient. Return the parts, without those of size 1; None if some dimension cannot be divided so.
+    """Divide dimensions of a gradient into parts, each along one dimension of the product; None if some
+    dimension cannot be divided so.
 
-    Args:
-        shape: the sizes of the dimensions.
-        strides: their strides in the product's result.
-        axes: the size and stride of each dimension of the product's result.
-        summed: whether the gradient is the sum over these dimensions.
+    Parts of size 1 are left out. ``axes``: size and stride of each dimension of the product's result.
     """
     found: list[_Part] = []
     for size, stride in zip(shape, strides, strict=True):

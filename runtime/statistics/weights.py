@@ -1,9 +1,8 @@
-"""Find the weights of a captured step that can have statistics (Kronecker factors), by the calls that compute their
+"""Find the weights of a captured step that can have Kronecker factors by the calls that compute their
 gradients, not by module class.
 
-The gradient of a weight is a sum of matrix products, one for each use of the weight. If a parameter reaches the
-products through other ops (a parametrisation, a merged low-rank update), the result of these ops is the weight: an
-effective weight.
+If a parameter reaches the products through other ops (a parametrisation, a merged low-rank update), the
+result of these ops is the weight: an effective weight.
 """
 
 from __future__ import annotations
@@ -26,46 +25,41 @@ aten = torch.ops.aten
 
 @dataclass(frozen=True, slots=True)
 class Use:
-    """One use of a weight, or of a range of its rows, by a layer of the forward.
-
-    ``product``: the product that computes the gradient of this use. ``placement``: how the weight is viewed as the
-    matrix that the product computes.
-    """
+    """One use of a weight, or of a range of its rows, by a layer of the forward."""
 
     product: Product
+    """Computes the gradient of this use."""
     placement: Placement
+    """How the weight is viewed as the matrix that the product computes."""
 
 
 @dataclass(frozen=True, slots=True)
 class Block:
-    """Those rows of a weight that are multiplied with the same inputs; all rows, for most weights. The Kronecker
-    factors of each block are computed separately.
-
-    ``uses``: the uses of these rows by layers, in the order in which their products are computed. ``count``: into how
-    many groups of the weight's matrix the block is divided; all of them have the same inputs.
-    """
+    """Rows of a weight that are multiplied with the same inputs, usually all. Each block has Kronecker
+    factors of its own."""
 
     uses: tuple[Use, ...]
+    """In the order in which their products are computed."""
     count: int = 1
+    """Into how many groups of the weight's matrix the block is divided; all of them have the same inputs."""
 
 
 @dataclass(frozen=True, slots=True)
 class Weight:
-    """A weight that can have statistics (Kronecker factors).
-
-    ``name``: its name. ``blocks``: its rows, divided by the inputs with which they are multiplied. ``split``,
-    ``order``, ``groups``: how it becomes a matrix, as in `Factors`. ``bias``: the name of the bias that the weight's
-    layer adds; None if there is none. ``parts``: empty if the weight is a parameter. If the weight is computed from
-    parameters (by a parametrisation, for example), their names.
-    """
+    """A weight that can have Kronecker factors."""
 
     name: str
+    """A parameter's name, or that of an effective weight (`_effective_name`)."""
     blocks: tuple[Block, ...]
+    """Its rows, divided by the inputs with which they are multiplied."""
     split: tuple[int, ...]
     order: tuple[int, ...]
     groups: int
+    """With ``split`` and ``order``: how it becomes a matrix, as in `Factors`."""
     bias: str | None = None
+    """The name of the bias that the weight's layer adds; None if there is none."""
     parts: tuple[str, ...] = ()
+    """The parameters from which an effective weight is computed; empty if the weight is a parameter."""
 
 
 BiasKey: TypeAlias = tuple[object, ...]
@@ -74,15 +68,13 @@ location in memory and the dimensions that are not summed."""
 
 
 class Weights:
-    """The weights of a captured step that can have statistics (Kronecker factors), found by the calls that compute
-    their gradients.
-
-    ``found``: the weights, in the order in which the backward computes their gradients. ``skipped``: by name of each
-    other trained parameter, the reason why it is no such weight. A bias of a weight in ``found`` is left out.
-    """
+    """The weights of a captured step that can have Kronecker factors, found by the calls that compute their
+    gradients."""
 
     def __init__(self, step: CapturedStep) -> None:
         self.step = step
+        #: By the name of a trained parameter that is no such weight, the reason. Biases of found weights are
+        #: left out.
         self.skipped: dict[str, str] = {}
         found: list[Weight] = []
         effective: dict[str, list[str]] = defaultdict(list)
@@ -106,6 +98,7 @@ class Weights:
                 self.skipped[part] = f"it is part of the effective weight {name}, which has statistics"
         biased = self._with_biases(found, left)
         at = {call.name: position for position, call in enumerate(step.calls)}
+        #: In the order in which the backward computes their gradients.
         self.found = sorted(biased, key=lambda w: min(at[u.product.call.name] for u in _uses(w)))
         for weight in self.found:
             self.skipped.pop(weight.bias or "", None)
@@ -121,12 +114,8 @@ class Weights:
 
     @cached_property
     def _layers(self) -> dict[str, list[tuple[Call, str]]]:
-        """By the name of a storage, the calls of the forward half that multiply a tensor in this storage with a weight.
-        Each call is paired with the name of the weight's value.
-
-        A product of two values that both depend on no input of the module is included only if another call multiplies
-        the same weight with a value that does. An example is the first step of a recurrent layer, whose state is zero.
-        """
+        """By storage, the calls of the forward half that multiply a tensor in it with a weight, each with the
+        weight's value."""
         found: dict[str, list[tuple[Call, str]]] = defaultdict(list)
         constant: list[tuple[Call, str, str]] = []
         weights = set[str]()
@@ -143,17 +132,16 @@ class Weights:
                 else:
                     found[self.step.values[inputs].storage].append((call, weight))
                     weights.add(self.step.values[weight].storage)
+        # A product of two values without inputs of the module, like the zero state of a recurrent layer's
+        # first step, counts if its weight multiplies such an input elsewhere.
         for call, inputs, weight in constant:
             if self.step.values[weight].storage in weights:
                 found[self.step.values[inputs].storage].append((call, weight))
         return found
 
     def _product(self, call: Call, index: int) -> Product | None:
-        """Return a call of the backward half as a product that computes the gradient of a weight. Return None if it is
-        none, or if no layer of the forward half multiplies the product's inputs with a weight of matching size.
-
-        ``index``: the position of the call's result that may be the gradient.
-        """
+        """Return the product of which result ``index`` is a weight's gradient, or None if it is none or no
+        layer of the forward matches it."""
         late = call.name in self.step.after_loss
         product = product_of(call, self.step) if late else None
         if product is None or index != (1 if product.weight else 0):
@@ -170,16 +158,8 @@ class Weights:
         return product if same and floating else None
 
     def _weight(self, name: str, value: str, parts: tuple[str, ...] = ()) -> Weight:
-        """Return the weight with the gradient ``value``.
-
-        Args:
-            name: the weight's name.
-            value: the name of its gradient.
-            parts: the names of the parameters from which the weight is computed; empty for a parameter.
-
-        Raises:
-            NoRow: the weight cannot have statistics.
-        """
+        """Return the weight ``name`` with the gradient ``value``; `NoRow` if it cannot have statistics.
+        ``parts``: the parameters of an effective weight."""
         by_region: dict[Region | None, list[Use]] = defaultdict(list)
         for term in terms(self.step, value, self._product):
             use = Use(term.found, mapped(term.found, term.chain))
@@ -201,17 +181,10 @@ class Weights:
     def _of_regions(
         self, name: str, value: str, regions: dict[Region, list[Use]], parts: tuple[str, ...]
     ) -> Weight:
-        """Return a weight of which ranges of rows are multiplied with different inputs, like the packed projections of
-        an attention.
+        """Return a weight whose ranges of rows are multiplied with different inputs, like the packed
+        projections of an attention.
 
-        Args:
-            name: the weight's name.
-            value: the name of its gradient.
-            regions: the uses of each range of rows.
-            parts: the names of the parameters from which the weight is computed; empty for a parameter.
-
-        Raises:
-            NoRow: the ranges overlap or leave out rows, or are viewed as different matrices.
+        Raises `NoRow` if the ranges overlap, leave out rows, or are viewed as different matrices.
         """
         rows = self.step.values[value].fake.shape[0]
         own = sorted(regions, key=lambda r: r.start)
@@ -234,14 +207,8 @@ class Weights:
         return Weight(name, blocks, whole, (*lead, *(o + shift for o in order)), rows // common, None, parts)
 
     def _effective(self, gradient: str, at: str) -> Iterator[str]:
-        """Yield the gradients of effective weights from which the gradient of a parameter is computed. An effective
-        weight is computed from parameters, by a parametrisation for example.
-
-        Args:
-            gradient: the name of the parameter's gradient. Its summands are not yielded, since they are uses of the
-                parameter itself.
-            at: the name of the value from which calls are followed backwards.
-        """
+        """Yield the gradients of effective weights from which a parameter's gradient is computed, followed
+        backwards from the value ``at``."""
         uses = set(self._summands(gradient))
         seen, open_ = {at}, [at]
         if at not in uses and self._is_weight(at):
@@ -256,12 +223,13 @@ class Weights:
                 seen.add(ref.value)
                 if not self._is_weight(ref.value):
                     open_.append(ref.value)
+                # A summand of the gradient is a use of the parameter itself.
                 elif ref.value not in uses:
                     yield ref.value
 
     def _summands(self, gradient: str) -> Iterator[str]:
-        """Yield the names of ``gradient`` and of all values that are added up to it, directly or not, also through
-        views and copies that keep all elements."""
+        """Yield ``gradient`` and all values that are added up to it, directly or through views and copies
+        that keep all elements."""
         open_ = [gradient]
         while open_:
             yield (value := open_.pop())
@@ -346,9 +314,10 @@ def _tensor_key(step: CapturedStep, value: str, fake: torch.Tensor, kept: list[i
 
 
 def _below_rows(placement: Placement, region: Region) -> tuple[tuple[int, ...], tuple[int, ...]] | None:
-    """Return how one row of a range of a weight's rows becomes a row of a matrix: ``split`` and ``order`` as in
-    `Factors`, without the dimension of the rows. Return None if the weight's first dimension is not that of the
-    matrix's rows, or if the range has several groups."""
+    """Return ``split`` and ``order`` of one row of a range of a weight's rows, as in `Factors`.
+
+    None if the range has several groups or its first dimension is not that of the matrix's rows.
+    """
     if placement.groups > 1:
         return None
     if region.size == 1:
@@ -359,15 +328,8 @@ def _below_rows(placement: Placement, region: Region) -> tuple[tuple[int, ...], 
 
 
 def _effective_name(parts: list[str], used: set[str]) -> str:
-    """Return a name for a weight that is computed from parameters.
-
-    This is the parametrised attribute, if all parameters belong to one. Otherwise it is the names of the parameters,
-    joined by ``+``. An apostrophe is appended as often as the name is already used.
-
-    Args:
-        parts: the names of the parameters.
-        used: names that are already used.
-    """
+    """Return the parametrised attribute if all parameters belong to one, else their names joined by ``+``;
+    apostrophes make it unused."""
     owners = {p.partition(".parametrizations.") for p in parts}
     stems = {(owner, rest.partition(".")[0]) for owner, mark, rest in owners if mark}
     if len(stems) == 1 and all(mark for _, mark, _ in owners):
