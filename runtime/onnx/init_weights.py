@@ -1,9 +1,7 @@
-"""Random initial values for weights of an ONNX file that has no data for them and fills them with a constant.
+"""Random initial values for weights that an ONNX file fills with a constant instead of data.
 
-Weights of products (convolutions, matrix products) get a normal distribution with variance 1 / fan-in (LeCun, Bottou,
-Orr, Müller, «Efficient BackProp», 1998). Scales get ones, shifts get zeros. He's variance 2 / fan-in is not used: in a
-deep network whose batch norms are in inference form, the residual sums would grow, and a saturated softmax passes no
-gradient.
+Weights of products get a normal distribution of variance 1 / fan-in (LeCun, Bottou, Orr, Müller, «Efficient
+BackProp», 1998), scales get ones, shifts get zeros.
 """
 
 from __future__ import annotations
@@ -68,11 +66,10 @@ FILLS: Mapping[tuple[str, int], Fill] = {
 
 
 def first_readers(graph: Graph) -> dict[str, tuple[Node, int]]:
-    """Return a dictionary from the name of each value to the first node that reads the value, and the value's position
-    among that node's inputs.
+    """Return, by the name of a value, the first node that reads it and the value's position among that node's
+    inputs.
 
-    Nodes that only rearrange elements (reshapes, transposes and the like) do not count as readers; instead, the first
-    reader of their result does. A value that nothing reads is absent.
+    A node that only rearranges elements is no reader; the first reader of its result is.
     """
     found: dict[str, tuple[Node, int]] = {}
     source: dict[str, str] = {}

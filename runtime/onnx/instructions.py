@@ -13,15 +13,14 @@ from rematplan.runtime.onnx.ops.rows import Row, refuse
 
 @dataclass(frozen=True, slots=True)
 class Instruction:
-    """One node of an ONNX graph, ready to run.
-
-    ``node``: the node. ``row``: the op table's entry for its op and opset, with the function to call. ``last``: the
-    names of the values that no later node reads, which are freed after the node.
-    """
+    """One node of an ONNX graph, ready to run."""
 
     node: Node
+    """The node."""
     row: Row
+    """The op table's entry for its op and opset, with the function to call."""
     last: tuple[str, ...]
+    """The names of the values that no later node reads, which are freed after the node."""
     statistics: tuple[tuple[int, str], ...]
     """For a batch norm in training form: pairs of an output's position and the name of the buffer whose
     content it replaces."""

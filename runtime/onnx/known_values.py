@@ -1,5 +1,5 @@
-"""Values that are known without computing tensors (sizes, axes, indices computed from them): they stay NumPy arrays
-while a graph runs, so that shape arithmetic does not appear in a captured graph."""
+"""Values that depend on no data, such as sizes and axes, stay NumPy arrays while a graph runs. Shape arithmetic
+makes no calls in a capture."""
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
-"""An ONNX graph as a torch module. Its forward executes the nodes of the graph in order; the op table has a function on
-torch tensors for each op."""
+"""An ONNX graph as a torch module, which executes the nodes in order by the functions of the op table."""
 
 from __future__ import annotations
 
@@ -34,10 +33,8 @@ from rematplan.runtime.onnx.ops.values import constant_tensor, to_tensor, torch_
 
 
 def torch_name(name: str) -> str:
-    """Return a unique name for a torch parameter from an ONNX name. :func:`onnx_name` is the inverse.
-
-    Torch forbids dots, so they become colons; percent signs and colons are escaped as in a URL.
-    """
+    """Return a unique name for a torch parameter from an ONNX name. :func:`onnx_name` is the inverse."""
+    # Torch forbids dots, so they become colons. Percent signs and colons are escaped as in a URL.
     safe = quote(name, safe=" !\"#$&'()*+,/;<=>?@[\\]^`{|}~.").replace(".", ":")
     return f"{safe}%" if not safe or hasattr(OnnxModule, safe) or safe in _MODULE_FIELDS else safe
 
@@ -48,20 +45,12 @@ def onnx_name(name: str) -> str:
 
 
 class OnnxModule(nn.Module):
-    """The forward pass of a :class:`~rematplan.ir.onnx.graph.Graph` as a torch module.
+    """The forward of a :class:`~rematplan.ir.onnx.graph.Graph` as a torch module; :func:`torch_name` names its
+    parameters and buffers.
 
-    Parameters and buffers are registered under the :func:`torch_name` of their ONNX names. Weights for which the file
-    has no data, because it fills them with a constant, get random initial values. A batch norm in training form updates
-    its buffers once per forward.
-
-    Args:
-        graph: the graph.
-        seed: the seed of the random initial values; None keeps the constants with which the file fills the weights.
-        device: the device of the weights; with ``"meta"`` no weights are read.
-
-    Raises:
-        ModelError: an op is not in the op table (the message names the node and its opset), a weight cannot be read, or
-            the weights exceed the machine's memory.
+    Weights that the file fills with a constant get random values of ``seed``, or that constant if it is None. On the
+    device ``"meta"`` no weights are read. Raises `ModelError` if an op is unknown, or the weights cannot be read or
+    kept.
     """
 
     def __init__(self, graph: Graph, seed: int | None = 0, device: str = "cpu") -> None:
@@ -113,9 +102,8 @@ class OnnxModule(nn.Module):
         return {**{name: self._weight(name) for name in self.names}, **self.known}
 
     def _execute(self, program: Iterable[Instruction], values: dict[str, Value]) -> None:
-        """Execute nodes in order, and write the new running statistics of batch norms to their buffers. A trace records
-        the name of the node of each op.
-        """
+        """Execute nodes in order, and copy new running statistics of batch norms to their buffers. A trace records
+        each node's name."""
         for step in program:
             with annotate({ONNX_NODE: dotted(step.node.name)}):
                 results = self.advance(step, values)
@@ -130,17 +118,15 @@ class OnnxModule(nn.Module):
         return tensor
 
     def _tensor(self, name: str, value: Value) -> Tensor:
-        """Return a value as a tensor. A NumPy array (a value known before the graph runs) is converted; if it is a
-        weight, its buffer is returned."""
+        """Return a value as a tensor. A NumPy array is converted; if it is a weight, its buffer is returned."""
         if not isinstance(value, np.ndarray):
             tensor: Tensor = value
             return tensor
         return self._weight(name) if name in self.names else constant_tensor(value, f"the value {name!r}")
 
     def _run(self, step: Instruction, args: list[Value]) -> Sequence[Value]:
-        """Execute one node and return its results. They are NumPy arrays if all inputs are known values (NumPy arrays)
-        and the results are small, else tensors.
-        """
+        """Execute one node and return its results: NumPy arrays if all inputs are known values and the results
+        small, else tensors."""
         node, row = step.node, step.row
         try:
             if node.op in SIZES and isinstance(args[0], Tensor):
@@ -176,9 +162,7 @@ class OnnxModule(nn.Module):
         return results
 
     def _differentiate(self, step: Instruction, args: Sequence[Value]) -> tuple[Tensor, ...]:
-        """Return the results of an ONNX Gradient node: the derivatives of the value that its attribute ``y`` names,
-        with respect to the values that its attribute ``xs`` names.
-        """
+        """Return the results of an ONNX Gradient node: the derivatives of its ``y`` with respect to its ``xs``."""
         names = differentiated(step.node)
         again = torch.is_grad_enabled()
         with torch.enable_grad():
@@ -195,11 +179,8 @@ class OnnxModule(nn.Module):
             return torch.autograd.grad(y, by, torch.ones_like(y), create_graph=again, materialize_grads=True)
 
     def _operands(self, step: Instruction, args: list[Value]) -> list[Value]:
-        """Return a node's inputs in the form that its function in the op table expects: known values as NumPy arrays,
-        Python numbers or tensors, as the table's entry says.
-
-        ``args``: the inputs as they are stored, with known values as NumPy arrays; None for an absent one.
-        """
+        """Return a node's inputs as its function expects them: known values as arrays, numbers or tensors, and None
+        for an absent one."""
         rank = max((a.dim() for a in args if isinstance(a, Tensor)), default=-1)
         device = next((a.device for a in args if isinstance(a, Tensor)), None)
         return [

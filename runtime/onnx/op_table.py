@@ -1,5 +1,4 @@
-"""The op table: for each ONNX domain, op and opset version, an entry (`Row`) with the function that executes the op on
-torch tensors. The modules in ``ops`` define the entries."""
+"""The op table: by ONNX domain, op and opset version, the function that executes the op on torch tensors."""
 
 from __future__ import annotations
 
@@ -62,9 +61,8 @@ TABLE: Mapping[tuple[str, str], Mapping[int, Row]] = _table()
 
 
 def row_of(node: Node) -> Row:
-    """Return the op table's entry that defines a node. Among the entries for the node's op, this is the newest one
-    whose opset version is not newer than the node's.
-    """
+    """Return the newest entry for the node's op that is not newer than the node's opset, after its check; else raise
+    `ModelError`."""
     versions = TABLE.get((node.domain, node.op), {})
     known = [since for since in versions if since <= node.version]
     if not known:

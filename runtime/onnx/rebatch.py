@@ -1,13 +1,8 @@
-"""Adapt a graph whose export stored its batch size in constants to another batch size.
+"""Adapt a graph whose export stored its batch size in constants, such as ``Reshape(x, [1, 768])``, to another batch
+size.
 
-An export that was traced with a batch of one often has ``Reshape(x, [1, 768])`` where the network had ``x.flatten(1)``.
-To find the batch axis of each value, the graph is run twice without data: with the export's batch size and with the
-wanted one. The axis in which the value's two shapes differ is the batch axis.
-
-A rule for each op replaces constants that still contain the old batch size. In a Reshape, for example, the batch axis
-of the result is the first axis that has as many elements before it as the batch axis of the input. Afterwards each
-result must have its old shape, or that shape with one axis scaled by the wanted ÷ the old batch size. Otherwise the
-graph is refused if the file states its batch size, and left unchanged if it does not.
+The graph runs without data at both sizes. The only axis that differs is a value's batch axis. A rule for each op
+replaces constants with the old size; each result must then have its old shape, or one axis scaled by the ratio.
 """
 
 from __future__ import annotations
@@ -33,10 +28,10 @@ PICKING = frozenset({"Compress", "Gather", "GatherElements", "GatherND", "Slice"
 
 
 def rebatched(graph: Graph) -> Graph:
-    """Return a graph whose constants fit the batch size that is bound to its inputs (``graph.batch``).
+    """Return a graph whose constants fit the batch size bound to its inputs, or the same graph if nothing must
+    change.
 
-    An export often stores its own batch size in constants, such as the shape of a Reshape. The same graph is returned
-    if nothing must change, or if the adaptation fails for a file that does not state its batch size.
+    If the adaptation fails, raise `ModelError` if the file states its batch size, else return the same graph.
     """
     batch = graph.batch
     if batch is None:
@@ -67,20 +62,20 @@ def _seen(value: Any) -> KnownValue | None:
 
 @dataclass
 class _Rebatching:
-    """The adaptation of one graph to another batch size, in progress: the nodes changed so far, in order, and the new
-    constants.
-
-    ``graph``: the graph. ``batch``: the old and the wanted batch size, and the batch axes of the inputs. ``module``:
-    the graph as a module, made for each run. ``nodes``: the nodes of the result. ``weights``: the constants that are
-    added. ``changed``: the number of nodes that were changed.
-    """
+    """The adaptation of one graph to another batch size, in progress."""
 
     graph: Graph
+    """The unchanged graph."""
     batch: Batch
+    """The old and the wanted batch size, and the batch axes of the inputs."""
     module: OnnxModule = field(init=False)
+    """The graph as a module, made for each run."""
     nodes: list[Node] = field(default_factory=list)
+    """The nodes of the result so far, in order."""
     weights: list[Weight] = field(default_factory=list)
+    """The constants that are added."""
     changed: int = 0
+    """The number of nodes that were changed."""
 
     # -------------------------------------------------------------- running without data
 
@@ -100,8 +95,8 @@ class _Rebatching:
         return module.start(batch), mode
 
     def values(self, size: int) -> Iterator[tuple[str, KnownValue | None]]:
-        """Run the graph without data at batch size ``size``. Yield pairs (name, shape and known content) for the inputs
-        and outputs of each node. The second entry is None for a value that is not a tensor, such as a sequence."""
+        """Run the graph without data at batch size ``size``. Yield the nodes' inputs and outputs by name, None for
+        what is no tensor."""
         values, mode = self._begin(size)
         with mode, torch.no_grad(), quiet():
             for step in self.module.program:
@@ -109,10 +104,10 @@ class _Rebatching:
                 yield from ((n, _seen(values[n])) for n in (*step.node.inputs, *step.node.outputs) if n)
 
     def follow(self, before: Mapping[str, KnownValue | None]) -> None:
-        """Run the graph without data at the wanted batch size. Before a node runs, replace its constants that contain
-        the export's batch size.
+        """Run the graph without data at the wanted batch size, and replace a node's constants with the export's size
+        before it runs.
 
-        ``before``: the shapes and known contents of all values at the export's batch size, by name.
+        ``before``: all values at the export's batch size, by name.
         """
         values, mode = self._begin(self.batch.size)
         with mode, torch.no_grad(), quiet():
@@ -167,9 +162,8 @@ class _Rebatching:
         return replace(node, inputs=tuple(inputs))
 
     def _operand(self, node: Node, at: int, operand: Operand, values: dict[str, Any]) -> str:
-        """Add a constant, and for Expand and Tile also a node that applies it to the node's old input. Return the name
-        of the value that replaces the input.
-        """
+        """Add a constant, and for Expand and Tile a node that applies it to the old input. Return the name of the
+        new input."""
         stated = np.asarray(operand.numbers, np.int64)
         name = f"{node.name}.{at}.batch"
         self.weights.append(Weight(name, "int64", stated.shape, "constant", lambda: stated))
@@ -183,8 +177,8 @@ class _Rebatching:
         return made
 
     def result(self) -> Graph:
-        """Return the changed graph, with a note for the user that tells how many nodes were changed; the original graph
-        if none was. The changed graph states no shapes of its outputs."""
+        """Return the changed graph, with a note on the number of changed nodes and without shapes of its outputs;
+        else the original."""
         if not self.changed:
             return self.graph
         note = f"{self.changed} nodes that the export made for a batch of {self.batch.traced} follow the batch now"

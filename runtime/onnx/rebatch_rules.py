@@ -17,29 +17,28 @@ Shape = tuple[int, ...]
 
 @dataclass(frozen=True)
 class KnownValue:
-    """The shape of a value in a graph at one batch size, and its content if that is known without running on data.
-
-    ``shape``: the shape. ``known``: the content; None if it depends on data.
-    """
+    """The shape of a value at one batch size, and its content if that is known without running on data."""
 
     shape: Shape
+    """The shape."""
     known: np.ndarray | None
+    """None if the content depends on data."""
 
 
 @dataclass(frozen=True)
 class RebatchCase:
-    """A node that may contain the batch size of the export in its constants, with its inputs at two batch sizes.
-
-    ``node``: the node. ``batch``: the export's and the wanted batch size. ``old``, ``new``: shapes and known contents
-    of the inputs, at the export's and at the wanted batch size; None for an absent input. ``result``: shape and known
-    content of the first result at the export's batch size.
-    """
+    """A node that may contain the export's batch size in its constants, with its inputs at two batch sizes."""
 
     node: Node
+    """The node."""
     batch: Batch
+    """The export's and the wanted batch size."""
     old: list[KnownValue | None]
+    """The inputs at the export's batch size; None for an absent one."""
     new: list[KnownValue | None]
+    """The inputs at the wanted batch size; None for an absent one."""
     result: KnownValue | None
+    """The first result at the export's batch size."""
 
     def constant(self, at: int) -> np.ndarray | None:
         """Return the content of the node's input at position ``at`` if it is known and equal at the two batch sizes;
@@ -52,16 +51,16 @@ class RebatchCase:
         return new.known if np.array_equal(old.known, new.known) else None
 
     def axis(self, at: int) -> int | None:
-        """Return the batch axis of the node's input at position ``at``: the only axis whose size differs between the
-        two batch sizes. None if there is no such axis or more than one."""
+        """Return the only axis in which input ``at`` differs between the two batch sizes; None if there is none or
+        more than one."""
         if at >= len(self.old):
             return None
         old, new = self.old[at], self.new[at]
         return None if old is None or new is None else batch_axis(old.shape, new.shape)
 
     def scaled(self, shape: Shape, axis: int) -> Shape | None:
-        """Return ``shape`` with the size of ``axis`` multiplied by the wanted batch size and divided by the export's.
-        None if the size is not a multiple of the export's batch size."""
+        """Return ``shape`` with ``axis`` scaled to the wanted batch size, or None if it is no multiple of the
+        export's."""
         if shape[axis] % self.batch.traced:
             return None
         size = shape[axis] // self.batch.traced * self.batch.size
@@ -70,23 +69,19 @@ class RebatchCase:
 
 @dataclass(frozen=True)
 class Operand:
-    """The replacement of one input of a node: a constant, or the old input repeated along the batch.
-
-    ``op``: empty if a constant replaces the input; otherwise Expand or Tile, the type of a new node that is applied to
-    the old input. ``numbers``: the constant's content, or the second input of the new node (the shape of Expand, the
-    repeats of Tile).
-    """
+    """The replacement of one input of a node: a constant, or the old input repeated along the batch."""
 
     numbers: Shape | np.ndarray
+    """The constant's content, or the second input of the new node: the shape of Expand, the repeats of Tile."""
     op: str = ""
+    """Empty if a constant replaces the input; else Expand or Tile, a new node that is applied to the old input."""
 
 
 Operands = dict[int, Operand]  # by the input's position
 
 
 def batch_axis(old: Shape, new: Shape) -> int | None:
-    """Return the only axis in which a value's shapes at two batch sizes differ. None if there is no such axis, or more
-    than one, or if the number of axes differs."""
+    """Return the only axis in which two shapes differ; None if none or several do, or the number of axes differs."""
     if len(old) != len(new):
         return None
     found = [at for at, (a, b) in enumerate(zip(old, new, strict=True)) if a != b]
@@ -138,8 +133,8 @@ def _expand(case: RebatchCase) -> Operands:
 
 
 def _concat(case: RebatchCase) -> Operands:
-    """Return the replaced inputs of a Concat, by position. If some of its inputs have a batch axis, an input of size 1
-    in this axis that does not (such as a class token) is expanded. Only for exports with a batch of one."""
+    """Return the replaced inputs of a Concat: an input of size 1 without a batch, like a class token, is expanded
+    for an export of batch one."""
     axes = [case.axis(at) for at in range(len(case.old))]
     batched = {a for a in axes if a is not None}
     along: Any = case.node.attributes.get("axis", 1)
@@ -164,8 +159,7 @@ def _resize(case: RebatchCase) -> Operands:
 
 
 def _recurrent(case: RebatchCase) -> Operands:
-    """Return the replaced inputs of a recurrent layer, by position: initial states that are for a batch of one are
-    expanded to the wanted batch size. Only for exports with a batch of one."""
+    """Return the replaced inputs of a recurrent layer: initial states for a batch of one are expanded."""
     if case.axis(0) is None or case.batch.traced != 1:
         return {}
     at_batch = 0 if case.node.attributes.get("layout") else 1
@@ -178,10 +172,8 @@ def _recurrent(case: RebatchCase) -> Operands:
 
 
 def _gather(case: RebatchCase) -> Operands:
-    """Return the replaced indices of a Gather along the batch axis, at input position 1. The batch is flattened into
-    that axis, so the indices of one sample are repeated for each sample, at its offset. Exporters write strided slices
-    as such a Gather.
-    """
+    """Return the replaced indices of a Gather along an axis that contains the batch; refuse unless the export has a
+    batch of one."""
     places, axis, data = case.constant(1), case.axis(0), case.old[0]
     along: Any = case.node.attributes.get("axis", 0)
     if axis is None or data is None or axis != along % len(data.shape):
@@ -189,14 +181,15 @@ def _gather(case: RebatchCase) -> Operands:
     if places is None or case.batch.traced != 1 or places.ndim == 0 or places.shape[0] != 1:
         raise refuse(case.node, "it picks from the batch")
     each = data.shape[axis]
+    # The indices of one sample, at the offset of each sample. Exporters write strided slices as such a
+    # Gather.
     starts = np.arange(case.batch.size).reshape(-1, *[1] * (places.ndim - 1)) * each
     return {1: Operand(np.where(places < 0, places + each, places) + starts)}
 
 
 def _gather_elements(case: RebatchCase) -> Operands:
-    """Return the replacement of the data (input 0) of a GatherElements: the data is expanded to the wanted batch size
-    in the batch axis of the indices. Nothing is replaced, and the result is empty, unless the export has a batch of
-    one, the data has size 1 in that axis at every batch size, and the node gathers along another axis."""
+    """Return the expanded data of a GatherElements with an export of batch one, if its size along the indices' batch
+    axis is 1; else nothing."""
     axis, table = case.axis(1), case.old[0]
     along: Any = case.node.attributes.get("axis", 0)
     if axis is None or table is None or case.axis(0) is not None or case.batch.traced != 1:
@@ -207,9 +200,8 @@ def _gather_elements(case: RebatchCase) -> Operands:
 
 
 def _elementwise(case: RebatchCase) -> Operands:
-    """Return the replaced inputs of an elementwise op, by position. If an axis combines the batch with something else
-    (windows of images), inputs without a batch that are as long as this axis are repeated. Only for exports with a
-    batch of one."""
+    """Return the replaced inputs of an elementwise op: an input without a batch, as long as an axis with the batch,
+    is repeated."""
     from_end: dict[int, int] = {}  # axes that contain the batch, counted from the last → their old sizes
     for at, seen in enumerate(case.old):
         axis = case.axis(at)
@@ -219,6 +211,7 @@ def _elementwise(case: RebatchCase) -> Operands:
     for at, seen in enumerate(case.old):
         if seen is None or case.axis(at) is not None:
             continue
+        # An axis may combine the batch with something else, such as windows of images.
         for axis, size in from_end.items():
             if -axis <= len(seen.shape) and seen.shape[axis] == size > 1 and case.batch.traced == 1:
                 times = [1] * len(seen.shape)

@@ -30,24 +30,12 @@ def attention(
     past_value: Tensor | None = None,
     lengths: Tensor | None = None,
 ) -> tuple[Tensor, ...]:
-    """Run ONNX Attention: scaled dot product attention with masks, caches of keys and values, and grouped heads.
+    """Run ONNX Attention on q, k, v (batch, heads, steps, size) or (batch, steps, heads·size), with masks, caches
+    and grouped heads.
 
-    Args:
-        node: its attributes are used, such as ``is_causal``, ``scale``, ``softcap`` and the window sizes.
-        q: queries, (batch, heads, steps, size), or (batch, steps, heads·size) with the numbers of heads as attributes.
-        k: keys, in the same form; heads of queries must be a multiple of heads of keys.
-        v: values, in the same form.
-        mask: numbers to add to the scores, or booleans that are true where a query may attend.
-        past_key: keys of earlier steps, (batch, heads, steps, size).
-        past_value: values of earlier steps.
-        lengths: for each batch entry, the number of keys that are not padding.
-
-    Returns:
-        The result; keys and values, with the past ones in front; and, if requested, the scores at the stage of
-        ``qk_matmul_output_mode``.
-
-    Raises:
-        ModelError: the numbers of heads do not divide the features.
+    Returns the result, keys and values with the past ones in front, and the scores if the node has that output.
+    ``lengths``: how many keys of each batch entry are no padding. Raises `ModelError` if heads do not divide
+    features.
     """
     flat = q.dim() == 3
     if flat:
@@ -83,12 +71,10 @@ def _scale(node: Node, q: Tensor) -> float:
 
 
 def _is_plain(node: Node, q: Tensor, mask: Tensor | None) -> bool:
-    """Return whether torch's fused attention gives the result that ONNX defines for the node.
-
-    It does not for a softcap, a window, or a stated precision of the softmax. Nor does it for a boolean mask, which may
-    forbid all keys of a query. In float16, ONNX rounds after each step, but torch only at the end.
-    """
+    """Return whether torch's fused attention gives ONNX's result for the node."""
     windows = max(integer(node, f"{side}_window_size", -1) for side in ("left", "right"))
+    # A boolean mask may forbid all keys of a query. In float16, ONNX rounds after each step, torch at the
+    # end.
     special = windows >= 0 or bool(node.attributes.get("softcap")) or "softmax_precision" in node.attributes
     return not special and q.dtype != torch.float16 and (mask is None or mask.dtype == q.dtype)
 
@@ -96,24 +82,16 @@ def _is_plain(node: Node, q: Tensor, mask: Tensor | None) -> bool:
 def _bias(
     node: Node, q: Tensor, k: Tensor, mask: Tensor | None, past: int, lengths: Tensor | None
 ) -> Tensor | None:
-    """Return the tensor to add to the attention scores: the mask's numbers, and −∞ where a query may not attend to a
-    key. Return None if nothing is added.
+    """Return what is added to the attention scores, −∞ where a query may not attend to a key; None if nothing is
+    added.
 
-    With ``is_causal``, query i may attend to the keys up to i plus the number of keys that precede this block of
-    queries.
-
-    Args:
-        node: the node, for ``is_causal`` and the window sizes.
-        q: queries, (batch, heads, queries, size).
-        k: keys, (batch, heads, keys, size).
-        mask: numbers or booleans (true: allowed), or None.
-        past: the number of cached keys before those of this call.
-        lengths: for each batch entry, the number of keys that are not padding; or None.
+    ``past``: the number of cached keys. ``lengths``: how many keys of each batch entry are no padding, or None.
     """
     bias = None if mask is None else _additive(mask, q, k.shape[2])
     rows = torch.arange(q.shape[2], device=q.device).unsqueeze(1)
     columns = torch.arange(k.shape[2], device=q.device).unsqueeze(0)
     offset = lengths.reshape(-1, 1, 1, 1) - q.shape[2] if lengths is not None else past
+    # Query i is at position i + offset among the keys.
     distance = rows + offset - columns
     allowed = []
     if integer(node, "is_causal", 0):
@@ -141,10 +119,10 @@ def _additive(mask: Tensor, q: Tensor, keys: int) -> Tensor:
 
 
 def _by_hand(node: Node, inputs: Inputs, bias: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Compute attention op by op. Return the result, and the scores at the stage that ``qk_matmul_output_mode`` names
-    (0: products, 1: after the softcap, 2: after adding ``bias``, 3: after the softmax).
-    """
+    """Compute attention op by op. Return the result, and the scores at the stage that ``qk_matmul_output_mode``
+    names."""
     q, k, v = inputs
+    # 0: products, 1: after the softcap, 2: after adding the bias, 3: after the softmax.
     stage = integer(node, "qk_matmul_output_mode", 0)
     root = torch.full((), math.sqrt(_scale(node, q)), dtype=q.dtype, device=q.device)
     scores = [torch.matmul(q * root, k.transpose(2, 3) * root)]

@@ -32,12 +32,8 @@ def _sliced(x: Tensor, at: Slice) -> Tensor:
 
 @ROWS.add("Gather", 1, 11, 13, literal=(1,))
 def gather(node: Node, x: Tensor, indices: Any) -> Tensor:
-    """Run ONNX Gather: select slices of ``x`` along ``axis`` by index. In the result's shape, the shape of ``indices``
-    replaces that axis.
-
-    Indices whose values are known during capture and evenly spaced give a view. Selecting rows of a floating-point
-    matrix uses torch's embedding.
-    """
+    """Run ONNX Gather: select slices of ``x`` along ``axis`` by index. Evenly spaced indices that are known during
+    capture give a view."""
     axis = integer(node, "axis", 0) % x.dim()
     if isinstance(indices, np.ndarray):
         if indices.ndim == 0:
@@ -61,11 +57,8 @@ def gather_elements(node: Node, x: Tensor, indices: Tensor) -> Tensor:
 
 @ROWS.add("GatherND", 11, 12, 13)
 def gather_nd(node: Node, x: Tensor, indices: Tensor) -> Tensor:
-    """Run ONNX GatherND: select slices of ``x`` by tuples of indices, which are the last axis of ``indices``.
-
-    The first ``batch_dims`` axes are batch axes of both ``x`` and ``indices``; the indices in a tuple are positions on
-    the axes of ``x`` after them.
-    """
+    """Run ONNX GatherND: select slices of ``x`` by the tuples of indices in the last axis of ``indices``, after
+    ``batch_dims`` common axes."""
     batch = integer(node, "batch_dims", 0)
     if not batch and indices.shape[-1] == 1:
         rows = x.index_select(0, _wrapped(indices, x.shape[0]).reshape(-1))
@@ -93,11 +86,10 @@ def reverse_sequence(node: Node, x: Tensor, lengths: Tensor) -> Tensor:
 
 @ROWS.add("TensorScatter", 24)
 def tensor_scatter(node: Node, cache: Tensor, update: Tensor, starts: Tensor | None = None) -> Tensor:
-    """Run ONNX TensorScatter: return a copy of ``cache`` in which ``update`` replaces a range of positions along
-    ``axis``.
+    """Run ONNX TensorScatter: return a copy of ``cache`` with ``update`` along ``axis`` from each batch entry's
+    start, 0 for None.
 
-    ``starts``: for each batch entry, the position of the first step of ``update``; None for 0. If the attribute
-    ``mode`` is ``circular``, positions after the end continue at 0.
+    In the ``mode`` circular, positions after the end continue at 0.
     """
     axis = integer(node, "axis", -2) % cache.dim()
     places = torch.arange(update.shape[axis], device=cache.device).unsqueeze(0)
@@ -115,11 +107,10 @@ SCATTER_REDUCTIONS = {"add": "sum", "mul": "prod", "max": "amax", "min": "amin"}
 
 @ROWS.add("ScatterElements", 11, 13, 16, 18, literal=(1,))
 def scatter_elements(node: Node, x: Tensor, indices: Any, updates: Tensor) -> Tensor:
-    """Run ONNX ScatterElements: return a copy of ``x`` in which elements at the positions ``indices`` along ``axis``
-    are replaced by ``updates``, or combined with them by the attribute ``reduction``.
+    """Run ONNX ScatterElements: return a copy of ``x`` with ``updates`` at positions along ``axis``, combined by
+    ``reduction``.
 
-    Without a reduction, indices that are known during capture and select a slice are written with torch's
-    ``slice_scatter``.
+    Known indices of a slice are written with ``slice_scatter`` if there is no reduction.
     """
     axis, how = integer(node, "axis", 0) % max(x.dim(), 1), text(node, "reduction", "none")
     if isinstance(indices, np.ndarray):
@@ -136,9 +127,8 @@ def scatter_elements(node: Node, x: Tensor, indices: Any, updates: Tensor) -> Te
 
 
 def _written_slice(indices: np.ndarray[Any, Any], axis: int, shape: torch.Size) -> Slice | None:
-    """Return the slice of a tensor that the indices of a ScatterElements node select. Return None if they select no
-    slice: they must cover all positions of the other axes, and be the same ones at each of these positions.
-    """
+    """Return the slice that the indices of a ScatterElements select, or None unless they select the same one at all
+    positions of the other axes."""
     if (
         not indices.ndim
         or not indices.size
@@ -157,11 +147,10 @@ def scatter(node: Node, x: Tensor, indices: Any, updates: Tensor) -> Tensor:
 
 @ROWS.add("ScatterND", 11, 13, 16, 18, literal=(1,))
 def scatter_nd(node: Node, x: Tensor, indices: Any, updates: Tensor) -> Tensor:
-    """Run ONNX ScatterND: return a copy of ``x`` in which slices are replaced by ``updates``, or combined with them by
-    the attribute ``reduction``. The last axis of ``indices`` has a tuple of indices for each slice.
+    """Run ONNX ScatterND: return a copy of ``x`` with ``updates`` at the tuples of indices, combined by
+    ``reduction``.
 
-    Without a reduction, indices that are known during capture and select a slice are written with torch's
-    ``slice_scatter``.
+    Known indices of a slice are written with ``slice_scatter`` if there is no reduction.
     """
     how, depth = text(node, "reduction", "none"), indices.shape[-1]
     if isinstance(indices, np.ndarray):
@@ -187,11 +176,8 @@ def scatter_nd(node: Node, x: Tensor, indices: Any, updates: Tensor) -> Tensor:
 
 @ROWS.add("OneHot", 9, 11, 28, known=(1,))
 def one_hot(node: Node, indices: Tensor, depth: np.ndarray, values: Tensor) -> Tensor:
-    """Run ONNX OneHot: ``values[1]`` where the position along a new axis of size ``depth`` is the index, else
-    ``values[0]``.
-
-    Negative indices count from the end; for indices out of range all positions get ``values[0]``.
-    """
+    """Run ONNX OneHot: ``values[1]`` at the index along a new axis of size ``depth``, else ``values[0]``. Negative
+    indices count from the end."""
     n = int(depth.reshape(-1)[0])
     axis = integer(node, "axis", -1)
     axis = axis + indices.dim() + 1 if axis < 0 else axis
@@ -203,10 +189,8 @@ def one_hot(node: Node, indices: Tensor, depth: np.ndarray, values: Tensor) -> T
 
 @ROWS.add("TopK", 10, 11, 24, known=(1,))
 def top_k(node: Node, x: Tensor, k: np.ndarray) -> tuple[Tensor, Tensor]:
-    """Run ONNX TopK: return the k largest (or smallest) elements along ``axis`` in sorted order, and their indices.
-
-    Of equal elements, the one with the lower index comes first.
-    """
+    """Run ONNX TopK: return the k largest or smallest elements along ``axis``, sorted, and their indices. Of equals
+    the first comes first."""
     axis, n = integer(node, "axis", -1), int(k.reshape(-1)[0])
     order = torch.argsort(signed(x), dim=axis, descending=bool(integer(node, "largest", 1)), stable=True)
     places = order.narrow(axis, 0, n)
@@ -220,12 +204,8 @@ ROWS.add("TopK", 1)(by_attributes(top_k, "k"))
 
 @ROWS.add("Compress", 9, 11, 28)
 def compress(node: Node, x: Tensor, condition: Tensor) -> Tensor:
-    """Run ONNX Compress: select the slices along ``axis`` for which ``condition`` is true. Without ``axis``, flatten
-    the input and select elements.
-
-    The result's shape depends on the values of ``condition``, so a capture refuses the op unless all its inputs are
-    known constants.
-    """
+    """Run ONNX Compress: select slices along ``axis``, or elements of the flattened ``x``, by ``condition``. Its
+    values decide the result's shape."""
     axis = node.attributes.get("axis")
     x, at = (x.reshape(-1), 0) if axis is None else (x, integer(node, "axis", 0))
     return x.index_select(at, torch.nonzero(condition).reshape(-1))

@@ -20,10 +20,8 @@ NEVER = -100  # torch's default of ignore_index, a number that is no class
 
 @ROWS.add("NegativeLogLikelihoodLoss", 12, 13, 22)
 def nll_loss(node: Node, x: Tensor, target: Tensor, weight: Tensor | None = None) -> Tensor:
-    """Run ONNX NegativeLogLikelihoodLoss on log-probabilities ``x`` (N, C, …) and class numbers ``target`` (N, …).
-
-    ``weight``: a weight for each class, or None. The reduction ``mean`` divides by the sum of the targets' weights.
-    """
+    """Run ONNX NegativeLogLikelihoodLoss on log-probabilities (N, C, …) and class numbers (N, …). A mean divides by
+    the sum of the targets' weights."""
     ignored = integer(node, "ignore_index", NEVER)
     return F.nll_loss(
         x, target.long(), weight, ignore_index=ignored, reduction=text(node, "reduction", "mean")
@@ -34,10 +32,8 @@ def nll_loss(node: Node, x: Tensor, target: Tensor, weight: Tensor | None = None
 def cross_entropy(
     node: Node, x: Tensor, target: Tensor, weight: Tensor | None = None
 ) -> tuple[Tensor, Tensor] | Tensor:
-    """Run ONNX SoftmaxCrossEntropyLoss on scores ``x`` (N, C, …) and class numbers ``target`` (N, …).
-
-    ``weight``: a weight for each class, or None. Return the loss and the log-softmax of the scores.
-    """
+    """Run ONNX SoftmaxCrossEntropyLoss on scores (N, C, …) and class numbers (N, …). Return the loss and the
+    log-softmax of the scores."""
     log_probability = F.log_softmax(x, 1)
     loss = nll_loss(node, log_probability, target, weight)
     return loss, log_probability

@@ -143,15 +143,14 @@ def prelu(node: Node, x: Tensor, slope: Tensor) -> Tensor:
 
 @ROWS.add("PRelu", 1, 6)
 def prelu_by_channel(node: Node, x: Tensor, slope: Tensor) -> Tensor:
-    """Run ONNX PRelu of opsets below 7: x where x ≥ 0, else ``slope · x``. ``slope`` has one number per channel, or one
-    for all."""
+    """Run ONNX PRelu of opsets below 7: x where x ≥ 0, else ``slope · x``, with one slope per channel or one for
+    all."""
     return F.prelu(x, slope)
 
 
 @ROWS.add("IsInf", 10, 20)
 def is_inf(node: Node, x: Tensor) -> Tensor:
-    """Run ONNX IsInf: true where an element is +∞ (if the attribute ``detect_positive`` is set) or −∞ (if
-    ``detect_negative`` is set). Both are set by default."""
+    """Run ONNX IsInf: true at +∞ unless ``detect_positive`` is 0, and at −∞ unless ``detect_negative`` is 0."""
     found = torch.zeros_like(x, dtype=torch.bool)
     if integer(node, "detect_positive", 1):
         found = found | (x == math.inf)
@@ -192,8 +191,7 @@ def _divide(a: Any, b: Any) -> Tensor:
 
 
 def _power(a: Any, b: Any) -> Tensor:
-    """Return ``a`` to the power ``b``, each a tensor or a number. If ``a`` is a tensor, the result has its type,
-    whatever the type of ``b``."""
+    """Return ``a`` to the power ``b``, each a tensor or a number. If ``a`` is a tensor, the result has its type."""
     if not isinstance(a, Tensor):
         return torch.pow(a, b)
     if isinstance(b, (int, float)) and not a.is_floating_point() and float(b).is_integer() and b >= 0:
@@ -253,11 +251,7 @@ TENSORS_ONLY: frozenset[Binary] = frozenset({torch.logical_and, torch.logical_or
 
 
 def _apply(function: Binary, a: Any, b: Any) -> Tensor:
-    """Apply a torch function of two operands, at least one of which is a tensor; the other may be a Python number.
-
-    If the function accepts a number only as second operand, the operands are exchanged, or the number becomes a tensor.
-    Unsigned types that torch does not compute with are dealt with by `_unsigned`.
-    """
+    """Apply a torch function to two operands, at least one a tensor and the other maybe a number."""
     if isinstance(a, Tensor) and a.dtype in WIDER:
         return _unsigned(function, a, _as_tensor(b, a))
     if isinstance(b, Tensor) and b.dtype in WIDER:
@@ -265,6 +259,7 @@ def _apply(function: Binary, a: Any, b: Any) -> Tensor:
     if not isinstance(b, Tensor) and function in TENSORS_ONLY:
         b = _as_tensor(b, a)
     if not isinstance(a, Tensor):
+        # Functions that take a number as second operand get exchanged operands, or a tensor of the number.
         if function in RIGHT_ONLY:
             return RIGHT_ONLY[function](b, a)
         if function is not _subtract and function is not _power:
@@ -276,8 +271,8 @@ COMPARISONS: frozenset[Any] = frozenset({torch.eq, torch.gt, torch.ge, torch.lt,
 
 
 def _unsigned(function: Any, *operands: Tensor) -> Tensor:
-    """Apply a torch function to tensors of 16, 32 or 64-bit unsigned integers. Few torch ops support these types, so it
-    computes with signed integers. The result has the type of the first operand; for comparisons it is boolean."""
+    """Apply a torch function to unsigned integers of 16 to 64 bits by signed arithmetic. The result has the first
+    operand's type; comparisons give booleans."""
     dtype = operands[0].dtype
     if function in COMPARISONS:
         result: Tensor = function(*(signed(x) for x in operands))
@@ -298,8 +293,8 @@ def _unsigned(function: Any, *operands: Tensor) -> Tensor:
 
 
 def _unsigned_quotient(a: Tensor, b: Tensor) -> Tensor:
-    """Return the bits of the unsigned quotient a ÷ b. All three are int64 tensors that have the bits of unsigned 64-bit
-    integers (Hacker's Delight, section 9-3)."""
+    """Return the bits of the unsigned quotient of 64-bit integers that are stored as int64 (Hacker's Delight,
+    section 9-3)."""
     low = torch.iinfo(torch.int64).min
     half = (a >> 1) & ~low
     quotient = torch.div(half, b, rounding_mode="trunc") << 1
@@ -313,11 +308,8 @@ def _binary(function: Binary) -> Callable[[Node, Any, Any], Tensor]:
 
 
 def _legacy(function: Binary) -> Callable[[Node, Any, Any], Tensor]:
-    """Return a function that runs a binary op of opsets below 7. If the attribute ``broadcast`` is set, the first axis
-    of the second operand corresponds to the axis ``axis`` of the first operand.
-
-    ``function``: the torch function that computes the op.
-    """
+    """Return a function that runs a binary op of opsets below 7, where ``axis`` may align the second operand's first
+    axis."""
 
     def run(node: Node, a: Any, b: Any) -> Tensor:
         axis = node.attributes.get("axis")

@@ -71,10 +71,7 @@ def pad_spatial(x: Tensor, before: Sequence[int], after: Sequence[int], value: f
 
 @ROWS.add("Conv", 1, 11, 22)
 def conv(node: Node, x: Tensor, w: Tensor, b: Tensor | None = None) -> Tensor:
-    """Run ONNX Conv on ``x`` (N, C, …) with 1 to 3 spatial axes.
-
-    ``w``: the kernel (C', C ÷ group, …). ``b``: the bias (C'), or None.
-    """
+    """Run ONNX Conv on ``x`` (N, C, …) with 1 to 3 spatial axes, kernel (C', C ÷ group, …) and bias (C') or None."""
     rank = x.dim() - 2
     if rank not in CONV:
         raise refuse(node, f"{rank} spatial axes; 1, 2 and 3 are supported")
@@ -87,13 +84,8 @@ def conv(node: Node, x: Tensor, w: Tensor, b: Tensor | None = None) -> Tensor:
 
 @ROWS.add("ConvTranspose", 1, 11, 22)
 def conv_transpose(node: Node, x: Tensor, w: Tensor, b: Tensor | None = None) -> Tensor:
-    """Run ONNX ConvTranspose on ``x`` (N, C, …) with 1 to 3 spatial axes.
-
-    For padding that torch does not support (asymmetric or negative), the result without padding is computed and then
-    cropped or extended.
-
-    ``w``: the kernel (C, C' ÷ group, …). ``b``: the bias (C'), or None.
-    """
+    """Run ONNX ConvTranspose on ``x`` (N, C, …) with 1 to 3 spatial axes, kernel (C, C' ÷ group, …) and bias or
+    None."""
     rank = x.dim() - 2
     if rank not in CONV_TRANSPOSE:
         raise refuse(node, f"{rank} spatial axes; 1, 2 and 3 are supported")
@@ -105,6 +97,7 @@ def conv_transpose(node: Node, x: Tensor, w: Tensor, b: Tensor | None = None) ->
     # torch requires output_padding < stride or dilation; a larger one only adds padding
     if even and all(e < max(s, d) for e, s, d in zip(extra, strides, dilations, strict=True)):
         return CONV_TRANSPOSE[rank](x, w, b, strides, before, extra, group, dilations)
+    # Torch supports no asymmetric or negative padding: compute without padding, then crop or extend.
     full = CONV_TRANSPOSE[rank](x, w, None, strides, 0, 0, group, dilations)
     full = pad_spatial(full, [-p for p in before], [e - p for e, p in zip(extra, after, strict=True)])
     return full if b is None else full + b.view(-1, *[1] * rank)
@@ -118,9 +111,8 @@ def _transpose_pads(
     dilations: Sequence[int],
     extra: Sequence[int],
 ) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Return how much to crop from the unpadded result of a transposed convolution, before and after each spatial axis.
-    This is ONNX's formula, from ``output_shape``, ``auto_pad`` or ``pads``.
-    """
+    """Return how much to crop from a transposed convolution's unpadded result before and after each spatial axis, by
+    ONNX's formula."""
     mode, shape = text(node, "auto_pad", "NOTSET"), ints(node, "output_shape")
     if shape is None and mode in ("NOTSET", "VALID"):
         return window_pads(node, sizes, kernel, strides, dilations)
@@ -144,12 +136,8 @@ def _batch_norm(node: Node, x: Tensor, w: Tensor, b: Tensor, mean: Tensor, var: 
 def _trained_batch_norm(
     node: Node, x: Tensor, w: Tensor, b: Tensor, mean: Tensor, var: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Normalise ``x`` by the mean and variance of the batch. Return the result, the new running mean and the new
-    running variance. The running values are ``old · momentum + batch · (1 − momentum)``.
-
-    ONNX's running variance uses the batch variance s with divisor n, torch's uses n − 1. From torch's v' = m·v +
-    (1−m)·s·n/(n−1), ONNX's m·v + (1−m)·s is v'·(n−1)/n + m·v/n.
-    """
+    """Normalise ``x`` by the batch. Return it with the new running mean and variance, ``old · momentum + batch · (1
+    − momentum)``."""
     keep, eps = number(node, "momentum", 0.9), number(node, "epsilon", 1e-5)
     count = x.numel() // x.shape[1] if x.dim() > 1 else x.numel()
     if count == 1:  # one value per channel is the mean, and the variance is 0
@@ -158,16 +146,17 @@ def _trained_batch_norm(
         return y, mean * keep + seen * (1 - keep), var * keep
     new_mean, new_var = mean.detach().clone(), var.detach().clone()
     y = torch.batch_norm(x, w, b, new_mean, new_var, True, 1.0 - keep, eps, False)
+    # ONNX's batch variance s has the divisor n, torch's n − 1. From torch's v' = m·v + (1−m)·s·n/(n−1),
+    # ONNX's m·v + (1−m)·s is v'·(n−1)/n + m·v/n.
     return y, new_mean, new_var * ((count - 1) / count) + var.detach() * (keep / count)
 
 
 @ROWS.add("BatchNormalization", 14, 15)
 def batch_norm(node: Node, *inputs: Tensor) -> Any:
-    """Run ONNX BatchNormalization on the inputs X, scale, shift, running mean and running variance.
+    """Run ONNX BatchNormalization on X, scale, shift, running mean and variance.
 
-    If ``training_mode`` is set, X is normalised by the mean and variance of the batch, and the results are a tuple: the
-    normalised X, the new running mean and the new running variance. Otherwise the result is one tensor, normalised by
-    the running mean and variance.
+    If ``training_mode`` is set, return X normalised by the batch with new running statistics; else X normalised by
+    the running ones.
     """
     return (
         _trained_batch_norm(node, *inputs)
@@ -178,11 +167,10 @@ def batch_norm(node: Node, *inputs: Tensor) -> Any:
 
 @ROWS.add("BatchNormalization", 7, 9)
 def batch_norm_by_outputs(node: Node, *inputs: Tensor) -> Any:
-    """Run ONNX BatchNormalization of opsets 7 to 13 on the inputs X, scale, shift, running mean and running variance.
+    """Run ONNX BatchNormalization of opsets 7 to 13 on X, scale, shift, running mean and variance.
 
-    If the node has more than one output, X is normalised by the mean and variance of the batch. The outputs are then
-    the normalised X, the new running mean and variance, and, if requested, the mean and variance of the batch. A node
-    with one output normalises by the running mean and variance.
+    A node with one output normalises by the running statistics, others by the batch, and return new and batch
+    statistics as requested.
     """
     if len(node.outputs) == 1:
         return _batch_norm(node, *inputs)
@@ -191,12 +179,8 @@ def batch_norm_by_outputs(node: Node, *inputs: Tensor) -> Any:
 
 @ROWS.add("BatchNormalization", 1, 6)
 def batch_norm_by_test_flag(node: Node, *inputs: Tensor) -> Any:
-    """Run ONNX BatchNormalization of opsets below 7 on the inputs X, scale, shift, running mean and running variance.
-
-    If ``is_test`` is set, X is normalised by the running mean and variance. Otherwise it is normalised by the mean and
-    variance of the batch; the outputs are then the normalised X, the new running mean and variance, and, if requested,
-    the mean and variance of the batch.
-    """
+    """Run ONNX BatchNormalization of opsets below 7: as `batch_norm_by_outputs`, but ``is_test`` decides instead of
+    the number of outputs."""
     return _batch_norm(node, *inputs) if integer(node, "is_test", 0) else _with_saved(node, *inputs)
 
 
@@ -217,10 +201,8 @@ def instance_norm(node: Node, x: Tensor, w: Tensor, b: Tensor) -> Tensor:
 
 @ROWS.add("LayerNormalization", 17)
 def layer_norm(node: Node, x: Tensor, w: Tensor, b: Tensor | None = None) -> Any:
-    """Run ONNX LayerNormalization over the axes from ``axis`` to the last. ``w``, ``b``: scale, and shift or None.
-
-    Return the result, the mean and the inverse standard deviation.
-    """
+    """Run ONNX LayerNormalization over the axes from ``axis`` on. Return the result, the mean and the inverse
+    standard deviation."""
     axis = integer(node, "axis", -1) % x.dim()
     shape = list(x.shape[axis:])
     eps = number(node, "epsilon", 1e-5)
@@ -248,8 +230,8 @@ def group_norm_by_group(node: Node, x: Tensor, w: Tensor, b: Tensor) -> Tensor:
 
 @ROWS.add("RMSNormalization", 23)
 def rms_norm(node: Node, x: Tensor, w: Tensor) -> Tensor:
-    """Run ONNX RMSNormalization: divide by the root mean square over the axes from ``axis`` to the last, then multiply
-    by ``w``. For a 16-bit ``x``, the division is computed in float32, unless the attribute ``stash_type`` is not 1."""
+    """Run ONNX RMSNormalization: divide by the root mean square over the axes from ``axis`` on, then multiply by
+    ``w``."""
     axis = integer(node, "axis", -1) % x.dim()
     wide = (
         x.float() if x.dtype in (torch.float16, torch.bfloat16) and integer(node, "stash_type", 1) == 1 else x
@@ -260,13 +242,11 @@ def rms_norm(node: Node, x: Tensor, w: Tensor) -> Tensor:
 
 @ROWS.add("LRN", 1, 13)
 def local_response_norm(node: Node, x: Tensor) -> Tensor:
-    """Run ONNX LRN: divide by (bias + alpha · mean of squares over ``size`` neighbouring channels)^beta.
-
-    The channel is in the middle of its neighbours; for an even ``size``, there is one more with a higher index.
-    """
+    """Run ONNX LRN: divide by (bias + alpha · mean of squares over ``size`` neighbouring channels)^beta."""
     size = integer(node, "size", 1)
     alpha, beta, bias = number(node, "alpha", 1e-4), number(node, "beta", 0.75), number(node, "bias", 1.0)
     flat = x.reshape(x.shape[0], 1, x.shape[1], -1)
+    # The channel is in the middle; an even size has one more neighbour with a higher index.
     squares = F.pad(flat * flat, (0, 0, (size - 1) // 2, size // 2))
     mean = F.avg_pool2d(squares, (size, 1), stride=1).reshape(x.shape)
     return x / (mean * alpha + bias) ** beta
@@ -296,11 +276,8 @@ def lp_norm(node: Node, x: Tensor) -> Tensor:
 
 @ROWS.add("Dropout", 12, 13, 22, known=(1, 2), random=True)
 def dropout(node: Node, x: Tensor, ratio: Any = None, training: Any = None) -> Any:
-    """Run ONNX Dropout: apply dropout if ``training`` is true and ``ratio`` is not 0, otherwise return the input.
-    ``ratio``: the probability of zero; None for 0.5.
-
-    The second output, if requested, is the mask, which is true for the elements that are not dropped.
-    """
+    """Run ONNX Dropout: drop elements if ``training`` is true and ``ratio`` (None for 0.5) is not 0. A second output
+    is the mask of kept elements."""
     p = 0.5 if ratio is None else intended(ratio.reshape(()).item())
     if training is None or not bool(training.reshape(())) or p == 0.0:
         return (x, torch.ones_like(x, dtype=torch.bool)) if len(node.outputs) > 1 and node.outputs[1] else x
@@ -309,8 +286,7 @@ def dropout(node: Node, x: Tensor, ratio: Any = None, training: Any = None) -> A
 
 @ROWS.add("Dropout", 7, 10)
 def dropout_at_inference(node: Node, x: Tensor) -> Any:
-    """Run ONNX Dropout of opsets 7 to 11, which have no training flag: return the input and, if the node has a second
-    output, a mask of ones."""
+    """Run ONNX Dropout of opsets 7 to 11: return the input and, if the node has a second output, a mask of ones."""
     return (x, torch.ones_like(x, dtype=torch.bool)) if len(node.outputs) > 1 and node.outputs[1] else x
 
 

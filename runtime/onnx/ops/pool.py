@@ -24,20 +24,20 @@ CONV: dict[int, Callable[..., Tensor]] = {1: F.conv1d, 2: F.conv2d, 3: F.conv3d}
 
 @dataclass(frozen=True, slots=True)
 class Window:
-    """The geometry of a pooling window. Each field except ``ceil`` has a number for each spatial axis.
-
-    ``kernel``, ``strides``, ``dilations``: as in torch. ``before``, ``after``: the padding before and after the axis,
-    as ``pads`` or ``auto_pad`` states it. ``reach``: the number of elements from the end of the axis to the end of the
-    last window, which may differ from ``after``. ``ceil``: whether the output size is rounded up.
-    """
+    """The geometry of a pooling window. Each field except ``ceil`` has a number for each spatial axis."""
 
     kernel: tuple[int, ...]
     strides: tuple[int, ...]
     dilations: tuple[int, ...]
+    """With ``kernel`` and ``strides``: as in torch."""
     before: tuple[int, ...]
     after: tuple[int, ...]
+    """With ``before``: the padding at both ends of the axis, as ``pads`` or ``auto_pad`` states it."""
     reach: tuple[int, ...]
+    """The number of elements from the end of the axis to the end of the last window, which may differ from
+    ``after``."""
     ceil: bool
+    """Whether the output size is rounded up."""
 
     @property
     def native(self) -> bool:
@@ -68,10 +68,8 @@ def window(node: Node, x: Tensor) -> Window:
 
 @ROWS.add("MaxPool", 1, 8, 10, 11, 12, 22)
 def max_pool(node: Node, x: Tensor) -> Any:
-    """Run ONNX MaxPool: the maximum of each window of ``x`` (N, C, …), with 1 to 3 spatial axes.
-
-    If the node has a second output, it is the position of each maximum in the flattened ``x``.
-    """
+    """Run ONNX MaxPool over windows of ``x`` (N, C, …) with 1 to 3 spatial axes. A second output has the maxima's
+    positions in the flattened ``x``."""
     w = window(node, x)
     indices = len(node.outputs) > 1 and bool(node.outputs[1])
     # torch pools only floats, in which eight-bit integers are exact.
@@ -92,15 +90,10 @@ def max_pool(node: Node, x: Tensor) -> Any:
 
 
 def _global_places(node: Node, x: Tensor, padded: Tensor, places: Tensor, before: tuple[int, ...]) -> Tensor:
-    """Convert the positions that torch's max pooling returns, within a padded channel, to ONNX's positions in the
-    flattened input. ``storage_order`` decides whether a channel is flattened in row-major or column-major order.
+    """Convert torch's positions of maxima, within a padded channel, to ONNX's in the flattened ``x``, by the node's
+    ``storage_order``.
 
-    Args:
-        node: the MaxPool node.
-        x: its input, (N, C, …).
-        padded: the tensor that torch pooled: ``x``, possibly with padding.
-        places: torch's positions, one for each element of the result.
-        before: the padding of ``padded`` before each spatial axis.
+    ``before``: the padding of ``padded`` before each spatial axis.
     """
     sizes, coordinates, rest = padded.shape[2:], [], places
     for size, shift in zip(reversed(sizes), reversed(before), strict=True):
@@ -118,10 +111,8 @@ def _global_places(node: Node, x: Tensor, padded: Tensor, places: Tensor, before
 
 @ROWS.add("AveragePool", 1, 7, 10, 11, 19, 22)
 def average_pool(node: Node, x: Tensor) -> Tensor:
-    """Run ONNX AveragePool: the mean of each window of ``x`` (N, C, …), with 1 to 3 spatial axes.
-
-    If ``count_include_pad`` is set, padding counts as zeros; otherwise it does not count.
-    """
+    """Run ONNX AveragePool over windows of ``x`` (N, C, …) with 1 to 3 spatial axes. Padding counts if
+    ``count_include_pad`` is set."""
     w = window(node, x)
     counted = bool(integer(node, "count_include_pad", 0))
     rank = len(w.kernel)

@@ -1,9 +1,5 @@
-"""ONNX ops for quantisation as functions on torch tensors. A real number is represented by an integer, a scale and a
-zero point.
-
-Dequantisation is differentiable with respect to the scale. No gradient passes through the integers, because they are
-rounded. Only fake quantisation, which quantises and dequantises, passes gradients straight through.
-"""
+"""ONNX ops for quantisation. The scale gets a gradient from dequantisation, but none passes through integers except
+in fake quantisation."""
 
 from __future__ import annotations
 
@@ -46,10 +42,10 @@ def _quantisable(node: Node) -> None:
 
 @ROWS.add("QuantizeLinear", 10, 13, 19, 21, 23, 24, 25, 28, check=_quantisable)
 def quantize_linear(node: Node, x: Tensor, scale: Tensor, zero: Tensor | None = None) -> Tensor:
-    """Run ONNX QuantizeLinear: ``round(x / scale) + zero``, clamped to the range of the result's type.
+    """Run ONNX QuantizeLinear: ``round(x / scale) + zero``, clamped to the type of ``zero``, or of ``output_dtype``
+    (default uint8).
 
-    ``scale``, ``zero``: one number for the whole tensor, one per index of ``axis``, or one per block along it. The
-    result has the type of ``zero``; without ``zero``, the type ``output_dtype``, which is uint8 by default.
+    ``scale``, ``zero``: one number, one per index of ``axis``, or one per block along it.
     """
     whole, dtype = _rounded(node, x, scale, zero, integer(node, "output_dtype", 0))
     ends = torch.iinfo(dtype)
@@ -59,8 +55,8 @@ def quantize_linear(node: Node, x: Tensor, scale: Tensor, zero: Tensor | None = 
 def _rounded(
     node: Node, x: Tensor, scale: Tensor, zero: Tensor | None, stated: int
 ) -> tuple[Tensor, torch.dtype]:
-    """Return ``round(x / scale) + zero`` as int32, and the type of the quantised integers. ``stated``: ONNX's number of
-    this type if there is no zero point; 0 for uint8."""
+    """Return ``round(x / scale) + zero`` as int32, and the quantised type: that of ``zero``, else ONNX's number
+    ``stated`` (0 for uint8)."""
     axis = integer(node, "axis", 1)
     dtype = ONNX_DTYPES.get(stated, torch.uint8) if zero is None else zero.dtype
     if dtype not in QUANTISED:
@@ -76,10 +72,9 @@ def _rounded(
 
 @ROWS.add("DequantizeLinear", 10, 13, 19, 21, 23, 24, 25, 28)
 def dequantize_linear(node: Node, x: Tensor, scale: Tensor, zero: Tensor | None = None) -> Tensor:
-    """Run ONNX DequantizeLinear: ``(x − zero) · scale``. The result has the type ``output_dtype``, or that of the scale
-    if ``output_dtype`` is absent.
+    """Run ONNX DequantizeLinear: ``(x − zero) · scale`` in the type ``output_dtype``, by default that of the scale.
 
-    ``scale``, ``zero``: one number for the whole tensor, one per index of ``axis``, or one per block along it.
+    ``scale``, ``zero``: one number, one per index of ``axis``, or one per block along it.
     """
     axis = integer(node, "axis", 1)
     if x.dtype not in QUANTISED and x.dtype != torch.int32:
@@ -92,11 +87,10 @@ def dequantize_linear(node: Node, x: Tensor, scale: Tensor, zero: Tensor | None 
 
 @ROWS.add("FakeQuantize", 1)
 def fake_quantize(node: Node, x: Tensor, scale: Tensor, zero: Tensor | None = None) -> Tensor:
-    """Run QuantizeLinear and DequantizeLinear of the same scale and zero point. The gradient passes unchanged where
-    ``x`` is within the range of the integers, and is 0 outside.
+    """Run QuantizeLinear and DequantizeLinear. The gradient passes unchanged where ``x`` is in the integers' range,
+    and is 0 outside.
 
-    Attributes of the node: ``quantised`` is ONNX's number of the integers' type if there is no zero point; ``clip`` has
-    the ends of the range if it is narrower than that type.
+    The attribute ``quantised`` is the integers' type without a zero point, ``clip`` a narrower range.
     """
     rounded, dtype = _rounded(node, x.detach(), scale, zero, integer(node, "quantised", 0))
     ends, (low, high) = torch.iinfo(dtype), ints(node, "clip") or INT32
@@ -143,10 +137,8 @@ def matmul_integer(
     a_zero: Tensor | None = None,
     b_zero: Tensor | None = None,
 ) -> Tensor:
-    """Run ONNX MatMulInteger: (a − a_zero) (b − b_zero) for 8-bit integer matrices, as int32.
-
-    ``a_zero``: one number, or one per row of ``a``. ``b_zero``: one number, or one per column of ``b``. None: 0.
-    """
+    """Run ONNX MatMulInteger: (a − a_zero) (b − b_zero) as int32, with zero points for all, per row of ``a``, or per
+    column of ``b``."""
     left, right = _wide(a), _wide(b)
     if a_zero is not None:
         left = left - (

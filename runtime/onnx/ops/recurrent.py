@@ -1,9 +1,8 @@
-"""The ONNX ops RNN, GRU and LSTM as functions on torch tensors. They are unrolled into the ops of each time step, so
-that these ops are planned like all others.
+"""The ONNX ops RNN, GRU and LSTM, unrolled into ops of each time step, which are planned like all others.
 
 Shapes: X (steps, batch, inputs), W (directions, gates·hidden, inputs), R (directions, gates·hidden, hidden), B
-(directions, 2·gates·hidden), states (directions, batch, hidden). If the attribute ``layout`` is set, the batch is the
-first axis of X and of the states.
+(directions, 2·gates·hidden), states (directions, batch, hidden). If ``layout`` is set, the batch is the first axis
+of X and of the states.
 """
 
 from __future__ import annotations
@@ -44,32 +43,31 @@ DIRECTIONS = {"forward": (False,), "reverse": (True,), "bidirectional": (False, 
 
 @dataclass(frozen=True)
 class Kind:
-    """A kind of recurrent op: RNN, GRU or LSTM.
-
-    ``gates``: the number of gates. ``states``: the number of state tensors (2 for LSTM: hidden state and cell).
-    ``activations``: the names of the default activations. ``step``: a function that computes one time step. It is
-    called as ``step(node, activations, projected, state, weights)`` and returns the next state. ``projected`` is X·Wᵀ
-    plus its bias at that time step, (batch, gates·hidden).
-    """
+    """A kind of recurrent op: RNN, GRU or LSTM."""
 
     gates: int
+    """The number of gates."""
     states: int
+    """The number of state tensors; 2 for LSTM, hidden state and cell."""
     activations: tuple[str, ...]
+    """The names of the default activations."""
     step: Callable[[Node, Sequence[Activation], Tensor, State, Weights], State]
+    """Computes one time step: ``step(node, activations, projected, state, weights)`` returns the next state.
+
+    ``projected`` is X·Wᵀ plus its bias at that time step, (batch, gates·hidden).
+    """
 
 
 @dataclass(frozen=True)
 class Weights:
-    """The recurrent weights of one direction.
-
-    ``r``: the matrix R, (gates·hidden, hidden). ``bias``: the bias of the recurrent product, (gates·hidden), or None.
-    ``peepholes``: three weights, each (hidden), with which the LSTM gates i, o and f read the cell; empty if there are
-    none.
-    """
+    """The recurrent weights of one direction."""
 
     r: Tensor
+    """The matrix R, (gates·hidden, hidden)."""
     bias: Tensor | None
+    """The bias of the recurrent product, (gates·hidden), or None."""
     peepholes: tuple[Tensor, ...] = ()
+    """Three weights (hidden) with which the LSTM gates i, o and f read the cell, or empty."""
 
 
 def _check(kind: Kind) -> Callable[[Node], None]:
@@ -94,16 +92,13 @@ def _names(node: Node, kind: Kind) -> tuple[str, ...]:
 
 
 def _activations(node: Node, kind: Kind) -> list[list[Activation]]:
-    """Return a list of activation functions for each direction. If the node has the attribute ``clip``, each function
-    first clamps its argument to [−clip, clip].
-
-    The numbers in ``activation_alpha`` and ``activation_beta`` are assigned in order to the activations that use an
-    alpha or a beta.
-    """
+    """Return a list of activations for each direction. If the node has ``clip``, each clamps its argument to [−clip,
+    clip]."""
     alphas, betas = (_stated(node, f"activation_{k}") for k in ("alpha", "beta"))
     limit: Any = node.attributes.get("clip")
     found = []
     for name in _names(node, kind):
+        # The stated numbers are assigned in order to the activations that use an alpha or a beta.
         alpha, beta, function = ACTIVATIONS[name.lower()]
         a = next(alphas, alpha) if alpha is not None else 0.0
         b = next(betas, beta) if beta is not None else 0.0
@@ -133,15 +128,9 @@ def _rnn_step(node: Node, act: Sequence[Activation], x: Tensor, state: State, w:
 
 
 def _gru_step(node: Node, act: Sequence[Activation], x: Tensor, state: State, w: Weights) -> State:
-    """Compute one time step of a GRU with the gates z, r, h, and return the next state. The attribute
-    ``linear_before_reset`` decides whether r multiplies the state's product with R, or the state before the product.
+    """Return the next state of a GRU, with gates z, r, h and ``x`` = X·Wᵀ plus its bias, (batch, 3·hidden).
 
-    Args:
-        node: the node, for its attributes.
-        act: the activations of the gates z and r, and of h.
-        x: X·Wᵀ plus its bias at this time step, (batch, 3·hidden).
-        state: the hidden state, (batch, hidden), as a tuple of one.
-        w: the recurrent weights.
+    ``linear_before_reset`` decides whether r multiplies the state's product with R, or the state before it.
     """
     (h,), n = state, w.r.shape[1]
     if integer(node, "linear_before_reset", 0):
@@ -156,21 +145,14 @@ def _gru_step(node: Node, act: Sequence[Activation], x: Tensor, state: State, w:
 
 
 def _lstm_step(node: Node, act: Sequence[Activation], x: Tensor, state: State, w: Weights) -> State:
-    """Compute one time step of an LSTM with the gates i, o, f, c, and return the next hidden state and cell. With
-    peephole weights, the gates i, o and f also read the cell.
-
-    Args:
-        node: the node, for the attribute ``input_forget``, which makes f equal 1 − i.
-        act: the activations of the gates, of the new cell content and of the cell in the output.
-        x: X·Wᵀ plus its bias at this time step, (batch, 4·hidden).
-        state: the hidden state and the cell, (batch, hidden) each.
-        w: the recurrent weights.
-    """
+    """Return the next hidden state and cell of an LSTM, with gates i, o, f, c and ``x`` = X·Wᵀ plus its bias,
+    (batch, 4·hidden)."""
     h, c = state
     i, o, f, g = (x + F.linear(h, w.r, w.bias)).chunk(4, 1)
     if w.peepholes:
         i, f = i + w.peepholes[0] * c, f + w.peepholes[2] * c
     i = act[0](i)
+    # The peepholes of i and f read the old cell, that of o the new one.
     f = 1 - i if integer(node, "input_forget", 0) else act[0](f)
     c = f * c + i * act[1](g)
     o = act[0](o + w.peepholes[1] * c if w.peepholes else o)
@@ -224,20 +206,10 @@ def _unrolled(
     weights: Weights,
     lengths: Tensor | None,
 ) -> tuple[Tensor, State]:
-    """Compute all time steps of one direction.
+    """Return the hidden states of all steps of one direction, zero after each sequence's end, and the state at that
+    end.
 
-    Args:
-        node: the node, for its attributes.
-        kind: the kind of op.
-        act: the activations of this direction.
-        projected: X·Wᵀ plus its bias, (steps, batch, gates·hidden).
-        state: the initial state.
-        weights: the recurrent weights of this direction.
-        lengths: the number of steps of each sequence; None if all have all steps.
-
-    Returns:
-        The hidden states of all steps, (steps, batch, hidden), with zeros after the end of each sequence; and the state
-            at the end of each sequence.
+    ``lengths``: the steps of each sequence; None if all have all.
     """
     outputs = []
     for t, x in enumerate(projected.unbind(0)):
@@ -255,8 +227,8 @@ def _unrolled(
 
 
 def _reversed(x: Tensor, lengths: Tensor | None) -> Tensor:
-    """Return ``x`` (steps, batch, …) with the steps of each sequence in reverse order. Steps after the end of a
-    sequence are not moved. ``lengths``: the number of steps of each sequence; None if all have all steps."""
+    """Return ``x`` (steps, batch, …) with each sequence's steps reversed. Steps after its end are not moved.
+    ``lengths`` None: all steps."""
     if lengths is None:
         return x.flip(0)
     steps = torch.arange(x.shape[0], device=x.device).unsqueeze(1)
@@ -267,35 +239,28 @@ def _reversed(x: Tensor, lengths: Tensor | None) -> Tensor:
 
 @ROWS.add("RNN", 1, 7, 14, 22, check=_check(RNN))
 def rnn(node: Node, *inputs: Tensor | None) -> tuple[Tensor, ...]:
-    """Run ONNX RNN, step by step: Hₜ = f(Xₜ·Wᵀ + Hₜ₋₁·Rᵀ + b), where f is the activation.
+    """Run ONNX RNN: Hₜ = f(Xₜ·Wᵀ + Hₜ₋₁·Rᵀ + b). Inputs: X, W, R, B, lengths, initial H; absent ones None or
+    missing.
 
-    Inputs: X (steps, batch, inputs), W and R (the weights of input and state), B (biases), the lengths of the
-    sequences, the initial H. Absent ones are None or missing. Return the H of all steps, (steps, directions, batch,
-    hidden), and the last H, (directions, batch, hidden). The attribute ``layout`` makes the batch the first axis of X
-    and of all H.
+    Returns H of all steps, (steps, directions, batch, hidden), and the last H.
     """
     return _run(node, RNN, inputs)
 
 
 @ROWS.add("GRU", 1, 3, 7, 14, 22, check=_check(GRU))
 def gru(node: Node, *inputs: Tensor | None) -> tuple[Tensor, ...]:
-    """Run ONNX GRU, a gated recurrent unit, step by step.
+    """Run ONNX GRU, step by step. Inputs: X, W, R, B, lengths, initial H; absent ones are None or missing.
 
-    Inputs: X (steps, batch, inputs), W and R (the weights of input and state), B (biases), the lengths of the
-    sequences, the initial H (hidden state). Absent ones are None or missing. Return the H of all steps, (steps,
-    directions, batch, hidden), and the last H, (directions, batch, hidden). The attribute ``layout`` makes the batch
-    the first axis of X and of all H.
+    Returns H of all steps, (steps, directions, batch, hidden), and the last H.
     """
     return _run(node, GRU, inputs)
 
 
 @ROWS.add("LSTM", 1, 7, 14, 22, check=_check(LSTM))
 def lstm(node: Node, *inputs: Tensor | None) -> tuple[Tensor, ...]:
-    """Run ONNX LSTM, a long short-term memory, step by step.
+    """Run ONNX LSTM, step by step. Inputs: X, W, R, B, lengths, initial H and C, peepholes; absent ones are None or
+    missing.
 
-    Inputs: X (steps, batch, inputs), W and R (the weights of input and state), B (biases), the lengths of the
-    sequences, the initial H (hidden state), the initial C (cell), the peephole weights. Absent ones are None or
-    missing. Return the H of all steps, (steps, directions, batch, hidden), the last H and the last C, (directions,
-    batch, hidden). The attribute ``layout`` makes the batch the first axis of X and of all H and C.
+    Returns H of all steps, (steps, directions, batch, hidden), the last H and the last C.
     """
     return _run(node, LSTM, inputs)

@@ -125,15 +125,13 @@ def _arg_extreme(node: Node, x: Tensor, function: Callable[..., Tensor]) -> Tens
 
 @ROWS.add("ArgMax", 1, 11, 12, 13)
 def arg_max(node: Node, x: Tensor) -> Tensor:
-    """Run ONNX ArgMax: the index of the maximum along ``axis``. Of equal maxima it is the first, or the last if the
-    attribute ``select_last_index`` is set."""
+    """Run ONNX ArgMax along ``axis``: of equal maxima the first, or the last if ``select_last_index`` is set."""
     return _arg_extreme(node, x, torch.argmax)
 
 
 @ROWS.add("ArgMin", 1, 11, 12, 13)
 def arg_min(node: Node, x: Tensor) -> Tensor:
-    """Run ONNX ArgMin: the index of the minimum along ``axis``. Of equal minima it is the first, or the last if the
-    attribute ``select_last_index`` is set."""
+    """Run ONNX ArgMin along ``axis``: of equal minima the first, or the last if ``select_last_index`` is set."""
     return _arg_extreme(node, x, torch.argmin)
 
 
@@ -152,13 +150,12 @@ def cumulative_product(node: Node, x: Tensor, axis: Known) -> Tensor:
 def _cumulative(
     node: Node, x: Tensor, axis: Known, function: Callable[..., Tensor], neutral: float
 ) -> Tensor:
-    """Return ``function`` (`torch.cumsum` or `torch.cumprod`) of ``x`` along ``axis``. With the node's attribute
-    ``reverse`` it runs from the end. With ``exclusive`` each result leaves out the element at its position: the
-    elements are moved by one, and the first becomes ``neutral``. Subtracting the element instead would lose digits.
-    """
+    """Return ``function`` (`torch.cumsum` or `torch.cumprod`) of ``x`` along ``axis``, from the end with
+    ``reverse``, without the own element with ``exclusive``."""
     at = (known_ints(axis) or (0,))[0]
     x = x.flip(at) if integer(node, "reverse", 0) else x
     if integer(node, "exclusive", 0):
+        # Elements are moved by one behind the neutral one. Subtracting the own element would lose digits.
         sizes = [1 if k == at % x.dim() else n for k, n in enumerate(x.shape)]
         x = torch.cat([x.new_full(sizes, neutral), x], at).narrow(at, 0, x.shape[at])
     y = function(x, at, dtype=x.dtype)
@@ -185,8 +182,7 @@ def _softmax(function: Callable[..., Tensor]) -> Callable[[Node, Tensor], Tensor
 
 
 def _flat_softmax(function: Callable[..., Tensor]) -> Callable[[Node, Tensor], Tensor]:
-    """Return the implementation of Softmax or LogSoftmax in opsets before 13. They normalise over all axes from the
-    attribute ``axis`` to the last one together. ``function``: softmax or log-softmax along one axis."""
+    """Return Softmax or LogSoftmax of opsets before 13, which normalise over all axes from ``axis`` on together."""
 
     def run(node: Node, x: Tensor) -> Tensor:
         axis = integer(node, "axis", 1) % max(x.dim(), 1)
@@ -209,8 +205,8 @@ def hardmax(node: Node, x: Tensor) -> Tensor:
 
 @ROWS.add("Hardmax", 1, 11)
 def flat_hardmax(node: Node, x: Tensor) -> Tensor:
-    """Run ONNX Hardmax of opsets below 13: all axes from the attribute ``axis`` to the last one are flattened into one.
-    The result is 1 at the first maximum along that axis, and 0 elsewhere."""
+    """Run ONNX Hardmax of opsets below 13: 1 at the first maximum over all axes from ``axis`` on together, 0
+    elsewhere."""
     flat = x.flatten(integer(node, "axis", 1) % x.dim())
     return torch.zeros_like(flat).scatter(-1, flat.argmax(-1, keepdim=True), 1.0).reshape(x.shape)
 
@@ -226,12 +222,8 @@ def mat_mul(node: Node, a: Tensor, b: Tensor) -> Tensor:
 
 @ROWS.add("Gemm", 1, 6, 7, 9, 11, 13)
 def gemm(node: Node, a: Tensor, b: Tensor, c: Tensor | None = None) -> Tensor:
-    """Run ONNX Gemm: ``alpha · A·B + beta · C``. The attributes ``transA`` and ``transB`` say whether ``a`` and ``b``
-    are transposed. ``c`` is broadcast to the result; None: zero.
-
-    A Gemm that is a linear layer (floating-point, ``transB`` set, alpha = beta = 1, ``c`` a bias or None) runs as
-    torch's linear.
-    """
+    """Run ONNX Gemm: ``alpha · A·B + beta · C``, with ``transA``, ``transB``, and ``c`` broadcast or None. A plain
+    linear layer runs as torch's linear."""
     alpha, beta = number(node, "alpha", 1.0), number(node, "beta", 1.0)
     a = a.t() if integer(node, "transA", 0) else a
     plain = alpha == beta == 1.0 and integer(node, "transB", 0) and a.is_floating_point()

@@ -1,8 +1,6 @@
-"""Implementations of the ONNX ops Resize and Upsample.
+"""The ONNX ops Resize and Upsample: torch's kernels where they equal ONNX's formulas.
 
-Where a kernel of torch computes the same result as ONNX's formulas, it is used. All other cases are computed axis by
-axis: the mode ``nearest`` selects elements by a list of indices, and the other modes multiply by a small interpolation
-matrix. The indices and matrices follow ONNX's formulas for coordinates and coefficients.
+Otherwise axis by axis: ``nearest`` selects elements by indices, the other modes multiply by an interpolation matrix.
 """
 
 from __future__ import annotations
@@ -37,19 +35,19 @@ LINEAR = {3: "linear", 4: "bilinear", 5: "trilinear"}
 
 @dataclass(frozen=True, slots=True)
 class Axis:
-    """How a Resize node resizes one axis of a tensor.
-
-    ``at``: the axis. ``n``, ``out``: its number of elements before and after resizing. ``scale``: the factor by which
-    ONNX's formulas scale coordinates; ``out`` is about ``n · scale``. ``start``, ``end``: the region of the input that
-    is resized, as fractions of the axis from 0 to 1. Only the coordinates ``tf_crop_and_resize`` use it.
-    """
+    """How a Resize node resizes one axis of a tensor."""
 
     at: int
+    """The axis."""
     n: int
+    """The number of elements before resizing."""
     out: int
+    """The number of elements after resizing, about ``n · scale``."""
     scale: float
+    """The factor by which ONNX's formulas scale coordinates."""
     start: float = 0.0
     end: float = 1.0
+    """With ``start``: the region of the input, as fractions of the axis, for ``tf_crop_and_resize``."""
 
     @property
     def length(self) -> float:
@@ -60,25 +58,23 @@ class Axis:
 
 @dataclass(frozen=True, slots=True)
 class Rule:
-    """How a Resize or Upsample node interpolates, from its ONNX attributes (their names are in parentheses).
-
-    - ``mode``: ``nearest``, ``linear`` or ``cubic``.
-    - ``coordinates`` (``coordinate_transformation_mode``): the formula that maps positions in the result to positions
-      in the input, a key of `COORDINATES`.
-    - ``rounding`` (``nearest_mode``): how the mode ``nearest`` rounds positions, a key of `ROUNDINGS`.
-    - ``cubic`` (``cubic_coeff_a``): the coefficient a of the cubic kernel.
-    - ``exclude_outside``: whether positions outside of the input get weight 0.
-    - ``antialias``: whether the kernel is widened when an axis shrinks.
-    - ``extrapolation`` (``extrapolation_value``): the result outside of the input, for ``tf_crop_and_resize``.
-    """
+    """How a Resize or Upsample node interpolates; in parentheses the ONNX attributes."""
 
     mode: str
+    """``nearest``, ``linear`` or ``cubic``."""
     coordinates: str
+    """The formula from positions in the result to positions in the input (``coordinate_transformation_mode``), a key
+    of `COORDINATES`."""
     rounding: str
+    """How ``nearest`` rounds positions (``nearest_mode``), a key of `ROUNDINGS`."""
     cubic: float
+    """The coefficient a of the cubic kernel (``cubic_coeff_a``)."""
     exclude_outside: bool
+    """Whether positions outside of the input get weight 0."""
     antialias: bool
+    """Whether the kernel is widened when an axis shrinks."""
     extrapolation: float
+    """The result outside of the input for ``tf_crop_and_resize`` (``extrapolation_value``)."""
 
 
 def _rule(node: Node, coordinates: str) -> Rule:
@@ -166,8 +162,8 @@ def _matrix(axis: Axis, rule: Rule) -> np.ndarray:
 
 
 def _beyond(axis: Axis, rule: Rule) -> np.ndarray:
-    """Return a mask, of length ``axis.out``: which elements of the resized axis are outside of the input, and so get
-    the extrapolation value. All are False unless the coordinates are ``tf_crop_and_resize``."""
+    """Return a mask of the elements of the resized axis that get the extrapolation value; none unless the
+    coordinates are ``tf_crop_and_resize``."""
     x = COORDINATES[rule.coordinates](np.arange(axis.out, dtype=np.float64), axis)
     cropping = rule.coordinates == "tf_crop_and_resize"
     return ((x < 0) | (x > axis.n - 1)) if cropping else np.zeros(axis.out, dtype=bool)
@@ -207,9 +203,8 @@ def _one_axis(x: Tensor, axis: Axis, rule: Rule) -> Tensor:
 
 
 def _native(x: Tensor, axes: Sequence[Axis], rule: Rule) -> Tensor | None:
-    """Return the result of `torch.nn.functional.interpolate` if it equals the result of ONNX's formulas; else None. It
-    can be equal only for floating-point tensors of three to five axes that are not resized along the first two. Such a
-    tensor is returned itself if no axis is resized."""
+    """Return the result of `torch.nn.functional.interpolate`, or ``x`` if no axis is resized; None if torch may
+    differ from ONNX's formulas."""
     spatial = {a.at: a for a in axes}
     if (
         x.dim() not in LINEAR
@@ -273,10 +268,8 @@ def resize(node: Node, x: Tensor, roi: Known = None, scales: Known = None, sizes
 def _sizes(
     node: Node, x: Tensor, along: Sequence[int], sizes: Sequence[int]
 ) -> tuple[list[int], list[float]]:
-    """Return the new sizes and the scale factors for a Resize node with ``sizes``: two lists, one entry for each axis
-    in ``along``. If the attribute ``keep_aspect_ratio_policy`` is not ``stretch``, all axes get the same factor, so the
-    new sizes may differ from the stated ones.
-    """
+    """Return the new sizes and scale factors of the axes in ``along``. Unless ``keep_aspect_ratio_policy`` is
+    ``stretch``, all get one factor."""
     ratios = [s / x.shape[a] for a, s in zip(along, sizes, strict=True)]
     policy = text(node, "keep_aspect_ratio_policy", "stretch")
     if policy == "stretch":
@@ -288,10 +281,8 @@ def _sizes(
 @ROWS.add("Resize", 10, known=(1,))
 @ROWS.add("Upsample", 9, 10, known=(1,))
 def upsample(node: Node, x: Tensor, scales: np.ndarray) -> Tensor:
-    """Run ONNX Resize of opset 10, or Upsample, its older name: multiply the size of each axis by its number in
-    ``scales``, and round down. Position i of the result maps to i ÷ scale in the input, which the mode ``nearest``
-    rounds down.
-    """
+    """Run ONNX Resize of opset 10, or Upsample: multiply each axis by its scale, rounded down. Position i maps to i
+    ÷ scale."""
     factors = [float(s) for s in scales]
     wanted = [math.floor(n * s) for n, s in zip(x.shape, factors, strict=True)]
     axes = [

@@ -1,10 +1,7 @@
-"""The entries (`Row`) of the table that implements ONNX ops, and helpers for their functions.
+"""The entries (`Row`) of the table of ONNX ops, and helpers for their functions.
 
-An entry's function implements one version of an op on torch tensors. It is called as ``run(node, *inputs)``, with the
-node's inputs in order (None for an absent one), and returns a tensor or a tuple of tensors; functions of ops on
-sequences may also return a list or a NumPy array. It never changes an input. The entry also states the op, the opset
-version from which on it is valid, and which inputs arrive as NumPy arrays or Python numbers instead of tensors: values
-that do not depend on data, such as shapes, axes and pads.
+A function is called as ``run(node, *inputs)`` with None for an absent input, returns a tensor or a tuple, and
+changes no input. Functions of sequences may return a list or a NumPy array.
 """
 
 from __future__ import annotations
@@ -28,29 +25,26 @@ Known = np.ndarray | None
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """An entry of the op table: how to run one ONNX op, from one opset version on.
-
-    A value in a graph is called known if it is small and depends on the shapes of the graph's inputs only, not on their
-    content. It is then a NumPy array.
-
-    - ``domain``, ``op``: the op's domain (empty for ONNX's own ops) and name.
-    - ``since``: the first opset version for which the entry is valid.
-    - ``run``: the function, called with the node and its inputs.
-    - ``known``: positions of inputs that must be known, such as shapes and axes. They are passed as NumPy arrays.
-    - ``scalars``: whether known inputs of one element are passed as Python numbers.
-    - ``size``: a function from the inputs, all known, to an upper bound of the number of elements of the result. None
-      if the sizes of the inputs bound it.
-    - ``random``: whether the op draws random numbers.
-    """
+    """How to run one ONNX op from one opset version on. A known value depends on the inputs' shapes, not their
+    content."""
 
     domain: str
+    """Empty for ONNX's own ops."""
     op: str
+    """The op's name."""
     since: int
+    """The first opset version for which the entry is valid."""
     run: Handler
+    """Called with the node and its inputs."""
     known: frozenset[int] = frozenset()
+    """Positions of inputs that must be known, such as shapes and axes. They are passed as NumPy arrays."""
     scalars: bool = False
+    """Whether known inputs of one element are passed as Python numbers."""
     size: SizeRule | None = None
+    """An upper bound of the result's number of elements, from the inputs, all known; None if the inputs' sizes bound
+    it."""
     random: bool = False
+    """Whether the op draws random numbers."""
     literal: frozenset[int] = frozenset()
     """Positions of inputs that are passed as NumPy arrays if they are known, otherwise as tensors."""
     check: Callable[[Node], None] | None = None
@@ -78,11 +72,8 @@ class Rows:
         check: Callable[[Node], None] | None = None,
         raw: bool = False,
     ) -> Callable[[H], H]:
-        """Return a decorator that registers a function as the implementation of ``op``: one table entry for each opset
-        version in ``since``, from which on the function is valid.
-
-        The other arguments are fields of `Row`.
-        """
+        """Return a decorator that adds an entry for each opset version in ``since``. The other arguments are fields
+        of `Row`."""
 
         def collect(handler: H) -> H:
             self.rows += [
@@ -121,8 +112,7 @@ def _meant(value: Any) -> Any:
 
 
 def refuse(node: Node, why: str) -> ModelError:
-    """Return an error for a node that cannot run. The caller raises it. Its message names the node, its op and its
-    opset. ``why``: the reason, as the end of the message."""
+    """Return, not raise, an error for a node that cannot run. Its message ends with ``why``."""
     return ModelError(f"node {node.name!r} ({node.op}, opset {node.version}): {why}")
 
 
@@ -159,8 +149,8 @@ def number(node: Node, name: str, default: float) -> float:
 
 
 def intended(value: float) -> float:
-    """Return the shortest decimal number that rounds to the same float32. ONNX files store attributes as float32: 0.9
-    is read as 0.89999998, and this returns 0.9."""
+    """Return the shortest decimal number that rounds to the same float32: 0.9 for the 0.89999998 that an ONNX file
+    stores."""
     return float(str(np.float32(value)))
 
 

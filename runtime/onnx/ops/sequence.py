@@ -1,8 +1,4 @@
-"""Implementations of the ONNX ops on sequences of tensors. A sequence is a Python list while a graph runs, so building
-it makes no calls in a captured graph.
-
-The functions get their inputs unchanged: tensors, or NumPy arrays for small values that do not depend on data.
-"""
+"""The ONNX ops on sequences of tensors. A sequence is a Python list, so building it makes no calls in a capture."""
 
 from __future__ import annotations
 
@@ -66,9 +62,8 @@ def sequence_length(node: Node, items: list[Value]) -> np.ndarray:
 
 @ROWS.add("ConcatFromSequence", 11, raw=True)
 def concat_from_sequence(node: Node, items: list[Value]) -> Value:
-    """Run ONNX ConcatFromSequence: concatenate all elements of a sequence along the attribute ``axis``. If ``new_axis``
-    is set, stack them along a new axis instead. The result is a NumPy array if all elements are, else a tensor.
-    """
+    """Run ONNX ConcatFromSequence along ``axis``, or stack if ``new_axis`` is set. The result is a NumPy array if
+    all elements are."""
     axis, new = integer(node, "axis", 0), bool(integer(node, "new_axis", 0))
     if not items:
         raise refuse(node, "an empty sequence cannot be concatenated")
@@ -81,10 +76,10 @@ def concat_from_sequence(node: Node, items: list[Value]) -> Value:
 
 @ROWS.add("SplitToSequence", 11, 24, raw=True)
 def split_to_sequence(node: Node, value: Value, sizes: Value = None) -> list[Value]:
-    """Run ONNX SplitToSequence: split ``value`` along the attribute ``axis`` into a sequence.
+    """Run ONNX SplitToSequence: split ``value`` along ``axis`` into parts of the sizes in a list, or of one size,
+    the last maybe smaller.
 
-    ``sizes``: a list has the size of each part. A single number is the size of all parts, of which the last may be
-    smaller. With None, each part has size 1, and loses the axis if ``keepdims`` is 0.
+    With None the parts have size 1, and lose the axis if ``keepdims`` is 0.
     """
     axis = integer(node, "axis", 0)
     length = value.shape[axis]

@@ -83,8 +83,8 @@ def arange(node: Node, start: np.ndarray, limit: np.ndarray, delta: np.ndarray) 
 
 @ROWS.add("EyeLike", 9, 22)
 def eye_like(node: Node, x: Tensor) -> Tensor:
-    """Run ONNX EyeLike: a matrix of the shape of ``x`` with ones on one diagonal and zeros elsewhere. The attribute
-    ``k`` is the diagonal's offset (0: the main diagonal), ``dtype`` the element type (without it, that of ``x``)."""
+    """Run ONNX EyeLike: ones on the diagonal at offset ``k``, zeros elsewhere, in the shape of ``x`` and the type
+    ``dtype``, else its type."""
     dtype = ONNX_DTYPES[integer(node, "dtype", 0)] if "dtype" in node.attributes else x.dtype
     rows, columns = x.shape
     shifted = torch.arange(columns, device=x.device) - torch.arange(rows, device=x.device)[:, None]
@@ -109,8 +109,7 @@ def identity(node: Node, x: Tensor) -> Tensor:
 
 @ROWS.add("Reshape", 5, 13, 14, 19, 21, 23, 24, 25, known=(1,))
 def reshape(node: Node, x: Tensor, shape: np.ndarray) -> Tensor:
-    """Run ONNX Reshape. A 0 in ``shape`` means the size of the same axis of ``x``, unless the attribute ``allowzero``
-    is set. A −1 is inferred from the number of elements."""
+    """Run ONNX Reshape. A 0 copies the size of that axis of ``x`` unless ``allowzero`` is set; a −1 is inferred."""
     sizes = known_ints(shape) or ()
     if not integer(node, "allowzero", 0):
         sizes = tuple(x.shape[i] if s == 0 and i < x.dim() else s for i, s in enumerate(sizes))
@@ -185,13 +184,10 @@ def tile(node: Node, x: Tensor, repeats: np.ndarray) -> Tensor:
 
 @ROWS.add("DepthToSpace", 1, 11, 13, 28)
 def depth_to_space(node: Node, x: Tensor) -> Tensor:
-    """Run ONNX DepthToSpace: move channels into blocks of b × b pixels, from (N, C, H, W) to (N, C ÷ b², H b, W b).
-
-    The attribute ``blocksize`` is b. In the ``mode`` CRD the b² channels of a block are next to each other (as in
-    torch's pixel shuffle); in DCR, the default, they are C ÷ b² apart.
-    """
+    """Run ONNX DepthToSpace: move channels into blocks of b × b pixels, from (N, C, H, W) to (N, C ÷ b², H b, W b)."""
     block, (n, c, h, w) = integer(node, "blocksize", 1), x.shape
     if text(node, "mode", "DCR") == "CRD":
+        # CRD: the b² channels of a block are next to each other. DCR: they are C ÷ b² apart.
         return F.pixel_shuffle(x, block)
     blocks = x.reshape(n, block, block, c // (block * block), h, w)
     return blocks.permute(0, 3, 4, 1, 5, 2).reshape(n, c // (block * block), h * block, w * block)
@@ -199,13 +195,11 @@ def depth_to_space(node: Node, x: Tensor) -> Tensor:
 
 @ROWS.add("SpaceToDepth", 1, 13, 28)
 def space_to_depth(node: Node, x: Tensor) -> Tensor:
-    """Run ONNX SpaceToDepth: move blocks of b × b pixels into channels, from (N, C, H, W) to (N, C b², H ÷ b, W ÷ b).
-
-    The attribute ``blocksize`` is b. In the ``mode`` CRD the b² channels of a block are next to each other (as in
-    torch's pixel unshuffle); in DCR, the default, they are C apart.
-    """
+    """Run ONNX SpaceToDepth: move blocks of b × b pixels into channels, from (N, C, H, W) to (N, C b², H ÷ b, W ÷
+    b)."""
     block, (n, c, h, w) = integer(node, "blocksize", 1), x.shape
     if text(node, "mode", "DCR") == "CRD":
+        # CRD: the b² channels of a block are next to each other. DCR: they are C apart.
         return F.pixel_unshuffle(x, block)
     blocks = x.reshape(n, c, h // block, block, w // block, block)
     return blocks.permute(0, 3, 5, 1, 2, 4).reshape(n, c * block * block, h // block, w // block)
@@ -225,8 +219,8 @@ def _castable(node: Node) -> None:
 
 @ROWS.add("Cast", 6, 9, 13, 19, 21, 23, 24, 25, 28, check=_castable)
 def cast(node: Node, x: Tensor) -> Tensor:
-    """Run ONNX Cast: convert ``x`` to the element type in the attribute ``to``. A type that `ONNX_DTYPES` lacks, such
-    as strings and float8, has already been refused when the graph's nodes were looked up in the op table."""
+    """Run ONNX Cast: convert ``x`` to the type ``to``. The op table refuses nodes with types that `ONNX_DTYPES`
+    lacks."""
     return _cast(x, ONNX_DTYPES[integer(node, "to", 0)])
 
 

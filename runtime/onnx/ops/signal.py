@@ -17,20 +17,19 @@ ROWS = Rows()
 
 
 def _complex(x: Tensor) -> Tensor:
-    """Return the numbers that the last axis of ``x`` represents, without that axis: real ones if it has size 1, complex
-    ones (real, imaginary) if it has size 2. They are in double precision, as in the reference code of the ONNX
-    standard, since torch has no Fourier transform for some types."""
+    """Return the numbers in the last axis of ``x``, real (size 1) or complex (size 2), without that axis, in double
+    precision."""
+    # As the reference code of the ONNX standard: torch has no Fourier transform for some types.
     wide = x.double()
     return wide.squeeze(-1) if x.shape[-1] == 1 else torch.view_as_complex(wide.contiguous())
 
 
 @ROWS.add("DFT", 20, known=(1, 2))
 def dft(node: Node, x: Tensor, length: Known = None, axis: Known = None) -> Tensor:
-    """Run ONNX DFT: the Fourier transform of ``x`` along an axis, or the inverse one if the attribute ``inverse`` is
-    set. The last axis has size 1 (real numbers) or 2 (real and imaginary parts).
+    """Run ONNX DFT along an axis, or its inverse. The last axis has size 1 (real) or 2 (real and imaginary parts).
 
-    If the attribute ``onesided`` is set, a forward transform returns only the first half of the frequencies. An inverse
-    one then reads only this half, and returns real numbers.
+    If ``onesided`` is set, a transform returns the first half of the frequencies, and an inverse reads that half and
+    returns real numbers.
     """
     along = (-2 if axis is None else int(axis.reshape(()))) % x.dim()
     size = None if length is None else int(length.reshape(()))

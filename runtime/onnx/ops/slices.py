@@ -34,8 +34,8 @@ def concat(node: Node, *tensors: Tensor) -> Tensor:
 
 @ROWS.add("Split", 1, 2, 11, 13, 18, known=(1,))
 def split(node: Node, x: Tensor, sizes: Known = None) -> tuple[Tensor, ...]:
-    """Run ONNX Split: split ``x`` along ``axis`` into parts of the given sizes; None: as many equal parts as outputs.
-    Opsets below 13 may have the sizes in the attribute ``split``."""
+    """Run ONNX Split along ``axis`` into parts of ``sizes`` or the attribute ``split``, else into equal parts of
+    which the last may be smaller."""
     axis, wanted = integer(node, "axis", 0), ints(node, "split") or known_ints(sizes)
     if not wanted:
         parts = integer(node, "num_outputs", len(node.outputs))
@@ -92,9 +92,10 @@ def _mirror(mode: str, n: int, low: int, high: int) -> Tensor:
 
 @ROWS.add("Pad", 11, 13, 18, 19, 21, 23, 24, 25, known=(1, 2, 3))
 def pad(node: Node, x: Tensor, pads: np.ndarray, value: Known = None, axes: Known = None) -> Tensor:
-    """Run ONNX Pad: pad ``x`` before and after each of ``axes`` (None: all); negative padding crops.
+    """Run ONNX Pad before and after each of ``axes`` (None: all); negative padding crops. The constant is ``value``,
+    or 0 for None.
 
-    ``pads``: the padding before all axes, then after all axes. ``value``: the constant to pad with; None: 0.
+    ``pads``: the padding before all axes, then after all axes.
     """
     mode, rank = text(node, "mode", "constant"), x.dim()
     fill = 0.0 if value is None or not value.size else value.reshape(()).item()
@@ -119,15 +120,13 @@ ROWS.add("Pad", 1)(by_attributes(pad, "paddings", "value"))
 
 @ROWS.add("CenterCropPad", 18, known=(1,))
 def center_crop_pad(node: Node, x: Tensor, shape: np.ndarray) -> Tensor:
-    """Run ONNX CenterCropPad: crop each axis to its middle, or pad it with zeros on both sides, to the given sizes.
-
-    ``shape``: one size for each of the attribute ``axes`` (or of all axes). Of an odd difference the smaller half is at
-    the front.
-    """
+    """Run ONNX CenterCropPad: crop each of ``axes`` to its middle, or pad it with zeros on both sides, to the sizes
+    in ``shape``."""
     axes = ints(node, "axes") or tuple(range(x.dim()))
     pairs = [0] * (2 * x.dim())
     for axis, wanted in zip(axes, known_ints(shape) or (), strict=True):
         more = wanted - x.shape[axis]
+        # Of an odd difference the smaller half is at the front.
         before = more // 2 if more >= 0 else -(-more // 2)
         at = 2 * (x.dim() - 1 - axis % x.dim())
         pairs[at : at + 2] = before, more - before

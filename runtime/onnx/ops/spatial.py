@@ -36,11 +36,8 @@ def _samples(node: Node) -> None:
 
 @ROWS.add("GridSample", 16, 20, 22, check=_samples)
 def grid_sample(node: Node, x: Tensor, grid: Tensor) -> Tensor:
-    """Run ONNX GridSample: interpolate ``x`` (N, C, …) at the positions in ``grid`` (N, …, number of spatial axes),
-    which are scaled to [−1, 1].
-
-    Unknown modes have already been refused when the graph's nodes were looked up in the op table.
-    """
+    """Run ONNX GridSample: interpolate ``x`` (N, C, …) at the positions in ``grid`` (N, …, spatial axes), scaled to
+    [−1, 1]."""
     mode = SAMPLE_MODES[text(node, "mode", "linear")]
     corners = bool(integer(node, "align_corners", 0))
     return F.grid_sample(x, grid, mode, text(node, "padding_mode", "zeros"), corners)
@@ -48,9 +45,8 @@ def grid_sample(node: Node, x: Tensor, grid: Tensor) -> Tensor:
 
 @ROWS.add("AffineGrid", 20, known=(1,))
 def affine_grid(node: Node, theta: Tensor, size: np.ndarray) -> Tensor:
-    """Run ONNX AffineGrid: the positions to which affine maps send the points of a regular grid. ``theta``: the matrix
-    of each map, (N, 2, 3) or (N, 3, 4). ``size``: (N, C, H, W) or (N, C, D, H, W). The result is (N, H, W, 2) or (N, D,
-    H, W, 3)."""
+    """Run ONNX AffineGrid on maps (N, 2, 3) or (N, 3, 4): the images of a regular grid, (N, H, W, 2) or (N, D, H, W,
+    3)."""
     return F.affine_grid(theta, list(known_ints(size) or ()), bool(integer(node, "align_corners", 0)))
 
 
@@ -58,25 +54,20 @@ def affine_grid(node: Node, theta: Tensor, size: np.ndarray) -> Tensor:
 def rotary_embedding(
     node: Node, x: Tensor, cos: Tensor, sin: Tensor, positions: Tensor | None = None
 ) -> Tensor:
-    """Run ONNX RotaryEmbedding: rotate pairs of features by angles that depend on the position.
+    """Run ONNX RotaryEmbedding on ``x`` (batch, heads, steps, size) or (batch, steps, heads·size): rotate pairs of
+    features by position.
 
-    A pair has one feature of each half of a head, or two neighbouring features if the attribute ``interleaved`` is set.
-    If ``rotary_embedding_dim`` is set, only this many features of each head are rotated.
-
-    Args:
-        node: its attributes are used.
-        x: (batch, heads, steps, size), or (batch, steps, heads·size) with the attribute ``num_heads``.
-        cos: cosines of the angles, by position, (positions, pairs); without ``positions``, (batch, steps, pairs).
-        sin: sines, in the same shape.
-        positions: the position of each step, (batch, steps); or None.
+    ``cos``, ``sin``: (positions, pairs), or (batch, steps, pairs) without ``positions`` (batch, steps).
     """
     heads = x.transpose(1, 2) if x.dim() == 4 else x.reshape(*x.shape[:2], integer(node, "num_heads", 1), -1)
+    # Features after the first ``width`` of each head are not rotated.
     width = integer(node, "rotary_embedding_dim", 0) or heads.shape[3]
     turned, rest = heads[..., :width], heads[..., width:]
     if positions is not None:
         cos, sin = F.embedding(positions, cos), F.embedding(positions, sin)
     cos, sin = cos.unsqueeze(2), sin.unsqueeze(2)
     if integer(node, "interleaved", 0):
+        # Interleaved: a pair has two neighbours. Otherwise it has one feature of each half.
         a, b = turned[..., 0::2], turned[..., 1::2]
         y = torch.stack([a * cos - b * sin, a * sin + b * cos], -1).flatten(-2)
     else:
@@ -88,18 +79,8 @@ def rotary_embedding(
 
 @ROWS.add("Col2Im", 18, known=(1, 2))
 def col2im(node: Node, x: Tensor, image: np.ndarray, block: np.ndarray) -> Tensor:
-    """Run ONNX Col2Im: put blocks, which are the columns of ``x``, at their positions in an image. Where blocks
-    overlap, their elements are added.
-
-    Args:
-        node: its attributes are used: dilations, strides and pads.
-        x: (N, C · number of elements of a block, number of blocks).
-        image: the size of each spatial axis of the image. There may be any number of axes.
-        block: the size of a block along each of these axes.
-
-    Returns:
-        The image, (N, C, *image).
-    """
+    """Run ONNX Col2Im: add up the blocks (N, C · elements, blocks) at their positions in an image (N, C, *image) of
+    any rank."""
     sizes, kernel = known_ints(image) or (), known_ints(block) or ()
     rank = len(sizes)
     dilations, strides = (ints(node, k) or (1,) * rank for k in ("dilations", "strides"))

@@ -40,28 +40,11 @@ def linear_attention(
     decay: Tensor | None = None,
     beta: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Run ONNX LinearAttention: each step updates a state, a matrix of key size × value size for each head, and
-    multiplies the query by it.
+    """Run ONNX LinearAttention: a state (key size × value size) of each head is updated step by step and multiplied
+    by the query.
 
-    Several heads of queries may share a head of keys and values.
-
-    Args:
-        node: its attributes are used: ``update_rule``, ``q_num_heads``, ``kv_num_heads``, ``scale``.
-        query: (batch, steps, query heads · key size).
-        key: (batch, steps, key heads · key size).
-        value: (batch, steps, key heads · value size).
-        past: the state before the first step, (batch, key heads, key size, value size); None: zero.
-        decay: the logarithms of the factors by which the state is multiplied before each step, (batch, steps, key heads
-            · key size), or (batch, steps, key heads) for one factor a head. Only for the rules ``gated`` and
-            ``gated_delta``; otherwise None.
-        beta: the factors of each step's change of the state, (batch, steps, key heads or 1). Only for the rules
-            ``delta`` and ``gated_delta``; otherwise None.
-
-    Returns:
-        The result, (batch, steps, query heads · value size), and the state after the last step.
-
-    Raises:
-        ModelError: the rule is unknown or does not fit the inputs, or the numbers of heads do not divide the features.
+    Returns the result (batch, steps, query heads · value size) and the last state. Raises `ModelError` if the rule
+    or the numbers of heads do not fit the inputs.
     """
     rule = text(node, "update_rule", "gated_delta")
     heads, readers = integer(node, "kv_num_heads", 0), integer(node, "q_num_heads", 0)
@@ -70,6 +53,8 @@ def linear_attention(
     if heads < 1 or readers % heads:
         raise refuse(node, f"{heads} heads of keys do not divide {readers} of queries")
     q, k, v = _heads(node, query, readers), _heads(node, key, heads), _heads(node, value, heads)
+    # ``decay``: logarithms of the state's factors, one for each key feature or one for each head. ``beta``:
+    # factors of its change, for each key head or for all.
     kept = None if decay is None else _heads(node, decay, heads).exp()
     rates = None if beta is None else _heads(node, beta, beta.shape[2])
     shape = (q.shape[0], heads, k.shape[3], v.shape[3])
@@ -98,20 +83,10 @@ def _stepped(state: Tensor, k: Tensor, v: Tensor, kept: Tensor | None, rate: Ten
 def causal_conv(
     node: Node, x: Tensor, weight: Tensor, bias: Tensor | None = None, past: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Run ONNX CausalConvWithState: convolve each channel separately over the present and the earlier steps.
+    """Run ONNX CausalConvWithState: convolve each channel of (N, C, steps) with the present and earlier steps; a
+    ``past`` of None is zeros.
 
-    Args:
-        node: its attribute ``activation`` is used.
-        x: (N, C, steps).
-        weight: (C, 1, kernel).
-        bias: (C,); None: zero.
-        past: the steps before ``x``, (N, C, kernel − 1); None: zeros.
-
-    Returns:
-        The result, of the shape of ``x``, and the last kernel − 1 steps, which are ``past`` of the next call.
-
-    Raises:
-        ModelError: the activation is none of ``none``, ``silu`` and ``swish``.
+    Returns the result and the last kernel − 1 steps. Raises `ModelError` for an unknown activation.
     """
     activation, back = text(node, "activation", "none"), weight.shape[2] - 1
     if activation not in ("none", "silu", "swish"):

@@ -33,9 +33,8 @@ BY_NAME: dict[str, torch.dtype] = {str(d).removeprefix("torch."): d for d in ONN
 
 
 def torch_dtype(name: str, what: str) -> torch.dtype:
-    """Return the torch dtype that has the name of a NumPy dtype, such as ``float32``. ``what``: the value that has this
-    type, in words; the error's message begins with it.
-    """
+    """Return the torch dtype with the name of a NumPy dtype, such as ``float32``; else raise `ModelError` about
+    ``what``."""
     if name not in BY_NAME:
         kind = "string" if name == "object" else name  # numpy's name for the type of arrays of strings
         raise ModelError(f"{what} is of type {kind}, which is not supported")
@@ -43,9 +42,7 @@ def torch_dtype(name: str, what: str) -> torch.dtype:
 
 
 def to_tensor(array: np.ndarray, what: str = "a value") -> torch.Tensor:
-    """Return a copy of a NumPy array as a tensor of the same type. ``what``: the array's meaning in words; the error's
-    message begins with it.
-    """
+    """Return a copy of a NumPy array as a tensor of the same type. ``what`` begins the error's message."""
     dtype = torch_dtype(array.dtype.name, what)
     if dtype == torch.bfloat16:
         return torch.from_numpy(np.array(array).view(np.int16)).view(dtype)
@@ -53,8 +50,8 @@ def to_tensor(array: np.ndarray, what: str = "a value") -> torch.Tensor:
 
 
 def to_array(tensor: torch.Tensor) -> np.ndarray:
-    """Return a tensor's values as a NumPy array on the CPU. The array shares the memory of a tensor on the CPU where
-    possible. For bfloat16, which NumPy lacks, the dtype is `ml_dtypes.bfloat16`."""
+    """Return a tensor's values as a NumPy array on the CPU, without a copy where possible. bfloat16 becomes
+    `ml_dtypes.bfloat16`."""
     tensor = tensor.detach().cpu()
     if tensor.dtype != torch.bfloat16:
         return tensor.numpy()
@@ -62,9 +59,8 @@ def to_array(tensor: torch.Tensor) -> np.ndarray:
 
 
 def constant_tensor(array: np.ndarray, what: str) -> torch.Tensor:
-    """Return a tensor with the content of a NumPy array, made by calls that tracing records as a constant. ``what``:
-    the array's meaning in words; the error's message begins with it.
-    """
+    """Return a tensor with an array's content, made by calls that a trace records as a constant. ``what`` begins the
+    error's message."""
     dtype = torch_dtype(array.dtype.name, what)
     if math.prod(array.shape) == 1:
         return torch.full(array.shape, array.ravel()[0].item(), dtype=dtype)
@@ -89,8 +85,8 @@ SAME_WIDTH: dict[torch.dtype, torch.dtype] = {
 
 
 def signed(x: torch.Tensor) -> torch.Tensor:
-    """Return ``x`` in a type whose elements torch can compare. Unsigned integers of 16 to 64 bits become signed
-    integers in the same order; other types stay."""
+    """Return ``x`` in a type that torch can compare: unsigned integers of 16 to 64 bits become signed ones of the
+    same order."""
     if x.dtype == torch.uint64:
         return x.view(torch.int64) ^ torch.iinfo(torch.int64).min
     return x.to(WIDER.get(x.dtype, x.dtype))
