@@ -16,15 +16,14 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
+import hodlr
 import torch
 from sklearn.datasets import load_digits
 from torch import Tensor, nn
 from torch.nn import functional
 
 import rematplan
-from rematplan.optim import hodlr
 from rematplan.optim.damped_inverses import (
-    Hierarchical,
     Inverse,
     Spectral,
     cholesky,
@@ -114,7 +113,7 @@ def by_rank(share: int) -> Callable[[Tensor], Make]:
 def by_levels(rank: int) -> Callable[[Tensor], Make]:
     """Return a function from a matrix to a `Make` of hierarchical inverses whose off-diagonal blocks have rank
     ``rank``."""
-    return lambda matrix: lambda damping: Hierarchical(*hodlr.inverse(matrix, damping, rank))
+    return lambda matrix: lambda damping: hodlr.Hierarchical(*hodlr.inverse(matrix, damping, rank))
 
 
 FORMS: dict[str, Callable[[Tensor], Make]] = {

@@ -32,7 +32,6 @@ COMMANDS = {
     "compare": "compare keeping, recomputing and inverting: peak, time and gradient error",
     "profile": "measure a training step's ops, for planning on another machine",
     "pipeline": "plan a model over several ranks, each within a memory budget",
-    "kfac": "model time and memory of SGD and K-FAC on many devices",
     "pipeline-step": "run a planned pipeline's step under torchrun, one process per rank",
     "step": "run a planned training step and measure it",
     "demo": "plan and run U-Net and ResNet-50, from ONNX files",

@@ -13,7 +13,6 @@ from typing import Any, ClassVar, Protocol, TypeAlias
 import torch
 from torch import Tensor
 
-from rematplan.optim import hodlr
 from rematplan.optim.nystrom import nystrom
 
 LOW_RANK_SHARE = 8
@@ -88,24 +87,6 @@ class Diagonal:
         ``scales``[…, i].
         """
         return self.scales[..., None] * x
-
-
-@dataclass(frozen=True)
-class Hierarchical:
-    """The inverse (F + λ I)⁻¹ of a Kronecker factor F with damping λ, with off-diagonal blocks of low rank (HODLR).
-
-    ``leaves``, ``levels``: the two results of `hodlr.inverse`.
-    """
-
-    leaves: Tensor
-    levels: tuple[Tensor, ...]
-    kind: ClassVar[str] = "hierarchical"
-
-    def apply(self, x: Tensor) -> Tensor:
-        """Return (F + λ I)⁻¹ ``x`` for a Kronecker factor F of n rows and damping λ. ``x``: one matrix, (n, columns),
-        no batch.
-        """
-        return hodlr.apply(self.leaves, self.levels, x)
 
 
 Make: TypeAlias = Callable[[Tensor, float, Inverse | None], Inverse]
@@ -193,38 +174,17 @@ def diagonal(factor: Tensor, damping: float, _before: Inverse | None = None) -> 
     return Diagonal(1 / (factor.clamp_min(0) + damping))
 
 
-def hierarchical(factor: Tensor, damping: float, _before: Inverse | None = None) -> Inverse:
-    """Return (``factor`` + λ I)⁻¹ approximately, with off-diagonal blocks of low rank (`hodlr`).
-
-    Batches of factors (more than two dimensions), factors of at most 64 rows, and factors of which this form would be
-    larger than a dense inverse, are inverted by Cholesky factorisation.
-
-    Args:
-        factor: (n, n) or (…, n, n), symmetric.
-        damping: λ.
-        _before: the previous inverse, which is not used.
-
-    Raises:
-        NotDefinite: the low-rank approximation is not positive definite.
-    """
-    if factor.dim() > 2 or factor.shape[-1] <= hodlr.LEAF:
-        return cholesky(factor, damping)
-    form = Hierarchical(*hodlr.inverse(factor, damping))
-    return form if inverse_bytes(form) < factor.nbytes else cholesky(factor, damping)
-
-
 INVERSES: Mapping[str, Make] = MappingProxyType(
     {
         "cholesky": cholesky,
         "eigen": eigen,
         "low-rank": low_rank,
         "diagonal": diagonal,
-        "hierarchical": hierarchical,
     }
 )
 """The methods of inversion, by the name that the option ``inverse`` takes."""
 
-_KINDS: Mapping[str, type[Any]] = {c.kind: c for c in (Dense, Spectral, Diagonal, Hierarchical)}
+_KINDS: Mapping[str, type[Any]] = {c.kind: c for c in (Dense, Spectral, Diagonal)}
 
 
 def saved(inverse: Inverse) -> dict[str, Any]:

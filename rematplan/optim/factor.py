@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,7 +19,6 @@ from rematplan.optim.damped_inverses import (
     restored,
     saved,
 )
-from rematplan.optim.hodlr import NotDefinite
 from rematplan.optim.nystrom import nystrom
 from rematplan.runtime.statistics.packing import pack, packed_size, packed_trace, unpack
 
@@ -160,9 +158,7 @@ class Factor:
             return INVERSES["diagonal"](mean, damping, None)
         if self.how == AUTO:
             return self._measured(mean, damping) or cholesky(mean, damping)
-        with suppress(NotDefinite):
-            return INVERSES[self.how](mean, damping, self.inverse)
-        return cholesky(mean, damping)  # here the exception's frames, which hold matrices, are gone
+        return INVERSES[self.how](mean, damping, self.inverse)
 
     def _measured(self, mean: Tensor, damping: float) -> Inverse | None:
         """Return a low-rank inverse of ``mean`` + ``damping`` I, for the method ``auto``; None if a dense inverse is
@@ -223,10 +219,9 @@ class Factor:
     def inverse_bytes(self) -> int:
         """Return an upper bound of the bytes of the inverse, whether the inverse exists already or not.
 
-        For the methods ``auto`` and ``hierarchical`` it is the size of a dense inverse, since they may fall back to
-        one.
+        For the method ``auto`` it is the size of a dense inverse, which it may fall back to.
         """
-        if self.inverse is not None and self.how not in (AUTO, "hierarchical"):
+        if self.inverse is not None and self.how != AUTO:
             return inverse_bytes(self.inverse)
         blocks, n = torch.Size(self.blocks).numel(), self.size
         rank = max(1, n // LOW_RANK_SHARE)

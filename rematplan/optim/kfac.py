@@ -55,7 +55,7 @@ class KFAC(Optimizer):
         kl_clip: bounds the divergence of a step in the quadratic model (Osawa et al. 2019): updates V are multiplied by
             min(1, √(kl_clip ÷ lr² Σ ⟨V, gradient⟩)). None: no bound.
         decay: the factor by which the earlier sums are multiplied when new statistics are added, from 0 to below 1.
-        inverse: how factors are inverted: ``cholesky``, ``eigen``, ``low-rank``, ``diagonal``, ``hierarchical``, or
+        inverse: how factors are inverted: ``cholesky``, ``eigen``, ``low-rank``, ``diagonal`` or
             ``auto``. With ``auto`` only the diagonal of factors above 16,384 rows is used; factors from 2,048 rows get
             a low-rank inverse while few eigenvalues exceed the damping; all others use Cholesky factorisation.
         factors_every: statistics are read in every so many steps.

@@ -25,7 +25,6 @@ INVERSION_COPIES: Mapping[str, float] = {
     "cholesky": 3,
     "eigen": 4,
     "low-rank": 3,
-    "hierarchical": 10,
 }
 """The bytes that an inversion allocates at its peak, the new inverse included, divided by those of the factor as a
 dense matrix. By method."""

@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from rematplan.optim import factor, hodlr
+from rematplan.optim import factor
 from rematplan.optim.damped_inverses import (
     INVERSES,
     cholesky,
@@ -55,7 +55,7 @@ def test_exact_inverses_are_exact(name: str) -> None:
 def test_blocks_are_inverted_one_by_one() -> None:
     blocks = torch.stack([spectrum(torch.logspace(0, -2, 16), seed) for seed in range(3)])
     x = torch.randn(3, 16, 2, dtype=F64)
-    for name in ("cholesky", "eigen", "low-rank", "hierarchical"):
+    for name in ("cholesky", "eigen", "low-rank"):
         got = INVERSES[name](blocks, 0.1, None).apply(x)
         for at in range(3):
             alone = INVERSES[name](blocks[at], 0.1, None).apply(x[at])
@@ -102,36 +102,11 @@ def test_diagonal_is_that_of_the_diagonal() -> None:
     assert torch.equal(got[:, 0], torch.tensor([0.5, 1.0, 0.25]))
 
 
-@pytest.mark.parametrize("n", [100, 128, 500])
-def test_a_kernel_of_rank_one_off_the_diagonal_is_inverted_exactly(n: int) -> None:
-    at = torch.arange(n, dtype=F64) / 50
-    kernel = torch.exp(-(at[:, None] - at).abs())
-    got = hodlr.apply(*hodlr.inverse(kernel, 0.01, rank=2), torch.eye(n, dtype=F64))
-    torch.testing.assert_close(got, damped_inverse(kernel, 0.01), rtol=0, atol=1e-9)
-
-
-def test_a_hierarchical_form_that_is_not_definite_is_refused() -> None:
-    matrix = spectrum(torch.cat((torch.full((150,), 1.0), torch.full((106,), 1e-6))))
-    with pytest.raises(hodlr.NotDefinite, match="256 rows at rank 4"):
-        hodlr.inverse(matrix, 1e-6, rank=4)
-    whole = Factor(256, (), "hierarchical", F64)
-    whole.fold(pack(matrix), 1.0, 0.9)
-    whole.invert(1e-6)
-    assert whole.inverse.kind == "dense"
-
-
-def test_a_hierarchical_form_larger_than_the_dense_inverse_is_not_used() -> None:
-    inverse = INVERSES["hierarchical"](torch.eye(130, dtype=F64), 0.1, None)
-    assert inverse.kind == "dense"
-    torch.testing.assert_close(inverse.apply(torch.eye(130, dtype=F64)), torch.eye(130, dtype=F64) / 1.1)
-
-
 @pytest.mark.parametrize("name", INVERSES)
 def test_inverses_survive_being_saved(name: str) -> None:
     matrix = torch.eye(600, dtype=F64) + 0.01 * spectrum(torch.rand(600))
     inverse = INVERSES[name](matrix.diagonal() if name == "diagonal" else matrix, 0.1, None)
     x = torch.randn(600, 2, dtype=F64)
-    assert name != "hierarchical" or inverse.kind == name
     assert torch.equal(restored(saved(inverse), x.device).apply(x), inverse.apply(x))
     assert inverse_bytes(inverse) > 0
 

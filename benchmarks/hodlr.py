@@ -11,6 +11,9 @@ Factors of trained networks do not gain from this form: see docs/second-order.md
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+from typing import ClassVar
+
 import torch
 from torch import Tensor
 
@@ -61,6 +64,19 @@ def inverse(
             f"the hierarchical form of a factor of {side} rows at rank {rank} is not positive definite"
         )
     return leaves, levels
+
+
+@dataclass(frozen=True)
+class Hierarchical:
+    """The damped inverse of a factor in this form. ``leaves``, ``levels``: the two results of `inverse`."""
+
+    leaves: Tensor
+    levels: tuple[Tensor, ...]
+    kind: ClassVar[str] = "hierarchical"
+
+    def apply(self, x: Tensor) -> Tensor:
+        """Return the product of the inverse and ``x``, (n, columns)."""
+        return apply(self.leaves, self.levels, x)
 
 
 def apply(leaves: Tensor, levels: tuple[Tensor, ...], x: Tensor) -> Tensor:

@@ -1,6 +1,8 @@
-"""A model of the time of a data-parallel training iteration, with SGD and with K-FAC, on a given device and network.
+"""A model of the time and memory of data-parallel training iterations, with SGD and with K-FAC, on many devices.
 
-Computation is modelled by the device's roofline (`runtime.costs.roofline`), communication by the α-β model: a message
+    python benchmarks/kfac_iterations.py resnet50 --dim batch=32 --ranks 1 8 64 2048 --png breakdown.png
+
+Computation is modelled by a device's roofline (`runtime.costs.roofline`), communication by the α-β model: a message
 takes a latency α plus its bytes ÷ the bandwidth β. A reduce-scatter or an all-gather of n bytes between p processes
 takes ⌈log₂ p⌉ α + (p − 1)/p n/β (recursive halving and doubling; Thakur et al. 2005), an all-reduce twice that.
 Nothing overlaps. The times are not measured, and real kernels are slower than a roofline, above all small Cholesky
@@ -9,21 +11,32 @@ factorisations.
 
 from __future__ import annotations
 
+import argparse
 import math
 import re
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import cached_property
+from pathlib import Path
 from typing import TypeVar
 
 import torch
+from matplotlib.figure import Figure
 
+from rematplan import api
+from rematplan.ir import show_bytes
 from rematplan.optim.assignment import FactorKey, by_factor, homes, owners
 from rematplan.optim.factor import AUTO, Factor
-from rematplan.runtime.costs.device_models import DeviceModel
+from rematplan.planner.strategies.store_all import no_recompute
+from rematplan.report.plot import COLOURS, save_png
+from rematplan.runtime.costs.device_models import DeviceModel, device_model
 from rematplan.runtime.costs.roofline import roofline_costs
 from rematplan.runtime.graph.captured_step import CapturedStep
 from rematplan.runtime.statistics.factors import Factors
+from rematplan.runtime.statistics.fisher_output_gradients import Draws
+from rematplan.runtime.statistics.insert import with_statistics
+from rematplan.runtime.statistics.options import Kronecker
+from rematplan.runtime.statistics.recorder import shapes
 
 Key = TypeVar("Key")
 
@@ -230,3 +243,80 @@ def _most(owners: Mapping[Key, int], amounts: Mapping[Key, float]) -> float:
 
 def _ordered(times: Mapping[str, float]) -> dict[str, float]:
     return {part: times.get(part, 0.0) for part in PARTS}
+
+
+def breakdown(pairs: Sequence[tuple[Iteration, Iteration]]) -> str:
+    """Return a table of the milliseconds of each part of an iteration, and of the bytes of the optimizer's state."""
+    lines = [
+        f"{'devices':>8} {'':5} {'total':>9} "
+        + " ".join(f"{part[:12]:>12}" for part in PARTS)
+        + "      state"
+    ]
+    for pair in pairs:
+        for name, one in zip(("SGD", "K-FAC"), pair, strict=True):
+            times = " ".join(f"{one.times[part] / 1000:12.2f}" for part in PARTS)
+            lines.append(
+                f"{one.ranks:8} {name:5} {one.total / 1000:9.2f} {times} {show_bytes(one.state):>10}"
+            )
+    return "\n".join(lines)
+
+
+def draw(path: Path, title: str, pairs: Sequence[tuple[Iteration, Iteration]]) -> None:
+    """Draw the time of an iteration by part: for each number of devices a bar of SGD (hatched) and one of K-FAC."""
+    figure = Figure(figsize=(max(7.0, 1.0 * len(pairs) + 3), 5), layout="constrained")
+    axes = figure.add_subplot()
+    for side, offset in enumerate((-0.2, 0.2)):
+        bottoms = [0.0] * len(pairs)
+        for part, colour in zip(PARTS, (*COLOURS, "#BBBBBB"), strict=True):
+            heights = [pair[side].times[part] / 1000 for pair in pairs]
+            axes.bar(
+                [at + offset for at in range(len(pairs))], heights, 0.38, bottoms, color=colour,
+                hatch=None if side else "///", label=part if side else None, edgecolor="white", linewidth=0.3,
+            )  # fmt: skip
+            bottoms = [a + b for a, b in zip(bottoms, heights, strict=True)]
+    axes.set_xticks(range(len(pairs)), [str(pair[0].ranks) for pair in pairs])
+    axes.set_xlabel("devices (left, hatched: SGD; right: K-FAC)")
+    axes.set_ylabel("milliseconds an iteration")
+    axes.set_title(title, parse_math=False)
+    figure.legend(loc="outside right upper")
+    save_png(figure, path)
+
+
+def main() -> None:
+    """Model iterations of a network of the zoo, print a table, and draw a picture if asked."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n", 1)[0])
+    parser.add_argument("model")
+    parser.add_argument("--dim", nargs="*", default=[], metavar="NAME=SIZE")
+    parser.add_argument("--ranks", nargs="+", type=int, default=[2**k for k in range(12)])
+    parser.add_argument("--device", default="v100")
+    parser.add_argument("--link", nargs=2, type=float, default=(25, 5), metavar=("GB/s", "US"))
+    parser.add_argument("--every", type=int, default=1, help="iterations from one statistic to the next")
+    parser.add_argument("--inverse-every", type=int, default=1)
+    parser.add_argument("--png", type=Path)
+    args = parser.parse_args()
+    sizes = {name: int(size) for name, size in (one.split("=") for one in args.dim)}
+    loaded = api.load_step(args.model, sizes=api.Sizes(**sizes), weightless=True)
+    options = Kronecker(fisher="empirical", approx="expand")
+    counted = with_statistics(loaded.step, options, Draws(options.seed))
+    link = Link(*args.link)
+    model = IterationModel(
+        loaded.step,
+        counted.step,
+        shapes(counted),
+        device_model(args.device),
+        link,
+        args.every,
+        args.inverse_every,
+    )
+    pairs = [(model.sgd(count), model.kfac(count)) for count in args.ranks]
+    title = f"{args.model} on {args.device} (model, not measured)"
+    print(title, breakdown(pairs), sep="\n")
+    for name, step in (("SGD", loaded.step), ("K-FAC", counted.step)):
+        peak = no_recompute(api.problem(replace(loaded, step=step), args.device)).estimate.peak
+        print(f"peak of the step without recomputation, {name}: {show_bytes(peak)}")
+    if args.png:
+        draw(args.png, title, pairs)
+
+
+if __name__ == "__main__":
+    main()
