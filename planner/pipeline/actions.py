@@ -1,8 +1,7 @@
-"""The actions of a pipeline's ranks in order, and the memory and times of the pipeline's stages, as plain data.
+"""The actions of a pipeline's ranks in order, and the memory and times of its stages, as plain data.
 
-A micro-batch passes a stage in two or three actions: F (forward) and B (backward); or F, I (the part of the backward
-that computes the input's gradient) and W (the part that computes the gradients of the weights). A B does the work of I
-and then that of W.
+A micro-batch passes a stage as F (forward) and B (backward), or as F, I (the input's gradient) and W (the
+weights' gradients).
 """
 
 from __future__ import annotations
@@ -40,22 +39,24 @@ or sends the message, the micro-batch."""
 
 @dataclass(frozen=True, slots=True, order=True)
 class Action:
-    """One action of a rank: work on one micro-batch in one stage.
-
-    ``kind``: F (forward), B (backward), I (backward for the input's gradient) or W (gradients of the weights).
-    ``stage``, ``microbatch``: counted from 0. ``messages``: which messages the rank begins to receive or to send, and
-    which sent ones it frees, after its previous action and before this one, in order. ``after``: the same after this
-    action, if it is the rank's last one. ``before``, ``during``: the bytes that the rank holds outside of its stages
-    after its previous action, and during this one. All four are ignored when actions are compared.
+    """One action of a rank: work on one micro-batch in one stage. Comparisons read the kind, the stage and
+    the micro-batch.
     """
 
     kind: Kind
     stage: int
+    """Counted from 0, as micro-batches are."""
     microbatch: int
     messages: tuple[Entry, ...] = field(default=(), compare=False)
+    """Messages that the rank begins to receive or send, and sent ones that it frees, between its previous
+    action and this one, in order.
+    """
     after: tuple[Entry, ...] = field(default=(), compare=False)
+    """The same after this action, if it is the rank's last one."""
     before: int = field(default=0, compare=False)
+    """Bytes that the rank holds outside of its stages after its previous action."""
     during: int = field(default=0, compare=False)
+    """The same during this action."""
 
     def __str__(self) -> str:
         return f"{self.stage}{self.kind}{self.microbatch}"
@@ -81,13 +82,8 @@ def made_by(action: Action) -> Message | None:
 class PipelineSchedule:
     """The order in which each rank of a pipeline runs its actions.
 
-    ``name``: the schedule's name. ``stages``, ``ranks``, ``microbatches``: the number of each. ``actions``: for each
-    rank, its actions in order. ``stage_of_rank``: for each rank, the numbers of its stages, ascending.
-
-    Raises:
-        ProblemError: there is not one list of actions for each rank; a stage has no rank or two; a rank has an action
-            of a stage of another rank; or the actions of a micro-batch in a stage are not F, F and B, or F, I and W,
-            in this order.
+    Raises a ProblemError if a stage has not exactly one rank, or a micro-batch does not pass each stage as F,
+    F B, or F I W.
     """
 
     name: str
@@ -95,7 +91,9 @@ class PipelineSchedule:
     ranks: int
     microbatches: int
     actions: tuple[RankActions, ...]
+    """For each rank, its actions in order."""
     stage_of_rank: tuple[tuple[int, ...], ...]
+    """For each rank, the numbers of its stages, ascending."""
 
     def __post_init__(self) -> None:
         if not len(self.actions) == len(self.stage_of_rank) == self.ranks:
@@ -146,13 +144,10 @@ class PipelineSchedule:
 def schedule_of_rows(
     name: str, stages: int, microbatches: int, rows: Sequence[Sequence[tuple[str, int, int]]]
 ) -> PipelineSchedule:
-    """Return the pipeline schedule in which each rank runs the actions of one row, in order.
+    """Return the schedule in which each rank runs one row: (kind, stage, micro-batch) of actions and of
+    entries between them.
 
-    ``rows``: for each rank, its actions as (kind, stage, micro-batch), and between them the starts of receives
-    (`RECEIVES`) and sends (`SENDS`) and the frees of sent messages (`DROPS`). A receive that is left out begins
-    directly before the action that reads the message. A send that is left out begins directly after the action that
-    makes the message. A sent message that no entry frees exists until the end of the step. A rank has the stages that
-    occur in its actions.
+    A send without an entry begins right after the action that makes the message.
     """
     for kind in sorted({row[0] for rank in rows for row in rank}):
         if kind not in (*KINDS, *RECEIVES, *SENDS, *KEEPS, *DROPS):
@@ -178,8 +173,9 @@ def _actions(row: Iterable[tuple[str, int, int]]) -> Iterator[Action]:
 
 
 def _steps(row: RankActions) -> tuple[Step, ...]:
-    """Return a rank's actions and the messages that it sends, in order. A message is sent where an entry of the row
-    states it, otherwise directly after the action that makes it."""
+    """Return a rank's actions and the messages that it sends, in order. A message without a `SENDS` entry
+    follows the action that makes it.
+    """
     stated = [*(a.messages for a in row), *(a.after for a in row[-1:])]
     behind = {
         (SENDS[kind], stage, microbatch): position - 1
@@ -195,8 +191,9 @@ def _steps(row: RankActions) -> tuple[Step, ...]:
 
 
 def stages_that_free_outputs(schedule: PipelineSchedule) -> frozenset[int]:
-    """Return the numbers of the stages whose outputs are freed before the backward of their micro-batch, once they are
-    sent. The outputs of other stages exist until the backward, whether it reads them or not."""
+    """Return the stages that free each output before the backward of its micro-batch (`DROP_F`). Stages
+    without a backward are included.
+    """
     freed: set[tuple[int, int]] = set()
     keeping: set[int] = set()
     for action in (a for row in schedule.actions for a in row):
@@ -208,81 +205,82 @@ def stages_that_free_outputs(schedule: PipelineSchedule) -> frozenset[int]:
 
 @dataclass(frozen=True)
 class StagePlan:
-    """The memory (bytes) and times (microseconds) of a pipeline stage that is executed by a plan, for one micro-batch.
+    """The memory (bytes) and times (microseconds) of a stage under a plan, for one micro-batch.
 
-    The actions are F (forward) and B (backward). A split backward has I (the input's gradient) and W (the gradients of
-    the weights) instead of B. The *transient* of an action is the largest number of bytes that its micro-batch needs
-    during the action, including bytes kept since an earlier action. It does not include bytes for other micro-batches,
-    nor ``states`` and ``torch_bytes``. So the first forward of a rank with one stage has the peak ``states`` +
-    ``torch_bytes`` + ``transient_forward``.
-
-    ``stage``: the stage's number. ``kept_bytes`` (K): kept from F to B or I. ``deferred_bytes`` (D): kept from I to W.
-    ``transient_forward``, ``transient_backward``, ``transient_weight``: the transients of F, I and W. ``whole``: bytes
-    by which the same work needs more in a B, because torch keeps the outputs, their gradients and the input's gradient
-    until a B ends, while it frees them at the end of an I. So the transient of a B is the larger of
-    ``transient_backward`` and ``transient_weight`` + ``whole``. A stage whose backward is never split has 0 for
-    ``transient_weight``, ``deferred_bytes``, ``whole`` and ``weight``. ``deferred_input``: the
-    part of D that is the message from the previous stage, if W reads this message.
-
-    ``gradients``: bytes of the parameters' gradients. The first backward of a step creates them; later ones add to
-    them, so they stay until the end of the step. ``early_gradients``: bytes of those that an I computes, because one op
-    computes them together with the input's gradient. ``first_backward``: used in place of ``transient_backward`` in
-    the first B or I of a step. ``first_weight``: used in place of ``transient_weight`` in the first B or W of a step;
-    it does not include ``early_gradients``. None: no difference.
-
-    ``states``: bytes of parameters, buffers, optimizer states and everything else that exists during the whole step,
-    except ``torch_bytes``: the buffers from which a channel sends, the inputs of all micro-batches, and the outputs of
-    all micro-batches unless ``left`` has them. ``received``, ``answered``: the bytes of a message from the previous and
-    from the next stage. A message that waits for its action counts with these bytes; during the action it counts to the
-    transient. ``credits``: the number of messages that a channel receives ahead in each of the two directions, or all
-    that are left if they are fewer; 0 without channels.
-    ``sent``, ``returned``: the bytes of a message to the next and to the previous stage, after the micro-batch's
-    backward. 0 if that stage is on the same rank, because there is no message. ``loose``: the bytes of a message to the
-    next stage before the micro-batch's backward, without those that ``kept_bytes`` includes. ``left``: bytes that each
-    B or I leaves in memory until the end of the step: returned outputs, and the loss. ``closing``: additional bytes
-    when all actions are done and all sent messages are freed, while the outputs of all micro-batches are joined.
-    ``opening``: additional bytes before the first action, while torch prepares the step. ``ending``: additional bytes
-    after the last action, while torch divides gradients by the number of micro-batches, or reduces sharded gradients.
-    Both exist once in a rank, however many stages it has.
-
-    ``forward``, ``backward``, ``weight``: the times of F, I and W. If ``weight`` is 0, ``backward`` is the time of a B.
-    ``extra``: the time of recomputation, which is included in these times. ``plan``: the plan as JSON data; None if
-    there is none.
+    A *transient* is the most bytes that a micro-batch needs during its action, kept bytes included,
+    ``states`` and ``torch_bytes`` excluded.
     """
 
     stage: int
     kept_bytes: int
+    """K: kept from F to B or I."""
     transient_forward: int
+    """The transient of F."""
     transient_backward: int
+    """The transient of I. That of a B is the larger of this and ``transient_weight`` + ``whole`` + new
+    ``early_gradients``.
+    """
     transient_weight: int = 0
+    """The transient of W; 0 if the backward is not split."""
     states: int = 0
+    """Bytes of parameters, buffers, optimizer states and whatever else exists during the whole step, except
+    ``torch_bytes``.
+    """
     torch_bytes: int = 0
+    """Bytes of buffers from which a channel sends, and of the inputs and outputs of all micro-batches,
+    outputs in ``left`` excluded.
+    """
     forward: float = 0.0
+    """The time of F."""
     backward: float = 0.0
+    """The time of I, or of B if ``weight`` is 0."""
     weight: float = 0.0
+    """The time of W."""
     extra: float = 0.0
+    """The time of recomputation, which the three times include."""
     plan: Mapping[str, Any] | None = None
+    """The plan as JSON data; None if there is none."""
     deferred_bytes: int = 0
+    """D: kept from I to W; 0 if the backward is not split."""
     deferred_input: int = 0
+    """The part of D that is the message from the previous stage, if W reads this message."""
     whole: int = 0
+    """Bytes that the work of W needs in addition in a B: torch keeps outputs and their gradients to the end
+    of a B, but frees them after an I.
+    """
     gradients: int = 0
+    """Bytes of the parameters' gradients, which exist from the first backward to the end of the step."""
     early_gradients: int = 0
+    """Bytes of those that an I computes, because one op computes them together with the input's gradient."""
     first_backward: int | None = None
+    """In place of ``transient_backward`` in the first B or I of a step; None: no difference."""
     first_weight: int | None = None
+    """In place of ``transient_weight`` in the first B or W, without ``early_gradients``; None: no difference."""
     left: int = 0
+    """Bytes that each B or I leaves until the end of the step: returned outputs and the loss."""
     closing: int = 0
+    """Bytes in addition while torch joins the outputs of all micro-batches, after all actions."""
     opening: int = 0
+    """Bytes in addition while torch prepares the step. A rank counts the largest ``opening`` of its stages."""
     ending: int = 0
+    """Bytes in addition after the last action, while torch scales or reduces gradients. A rank counts the
+    largest ``ending`` of its stages.
+    """
     received: int = 0
+    """Bytes of a message from the previous stage while it waits. During its action it counts to the transient."""
     answered: int = 0
+    """The same for a message from the next stage."""
     sent: int = 0
+    """Bytes of a message to the next stage after its micro-batch's backward; 0 if that stage is on the same rank."""
     returned: int = 0
+    """Bytes of a message to the previous stage; 0 if that stage is on the same rank."""
     loose: int = 0
+    """Bytes of a message to the next stage before its micro-batch's backward that ``kept_bytes`` does not include."""
     credits: int = 0
+    """How many messages a channel receives ahead in each direction; 0 without channels."""
 
     def microseconds(self, kind: Kind) -> float:
-        """Return the microseconds of one action: F (forward), I (backward for the input's gradient), W (gradients of
-        the weights), or B (backward: the sum of I and W)."""
+        """Return the microseconds of an action of this kind."""
         return {
             "F": self.forward,
             "I": self.backward,

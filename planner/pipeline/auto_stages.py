@@ -30,18 +30,16 @@ class AutoStages:
         return Auto(time_limit=self.time_limit, reuse=False).plan(graph, budget, starts=starts)
 
     def least(self, graph: TrainingGraph, starts: Sequence[Plan]) -> Plan:
-        """Return the plan with the smallest peak that is found. ``starts``: known plans of the problem to start from.
-
-        If the problem is small (`is_small`), the result does not depend on the speed of the machine.
-        """
+        """Return the plan with the smallest peak that a search from the known plans ``starts`` finds."""
         plan, interrupted = search_smallest_peak(graph, Effort(self.time_limit), starts)
         if interrupted is not None:
             raise interrupted
         return plan
 
     def floor(self, graph: TrainingGraph, budget: int) -> float:
-        """Return a proven lower bound of the overhead (a share of the time without recomputation) of any plan within
-        ``budget`` bytes; infinite if it is proven that no plan fits."""
+        """Return a proven lower bound of the overhead (a share of the time without recomputation) within
+        ``budget`` bytes; infinite if no plan fits.
+        """
         return lower_bound(graph, budget, self.time_limit).overhead
 
 
@@ -58,8 +56,9 @@ class StrategyStages:
         return self.strategy.plan(graph, budget, starts=starts)
 
     def least(self, graph: TrainingGraph, starts: Sequence[Plan]) -> Plan:
-        """Return the strategy's plan within the smallest budget that the strategy can meet. This budget is the smallest
-        peak that the strategy reports when it refuses a budget that is too small."""
+        """Return the strategy's plan within the inputs' bytes or, if it refuses them, within the smallest
+        budget that its error states.
+        """
         try:
             return self.strategy.plan(graph, graph.input_bytes, starts=starts)
         except InfeasibleBudget as error:

@@ -1,10 +1,7 @@
-"""Choose where to cut a chain of blocks into the stages of a pipeline, and the plans of the stages, for the least
-simulated makespan.
+"""Choose the cuts of a chain of blocks into stages, and the stages' plans, for the least simulated makespan.
 
-Planning a stage takes seconds; a lower bound of its time takes almost nothing (`stage_floor`). So the best cuts are
-first chosen with lower bounds as the times of stages, and the stages of these cuts are planned. Then the best cuts are
-chosen again, with the times of plans where there are plans. This is repeated until all stages of the best cuts are
-planned, or until a limit of rounds or time.
+Stages without a plan count with a lower bound of their time. The best cuts are planned and chosen again until
+all their stages have plans.
 """
 
 from __future__ import annotations
@@ -48,22 +45,21 @@ Intervals = tuple[tuple[int, int], ...]
 
 @dataclass(frozen=True)
 class Terms:
-    """The conditions for which a pipeline is planned: memory, links and costs that do not depend on the cuts.
-
-    ``budget``: bytes of memory for each rank. ``link``: latency and bandwidth between ranks. ``overhead``: microseconds
-    that each action takes in addition to the computation. ``optimizer``: bytes of optimizer state per byte of trained
-    parameters. ``batch``: the names of inputs that differ between micro-batches; a rank that reads such an input keeps
-    its contents for all micro-batches in memory. ``opening``: bytes that PyTorch allocates while it prepares the first
-    step. ``outputs``: bytes of the model's outputs for one micro-batch, which PyTorch keeps to the end of the step.
-    """
+    """What a pipeline is planned for: memory, links and costs that do not depend on the cuts."""
 
     budget: int
+    """Bytes of memory for each rank."""
     link: Link = FREE_LINK
     overhead: float = 0.0
+    """Microseconds that each action takes in addition to the computation."""
     optimizer: float = 0.0
+    """Bytes of optimizer state per byte of trained parameters."""
     batch: frozenset[str] = frozenset()
+    """Names of inputs that differ between micro-batches. A rank that reads one holds it for all micro-batches."""
     opening: int = RANDOM_STATE
+    """Bytes that PyTorch allocates while it prepares the first step."""
     outputs: int = 0
+    """Bytes of the model's outputs for one micro-batch, which PyTorch keeps to the end of the step."""
 
 
 def stage_times(
@@ -78,58 +74,46 @@ def stage_times(
 
 
 def returned_bytes(chain: StageChain, place: int, recovers: bool) -> int:
-    """Return the bytes of the message that the stage that begins at block ``place`` sends to the stage before it, for
-    one micro-batch.
+    """Return the bytes of gradients that the stage from block ``place`` on sends back to the stage before it
+    for one micro-batch.
 
-    The message contains gradients. With ``recovers`` it also contains the stage's recovered input, which the stage
-    before needs as its output.
+    With ``recovers`` the message includes the stage's recovered input.
     """
     return chain.returns[place] + (chain.sends[place] if recovers else 0)
 
 
 @dataclass
 class PipelineSearch:
-    """Searches for the cuts of a pipeline and the plans of its stages, for the least simulated makespan with one
-    schedule.
-
-    ``chain``: the blocks to divide into stages. ``schedule``: the actions of each rank in order. ``terms``: the budget
-    of each rank, the links and other conditions. ``planner``: plans single stages. ``progress``: called with the
-    fraction done and a short text. ``seconds``: how long further cuts are tried.
-
-    ``least_kept``: used only for a dataflow schedule, whose stages recover their inputs from their outputs. If True,
-    no stage may keep more bytes between forward and backward than its known plans that keep the fewest
-    (`starting_plans`), even if the budget allows more. ``planned``: the results so far: for a rank and the blocks of
-    its stages, the plans, or the error if no plans fit. ``_bases``: for a stage's first block and the block after its
-    last, the results of `_base`. ``_inputs``: for the same keys, the results of `_input_bytes`. ``_peaks``: for a rank
-    and the blocks of its stages, the results of `_smallest`.
-    """
+    """Searches for the cuts and the stages' plans with the least simulated makespan under one schedule."""
 
     chain: StageChain
     schedule: PipelineSchedule
     terms: Terms
     planner: StagePlanner
+    """Plans single stages."""
     progress: Progress = silent
+    """Called with the fraction done and a short text."""
     seconds: float = math.inf
+    """How long further cuts are tried."""
     least_kept: bool = True
+    """Whether stages of a dataflow schedule keep no more bytes than their known plans that keep the fewest
+    (`starting_plans`).
+    """
     planned: dict[tuple[int, Intervals], RankPlan | InfeasibleBudget] = field(default_factory=dict)
+    """For a rank and the blocks of its stages, its plans, or the error if none were found that fit."""
     _bases: dict[tuple[int, int], tuple[float, float, float]] = field(default_factory=dict)
     _inputs: dict[tuple[int, int], tuple[int, int, int]] = field(default_factory=dict)
     _peaks: dict[tuple[int, Intervals], int] = field(default_factory=dict)
 
     def run(self, cuts: Cuts | None = None) -> PlannedPipeline:
-        """Return a planned pipeline with the cuts ``cuts``, or with the best cuts that the search finds if ``cuts`` is
-        None.
-
-        ``cuts``: the blocks at which the second and each later stage begin.
-        """
+        """Return the planned pipeline with the given cuts, or with the best cuts found if ``cuts`` is None."""
         if cuts is not None:
             self.chain.check_cuts(cuts)
         return self._pipeline(self.best_cuts() if cuts is None else cuts)
 
     def best_cuts(self) -> Cuts:
-        """Return the cuts with the least makespan among those that the search tries, by planning their stages.
-
-        If the stages of no tried cuts fit the budget, return `lean_cuts`, which do not depend on the budget.
+        """Return the tried cuts with the least makespan, or `lean_cuts` if no tried cuts fit the budget.
+        Plans the stages of each try.
         """
         tried = dict[Cuts, bool]()
         while len(tried) < ROUNDS and list(tried.values()).count(False) < REFUSED:
@@ -177,16 +161,17 @@ class PipelineSearch:
 
     @cached_property
     def floor(self) -> float:
-        """A lower bound, for any cuts, of the microseconds that the slowest stage or link takes for one micro-batch;
-        infinite if no cuts fit the budget."""
+        """A lower bound, over all cuts, of the slowest stage's or link's microseconds per micro-batch;
+        infinite if no cuts fit.
+        """
         found = partitions(self.chain, self.schedule.stages, self._floors, self.terms.link)
         return found[0].slowest if found else math.inf
 
     @cached_property
     def least_makespan(self) -> float:
-        """The least simulated makespan in microseconds over the cuts that the search considers, as it is known when
-        this property is first read. A stage without a plan counts with a lower bound of its time. Infinite if no cuts
-        fit the budget."""
+        """The least simulated makespan in microseconds that the search knows when this is first read;
+        infinite if no cuts fit.
+        """
         chosen = self._promising()
         return math.inf if chosen is None else chosen[0]
 
@@ -202,25 +187,19 @@ class PipelineSearch:
         return time_floors(self.chain, room)
 
     def _promising(self) -> tuple[float, Cuts] | None:
-        """Return the least simulated makespan in microseconds and the cuts that have it; None if no cuts fit the
-        budget.
-
-        A dynamic program (`partitions`) finds candidates. Two of them, the one with the fastest slowest stage and the
-        one with the least makespan, are changed as long as this lowers the makespan (`descent`): the slowest stage does
-        not decide alone, least of all where a rank has several stages. A stage without a plan counts with a lower bound
-        of its time.
-        """
+        """Return the least simulated makespan in microseconds and its cuts; None if no cuts fit the budget."""
         found = [p.cuts for p in partitions(self.chain, self.schedule.stages, self._time, self.terms.link)]
         makespan = cache(self._makespan)
+        # The slowest stage alone does not decide the makespan, least of all if a rank has several stages.
         starts = {found[0], min(found, key=makespan)} if found else set()
         most = REPLAYED // (max(1, len(starts)) * sum(map(len, self.schedule.actions)))
         best = [descent(self.chain, start, makespan, most) for start in starts]
         return min(((makespan(cuts), cuts) for cuts in best), default=None)
 
     def _makespan(self, cuts: Cuts) -> float:
-        """Return the simulated makespan of a pipeline with the cuts ``cuts``, in microseconds. The stages of a rank
-        that has been planned have the times of their plans; others have lower bounds of their times. Infinite if it is
-        known that a rank does not fit the budget."""
+        """Return the simulated makespan in microseconds with these cuts; infinite if a rank is known not to
+        fit the budget.
+        """
         times = [(0.0, 0.0, 0.0)] * self.schedule.stages
         for rank, stages in enumerate(self.schedule.stage_of_rank):
             own = self._intervals(cuts, rank)
@@ -231,6 +210,7 @@ class PipelineSearch:
                     times[stage] = (found.forward, found.backward, found.weight)
                 else:
                     forward, backward, weight = self._base(start, end)
+                    # The stages of a rank without plans count with lower bounds of their times.
                     floor = math.inf if plan else self._floors(start, end, stage)
                     times[stage] = (forward, backward + floor - forward - backward - weight, weight)
         if any(math.inf in own for own in times):
@@ -239,10 +219,10 @@ class PipelineSearch:
         return replay(self.schedule, messages, self.terms.link, self.terms.overhead).makespan
 
     def _time(self, start: int, end: int, stage: int) -> float:
-        """Return the microseconds that a stage takes for one micro-batch. This is the time of its plan, if the stage is
-        the only one of its rank and has been planned; else a lower bound. Infinite if no plan was found that fits.
+        """Return a stage's microseconds per micro-batch: those of its plan if it is its rank's only stage and
+        planned, else a lower bound.
 
-        ``start``, ``end``: the stage's first block, and the block after its last one. ``stage``: its number.
+        Infinite if the search found no plan that fits.
         """
         rank = self.schedule.rank_of(stage)
         plan = self.planned.get((rank, ((start, end),)))
@@ -254,15 +234,14 @@ class PipelineSearch:
         return found.forward + found.backward + found.weight
 
     def _rank_plans(self, cuts: Cuts, seconds: float) -> Iterator[RankPlan | InfeasibleBudget]:
-        """Yield, for each rank, the plans of its stages, or the error if none fit the budget. Plans that do not exist
-        yet are searched for and recorded in ``planned``.
-
-        ``seconds``: how long these searches may take together. Each has an equal share of what its predecessors leave.
+        """Yield each rank's plans, or the error if none were found that fit. Missing ones are searched for
+        and recorded in ``planned``.
         """
         keys = [(rank, self._intervals(cuts, rank)) for rank in range(self.schedule.ranks)]
         effort, unplanned = Effort(seconds), sum(key not in self.planned for key in keys)
         for key in keys:
             if key not in self.planned:
+                # Each search has an equal share of the time that its predecessors left.
                 share = effort.left / unplanned
                 unplanned -= 1
                 try:
@@ -342,11 +321,8 @@ class PipelineSearch:
         return tuple(bounds[stage] for stage in self.schedule.stage_of_rank[rank])
 
     def template(self, start: int, end: int, stage: int) -> StagePlan:
-        """Return the memory of a stage that does not depend on how it is planned: optimizer states, messages, and, for
-        all micro-batches together, the inputs that it reads and that differ between micro-batches, and the model's
-        outputs. The field ``stage`` is its number; times and all other fields are 0.
-
-        ``start``, ``end``: the stage's first block, and the block after its last one. ``stage``: its number.
+        """Return the memory of stage ``stage``, of the blocks ``start`` to ``end`` − 1, that does not depend
+        on its plan; other fields are 0.
         """
         _, trained, batch = self._input_bytes(start, end)
         sends = self.chain.sends
@@ -362,10 +338,8 @@ class PipelineSearch:
         )
 
     def _input_bytes(self, start: int, end: int) -> tuple[int, int, int]:
-        """Return the bytes of three kinds of inputs that a stage reads: of those that all micro-batches share, of
-        trained parameters (which are among them), and of those that differ between micro-batches.
-
-        ``start``, ``end``: the stage's first block, and the block after its last one.
+        """Return the bytes of the inputs that a stage reads: shared by all micro-batches, trained parameters
+        among those, and per micro-batch.
         """
         if (start, end) not in self._inputs:
             inputs = self.chain.inputs_of(start, end)
@@ -382,11 +356,10 @@ class PipelineSearch:
         return returned_bytes(self.chain, place, self.recovers)
 
     def _base(self, start: int, end: int) -> tuple[float, float, float]:
-        """Return the microseconds of a stage without recomputation, as three numbers: its forward, its backward without
-        weight gradients, and its weight gradients. The third is 0 if the schedule does not compute them separately; the
-        second then includes them.
+        """Return the microseconds of a stage's forward, backward and separate weight gradients, all without
+        recomputation.
 
-        ``start``, ``end``: the stage's first block, and the block after its last one.
+        Without a split backward the third is 0 and the second includes it.
         """
         if (start, end) not in self._bases:
             piece = StageSlice(self.chain, start, end)
@@ -398,11 +371,8 @@ class PipelineSearch:
         return self._bases[start, end]
 
     def _leaves(self, start: int, end: int, stage: int) -> int:
-        """Return a lower bound of the bytes of messages that a stage keeps for a micro-batch from its forward to its
-        backward: the tensors that it receives, and those that it computes and sends, unless the schedule splits the
-        backward or frees them earlier. The result is 0 if stages recover their inputs.
-
-        ``start``, ``end``: the stage's first block, and the block after its last one. ``stage``: its number.
+        """Return a lower bound of the bytes of messages that a stage keeps for a micro-batch from its forward
+        to its backward.
         """
         piece = StageSlice(self.chain, start, end)
         freed = self.split or stage in self._freeing

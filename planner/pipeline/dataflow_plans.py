@@ -1,10 +1,8 @@
-"""Plans for a stage of a dataflow pipeline: a pipeline in which each stage gets its output again from the next stage in
-the backward, in a message called the *answer*.
+"""Plans for a stage of a dataflow pipeline, in which the next stage's message in the backward (the *answer*)
+returns the stage's output.
 
-There are two kinds of plans. A plan of the first kind keeps, between forward and backward, only what inverses cannot
-recover from the answer; if all ops of the stage are invertible, it keeps nothing. The plan of the second kind keeps
-only the stage's input, and runs the stage's forward again (Chen et al., «Training deep nets with sublinear memory
-cost», 2016).
+One kind keeps what inverses cannot recover from the answer; the other keeps the input and runs the forward
+again (Chen et al. 2016).
 """
 
 from __future__ import annotations
@@ -26,26 +24,24 @@ NAME = "dataflow"
 def starting_plans(
     problems: Sequence[StageProblem], actions: RankActions
 ) -> tuple[list[list[Plan]], list[int]]:
-    """Return, for each stage of a rank of a dataflow pipeline, its candidate plans that keep the fewest bytes for a
-    micro-batch between forward and backward (`dataflow_plans`). As the second result, return for each stage how many
-    bytes these plans keep.
+    """Return, for each stage of a rank, its `dataflow_plans`, and as the second result the bytes that these
+    plans keep.
 
-    `RankSearch` starts from these plans, and does not accept plans that keep more bytes. The second result is empty,
-    which means no limit, if the rank never has more than one micro-batch in flight: then keeping fewer bytes saves no
-    memory. ``actions``: the rank's actions in order.
+    The second result is empty, which means no limit, if the rank has at most one micro-batch in flight in
+    each stage.
     """
     starts = [dataflow_plans(one) for one in problems]
+    # Then keeping fewer bytes saves no memory.
     if max(in_flight(actions).values()) == 1:
         return starts, []
     return starts, [one.measured(own[0]).kept_bytes for one, own in zip(problems, starts, strict=True)]
 
 
 def dataflow_plans(problem: StageProblem) -> list[Plan]:
-    """Return the plans, of a few candidates, that keep the fewest bytes for a micro-batch between the stage's forward
-    and its backward. Several plans are returned if they keep equally few.
+    """Return those candidate plans that keep the fewest bytes between the stage's forward and backward.
 
-    The stage is one that gets its output again from the next stage in the backward. The candidates are the plans of
-    `Reversible`, and the plan that keeps the input and runs the forward again.
+    The candidates are the plans of `Reversible`, and the plan that keeps the input and runs the forward
+    again.
     """
     found = list(_candidates(problem.graph, problem.boundary))
     kept = [problem.measured(plan).kept_bytes for plan in found]
@@ -63,16 +59,12 @@ def _candidates(graph: TrainingGraph, boundary: str) -> Iterator[Plan]:
 
 
 def _plan(graph: TrainingGraph, boundary: str, runs: Sequence[str]) -> Plan:
-    """Return the plan that runs the ops and inverses ``runs`` in order. Repeated runs of ops, and runs of inverses,
-    are left out if nothing reads their results.
-
-    The inverse that recovers the stage's output from the next stage's message is inserted right after the op
-    ``boundary``, which separates forward and backward. It is left out, too, if nothing reads its result.
-    """
+    """Return the plan that runs ``runs`` in order, without inverses and repeated runs whose results nothing reads."""
     answers = [inverse.name for inverse in graph.inverses if boundary in inverse.reads]
     backward_start = runs.index(boundary) + 1
     first: set[str] = set()
     stays = []
+    # The answer recovers the stage's output right after the boundary.
     every_run = [*runs[:backward_start], *answers, *runs[backward_start:]]
     for at, name in enumerate(every_run):
         stays.append(name not in first and not backward_start <= at < backward_start + len(answers))

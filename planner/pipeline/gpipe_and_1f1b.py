@@ -1,11 +1,7 @@
-"""Pipeline schedules with one stage per rank: GPipe, 1F1B, and 1F1B with more micro-batches in flight (dataflow).
+"""Schedules with one stage per rank: GPipe (Huang et al. 2019), 1F1B (Narayanan et al. 2021) and dataflow.
 
-In GPipe (Huang et al. 2019) and 1F1B (PipeDream-flush, Narayanan et al. 2021), a stage first runs some forwards, then
-alternates backward and forward. The schedules differ only in how many forwards a stage runs before its first backward.
-In the dataflow schedule it runs more forwards than in 1F1B, so that the stages work while messages between them travel.
-
-Where a row of GPipe or 1F1B frees a sent message was read off the methods ``_step_microbatches`` of torch's classes: it
-is where the last variable is overwritten or cleared that refers to the message.
+They differ in how many forwards a stage runs first. A row frees a sent message where torch's
+``_step_microbatches`` drops its last reference.
 """
 
 from __future__ import annotations
@@ -22,9 +18,8 @@ OF_FIRST, OF_LAST = ("RECV_F", "DROP_B"), ("RECV_B", "KEEP_B", "FORGET_B", "DROP
 def gpipe(stages: int, microbatches: int, frees_outputs: bool = False) -> PipelineSchedule:
     """Return the GPipe schedule, with one stage per rank: each stage runs all forwards, then all backwards.
 
-    ``frees_outputs``: whether torch frees outputs once they are sent: after the last forward. If not, it keeps all
-    messages to the end of the step. It always keeps the gradients that it sends. A loop variable of torch refers to the
-    last received gradient until the next one is received; on the first stage, which sends none, to the end of the step.
+    ``frees_outputs``: whether torch frees sent outputs after the last forward; if not, they exist to the end
+    of the step.
     """
 
     def entries(stage: int) -> Iterator[tuple[str, int]]:
@@ -34,6 +29,7 @@ def gpipe(stages: int, microbatches: int, frees_outputs: bool = False) -> Pipeli
             yield from (("DROP_F", m) for m in range(microbatches))
         for m in range(microbatches):
             yield "RECV_B", m
+            # A loop variable of torch refers to the last gradient received, until the next one is received.
             if m:
                 yield "FORGET_B", m - 1
             yield "B", m
@@ -44,22 +40,16 @@ def gpipe(stages: int, microbatches: int, frees_outputs: bool = False) -> Pipeli
 
 
 def one_forward_one_backward(stages: int, microbatches: int, frees_outputs: bool = False) -> PipelineSchedule:
-    """Return the 1F1B schedule, with one stage per rank: stage s has ``stages`` − s micro-batches in flight, at most
-    ``microbatches``.
+    """Return the 1F1B schedule, with one stage per rank: stage s has ``stages`` − s micro-batches in flight,
+    at most ``microbatches``.
 
-    With fewer in flight, the step takes longer. With this number, stages of equal time pause only before their first
-    backward and after their last forward, if messages take no time.
-
-    A gradient is freed after the stage's next backward. The last one exists to the end of the step.
-
-    ``frees_outputs``: whether torch frees outputs once they are sent: during the first forwards after the next forward,
-    later before the next backward. If not, an output is freed after its micro-batch's backward, with two exceptions.
-    The last output exists to the end of the step. Of the forwards before the first backward, the output of the last but
-    one is not freed before the backward that follows the last forward.
+    ``frees_outputs``: whether torch frees a sent output before its micro-batch's backward.
     """
 
     def entries(stage: int) -> Iterator[tuple[str, int]]:
         ahead = min(stages - stage, microbatches)
+        # Without ``frees_outputs``, an output is freed after its backward, but output ``held`` after the
+        # backward that follows the last forward. The last output and the last gradient exist to the end.
         held, until = ahead - 2, max(ahead - 2, microbatches - ahead)
         for m in range(ahead):
             yield from (("RECV_F", m), ("F", m))
@@ -85,10 +75,8 @@ def one_forward_one_backward(stages: int, microbatches: int, frees_outputs: bool
 def _with_messages(
     name: str, stages: int, microbatches: int, entries: Callable[[int], Iterator[tuple[str, int]]]
 ) -> PipelineSchedule:
-    """Return a pipeline schedule with one stage per rank.
-
-    ``name``: the schedule's name. ``entries``: yields the entries of a stage's row as (kind, micro-batch). Those that
-    the first or the last stage does not have are left out.
+    """Return a schedule with one stage per rank. ``entries`` yields a stage's (kind, micro-batch); those that
+    the end stages lack are left out.
     """
     rows = [
         [
@@ -102,23 +90,22 @@ def _with_messages(
 
 
 def dataflow(stages: int, microbatches: int, hop: float) -> PipelineSchedule:
-    """Return a schedule like 1F1B with more micro-batches in flight, so that each stage works while its messages
-    travel.
+    """Return a schedule like 1F1B with more micro-batches in flight, which work while messages travel; at
+    ``hop`` = 0 it is 1F1B.
 
-    ``hop``: the time of a message ÷ the time of a stage's forward and backward. Stage s of P stages has 1 + (P − 1 −
-    s)·(1 + ⌈2·``hop``⌉) micro-batches in flight, at most ``microbatches``. With ``hop`` = 0 the result is 1F1B.
+    ``hop``: the time of a message ÷ the time of a stage's forward and backward.
     """
     more = math.ceil(2 * hop - 1e-9)
+    # Stage s of P has 1 + (P − 1 − s)·(1 + ⌈2·hop⌉) in flight.
     in_flight = [1 + hops * (1 + more) for hops in reversed(range(stages))]
     return one_stage_a_rank("dataflow", in_flight, microbatches)
 
 
 def one_stage_a_rank(name: str, in_flight: Sequence[int], microbatches: int) -> PipelineSchedule:
-    """Return a pipeline schedule with one stage per rank. Each stage first runs some forwards, then alternates one
-    backward and one forward, and then runs the backwards that are left.
+    """Return the schedule in which each stage runs ``in_flight[stage]`` forwards, then alternates backward
+    and forward.
 
-    ``name``: the name of the schedule. ``in_flight``: for each stage, the number of forwards before its first backward,
-    at least 1; numbers above ``microbatches`` count as ``microbatches``.
+    Numbers above ``microbatches`` count as ``microbatches``.
     """
     rows = []
     for stage, most in enumerate(in_flight):

@@ -1,21 +1,12 @@
-"""Plans for the stages of one rank of a pipeline, with several micro-batches in flight, within the rank's budget.
+"""Plans for the stages of one rank, with several micro-batches in flight, within the rank's budget.
 
-The bytes that a plan of a stage keeps between forward and backward are called K. A rank holds K once for each
-micro-batch in flight. Other bytes of the plan are needed only during an action, so the rank holds them once. If the K
-of each stage is at most a limit κ, the bytes that are left for each action are known. Then `StageProblem.bounded` turns
-the planning of a stage into a planning problem without micro-batches.
+A rank holds the bytes K that a plan keeps from forward to backward once per micro-batch in flight. A limit κ
+of each K makes stages independent problems. The result is the cheapest combination of the plans found for
+several κ that fits.
 
-First, plans with small peaks are searched for (`lean_plans`). If the rank's peak is still above the budget, the budget
-is refused. Otherwise the search lowers the cost. It tries values of κ: first a grid between the smallest K and the K
-without recomputation, then values around the best. Each plan found is measured and becomes a candidate of its stage.
-The result is the cheapest combination of candidates with which the rank's actions stay within the budget.
-
-The lower bound: the K of any plan is in one of the intervals (κ₁, κ₂] between tried values. Then the stage keeps at
-most κ₂ for the micro-batch of an action, at least κ₁ for each other micro-batch, and every other stage keeps at least
-its smallest K. The smallest of the lower bounds of these relaxed problems, over all intervals, holds for all plans.
-
-An op may write its result into an operand that its plan frees directly afterwards (`StageProblem.reused`). Lower bounds
-assume that each op does so where it can. The search assumes the same first, and checks the plan that it finds.
+Lower bound: any plan's K is between two tried limits κ₁ < κ₂. In that interval its own micro-batch keeps at
+most κ₂, the others at least κ₁, and other stages at least their smallest K. The least bound over all
+intervals holds for all plans.
 """
 
 from __future__ import annotations
@@ -47,8 +38,9 @@ CLOSED = 1e-6
 
 @dataclass(frozen=True)
 class RankSearchLimits:
-    """The limits of a `RankSearch`, chosen by trial without a record of single measurements. κ: the limit of the bytes
-    that a stage keeps for a micro-batch between forward and backward."""
+    """The limits of a `RankSearch`, chosen by trial. κ: the limit of the bytes that a stage keeps from
+    forward to backward.
+    """
 
     grid: int = 5
     """The number of values of κ to try first, at equal distances; the K of plans without recomputation is tried as
@@ -71,8 +63,7 @@ LIMITS = RankSearchLimits()
 
 
 class StagePlanner(Protocol):
-    """The interface of a planner for single stages of a pipeline, each as a planning problem (``graph``). ``starts``,
-    in all methods: known plans of the problem to start from."""
+    """Plans single stages of a pipeline, each as a planning problem. ``starts``: known plans of the problem."""
 
     def within(self, graph: TrainingGraph, budget: int, starts: Sequence[Plan]) -> Plan:
         """Return the cheapest plan found whose peak is within ``budget`` bytes. ``starts``: known plans of the problem
@@ -85,36 +76,29 @@ class StagePlanner(Protocol):
         """
 
     def floor(self, graph: TrainingGraph, budget: int) -> float:
-        """Return a proven lower bound of the overhead (a share of the time without recomputation) of any plan within
-        ``budget`` bytes; infinity if it is proven that no plan fits."""
+        """Return a proven lower bound of the overhead (a share of the time without recomputation) within
+        ``budget`` bytes; infinite if no plan fits.
+        """
 
 
 @dataclass(frozen=True)
 class RankPlan:
-    """The plans of all stages of one rank of a pipeline.
-
-    ``stages``: the memory and times of each stage. ``plans``: the plan of each stage. ``peak``: the most bytes that the
-    rank holds at any moment of a step. ``extra``: microseconds of recomputation for one micro-batch, summed over the
-    stages. ``floor``: a proven lower bound of ``extra`` for any plans with which the rank stays within its budget; 0 if
-    nothing is proven.
-    """
+    """The plans of all stages of one rank of a pipeline."""
 
     stages: tuple[StagePlan, ...]
+    """The memory and times of each stage."""
     plans: tuple[Plan, ...]
     peak: int
+    """The most bytes that the rank holds at any moment of a step."""
     extra: float
+    """Microseconds of recomputation for one micro-batch, summed over the stages."""
     floor: float
+    """A proven lower bound of ``extra`` within the rank's budget; 0 if nothing is proven."""
 
 
 class RankSearch:
-    """Searches for the cheapest plans of the stages of one rank with which the rank stays within its budget.
-
-    ``stages``: the planning problem of each stage. ``actions``: the rank's actions in order. ``budget``: bytes of
-    memory for the rank, including states and torch's buffers. ``planner``: plans single stages. ``seconds``: how long
-    cheap plans within the budget are searched for. If none are found, searches for the smallest budget take up to five
-    times as long. ``starts``: for each stage, known plans in addition to the plan without recomputation. ``kept``: for
-    each stage, the most bytes that a plan may keep for a micro-batch between forward and backward; empty: no limit. At
-    least one known plan of each stage must keep no more.
+    """Searches for the cheapest plans of one rank's stages within its budget (bytes, states and torch's
+    buffers included).
     """
 
     def __init__(
@@ -127,6 +111,10 @@ class RankSearch:
         starts: Sequence[Sequence[Plan]] = (),
         kept: Sequence[int] = (),
     ) -> None:
+        # ``seconds``: for cheap plans within the budget. If there are none, searches for the smallest budget
+        # take up to five times as long. ``starts``: known plans of each stage. ``kept``: for each stage, the
+        # most bytes that a plan may keep from forward to backward; empty: no limit. Some known plan of each
+        # stage must keep no more.
         self.seconds, self.effort = seconds, Effort()
         self.stages, self.budget, self.planner = tuple(stages), budget, planner
         self.known = RankCandidates(stages, actions, kept)
@@ -138,10 +126,10 @@ class RankSearch:
         self.intervals: dict[tuple[float, float], tuple[float, ...]] = {}
 
     def run(self, thorough: bool = True) -> RankPlan:
-        """Return the cheapest plans found with which the rank stays within the budget.
+        """Return the cheapest plans found within the budget.
 
-        ``thorough``: whether to search as long as `smallest` does before the budget is refused. If not, the error
-        states a larger budget, and no budget at which little is recomputed.
+        If there are none, InfeasibleBudget states the smallest budget found; without ``thorough`` it is
+        searched for less long.
         """
         best = self.known.within(self.budget)
         if best is None or extra(best) > 0:
@@ -159,15 +147,12 @@ class RankSearch:
 
     @cached_property
     def smallest(self) -> int:
-        """The smallest peak of the rank, in bytes, for which a search finds plans, or a larger one within the budget.
-        The plans found become candidates.
-
-        First, lean plans are searched for; then, up to `LIMITS.descents` times, plans within one byte less than the
-        smallest peak so far. The budget only ends the search. So if the result exceeds the budget, a search with the
-        result as the budget finds plans, and one with a byte less does not, provided that each planning of a stage has
-        the same result again.
+        """The smallest peak (bytes) for which plans are found, or a larger one within the budget. The plans
+        found become candidates.
         """
         peak = self.lean
+        # The budget only ends this loop. So a search with the result as its budget finds plans, and one with
+        # a byte less does not, if each planning of a stage has the same result again.
         for _ in range(LIMITS.descents):
             if peak <= self.budget:
                 break
@@ -184,10 +169,10 @@ class RankSearch:
         return find_lean_plans(self.known, self.planner.least, LIMITS.lowered, self.budget)
 
     def _least_cheap(self, smallest: int) -> int:
-        """Return the smallest peak of the rank, in bytes, of plans found whose recomputation takes at most `CHEAP`
-        (5 %) of the time of the rank's stages without recomputation.
+        """Return the smallest peak (bytes) of plans found whose recomputation takes at most `CHEAP` of the
+        stages' time.
 
-        ``smallest``: bytes. `LIMITS.cheaper` budgets above it are tried. Together they take about as long as `run` may.
+        ``smallest``: bytes, below the budgets that are tried.
         """
         allowed = CHEAP * math.fsum(stage.graph.base_cost for stage in self.stages)
 
@@ -204,22 +189,14 @@ class RankSearch:
         return high
 
     def _with_budget(self, budget: int, seconds: float | None = None) -> RankSearch:
-        """Return a search like this one for another budget, in bytes. Both have the same candidates.
-
-        ``seconds``: how long the other search may take; None: as long as this one.
-        """
+        """Return a search like this one for another budget in bytes. Both share their candidates."""
         other = copy(self)
         other.budget, other.seconds = budget, self.seconds if seconds is None else seconds
         return other
 
     def _search(self) -> None:
-        """Plan the stages with several limits of the bytes that they keep between forward and backward. Plans found
+        """Plan the stages with several limits of the bytes kept between forward and backward. Plans found
         become candidates.
-
-        First, limits at equal distances are tried. Between each two neighbouring limits is an interval with a lower
-        bound of the microseconds of recomputation. The interval with the least lower bound is halved, and the limit in
-        its middle is tried; this is repeated. The search ends when no interval that can still be halved has a lower
-        bound below the recomputation of the best plans, after `LIMITS.refined` intervals, or when time is over.
         """
         self.effort = Effort(self.seconds)
         most = self._share(self._least_room)
@@ -231,6 +208,8 @@ class RankSearch:
                 break
         shares = sorted({*shares, guess})
         self.intervals = {(low, high): self._floors(low, high) for low, high in pairwise((0.0, *shares))}
+        # Halve the interval between limits that has the least lower bound, while one below the best plans'
+        # recomputation is left.
         for _ in range(LIMITS.refined):
             best = self.known.within(self.budget)
             most_extra = math.inf if best is None else extra(best)
@@ -257,11 +236,8 @@ class RankSearch:
         return self.rank.bounds(sum(interval) / 2)
 
     def _share(self, room: Callable[[int, int], int]) -> float:
-        """Return the largest share at which every stage has enough bytes for its plan; 0 if there is none.
-
-        A share (0 to 1) sets limits of the bytes that stages keep between forward and backward, from the least possible
-        to those without recomputation (`RankBudgetShares.bounds`). ``room``: from the index of a stage and its limit,
-        the bytes that are enough, with the inputs of its graph.
+        """Return the largest share (0 to 1, see `RankBudgetShares.bounds`) at which each stage has ``room``
+        bytes; 0 if there is none.
         """
 
         def fits(share: float) -> bool:
@@ -285,17 +261,15 @@ class RankSearch:
         return _least_bytes(self.stages[at])
 
     def _even_room(self, at: int, kept: int) -> int:
-        """Return the peak of a stage that keeps ``kept`` bytes, if its backward needs as many bytes in addition as
-        without recomputation."""
+        """Return the peak of a stage that keeps ``kept`` bytes, if its backward needs as many in addition as
+        without recomputation.
+        """
         whole = self.rank.all[at]
         return self.stages[at].graph.input_bytes + kept + whole.transient_backward - whole.kept_bytes
 
     def _try(self, share: float) -> None:
-        """Plan each stage with a limit of the bytes that it keeps between forward and backward. The plans found become
+        """Plan each stage with the limits of a share (`RankBudgetShares.bounds`). The plans found become
         candidates.
-
-        ``share``: sets the limits, from 0 (the least possible) to 1 (as many as without recomputation); see
-        `RankBudgetShares.bounds`.
         """
         bounds = self.rank.bounds(share)
         for at, stage in enumerate(self.stages):
@@ -305,14 +279,11 @@ class RankSearch:
                     self._plan(at, room, bounds[at])
 
     def _plan(self, at: int, room: int, bounds: Bounds) -> None:
-        """Plan a stage within ``room`` bytes and ``bounds``. The plans found become candidates.
-
-        The first plan is searched for as if ops always wrote their results into operands where they can. If it exceeds
-        ``room``, because its schedule does not free these operands, the next search assumes that the ops which exceed
-        it need new tensors. The last search assumes this of all ops, so its plan fits.
-        """
+        """Plan a stage within ``room`` bytes and ``bounds``. The plans found become candidates."""
         stage, reusing = self.stages[at], {*self.stages[at].reusable}
         limited = replace(stage, graph=stage.bounded(room, *bounds))
+        # First assume that ops write into operands wherever they can, then that the ops which exceeded
+        # ``room`` need new tensors, at last that all do.
         for searches_left in reversed(range(LIMITS.reuse if reusing else 1)):
             reusing = reusing if searches_left else set()
             graph = stage.assuming_reuse(reusing).bounded(room + stage.most_reused, *bounds)
@@ -336,12 +307,10 @@ class RankSearch:
         return math.fsum(min(floors) for floors in by_stage)
 
     def _floors(self, low: float, high: float) -> tuple[float, ...]:
-        """Return, for each stage, a lower bound of the microseconds that it recomputes for a micro-batch, if the bytes
-        that it keeps between forward and backward are between two limits. The other stages are assumed to keep as few
-        bytes as possible. A lower bound is infinite if it is proven that no plan fits the budget.
+        """Return, for each stage, a lower bound of the microseconds recomputed per micro-batch if it keeps
+        between two limits; infinite if no plan fits.
 
-        ``low``, ``high``: the limits, as shares from 0 (the least possible) to 1 (as many as without recomputation); a
-        ``high`` of 1 means no limit.
+        ``low``, ``high``: the limits as shares; a ``high`` of 1 means no limit.
         """
         lowest, small, large = (self.rank.bounds(share) for share in (0.0, low, high))
         floors = []

@@ -1,8 +1,4 @@
-"""Read fields of JSON data, with errors that state which field is at fault, and where.
-
-A reader is a function that makes a value of JSON data, and raises a TypeError, a ValueError or a ProblemError if the
-data is of another kind.
-"""
+"""Read fields of JSON data, with errors that say where the fault is. A reader makes a value of data, or raises."""
 
 from __future__ import annotations
 

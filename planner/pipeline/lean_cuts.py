@@ -1,8 +1,7 @@
-"""Choose where to cut a chain of blocks into stages, so that the rank of a pipeline that needs the most memory needs
-as little as possible.
+"""Choose cuts with which the rank that needs the most memory needs little.
 
-A dynamic program (`partitions`) finds the cuts for an estimate of the bytes of each stage. Then the stages of the rank
-that needs the most are changed by one block at a time, as long as this lowers the largest peak of a rank.
+A dynamic program finds cuts for estimated bytes. Then the stages of that rank change by one block, as long as
+the largest peak falls.
 """
 
 from __future__ import annotations

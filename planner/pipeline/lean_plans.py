@@ -1,15 +1,10 @@
 """Search for plans with which a rank of a pipeline has a small peak.
 
-Two figures of a stage's plan matter for this: K, the bytes that it keeps between forward and backward, and T, the
-peak of a micro-batch at all ops but the boundary. The rank holds K once for each micro-batch in flight, and T once. If
-the boundary op has a workspace of w bytes, a plan's peak is max(T, K + w). So with a large w the plan with the smallest
-peak has a small K, and with a small w it has a small T.
+A plan keeps K bytes between forward and backward, and has the peak T at all ops except the boundary. With a
+boundary workspace w its peak is max(T, K + w).
 
-Between two such plans, (K₁, T₁) and (K₂, T₂) with K₁ < K₂ and T₁ > T₂, there may be others with which the rank's peak
-is smaller. If w = T₁ − K₂, both plans have the peak T₁, and exactly the plans with K < K₂ and T < T₁ have a smaller
-one. So a search with this w finds such a plan, which divides the gap in two, or there is none (Bowman 1976: weighted
-Chebyshev norms find all Pareto optima). The gap that could lower the rank's peak the most comes first. The search ends
-when no gap could lower it.
+Between plans (K₁, T₁) and (K₂, T₂), K₁ < K₂ and T₁ > T₂, a search with w = T₁ − K₂ finds a plan with K < K₂
+and T < T₁, if there is one (Bowman 1976).
 """
 
 from __future__ import annotations
@@ -46,9 +41,7 @@ LeastPlan = Callable[[TrainingGraph, Sequence[Plan]], Plan]
 
 @dataclass(frozen=True)
 class _Point:
-    """A plan. ``kept``, ``peak``: its K and T with the inputs of the graph, if ops write as the search has assumed:
-    into operands (`StageProblem.assuming_reuse`) or into new tensors. ``figures``: the stage's memory under the plan.
-    """
+    """A plan found. ``kept``, ``peak``: its K and T, inputs included, if ops write as the search assumed."""
 
     kept: int
     peak: int
@@ -57,21 +50,21 @@ class _Point:
 
 @dataclass(frozen=True, eq=False)
 class _Gap:
-    """Two plans of a stage. ``at``: its index among the rank's stages. ``reusing``: whether ops are assumed to write
-    their results into operands. ``low``: the plan that keeps less. ``high``: the one that keeps more."""
+    """Two plans of a stage between which others may be. ``reusing``: whether ops are assumed to write into
+    operands.
+    """
 
     at: int
+    """The stage's index among those of the rank."""
     reusing: bool
     low: _Point
+    """The plan that keeps less."""
     high: _Point
 
 
 def find_lean_plans(candidates: RankCandidates, least: LeastPlan, searches: int, budget: int) -> int:
-    """Search for plans with which a rank's peak is within a budget or, if there are none, as small as possible. Return
-    the smallest peak, in bytes. Plans found become candidates.
-
-    The budget only ends the search, and has no other influence on it. So if a search finds a peak, the same search with
-    this peak as the budget finds plans within it.
+    """Return the smallest peak (bytes) of the rank that is found. The search ends within ``budget`` or after
+    ``searches``; plans found become candidates.
     """
     gaps = []
     for at, stage in enumerate(candidates.stages):
@@ -83,6 +76,7 @@ def find_lean_plans(candidates: RankCandidates, least: LeastPlan, searches: int,
         best = candidates.peak(candidates.leanest())
         floors = {gap: _least_peak(candidates, gap) for gap in gaps if gap.low.kept < gap.high.kept}
         gap = min(floors, key=floors.__getitem__, default=None)
+        # The budget only ends the search: with the peak found as its budget, it finds the same plans.
         if best <= budget or gap is None or floors[gap] >= best:
             return best
         gaps.remove(gap)
@@ -94,18 +88,16 @@ def find_lean_plans(candidates: RankCandidates, least: LeastPlan, searches: int,
 
 
 def _found(candidates: RankCandidates, least: LeastPlan, at: int, reusing: bool, workspace: int) -> _Point:
-    """Search for a plan if the boundary op has ``workspace`` bytes, or its own if that is more. Plans found become
-    candidates.
-
-    With ``reusing``, the first search assumes that ops write their results into operands wherever they can, and the
-    result is its plan. If the plan needs more, because its schedule does not free these operands, the next search
-    assumes that the ops which need more write new tensors.
+    """Return a plan with a small peak if the boundary op has ``workspace`` bytes, or its own if those are
+    more. Plans found become candidates.
     """
     stage = candidates.stages[at]
     own = max(stage.graph.op[stage.boundary].workspace, workspace)
     real = replace(stage, graph=stage.with_boundary_workspace(own))
     ops = {*stage.reusable} if reusing else set()
     first: _Point | None = None
+    # With ``reusing``, the first search assumes that ops write into operands; its plan is the result. If its
+    # schedule does not free these operands, the next search assumes new tensors for the ops that need more.
     for _ in range(REUSE if reusing else 1):
         graph = real.assuming_reuse(ops).graph
         plan = least(graph, candidates.starts(at, graph))
@@ -125,8 +117,8 @@ def _found(candidates: RankCandidates, least: LeastPlan, at: int, reusing: bool,
 
 
 def _least_peak(candidates: RankCandidates, gap: _Gap) -> int:
-    """Return an estimate of the smallest peak of the rank with plans in a gap: with the smaller of each figure of the
-    gap's two plans, and of all candidates of each other stage."""
+    """Return an estimate of the rank's smallest peak with plans in a gap."""
+    # The smaller of each figure: of the gap's two plans, and of all candidates of each other stage.
     ends = [gap.low.figures, gap.high.figures]
     known = [[c.figures for c in found] for found in candidates.found]
     return rank_peak(

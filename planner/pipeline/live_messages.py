@@ -1,16 +1,9 @@
-"""The bytes of the messages between pipeline stages that a rank holds while it does other work.
+"""The bytes of the messages between stages that a rank holds while it does other work.
 
-A rank allocates the buffer of a message when it begins to receive it, and frees it after the message's micro-batch has
-used it. So a received message *waits* from the time when its receive begins to the start of the action that reads it.
-A sent message exists from the end of the action that makes it until the rank frees it.
+A received message waits from the start of its receive to the action that reads it; a sent one exists until it
+is freed.
 
-A channel (`StagePlan.credits`) has begun to receive several messages at any time. It begins to receive a further one
-whenever an action begins to read a message, as long as messages are left.
-
-A stage whose neighbour is on the same rank gets the neighbour's tensors themselves. The output of a stage then exists
-to the end of the stage's own backward, even while the next stage does not need it. So it also waits for the next stage
-from the end of that stage's backward to the end of its own, except in the time between the next stage's I and W if this
-W reads it.
+If both stages are on one rank, the output exists to the end of its own stage's backward.
 """
 
 from __future__ import annotations
@@ -45,10 +38,10 @@ class _Held:
 
 
 def message_bytes(actions: Iterable[Action], stages: Mapping[int, StagePlan]) -> Iterator[tuple[int, int]]:
-    """Yield, for each of a rank's actions, the largest number of bytes of messages between the previous action and this
-    one, and the number during it. The last pair is for the time after the last action, and for the end of the step.
+    """Yield two numbers of message bytes for each action: the most since the previous action, and those
+    during it, without its own messages.
 
-    Messages that the running action reads or makes are not counted, because they count to its transient.
+    The last pair is for the time after the last action, and for the end of the step.
     """
     held = _Held()
     actions = list(actions)
@@ -70,10 +63,8 @@ def message_bytes(actions: Iterable[Action], stages: Mapping[int, StagePlan]) ->
 
 
 def _receive_ahead(held: _Held, kind: str, stage: StagePlan, unread: int) -> None:
-    """Set the bytes of the messages that a stage's channel has begun to receive.
-
-    ``kind``: from the previous stage for a forward (F), or from the next stage for a backward (B). ``unread``: the
-    number of messages that no action has begun to read.
+    """Set the bytes that a stage's channel has begun to receive. ``unread``: the messages that no action has
+    begun to read.
     """
     size = stage.received if kind == "F" else stage.answered
     held.put(("ahead", kind, stage.stage, 0), size * min(stage.credits, unread))

@@ -1,15 +1,7 @@
-"""The bytes of memory that a pipeline stage needs for messages to and from other stages, for each kind of schedule.
+"""The bytes that a stage needs for messages to and from other stages, for each kind of schedule.
 
-The rules were read off `torch.distributed.pipelining`. The buffer of a received message exists from the start of the
-receive to the end of the actions that need it. During these actions it counts to the memory of the micro-batch; before
-them the message waits. A sent tensor stays in memory until torch drops its last reference to the tensor. This time
-depends on the schedule and the version of torch, so the rows of a schedule state it (`actions.DROPS`). The outputs of
-the last stage are kept, and joined after the last action. Neighbouring stages on one rank pass tensors to each other
-without messages.
-
-The dataflow schedule uses channels with *credits*: the number of messages that may be sent and not yet read. For each
-credit, a channel has one buffer at the sender, for a message that is being sent, and one at the receiver, for a message
-that may arrive.
+The rules were read off `torch.distributed.pipelining`. In dataflow schedules, channels have one buffer at
+each end per *credit*: a message that may be sent and not yet read.
 """
 
 from __future__ import annotations
@@ -42,26 +34,25 @@ SLOWER = 1.02
 
 @dataclass(frozen=True)
 class MessageBytes:
-    """The sizes in bytes of a stage's messages for one micro-batch.
-
-    ``received``: from the previous stage, in the forward. ``sent``: to the next stage, in the forward. ``answered``:
-    from the next stage, in the backward. ``returned``: to the previous stage, in the backward. ``outputs``: the outputs
-    of the last stage, which are not sent; 0 for other stages.
-    """
+    """The bytes of a stage's messages for one micro-batch."""
 
     received: int
+    """From the previous stage, in the forward."""
     answered: int
+    """From the next stage, in the backward."""
     sent: int
+    """To the next stage, in the forward."""
     returned: int
+    """To the previous stage, in the backward."""
     outputs: int = 0
+    """The outputs of the last stage, which are not sent; 0 for other stages."""
 
 
 def message_memory(
     schedule: PipelineSchedule, stage: int, size: MessageBytes, opening: int = RANDOM_STATE
 ) -> StagePlan:
-    """Return the bytes of memory that a stage needs for messages to and from other stages, as the fields
-    ``torch_bytes``, ``received``, ``answered``, ``credits``, ``sent``, ``returned``, ``left``, ``closing``, ``opening``
-    and ``ending`` of a `StagePlan`. The field ``stage`` is the stage's number; all other fields are 0.
+    """Return a `StagePlan` with the bytes that a stage needs for messages; fields that do not concern
+    messages are 0.
     """
     own = schedule.stage_of_rank[schedule.rank_of(stage)]
     before, after = stage - 1 in own, stage + 1 in own
@@ -93,16 +84,14 @@ def message_memory(
 
 @lru_cache(maxsize=256)
 def least_credits(schedule: PipelineSchedule) -> int:
-    """Return the smallest number of credits with which the schedule does not deadlock, and takes at most 2 % longer
-    than with unlimited credits. The *credits* are the number of messages that a stage may have sent to a neighbour that
-    has not begun to use them. The result is the number of micro-batches if no smaller number suffices.
+    """Return the fewest credits with which the schedule does not deadlock and takes at most `SLOWER` times as
+    long as with unlimited ones.
 
-    The time is found by simulation (`replay`), with equal times of all stages and a backward that takes twice as long
-    as a forward. Let n + 1 be the largest difference between the numbers of micro-batches that a stage and the next one
-    have in flight. In the simulation, a message to the next stage and the message that returns from it together travel
-    as long as a stage takes for the forward and backward of n micro-batches (0 if n is negative).
+    If there is no such number, return the number of micro-batches.
     """
     times = [StageTimes(FORWARD, BACKWARD)] * schedule.stages
+    # A message and its answer together travel as long as forward and backward of n micro-batches, if a stage
+    # has up to n + 1 more in flight than the next. Simulated stages take equal times.
     link = Link((FORWARD + BACKWARD) * max((*_further_in_flight(schedule), 0)) / 2)
     wanted = SLOWER * replay(schedule, times, link).makespan
     for credits in range(1, schedule.microbatches):

@@ -43,56 +43,52 @@ Record = TypeVar("Record", StagePlan, StageTimes)
 
 @dataclass(frozen=True)
 class StageOp:
-    """Facts about an op of a stage, by which the same op is found in another capture of the stage.
-
-    ``name``: the op's name in the plan. ``op``: the ATen op as text. ``backward``: whether it belongs to the backward.
-    ``loss``: whether it belongs to the loss, which is outside of the model. ``reads``: the names of the stage's ops
-    whose results it reads, sorted. ``writes``: the bytes of its results, ascending.
-    """
+    """Facts about an op of a stage, by which the same op is found in another capture of the stage."""
 
     name: str
+    """In the plan."""
     op: str
+    """The ATen op as text."""
     backward: bool
     loss: bool
+    """Whether it belongs to the loss, which is no part of the model."""
     reads: tuple[str, ...]
+    """The names of the stage's ops whose results it reads, sorted."""
     writes: tuple[int, ...]
+    """The bytes of its results, ascending."""
 
 
 @dataclass(frozen=True)
 class PlannedPipeline:
-    """A planned pipeline: its schedule, its cuts, and the plans of its stages.
-
-    ``problem``: the name of the planning problem of the whole step. ``schedule``: the actions of each rank. ``budget``:
-    bytes of memory for each rank. ``cuts``: the blocks at which the second and each later stage begin. ``stages``: the
-    memory, times and plan of each stage. ``times``: the times and message sizes of each stage. ``link``: latency and
-    bandwidth between ranks. ``overhead``: microseconds that each action takes in addition to the computation.
-    ``floors``: for each rank, with these cuts, a lower bound of the microseconds that its stages recompute for one
-    micro-batch. ``floor``: for any cuts, a lower bound of the microseconds that the slowest stage or link takes for one
-    micro-batch. ``names``: the modules or ops with which the second and each later stage begin. ``model``: how the
-    model was loaded, so that it can be loaded again. ``ops``: the ops of each stage, in the order of the captured step;
-    empty if they are unknown, so that the plans can only be shown.
-    """
+    """A planned pipeline: its schedule, its cuts, and the plans of its stages."""
 
     problem: str
+    """The name of the planning problem of the whole step."""
     schedule: PipelineSchedule
     budget: int
+    """Bytes of memory for each rank."""
     cuts: tuple[int, ...]
+    """The blocks at which the second and each later stage begin."""
     stages: tuple[StagePlan, ...]
     times: tuple[StageTimes, ...]
     link: Link
     overhead: float
+    """Microseconds that each action takes in addition to the computation."""
     floors: tuple[float, ...]
+    """For each rank, with these cuts, a lower bound of the microseconds that its stages recompute per micro-batch."""
     floor: float
+    """For any cuts, a lower bound of the slowest stage's or link's microseconds per micro-batch."""
     names: tuple[str, ...] = ()
+    """The modules or ops with which the second and each later stage begin."""
     model: Mapping[str, Any] = field(default_factory=dict)
+    """How the model was loaded."""
     ops: tuple[tuple[StageOp, ...], ...] = ()
+    """The ops of each stage, in captured order; empty if unknown: then the plans can be shown but not run."""
 
     @cached_property
     def timeline(self) -> Timeline:
-        """The simulated start and end of every action.
-
-        In a dataflow schedule, at most `least_credits` messages from one stage to a neighbour may be sent and not yet
-        read; the stage waits before it sends more. Other schedules have no such limit.
+        """The simulated start and end of each action. A dataflow schedule has `least_credits` credits per
+        neighbour, others have no limit.
         """
         credits = least_credits(self.schedule) if self.schedule.name in CHANNELS else None
         return replay(self.schedule, self.times, self.link, self.overhead, credits)
@@ -105,8 +101,7 @@ class PlannedPipeline:
 
     @cached_property
     def in_flight(self) -> tuple[int, ...]:
-        """For each stage, the largest number of micro-batches that are in flight at once: from the start of a forward
-        (F) to the end of its backward (B), or of the part of its backward that computes the input's gradient (I)."""
+        """For each stage, the most micro-batches in flight at once: between the start of F and the end of B or I."""
         return most_in_flight(self.schedule)
 
     @property
@@ -116,27 +111,24 @@ class PlannedPipeline:
 
     @property
     def ideal_bubble(self) -> float:
-        """The share (0 to 1) of time in which ranks would not work if all stages took equal time and messages took
-        none. It is computed by the formula that is known for the schedule (`FORMULAS`)."""
+        """The bubble (0 to 1) by the schedule's formula in `FORMULAS`: for stages of equal time and messages
+        of none.
+        """
         order = self.schedule
         return FORMULAS[order.name].bubble(order.ranks, order.microbatches, order.stages // order.ranks)
 
 
 def most_in_flight(schedule: PipelineSchedule) -> tuple[int, ...]:
-    """Return, for each stage, the largest number of micro-batches that are in flight at once.
-
-    A micro-batch is in flight from the start of its forward (F) to the end of its backward (B), or of the part of its
-    backward that computes the input's gradient (I).
+    """Return, for each stage, the most micro-batches in flight at once: between the start of F and the end of
+    B or I.
     """
     most = {stage: n for row in schedule.actions for stage, n in in_flight(row).items()}
     return tuple(most[stage] for stage in range(schedule.stages))
 
 
 def pipeline_to_json(plan: PlannedPipeline) -> dict[str, Any]:
-    """Return the pipeline as JSON data in the format ``rematplan.pipeline/1``.
-
-    For people and other programs, the data also contains results such as peaks and makespan. `pipeline_from_json`
-    ignores these and computes them again.
+    """Return the pipeline as JSON data. It includes peaks and the makespan for readers, which
+    `pipeline_from_json` does not read.
     """
     order, line = plan.schedule, plan.timeline
     return {
@@ -269,10 +261,8 @@ def _link(value: object) -> Link:
 def _with_messages(
     row: list[tuple[str, int, int]], entries: Sequence[tuple[int, tuple[str, int, int]]]
 ) -> list[tuple[str, int, int]]:
-    """Return a rank's actions with the entries of messages between them, as `schedule_of_rows` takes them.
-
-    ``entries``: for each of these the position of the action before which it happens (the number of actions, if it
-    happens after the last one), and the entry.
+    """Return a rank's actions with the message entries between them. ``entries``: each with the position of
+    the action that it precedes.
     """
     own = {action[1:] for action in row}
     before: dict[int, list[tuple[str, int, int]]] = {}
@@ -289,8 +279,8 @@ def _with_messages(
 
 
 def _check_stages(plan: PlannedPipeline) -> None:
-    """Check that a pipeline has a plan and times for each stage, ops for each or none, a floor for each rank, and a
-    named cut before each stage but the first.
+    """Refuse a pipeline if the numbers or the order of its plans, times, cuts, names, ops or floors do not
+    match its stages and ranks.
     """
     stages, ranks = plan.schedule.stages, plan.schedule.ranks
     if not len(plan.stages) == len(plan.times) == stages == len(plan.cuts) + 1:

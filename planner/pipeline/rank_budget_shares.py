@@ -1,5 +1,6 @@
-"""Divide the budget of a pipeline's rank among its stages: the bytes that are left for one stage's plan, if limits are
-known for what the other stages and micro-batches keep."""
+"""The bytes of a rank's budget that are left for one stage's plan, if limits are known for what other stages
+and micro-batches keep.
+"""
 
 from __future__ import annotations
 
@@ -16,40 +17,35 @@ Bounds = tuple[int, int]
 
 @dataclass(frozen=True)
 class RankBudgetShares:
-    """Divides the budget of a pipeline's rank among its stages: computes how many bytes are left for the plan of each.
-
-    ``stages``: the planning problem of each stage. ``actions``: the rank's actions in order. ``all``: the memory and
-    times of each stage under its plan without recomputation.
-    """
+    """Computes how many bytes of a rank's budget are left for the plan of each of its stages."""
 
     stages: tuple[StageProblem, ...]
     actions: RankActions
+    """Of the rank, in order."""
     all: tuple[StagePlan, ...]
+    """The memory and times of each stage without recomputation."""
 
     def bounds(self, share: float) -> list[Bounds]:
-        """Return, for each stage, two limits of the bytes that it may keep for a micro-batch: between forward and
-        backward, and between the two parts of a split backward (I and W).
+        """Return, for each stage, the most bytes that it may keep per micro-batch: from forward to backward,
+        and from I to W.
 
-        ``share``: 0 to 1. The first limit is the least that any plan keeps, plus ``share`` of the difference to the
-        plan without recomputation. The second limit is what the plan without recomputation keeps between I and W,
-        minus the same number of bytes, but at least the first limit: tensors that the stage does not keep before the
-        backward need not be kept during it, while gradients that an I passes to its W cannot be computed again.
+        ``share``: from 0 (the least that any plan keeps) to 1 (as without recomputation).
         """
         found = []
         for stage, most in zip(self.stages, self.all, strict=True):
             span = max(0, most.kept_bytes - stage.least_kept)
             kept = stage.least_kept + int(share * span)
+            # What is not kept before the backward need not be kept from I to W. Gradients that I passes to W
+            # cannot be recomputed.
             found.append((kept, max(kept, most.deferred_bytes - span + int(share * span))))
         return found
 
     def stage_budget(self, at: int, budget: int, bounds: Sequence[Bounds], relaxed: bool = False) -> int:
-        """Return a budget for the plan of one stage's graph, inputs included: the bytes of the rank's budget that are
-        not used for other micro-batches and other stages.
+        """Return the bytes, inputs included, that other micro-batches and stages leave to one stage's plan if
+        all keep within ``bounds``.
 
-        By default the result is safe. If the plan's peak is within it, and no stage keeps more than its ``bounds``, the
-        rank stays within its budget during its actions. The gradients of a step's first backward are assumed to be
-        allocated at its worst moment. With ``relaxed`` the result is an upper bound: if no stage keeps less than its
-        ``bounds``, a plan with a larger peak exceeds the rank's budget.
+        With ``relaxed``, return an upper bound: a larger peak exceeds the rank's budget if no stage keeps
+        less than its ``bounds``.
         """
         me = self.all[at].stage
         idle = [
@@ -73,14 +69,8 @@ class RankBudgetShares:
 
 
 def _idle(most: StagePlan, kept: int, deferred: int, freed: int, created: bool) -> StagePlan:
-    """Return the memory of a stage without that of its running action, so that `rank_bytes` yields only what the rank
-    holds for other micro-batches and stages.
-
-    ``most``: the stage's memory and times without recomputation. ``kept``: bytes kept between forward and backward.
-    ``deferred``: bytes kept between I and W. ``freed``: bytes of outputs that torch frees once they are sent.
-    ``created``: whether to count the most that the stage can hold, too: the gradients that its first backward
-    allocates, during that backward, all of ``freed`` in addition to ``kept`` until they are freed, and the message from
-    the previous stage in addition to ``deferred``.
+    """Return a stage's memory without its running action. ``created``: count the most that it can hold, else
+    the least.
     """
     return replace(
         most,

@@ -32,26 +32,21 @@ Chosen: TypeAlias = tuple[Candidate, ...]
 
 
 class RankCandidates:
-    """The plans that a search has found for each stage of one rank.
-
-    ``stages``: the planning problem of each stage. ``actions``: the rank's actions in order. ``kept``: for each stage,
-    the most bytes that a plan may keep for a micro-batch between forward and backward; empty: no limit. ``found``: for
-    each stage, its candidates.
-    """
+    """The plans that a search has found for each stage of one rank (``found``)."""
 
     def __init__(
         self, stages: Sequence[StageProblem], actions: RankActions, kept: Sequence[int] = ()
     ) -> None:
         self.stages, self.actions = tuple(stages), actions
+        # For each stage, the most bytes that a plan may keep from forward to backward.
         self.kept = tuple(kept) or (math.inf,) * len(self.stages)
         self.found: list[list[Candidate]] = [[] for _ in self.stages]
 
     def take(self, at: int, plan: Plan) -> StagePlan:
-        """Add a plan to the candidates of stage number ``at`` of the rank, measured for the stage's original problem,
-        and return the measured memory and times.
+        """Add a plan to the candidates of stage ``at``, and return the memory and times that it has in the
+        original problem.
 
-        The plan may be of a variant of the problem with other workspaces. It is not added if it keeps more bytes than
-        allowed, or if a candidate has the same memory and times.
+        It is not added if it keeps too many bytes or a candidate has equal figures.
         """
         stage = self.stages[at]
         own = replace(plan, estimate=simulate(stage.graph, plan.schedule))
@@ -74,10 +69,8 @@ class RankCandidates:
         return self.choose(lambda chosen: (self.peak(chosen), extra(chosen)))
 
     def choose(self, key: Callable[[Chosen], tuple[float, ...]]) -> Chosen:
-        """Return the choice of one candidate for each stage for which ``key`` returns the least value.
-
-        If there are more combinations than `COMBINATIONS`, a local search finds the result: no exchange of a single
-        stage's plan improves it.
+        """Return the choice of one candidate per stage with the least ``key``; with more than `COMBINATIONS`
+        choices, a local optimum.
         """
         if math.prod(map(len, self.found)) <= COMBINATIONS:
             return min(product(*self.found), key=key)

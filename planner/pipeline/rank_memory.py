@@ -4,16 +4,11 @@
                              + Σ over stages (in flight · K + deferred · D + finished · left)
                              + messages + the action's transient
     bytes before an action = the same without a transient, but with the messages that exist before it
-    bytes at the end       = the same without a transient, but with the largest ``ending``; then without messages, but
-                             with Σ closing
+    bytes at the end       = the same without a transient, but with the largest ``ending``; or with Σ closing
     bytes at the start     = Σ states + Σ torch_bytes + the largest ``opening``
 
-The terms except the numbers of micro-batches are fields of `StagePlan`; K is ``kept_bytes``, D is ``deferred_bytes``.
-Of a stage's ``gradients``, ``early_gradients`` count once the stage has finished a B or I, the others once it has
-finished a B or W. A micro-batch is in flight from its forward (F) to its backward (B), or to the part of its backward
-that computes the input's gradient (I). It is deferred from its I to the gradients of weights (W), and finished after
-its B or I. During an action, its micro-batch is counted only in the action's transient. The messages are those that
-wait for an action, and sent ones that are not freed yet (`message_bytes`).
+The terms are fields of `StagePlan`; K is ``kept_bytes``, D is ``deferred_bytes``. A micro-batch is in flight
+from its F to its B or I, deferred from I to W, and finished after B or I.
 """
 
 from __future__ import annotations
@@ -30,11 +25,10 @@ PARTS: Mapping[Kind, str] = {"F": "", "B": "IW", "I": "I", "W": "W"}
 
 
 def rank_bytes(actions: Iterable[Action], plans: Iterable[StagePlan]) -> Iterator[tuple[int, int]]:
-    """Yield, for each of a rank's actions, two numbers of bytes: the largest that the rank holds between the previous
-    action and this one, and the largest that it holds during this one. The last pair is for the time after the last
-    action, and for the end of the step.
+    """Yield, for each action, the most bytes that the rank holds since the previous action, and during this
+    one.
 
-    ``actions``: the rank's actions in order. ``plans``: the memory of each of the rank's stages.
+    The last pair is for the time after the last action, and for the end of the step.
     """
     stages = stages_by_number(plans)
     actions = list(actions)
@@ -62,32 +56,21 @@ def rank_bytes(actions: Iterable[Action], plans: Iterable[StagePlan]) -> Iterato
 
 
 def message_buffers(actions: Iterable[Action], plans: Iterable[StagePlan]) -> int:
-    """Return the largest number of bytes in which a rank holds messages for actions that do not run yet.
-
-    ``actions``: the rank's actions in order. ``plans``: the memory of each of the rank's stages.
-    """
+    """Return the most bytes that a rank holds as received messages for later actions, ``torch_bytes`` included."""
     received = {n: replace(p, sent=0, returned=0, loose=0) for n, p in stages_by_number(plans).items()}
     waiting = max(during for _, during in message_bytes(actions, received))
     return sum(one.torch_bytes for one in received.values()) + waiting
 
 
 def rank_peak(actions: Iterable[Action], plans: Iterable[StagePlan]) -> int:
-    """Return the most bytes that a rank holds at any moment of a step.
-
-    ``actions``: the rank's actions in order. ``plans``: the memory of each of the rank's stages.
-    """
+    """Return the most bytes that a rank holds at any moment of a step. ``actions``: in order."""
     stages = tuple(plans)
     prepared = sum(p.states + p.torch_bytes for p in stages) + max((p.opening for p in stages), default=0)
     return max(prepared, *map(max, rank_bytes(actions, stages)))
 
 
 def in_flight(actions: Iterable[Action]) -> Mapping[int, int]:
-    """Return, keyed by the number of each stage that runs a forward, the largest number of micro-batches that are in
-    flight at once in that stage.
-
-    ``actions``: of one rank, in order. A micro-batch is in flight from the start of its forward (F) to the end of its
-    backward (B), or of the part of its backward that computes the input's gradient (I).
-    """
+    """Return, by stage, the most micro-batches in flight at once: between the start of F and the end of B or I."""
     now: Counter[int] = Counter()
     most: Counter[int] = Counter()
     for action in actions:
@@ -100,8 +83,9 @@ def in_flight(actions: Iterable[Action]) -> Mapping[int, int]:
 
 
 def _taken_over(stage: StagePlan, action: Action) -> int:
-    """Return the bytes that an earlier action has kept for the action's micro-batch. From the start of the action on,
-    they are counted in its transient."""
+    """Return the bytes that an earlier action kept for the action's micro-batch, which the action's transient
+    includes.
+    """
     return {"F": 0, "B": stage.kept_bytes, "I": stage.kept_bytes, "W": stage.deferred_bytes}[action.kind]
 
 
@@ -117,8 +101,9 @@ def _handed_on(stage: StagePlan, action: Action) -> int:
 
 
 def _transient(stage: StagePlan, action: Action, new: Set[str]) -> int:
-    """Return the largest number of bytes that an action's micro-batch needs during the action. ``new``: the parts of
-    the backward (I and W) that the action does and that the stage has not done before in this step."""
+    """Return the most bytes that an action's micro-batch needs during it. ``new``: the parts (I, W) that its
+    stage does for the first time.
+    """
     backward, weight = stage.transient_backward, stage.transient_weight
     if "I" in new and stage.first_backward is not None:
         backward = stage.first_backward

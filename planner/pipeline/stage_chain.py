@@ -114,10 +114,8 @@ class StageChain:
         return tuple(map(tuple, found))
 
     def allowed(self) -> tuple[int, ...]:
-        """Return the blocks at which a stage other than the first may begin.
-
-        All ops that read one parameter must be in one stage. With ``narrow``, a stage may also begin only where the
-        forward sends no more bytes than at the block before and at the block after.
+        """Return the blocks at which a later stage may begin: never between readers of one parameter and,
+        with ``narrow``, at local minima of `sends`.
         """
         inside = {at for first, last in self.whole.values() for at in range(first + 1, last + 1)}
         inner = {at: self.sends[at] for at in range(1, self.blocks)}

@@ -1,18 +1,11 @@
-"""Divide a chain of blocks into stages, so that the slowest stage is as fast as possible and the pipeline's makespan is
-small.
-
-A dynamic program over blocks j and stages s computes the least time of the slowest stage or link. c(i, j, s) is the
-time of stage s if it has the blocks i to j − 1. l(i) is the time for which the messages over a cut before block i
-occupy a link:
+"""Divide a chain of blocks into stages with a fast slowest stage and a small makespan, by dynamic programming
+(Bokhari 1988; PipeDream, 2019).
 
     slowest[s + 1, j] = min over i of max(slowest[s, i], l(i), c(i, j, s))
 
-The makespan of M micro-batches is about M − 1 times the slowest stage, plus the time of one micro-batch through all
-stages and links. So the table keeps for each (s, j) all divisions that no other division beats in both times. The
-caller simulates the pipeline for each of the divisions that are left at the end, and chooses the best. The algorithm
-takes O(S·n²·divisions) time for S stages and n blocks.
-
-Min-max partitions of chains by dynamic programming: Bokhari 1988; for pipelines Narayanan et al., PipeDream, SOSP 2019.
+c(i, j, s) is the time of stage s with blocks i to j − 1; l(i) is the time for which messages before block i
+occupy a link. M micro-batches take about M − 1 times the slowest stage plus the time of one through all
+stages. So the table keeps all divisions that no other beats in both times; O(S·n²·divisions).
 """
 
 from __future__ import annotations
