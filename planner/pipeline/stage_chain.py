@@ -1,13 +1,8 @@
-"""A training step as a chain of blocks, to be cut into the stages of a pipeline: each stage is an interval of blocks.
+"""A training step as a chain of blocks, to be cut into the stages of a pipeline: each stage is an interval of
+blocks.
 
-A stage has the forward ops of its blocks and the backward ops that are assigned to them. Gradients travel from the last
-block to the first. A backward op is assigned to the block of its forward op, if that is known: a rank's autograd runs
-it there. Otherwise it is assigned to the last block at which everything that it reads is available. A tensor that the
-forward computes is available from the block that computes it to the last block whose forward reads it. An input that
-the forward of only one block reads, such as a parameter, is available only in that block. A backward op whose result is
-needed only in an earlier block, such as the sum for a bias's gradient, is moved there if no message becomes larger.
-
-A tensor that is read several blocks later is a part of every message on its path: each stage between passes it on.
+A backward op is in its home block if that is known and possible, else in the last block at which its operands
+are available. A tensor read several blocks later is in each message on its path.
 """
 
 from __future__ import annotations
@@ -27,42 +22,42 @@ Groups = Sequence[Sequence[int]]
 
 @dataclass(frozen=True)
 class Passage:
-    """The blocks that a tensor passes, from the block that computes it to the blocks that read it. The tensor is one
-    that the forward or the backward computes.
-
-    ``tensor``: its position in the graph. ``forward``: whether the forward computes it. ``made``: the number of the
-    block that computes it. ``up``, ``down``: the largest and the smallest number of a block that computes or reads it.
-    """
+    """The range of blocks that a computed tensor passes, from the block that computes it to those that read it."""
 
     tensor: int
+    """Its position in the graph."""
     forward: bool
+    """Whether the forward computes it."""
     made: int
+    """The block that computes it."""
     up: int
+    """The last block that computes or reads it."""
     down: int
+    """The first such block."""
 
 
 @dataclass(frozen=True)
 class StageChain:
-    """A training step as a chain of blocks 0 … ``blocks`` − 1, to be cut into the stages of a pipeline.
-
-    ``graph``: the planning problem. ``block``: the block of each op, by the op's position in ``graph.ops``.
-    ``passages``: for each tensor that an op computes, the blocks that compute and read it. ``readers``: for the
-    position of each input tensor, the blocks that read it, ascending. ``gradient_of``: for the name of each gradient,
-    the name of its parameter. ``whole``: for the name of each parameter that ops of several blocks read, the first and
-    the last of these blocks; they must be in one stage. ``labels``: for names of parameters, the names to use in
-    messages to the user. ``narrow``: if True, a stage may begin only at a block at which no more bytes are sent than
-    at the blocks before and after it.
-    """
+    """A training step as a chain of blocks 0 … ``blocks`` − 1, to be cut into the stages of a pipeline."""
 
     graph: TrainingGraph
     blocks: int
     block: tuple[int, ...]
+    """The block of each op, by the op's position in ``graph.ops``."""
     passages: tuple[Passage, ...]
+    """One for each tensor that an op computes."""
     readers: Mapping[int, tuple[int, ...]]
+    """By position of each input tensor, the blocks that read it, ascending."""
     gradient_of: Mapping[str, str] = field(default_factory=dict)
+    """By name of each gradient, the name of its parameter."""
     whole: Mapping[str, tuple[int, int]] = field(default_factory=dict)
+    """By name of each parameter that several blocks read, the first and the last of them, which must be in
+    one stage.
+    """
     labels: Mapping[str, str] = field(default_factory=dict)
+    """By names of parameters, the names for messages to the user."""
     narrow: bool = False
+    """Whether a stage may begin only where no more bytes are sent than at the blocks before and after."""
 
     def __len__(self) -> int:
         return self.blocks
@@ -81,28 +76,30 @@ class StageChain:
 
     @cached_property
     def sends(self) -> tuple[int, ...]:
-        """For each block b, the bytes that the forward of one micro-batch sends over a cut before block b, from the
-        stage that ends there to the stage that begins with b. One more entry is for the end of the chain. The first and
-        the last entry are 0."""
+        """For each block b and the chain's end, the bytes that the forward of a micro-batch sends over a cut
+        before b; 0 at both ends.
+        """
         return self._crossing(lambda p: (p.made, p.up) if p.forward else (0, 0))
 
     @cached_property
     def returns(self) -> tuple[int, ...]:
-        """For each block b, the bytes that the backward of one micro-batch sends over a cut before block b, from the
-        stage that begins with b to the stage before it. One more entry is for the end of the chain. The first and the
-        last entry are 0."""
+        """For each block b and the chain's end, the bytes that the backward of a micro-batch sends back over
+        a cut before b; 0 at both ends.
+        """
         return self._crossing(lambda p: (p.down, p.made))
 
     @cached_property
     def sent(self) -> tuple[tuple[int, ...], ...]:
-        """For each block b, the positions of the tensors that the forward sends over a cut before block b. One more
-        entry is for the end of the chain."""
+        """For each block b and the chain's end, the positions of the tensors that the forward sends over a
+        cut before b.
+        """
         return self._tensors_over_cuts(lambda p: (p.made, p.up) if p.forward else (0, 0))
 
     @cached_property
     def returned(self) -> tuple[tuple[int, ...], ...]:
-        """For each block b, the positions of the tensors that the backward sends over a cut before block b. One more
-        entry is for the end of the chain."""
+        """For each block b and the chain's end, the positions of the tensors that the backward sends over a
+        cut before b.
+        """
         return self._tensors_over_cuts(lambda p: (p.down, p.made))
 
     def _tensors_over_cuts(self, span: Callable[[Passage], tuple[int, int]]) -> tuple[tuple[int, ...], ...]:
@@ -126,9 +123,7 @@ class StageChain:
         return tuple(at for at in inner if at not in inside and (not self.narrow or is_narrow(at)))
 
     def check_cuts(self, cuts: Iterable[int]) -> None:
-        """Check that the ops that read one parameter, in forward and backward, are all in one stage. ``cuts``: the
-        blocks at which the second and each later stage begin.
-        """
+        """Refuse cuts (the first block of each later stage) that divide the ops that read one parameter."""
         for at in cuts:
             for name, (first, last) in self.whole.items():
                 if first < at <= last:
@@ -143,8 +138,9 @@ class StageChain:
         return self.labels.get(name, name)
 
     def inputs_of(self, start: int, end: int) -> tuple[int, ...]:
-        """Return the positions of the inputs that a stage of the blocks ``start`` to ``end`` − 1 has in memory: those
-        that ops of these blocks read, and those that no op of the whole step reads (every stage counts them)."""
+        """Return the positions of the inputs that ops of blocks ``start`` to ``end`` − 1 read, and of those
+        that no op reads.
+        """
         return tuple(t for t, at in self.readers.items() if not at or any(start <= b < end for b in at))
 
     def _times(self, forward: bool) -> tuple[float, ...]:
@@ -156,10 +152,8 @@ class StageChain:
         return (0.0, *accumulate(sums))
 
     def _crossing(self, span: Callable[[Passage], tuple[int, int]]) -> tuple[int, ...]:
-        """Return, for a cut before each block and at the end of the chain, the bytes of the tensors that cross it.
-
-        ``span``: returns the range of blocks (first, last) of a tensor's path. The tensor crosses the cuts between two
-        blocks of this range.
+        """Return, for a cut before each block and at the chain's end, the bytes of the tensors whose ``span``
+        of blocks it divides.
         """
         ix = indexed(self.graph)
         change = [0] * (self.blocks + 2)
@@ -210,10 +204,8 @@ def stage_chain(
 
 
 def blocks_at(graph: TrainingGraph, firsts: Sequence[int]) -> tuple[tuple[int, ...], ...]:
-    """Divide the forward ops of a problem into blocks of consecutive ops. Return, for each block, the positions of its
-    forward ops in ``graph.ops``.
-
-    ``firsts``: for each block except the first, the position in ``graph.ops`` at which it begins, ascending.
+    """Return, for each block, the positions of its forward ops. ``firsts``: the positions at which the later
+    blocks begin, ascending.
     """
     ix = indexed(graph)
     forward = [o for o, is_forward in enumerate(ix.forward) if is_forward]
@@ -222,12 +214,7 @@ def blocks_at(graph: TrainingGraph, firsts: Sequence[int]) -> tuple[tuple[int, .
 
 
 class _Assignment:
-    """Assigns each op of a training step to a block of a chain. Forward ops are already assigned. A backward op goes to
-    its home, if that is known; else to the last block at which everything that it reads is available, or to an earlier
-    block that needs its result.
-
-    ``at``: the block of each op, by the op's position.
-    """
+    """Assigns each backward op to a block (``at``); the blocks of forward ops are given."""
 
     def __init__(
         self,
@@ -250,6 +237,8 @@ class _Assignment:
         self.span = dict(self._spans(of))
         last = {name: self.span[t][1] for name, t in self.tensor.items() if t in self.span}
         self.owner = {self.tensor[g]: last[p] for g, p in pairs.items() if p in last}
+        # A backward op goes to its home if that is known and possible, else to the last block at which all
+        # that it reads is available, then perhaps to an earlier block that needs its result.
         at_home = set()
         for o in ix.backward:
             self.at[o] = self._last_block(o)
@@ -270,12 +259,10 @@ class _Assignment:
             yield Passage(t, ix.forward[p], made, max([made, *at]), min([made, *at]))
 
     def _spans(self, of: Mapping[int, int]) -> Iterable[tuple[int, tuple[int, int]]]:
-        """Yield pairs (tensor, (first, last)): the position of a tensor that the forward reads or computes, and the
-        first and last block at which it is available. ``of``: the block of each forward op.
+        """Yield (tensor, (first, last)): the blocks at which a tensor that the forward computes or reads is
+        available.
 
-        A tensor that the forward computes is available from the block that computes it to the last block whose forward
-        reads it. An input that the forward of only one block reads is available only there. An input that several
-        blocks read gets no pair: it counts as available at all blocks.
+        Inputs that several blocks read are left out: they count as available everywhere.
         """
         for t, p in enumerate(self.ix.producer):
             at = [of[o] for o in self.ix.readers[t] if o in of]
@@ -304,13 +291,8 @@ class _Assignment:
         return min([block, *(self.owner[t] for t in ix.writes[o] if t in self.owner)])
 
     def _sink(self, o: int) -> None:
-        """Move the backward op ``o`` to an earlier block: the last of the blocks that read its results, or, if it is
-        later, the first block at which everything from the forward that it reads is available. A parameter's gradient
-        counts as read by the block that reads the parameter.
-
-        The op is not moved if something that it reads is not available in that block, or if messages would become
-        larger. If the op is moved, gradients that it reads are sent as far as that block, perhaps only for this op; its
-        results need not be sent any more. So these gradients may not have more bytes than the results.
+        """Move a backward op to an earlier block that reads its results, if all operands are available there
+        and messages don't grow.
         """
         ix = self.ix
         wanted = [self.owner.get(t, self.at[o]) for t in ix.writes[o] if ix.is_output[t]]
@@ -319,13 +301,16 @@ class _Assignment:
         to = max([*wanted, *(first for first, _ in spans)], default=self.at[o])
         if to >= self.at[o] or any(not first <= to <= last for first, last in spans):
             return
+        # After the move, gradients that the op reads may be sent further, only for it, but its results need
+        # not be sent.
         more = sum(ix.bytes[t] for t in ix.reads[o] if self._comes_only_for(t, o, to))
         if more <= sum(ix.bytes[t] for t in ix.writes[o]):
             self.at[o] = to
 
     def _comes_only_for(self, t: int, o: int, to: int) -> bool:
-        """Return whether tensor ``t`` is a gradient that would be sent back to the earlier block ``to`` only for op
-        ``o``, if that op moved there: all other ops that read it are in blocks after ``to``."""
+        """Return whether tensor ``t`` is a gradient that would be sent to the earlier block ``to`` only for
+        op ``o``.
+        """
         p = self.ix.producer[t]
         return (
             p >= 0 and not self.ix.forward[p] and all(self.at[r] > to for r in self.ix.readers[t] if r != o)

@@ -1,13 +1,10 @@
-"""Lower bounds of the time of a pipeline stage within a memory budget, for every interval of blocks that may become a
-stage.
+"""Lower bounds of a stage's time within a budget, for each interval of blocks that may become a stage.
 
-With k micro-batches in flight, a rank holds k times the bytes that its stage keeps between forward and backward. So a
-plan keeps at most κ = (budget − states) ÷ k − (bytes of the stage's output) of other tensors. Tensors that the backward
-reads and that are not kept must be recomputed: the ops that computed them run again. So the time of recomputation is at
-least the time of all these ops, minus the most time that κ kept bytes can save. The optimum of the fractional knapsack
-problem is an upper bound of the time saved (Dantzig 1957). Ops that no output depends on do not count: a plan may run
-them for the first time in the backward. An inverse may recover a tensor in less time than its op takes. So in graphs
-with inverses the lower bound is the time without recomputation.
+With k micro-batches in flight, a stage keeps at most κ = (budget − states) ÷ k − (messages) bytes. The
+backward's operands beyond κ are recomputed; the fractional knapsack bounds the time that κ bytes save
+(Dantzig 1957).
+
+An inverse may be faster than the op, so with inverses the bound is the time without recomputation.
 """
 
 from __future__ import annotations
@@ -28,28 +25,28 @@ Costs = NDArray[np.float64]
 
 @dataclass(frozen=True)
 class _Saved:
-    """The forward ops that an output of the step depends on and whose results the backward of the same block reads, one
-    row for each op. Results that are outputs themselves are left out. The rows are sorted by the op's cost per byte of
-    these results, descending.
+    """Forward ops whose results the backward of their block reads, by cost per byte of these results,
+    descending.
 
-    ``block``: the op's block. ``up``: the last block that reads the results. ``bytes``: the bytes of the results.
-    ``cost``: the op's microseconds.
+    Results that are outputs, and ops that no output depends on, are left out.
     """
 
     block: Ints
     up: Ints
+    """The last block that reads the results."""
     bytes: Ints
+    """Of the results that the backward reads."""
     cost: Costs
+    """Microseconds of the op."""
 
 
 def time_floors(
     chain: StageChain, room: Callable[[int, int, int], tuple[float, int]]
 ) -> Callable[[int, int, int], float]:
-    """Return a function that computes a lower bound of the microseconds that a stage takes for one micro-batch.
+    """Return a function of (first block, block after the last, stage) that bounds the stage's microseconds
+    per micro-batch from below.
 
-    Both the returned function and ``room`` take the stage's first block, the block after its last one, and the stage's
-    number. The lower bound is infinite if ``room`` returns negative bytes, because then no plan fits. In graphs with
-    inverses it is never infinite: it is the time without recomputation.
+    ``room`` has these parameters; without inverses the bound is infinite if its bytes are negative.
     """
     saved = _saved(chain)
     inverses = bool(chain.graph.inverses)
@@ -71,11 +68,8 @@ def _between(sums: tuple[float, ...], start: int, end: int) -> float:
 
 
 def _extra(saved: _Saved, start: int, end: int, kept: float) -> float:
-    """Return a lower bound of the microseconds of recomputation in a stage that keeps at most ``kept`` bytes for a
-    micro-batch between forward and backward; infinity if ``kept`` is negative.
-
-    ``saved``: the forward ops whose results the backward reads. ``start``, ``end``: the stage's first block, and the
-    block after its last one.
+    """Return a lower bound of the microseconds recomputed if at most ``kept`` bytes stay from forward to
+    backward; infinite if ``kept`` < 0.
     """
     if kept < 0:
         return math.inf
@@ -111,8 +105,9 @@ def _saved(chain: StageChain) -> _Saved:
 
 
 def _before_boundary(ix: Indexed) -> set[int]:
-    """Return the positions of the forward ops that run between the start of a stage's forward and its end in every
-    plan: those that an output of the step depends on."""
+    """Return the positions of the forward ops that an output of the step depends on: each plan runs them in
+    the stage's forward.
+    """
     found: set[int] = set()
     for o in reversed([o for o, forward in enumerate(ix.forward) if forward]):
         if any(ix.is_output[t] or not found.isdisjoint(ix.readers[t]) for t in ix.writes[o]):

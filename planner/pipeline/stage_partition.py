@@ -31,22 +31,18 @@ differ by little."""
 
 @dataclass(frozen=True, slots=True)
 class Partition:
-    """A division of a chain of blocks into stages.
-
-    ``cuts``: the blocks at which the second and each later stage begin. ``slowest``: microseconds of the slowest stage
-    or link, for one micro-batch. ``through``: microseconds of one micro-batch through all stages and links.
-    """
+    """A division of a chain of blocks into stages."""
 
     cuts: Cuts
     slowest: float
+    """Microseconds of the slowest stage or link, for one micro-batch."""
     through: float
+    """Microseconds of one micro-batch through all stages and links."""
 
 
 def partitions(chain: StageChain, stages: int, time: StageTime, link: Link = FREE_LINK) -> list[Partition]:
-    """Return divisions of a chain of blocks into ``stages`` stages, by rising time of the slowest stage or link.
-
-    No division beats another one of them in both this time and the time of a micro-batch through all stages. At most
-    `MOST_PAIRS` divisions are returned; none if no division fits the budget.
+    """Return up to `MOST_PAIRS` undominated divisions into ``stages`` stages, by rising time of the slowest;
+    none if no division fits the budget.
     """
     places = chain.allowed()
     if len(places) < stages - 1:
@@ -73,12 +69,7 @@ def _ended(
     time: StageTime,
     link: Link,
 ) -> list[Partition]:
-    """Return the divisions of the blocks before ``end`` into stages 0 to ``stage``, by extending each known division by
-    one stage that ends before block ``end``.
-
-    ``front``: for a block, the known divisions of all blocks before it into stages 0 to ``stage`` − 1. ``begins``: the
-    blocks at which a stage may begin.
-    """
+    """Return the divisions of the blocks before ``end`` that extend those of ``front`` by stage ``stage``."""
     found = []
     for begin in begins:
         if begin >= end or not front.get(begin):
@@ -101,11 +92,7 @@ def _undominated(found: list[Partition]) -> list[Partition]:
 
 
 def shifted(chain: StageChain, cuts: Cuts) -> list[Cuts]:
-    """Return all cuts that result from ``cuts`` if one stage begins later or earlier: at the next or the previous block
-    at which a stage may begin.
-
-    ``cuts``: the blocks at which the second and each later stage begin.
-    """
+    """Return all cuts that differ from ``cuts`` in one stage, which begins at the next or previous allowed block."""
     places = chain.allowed()
     found = []
     for at, cut in enumerate(cuts):
@@ -117,11 +104,8 @@ def shifted(chain: StageChain, cuts: Cuts) -> list[Cuts]:
 
 
 def descent(chain: StageChain, cuts: Cuts, cost: Callable[[Cuts], float], most: int) -> Cuts:
-    """Return the cuts that result from ``cuts`` if they are replaced by the cheapest of `changed`, as long as this one
-    is cheaper.
-
-    ``cuts``: the blocks at which the second and each later stage begin. ``cost``: returns what such cuts cost.
-    ``most``: the largest number of changed cuts that are tried.
+    """Return cuts no more expensive than ``cuts``, by repeated exchange for the cheapest of `changed`, which
+    are tried at most ``most`` times.
     """
     while near := changed(chain, cuts)[:most]:
         most -= len(near)
@@ -133,10 +117,8 @@ def descent(chain: StageChain, cuts: Cuts, cost: Callable[[Cuts], float], most: 
 
 
 def changed(chain: StageChain, cuts: Cuts) -> list[Cuts]:
-    """Return all cuts that result from ``cuts`` if one stage begins at another allowed block, after the stage before
-    and before the stage after, or if two are moved as in `shifted`. Those with the smallest moves come first.
-
-    ``cuts``: the blocks at which the second and each later stage begin.
+    """Return other cuts: a stage begins at any allowed block between its neighbours, or two steps of
+    `shifted`. Small moves come first.
     """
     ends = (0, *cuts, len(chain))
     two = [both for first in shifted(chain, cuts) for both in shifted(chain, first)]

@@ -1,13 +1,8 @@
-"""A stage of a pipeline as a planning problem, and the memory that the stage needs with a plan of this problem.
+"""A stage of a pipeline as a planning problem for one micro-batch, and the memory that the stage needs with a
+plan of it.
 
-The problem is the forward and backward of one micro-batch while gradients of earlier micro-batches exist. Between
-forward and backward, an op called the *boundary* represents the time in which other stages and other micro-batches run.
-A split backward has a second boundary, between the ops for the input's gradient and those for the gradients of the
-weights.
-
-The bytes that a plan keeps across a boundary can be limited to κ by the workspace of the boundary op. For a budget b,
-the workspace is b − inputs − κ − (bytes that the boundary writes). Then a schedule exceeds b at the boundary exactly if
-it keeps more than κ. So all strategies and lower bounds can be used without changes.
+Other stages and micro-batches run in the *boundary* op between forward and backward. To limit what is kept
+across it to κ within budget b, its workspace is b − inputs − κ − (bytes that it writes).
 """
 
 from __future__ import annotations
@@ -27,68 +22,64 @@ from rematplan.planner.pipeline.actions import StagePlan
 
 @dataclass(frozen=True)
 class StageProblem:
-    """The planning problem of one stage of a pipeline, for one micro-batch.
+    """The planning problem of one stage, for one micro-batch: forward ops, the op ``boundary``, then backward
+    ops.
 
-    ``graph``: the ops of the stage's forward, then the op named ``boundary``, then the ops of its backward.
-    ``weights``: in a split backward, the name of a second boundary op, between the ops for the input's gradient and
-    those for the gradients of the weights; None if the backward is not split.
-
-    ``states``: inputs that exist during the whole step (parameters, buffers). ``per_microbatch``: inputs of which each
-    micro-batch needs its own contents from its forward to the end of its backward, such as random generator states, or
-    a batch that is not stored elsewhere. ``tangents``: inputs that each micro-batch needs only in its backward (the
-    gradients of the outputs). They are freed at the end of the backward, or of the I if the W does not read them.
-    ``released``: whether only the backward has these inputs after an I. Then those inputs ``per_microbatch`` that the W
-    does not read are freed at the end of the I, and each tangent is freed as soon as no later op of the W reads it.
-    ``tangents_held``: a function that returns, for a schedule, the position from which on each tangent is freed as soon
-    as no later op reads it, because only the backward has it; None: there is no such position. The bytes of all other
-    inputs, such as receive buffers of torch, are counted in ``template``.
-
-    ``between``: bytes outside of the graph that exist for each micro-batch from its forward to its backward, such as
-    tensors that a loss saves. ``loss_forward``: bytes that the boundary op needs in addition to its workspace if it is
-    counted to the forward, as the computation of a loss is. ``copies``: for the name of an op, the bytes that each
-    micro-batch keeps from forward to backward if the op runs again after the boundary, such as the old content of a
-    buffer or a random generator state. ``handed``: outputs of the forward that the next stage holds, because it is on
-    the same rank. The next stage counts them, so this stage does not count them after its forward. ``freed``: outputs
-    of the forward that torch frees once they are sent, and for each of them the ops that read it. If a plan runs none
-    of these ops after the boundary, the output is not counted after the forward, except as a message that is being sent
-    (``StagePlan.loose``). ``leaving``: tensors that are outputs of the graph, but are freed at the boundary, such as
-    new contents of buffers.
-
-    ``gradients``: for the name of each 0-byte marker, the name of a parameter's gradient. The op that writes the
-    gradient also writes the marker; then the gradient is added to that of earlier micro-batches and freed. ``waiting``:
-    a function that returns, for a schedule and each of its steps, the bytes of gradients that the schedule has freed,
-    but that are not yet added; None: gradients are added at once. ``template``: the memory and times of the stage that
-    do not depend on its plan.
-
-    ``untaken``: a function that returns, for a schedule and each of its steps, the bytes of tensors that have arrived
-    in a message, but that the schedule takes from it only later; None: there are none.
-
-    ``reused``: a function that returns, for a schedule and each of its steps, the bytes that the schedule counts twice:
-    an op has written its result into an operand that the schedule frees directly afterwards, and the schedule has not
-    freed it yet. None: ops write into new tensors. ``reusable``: by the name of each op that may do so, the bytes of
-    its largest such operand.
+    Functions of a schedule return one number of bytes per step, if nothing else is said; None: no bytes.
     """
 
     graph: TrainingGraph
     boundary: str
     states: tuple[str, ...] = ()
+    """Inputs that exist during the whole step: parameters, buffers."""
     per_microbatch: tuple[str, ...] = ()
+    """Inputs with contents of their own for each micro-batch, from its forward to its backward's end, such as
+    random generator states.
+    """
     released: bool = False
+    """Whether an I frees inputs ``per_microbatch`` that its W does not read, and a W frees tangents after
+    their last reader.
+    """
     tangents: tuple[str, ...] = ()
+    """Gradients of outputs. They are freed at the backward's end, or at the end of I if W does not read them."""
     tangents_held: Callable[[Schedule], int] | None = None
+    """For a schedule, the position from which on tangents are freed after their last reader; None: there is
+    no such position.
+    """
     between: int = 0
+    """Bytes outside of the graph for each micro-batch from its forward to its backward, such as what a loss saves."""
     loss_forward: int = 0
+    """Bytes that the boundary op needs beyond its workspace if it counts to the forward."""
     weights: str | None = None
+    """The boundary op between I and W; None if the backward is not split."""
     copies: Mapping[str, int] = field(default_factory=dict)
+    """By op, bytes kept from forward to backward if the op runs after the boundary, such as a buffer's old
+    content.
+    """
     handed: tuple[str, ...] = ()
+    """Outputs of the forward that the next stage, on the same rank, counts. They are not counted here after
+    the forward.
+    """
     freed: Mapping[str, Set[str]] = field(default_factory=dict)
+    """Outputs that torch frees after they are sent, with their readers. If none runs after the boundary, they
+    count as ``StagePlan.loose``.
+    """
     leaving: tuple[str, ...] = ()
+    """Outputs of the graph that are freed at the boundary, such as new contents of buffers."""
     gradients: Mapping[str, str] = field(default_factory=dict)
+    """By 0-byte marker, the parameter's gradient that the same op writes. It is then added to that of earlier
+    micro-batches and freed.
+    """
     waiting: Callable[[Schedule], Sequence[int]] | None = None
+    """For a schedule, bytes of gradients that it has freed but that are not yet added."""
     untaken: Callable[[Schedule], Sequence[int]] | None = None
+    """For a schedule, bytes of tensors that have arrived in a message but are taken from it later."""
     reused: Callable[[Schedule], Sequence[int]] | None = None
+    """For a schedule, bytes that it counts twice: a result in an operand that the schedule frees next."""
     reusable: Mapping[str, int] = field(default_factory=dict)
+    """By op that may write into an operand, the bytes of its largest such operand."""
     template: StagePlan = field(default_factory=lambda: StagePlan(0, 0, 0, 0))
+    """The memory and times of the stage that do not depend on its plan."""
 
     def bytes(self, names: Iterable[str]) -> int:
         """Return the sum of the sizes in bytes of the tensors with these names."""
@@ -101,18 +92,18 @@ class StageProblem:
 
     @property
     def least_kept(self) -> int:
-        """The bytes that every plan keeps for a micro-batch between forward and backward: the tensors that the boundary
-        op reads (except inputs, ``handed``, and ``freed`` and ``leaving``, which may be freed there), the inputs
-        ``per_microbatch``, and ``between``."""
+        """A lower bound of the bytes kept per micro-batch from forward to backward: what the boundary op
+        reads and must keep, ``per_microbatch``, ``between``.
+        """
         gone = {*self.graph.inputs, *self.leaving, *self.handed, *self.freed}
         reads = {*self.graph.op[self.boundary].reads} - gone
         return self.bytes((*reads, *self.per_microbatch)) + self.between
 
     def resident(self, schedule: Schedule) -> list[int]:
-        """Return the resident bytes at each step of a schedule, inputs of the graph included.
+        """Return the resident bytes at each step of a schedule, inputs of the graph included, gradients that
+        wait to be added excluded.
 
-        A result that an op writes into an operand is not counted while the operand is. Gradients that wait to be added
-        are not counted.
+        A result that an op writes into an operand counts once.
         """
         found = resident_bytes(self.graph, schedule)
         if self.untaken is not None:
@@ -132,16 +123,15 @@ class StageProblem:
         return self.assuming_reuse(self.reusable)
 
     def assuming_reuse(self, names: Container[str]) -> StageProblem:
-        """Return this problem, as if the ops ``names``, as far as they are in ``reusable``, always wrote their results
-        into operands.
-
-        All other ops get larger workspaces instead, and budgets are larger by ``most_reused`` bytes. So if a plan needs
-        at most b bytes and other ops overwrite nothing, its peak in the graph of the result is at most b +
-        ``most_reused`` bytes. The converse does not hold: a schedule need not free the operand of such an op.
+        """Return this problem as if those of the ops ``names`` that are ``reusable`` wrote their results into
+        operands.
         """
         if not self.reusable:
             return self
 
+        # The other ops get `most_reused` more workspace, and budgets as much more. A plan that needs b bytes
+        # then has a peak of at most b + `most_reused`. The converse fails: a schedule need not free the
+        # operand.
         def limited(op: Op) -> Op:
             own = self.reusable.get(op.name, 0) if op.name in names else 0
             return replace(op, workspace=op.workspace + self.most_reused - own)
@@ -151,8 +141,9 @@ class StageProblem:
 
     @cached_property
     def late_inputs(self) -> tuple[str, ...]:
-        """The inputs ``per_microbatch`` that exist in the W of every plan: those that ops after the second boundary
-        read, or all if they are not ``released``."""
+        """The inputs ``per_microbatch`` that the W of each plan needs: those that ops behind the second
+        boundary read, or all if not ``released``.
+        """
         return self.inputs_read_by(op for op in self.graph.ops if self.weights in op.reads)
 
     def inputs_read_by(self, ops: Iterable[Op]) -> tuple[str, ...]:
@@ -162,17 +153,14 @@ class StageProblem:
         return tuple(t for t in self.per_microbatch if t in read or not self.released)
 
     def measured(self, plan: Plan) -> StagePlan:
-        """Return the memory and times of this stage under a plan, computed from the plan's schedule and the ops'
-        sizes and costs.
-
-        The field ``plan`` of the result is the plan as JSON data.
-        """
+        """Return the memory and times of this stage under a plan, and the plan as JSON data."""
         return _measured(self, plan)
 
     def bounded(self, budget: int, kept: int, deferred: int | None = None) -> TrainingGraph:
-        """Return the problem's graph with larger workspaces of the boundary ops: the op between forward and backward,
-        and, in a split backward, the op between its two parts. So every plan whose peak is within ``budget`` bytes
-        keeps only a limited number of bytes for a micro-batch across these ops.
+        """Return the graph with boundary workspaces such that plans within ``budget`` keep at most ``kept``
+        bytes to the backward.
+
+        ``deferred``: the same between I and W.
         """
         bounds = {
             self.boundary: kept
@@ -196,9 +184,8 @@ class StageProblem:
         return replace(self.graph, ops=tuple(map(limited, self.graph.ops)))
 
     def with_boundary_workspace(self, workspace: int) -> TrainingGraph:
-        """Return the problem's graph with a workspace of ``workspace`` bytes of the op between forward and backward.
-
-        The larger this workspace, the fewer bytes a plan with the smallest peak keeps between forward and backward.
+        """Return the graph with this workspace of the boundary op. If it is large, plans with small peaks
+        keep few bytes across it.
         """
         ops = (replace(op, workspace=workspace) if op.name == self.boundary else op for op in self.graph.ops)
         return replace(self.graph, ops=tuple(ops))
@@ -267,12 +254,9 @@ def _split_figures(
     tangents: Sequence[int] | None,
     saved: int,
 ) -> dict[str, Any]:
-    """Return the fields of `StagePlan` that only a split backward has, by name: ``deferred_bytes``,
-    ``deferred_input``, ``transient_weight``, ``first_weight``, ``whole`` and ``early_gradients``.
-
-    The I ends with the frees that follow the second boundary op, and with that of inputs that are ``released``.
-    """
+    """Return the fields of `StagePlan` that only a split backward has, by name."""
     graph, start = problem.graph, split + 1
+    # The I ends with the frees that follow the second boundary op.
     while start < len(schedule) and isinstance(schedule[start], Free):
         start += 1
     across = beyond[split] - graph.op[problem.weights or ""].workspace
@@ -305,10 +289,10 @@ def _split_figures(
 def _held_longer(
     problem: StageProblem, schedule: Schedule, split: int, tangents: Sequence[int] | None
 ) -> list[int]:
-    """Return, for each step of a schedule from ``split`` on, the bytes that a W has freed but a B holds to its end:
-    outputs of the stage, and gradients of the stage's inputs and outputs. The values for earlier steps mean nothing.
+    """Return, for steps from ``split`` on, the bytes of outputs and of gradients that a W has freed but a B
+    holds to its end.
 
-    ``split``, ``tangents``: see `_split_figures`.
+    Values of earlier steps mean nothing.
     """
     graph = problem.graph
     leave = set(graph.op[problem.weights or ""].reads) - {*graph.inputs, *problem.handed}
@@ -322,9 +306,8 @@ def _held_longer(
 
 
 def _tangent_bytes(problem: StageProblem, schedule: Schedule, split: int) -> list[int]:
-    """Return, for each step of a schedule, the bytes of tangents that exist if the step is in the backward.
-
-    ``split``: the index of the second boundary op in the schedule, or the length of the schedule.
+    """Return the bytes of tangents at each step, as if it were in the backward. ``split``: the second
+    boundary's index, or the schedule's length.
     """
     if not problem.tangents:
         return [0] * len(schedule)
@@ -357,8 +340,8 @@ def _resident_of(problem: StageProblem, schedule: Schedule, outputs: Iterable[st
 
 
 def _freed_gradients(problem: StageProblem, schedule: Schedule) -> list[int]:
-    """Return, for each step of a schedule, the bytes of parameters' gradients that are complete and that the schedule
-    has freed. In the first backward of a step these bytes stay in memory, because later micro-batches add to them."""
+    """Return, for each step, the bytes of complete parameters' gradients that the schedule has freed."""
+    # In a step's first backward these bytes stay, because later micro-batches add to them.
     marks, sizes = problem.gradients, problem.graph.size
     owner = {gradient: mark for mark, gradient in marks.items()}
     change = [0] * (len(schedule) + 1)

@@ -62,8 +62,11 @@ class StageSlice:
 
 
 def late_ops(piece: StageSlice) -> frozenset[int]:
-    """Return the positions of the backward ops that a stage can postpone: no tensor that it sends to the previous stage
-    in the backward depends on them, and they do not read such a tensor. They compute gradients of weights."""
+    """Return the positions of the backward ops that a stage can postpone: the tensors sent to the previous
+    stage do not need them.
+
+    Ops that read such a tensor are not postponed.
+    """
     ix = indexed(piece.chain.graph)
     backward = [o for o in piece.ops if not ix.forward[o]]
     needed, early = set(piece.returned), set()
@@ -92,11 +95,8 @@ def stage_problem(
     hands_over: bool = False,
     frees: bool = False,
 ) -> StageProblem:
-    """Return the planning problem of a pipeline stage, for one micro-batch, while gradients of earlier micro-batches
-    exist.
-
-    Tensors that neighbouring stages send are inputs of the problem. Each micro-batch has its own: those of the previous
-    stage from its forward to its backward, those of the next stage in its backward.
+    """Return the planning problem of a stage for one micro-batch, while gradients of earlier ones exist.
+    Messages are inputs of its own.
     """
     return _Builder(piece, frozenset(batch), split, recovers, hands_over, frees).problem(template)
 
@@ -186,18 +186,16 @@ class _Builder:
         return frozenset(op.name for op in every if tensor in op.reads and op.name != BOUNDARY)
 
     def _ordered(self, ops: Iterable[Op]) -> tuple[str, ...]:
-        """Return the names of the ops that run for the first time in this order. In a split backward, ops that read
-        what the stage returns run before the second boundary op, where it is handed over. In a stage without a
-        backward, all forward ops run in their order, because such a stage runs without a plan."""
+        """Return, in order, the names of the ops whose first runs keep this order."""
+        # In a split backward, ops that read what the stage returns precede the second boundary, which hands
+        # it over. A stage without a backward runs without a plan, in the forward's order.
         reading = [self.ix.ops[o] for o in _reading(self.piece)] if self.split else []
         frozen = () if self.backward else [self.ix.ops[o] for o in self.forward]
         names = {*self.graph.ordered, *reading, *([WEIGHTS] if reading else ()), *frozen}
         return tuple(op.name for op in ops if op.name in names)
 
     def _marks(self) -> dict[str, str]:
-        """Return, for the name of each 0-byte marker tensor, the name of a parameter's gradient. The op that computes
-        the gradient also writes the marker, as a sign that the gradient can be added to that of earlier micro-batches.
-        """
+        """Return, by name of a 0-byte marker, the parameter's gradient that the same op writes, ready to be added."""
         own = (self.ix.tensors[t] for o in self.piece.ops for t in self.ix.writes[o])
         return {f"({t} added)": t for t in own if t in self.piece.chain.gradient_of}
 
@@ -222,9 +220,11 @@ class _Builder:
         return (Op(RECEIVE, (), received, 0.0, 0, "forward"),) if received else ()
 
     def _answer(self) -> tuple[Op, ...]:
-        """Return the inverse that represents the next stage's message in the backward: it writes the tensors that the
-        stage sent in the forward. Return an empty tuple if the stage sends nothing, or if stages do not recover their
-        inputs."""
+        """Return the inverse that stands for the next stage's message in the backward: it writes what the
+        stage sent.
+
+        Empty if the stage sends nothing or stages do not recover inputs.
+        """
         sent = tuple(self.ix.tensors[t] for t in self.piece.sent) if self.recovers else ()
         return (Op(ANSWER, (BOUNDARY,), sent, 0.0),) if sent else ()
 
@@ -233,10 +233,11 @@ class _Builder:
         return (Op(SEND, sent, (SEND,), 0.0, 0, "forward"),) if sent else ()
 
     def _return(self) -> tuple[Op, ...]:
-        """Return the op that represents sending the recovered input and its gradient to the previous stage. Both must
-        be resident when it runs, and may be freed afterwards. Return an empty tuple if the stage receives nothing, or
-        if stages do not recover their inputs."""
+        """Return the op that sends the recovered input and its gradient to the previous stage; empty if there
+        is none.
+        """
         received = [self.ix.tensors[t] for t in self.piece.received] if self.recovers else []
+        # Both must be resident when it runs, and may be freed afterwards.
         reads = (*received, *self._returned(), BOUNDARY)
         return (Op(RETURN, reads, (RETURN,), 0.0, 0, "backward"),) if received else ()
 
@@ -245,22 +246,18 @@ class _Builder:
         return [self.ix.tensors[t] for t in self.piece.returned if t in self.made]
 
     def _outputs(self, gradients: set[str]) -> tuple[str, ...]:
-        """Return the names of the tensors that stay resident until the end of the stage's backward, sorted by position:
-        outputs of the step, and what the stage sends to its neighbours. ``gradients``: names of parameters' gradients,
-        which are left out.
-
-        In a split backward, and in a stage that recovers its input, what the stage sends is freed earlier and is not
-        included.
+        """Return the tensors that stay to the end of the stage's backward, by position: outputs of the step
+        and messages, without ``gradients``.
         """
         results = [self.ix.tensors[t] for t in self.made if self.ix.is_output[t]]
+        # In a split backward, and if stages recover their inputs, messages are freed earlier.
         leaving = [] if self.split or self.recovers else [*self._leaving(), *self._returned()]
         order = {name: at for at, name in enumerate(self.ix.tensors)}
         found = {t for t in (*results, *leaving) if t not in gradients}
         return tuple(sorted(found, key=order.__getitem__))
 
     def _unread(self, ops: Sequence[Op]) -> list[str]:
-        """Return the names of the boundary ops whose results no op reads: a search would leave them out if their
-        results were not outputs. The second one is unread if a stage can postpone no gradient."""
+        """Return the names of the boundary ops whose results no op reads. As outputs they stay in plans."""
         read = {t for op in ops for t in op.reads}
         return [op.name for op in ops if op.name in (BOUNDARY, WEIGHTS) and op.name not in read]
 
@@ -289,23 +286,21 @@ class _Builder:
         return (*forward, boundary, *early, done, *(rows[o] for o in self.backward if o in self.late))
 
     def _token(self, o: int) -> tuple[str, ...]:
-        """Return the name of a 0-byte tensor that backward op ``o`` must read in addition, so that it cannot run too
-        early; empty if none is needed.
-
-        An op for a weight's gradient in a split backward reads the tensor that the second boundary op writes. Another
-        op reads the tensor that the first boundary op writes, unless it reads a result of another backward op of the
-        stage anyway.
+        """Return the name of a 0-byte tensor of a boundary op that backward op ``o`` must read, lest it run
+        too early; empty if none.
         """
         if o in self.late:
             return (WEIGHTS,)
+        # An op that reads a result of another backward op waits for it anyway.
         own = (self.ix.producer[t] for t in self.ix.reads[o] if t in self.made)
         return () if any(not self.ix.forward[p] for p in own) else (BOUNDARY,)
 
     def _once(self) -> list[str]:
-        """Return the names of the ops that may run only once: the forward ops that compute what leaves the stage (in a
-        stage without a backward all forward ops), the ops that represent messages, the boundary ops, and in a split
-        backward all ops for the input's gradient."""
+        """Return the names of the ops that may run once: those that make what leaves the stage, messages,
+        boundaries, and I of a split backward.
+        """
         leaving = set(self._results() if self.recovers else self._leaving())
+        # In a stage without a backward these are all forward ops.
         makers = [
             self.ix.ops[o]
             for o in self.forward

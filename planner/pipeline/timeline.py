@@ -1,13 +1,7 @@
-"""Simulate a pipeline's schedule in time: compute when each action of each rank starts and ends.
+"""Simulate a pipeline's schedule in time: when each action of each rank starts and ends. O(actions · ranks).
 
-Actions are of four kinds: F (forward of one micro-batch in one stage), B (its backward), and I and W (the two halves of
-a split backward: the gradient of the stage's input, then the gradients of its weights). A rank runs its actions in
-order, one at a time. F waits for the message from the stage before. B or I waits for the stage's own F and, except in
-the last stage, for the message from the stage after. W waits for the I of its micro-batch.
-
-A message is sent where the rank's row says so (`actions.SENDS`), otherwise when the action that computes it ends. All
-messages from one rank to another share one link and occupy it one after another; each arrives after the link's latency.
-Stages on the same rank need no messages. The simulation takes O(actions · ranks) time.
+A rank runs its actions in order; an action waits for its messages and earlier parts. Messages between two
+ranks occupy one link in turn, and arrive after its latency.
 """
 
 from __future__ import annotations
@@ -23,19 +17,17 @@ from rematplan.planner.pipeline.actions import Action, Message, PipelineSchedule
 
 @dataclass(frozen=True, slots=True)
 class StageTimes:
-    """The times of a pipeline stage in microseconds and the bytes of its messages, all for one micro-batch.
-
-    ``forward``: time of the forward. ``backward``: time of the backward; without the gradients of weights, if these are
-    computed by an action of their own. ``weight``: time of that action; 0 if there is none. ``sends``: bytes of the
-    message to the next stage, sent by the forward. ``returns``: bytes of the message to the previous stage, sent by the
-    backward.
-    """
+    """The times of a stage in microseconds and the bytes of its messages, for one micro-batch."""
 
     forward: float
     backward: float
+    """Without the gradients of weights, if an action of their own computes them."""
     weight: float = 0.0
+    """The time of that action; 0 if there is none."""
     sends: int = 0
+    """Bytes of the forward's message to the next stage."""
     returns: int = 0
+    """Bytes of the backward's message to the previous stage."""
 
     @property
     def total(self) -> float:
@@ -43,11 +35,7 @@ class StageTimes:
         return self.forward + self.backward + self.weight
 
     def of(self, kind: str) -> float:
-        """Return the microseconds that an action takes.
-
-        ``kind``: ``F``: forward; ``B``: whole backward; ``I``: backward for the gradient of the stage's input only;
-        ``W``: gradients of the weights only.
-        """
+        """Return the microseconds of an action of this kind."""
         times = {"F": self.forward, "B": self.backward + self.weight, "I": self.backward, "W": self.weight}
         return times[kind]
 
@@ -105,8 +93,9 @@ class Timeline:
 
     @property
     def bubble(self) -> float:
-        """The fraction (0 to 1) of all ranks' time in which a rank is idle. A rank's time ends with the last action of
-        the whole pipeline. 0 without actions."""
+        """The fraction (0 to 1) of the ranks' time, to the end of the pipeline's last action, in which they
+        are idle; 0 without actions.
+        """
         return 1 - math.fsum(self.busy) / (self.makespan * len(self.rows)) if self.makespan else 0.0
 
 
@@ -133,14 +122,7 @@ def replay(
 
 
 class _Replay:
-    """The state of a simulation of a pipeline's schedule.
-
-    ``steps[r]``: what rank r does, in order. ``at[r]``: the index of its next step. ``free[r]``: the microsecond at
-    which it can begin that step. ``rows[r]``: the actions that rank r has started, with their times. ``made``,
-    ``arrived``: for each message, when the action that computes it ends, and when the receiver can use it. ``sent``:
-    the number of messages sent, by direction and sending stage. ``read``: with the same keys, when the receiver started
-    to use each message. ``link_free``: when a link is idle again, by the sending and the receiving rank.
-    """
+    """The state of a simulation of a pipeline's schedule."""
 
     def __init__(
         self,
@@ -153,6 +135,7 @@ class _Replay:
         self.schedule, self.times, self.link = schedule, times, link
         self.overhead, self.credits = overhead, credits
         self.steps = schedule.steps
+        # For each rank: the index of its next step, and the microsecond from which it can begin that step.
         self.at, self.free = [0] * schedule.ranks, [0.0] * schedule.ranks
         self.rows: list[list[Span]] = [[] for _ in range(schedule.ranks)]
         self.rank_of = {s: r for r, stages in enumerate(schedule.stage_of_rank) for s in stages}
@@ -163,8 +146,7 @@ class _Replay:
         self.link_free: dict[tuple[int, int], float] = {}  # when a link is idle, by the ranks at its ends
 
     def advance(self, rank: int) -> bool:
-        """Run as many steps of a rank as possible, until one waits for a message or cannot send its own message yet.
-        Return whether anything was done."""
+        """Run steps of a rank until one must wait for a message or a credit. Return whether any ran."""
         before = self.at[rank]
         while not self.done(rank) and self._do(rank, self.next(rank)):
             self.at[rank] += 1
@@ -208,8 +190,9 @@ class _Replay:
         return True
 
     def _needs(self, action: Action) -> list[tuple[Message, float | None]]:
-        """Return the results that an action reads: those of its own stage and messages from other stages. Each has the
-        microsecond from which the action can use it, or None if that is not yet known."""
+        """Return the results that an action reads, each with the microsecond from which it is available; None
+        if that is not yet known.
+        """
         stage, m, last = action.stage, action.microbatch, self.schedule.stages - 1
         if action.kind == "F":
             before = ("F", stage - 1, m)
@@ -221,8 +204,7 @@ class _Replay:
         return [(own, self.made.get(own)), *answer]
 
     def _send(self, rank: int, message: Message) -> bool:
-        """Send a message that an action has computed, if another rank reads it. Return False if it must wait because
-        too many earlier messages are unused."""
+        """Send a message if another rank reads it. Return False if there is no credit for it yet."""
         half, stage, _ = message
         to = self._reader(message)
         if to is None or to == rank:
