@@ -1,9 +1,8 @@
-"""A compiled plan as nodes of the autograd graph, one for each segment (part) of the backward half.
+"""A compiled plan as nodes of the autograd graph, one for each segment of the backward half.
 
-The first node runs the whole forward half and has the module's outputs; its backward runs the first segment. Each
-further node is an input of the node before it, through an empty tensor, so that autograd runs its backward next. The
-values that one segment leaves for the next are passed in a `_Call` object, not by autograd. Autograd accumulates a
-node's gradients into the parameters before it runs the next node.
+The first node runs the forward half; its backward runs the first segment. An empty tensor links each further node to
+the node before it, so that autograd runs its backward next. Values pass between segments in a `_Call`, not by
+autograd.
 """
 
 from __future__ import annotations
@@ -39,23 +38,11 @@ Sink: TypeAlias = Callable[[Mapping[str, torch.Tensor | None], bool], None]
 
 
 class CompiledPlan:
-    """A plan that takes part in autograd. Calling it runs the forward half of a training step and returns the module's
-    tensor outputs. The backward of these outputs runs the backward half.
+    """A plan that takes part in autograd: calling it runs the forward half and returns the outputs, whose backward
+    runs the backward half.
 
-    Args:
-        step: the captured step.
-        schedule: a schedule of the step's planning problem with a loss boundary (the moment between forward and
-            backward, at which the caller has the outputs).
-        lanes: the placement of the schedule's op executions on two lanes (threads on the CPU, streams on CUDA); None
-            for one lane.
-        spare: the unused bytes of the budget at each position of the schedule. Gradients that wait for the end of
-            their segment (a part of the backward) may occupy them; empty for no limit.
-        for_any_sizes: whether the plan is compiled once for all sizes of the batch. Its functions then take the values
-            of all size expressions in the step as an argument. Such a plan cannot be called itself, only the plans for
-            certain sizes that `at` returns. It has no lanes.
-
-    Raises:
-        ProblemError: the schedule or the lanes do not fit the step (see `compile_halves`).
+    If it is compiled for any sizes it cannot be called, only the plans that `at` returns. Raises `ProblemError` if
+    the schedule or the lanes do not fit the step.
     """
 
     def __init__(
@@ -66,6 +53,8 @@ class CompiledPlan:
         spare: Sequence[int] = (),
         for_any_sizes: bool = False,
     ) -> None:
+        #: ``spare``: by position, the unused bytes of the budget, which gradients may occupy until their
+        #: segment ends. Empty for no limit.
         self.schedule, self.lanes, self.spare = schedule, lanes, spare
         self.like = step
         """A step of the same calls and values, perhaps of other sizes."""
@@ -103,16 +92,16 @@ class CompiledPlan:
         return other
 
     def end_first_backward(self, variant: BackwardVariant, run: FirstRun) -> None:
-        """Record that the first backward under some conditions has run, and compared the strides of its values. If
-        they differ from those of the step, the backward is compiled anew for what the next one records."""
+        """Record that the first backward under some conditions has run. If values had other strides than the step's,
+        compile the next anew."""
         self.first_runs.end_backward(variant, run)
         if self.first_runs.failed:
             self.variants.misplace()
 
     @property
     def pending(self) -> bool:
-        """Whether a backward may still come or is not finished: a forward has had no backward yet, a backward retained
-        its graph, or segments of a backward have not run yet."""
+        """Whether a backward may still come or is not finished, because a forward had none, the graph is retained,
+        or segments are left."""
         return any(call.start is not None or call.held is not None for call in list(self.calls))
 
     @property
@@ -148,8 +137,8 @@ class CompiledPlan:
 
     @staticmethod
     def _source(i: StepInput) -> tuple[int, str | int]:
-        """Return the collection from which an input of the step is taken, and its key there: 0 and the name of a
-        parameter or buffer; 1 and a position in the batch; or 2 and the name of a constant of the captured step."""
+        """Return where an input of the step is found: 0 and a parameter's or buffer's name, 1 and a batch position,
+        or 2 and a constant."""
         if i.kind == "batch":
             return 1, int(i.target)
         return (2, i.value) if i.kind == "constant" else (0, _own_name(i.target))
@@ -165,11 +154,10 @@ second part, which computes gradients of weights."""
 
 
 def finish_backward(call: _Call) -> None:
-    """Run the remaining segments of a split backward (those that compute only gradients of weights), and add their
-    gradients to ``.grad`` of the parameters.
+    """Run the segments that a split backward left out, which compute gradients of weights, and add these to
+    ``.grad`` of the parameters.
 
-    ``call``: a forward whose backward has run its first part, from a list `Deferred`. It is not removed from that
-    list.
+    The call is not removed from its list `Deferred`.
     """
     plan = call.plan
     for k in range(plan.halves.early, len(plan.wanting)):
@@ -179,9 +167,11 @@ def finish_backward(call: _Call) -> None:
 
 
 def add_gradient(parameter: torch.Tensor, gradient: torch.Tensor | None) -> None:
-    """Add a gradient to ``parameter.grad`` in place; if that is None, set it to the gradient itself, without a copy.
-    The parameter's hooks run as in autograd. Nothing happens if ``gradient`` is None, or the parameter has been frozen
-    since its forward."""
+    """Add a gradient to ``parameter.grad`` in place, or set it without a copy, and run the parameter's hooks as
+    autograd does.
+
+    Nothing happens if the gradient is None or the parameter is frozen.
+    """
     if gradient is None or not parameter.requires_grad:
         return
     with torch.no_grad():
@@ -202,47 +192,46 @@ def _own_name(target: str) -> str:
 
 @dataclass(eq=False)
 class _Call:
-    """One forward of a compiled plan, with the state that it leaves for its backward, and that one segment (part) of
-    the backward leaves for the next.
-
-    - ``plan``, ``named``, ``with_tangents``, ``statistics``, ``deferred``: the plan and the arguments of its call
-      (`CompiledPlan.__call__`).
-    - ``inputs``: the step's inputs; empty once the forward has run.
-    - ``read``: the inputs that the backward reads, and their version counters, which show changes in place; by position
-      in `Halves.read_late`. A backward that does not retain the graph drops each input after the last segment that
-      reads it.
-    - ``start``: the values that the forward left for the backward; None once a backward that does not retain the graph
-      has begun.
-    - ``held``: the values that the next segment needs; None while a segment runs, and before and after a backward.
-    - ``outputs``, ``output_versions``: the outputs that the backward reads, and their version counters.
-    - ``rerun``: inputs and random states to run the forward again, if the plan does not take the gradients of all
-      outputs; else None.
-    - ``variant``, ``segments``, ``notes``: for the backward in progress, its conditions, its compiled segments, and
-      the strides that it records. ``first``: what compares the strides, if it is the first one.
-    - ``gradients``: the gradients of the inputs, by position, if the forward was run again by another plan; else None.
-    """
+    """One forward of a compiled plan, with the state that it leaves for its backward, and that one segment leaves
+    for the next."""
 
     plan: CompiledPlan
     named: Mapping[str, torch.Tensor]
     inputs: Sequence[torch.Tensor]
+    """The step's inputs; empty after the forward has run."""
     with_tangents: WithTangents | None = None
     statistics: Sink | None = None
     deferred: Deferred = field(default_factory=list)
+    """With ``plan``, ``named``, ``with_tangents`` and ``statistics``: the plan and the arguments of its call."""
     rerun: Rerun | None = None
+    """Inputs and random states to run the forward again, if the plan does not take the gradients of all outputs;
+    else None."""
     start: list[Any] | None = None
+    """The values that the forward left for the backward; None after a backward that does not retain the graph has
+    begun."""
     held: list[Any] | None = None
+    """The values that the next segment needs; None while a segment runs, and before and after a backward."""
     read: dict[int, tuple[torch.Tensor, int]] = field(default_factory=dict)
+    """The inputs that the backward reads, with version counters that show changes in place, by position in
+    `Halves.read_late`.
+
+    Unless the graph is retained, each is dropped after the last segment that reads it.
+    """
     outputs: Sequence[torch.Tensor] = ()
     output_versions: Sequence[int] = ()
+    """With ``outputs``: the outputs that the backward reads, and their version counters."""
     variant: BackwardVariant = AS_CAPTURED
     segments: Sequence[Backward] = ()
     notes: Notes = field(default_factory=Notes)
+    """With ``variant`` and ``segments``: for the backward in progress, the strides that it records, its conditions
+    and compiled segments."""
     first: FirstRun | None = None
+    """What compares the strides, if the backward in progress is the first one."""
     gradients: dict[int, torch.Tensor | None] | None = None
+    """The gradients of the inputs, by position, if the forward was run again by another plan; else None."""
 
     def forward(self) -> tuple[torch.Tensor, ...]:
-        """Run the forward half, copy the buffers' new content into the buffers, and return the module's outputs. Of
-        all other values, only those that the backward needs stay allocated."""
+        """Run the forward half, copy new content into the buffers, and return the module's outputs."""
         plan, named = self.plan, self.named
         if plan.like.left_out:
             self.rerun = Rerun.before_forward(plan.like, self.inputs)
@@ -256,8 +245,8 @@ class _Call:
         return tuple(t.detach() if t._is_view() else t for t in (early[at] for at in plan.outputs))
 
     def _forward_half(self) -> tuple[torch.Tensor, ...]:
-        """Run the forward half without changing the buffers, and store what the backward needs in this object. Return
-        the module's outputs and the buffers' new content."""
+        """Run the forward half without changing the buffers, and store what the backward needs. Return outputs and
+        the buffers' new content."""
         plan, inputs = self.plan, self.inputs
         given = [t.detach() for t in inputs]  # an input itself would keep its gradient until its last read
         late = [given[at] for at in plan.halves.read_late]
@@ -280,8 +269,9 @@ class _Call:
         return early
 
     def begin(self, gradients: Sequence[torch.Tensor | None], kept: bool) -> list[torch.Tensor | None] | None:
-        """Prepare a backward: choose its compiled segments, or run the forward again if the gradient of an output
-        arrived for which this plan expects none. There may be several backwards if the graph is retained.
+        """Prepare a backward and return the gradients for its first segment, or None if no gradient arrived.
+
+        If an output's gradient arrived that this plan does not expect, another plan runs forward and backward now.
         """
         arrived = frozenset(at for at in self.plan.like.left_out if gradients[int(at)] is not None)
         tangents = [gradients[at] for at, _ in self.plan.tangents]
@@ -330,11 +320,10 @@ class _Call:
             )
 
     def _run_again(self, gradients: Sequence[torch.Tensor | None], arrived: frozenset[str]) -> None:
-        """Run the forward again and then the whole backward, by another plan of the same step. That plan also takes
-        the gradients of the outputs ``arrived`` (positions), for which this plan expects none. The gradients of the
-        inputs are stored in this object; `backward` returns them later.
+        """Run the forward again, then the whole backward, by a plan that also takes the gradients of the outputs
+        ``arrived``.
 
-        ``gradients``: the gradients of all outputs.
+        The inputs' gradients are stored for `backward`. ``gradients``: those of all outputs.
         """
         assert self.rerun is not None
         assert self.with_tangents is not None
@@ -351,13 +340,13 @@ class _Call:
             tangents = []
 
     def backward(self, k: int, *tangents: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
-        """Run segment ``k`` of the backward half, pass its statistics to the callback, and return its gradients in the
-        order of ``CompiledPlan.wanting[k]``. If the forward was run again by another plan, the gradients exist already
-        and are only returned.
+        """Run segment ``k`` of the backward half and return its gradients, ordered as ``CompiledPlan.wanting[k]``;
+        pass statistics to the callback.
 
-        ``tangents``: the gradients of the outputs, for the first segment.
+        Raises RuntimeError if an input that is read from here on was changed in place since the forward.
         """
         if self.gradients is not None:
+            # Another plan has computed them: see `_run_again`.
             given = tuple(self.gradients.pop(at) for at in self.plan.wanting[k])
             self.gradients = self.gradients if k < len(self.plan.wanting) - 1 else None
             return given
@@ -421,12 +410,10 @@ def _once_differentiable(backward: Any) -> Any:
 
 
 class _ForwardNode(torch.autograd.Function):
-    """The node of the autograd graph that runs the forward half and, in its backward, the first segment (part) of the
-    backward half.
+    """The autograd node that runs the forward half and, in its backward, the first segment of the backward half.
 
-    It also returns an empty tensor, and saves that tensor. In the autograd graph the tensor depends on all inputs of
-    the step, so differentiating the gradients by any of them raises an error (`_once_differentiable`) instead of
-    returning zero.
+    It saves an empty tensor that depends on all inputs. Differentiating the gradients again is then an error, not
+    zero.
     """
 
     @staticmethod
@@ -450,11 +437,10 @@ class _ForwardNode(torch.autograd.Function):
 
 
 class _BackwardSegment(torch.autograd.Function):
-    """A node of the autograd graph whose backward runs one segment (part) of the backward half, but not the first. Its
-    forward computes nothing.
+    """An autograd node whose backward runs one later segment of the backward half, and whose forward computes
+    nothing.
 
-    Segments that belong to the second part of a split backward are not run by autograd. The node's `_Call` object is
-    added to the list `_Call.deferred` instead, for `finish_backward`.
+    Segments of the second part of a split backward wait in `_Call.deferred` for `finish_backward` instead.
     """
 
     @staticmethod

@@ -1,5 +1,5 @@
-"""The backward half of a plan, compiled separately for each combination of conditions: which gradients of outputs
-arrive, with which strides, and whether autograd retains the graph."""
+"""The backward half of a plan, compiled for each combination of arriving gradients, their strides, and whether the
+graph is retained."""
 
 from __future__ import annotations
 
@@ -21,16 +21,14 @@ from rematplan.runtime.graph.zero_tangents import changes_strides
 @dataclass(frozen=True, slots=True)
 class BackwardVariant:
     """The conditions under which a backward runs. The backward half is compiled separately for each combination of
-    them.
-
-    ``missing``: the tangents (gradients of outputs, by value name) that autograd did not compute. ``kept``: whether
-    autograd retains the graph, so that the saved tensors must stay unchanged. ``strides``: the strides of the
-    tangents; None if all are as at capture.
-    """
+    them."""
 
     missing: frozenset[str] = frozenset()
+    """The tangents (gradients of outputs, by value name) that autograd did not compute."""
     kept: bool = False
+    """Whether autograd retains the graph, so that the saved tensors must stay unchanged."""
     strides: tuple[tuple[int, ...], ...] | None = None
+    """The strides of the tangents; None if all are as at capture."""
 
 
 AS_CAPTURED = BackwardVariant()
@@ -39,17 +37,7 @@ not retain the graph."""
 
 
 class BackwardVariants:
-    """The backward half of a plan, compiled for several conditions under which a backward runs.
-
-    Args:
-        step: the captured step.
-        schedule: a schedule of its planning problem with a loss boundary.
-        backward: the segments (parts) of the backward half, compiled for the conditions `AS_CAPTURED`.
-        lanes: the placement of the schedule's op executions on two lanes (threads on the CPU, streams on CUDA); None
-            for one lane.
-        spare: the unused bytes of the budget at each position of the schedule; empty for no limit (see
-            `compile_halves`).
-    """
+    """The backward half of a plan, compiled for several conditions under which a backward runs."""
 
     def __init__(
         self,
@@ -94,11 +82,8 @@ class BackwardVariants:
         return BackwardVariant(missing, kept, None if strides == self.strides else strides)
 
     def segments(self, variant: BackwardVariant, notes: Notes) -> tuple[Backward, ...]:
-        """Return the segments (parts) of the backward half, in order, compiled for the conditions of a backward.
-
-        Compiled segments are cached. The exception are conditions under which strides are recorded
-        (`_noted`), until `learn` was called for them.
-        """
+        """Return the backward half's segments, compiled for ``variant``. They are cached, unless strides are still
+        to be recorded for it."""
         if variant in self.compiled:
             return self.compiled[variant]
         as_captured = not (
@@ -118,23 +103,19 @@ class BackwardVariants:
         return halves.backward
 
     def _noted(self, variant: BackwardVariant) -> bool:
-        """Return whether the first backward under these conditions records the strides of all values that it computes.
-        Later backwards use them to write results in place."""
+        """Return whether the first backward under these conditions records the strides of its values, with which
+        later ones write in place."""
         otherwise = self.misplaced or variant.strides is not None
         return otherwise and not (variant.kept or variant.missing)
 
     def misplace(self) -> None:
-        """Compile the backward anew, for the strides that the next backward records. To be called if values have other
-        strides than in the step, although the tangents have the same."""
+        """Note that values have other strides than in the step although the tangents do not. The next backward
+        records them."""
         self.misplaced = True
         self.compiled = {one: segments for one, segments in self.compiled.items() if one.strides is not None}
 
     def _at_any_sizes(self, variant: BackwardVariant, sizes: SizeValues) -> tuple[Backward, ...]:
-        """Return the segments of the backward half for the conditions ``variant`` and certain sizes. They are compiled
-        once for all sizes.
-
-        ``sizes``: the values, for these sizes of the batch, of all size expressions in the step.
-        """
+        """Return the segments for ``variant`` and certain sizes, from functions that are compiled for all sizes."""
         if variant not in self.for_any_sizes:
             halves = compile_halves(
                 self.like,
@@ -148,11 +129,10 @@ class BackwardVariants:
         return tuple(one.at(sizes) for one in self.for_any_sizes[variant])
 
     def learn(self, variant: BackwardVariant, notes: Notes) -> None:
-        """Compile and cache the backward half for gradients of outputs with other strides than at capture. The strides
-        of all values, which the first backward of this kind recorded, are known now, so later backwards may write
-        results in place.
+        """Compile and cache the backward half for the strides that the first backward of ``variant`` recorded, so
+        that later ones write in place.
 
-        Nothing happens if the variant records no strides (`_noted`), or was compiled by this method before.
+        Nothing happens if the variant records no strides or was compiled before.
         """
         if self._noted(variant) and variant not in self.compiled:
             step = notes.with_layouts(for_any_layout(self._step()))

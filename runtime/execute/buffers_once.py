@@ -1,11 +1,8 @@
-"""How buffers that a forward changes, such as running statistics of batch norm, are updated once per training step.
+"""Buffers that a forward changes, such as running statistics, are updated once per training step although ops may
+run again.
 
-An op that updates a buffer may run several times in a step, because its other results are rematerialised. So no op
-changes a buffer in place: the captured step computes the buffer's new content as an output from the old content.
-
-- The caller copies the new content into the buffer once, after the forward (`autograd_function`, `fx_graphs`).
-- If the backward half runs the op again, it needs the old content. The generated source then keeps a copy of the old
-  content (`codegen.Writer`).
+The captured step computes new content as an output. The caller copies it into the buffer after the forward
+(`autograd_function`, `fx_graphs`). If the backward half reads the buffer, it gets a copy of the old content.
 """
 
 from __future__ import annotations

@@ -28,18 +28,7 @@ Note: TypeAlias = Callable[[str, torch.Tensor], None]
 class Writer(Emitter):
     """Writes the Python source that runs a schedule, line by line, and tracks which values are in variables.
 
-    A variable is deleted when its value's storage is freed. Before an op runs again, the variables of its old results
-    are deleted, because the simulator counts each storage once.
-
-    Args:
-        step: the captured step.
-        schedule: a schedule of its planning problem.
-        for_any_sizes: whether each written function has a first argument ``s``: the values of all size expressions in
-            the step.
-        unused: op executions that are left out, because gradients are missing.
-        overwrite: whether calls may write their result into an operand that nothing reads again.
-        note: the source calls it with the name and the tensor of each value that it computes; None to call nothing. If
-            calls may overwrite operands, it is a `LayoutCheck`.
+    A variable is deleted when its value's storage is freed, and before the op that computes it runs again.
     """
 
     def __init__(
@@ -52,6 +41,8 @@ class Writer(Emitter):
         note: Note | LayoutCheck | None = None,
     ) -> None:
         super().__init__(step, schedule)
+        #: ``for_any_sizes``: whether each written function takes the values of all size expressions as its
+        #: first argument ``s``.
         self.for_any_sizes, self.unused = for_any_sizes, unused
         self.lines: list[str] = []
         self.scope: dict[str, Any] = {"torch": torch, "inf": math.inf, "nan": math.nan}
@@ -66,8 +57,11 @@ class Writer(Emitter):
             one.op: at for at, one in enumerate(schedule) if isinstance(one, Run) and one.op in self.rerun
         }
         self.last_draws = {at: self._state(op) for op, at in last.items()}
+        #: By position, the call that writes its result into an operand that nothing reads again.
         self.overwriting = overwriting_calls(step, schedule) if overwrite else {}
         self.ends: dict[int, list[str]] = {}  # position → storages freed after it without a Free
+        #: Whether the source calls ``note`` with the name and the tensor of each value. If calls may overwrite
+        #: operands, it is a `LayoutCheck`.
         self.noting = note is not None
         if note:
             self.scope["note"] = note
@@ -83,12 +77,11 @@ class Writer(Emitter):
         return self.function(f"step({names})")
 
     def write_halves(self, segments: Sequence[Segment]) -> str:
-        """Return the source of the schedule as several functions: ``forward(*inputs)``, ``backward_0(held,
-        *tangents)``, ``backward_1(held)`` and so on. Each returns a tuple of its results, and a list of all values
-        that later functions need. The next function takes this list as its argument ``held``, and empties it.
+        """Return the functions ``forward(*inputs)``, ``backward_0(held, *tangents)``, ``backward_1(held)`` … of the
+        schedule as source.
 
-        ``segments``: the parts of the backward half, one for each ``backward`` function. The forward ends where the
-        first segment begins.
+        Each returns a tuple of results and a list of the values that later functions need: ``held`` of the next,
+        which empties it.
         """
         step = self.step
         names = self.take([i.value for i in step.inputs if i.kind != "tangent"])
@@ -111,13 +104,10 @@ class Writer(Emitter):
         return "\n\n".join(functions)
 
     def _last_reads_of_tangents(self) -> dict[int, list[str]]:
-        """Return where tangents (gradients of outputs) are read last: a dict from a position in the schedule to the
-        names of the storages that no later op execution reads. Tangents that are also outputs of the step are left
-        out.
-
-        The source deletes their variables there, even if the schedule frees a tangent's storage later or never: if its
-        strides differ from those at capture, its views may be copies.
-        """
+        """Return, by position, the storages of tangents that no later op execution reads, except those of outputs of
+        the step."""
+        # The variables are deleted there even if the schedule frees the storage later or not at all: with
+        # other strides than at capture, views may be copies.
         given = {self.step.values[o.value].storage for o in self.step.outputs}
         tangents = {
             self.step.values[i.value].storage for i in self.step.inputs if i.kind == "tangent"
@@ -132,10 +122,10 @@ class Writer(Emitter):
         return {at: [storage for storage, end in ends.items() if end == at] for at in ends.values()}
 
     def _keep_old_buffers(self, boundary: int) -> None:
-        """Write copies of those buffers that the step changes and that the backward half reads, since the caller
-        overwrites the buffers after the forward. Nothing is written if the forward gets copies of them (`Rerun`).
+        """Write copies of the changed buffers that the backward half, from ``boundary`` on, reads: the caller
+        overwrites them after the forward.
 
-        ``boundary``: the position in the schedule at which the backward half begins.
+        Nothing is written if the forward gets copies of them (`Rerun`).
         """
         if self.step.left_out:
             return
@@ -150,8 +140,8 @@ class Writer(Emitter):
         self.drop_dead()
 
     def _not_read_from(self, start: int, outputs: Sequence[str] = ()) -> list[str]:
-        """Return those of ``outputs`` and of the step's inputs whose storages are no longer read at position ``start``
-        of the schedule or later. Schedules have no frees for inputs and outputs, so the caller drops them."""
+        """Return those of ``outputs`` and of the step's inputs that nothing reads from position ``start`` on.
+        Schedules do not free them."""
         late = read_from(self.step, self.schedule, start)
         ends = [*(i.value for i in self.step.inputs), *outputs]
         return [v for v in ends if self.step.values[v].storage not in late]
@@ -159,9 +149,8 @@ class Writer(Emitter):
     def _handing_over(
         self, head: str, values: Sequence[str], gone: Iterable[str], zero: frozenset[str] = frozenset()
     ) -> str:
-        """Return the lines written so far as a function that returns a tuple of ``values`` and a list of all other
-        values that are in variables.
-        """
+        """Return the lines so far as a function that returns a tuple of ``values`` and a list of all other values in
+        variables."""
         given = self.tuple_of("None" if v in zero else self.use(v) for v in values)
         for value in gone:
             self.left.add(self.step.values[value].storage)
@@ -173,9 +162,8 @@ class Writer(Emitter):
         return [self.name(v) for values in self.alive.values() for v in values] + sorted(self.states)
 
     def steps(self, start: int, end: int) -> None:
-        """Write the op executions and frees at positions ``start`` to ``end`` (exclusive) of the schedule. Op
-        executions that missing gradients make superfluous (`Unused.skipped`) are left out.
-        """
+        """Write the positions ``start`` to ``end`` (exclusive) of the schedule, without op executions that missing
+        gradients make superfluous."""
         for at in range(start, end):
             one = self.schedule[at]
             for storage in self.ends.get(at - 1, ()):
@@ -195,20 +183,16 @@ class Writer(Emitter):
         self.drop_dead()
 
     def take(self, values: Sequence[str]) -> str:
-        """Return the parameter list, as source, of a function that gets ``values`` as arguments. From now on the
-        values are in variables.
-
-        Exceptions are missing tangents (gradients of outputs): their arguments are None, and zeros are made where they
-        are read.
-        """
+        """Return the parameter list of a function that gets ``values``, which are in variables from now on, except
+        for missing tangents."""
         for value in values:
             if value not in self.unused.zero:
                 self.mark_alive(value)
         return ", ".join(map(self.name, values))
 
     def function(self, head: str) -> str:
-        """Return all lines written since the last call of this method as a function, and begin a new function.
-        ``head``: name and parameters of the function, as source."""
+        """Return all lines since the last call as a function with this head (name and parameters), and begin a new
+        one."""
         body = "".join(f"    {line}\n" for line in self.lines)
         self.lines = []
         return f"def {head.replace('(', '(s, ', 1) if self.for_any_sizes else head}:\n{body}"
@@ -234,8 +218,8 @@ class Writer(Emitter):
         self._made(call)
 
     def _overwriting(self, over: Call | None, call: Call) -> str:
-        """Return the source of a call; of the call ``over`` that overwrites an operand instead, if there is one and all
-        values so far are as planned."""
+        """Return the source of ``call``, or of ``over``, which overwrites an operand, if there is one and values are
+        as planned."""
         if over is None:
             return self._expression(call)
         expression = self._expression(over)
@@ -295,18 +279,15 @@ class Writer(Emitter):
         self._made(call)
 
     def fetch(self, value: str) -> bool:
-        """Write zeros for a value that is zero because a tangent (the gradient of an output) is missing, and return
-        True. For any other value, only return False."""
+        """Return whether a value is zero because a tangent is missing. If so, write the zeros."""
         if value in self.unused.zero:
             self.lines.append(f"{self.name(value)} = {self._zeros(self.step.values[value].fake)}")
             self.mark_alive(value)
         return value in self.unused.zero
 
     def use(self, value: str) -> str:
-        """Return the name of the variable that contains a value, after writing what is needed to compute it: a view is
-        computed from the tensor it is a view of, and a value that is zero because a gradient is missing is written as
-        zeros.
-        """
+        """Return the variable of a value, after writing the views that it is computed from, or zeros for a missing
+        gradient."""
         self.make(value)
         return self.name(value)
 

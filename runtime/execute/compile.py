@@ -27,59 +27,52 @@ from rematplan.runtime.problem.loss_boundary import split_at_loss
 
 @dataclass(frozen=True)
 class Backward:
-    """One segment (part) of the backward half of a compiled schedule.
-
-    ``outputs``: the gradients that it computes. ``statistics``: the sums over rows of layers (for Kronecker factors)
-    that it computes. ``function``: is called as ``function(held, *tangents)``; only the first segment takes tangents
-    (gradients of the module's outputs). It empties the list ``held``, so that the tensors in it can be freed during
-    the segment. It returns a tuple of the gradients ``outputs`` followed by the ``statistics``, and the list ``held``
-    for the next segment. ``still_read``: which inputs this segment or a later one reads, as positions in the tuple
-    `Halves.read_late`.
-    """
+    """One segment of the backward half of a compiled schedule."""
 
     outputs: tuple[StepOutput, ...]
+    """The gradients that it computes."""
     still_read: tuple[int, ...]
+    """The inputs that this segment or a later one reads, as positions in `Halves.read_late`."""
     function: Callable[..., tuple[tuple[torch.Tensor, ...], list[Any]]] = field(repr=False)
+    """``function(held, *tangents)`` returns the gradients, followed by the statistics, and the list ``held`` for the
+    next segment.
+
+    Only the first segment takes tangents. The list ``held`` is emptied, so that its tensors can be freed meanwhile.
+    """
     statistics: tuple[StepOutput, ...] = ()
+    """The sums over rows of layers, for Kronecker factors, that it computes."""
 
     def at(self, sizes: SizeValues) -> Backward:
-        """Return this segment, which must be compiled for any sizes, for certain sizes.
-
-        ``sizes``: the values, for these sizes of the batch, of all size expressions in the step.
-        """
+        """Return this segment, which must be compiled for any sizes, for the values of all size expressions."""
         return replace(self, function=partial(self.function, sizes))
 
 
 @dataclass(frozen=True)
 class Halves:
-    """A compiled schedule in two halves, before and after the loss boundary (the moment at which the caller has the
-    outputs and computes their gradients).
-
-    - ``source``: the source of all functions.
-    - ``forward``: a function of the step's inputs except gradients of outputs, in the order of `CapturedStep.inputs`.
-      It returns two things: a tuple of the module's outputs and the buffers' new content, in the order of
-      `CapturedStep.outputs`; and a list of the values that the first segment of ``backward`` needs.
-    - ``backward``: the segments (parts) of the backward half, in order.
-    - ``read_late``: positions, among the arguments of ``forward``, of the inputs that the backward half reads. The
-      caller must not change these between forward and backward. Buffers that get new content are not among them, since
-      the backward has copies.
-    - ``outputs_late``: positions, in the tuple that ``forward`` returns, of the tensors that the backward half reads.
-    - ``early``: the number of segments that run when autograd calls the backward. Later segments belong to the second
-      part of a split backward (gradients of weights).
-    """
+    """A compiled schedule in two halves, before and after the loss boundary, at which the caller computes the
+    outputs' gradients."""
 
     source: str
+    """The source of all functions."""
     forward: Callable[..., tuple[tuple[torch.Tensor, ...], list[Any]]] = field(repr=False)
+    """Takes the step's inputs except tangents. Returns outputs and the buffers' new content, and a list of values
+    for the first segment.
+
+    All are in the order of the `CapturedStep`.
+    """
     backward: tuple[Backward, ...]
+    """The segments of the backward half, in order."""
     read_late: tuple[int, ...]
+    """Positions of the arguments of ``forward`` that the backward half reads and the caller must not change, without
+    renewed buffers."""
     outputs_late: tuple[int, ...]
+    """Positions, in the tuple that ``forward`` returns, of the tensors that the backward half reads."""
     early: int
+    """The number of segments that autograd runs. Later ones belong to the second part of a split backward (gradients
+    of weights)."""
 
     def at(self, sizes: SizeValues) -> Halves:
-        """Return these functions, which must be compiled for any sizes, for certain sizes.
-
-        ``sizes``: the values, for these sizes of the batch, of all size expressions in the step.
-        """
+        """Return these functions, which must be compiled for any sizes, for the values of all size expressions."""
         backward = tuple(one.at(sizes) for one in self.backward)
         return replace(self, forward=partial(self.forward, sizes), backward=backward)
 
@@ -96,8 +89,7 @@ def compile_halves(
 ) -> Halves:
     """Compile a schedule into a forward and a backward half.
 
-    The schedule must run everything that the outputs and buffers need before anything that needs a tangent, the
-    gradient of an output (`loss_boundary.with_loss_boundary`).
+    Raises `ProblemError` unless all that outputs and buffers need runs before anything that needs a tangent.
     """
     _check_order(step, schedule)
     own = split_at_loss(step, schedule, lanes)
@@ -131,11 +123,7 @@ def compile_halves(
 
 
 def _defined(step: CapturedStep, source: str, scope: Mapping[str, Any]) -> dict[str, Any]:
-    """Execute generated source, and return all names that are defined afterwards: its functions, and those of
-    ``scope``.
-
-    ``step``: names the source in tracebacks. ``scope``: the names that the source uses.
-    """
+    """Execute generated source with the names of ``scope``, and return all names that are defined afterwards."""
     found = dict(scope)
     exec(compile(source, f"<rematplan step of {step.name}>", "exec"), found)
     return found

@@ -1,5 +1,5 @@
-"""The common part of all code generators: they follow which values exist at each position of a schedule, when views
-are computed, and which random ops run more than once."""
+"""What all code generators share: which values exist at each position, when views are computed, and which random ops
+run again."""
 
 from __future__ import annotations
 
@@ -12,14 +12,9 @@ from rematplan.runtime.graph.captured_step import Call, CapturedStep, refs
 
 
 class Emitter(ABC):
-    """Follows which values are alive (present in the generated code) while a subclass emits the ops of a schedule as
-    code.
+    """Follows which values are alive (present in the generated code) while a subclass emits the ops of a schedule.
 
-    A view is emitted at its first use and is dead when its storage is freed, so that no view is computed twice.
-
-    Args:
-        step: the captured step.
-        schedule: a schedule of its planning problem.
+    A view is emitted at its first use and dies with its storage.
     """
 
     def __init__(self, step: CapturedStep, schedule: Schedule) -> None:
@@ -29,13 +24,12 @@ class Emitter(ABC):
 
     @abstractmethod
     def emit(self, call: Call) -> None:
-        """Emit the code of a call, and mark the call's results as alive (present in the code). Arguments that are
-        views are emitted first. All other arguments must be alive."""
+        """Emit a call, and mark its results as alive. Arguments that are views are emitted first; all others must be
+        alive."""
 
     @abstractmethod
     def fetch(self, value: str) -> bool:
-        """Make a value alive that no op of this code computes (a constant, for example), and return True. Return False
-        if it is not such a value."""
+        """Make a value alive that no op of this code computes, such as a constant. Return whether it is one."""
 
     def is_alive(self, value: str) -> bool:
         """Return whether a value is in the code emitted so far and its storage is not freed."""
@@ -55,20 +49,17 @@ class Emitter(ABC):
         return list(self.alive.pop(storage, ()))
 
     def call_of(self, run: Run, at: int) -> Call:
-        """Return the call that an entry of the schedule executes. ``run``: the entry, which names the call. ``at``:
-        its position in the schedule, for the message.
-        """
+        """Return the call that an entry of the schedule executes, or raise `ProblemError` with its position if the
+        step has none."""
         call = self.step.call.get(run.op)
         if call is None:
             raise ProblemError(f"step {at}: {self.step.name} has no op named {run.op!r}")
         return call
 
     def make(self, value: str) -> None:
-        """Make a value alive (present in the code), unless it is. If the value is a view, emit the call that computes
-        it, after the calls that compute the views it is a view of. Otherwise `fetch` must make it alive: the value is
-        not computed by this code. (A loop instead of recursion, since chains of views may be longer than Python's
-        stack.)
-        """
+        """Make a value alive, unless it is: fetch it, or emit the views that lead to it. `ProblemError` if its
+        storage is not resident."""
+        # A loop instead of recursion: chains of views may be longer than Python's stack.
         stack = [value]
         while stack:
             top = stack[-1]

@@ -1,9 +1,8 @@
-"""The check, when a plan runs for the first time, that its values have the strides with which the step was captured.
+"""The check, when a plan runs first, that its values have the strides with which the step was captured from fake
+tensors.
 
-A capture takes the strides of results from fake tensors. If a kernel gives others, what follows from strides is wrong:
-which tensors are views, and which may be overwritten. The first run therefore compares the strides of all values. It
-computes the bits of eager mode even if some differ in the backward half: reshapes choose again between a view and a
-copy (`for_any_layout`), and nothing is overwritten from then on.
+With other strides, what is a view and what may be overwritten changes. If they differ in the backward half, reshapes
+choose again between view and copy, and nothing is overwritten from then on: the bits stay those of eager mode.
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ CLONE = torch.ops.aten.clone.default
 class OtherLayouts(Exception):
     """Kernels gave results with other strides than the captured step has.
 
-    ``ops``: the ops, although their arguments had the strides of the step. ``text``: one of them, and the strides.
+    ``ops``: the ops at fault, whose arguments had the strides of the step. ``text``: one of them, with the strides.
     """
 
     def __init__(self, ops: frozenset[Any], text: str) -> None:
@@ -38,12 +37,7 @@ class OtherLayouts(Exception):
 class FirstRun:
     """The halves of a plan, compiled so that they compare the strides of all values with those of the captured step.
 
-    Args:
-        step: the captured step.
-        schedule: a schedule of its planning problem with a loss boundary.
-        spare: as for `compile_halves`.
-        missing: the tangents (gradients of outputs, by value name) that are None in the backward.
-        kept: whether autograd retains the graph, so that nothing may be overwritten.
+    ``missing``: tangents that are None. ``kept``: whether the graph is retained, so that nothing may be overwritten.
     """
 
     def __init__(
@@ -85,10 +79,7 @@ class FirstRun:
 
 
 class FirstRuns:
-    """Which parts of a plan still have to be compared with the captured step, and the compiled halves that do it.
-
-    ``step``: returns the captured step. ``schedule``, ``spare``: as for `FirstRun`.
-    """
+    """Which parts of a plan still have to be compared with the captured step, and the compiled halves that do it."""
 
     def __init__(self, step: Callable[[], CapturedStep], schedule: Schedule, spare: Sequence[int]) -> None:
         self.step, self.schedule, self.spare = step, schedule, spare
@@ -114,24 +105,21 @@ class FirstRuns:
         return None if self.forward_passed else self._run(AS_CAPTURED)
 
     def end_forward(self, run: FirstRun) -> None:
-        """Record that a forward has run."""
+        """Record that a forward has run; raise `OtherLayouts` if its values had other strides than the step's."""
         if run.error:
             raise run.error
         self.forward_passed = True
 
     def backward(self, variant: BackwardVariant, like: CapturedStep) -> FirstRun | None:
-        """Return what runs the next backward under some conditions; None if it was compared, or if the backward is
-        compiled for any strides under these conditions.
-
-        ``like``: the step, perhaps of other sizes.
-        """
+        """Return what runs the next backward under some conditions, or None if it needs no comparison."""
+        # After a failure all backwards are compiled for any strides.
         compared = self.failed or not self.passed.isdisjoint((variant, AS_CAPTURED))
         if compared or variant.strides is not None or changes_strides(like, variant.missing):
             return None
         return self._run(variant)
 
     def end_backward(self, variant: BackwardVariant, run: FirstRun) -> None:
-        """Record that a backward has run."""
+        """Record that a backward has run, and whether its values had other strides than the step's."""
         self.failed = run.error
         self.passed.add(variant)
         self._runs.pop(variant, None)

@@ -1,7 +1,6 @@
-"""A plan as two fx graphs, forward and backward, that compilers such as Inductor take.
+"""A plan as two fx graphs, forward and backward, for compilers such as Inductor.
 
-The forward graph returns the outputs and the values that the backward graph needs. The nodes are in the plan's order.
-fx's generated code frees a value after its last use, which is where the plan frees it.
+The nodes are in the plan's order, and generated code frees a value after its last use, as the plan does.
 """
 
 from __future__ import annotations
@@ -23,27 +22,21 @@ from rematplan.runtime.problem.loss_boundary import split_at_loss
 
 @dataclass(frozen=True)
 class PlanGraphs:
-    """The two fx graphs of a plan.
-
-    ``forward``: takes parameters, buffers and batch; returns the module's outputs and the new content of inputs that
-    the step changes, followed by the saved values. ``backward``: takes the saved values, followed by the tangents
-    (gradients of outputs); returns the gradients. Outputs and gradients are in the order of `CapturedStep.outputs`,
-    inputs and tangents in that of `CapturedStep.inputs`.
-    """
+    """The two fx graphs of a plan, with inputs, tangents, outputs and gradients in the order of the `CapturedStep`."""
 
     forward: fx.GraphModule
+    """Takes parameters, buffers and batch. Returns outputs, the new content of changed inputs, and the saved values.
+    """
     backward: fx.GraphModule
+    """Takes the saved values, followed by the tangents, and returns the gradients."""
     saved: tuple[str, ...]
     """Names of the values that the backward graph takes from the forward graph, in order. States of random number
     generators are among them if random ops run again."""
 
 
 def plan_graphs(step: CapturedStep, schedule: Schedule) -> PlanGraphs:
-    """Return a schedule as two fx graphs, forward and backward.
-
-    The forward graph copies the buffers' new content into the buffers. If the backward graph reads buffers, the forward
-    graph passes copies of their old content to it.
-    """
+    """Return a schedule as two fx graphs. The forward graph writes the buffers' new content; the backward graph gets
+    copies of the old."""
     buffers = {i.target: i.value for i in step.inputs if i.kind == "buffer"}
     split = split_at_loss(step, schedule)
     schedule, boundary = split.schedule, split.boundary
@@ -69,11 +62,8 @@ def plan_graphs(step: CapturedStep, schedule: Schedule) -> PlanGraphs:
 
 
 class _GraphEmitter(Emitter):
-    """Builds the fx graph of one half of a schedule.
-
-    ``step``: the captured step. ``schedule``: the whole schedule. ``before``: for the backward graph, the emitter of
-    the forward graph; values of the forward graph that the new graph uses become its inputs.
-    """
+    """Builds the fx graph of one half of a schedule. For the backward graph, values of ``before`` (the forward
+    graph's emitter) become inputs."""
 
     def __init__(self, step: CapturedStep, schedule: Schedule, before: _GraphEmitter | None = None) -> None:
         super().__init__(step, schedule)
@@ -101,9 +91,8 @@ class _GraphEmitter(Emitter):
         return fx.GraphModule(self.root, self.graph)
 
     def steps(self, start: int, end: int) -> None:
-        """Add the op executions at positions ``start`` to ``end`` (exclusive) of the schedule to the graph. A tensor
-        that the schedule frees cannot be used any more until it is computed again.
-        """
+        """Add the op executions at positions ``start`` to ``end`` (exclusive). A freed tensor is unusable until it
+        is computed again."""
         for at in range(start, end):
             one = self.schedule[at]
             if isinstance(one, Free):
@@ -115,8 +104,8 @@ class _GraphEmitter(Emitter):
             self.emit(call)
 
     def free(self, storage: str) -> list[str]:
-        """Mark all values in a storage as dead, and return those that were alive (had nodes). From now on, no value in
-        the storage is taken from the graph ``before``."""
+        """Mark all values in a storage as dead and return those that had nodes. None is taken from the graph
+        ``before`` afterwards."""
         freed = super().free(storage)
         for value in freed:
             del self.nodes[value]
@@ -124,20 +113,17 @@ class _GraphEmitter(Emitter):
         return freed
 
     def use(self, value: str) -> fx.Node:
-        """Return the node of a value. If there is none, add it: a view is computed from the tensor it is a view of, a
-        constant becomes an attribute of the module, and a value of the graph ``before`` becomes an input.
-        """
+        """Return the node of a value; if there is none, add it as a view, a constant, or an input from the graph
+        ``before``."""
         self.make(value)
         return self.nodes[value]
 
     def use_saved(self, name: str) -> fx.Node:
-        """Return the node of a value that the backward graph takes from this graph. ``name``: the value's name, or
-        that of a saved state of the random number generator."""
+        """Return the node of a value, or of a saved generator state, that the backward graph takes from this graph."""
         return self.nodes[name] if name in self.nodes else self.use(name)
 
     def write(self, place: str, value: str) -> None:
-        """Add a node that copies a value into an input of the graph, in place. ``place``: the name of the input.
-        ``value``: the name of the value."""
+        """Add a node that copies a value into the input ``place`` of the graph, in place."""
         node = self.graph.call_function(torch.ops.aten.copy_.default, (self.use(place), self.use(value)))
         node.meta["val"] = self.step.values[place].fake
 
@@ -148,9 +134,8 @@ class _GraphEmitter(Emitter):
         return node
 
     def fetch(self, value: str) -> bool:
-        """Add a node for a value that no call of this graph computes: a constant becomes an attribute of the module,
-        and a value of the graph ``before`` becomes an input. Return whether the value is one of these. Views of the
-        graph ``before`` are not: they are computed again."""
+        """Add a node for a constant or a value of the graph ``before``, and return whether it is one; views are
+        computed again."""
         if value in self.step.constants:
             setattr(self.root, value, self.step.constants[value])
             node = self.graph.create_node("get_attr", value)
@@ -189,11 +174,8 @@ class _GraphEmitter(Emitter):
                 self._set(result, node if call.single else self._item(node, at, fakes[at]))
 
     def _call(self, call: Call, args: Any, kwargs: dict[str, Any], val: Any) -> fx.Node:
-        """Add a call to the graph and return its node.
-
-        If a random op runs several times, its first execution also returns the generator's state, from which the later
-        executions draw the same numbers.
-        """
+        """Add a call and return its node. A random op that runs again draws the same numbers, from the state that
+        its first execution returns."""
         state = f"rng_{call.name}"
         if call.name not in self.rerun:
             return self._node(call.target, args, kwargs, val)

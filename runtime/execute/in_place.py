@@ -1,10 +1,8 @@
-"""In-place reuse: a pointwise call writes its result into an operand that nothing reads again, and a call that replaces
-a part of a tensor (``slice_scatter``) writes that part.
+"""In-place reuse: a pointwise call writes into an operand that nothing reads again, and ``slice_scatter`` writes its
+part.
 
-Autograd does the first when it accumulates gradients, and a model that fills a buffer does the second. The bits are
-equal, and one tensor fewer is live than the plan counts. Plans of whole steps do not need this to stay within their
-budgets: a backward with ``retain_graph``, and the first backward with new strides of the outputs' gradients, run
-without it. The promised peak of a pipeline's stage counts on it, where no such backward can come (`reused_bytes`).
+The bits are equal and one tensor fewer is live. Plans of whole steps stay within budget without it; a pipeline
+stage's promised peak counts on it (`reused_bytes`).
 """
 
 from __future__ import annotations
@@ -108,15 +106,15 @@ may overwrite none are left out."""
 
 
 def overwriting_calls(step: CapturedStep, schedule: Schedule) -> dict[int, Call]:
-    """Return the in-place calls that may replace calls of a schedule, by position in the schedule. Each writes the
-    same bits as the original call, into an operand that the schedule frees directly afterwards."""
+    """Return, by position, the in-place calls that give the same bits in an operand that the schedule frees directly
+    afterwards."""
     found = _overwritten(overwritable_operands(step), schedule)
     return {at: _overwriting(step.call[run], value.name) for at, (run, value) in found.items()}
 
 
 def overwritable_operands(step: CapturedStep) -> Operands:
-    """Return the operands that each call of a step may overwrite. Inputs and outputs of the step are never overwritten,
-    nor results of ops that may share memory with an argument."""
+    """Return the operands that each call may overwrite: no inputs or outputs of the step, and nothing that may share
+    memory."""
     ends = [*(i.value for i in step.inputs), *(o.value for o in step.outputs)]
     kept = {step.values[value].storage for value in ends}
     kept |= {s for c in step.priced_calls if not _fresh(c) for s in step.writes(c)}
@@ -132,8 +130,10 @@ def overwritable_operands(step: CapturedStep) -> Operands:
 def reused_bytes(
     step: CapturedStep, operands: Operands, schedule: Schedule, backward: bool
 ) -> tuple[int, ...]:
-    """Return, for each position of a schedule, the bytes that a compiled plan does not need there, although the
-    schedule counts them: the results that calls have written into operands, until the schedule frees the operands.
+    """Return, by position, the bytes that a schedule counts but a compiled plan does not need, because results are
+    in overwritten operands.
+
+    ``backward``: whether the backward half reuses, too.
     """
     own, reused = split_at_loss(step, schedule), [0] * len(schedule)
     for start, end, value in _reuses(operands, own.schedule):
@@ -161,8 +161,8 @@ def _reuses(operands: Operands, schedule: Schedule) -> Iterator[tuple[int, int, 
 
 
 def operands_to_overwrite(step: CapturedStep) -> tuple[tuple[str, ...], ...]:
-    """Return, for each pointwise call of the step, a tuple: the call's name, followed by the names of the operands that
-    an in-place call may overwrite instead, if a schedule frees them directly afterwards; maybe none."""
+    """Return, for each pointwise call, its name followed by the operands, maybe none, that an in-place call may
+    overwrite if they die."""
     return tuple(
         (call.name, *(value.name for value in _overwritable(step, call)))
         for call in step.calls
@@ -189,8 +189,8 @@ def _overwritten(operands: Operands, schedule: Schedule) -> dict[int, tuple[str,
 
 
 def _last_uses(schedule: Schedule) -> Iterator[tuple[int, str, frozenset[str]]]:
-    """Yield for each op execution of a schedule, from last to first: its position, the op's name, and the storages
-    that the schedule frees directly after it."""
+    """Yield each op execution of a schedule from last to first: position, op, and the storages that are freed
+    directly after it."""
     dying: list[str] = []
     for at in reversed(range(len(schedule))):
         one = schedule[at]
@@ -213,24 +213,23 @@ def _fresh(call: Call) -> bool:
 
 
 def _overwritable(step: CapturedStep, call: Call) -> Iterator[Value]:
-    """Yield the operands of a call that its in-place variant may overwrite. Only the first operand can be overwritten,
-    or one of the first two, if they commute or the variant names the operand. The operand must fill its storage, have
-    the type, shape and strides of the result, and be read only once by the call.
+    """Yield the operands that a call's in-place variant may overwrite; none if it has no variant or the bits could
+    differ.
 
-    Nothing is yielded in four cases. The op has no in-place variant. An operand of the result's shape has other
-    strides. The result has a dimension of size 1: the stride of this dimension is arbitrary and may differ in a new
-    tensor, and kernels may choose their order of summation by it. The result is complex: in-place quotients have other
-    bits, and products depend on the order of operands. The last two do not matter where a part is written.
+    An operand fills its storage, has the result's type, shape and strides, and is read once by the call.
     """
     read = [step.values[r.value] for r in refs((call.args, call.kwargs))]
     result = step.values[call.results[0] or ""].fake
     sibling = _sibling(call.target)
     if (
         not sibling
+        # The stride of a dimension of size 1 is arbitrary, and kernels may choose their order of summation by
+        # it. In-place quotients of complex numbers have other bits.
         or (call.target not in SCATTERS and (1 in result.shape or result.is_complex()))
         or any(_layout(v.fake) != _layout(result) for v in read if _full(v, result))
     ):
         return
+    # The second operand, too, if the operands commute or the variant names the operand.
     either = sibling[1] or (call.target in COMMUTES and not call.kwargs)
     for operand in call.args[: 2 if either else 1]:
         value = step.values[operand.value] if isinstance(operand, Ref) else None
@@ -262,9 +261,8 @@ def _overwriting(call: Call, value: str) -> Call:
 
 
 def _sibling(target: Any) -> tuple[Any, str | None] | None:
-    """Return the variant of an op that overwrites an operand, and the name of the keyword argument for that operand.
-    The name is None if the variant overwrites its first argument (``add_``); gradient formulas have ``grad_input``.
-    Return None if the op has no variant."""
+    """Return an op's variant that overwrites an operand, and that operand's keyword (None: the first argument); None
+    without a variant."""
     if target in IN_PLACE or target in SCATTERS:
         return IN_PLACE.get(target) or SCATTERS[target], None
     packet, overload = target._overloadpacket, target._overloadname

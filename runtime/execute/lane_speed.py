@@ -25,11 +25,10 @@ HANDOVERS = 50
 def measured_sharing(
     step: CapturedStep, runs: Sequence[str], where: Placed, cost: Mapping[str, float]
 ) -> Sharing:
-    """Measure how much two lanes (threads on the CPU, streams on CUDA) slow each other down on the step's device.
+    """Measure how much two lanes slow each other down, by the op with the largest total time on each, run alone and
+    together.
 
-    For each lane, the op with the largest total time on it is chosen. The two ops are run alone, one after the other,
-    and then at the same time. Ops use their usual number of threads. If one op alone uses all cores, the speed is
-    about a half.
+    Without op executions on both lanes, return the default.
     """
     if not where.main or not where.recovery:
         return Sharing()
@@ -48,9 +47,8 @@ def measured_sharing(
 
 
 def _busy(step: CapturedStep, names: Sequence[str], cost: Mapping[str, float]) -> Callable[[], None]:
-    """Return a function that runs one op again and again for about `SECONDS` seconds. The op is the one with the
-    largest total cost among ``names``, collectives excluded. Without such an op the function does nothing.
-    """
+    """Return a function that runs the costliest of ``names``, except collectives, for about `SECONDS` seconds; it
+    does nothing without one."""
     total: dict[str, float] = {}
     for name in (n for n in names if n in step.call and not step.call[n].collective):  # the loss is no call
         total[name] = total.get(name, 0.0) + cost[name]
@@ -80,8 +78,7 @@ def _both(device: torch.device, on_main: Callable[[], None], on_recovery: Callab
 
 
 def _hand_over(device: torch.device) -> None:
-    """Run two lanes that compute nothing and wait for each other `HANDOVERS` times, to measure how long one wait
-    takes. ``device``: the device of the lanes."""
+    """Run two lanes that compute nothing and wait for each other `HANDOVERS` times, to measure a wait."""
     main, recovery = two_lanes(device)
 
     def answer() -> None:

@@ -1,11 +1,7 @@
 """Two lanes that run parts of a plan at the same time: two threads, and on CUDA two streams.
 
-Lanes share no variables, except those through which one lane hands a tensor over to the other. They wait for each
-other where the plan requires it. On the CPU the waiting thread blocks. On CUDA the waiting lane makes its stream wait
-for an event of the other stream. A tensor that changes lanes is recorded on the stream of the lane that takes it over,
-so that the allocator does not reuse its memory while that stream still reads it.
-
-The main lane is the caller's thread and stream. The thread of the other lane, the recovery lane, lives for one step.
+The main lane is the caller's thread. The recovery lane's thread lives for one step. A tensor that changes lanes is
+recorded on the stream that takes it over, so that the allocator does not reuse its memory too early.
 """
 
 from __future__ import annotations
@@ -27,12 +23,7 @@ class Stopped(Exception):
 
 
 class Lane:
-    """The progress of one of two lanes (threads on the CPU, streams on CUDA), for which the other lane can wait.
-
-    Args:
-        device: the device on which the lanes compute.
-        condition: the condition variable that both lanes share.
-    """
+    """The progress of one of two lanes (threads on the CPU, streams on CUDA), for which the other lane can wait."""
 
     def __init__(self, device: torch.device, condition: threading.Condition) -> None:
         self.device, self.condition = device, condition
@@ -50,8 +41,10 @@ class Lane:
             self.condition.notify_all()
 
     def wait(self, count: int) -> None:
-        """Wait until this lane has announced that ``count`` op executions are finished. Called by the other lane. On
-        CUDA the other lane's stream waits for the announced work, too.
+        """Wait, in the other lane, until ``count`` op executions of this lane are finished; raise `Stopped` if it
+        failed before.
+
+        On CUDA the other lane's stream waits, too.
         """
         with self.condition:
             self.condition.wait_for(lambda: self.count >= count or self.failure is not None)
@@ -68,12 +61,7 @@ class Lane:
 
 
 class Recovery(Lane):
-    """The lane that rematerialises tensors in a second thread, while the caller's thread runs the main lane.
-
-    Args:
-        device: the device on which the lanes compute.
-        main: the main lane.
-    """
+    """The lane that rematerialises tensors in a second thread, while the caller's thread runs the main lane."""
 
     def __init__(self, device: torch.device, main: Lane) -> None:
         super().__init__(device, main.condition)
@@ -81,9 +69,8 @@ class Recovery(Lane):
 
     @contextmanager
     def running(self, recover: Callable[[], None]) -> Iterator[None]:
-        """Run ``recover`` on this lane, in a second thread, while the body of the ``with`` statement runs on the main
-        lane. Both have ended when the statement ends, even by an exception.
-        """
+        """Run ``recover`` in a second thread while the body runs on the main lane. Both have ended when the
+        statement ends; failures are raised."""
         stream = recovery_stream(self.device) if self.device.type == "cuda" else None
         if stream is not None:
             stream.wait_stream(torch.cuda.current_stream(self.device))
@@ -137,12 +124,8 @@ def two_lanes(device: torch.device) -> tuple[Lane, Recovery]:
 
 
 def stream_recorder(device: torch.device) -> Callable[[torch.Tensor], None]:
-    """Return a function that a lane calls with each tensor that it takes over from the other lane. On CUDA the
-    function records the tensor on the current stream, so that the allocator does not reuse its memory too early. On a
-    CPU it does nothing.
-
-    Tensors in CPU memory are ignored on CUDA, too, such as the saved random state of an attention op.
-    """
+    """Return a function for tensors that a lane takes over. On CUDA it records device tensors on the current stream;
+    else it does nothing."""
 
     def record(tensor: torch.Tensor) -> None:
         if not on_host(tensor):

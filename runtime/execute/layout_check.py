@@ -10,11 +10,10 @@ from rematplan.runtime.graph.storage_slices import has_strides
 
 
 class LayoutCheck:
-    """Compares the strides of values with those of a captured step.
+    """Compares the strides of values with those of a captured step. Values without stated ``strides`` are not
+    compared.
 
-    Args:
-        strides: the strides by value name. Other values are not compared.
-        read: the values that a call reads. The strides of others may differ where their size is 1.
+    ``read``: the values that calls read; strides of others may differ where their size is 1.
     """
 
     def __init__(self, strides: Mapping[str, tuple[int, ...]], read: Set[str]) -> None:

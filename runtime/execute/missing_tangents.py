@@ -1,8 +1,7 @@
-"""Skip what a backward need not compute if some outputs get no gradient, because the loss does not use them.
+"""Skip what a backward need not compute if some outputs get no gradient, as plain autograd does.
 
-Plain autograd runs no op whose result depends only on missing gradients, and returns no gradient for the inputs of
-such an op. If a missing gradient would be added to another gradient, the other gradient is the sum. A planned backward
-does the same: it leaves out the executions of such ops, and of such additions.
+An op whose result depends on missing gradients alone does not run. If a missing gradient would be added to another,
+the other is the sum.
 """
 
 from __future__ import annotations
@@ -18,25 +17,22 @@ from rematplan.runtime.problem.loss_boundary import LATE
 
 @dataclass(frozen=True, slots=True)
 class Unused:
-    """The parts of a backward that are superfluous because some tangents (gradients of outputs) are missing.
-
-    ``zero``: the names of values that are zero because a tangent is missing. ``skipped``: positions in the schedule of
-    the op executions whose results nothing needs. ``same``: additions of a zero value to another value, each as a pair
-    of the call's name and the name of the other value, which equals the sum.
-    """
+    """The parts of a backward that are superfluous because some tangents (gradients of outputs) are missing."""
 
     zero: frozenset[str] = frozenset()
+    """The names of values that are zero because a tangent is missing."""
     skipped: frozenset[int] = frozenset()
+    """Positions in the schedule of the op executions whose results nothing needs."""
     same: tuple[tuple[str, str], ...] = ()
+    """Additions of a zero value to another value: the call's name, and the other value, which equals the sum."""
 
 
 ALL_USED = Unused()
 
 
 def unused_by(step: CapturedStep, schedule: Schedule, start: int, missing: Iterable[str]) -> Unused:
-    """Return which op executions of a backward are superfluous, and which values are zero, if some tangents (gradients
-    of outputs) are missing. The first execution of a random op is never superfluous, since it advances the generator.
-    """
+    """Return what is superfluous from position ``start`` on if the tangents ``missing`` are. A random op's first
+    execution is not."""
     found = zeros_without(step, missing)
     zero, same = found.values, found.sums
     once = {c.name for c in step.calls if c.seeded}

@@ -21,8 +21,8 @@ def replayed_ops(step: CapturedStep, schedule: Schedule) -> set[str]:
 
 
 def replay_functions(device: torch.device) -> dict[str, Callable[..., Any]]:
-    """Return functions that save, load and set apart the state of a device's random number generator. The keys are the
-    names by which the source from `first_draw` and `later_draw` calls them."""
+    """Return, by their names in generated source, functions that save, load and set apart the state of a device's
+    generator."""
     return {
         f"save_rng_{device.type}": save_rng(device),
         f"load_rng_{device.type}": load_rng(device),
@@ -41,9 +41,8 @@ def first_draw(assign: str, state: str, device: torch.device) -> list[str]:
 
 
 def later_draw(assign: str, state: str, device: torch.device, last: bool) -> list[str]:
-    """Return lines of source that run a random op again, from the generator's state before its first execution.
-    Afterwards they set the generator back to the state in which they found it.
-    """
+    """Return source that runs a random op again from its first execution's state, and then restores the generator's
+    present state."""
     save, load, apart = (f"{what}_rng_{device.type}" for what in ("save", "load", "apart"))
     # While the op runs, the states are in generators, so that the op needs no more memory than at its first run.
     keep, again = (

@@ -29,23 +29,19 @@ def states_restored_if_it_fails(step: CapturedStep) -> Iterator[None]:
 
 @dataclass(frozen=True, slots=True)
 class Rerun:
-    """The inputs and random states with which a forward ran, saved so that it can run again with the same bits.
-
-    ``inputs``: the step's inputs without tangents (gradients of outputs). Buffers that get new content are copies.
-    ``versions``: the version counters of these inputs, which show changes in place. ``states``: the states of the
-    random number generators that the step uses, by device.
-    """
+    """The inputs and random states with which a forward ran, saved so that it can run again with the same bits."""
 
     inputs: Sequence[torch.Tensor]
+    """The step's inputs without tangents (gradients of outputs). Buffers that get new content are copies."""
     versions: Sequence[int]
+    """The version counters of the inputs, which show changes in place."""
     states: dict[torch.device, Any]
+    """The states of the random number generators that the step uses, by device."""
 
     @classmethod
     def before_forward(cls, step: CapturedStep, inputs: Sequence[torch.Tensor]) -> Rerun:
-        """Save the inputs and random states of a forward of ``step`` that is about to run.
-
-        ``inputs``: the step's inputs without tangents (gradients of outputs), in the order of `CapturedStep.inputs`.
-        """
+        """Save the inputs and random states of a forward that is about to run. ``inputs``: without tangents, in the
+        step's order."""
         renewed = renewed_buffers(step)
         storages = [step.values[i.value].storage for i in step.inputs if i.kind != "tangent"]
         kept = [t.clone() if s in renewed else t for t, s in zip(inputs, storages, strict=True)]
@@ -63,8 +59,8 @@ class Rerun:
 
     @contextmanager
     def as_before(self) -> Iterator[None]:
-        """Return a context manager that sets the random number generators to their states before the forward. When it
-        ends, it restores the states in which it found them."""
+        """A context in which the random number generators start from their states before the forward; afterwards the
+        present states are restored."""
         now = {device: save_rng(device)() for device in self.states}
         try:
             for device, state in self.states.items():

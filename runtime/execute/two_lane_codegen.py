@@ -1,11 +1,7 @@
 """Code generation for two lanes (threads on the CPU, streams on CUDA).
 
-The second lane, the recovery lane, starts at a position of the schedule called the fork. From there on, the source has
-an inner function with the ops of the recovery lane, which runs in a second thread.
-
-Each lane has its own variables, and deletes a variable after the lane's last read of the tensor. The tensor is freed
-when both lanes have deleted theirs. A tensor that one lane computes and the other reads is passed in a variable
-``h_...``, which the reading lane deletes.
+From the fork on, an inner function has the ops of the recovery lane, which runs in a second thread. Each lane has
+its own variables; a tensor that changes lanes passes in a variable ``h_...``, which the reading lane deletes.
 """
 
 from __future__ import annotations
@@ -47,26 +43,20 @@ the other lane must not use."""
 
 @dataclass
 class _Stretch:
-    """The part of a schedule on two lanes that one generated function contains, and what each lane does before and
-    after each op execution.
-
-    A *copy* is a tensor as one op execution computed it. A copy that one lane computes and the other reads is handed
-    over.
-
-    - ``where``: the op executions of each lane.
-    - ``copies``: the copies that are computed or read in this part.
-    - ``needs``: for each lane and op execution, how many op executions of the other lane must have finished before.
-    - ``takes``: by lane and index of an op execution, the copies that the lane takes over before it.
-    - ``gives``: by lane and index of an op execution, the copies that the lane hands over after it.
-    - ``drops``: by lane and index of an op execution, the storages whose variables the lane deletes after it.
-    """
+    """What each lane does in one generated function. A copy is a tensor as one op execution computed it."""
 
     where: Placed
+    """The op executions of each lane."""
     copies: list[Copy]
+    """The copies that are computed or read in this part."""
     needs: Needs
+    """For each lane and op execution, how many op executions of the other lane must have finished before."""
     takes: dict[tuple[int, int], list[Copy]] = field(default_factory=lambda: defaultdict(list))
+    """By lane and index of an op execution, the copies that the lane takes over from the other before it."""
     gives: dict[tuple[int, int], list[Copy]] = field(default_factory=lambda: defaultdict(list))
+    """By lane and index of an op execution, the copies that the lane hands over after it."""
     drops: dict[tuple[int, int], list[str]] = field(default_factory=lambda: defaultdict(list))
+    """By lane and index of an op execution, the storages whose variables the lane deletes after it."""
     handed: dict[int, dict[str, str]] = field(default_factory=dict)
     """By the ``id`` of a copy that is handed over: its values, and the variables in which they are passed."""
 
@@ -92,23 +82,10 @@ class _Stretch:
 
 
 class LaneWriter(Writer):
-    """Writes a schedule as source for two lanes (threads on the CPU, streams on CUDA). The second lane starts at an op
-    execution called the fork. Op executions before the fork, or before position ``start``, are written one after the
-    other; all others on the two lanes.
+    """Writes a schedule as source for two lanes, from the fork or position ``start`` on; ops before run one after
+    the other.
 
-    Each function of the source begins and ends in one lane. If the schedule is written as several functions, lanes
-    therefore wait for each other more often than necessary, which changes no result and needs no more memory.
-
-    Args:
-        step: the captured step.
-        schedule: a schedule of its planning problem.
-        lanes: the fork, the lane of each op execution, and for which op executions of the other lane it waits.
-        start: the first position of the schedule that may be on two lanes.
-        unused: as for `Writer`.
-        overwrite: as for `Writer`.
-
-    Raises:
-        ProblemError: the lanes do not fit the schedule.
+    Each function begins and ends in one lane. Raises `ProblemError` if the lanes do not fit the schedule.
     """
 
     def __init__(
@@ -127,9 +104,7 @@ class LaneWriter(Writer):
         self.start = max(start, [*self.step_of, len(schedule)][lanes.fork])
 
     def steps(self, start: int, end: int) -> None:
-        """Write the op executions and frees at positions ``start`` to ``end`` (exclusive) of the schedule. Those
-        before the second lane starts are written one after the other, the others on their lanes.
-        """
+        """Write the positions ``start`` to ``end`` (exclusive) of the schedule, on two lanes from the fork on."""
         if start < self.start:
             super().steps(start, min(end, self.start))
         if end > self.start:
@@ -145,9 +120,8 @@ class LaneWriter(Writer):
         return {self.step.values[i.value].storage for i in self.step.inputs}
 
     def _stretch(self, start: int, end: int) -> _Stretch:
-        """Return what each lane does at positions ``start`` to ``end`` (exclusive) of the schedule. Tensors that are
-        read only after ``end`` are passed to the main lane, which continues alone there.
-        """
+        """Return what each lane does at positions ``start`` to ``end`` (exclusive). What later positions read passes
+        to the main lane."""
         first, last = bisect_left(self.step_of, start), bisect_left(self.step_of, end)
         wanted = dict.fromkeys(self.step.values[o.value].storage for o in self.step.outputs)
         for reads, writes in reversed(self._touches[last:]):
@@ -196,8 +170,8 @@ class LaneWriter(Writer):
         self._take(self, here, MAIN, len(here.where.main))
 
     def _inner_writer(self) -> Writer:
-        """Return a writer for the inner function, which the recovery lane runs. The function can read the step's
-        inputs and the saved random states of the enclosing function. All its other variables are separate."""
+        """Return a writer for the recovery lane's inner function, which shares the step's inputs and saved random
+        states, but no other variables."""
         inner = Writer(self.step, self.schedule)
         inner.scope, inner.targets = self.scope, self.targets
         inner.variable, inner.taken = self.variable, self.taken
@@ -238,9 +212,8 @@ class LaneWriter(Writer):
         writer.lines += [f"{hand} = {writer.use(v)}" for v, hand in self._hands(here, copy).items()]
 
     def _take(self, writer: Writer, here: _Stretch, lane: int, index: int) -> None:
-        """Write the lines with which a lane takes over tensors from the other lane: those that it reads for the first
-        time in its op execution number ``index``.
-        """
+        """Write the lines with which a lane takes over the tensors that it reads first in its op execution number
+        ``index``."""
         for copy in here.takes[lane, index]:
             for value, hand in self._hands(here, copy).items():
                 name = writer.name(value)
@@ -251,8 +224,8 @@ class LaneWriter(Writer):
                 writer.mark_alive(value)
 
     def _hands(self, here: _Stretch, copy: Copy) -> dict[str, str]:
-        """Return the variables in which a tensor is passed from one lane to the other, by the names of its values.
-        Views are left out, since each lane computes its own. ``copy``: the tensor as one op execution computed it."""
+        """Return the variables that pass a copy from one lane to the other, by value, without views: each lane
+        computes its own."""
         if id(copy) not in here.handed:
             number, step = len(here.handed), self.step
             at = here.where.lanes[copy.lane][copy.made] if copy.made > BEFORE else None
