@@ -1,9 +1,7 @@
 """The action lists of PyTorch's pipeline schedules, read from the schedule classes without a process group.
 
-A schedule class computes the lists of all ranks when it is constructed. It only asks its stages for their position, so
-stages without a module suffice. GPipe and 1F1B are not included, because PyTorch does not run the lists that their
-classes show. For example, the list of 1F1B's last rank begins with micro-batch 1. The module
-`rematplan.planner.pipeline.gpipe_and_1f1b` defines the lists that PyTorch does run.
+GPipe and 1F1B are not included, because PyTorch does not run the lists that their classes show:
+`rematplan.planner.pipeline.gpipe_and_1f1b` defines those that it runs.
 """
 
 from __future__ import annotations
@@ -63,11 +61,10 @@ class _Stage:
 
 
 def action_lists(name: str, ranks: int, stages: int, microbatches: int) -> Lists:
-    """Return the actions of a PyTorch pipeline schedule: for each rank a tuple of actions, in the order in which they
-    run. An action is (kind, stage, micro-batch). The kind is F (forward), B (backward), I (input gradients only), W
-    (weight gradients only), RECV_F or RECV_B (the rank begins to receive a message from the previous or the next
-    stage), DROP_F or DROP_B (it frees a message that it has sent).
-    """
+    """Return, for each rank, the actions (kind, stage, micro-batch) of a PyTorch pipeline schedule in order;
+    `UsageError` if the numbers do not fit."""
+    # Kinds: F forward, B backward, I input gradients only, W weight gradients only. RECV_F, RECV_B: begin to
+    # receive from the previous or next stage. DROP_F, DROP_B: free a sent message.
     kind = SCHEDULES[name]
     each = stages // ranks
     if stages % ranks or (kind.each is not None and each != kind.each):
@@ -86,9 +83,8 @@ def action_lists(name: str, ranks: int, stages: int, microbatches: int) -> Lists
 
 
 def _entries(one: Any) -> list[tuple[str, int, int]]:
-    """Return the computations, receives and frees in one entry of a PyTorch schedule's list, as triples (kind, stage,
-    micro-batch). Other entries, such as sends, have none. An entry in which a forward and a backward overlap has
-    several."""
+    """Return the computations, receives and frees in one entry of a schedule's list; none for a send, several for an
+    overlapped pair."""
     if one.sub_actions is not None:
         return [action for part in one.sub_actions for action in _entries(part)]
     kind = one.computation_type.value

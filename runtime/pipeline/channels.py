@@ -1,9 +1,7 @@
-"""Messages between neighbouring ranks of a pipeline, with flow control by credits: the number of messages that may be
-sent before the receiver has begun to use them.
+"""Messages between neighbouring ranks of a pipeline, with flow control by credits.
 
-A sender has one buffer for each credit. It reuses a buffer only after the receiver has acknowledged that it began to
-use the buffer's last message. The receiver posts one receive for each credit ahead. It passes the received tensors on
-without copying them, and posts the next receive into new tensors.
+A sender has one buffer for each credit, and reuses it after the receiver has begun to use its last message. The
+receiver posts one receive for each credit ahead, and passes received tensors on without a copy.
 """
 
 from __future__ import annotations
@@ -27,16 +25,15 @@ ACKNOWLEDGEMENT = 1
 
 @dataclass(frozen=True)
 class Peer:
-    """A neighbouring rank of a pipeline, for messages in one direction: those of forwards, or those of backwards.
-    Messages with the same peer and tag arrive in order.
-
-    ``group``: the processes of the pipeline. ``rank``: the neighbour's rank in the group. ``tag``: a number that
-    distinguishes the messages of this direction from all others.
-    """
+    """A neighbouring rank of a pipeline, for messages of forwards or of backwards. Those with one tag arrive in
+    order."""
 
     group: ProcessGroup
+    """The processes of the pipeline."""
     rank: int
+    """The neighbour's rank in the group."""
     tag: int
+    """Distinguishes the messages of this direction from all others."""
 
     def sending(self, tensor: torch.Tensor, number: int) -> Any:
         """Begin to send a tensor and return the pending operation. ``number``: the tensor's position in its
@@ -61,8 +58,8 @@ class Peer:
         return self.tag * (MOST_TENSORS + 1) + number
 
     def reached(self) -> _Reached:
-        """Return a context manager. If a RuntimeError (a failed connection) occurs inside its block, it raises a
-        ProcessEnded instead, with a message of one line that names the neighbour."""
+        """A context in which a RuntimeError, a failed connection, becomes a `ProcessEnded` with a line that names
+        the neighbour."""
         return _Reached(self.rank)
 
 
@@ -81,14 +78,10 @@ class _Reached:
 
 
 class Sender:
-    """Sends all messages from this rank to a neighbouring rank, in one direction (forward or backward), during one
-    training step.
+    """Sends one training step's messages in one direction to a neighbouring rank, at most ``credits`` of them
+    unacknowledged.
 
-    Args:
-        peer: the receiving neighbour.
-        like: tensors with the shapes and types of a message; they may be on the meta device.
-        credits: the largest number of messages that are sent and not acknowledged yet.
-        messages: the number of messages in the step.
+    ``like``: tensors with the shapes and types of a message, also on the meta device.
     """
 
     def __init__(self, peer: Peer, like: Sequence[torch.Tensor], credits: int, messages: int) -> None:
@@ -98,11 +91,8 @@ class Sender:
         self.acknowledged: deque[tuple[Any, torch.Tensor]] = deque()
 
     def send(self, tensors: Sequence[torch.Tensor | None]) -> None:
-        """Copy a message into a free buffer and begin to send it. If ``credits`` messages have not been acknowledged
-        yet, first wait until the oldest of them is.
-
-        ``tensors``: the tensors of the message. None is sent as zeros.
-        """
+        """Copy a message into a buffer and begin to send it, None as zeros. Without a free buffer, first wait for an
+        acknowledgement."""
         at = self.count % self.credits
         if self.count >= self.credits:
             self._one_back()
@@ -132,14 +122,10 @@ class Sender:
 
 
 class Receiver:
-    """Receives all messages from a neighbouring rank, in one direction (forward or backward), during one training step.
+    """Receives one training step's messages in one direction from a neighbouring rank, with ``credits`` receives
+    posted ahead.
 
-    Args:
-        peer: the sending neighbour.
-        like: tensors with the shapes and types of a message; they may be on the meta device.
-        credits: the number of receives that are posted ahead.
-        messages: the number of messages in the step.
-        unused: the positions in a message of tensors that this rank does not use.
+    ``unused``: positions of tensors in a message that this rank does not use.
     """
 
     def __init__(
@@ -158,12 +144,8 @@ class Receiver:
             self._post()
 
     def take(self) -> list[torch.Tensor]:
-        """Wait for the next message and return its tensors. Their memory is not reused for later messages. The
-        ``unused`` tensors are not returned: the result has the tensors of ``like`` in their places.
-
-        Before it returns, this frees the unused tensors, posts the receive of a later message, if one is left, and then
-        acknowledges the message, which allows the sender to send one more.
-        """
+        """Wait for the next message and return its tensors, with those of ``like`` in place of unused ones. Their
+        memory is not reused."""
         received, works = self.posted.popleft()
         while works:  # each holds its tensor
             self.peer.wait(works.pop())

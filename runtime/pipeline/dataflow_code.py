@@ -1,11 +1,8 @@
-"""Code generation for a stage of a dataflow pipeline: its schedule becomes two functions without autograd, a forward
-and a backward. They call hooks to exchange messages with the neighbouring stages.
+"""Code generation for a stage of a dataflow pipeline: a forward and a backward function without autograd, which call
+hooks to exchange messages.
 
-In a dataflow pipeline, the message that a stage receives in the backward contains its outputs (recomputed by the next
-stage) and their gradients. Inverses recompute the stage's inputs from its outputs.
-
-The forward function returns a list of the values that the backward function needs. The list is empty if inverses
-recompute all of the stage's inputs.
+In the backward, the next stage sends this stage's outputs, recomputed, with their gradients; inverses recompute the
+inputs from them.
 """
 
 from __future__ import annotations
@@ -25,8 +22,8 @@ from rematplan.runtime.problem.loss_boundary import LOSS
 
 
 class Hooks(Protocol):
-    """Callbacks by which the compiled forward and backward functions of a pipeline stage deliver their results. The
-    functions call them at the positions in the schedule that the plan chose."""
+    """Callbacks by which a compiled pipeline stage delivers its results, at the positions in the schedule that the
+    plan chose."""
 
     def send(self, outputs: Sequence[torch.Tensor]) -> None:
         """Take the stage's outputs, in order: to send them to the next stage or, on the last stage, to compute the loss
@@ -55,36 +52,31 @@ class Hooks(Protocol):
 
 @dataclass(frozen=True)
 class StageCode:
-    """The compiled forward and backward functions of one pipeline stage.
-
-    - ``source``: the source of the two functions.
-    - ``forward(handed, hooks, *inputs)``: returns a list of values that the backward needs.
-    - ``backward(handed, hooks, held, *inputs)``: takes this list as ``held``, and empties it. In the two functions,
-      ``handed`` is a dict of received tensors by name, from which the function removes each tensor where it uses it.
-    - ``handed``: the names of the received tensors that the functions remove from that dict.
-    - ``inputs``: the tensors that come in no message, which the functions take as ``*inputs``: parameters, buffers,
-      constants, and the batch on the first stage.
-    - ``buffers``: those outputs of the captured step that are new contents of buffers.
-    - ``returned``: the positions of the stage's inputs whose gradients the backward computes.
-    - ``crossing``: the names of the values in the list that the forward returns.
-    - ``draws``: the number of calls that draw random numbers.
-    """
+    """The compiled forward and backward functions of one pipeline stage."""
 
     source: str
+    """The source of the two functions."""
     handed: frozenset[str]
+    """The names of the received tensors that the functions remove from the dict ``handed``."""
     inputs: tuple[StepInput, ...]
+    """The tensors that come in no message: parameters, buffers, constants, and the batch on the first stage."""
     buffers: tuple[StepOutput, ...]
+    """Those outputs of the captured step that are new contents of buffers."""
     returned: tuple[int, ...]
+    """The positions of the stage's inputs whose gradients the backward computes."""
     crossing: tuple[str, ...]
+    """The names of the values in the list that the forward returns."""
     draws: int
+    """The number of calls that draw random numbers."""
     forward: Callable[..., list[Any]] = field(repr=False)
+    """``forward(handed, hooks, *inputs)`` removes tensors from ``handed`` as it uses them, and returns a list for
+    the backward."""
     backward: Callable[..., None] = field(repr=False)
+    """``backward(handed, hooks, held, *inputs)`` takes that list as ``held``, and empties it."""
 
 
 def compile_stage(step: CapturedStep, schedule: Schedule, last: bool) -> StageCode:
-    """Compile a schedule (the op executions and frees of a training step, in order) of a dataflow pipeline's stage into
-    a forward and a backward function.
-    """
+    """Compile a schedule of a dataflow pipeline's stage into a forward and a backward function."""
     writer = _StageWriter(step, schedule, last)
     source = writer.stage()
     scope = dict(writer.scope)
@@ -103,21 +95,14 @@ def compile_stage(step: CapturedStep, schedule: Schedule, last: bool) -> StageCo
 
 
 def check_crossing(code: StageCode) -> None:
-    """Refuse a compiled stage whose forward keeps a value for the backward of the same micro-batch. Its memory would
-    grow with the number of micro-batches in flight (forward begun, backward not ended).
-    """
+    """Refuse a stage whose forward keeps a value for the backward: its memory would grow with the micro-batches in
+    flight."""
     if code.crossing:
         raise ProblemError(f"{', '.join(code.crossing[:3])}: kept from a stage's forward for its backward")
 
 
 class _StageWriter(Writer):
-    """Writes the schedule of a dataflow pipeline's stage as the source of a forward and a backward function.
-
-    ``fixed``: the stage's inputs that come in no message (parameters, buffers, constants, the first stage's batch).
-    ``inverses``: the names of the step's inverses. ``watched``: the values that inverses recompute in the backward.
-    ``leaves``: for the storage of each parameter gradient, the position of its last free in the schedule, before which
-    the gradient is passed to the hook ``add``.
-    """
+    """Writes the schedule of a dataflow pipeline's stage as the source of a forward and a backward function."""
 
     def __init__(self, step: CapturedStep, schedule: Schedule, last: bool) -> None:
         super().__init__(
@@ -125,9 +110,11 @@ class _StageWriter(Writer):
         )
         self.last = last
         handed = {ref.value for c in step.call.values() if isinstance(c.target, Handed) for ref in c.args}
+        #: The stage's inputs that come in no message.
         self.fixed = tuple(i for i in step.inputs if i.value not in handed)
         self.draws = {call.name: at for at, call in enumerate(c for c in step.calls if c.seeded)}
         self.inverses = {inverse.name for inverse in step.inverses}
+        #: The values that inverses recompute in the backward.
         self.watched = {
             result
             for one in self.schedule
@@ -140,6 +127,8 @@ class _StageWriter(Writer):
         self.added: dict[str, list[StepOutput]] = {}
         for o in self.of_kind("gradient"):
             self.added.setdefault(step.values[o.value].storage, []).append(o)
+        #: By the storage of a parameter gradient, the position of its last free, before which the hook ``add``
+        #: gets it.
         self.leaves = {
             one.tensor: at
             for at, one in enumerate(self.schedule)
@@ -177,11 +166,8 @@ class _StageWriter(Writer):
         return f"{forward}\n\n{self.function(f'backward(handed, hooks, held, {names})')}"
 
     def _outputs_leave(self, boundary: int) -> None:
-        """Write the call that passes the last stage's outputs to the loss. Outputs that no op reads from then on are
-        not kept for the backward.
-
-        ``boundary``: the position of the loss in the schedule.
-        """
+        """Write the call that passes the last stage's outputs to the loss, and drop those that no op reads from
+        ``boundary`` on."""
         outputs = [o.value for o in self.of_kind("output")]
         self.lines.append(f"hooks.send({self.tuple_of(map(self.use, outputs))})")
         later = {

@@ -1,10 +1,8 @@
 """The engine of a dataflow pipeline: it runs a rank's actions in order, with channels to the neighbouring ranks.
 
-Forwards and backwards of different micro-batches overlap. In the backward, the next stage sends a stage's outputs back
-together with their gradients, and inverses recompute the stage's inputs from its outputs. With `sync` updates, the
-gradients of all micro-batches are summed. With `async` updates, each stage updates its weights after every few
-backwards, so that a forward and its backward use different weights, as in Rivaud et al., «PETRA: parallel end-to-end
-training with reversible architectures», ICLR 2025.
+With `sync` updates, the gradients of all micro-batches are summed. With `async` updates, a forward and its backward
+may use different weights, as in Rivaud et al., «PETRA: parallel end-to-end training with reversible architectures»,
+ICLR 2025.
 """
 
 from __future__ import annotations
@@ -28,50 +26,43 @@ FORWARD_TAG, BACKWARD_TAG = 7001, 7002
 
 @dataclass(frozen=True)
 class Updates:
-    """How a pipeline stage updates its weights asynchronously: after every few backwards, instead of once after the
-    whole batch.
-
-    ``every``: the number of backwards between two updates. An update uses the mean of their gradients. ``optimizer``:
-    makes the updates; the budget counts neither its state nor its temporary tensors. ``most_drift``: the largest
-    accepted relative error of a tensor that inverses recompute in the backward. Updates between a forward and its
-    backward cause this error, since the inverses then use other weights.
-    """
+    """How a pipeline stage updates its weights asynchronously: after every few backwards."""
 
     every: int
+    """The number of backwards between two updates. An update uses the mean of their gradients."""
     optimizer: torch.optim.Optimizer
+    """Makes the updates; the budget counts neither its state nor its temporary tensors."""
     most_drift: float = 0.25
+    """The largest accepted relative error of a recomputed tensor, whose inverse may use weights that were updated
+    since the forward."""
 
 
 @dataclass
 class DataflowSchedule:
-    """Runs the stage of one rank in a dataflow pipeline. There, in the backward, the next stage sends this stage's
-    outputs back together with their gradients, and inverses recompute this stage's inputs from its outputs.
-
-    - ``stage``: the stage.
-    - ``actions``: pairs (kind, micro-batch), in the order in which they run. The kind is F (forward) or B (backward).
-    - ``microbatches``: the number of micro-batches in a batch.
-    - ``credits``: the largest number of messages in one direction that the receiver has not begun to use.
-    - ``loss_fn``: a function from the last stage's output and a micro-batch of targets to the loss.
-    - ``scale_grads``: whether gradients are divided by the number of micro-batches after each step. Ignored with
-      ``updates``.
-    - ``updates``: when and how the stage updates its weights by itself (`async`). None for `sync`: gradients are summed
-      over the batch, and the caller updates the weights.
-    - ``seed``: a number from which the seeds of all random calls are derived.
-    - ``steps``: the number of steps run so far, from which these seeds are derived, too.
-    - ``drift``: the largest relative error so far of a tensor that inverses recomputed. It is measured only with
-      ``updates``.
-    """
+    """Runs the stage of one rank in a dataflow pipeline, whose inverses recompute the stage's inputs from the
+    outputs that the next stage sends."""
 
     stage: DataflowStage
+    """The stage."""
     actions: Sequence[tuple[str, int]]
+    """Pairs of F (forward) or B (backward) and a micro-batch, in the order in which they run."""
     microbatches: int
+    """The number of micro-batches in a batch."""
     credits: int
+    """The largest number of messages in one direction that the receiver has not begun to use."""
     loss_fn: LossFunction
+    """From the last stage's output and a micro-batch of targets to the loss."""
     scale_grads: bool = True
+    """Whether gradients are divided by the number of micro-batches after each step. Ignored with ``updates``."""
     updates: Updates | None = None
+    """How the stage updates its weights by itself (`async`). None for `sync`: the caller updates them after the
+    batch."""
     seed: int = 0
+    """With ``steps``: the seeds of all random calls are derived from it."""
     steps: int = 0
+    """The number of steps run so far."""
     drift: float = 0.0
+    """The largest relative error so far of a recomputed tensor, measured only with ``updates``."""
     backwards: int = field(default=0, init=False)
     """The number of backwards since the last update. It is kept from step to step."""
 
@@ -83,15 +74,14 @@ class DataflowSchedule:
         return_outputs: bool = False,
         **kwargs: Any,
     ) -> Any:
-        """Run the forwards and backwards of all micro-batches of a batch.
+        """Run all micro-batches of a batch, add their gradients to ``.grad``, and return the outputs if wanted, else
+        None.
 
-        Gradients are added to ``.grad`` of the stage's parameters. With ``scale_grads``, ``.grad`` is then divided by
-        the number of micro-batches. With ``updates``, the optimizer updates the weights during the step instead, and
-        sets the gradients to zero. Backwards after the last update of a step count for the first update of the next
-        step. If the stage has random calls, the state of PyTorch's CPU generator is restored
-        after the step.
+        With ``updates`` the optimizer steps meanwhile and zeroes gradients; backwards after its last step count for
+        the next.
         """
         run = _Step(self, self._batch(args, kwargs), target, [] if losses is None else losses, return_outputs)
+        # Random calls seed the default generator, whose state the caller gets again.
         state = torch.get_rng_state() if self.stage.code.draws else None
         try:
             for kind, m in self.actions:
@@ -112,9 +102,8 @@ class DataflowSchedule:
         return None
 
     def update(self) -> None:
-        """Count a finished backward. If the stage updates its weights by itself (``updates``), then after every
-        ``updates.every`` backwards divide the gradients by ``updates.every``, let the optimizer update the weights, and
-        set the gradients to zero."""
+        """Count a finished backward. With ``updates``, let the optimizer use the mean gradient after every
+        ``updates.every``, and zero the gradients."""
         self.backwards += 1
         if self.updates is None or self.backwards < self.updates.every:
             return
@@ -153,8 +142,8 @@ class DataflowSchedule:
 
 
 class _Step:
-    """One training step of a rank's stage, in progress: its channels to the neighbouring stages, the outputs that it
-    keeps, and with ``updates`` the errors of recomputed tensors, by micro-batch in flight."""
+    """One training step of a rank's stage, in progress: channels, kept outputs and, with ``updates``, the drift of
+    micro-batches in flight."""
 
     def __init__(
         self,
@@ -234,9 +223,8 @@ class _Step:
         return StageHooks(self.stage, key, sends, send_back, self.drifts.get(m))
 
     def _loss(self, m: int) -> list[torch.Tensor]:
-        """Compute the loss of micro-batch number ``m`` on the last stage, and append it to the list of losses. Return
-        the gradients of the loss with respect to those outputs that require gradients, in order; zeros where the loss
-        does not depend on an output. The outputs are kept if `DataflowSchedule.step` is to return them."""
+        """Compute and record the last stage's loss of micro-batch ``m``. Return the gradients of the outputs that
+        require one, zeros if unused."""
         made = self.made.pop(m)
         if self.outputs is not None:
             self.outputs.append(made)
@@ -253,12 +241,11 @@ class _Step:
 
 
 def gradient_error_of(stages: Sequence[tuple[float, float]]) -> float:
-    """Return an estimate, with a safety factor, of the relative error of the gradients of a dataflow pipeline. There,
-    in the backward, each stage recomputes its inputs from its outputs and sends them to the previous stage. Inverses
-    that round cause the error; without rounding it is 0.
+    """Return an estimate, with a safety factor, of the relative error of a dataflow pipeline's gradients; 0 if no
+    inverse rounds.
 
-    ``stages``: two numbers for each stage, from first to last. The first is the relative error of the inputs that the
-    stage recomputes from exact outputs. The second is the factor by which it multiplies an error of these outputs.
+    ``stages``: first to last, the error of inputs recomputed from exact outputs, and the factor on an error of the
+    outputs.
     """
     error = worst = 0.0
     for own, gain in reversed(stages):

@@ -27,30 +27,28 @@ WRAPPER = "model."
 
 @dataclass(eq=False)
 class DataflowStage:
-    """One stage of a dataflow pipeline, on its rank. In the backward, the next stage sends this stage's outputs back
-    together with their gradients, and inverses recompute this stage's inputs from its outputs.
-
-    - ``number``: the stage's index. ``stages``: the number of stages.
-    - ``stage``: the stage's module and the shapes of its messages.
-    - ``step``, ``code``: the captured training step of the module, and its compiled forward and backward.
-    - ``group``: the processes of the pipeline.
-    - ``kept``: the bytes for each micro-batch that are kept from its forward to its backward.
-    - ``error``: the predicted relative error of the recomputed inputs if the outputs that the next stage sends are
-      exact.
-    - ``gain``: the factor by which the stage multiplies an error of these outputs.
-    - ``saved``: the values kept for the backward, by number of the micro-batch.
-    """
+    """One stage of a dataflow pipeline, on its rank."""
 
     number: int
+    """The stage's index."""
     stages: int
+    """The number of stages."""
     stage: StageModule
+    """The stage's module and the shapes of its messages."""
     step: CapturedStep
+    """The captured training step of the module."""
     code: StageCode
+    """Its compiled forward and backward."""
     group: ProcessGroup
+    """The processes of the pipeline."""
     kept: int = 0
+    """The bytes for each micro-batch that are kept from its forward to its backward."""
     error: float = 0.0
+    """The predicted relative error of the recomputed inputs if the outputs that the next stage sends are exact."""
     gain: float = 1.0
+    """The factor by which the stage multiplies an error of these outputs."""
     saved: dict[int, list[Any]] = field(default_factory=dict)
+    """The values kept for the backward, by number of the micro-batch."""
 
     def __post_init__(self) -> None:
         self.named = {f"{WRAPPER}{name}": t for name, t in named_tensors(self.submod).items()}
@@ -78,15 +76,14 @@ class DataflowStage:
 
     @property
     def back(self) -> list[torch.Tensor]:
-        """Meta tensors with the shapes and types of the message that this stage sends to the previous one in the
-        backward: all inputs of this stage, recomputed, and then the gradients of the inputs that require gradients."""
+        """Meta tensors like the message to the previous stage in the backward: all inputs, then the gradients of
+        those that require one."""
         return [*self.stage.inputs, *(t for t in self.stage.inputs if t.requires_grad)]
 
     @property
     def answers(self) -> list[torch.Tensor]:
-        """Meta tensors with the shapes and types of the message that this stage receives from the next one in the
-        backward: all outputs of this stage, recomputed by the next stage, and then the gradients of the outputs that
-        require gradients."""
+        """Meta tensors like the message from the next stage in the backward: all outputs, then the gradients of
+        those that require one."""
         return [*self.stage.outputs, *(t for t in self.stage.outputs if t.requires_grad)]
 
     @property
@@ -128,10 +125,8 @@ class DataflowStage:
         return self._handed("answer", outputs) | self._handed("tangent", every)
 
     def _handed(self, kind: str, tensors: Sequence[torch.Tensor | None]) -> dict[str, Any]:
-        """Return a dict of received tensors, by the names under which the compiled functions take them. A tensor that
-        the functions do not read is left out. Each tensor gets the strides that the captured step expects; None becomes
-        zeros.
-        """
+        """Return the received tensors that the compiled functions read, by name, in the strides of the captured
+        step; None becomes zeros."""
         wanted = [i for i in self.step.inputs if i.kind == kind and i.value in self.code.handed]
         return {i.value: _laid_out(tensors[int(i.target)], self.step.values[i.value].fake) for i in wanted}
 
@@ -156,21 +151,20 @@ def _laid_out(tensor: torch.Tensor | None, like: torch.Tensor) -> torch.Tensor:
 
 @dataclass(frozen=True)
 class StageHooks:
-    """Callbacks that take the results of one forward or backward of a pipeline stage. They implement
-    `dataflow_code.Hooks`.
-
-    ``stage``: the stage. ``key``: the pipeline's seed, the number of the step and the number of the micro-batch, from
-    which random calls are seeded. ``sends``: a function that is called with the stage's outputs. ``returns``: a
-    function that is called with the recomputed inputs, followed by one entry for each input that requires a gradient:
-    its gradient, or None if the backward does not compute one. ``drift``: compares recomputed tensors with the original
-    ones; None: they are not compared.
-    """
+    """Callbacks that take the results of one forward or backward of a pipeline stage; they implement
+    `dataflow_code.Hooks`."""
 
     stage: DataflowStage
+    """The stage."""
     key: tuple[int, int, int]
+    """The pipeline's seed and the numbers of step and micro-batch, from which random calls are seeded."""
     sends: Callable[[Sequence[torch.Tensor]], None]
+    """Called with the stage's outputs."""
     returns: Callable[[Sequence[torch.Tensor | None]], None]
+    """Called with the recomputed inputs, then the gradient of each input that requires one, or None if the backward
+    computes none."""
     drift: Drift | None = None
+    """Compares recomputed tensors with the original ones; None: they are not compared."""
 
     def send(self, outputs: Sequence[torch.Tensor]) -> None:
         """Pass the outputs to ``sends``."""
@@ -209,18 +203,18 @@ class StageHooks:
 
 @dataclass
 class Drift:
-    """The errors of the tensors that inverses recompute in the backward of one micro-batch, estimated from a few
-    elements of each tensor.
-
-    ``stage``, ``microbatch``: their numbers, for the error message. ``most``: the largest accepted relative error.
-    ``largest``: the largest relative error so far. ``samples``: elements of tensors of the forward, by name.
-    """
+    """The errors of tensors that inverses recompute in one micro-batch's backward, estimated from a few elements of
+    each."""
 
     stage: int
     microbatch: int
+    """With ``stage``: the number, for the error message."""
     most: float
+    """The largest accepted relative error."""
     largest: float = 0.0
+    """The largest relative error so far."""
     samples: dict[str, list[float]] = field(default_factory=dict)
+    """Elements of tensors of the forward, by name."""
 
     def watch(self, name: str, tensor: torch.Tensor) -> None:
         """Remember elements of a tensor of the forward."""
@@ -239,8 +233,8 @@ class Drift:
 
 
 def sample(tensor: torch.Tensor) -> list[float]:
-    """Return some elements of a floating-point tensor, at most 32 (`SAMPLED`), evenly spaced along each dimension; an
-    empty list for a tensor of another type. Nothing is allocated, whatever the tensor's strides."""
+    """Return at most `SAMPLED` evenly spaced elements of a floating-point tensor, without an allocation; empty for
+    other types."""
     if not tensor.is_floating_point():
         return []
     while tensor.numel() > SAMPLED:
@@ -258,7 +252,6 @@ def _numbers(nested: Any) -> Iterator[float]:
 
 
 def distance(found: Sequence[float], true: Sequence[float]) -> float:
-    """Return the relative error of sampled elements: the L2 norm of ``found`` − ``true``, divided by the norm of
-    ``true``; 0 if that norm is 0."""
+    """Return the relative error of sampled elements, ‖found − true‖ / ‖true‖ in the L2 norm; 0 if ``true`` is zero."""
     norm = math.hypot(*true)
     return math.hypot(*(a - b for a, b in zip(found, true, strict=True))) / norm if norm else 0.0

@@ -1,10 +1,8 @@
-"""The training step of one stage in a dataflow pipeline, in which inverses recompute the stage's inputs in the
-backward.
+"""The training step of a stage in a dataflow pipeline, in which inverses recompute the stage's inputs from its
+outputs in the backward.
 
-In an ordinary captured step, the batch and the gradients of the outputs exist from beginning to end. Here, a separate
-call takes each of these tensors from a message, and the tensor is freed after its last read. In the backward, the next
-stage sends this stage's outputs back together with their gradients. Inverses recompute this stage's inputs from the
-outputs, as in Gomez et al., «The reversible residual network», NeurIPS 2017, but across processes.
+As in Gomez et al., «The reversible residual network», NeurIPS 2017, but across processes. Calls take the batch and
+gradients from messages, and free them after the last read.
 """
 
 from __future__ import annotations
@@ -38,14 +36,11 @@ KEPT_BACK = (*LATE, "recovered input")
 
 @dataclass(frozen=True)
 class Handed:
-    """An op that takes a tensor from a message: its result is a view of the received tensor. It costs no time and
-    allocates nothing.
-
-    ``size``, ``stride``: the shape and strides of the result.
-    """
+    """An op that takes a tensor from a message. Its result is a view of the received tensor, at no cost."""
 
     size: tuple[int, ...]
     stride: tuple[int, ...]
+    """With ``size``: the shape and strides of the result."""
     flops = 0.0
     source_name = "handed_over"
 
@@ -65,12 +60,11 @@ class Handed:
 def dataflow_step(
     step: CapturedStep, named: Mapping[str, torch.Tensor], *, first: bool, last: bool
 ) -> CapturedStep:
-    """Return the captured step of a pipeline stage, changed so that it takes tensors from messages: in the forward its
-    inputs, in the backward the gradients of its outputs.
+    """Return the captured step of a pipeline stage with calls that take inputs and gradients from messages, and with
+    inverses.
 
-    Inverses are added: ops that recompute tensors of the forward from tensors that were computed from them. On all
-    stages except the last, further inverses take the stage's outputs from the next stage's message. On all stages
-    except the first, the stage's inputs become further outputs of the step, since they are sent back in the backward.
+    Stages except the last also take their outputs from the next one's message; stages except the first return their
+    inputs.
     """
     values = dict(step.values)
     moved = {i.value: i for i in step.inputs if i.kind == "tangent" or (i.kind == "batch" and not first)}
@@ -111,8 +105,8 @@ def dataflow_step(
 
 
 def _answered(step: CapturedStep) -> CapturedStep:
-    """Return the step with a further inverse for each output of the stage: one that takes the output from the next
-    stage's message. Outputs that are not contiguous, or do not fill their storage, get none."""
+    """Return the step with an inverse for each output, which takes it from the next stage's message, if it is
+    contiguous and fills its storage."""
     values, inputs, inverses = dict(step.values), [], []
     for o in step.outputs:
         value = step.values[o.value]
@@ -132,22 +126,17 @@ def _answered(step: CapturedStep) -> CapturedStep:
 def with_dataflow_boundary(
     step: CapturedStep, graph: TrainingGraph, *, last: bool, loss_bytes: int
 ) -> TrainingGraph:
-    """Return the planning problem of a stage in a dataflow pipeline. Ops that represent messages are added, so that a
-    tensor can be freed when it has been sent.
+    """Return the planning problem of a stage in a dataflow pipeline, with ops for its messages.
 
-    - The op `SEND`, in the forward half, sends the outputs to the next stage and writes new contents of buffers.
-    - The op `LOSS` separates the halves. On the last stage it computes the loss from the outputs, which `SEND` leaves
-      out.
-    - The op `RETURN`, at the end, sends recomputed inputs and the inputs' gradients to the previous stage.
-
-    An op that reads a buffer with a new content runs once, since that content overwrites the buffer at `SEND`. A call
-    that takes a tensor from a message runs once, too.
+    `SEND` sends outputs and writes buffers, `LOSS` separates the halves, `RETURN` sends recomputed inputs and their
+    gradients.
     """
     graph = without_random_states(graph)  # each random call has a seed of its own
     early = dict.fromkeys(step.values[o.value].storage for o in step.outputs if o.kind not in KEPT_BACK)
     outputs = dict.fromkeys(step.values[o.value].storage for o in step.outputs if o.kind == "output")
     late, marked = step.after_loss, {c.name for c in step.calls if c.late}
     back = {step.values[i.value].storage for i in step.inputs if i.kind in ("tangent", "answer")}
+    # On the last stage, `LOSS` reads the outputs instead.
     sent = tuple(t for t in early if not (last and t in outputs))
     send = Op(SEND, sent, (SEND,), 0.0, 0, "forward")
     returned = tuple(
@@ -167,6 +156,7 @@ def with_dataflow_boundary(
         return replace(op, reads=tuple(dict.fromkeys((*op.reads, LOSS)))) if waits else op
 
     renewed = renewed_buffers(step)
+    # New content overwrites a buffer at `SEND`, so its readers run once, as calls that take a message do.
     once = [op.name for op in graph.ops if not renewed.isdisjoint(op.reads)]
     once += [call.name for call in step.calls if isinstance(call.target, Handed)]
     # Each random call has a separate seed, so it may run again.

@@ -1,8 +1,5 @@
-"""Replace the regions of an exported graph that run under `torch.no_grad` by the ops in them.
-
-`torch.export` puts the ops of such a region into a graph of its own, which one call runs. A pipeline can be cut only
-between the ops of one flat graph.
-"""
+"""Replace the regions of an exported graph that run under `torch.no_grad` by their ops: a pipeline cuts a flat
+graph."""
 
 from __future__ import annotations
 
@@ -23,11 +20,10 @@ CHECK = torch.ops.aten._assert_tensor_metadata.default
 
 
 def without_regions(module: fx.GraphModule, model: str) -> fx.Graph:
-    """Return the module's graph, changed in place, with the ops of each region under `torch.no_grad` in place of the
-    region, and without ops that only check types.
+    """Inline the graph's `torch.no_grad` regions in place, without checks of types, and return it; `ModelError` for
+    a region of another kind.
 
-    The ops read detached tensors, so that their results require no gradients. Buffers are read as they are, because ops
-    may write them.
+    The ops read detached tensors, but buffers as they are, because ops may write them.
     """
     graph = module.graph
     for node in graph.find_nodes(op="call_function", target=CHECK):

@@ -1,7 +1,5 @@
-"""Export a model's forward as a graph of ATen calls that can be cut into stages.
-
-A model is refused if stages of the graph would compute something else than the model.
-"""
+"""Export a model's forward as a graph of ATen calls for stages; a model that stages would compute otherwise is
+refused."""
 
 from __future__ import annotations
 
@@ -69,9 +67,7 @@ def _program(
 
 
 def _check_results(graph: fx.Graph, spec: pytree.TreeSpec, model: str) -> None:
-    """Refuse a model whose result the last stage could not return, since it returns one tensor, or a tuple of several
-    different ones. For a tuple of one tensor it returns the tensor.
-    """
+    """Refuse a model whose result is neither a tensor nor a flat tuple or list of different tensors."""
     results = pytree.tree_leaves(graph.output_node().args[0])
     tensors = [one for one in results if isinstance(one, fx.Node)]
     alone, kind = spec.is_leaf(), getattr(spec.type, "__name__", "")

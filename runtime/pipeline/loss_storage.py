@@ -13,15 +13,13 @@ LossFunction: TypeAlias = Callable[..., torch.Tensor]
 
 
 def with_own_storage(loss_fn: LossFunction) -> LossFunction:
-    """Return a function that computes the same loss, in a storage that holds nothing else.
-
-    A pipeline keeps the loss of each micro-batch to the end of a step. The result of `mse_loss`, or a view of a larger
-    tensor, would keep a storage of the outputs' size for as long.
-    """
+    """Return a function that computes the same loss, copied if its storage has more bytes than the loss."""
 
     @wraps(loss_fn)
     def compute(*args: Any, **kwargs: Any) -> torch.Tensor:
         loss = loss_fn(*args, **kwargs)
+        # A pipeline keeps each loss to the end of a step. That of `mse_loss` would keep a storage of the
+        # outputs' size as long.
         return loss.clone() if loss.untyped_storage().nbytes() > loss.nbytes else loss
 
     return compute

@@ -1,12 +1,8 @@
 """How a stage sends a tensor that is not contiguous in memory, without copying it.
 
-PyTorch sends only contiguous tensors. A dense tensor with other strides, such as a transposed one, is sent as a view
-whose dimensions are in the order of the memory, and the receiving stage permutes them back. So the ops of each stage
-see the strides that they would see in the whole model, and their results have the same bits.
-
-Its gradient need not have the same strides. In the memory format ``channels_last`` it has, since the backward of a
-convolution keeps the format. In other cases, such as the transposed patches of an image, the layers after the cut
-usually return a contiguous gradient. It is sent as it is: its elements in their own order, in the shape of the message.
+PyTorch sends contiguous tensors only. A dense tensor with other strides is sent as a view in the order of the
+memory, which the receiver permutes again, so that ops see the strides of the whole model. Its gradient, whose
+strides may be others, is sent as it is: its elements in their own order, in the shape of the message.
 """
 
 from __future__ import annotations
@@ -23,8 +19,8 @@ FORMATS = {4: torch.channels_last, 5: torch.channels_last_3d}
 
 
 def memory_order(like: torch.Tensor) -> list[int] | None:
-    """Return the dimensions of a tensor from the largest stride to the smallest; None if it has the strides of a
-    new contiguous tensor, or is not dense and therefore sent as a contiguous tensor of the same shape."""
+    """Return the dimensions of a dense tensor from the largest stride to the smallest; None if it is contiguous or
+    not dense."""
     if is_plain(like):
         return None
     order = sorted(range(like.dim()), key=lambda d: -like.stride()[d])
@@ -43,11 +39,9 @@ def keeps_format(like: torch.Tensor) -> bool:
 
 
 def turned(tensor: torch.Tensor, order: Sequence[int]) -> torch.Tensor:
-    """Return a view of a tensor with its dimensions in the given order.
-
-    The gradient of the view is not permuted back. Its elements, in their own order, become the gradient of the tensor.
-    So gradients are right only if the next stage undoes the order by this function, too.
-    """
+    """Return a view of a tensor with its dimensions in the given order. Its gradient becomes the tensor's without
+    being permuted."""
+    # Gradients are right only if the next stage undoes the order by this function, too.
     result: torch.Tensor = _Turned.apply(tensor, order)
     return result
 

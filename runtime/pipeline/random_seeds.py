@@ -1,8 +1,5 @@
-"""Seeds of the random numbers in a dataflow pipeline (a pipeline of invertible stages).
-
-Each random call gets a separate seed, so that the backward can repeat the call without a saved generator state. A
-single process can draw the same numbers as the whole pipeline, for comparison.
-"""
+"""Seeds of the random numbers in a dataflow pipeline: one for each random call, so that the backward repeats it
+without a saved state."""
 
 from __future__ import annotations
 
@@ -27,15 +24,10 @@ def seed_of(seed: int, step: int, microbatch: int, stage: int, draw: int) -> int
 
 
 class Seeded(TorchDispatchMode):
-    """A context manager under which a single process draws the random numbers that one stage of a dataflow pipeline (a
-    pipeline of invertible stages) draws in one forward. It seeds PyTorch's default generator before each random call,
-    and does not restore the generator's state.
+    """A context in which a single process draws the numbers of one stage's forward in a dataflow pipeline, for
+    comparison.
 
-    Args:
-        seed: the pipeline's seed.
-        step: the number of the training step.
-        microbatch: the number of the micro-batch.
-        stage: the number of the stage.
+    It seeds PyTorch's default generator before each random call, and does not restore its state.
     """
 
     def __init__(self, seed: int, step: int, microbatch: int, stage: int) -> None:

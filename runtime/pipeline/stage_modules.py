@@ -1,7 +1,7 @@
 """Cutting a model into a chain of stage modules for a pipeline: its exported graph is cut where given modules begin.
 
-A stage's module shares the model's parameters and buffers, under the model's names. A tensor that a later stage reads
-passes through all stages in between, because PyTorch's schedules send only from one stage to the next.
+A tensor that a later stage reads passes through all stages in between, because PyTorch's schedules send only from
+one stage to the next.
 """
 
 from __future__ import annotations
@@ -27,8 +27,7 @@ WITHOUT_GRADIENT = frozenset({torch.ops.aten.detach.default, torch.ops.aten.deta
 
 
 class StageGraph(fx.GraphModule):
-    """The graph of one stage. Its ops, such as batch norm and dropout, are those of the mode (training or evaluation)
-    that the model had when it was exported. So the mode cannot change."""
+    """The graph of one stage, whose ops are those of the mode at export: training or evaluation cannot be changed."""
 
     def train(self, mode: bool = True) -> StageGraph:
         """Set the mode, which must be the one that the graph has."""
@@ -43,17 +42,17 @@ class StageGraph(fx.GraphModule):
 
 @dataclass(frozen=True)
 class StageModule:
-    """One stage of a pipeline: its module, and meta tensors that describe the tensors it takes and returns.
-
-    ``module``: the module, which shares the model's parameters and buffers. ``args``, ``kwargs``: the module's
-    arguments; on the first stage, those of the model. ``outputs``: the module's results. In place of each tensor there
-    is a meta tensor with the same shape, strides, type and ``requires_grad``; other arguments are the real ones.
-    """
+    """One stage of a pipeline: its module, and meta tensors like the tensors that it takes and returns."""
 
     module: nn.Module
+    """Shares the model's parameters and buffers, under the model's names."""
     args: tuple[Any, ...]
+    """The module's arguments; on the first stage those of the model. Arguments that are no tensors are the real
+    ones."""
     kwargs: Mapping[str, Any]
+    """Likewise, by name."""
     outputs: tuple[torch.Tensor, ...]
+    """The module's results."""
 
     @property
     def inputs(self) -> tuple[torch.Tensor, ...]:
@@ -68,9 +67,8 @@ class StageModule:
 
 
 def cut_names(graph: fx.Graph) -> tuple[str, ...]:
-    """Return the names of the modules before which the graph can be cut. The ops of such a module are contiguous in the
-    graph, and do not begin with the graph's first op. The names are sorted by the modules' first ops, outer modules
-    before inner ones."""
+    """Return the modules before which the graph can be cut, by their first ops, outer ones first. Their ops are
+    contiguous and not at the start."""
     first: dict[str, int] = {}
     last: dict[str, int] = {}
     count: dict[str, int] = {}
@@ -87,8 +85,10 @@ def cut_names(graph: fx.Graph) -> tuple[str, ...]:
 def stage_modules(
     model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any], cuts: Sequence[str]
 ) -> tuple[StageModule, ...]:
-    """Cut a model into a chain of pipeline stages, one more than there are ``cuts``. A tensor that a later stage reads
-    passes through all stages in between.
+    """Cut a model before the modules ``cuts`` into a chain of pipeline stages, which share its parameters and
+    buffers.
+
+    Raises `ModelError` for nested arguments, or if stages would compute something else.
     """
     for one in (*args, *kwargs.values()):
         leaves = pytree.tree_leaves(one)
@@ -122,8 +122,8 @@ def stage_modules(
 
 
 def _tensors(model: nn.Module, graph: fx.Graph) -> dict[str, torch.Tensor]:
-    """Return, by name, the parameters and buffers of a model, and the constants that its forward creates from numbers,
-    such as ``torch.tensor(2.0)``, under the names in its exported graph."""
+    """Return the model's parameters and buffers, and the constants that its forward creates, by their names in the
+    exported graph."""
     named = {**dict(model.named_parameters(remove_duplicate=False)), **dict(model.named_buffers())}
     read = {str(node.target) for node in graph.find_nodes(op="get_attr")}
     assert graph.owning_module is not None
@@ -170,8 +170,8 @@ def _owners(graph: fx.Graph, places: Sequence[int]) -> dict[fx.Node, int]:
 
 
 def _changed(graph: fx.Graph) -> frozenset[str]:
-    """Return the names of the parameters and buffers that some op writes in place, directly or through a view. Among
-    them are the running statistics of batch norms."""
+    """Return the parameters and buffers that some op writes in place, directly or through a view, such as running
+    statistics."""
     found = set()
     memory = _memory(graph)
     for node in _ops(graph):
@@ -194,8 +194,8 @@ def _is_written(node: fx.Node, argument: torch.Argument) -> bool:
 
 
 def _memory(graph: fx.Graph) -> dict[fx.Node, fx.Node]:
-    """Return, for each node, the node that allocated the memory of its value. For a view, and for the result of an op
-    that writes in place, this is the node that allocated the viewed or changed tensor; for others, the node itself."""
+    """Return, for each node, the node that allocated its value's memory: another one for a view or the result of an
+    in-place op."""
     found: dict[fx.Node, fx.Node] = {}
     for node in graph.nodes:
         shared = _shared(node)
@@ -211,9 +211,10 @@ def _shared(node: fx.Node) -> list[fx.Node]:
 
 
 def _check_views(graph: fx.Graph, owners: Mapping[fx.Node, int]) -> None:
-    """Refuse a model of which a stage changes a received tensor in place, if another received tensor in the same
-    memory, such as a view, is read afterwards. Tensors that shared memory in the model are separate ones in a later
-    stage.
+    """Refuse a model if a stage changes a received tensor in place and another received tensor in that memory is
+    read afterwards.
+
+    Tensors that share memory in the model are separate in a later stage.
     """
     memory = _memory(graph)
     order = {node: at for at, node in enumerate(graph.nodes)}
@@ -272,9 +273,8 @@ def _is_differentiable(node: fx.Node) -> bool:
 
 
 def _carried(graph: fx.Graph, place: int, values: Mapping[fx.Node, Any]) -> list[fx.Node]:
-    """Return the nodes whose tensors the stages before a cut send to those after it: arguments and results of earlier
-    ops that a later op or the model's output reads.
-    """
+    """Return the nodes whose tensors pass the cut: tensor arguments and earlier ops that a later op or the output
+    reads."""
     ops = _ops(graph)
     late = {*ops[place:], graph.output_node()}
     made = [n for n in values if isinstance(values[n], torch.Tensor)] + ops[:place]
@@ -288,10 +288,8 @@ def _part(
     values: Mapping[fx.Node, Any],
     last: bool,
 ) -> fx.Graph:
-    """Return the graph of one stage. It gives outgoing tensors the strides of messages, and refuses arguments that are
-    not tensors and differ from those in ``values``. An op that changes a received tensor in place returns a new tensor
-    instead, because autograd does not allow changes of a stage's inputs.
-    """
+    """Return the graph of one stage, which returns outgoing tensors with a message's strides and checks arguments
+    that are no tensors."""
     part = fx.Graph()
     # An argument called like a builtin, such as input, has another name as a node.
     names = {n: str(n.target) if n in values else n.name for n in incoming}
@@ -308,6 +306,8 @@ def _part(
             copies[node] = part.node_copy(node)
         return copies[node]
 
+    # Autograd allows no changes of a stage's inputs in place: an op that changes one returns a new tensor
+    # instead.
     received = set() if values else set(incoming)
     for node in _changed_in_parts(ops, received):
         copies[node] = part.call_function(torch.ops.aten.clone.default, (copies[node],))
@@ -330,8 +330,8 @@ def _part(
 
 
 def _order(node: fx.Node) -> list[int] | None:
-    """Return the order in which a message has the dimensions of the tensor that a node of the model's graph computes;
-    None if it is the tensor's own order, or the value is no tensor."""
+    """Return the order in which a message has the dimensions of a node's tensor; None for its own order, or for no
+    tensor."""
     fake = node.meta["val"]
     return memory_order(fake) if isinstance(fake, torch.Tensor) else None
 
@@ -348,9 +348,7 @@ def _turned(out: fx.Node, node: fx.Node, back: bool = False, message: bool = Tru
 
 
 def _changed_in_parts(ops: Sequence[fx.Node], received: Set[fx.Node]) -> list[fx.Node]:
-    """Return those of a stage's received tensors that an op changes in place, if that op cannot return a new tensor
-    instead: it changes them through a view, or while a view of them exists, or has no such variant.
-    """
+    """Return the received tensors that an op changes in place although it cannot return a new tensor instead."""
     base, viewed, found = {node: node for node in received}, set[fx.Node](), dict[fx.Node, None]()
     for node in ops:
         shared = [n for n in _shared(node) if n in base]
@@ -359,6 +357,7 @@ def _changed_in_parts(ops: Sequence[fx.Node], received: Set[fx.Node]) -> list[fx
         whole = base[shared[0]]
         if not any(_is_written(node, argument) for argument, _ in _arguments_of(node)):
             viewed.add(whole)
+        # It changes them through a view, or while a view exists, or has no variant that returns a new tensor.
         elif shared[0] is not whole or whole in viewed or _functional(node.target) is None:
             found[whole] = None
         base[node] = whole
@@ -366,8 +365,8 @@ def _changed_in_parts(ops: Sequence[fx.Node], received: Set[fx.Node]) -> list[fx
 
 
 def _functional(target: object) -> OpOverload | None:
-    """Return the op that computes the same as ``target`` without changing its first argument, such as ``relu`` for
-    ``relu_``; None if ``target`` changes none, or there is no such op with a gradient."""
+    """Return the op that computes ``target`` without changing its first argument, as ``relu`` for ``relu_``; None
+    without one, and for ``copy_``."""
     name, _, overload = target.name().partition(".") if isinstance(target, OpOverload) else ("", "", "")
     if not (name.startswith("aten::") and name.endswith("_")) or name == "aten::copy_":
         return None
@@ -382,12 +381,10 @@ def check_fixed(value: object, fixed: object, name: str) -> None:
 
 
 def _like(node: fx.Node, needs: Set[fx.Node], values: Mapping[fx.Node, Any], last: bool = False) -> Any:
-    """Return a meta tensor that describes the value of a node between stages. An argument of the model in ``values``
-    keeps its strides; if it is not a tensor, it is returned itself. All other tensors are messages, which are
-    contiguous: their dimensions are in the order of the memory. ``last``: a result of the last stage is no message, so
-    its dimensions keep their order.
+    """Return a meta tensor like a node's value between stages: an argument in ``values`` keeps its strides, others
+    are contiguous messages.
 
-    ``needs``: the nodes whose tensors require gradients.
+    A result of the ``last`` stage keeps its dimensions' order. A value that is no tensor is returned itself.
     """
     fake = values.get(node, node.meta["val"])
     if not isinstance(fake, torch.Tensor):

@@ -1,7 +1,5 @@
-"""Refuse models that define a part of their backward themselves, by an autograd function or by hooks.
-
-`torch.export` records only the ops of a forward, so the stages of a pipeline would compute other gradients than such a
-model."""
+"""Refuse models that define a part of their backward by an autograd function or by hooks, which `torch.export` does
+not record."""
 
 from __future__ import annotations
 
@@ -22,9 +20,8 @@ META: Any = type(torch.autograd.Function)
 
 @contextmanager
 def refuse_unrecorded_backwards(model: nn.Module) -> Iterator[None]:
-    """At the end of the block, which exports the forward of ``model``, raise an error if this thread has called a
-    ``torch.autograd.Function``, or has registered a hook for the gradient of a tensor.
-    """
+    """Refuse a model with module hooks for backwards, and, after the block that exports it, one that called an
+    autograd function or registered hooks."""
     name = type(model).__name__
     for part, module in model.named_modules():
         if module._backward_hooks or module._backward_pre_hooks:

@@ -1,5 +1,5 @@
-"""Refuse models whose forward changes their state in a way that `torch.export` does not record: it assigns buffers, or
-computes with numbers that it changes. The stages of a pipeline would keep the values of the export."""
+"""Refuse models whose forward assigns buffers, or computes with numbers that it changes, which `torch.export` does
+not record."""
 
 from __future__ import annotations
 
@@ -19,8 +19,10 @@ Numbers: TypeAlias = dict[tuple[nn.Module, str], Any]
 
 @contextmanager
 def watched_attributes(model: nn.Module) -> Iterator[Numbers]:
-    """In the block, which exports the forward of ``model``, record the numbers that this thread assigns to attributes
-    of modules. The attributes get their old values back.
+    """Record the numbers that this thread assigns to attributes of modules in the block, and restore the old ones
+    afterwards.
+
+    Raises `ModelError` after the block if it assigned a buffer of ``model``'s modules.
     """
     thread, numbers, buffers, old = get_ident(), Numbers(), list[str](), Numbers()
     assign: Callable[..., None] = nn.Module.__setattr__

@@ -1,7 +1,4 @@
-"""What plain autograd holds in another way than a step that may recompute.
-
-It has a second tensor of scores in the backward of a cross entropy, masks of dropout in the type of their inputs on a
-CPU, and no copies of the states from which ops run again."""
+"""What plain autograd holds in another way than a step that may recompute: scores, masks of dropout, random states."""
 
 from __future__ import annotations
 
@@ -24,14 +21,13 @@ DROPOUT = torch.ops.aten.native_dropout.default
 
 @dataclass(frozen=True)
 class PlainAutograd:
-    """The ops of a captured step for which plain autograd needs more bytes.
-
-    ``losses``: the names of the backwards of cross entropies. ``masks``: by the name of the storage of a mask of
-    dropout, the bytes of an element of its input. A mask of the step has one byte an element.
-    """
+    """The ops of a captured step for which plain autograd needs more bytes."""
 
     losses: frozenset[str] = frozenset()
+    """The names of the backwards of cross entropies, which have a second tensor of scores."""
     masks: Mapping[str, int] = field(default_factory=dict)
+    """By storage name, the bytes of an element of the input of a dropout. A mask of the step has one byte an
+    element."""
 
     @classmethod
     def of(cls, step: CapturedStep) -> PlainAutograd:

@@ -1,7 +1,7 @@
-"""Divide the backward half of a schedule into segments. When a segment ends, its gradients are returned to autograd.
+"""Divide the backward half of a schedule into segments, at whose ends gradients are returned to autograd.
 
-A gradient that is returned early can be used before the backward has ended: its all-reduce overlaps the rest of the
-backward, and an optimizer that runs in the gradients' hooks frees it.
+An all-reduce of such a gradient overlaps the rest of the backward, and an optimizer in gradient hooks frees it
+early.
 """
 
 from __future__ import annotations
@@ -21,17 +21,16 @@ LEAST_SEGMENT_BYTES = 2**20
 
 @dataclass(frozen=True, slots=True)
 class Segment:
-    """A part of the backward half of a schedule. When it ends, the gradients that are ready are returned to autograd.
-
-    ``start``, ``end``: positions in the schedule, between which the segment's entries are; ``end`` is excluded.
-    ``outputs``: the gradients that are returned when the segment ends. ``statistics``: the sums over rows of layers
-    (for Kronecker factors) that the segment's ops compute.
-    """
+    """A part of the backward half of a schedule, at whose end the gradients that are ready are returned to autograd."""
 
     start: int
+    """The position in the schedule of the first entry."""
     end: int
+    """The position after the last entry."""
     outputs: tuple[StepOutput, ...]
+    """The gradients that are returned when the segment ends."""
     statistics: tuple[StepOutput, ...] = ()
+    """The sums over rows of layers, for Kronecker factors, that the segment's ops compute."""
 
 
 def gradient_segments(
@@ -41,8 +40,10 @@ def gradient_segments(
     spare: Sequence[int] = (),
     late: int | None = None,
 ) -> tuple[Segment, ...]:
-    """Divide the backward half of a schedule into segments with about equal bytes of gradients. The gradients of a
-    segment are returned to autograd when the segment ends.
+    """Divide the backward half, from ``start`` on, into segments with about equal bytes of gradients, or shorter
+    ones where ``spare`` requires it.
+
+    If the backward communicates, it is divided only at ``late``, the second part of a split backward.
     """
     ready = _ready(step, schedule, split=late is not None)
     gradients = sorted((o for o in step.outputs if "gradient" in o.kind), key=ready.__getitem__)
@@ -94,14 +95,8 @@ def _with_statistics(
 
 
 def _ready(step: CapturedStep, schedule: Schedule, split: bool) -> dict[StepOutput, int]:
-    """Return, for each gradient, the position in the schedule of the last op execution that must come before the
-    gradient is returned to autograd; -1 if none must.
-
-    Such an execution reads or writes the gradient, or reads the tensor (a parameter or an input) whose gradient it is:
-    an optimizer that runs in the gradient's hook changes that tensor. A ``split`` backward computes the gradients of
-    inputs first and those of weights later. There, the gradient of an input is returned before the weight gradients
-    that read the input are computed.
-    """
+    """Return, for each gradient, the position of the last op execution before which it must not be returned to
+    autograd; -1 for none."""
     last = dict.fromkeys(step.storage_bytes, -1)
     for at, one in enumerate(schedule):
         if isinstance(one, Run):
@@ -110,8 +105,9 @@ def _ready(step: CapturedStep, schedule: Schedule, split: bool) -> dict[StepOutp
     of = {(GRADIENT_OF.get(i.kind), i.target): step.values[i.value].storage for i in step.inputs}
 
     def changed(o: StepOutput) -> int:
-        """Return the position of the last op execution that reads the tensor whose gradient is ``o``, since the caller
-        may change that tensor when it gets the gradient; -1 if that does not matter."""
+        """Return where the tensor whose gradient is ``o`` is read last, or -1 for inputs of a split backward."""
+        # An optimizer in the gradient's hook may change the tensor. A split backward returns input gradients
+        # before weight gradients read the input.
         return -1 if split and o.kind == "input gradient" else last[of[o.kind, o.target]]
 
     return {

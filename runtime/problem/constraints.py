@@ -27,9 +27,8 @@ INSIDE = ".*"
 
 
 def stated_policy(stated: object, model: nn.Module | None = None) -> Policy:
-    """Return the policy that a user stated: a mapping from modules and ops to values of `CheckpointPolicy`, a sequence
-    of modules and ops that must be saved, or a function.
-    """
+    """Return a user's policy as a function or as names that must be saved; `UsageError` for anything but a mapping,
+    a list or a function."""
     if stated is None:
         return ()
     if isinstance(stated, Mapping):

@@ -1,7 +1,6 @@
-"""Planning problems of steps that begin while parameters have gradients of earlier steps (gradient accumulation).
+"""Planning problems of steps to whose gradients autograd adds those of earlier steps (gradient accumulation).
 
-When the parameters have gradients of earlier steps already, autograd adds the gradients of a further step to them. The
-earlier gradients take memory during the whole step. The new ones may be freed as soon as they are added.
+The earlier gradients take memory during the whole step. New ones may be freed as soon as they are added.
 """
 
 from __future__ import annotations
@@ -45,9 +44,8 @@ def earlier_gradients(
 
 
 def holding(graph: TrainingGraph, held: Mapping[str, int]) -> TrainingGraph:
-    """Return a planning problem with one more input for each entry of ``held``. Each of these inputs represents memory
-    that something other than the step keeps allocated during the whole step.
-    """
+    """Return a problem with an input for each entry of ``held`` that is not 0 bytes: memory that others keep during
+    the whole step."""
     held = {name: size for name, size in held.items() if size}
     return replace(
         graph,
@@ -58,16 +56,15 @@ def holding(graph: TrainingGraph, held: Mapping[str, int]) -> TrainingGraph:
 
 
 def adding_problem(step: CapturedStep, graph: TrainingGraph, names: Set[str]) -> TrainingGraph:
-    """Return the planning problem of a step that begins while parameters have gradients of earlier steps. A plan may
-    then free each new gradient as soon as it is computed, since autograd adds it to the earlier one.
+    """Return the problem of a step with earlier gradients, in which each new gradient may be freed as soon as it is
+    computed.
 
-    In the returned problem an output of zero bytes replaces each such gradient, so that the gradient is still computed.
-    Ops that compute such a gradient may run only once, since each run would add it again.
-    A gradient stays an output if its storage contains anything else, or is larger than the gradients in it. The problem
-    does not count the bytes of the earlier gradients. It does not count new gradients that are freed but not yet added
-    either: `spare_bytes` does.
+    Neither earlier gradients nor new ones that are freed but not yet added are counted: `spare_bytes` counts the
+    latter.
     """
     added = _added(step, names)
+    # An output of zero bytes replaces each gradient, so that it is still computed. Its op runs once, since
+    # each run would add it again.
     marks = {t: f"({t} added)" for t in graph.outputs if t in added and t in graph.producer}
 
     def marking(op: Op) -> Op:
@@ -105,14 +102,11 @@ def _bytes(step: CapturedStep, value: str) -> int:
 def spare_bytes(
     step: CapturedStep, graph: TrainingGraph, schedule: Schedule, budget: int, names: Set[str]
 ) -> tuple[int, ...] | None:
-    """Return, for each position of a schedule, how many bytes of the budget are unused there. Return None if gradients
-    that the schedule has freed, but that autograd has not taken yet, need more than that at some position.
-
-    Autograd takes the gradients of a segment (a part of the backward) when the segment ends. Until then, a gradient
-    stays allocated even if the schedule has freed it. Segments end early where the budget requires it. That can fail,
-    because a segment cannot end between every two ops.
-    """
+    """Return, by position, the unused bytes of the budget, or None if gradients that wait for their segment's end
+    need more."""
     spare = tuple(budget - held for held in resident_bytes(graph, schedule))
+    # Autograd takes a freed gradient when its segment ends. Segments end early where the budget requires it,
+    # but not between every two ops.
     waiting = waiting_bytes(step, schedule, spare, names)
     return spare if all(late <= left for late, left in zip(waiting, spare, strict=True)) else None
 
@@ -120,9 +114,8 @@ def spare_bytes(
 def waiting_bytes(
     step: CapturedStep, schedule: Schedule, spare: Sequence[int], names: Set[str]
 ) -> tuple[int, ...]:
-    """Return, for each position of a schedule, the bytes of gradients that the schedule has freed and that are still
-    allocated because their segment (a part of the backward) has not ended.
-    """
+    """Return, by position, the bytes of gradients that the schedule has freed but whose segment of the backward has
+    not ended."""
     added = _added(step, names)
     own, segments = _segments(step, schedule, spare)
     freed = {one.tensor: at for at, one in enumerate(schedule) if isinstance(one, Free)}
@@ -135,11 +128,7 @@ def waiting_bytes(
 
 
 def end_of_first_segment(step: CapturedStep, schedule: Schedule, spare: Sequence[int]) -> int:
-    """Return the position in a schedule at which the first segment of its backward ends. Until then autograd holds the
-    gradients of the outputs, even if no later op reads them.
-
-    ``step``, ``schedule``, ``spare``: as for `waiting_bytes`.
-    """
+    """Return where the first segment of the backward ends. Until then autograd holds the gradients of the outputs."""
     own, segments = _segments(step, schedule, spare)
     return (*own.positions, len(schedule))[segments[0].end]
 
@@ -147,8 +136,8 @@ def end_of_first_segment(step: CapturedStep, schedule: Schedule, spare: Sequence
 def _segments(
     step: CapturedStep, schedule: Schedule, spare: Sequence[int]
 ) -> tuple[SplitSchedule, tuple[Segment, ...]]:
-    """Return the part of a schedule that a compiled plan runs, and the segments of its backward, whose positions are
-    those in this part. ``spare``: as for `waiting_bytes`."""
+    """Return the part of a schedule that a compiled plan runs, and the segments of its backward, with positions in
+    that part."""
     own = split_at_loss(step, schedule)
     left = [spare[at] for at in own.positions]
     return own, gradient_segments(step, own.schedule, own.boundary, left, late=own.late)

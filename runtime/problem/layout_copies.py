@@ -1,9 +1,7 @@
-"""Bytes that a backward needs in addition if the gradients of the outputs have other strides than at capture.
+"""Bytes that a backward needs in addition if the outputs' gradients have other strides than at capture.
 
-A loss that permutes or sums an output produces a gradient with strides of its choice. A call that reads the gradient
-may copy it, may return a result with other strides itself, or may copy where a view was possible at capture
-(`tangent_layouts.for_any_layout`). This module runs the backward's calls on fake tensors for a few typical layouts of
-these gradients, as far as strides differ from those at capture, and counts the bytes of the copies.
+A loss that permutes or sums an output chooses strides. Calls that read them may copy, or return other strides, so
+the backward runs on fake tensors for a few typical layouts.
 """
 
 from __future__ import annotations
@@ -25,10 +23,10 @@ Layout = Callable[[torch.Tensor], torch.Tensor]
 
 
 def _dense(order: Callable[[list[int]], list[int]]) -> Layout:
-    """Return a function that makes an empty dense tensor with the shape, type and device of its argument, but with the
-    dimensions in another order in memory.
+    """Return a function that makes an empty dense tensor like its argument, with the dimensions in another order in
+    memory.
 
-    ``order``: a function of the list of all dimensions that returns them in their order in memory, outermost first.
+    ``order``: from the list of all dimensions to their order in memory, outermost first.
     """
 
     def strided(like: torch.Tensor) -> torch.Tensor:
@@ -58,15 +56,12 @@ layout, with the same shape, type and device."""
 
 @dataclass(frozen=True, slots=True)
 class Copies:
-    """Bytes that a backward needs, in addition to those at capture, if a loss produces gradients of the outputs with
-    other strides than at capture.
-
-    ``workspace``: by call name, bytes that are allocated only while the call runs. ``kept``: by storage name, bytes of
-    copies that are freed together with that storage.
-    """
+    """Bytes that a backward needs in addition if a loss gives the outputs' gradients other strides than at capture."""
 
     workspace: Mapping[str, int]
+    """By call name, bytes that are allocated only while the call runs."""
     kept: Mapping[str, int]
+    """By storage name, bytes of copies that are freed together with that storage."""
 
 
 NONE = Copies({}, {})
@@ -74,23 +69,22 @@ NONE = Copies({}, {})
 
 @dataclass(frozen=True, slots=True)
 class OtherLayout:
-    """A captured step as it would be if the gradients of its outputs had another layout, one of `LAYOUTS`.
-
-    ``step``: the step, with fake tensors that have the strides which follow from that layout. ``read``: by the name of
-    each call that reads tensors with other strides than at capture, the bytes of a copy of all these tensors. ``kept``:
-    by storage name, bytes of copies that are freed together with that storage. ``spare``: bytes that are charged for
-    the gradients of the outputs but not needed in this layout (an expanded gradient is one number).
-    """
+    """A captured step as it would be if the gradients of its outputs had another layout, one of `LAYOUTS`."""
 
     step: CapturedStep
+    """Its fake tensors have the strides that follow from that layout."""
     read: Mapping[str, int]
+    """By call that reads tensors with other strides than at capture, the bytes of a copy of all these tensors."""
     kept: Mapping[str, int]
+    """By storage name, bytes of copies that are freed together with that storage."""
     spare: int
+    """Bytes that are charged for the outputs' gradients but not needed in this layout: an expanded gradient is one
+    number."""
 
 
 def other_layouts(step: CapturedStep) -> Iterator[OtherLayout]:
-    """Yield the step as it would be with another layout of the gradients of its outputs, once for each of `LAYOUTS`.
-    Layouts in which all these gradients have the strides that they had at capture are left out."""
+    """Yield the step with each of `LAYOUTS` for its outputs' gradients, except layouts whose strides are those at
+    capture."""
     opened = for_any_layout(step)
     for layout in LAYOUTS.values():
         with quiet(), TrueLayouts():
@@ -108,10 +102,8 @@ def most_copied(
     own: Mapping[str, int],
     measured: Callable[[CapturedStep, Collection[str]], Mapping[str, int]] | None,
 ) -> Copies:
-    """Return the bytes that a backward may need, in addition to those at capture, if a loss produces gradients of the
-    outputs with other strides. For each call and each storage this is the maximum over the typical `LAYOUTS` of these
-    gradients.
-    """
+    """Return the bytes that a backward may need in addition: for each call and storage, the maximum over the
+    `LAYOUTS`."""
     workspace: dict[str, int] = defaultdict(int)
     kept: dict[str, int] = defaultdict(int)
     for other in other_layouts(step):
@@ -128,11 +120,9 @@ def most_copied(
 
 
 class _Followed:
-    """The effect of one layout of the outputs' gradients on a backward. It runs, on fake tensors, every call that reads
-    a tensor with other strides than at capture.
+    """The effect of one layout of the outputs' gradients on a backward, found on fake tensors.
 
-    The results: ``otherwise`` has the tensors with other strides, by value name. ``read``, ``kept`` and ``spare`` are
-    the fields of `OtherLayout`.
+    ``otherwise``: by value name, the tensors with other strides. ``read``, ``kept``, ``spare``: as in `OtherLayout`.
     """
 
     def __init__(self, step: CapturedStep, layout: Layout) -> None:

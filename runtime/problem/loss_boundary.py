@@ -37,18 +37,10 @@ LATE = ("gradient", "input gradient", "statistic")
 def with_loss_boundary(
     step: CapturedStep, graph: TrainingGraph, loss: LossMemory = NO_LOSS, copies: Copies = NONE
 ) -> TrainingGraph:
-    """Return the problem of a step with a loss boundary. There, between the forward and the backward half, the caller
-    gets the outputs and the new content of the buffers, and computes a loss, from which the gradients of the outputs
-    come.
+    """Return the problem of a step with a loss boundary: an op between the halves, at which the caller gets outputs
+    and computes a loss.
 
-    The loss becomes an op of the backward half, so that it does not divide forward blocks. It runs once, after all ops
-    that make outputs or new buffers, and before all ops that read a gradient of an output. It writes tensors that
-    represent the bytes that stay allocated after the loss. Its workspace is the rest of the loss's peak.
-
-    Every op that reads a gradient of an output, or must run after the loss (`Call.late`), also reads all outputs and
-    new buffers, so that these exist at the boundary. Outputs are computed once, and no inverse recomputes them: they
-    stay resident from then on, since the caller keeps them. New buffers are copied at the boundary. The ops that make
-    them (batch norm, for example) may run again, from copies of the old buffers, which are charged as one more input.
+    It reads all outputs and new buffers. Ops that read an output's gradient, or are `Call.late`, run after it.
     """
     early = dict.fromkeys(step.values[o.value].storage for o in step.outputs if o.kind not in LATE)
     tangents = {step.values[i.value].storage for i in step.inputs if i.kind == "tangent"}
@@ -56,8 +48,11 @@ def with_loss_boundary(
     late, marked = step.after_loss, {c.name for c in step.calls if c.late}
     backward = late | _needed_later(graph, early)
     workspace = max(0, loss.peak - loss.kept - tangent_copies)
+    # An op of the backward half, so that it does not divide forward blocks. Its tensors are the bytes that
+    # stay after the loss, its workspace is the rest of the loss's peak.
     between = Op(LOSS, tuple(early), (LOSS, LOSS_VALUE), 0.0, workspace, "backward")
 
+    # It also reads outputs and new buffers, so that these exist at the boundary.
     def after_loss(op: Op) -> Op:
         op = replace(op, workspace=op.workspace + copies.workspace.get(op.name, 0))
         return (
@@ -67,6 +62,8 @@ def with_loss_boundary(
         )
 
     outputs = dict.fromkeys(step.values[o.value].storage for o in step.outputs if o.kind == "output")
+    # The caller keeps outputs, so they are computed once and no inverse recomputes them. Ops that make new
+    # buffers may run again from copies of the old ones, one more input.
     made = [graph.ops[graph.producer[t]].name for t in outputs if t in graph.producer]
     old = sum(step.storage_bytes[s] for s in early if s not in outputs)
     old_buffers = {OLD_BUFFERS: old} if old else {}
@@ -97,8 +94,7 @@ def with_loss_boundary(
 
 
 def _needed_later(graph: TrainingGraph, early: Collection[str]) -> set[str]:
-    """Return the backward ops that may run before the loss, but are not needed there: no tensor in ``early`` depends
-    on them. Some formulas of derivatives begin with ops of the forward's tensors alone."""
+    """Return the backward ops that no tensor in ``early`` depends on, although some could run before the loss."""
     needed = set(early)
     for op in reversed(graph.ops):
         if not needed.isdisjoint(op.writes):
@@ -107,10 +103,7 @@ def _needed_later(graph: TrainingGraph, early: Collection[str]) -> set[str]:
 
 
 def without_loss_bytes(graph: TrainingGraph) -> TrainingGraph:
-    """Return a planning problem in which the loss takes 0 bytes, so that its peaks are those of the step alone.
-
-    ``graph``: a problem made by `with_loss_boundary`.
-    """
+    """Return a problem with a loss boundary in which the loss takes 0 bytes: its peaks are those of the step alone."""
     free = {LOSS, LOSS_VALUE}
     return replace(
         graph,
@@ -129,29 +122,25 @@ def reserved_for_loss(graph: TrainingGraph) -> int:
 
 @dataclass(frozen=True, slots=True)
 class SplitSchedule:
-    """The part of a schedule that a compiled plan runs, split at the loss boundary (the moment between forward and
-    backward).
-
-    ``schedule``: the schedule without the ops in `OUTSIDE` (the loss and the optimizer's step, for example), which the
-    caller runs, and without the last free of each gradient, since the caller takes over the gradient. ``lanes``: the
-    placement of its op executions on two lanes (threads on the CPU, streams on CUDA); None for one lane. ``positions``:
-    the position of each entry of ``schedule`` in the original schedule. ``boundary``: the index in ``schedule`` of the
-    first entry after the loss. ``late``: the index of the first entry of the second part of a split backward (input
-    gradients first, weight gradients later); None if the backward is not split. The first part includes the frees that
-    follow it in the schedule.
-    """
+    """The part of a schedule that a compiled plan runs, split at the loss boundary."""
 
     schedule: Schedule
+    """Without the ops in `OUTSIDE`, which the caller runs, and without the last free of each gradient, which the
+    caller takes."""
     lanes: Lanes | None
+    """The placement of its op executions on two lanes; None for one lane."""
     positions: tuple[int, ...]
+    """The position of each entry of ``schedule`` in the original schedule."""
     boundary: int
+    """The index in ``schedule`` of the first entry after the loss."""
     late: int | None = None
+    """The index of the second part of a split backward, after the frees at the end of the first; None if it is not
+    split."""
 
 
 def split_at_loss(step: CapturedStep, schedule: Schedule, lanes: Lanes | None = None) -> SplitSchedule:
-    """Return the part of a schedule that a compiled plan runs, split at the loss boundary (the moment between forward
-    and backward). Ops that the caller runs are removed, the loss among them.
-    """
+    """Return the part of a schedule that a compiled plan runs, split at the loss boundary, without the ops that the
+    caller runs."""
     leaving = _leaving(step, schedule)
     own = tuple(at for at, one in enumerate(schedule) if at not in leaving and not _is_callers(one))
     shorter, runs = lanes, runs_of(schedule)
@@ -166,8 +155,8 @@ def split_at_loss(step: CapturedStep, schedule: Schedule, lanes: Lanes | None = 
 
 
 def _is_callers(one: Step) -> bool:
-    """Return whether an entry of a schedule runs an op that the caller runs, or frees what such an op writes; or if it
-    is about the saved state of a generator, which the compiled plan saves at the first draw."""
+    """Return whether an entry belongs to an op that the caller runs, or to a generator's saved state, which is saved
+    at the first draw."""
     name = one.op if isinstance(one, Run) else one.tensor
     return name in (*OUTSIDE, LOSS_VALUE) or saves_state(name)
 
@@ -186,10 +175,7 @@ def _leaving(step: CapturedStep, schedule: Schedule) -> set[int]:
 
 
 def _without(lanes: Lanes, run: int) -> Lanes:
-    """Return a placement of op executions on two lanes after one execution is removed from the schedule.
-
-    ``run``: the position of the removed execution among all executions of the schedule. It must be on the main lane.
-    """
+    """Return a placement on two lanes without the op execution number ``run``, which must be on the main lane."""
 
     def at(other: int) -> int:
         return other - (other > run)

@@ -1,5 +1,5 @@
-"""The bytes that a plan reserves for a loss outside of the planned module: those at the loss's peak, those between the
-loss and its backward, and those that stay allocated until the step ends."""
+"""The bytes that a plan reserves for a loss outside of the planned module: at its peak, until its backward, and
+until the step ends."""
 
 from __future__ import annotations
 
@@ -32,22 +32,24 @@ SCALARS = 8
 
 @dataclass(frozen=True, slots=True)
 class LossMemory:
-    """Bytes that a loss outside of the model needs in addition to the outputs and their gradients.
-
-    ``peak``: the bytes at the loss's peak. ``kept``: the bytes that stay allocated until the step ends, because the
-    caller keeps the loss and its gradient while the backward runs. (The scalar that `mse_loss` or `smooth_l1_loss`
-    returns keeps a storage of the outputs' size alive.) ``peak`` includes ``kept``, unless ``peak`` is too small for
-    that. ``saved``: the bytes that are allocated between the computation of the loss and its backward, if other
-    micro-batches run in between; None: not known, so ``peak`` is assumed. ``forward``: bytes by which the loss exceeds
-    ``peak`` while it is computed, before its backward. Only `measured` tells the two apart. ``dense``: whether the
-    gradients of the outputs are known to have the outputs' strides, so that the backward need not copy them.
-    """
+    """Bytes that a loss outside of the model needs in addition to the outputs and their gradients."""
 
     peak: int
+    """The bytes at the loss's peak, including ``kept`` unless it is too small for that."""
     kept: int
+    """The bytes that stay until the step ends, because the caller keeps the loss and its gradient during the
+    backward.
+
+    The scalar that `mse_loss` or `smooth_l1_loss` returns keeps a storage of the outputs' size.
+    """
     saved: int | None = None
+    """The bytes between the loss and its backward, if other micro-batches run in between; None: not known, ``peak``
+    is assumed."""
     forward: int = 0
+    """Bytes by which the loss exceeds ``peak`` before its backward. Only `measured` tells the two apart."""
     dense: bool = False
+    """Whether the outputs' gradients are known to have the outputs' strides, so that the backward need not copy
+    them."""
 
     @property
     def between(self) -> int:
@@ -56,12 +58,9 @@ class LossMemory:
 
     @classmethod
     def of_peak(cls, step: CapturedStep, peak: int, unread: frozenset[str] = frozenset()) -> LossMemory:
-        """Return the memory of a loss whose peak is known.
-
-        The scalar loss, its gradient, and one tensor of the size of each output that the loss reads are assumed to stay
-        allocated until the step ends, as far as ``peak`` has bytes for them. The two scalars are counted even if it has
-        not.
-        """
+        """Return the memory of a loss with a known peak, of which one tensor for each output that it reads stays
+        until the step ends."""
+        # The loss and its gradient, counted even if the peak has no bytes for them.
         scalars = 2 * _scalar(step)
         return cls(peak, max(scalars, min(peak, _output_bytes(step, unread) + scalars)))
 
@@ -76,13 +75,10 @@ class LossMemory:
 
     @classmethod
     def usual(cls, step: CapturedStep, peak: int) -> LossMemory:
-        """Return the assumed memory of an unknown loss: `COPIES` times the bytes of the outputs, or `FEWER` times if
-        the outputs are large in comparison to the step.
-
-        A scalar output is assumed to be a loss that the model computes. Such an output, and the outputs from which it
-        is computed, need no bytes here. The exception are outputs whose gradient arrived in an earlier backward
-        (`CapturedStep.arrived`). The other outputs are assumed to have a loss outside of the model.
-        """
+        """Return the assumed memory of an unknown loss: `COPIES` times the outputs' bytes, or `FEWER` times if that
+        is much of ``peak``."""
+        # A scalar output is taken for a loss of the model, which needs no bytes here, unless a gradient of it
+        # arrived in an earlier backward.
         unread = in_own_losses(step) - step.arrived
         if not _outputs_read(step, unread):
             return cls.of_peak(step, 0)
@@ -97,10 +93,8 @@ class LossMemory:
         loss_fn: Callable[..., torch.Tensor],
         device: torch.device,
     ) -> LossMemory:
-        """Run a loss and its backward once on random outputs, and return the memory that it needs.
-
-        The result does not include the gradients of the outputs.
-        """
+        """Run a loss and its backward once on random outputs and return its memory without the outputs' gradients;
+        `ModelError` if it fails."""
         with torch.random.fork_rng([device] if device.type == "cuda" else []):
             given = tuple(_random(one, device) for one in outputs)
             learned = [one for one in given if one.requires_grad]
@@ -130,28 +124,21 @@ NO_LOSS = LossMemory(0, 0)
 
 
 def _random(like: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """Return a tensor with the shape, strides, type and ``requires_grad`` of the tensor ``like``, filled with random
-    numbers if its type is real, otherwise with zeros."""
+    """Return a tensor like ``like``, filled with random numbers if its type is floating-point, otherwise with zeros."""
     made = torch.empty_strided(like.shape, like.stride(), dtype=like.dtype, device=device)
     made = made.normal_() if made.is_floating_point() else made.zero_()
     return made.requires_grad_(like.requires_grad)
 
 
 def _outputs_read(step: CapturedStep, unread: frozenset[str]) -> list[torch.Tensor]:
-    """Return, for each output that a loss is assumed to read, a fake tensor like the output's gradient.
-
-    ``unread``: positions (as text) of outputs that the loss does not read. Outputs that the forward assigns to
-    attributes (a normalised weight, for example) are excluded, too: a loss seldom reads them.
-    """
+    """Return, for each output that a loss is assumed to read, a fake tensor like its gradient. Outputs in ``unread``
+    or attributes are left out."""
     others = unread | step.attributes
     return [step.values[i.value].fake for i in step.inputs if i.kind == "tangent" and i.target not in others]
 
 
 def _output_bytes(step: CapturedStep, unread: frozenset[str] = frozenset()) -> int:
-    """Return the bytes of one tensor for each output that a loss is assumed to read, with at least 4 bytes per element.
-
-    ``unread``: positions (as text) of outputs that the loss does not read.
-    """
+    """Return the bytes of one tensor for each output that a loss is assumed to read, at 4 bytes or more an element."""
     return sum(
         allocated(fake.numel() * max(fake.itemsize, 4), fake.device) for fake in _outputs_read(step, unread)
     )

@@ -10,15 +10,11 @@ from rematplan.runtime.problem.loss_boundary import OPTIMIZER
 
 
 def with_optimizer_step(step: CapturedStep, graph: TrainingGraph, transient: int) -> TrainingGraph:
-    """Return a planning problem with one more op at its end, the optimizer's step, which the caller runs when all
-    outputs exist.
-
-    The workspace of that op is ``transient`` minus the bytes of the outputs' gradients. The problem counts these
-    gradients as inputs, but they are freed before the optimizer runs.
-    """
+    """Return a problem with the optimizer's step as last op, or the same problem if ``transient`` is 0."""
     if not transient:
         return graph
     tangents = {step.values[i.value].storage for i in step.inputs if i.kind == "tangent"}
+    # The problem counts the outputs' gradients as inputs, but they are freed before the optimizer runs.
     gone = sum(graph.size[t] for t in tangents - set(graph.outputs))
     stepped = Op(OPTIMIZER, graph.outputs, (OPTIMIZER,), 0.0, max(0, transient - gone), "backward")
     return replace(

@@ -19,13 +19,9 @@ RNG_STATES = "rng_states"
 
 
 def training_graph(step: CapturedStep, costs: Mapping[str, CallCost]) -> TrainingGraph:
-    """Return the planning problem of a captured step, without a loss boundary (an op between forward and backward).
+    """Return the planning problem of a captured step, without a loss boundary.
 
-    A view is no op of the problem: all views of a storage are one tensor. Random calls must draw the same numbers when
-    they run again, so they read saved states of generators (`with_random_states`). A random call whose results take no
-    more bytes than one such state never runs again. The states from which a whole forward runs again are charged as a
-    further input, and so are the bytes that libraries keep allocated. Collectives run once, in a fixed order among
-    themselves and random calls, since the plans of other processes may differ.
+    All views of a storage are one tensor. Random ops read saved states; collectives run once, in a fixed order.
     """
     seeded = [c.name for c in step.calls if c.seeded]
     sizes = dict(step.storage_bytes)
@@ -41,6 +37,7 @@ def training_graph(step: CapturedStep, costs: Mapping[str, CallCost]) -> Trainin
     for storage, kind in inputs.items():
         split[kind] += sizes[storage]
     state = random_state_bytes(step)
+    # A random call whose results are no larger than a saved state keeps them instead.
     kept = [name for name in seeded if sum(sizes[s] for s in step.writes(step.call[name])) <= state]
     # In case the whole forward runs again, or stops.
     states = len(step.drawing_devices) * (bool(step.left_out) + step.checks)
@@ -95,8 +92,8 @@ def _op(step: CapturedStep, call: Call, cost: CallCost) -> Op:
 
 
 def _grain(step: CapturedStep, call: Call) -> float:
-    """Return the relative error that the rounding of a call adds: the machine epsilon of the result's type if that type
-    is less precise than the types of all arguments; else 0."""
+    """Return the relative error that a call's rounding adds: its result type's machine epsilon if no argument is as
+    coarse, else 0."""
     results = [step.values[r].fake.dtype for r in call.results if r]
     reads = [step.values[r.value].fake.dtype for r in refs((call.args, call.kwargs))]
     coarse = max((torch.finfo(d).eps for d in results if d.is_floating_point), default=0.0)

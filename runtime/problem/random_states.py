@@ -1,7 +1,7 @@
-"""The saved states of random number generators in a planning problem.
+"""The saved states of random number generators in a planning problem, from which an op that runs again draws the
+same numbers.
 
-An op that draws must draw the same numbers when it runs again. So its first run saves the generator's state, which
-stays until its last run. The problem has an op that writes this state, without cost; the drawing op reads the state.
+An op without cost writes the state; the drawing op reads it.
 """
 
 from __future__ import annotations
@@ -30,11 +30,8 @@ def saves_state(name: str) -> bool:
 
 
 def with_random_states(graph: TrainingGraph, sizes: Mapping[str, int]) -> TrainingGraph:
-    """Return a problem in which each op of ``sizes`` (in bytes) reads the generator's state with which it drew first.
-
-    The generator's present state, which is restored after the op has run again, needs no more: the op's results are
-    larger than a state, and are not allocated while the states change places.
-    """
+    """Return a problem in which each op of ``sizes`` reads the generator's state, of so many bytes, with which it
+    drew first."""
     ops: list[Op] = []
     for op in graph.ops:
         if op.name in sizes:
@@ -42,6 +39,8 @@ def with_random_states(graph: TrainingGraph, sizes: Mapping[str, int]) -> Traini
             ops.append(Op(state_of(op.name), (), (state_of(op.name),), 0.0, 0, op.phase))
             op = replace(op, reads=(*op.reads, state_of(op.name)))
         ops.append(op)
+    # The present state, restored after a repeated op, needs no more: the op's results are larger than a
+    # state, and are not allocated while the states change places.
     states = {state_of(name): size for name, size in sizes.items()}
     return replace(
         graph,

@@ -1,7 +1,6 @@
-"""Planning problems in which the backward is split: first the gradients of the inputs, later the gradients of the
-weights.
+"""Planning problems with a split backward: first the gradients of the inputs, later those of the weights.
 
-In a pipeline, the second part fills time that would be idle (Qi et al., «Zero bubble pipeline parallelism», ICLR 2024).
+In a pipeline, the second part fills idle time (Qi et al., «Zero bubble pipeline parallelism», ICLR 2024).
 """
 
 from __future__ import annotations
@@ -20,14 +19,12 @@ from rematplan.runtime.problem.loss_boundary import LOSS, LOSS_VALUE, WEIGHTS
 
 @dataclass(frozen=True)
 class Masked:
-    """An ATen backward op with an output mask: an argument that says which gradients (of the input, of the weights) it
-    computes.
-
-    ``mask``: the position of this argument. ``input``: the position of the input's gradient among the op's results.
-    """
+    """An ATen backward op with an output mask, an argument that says which gradients it computes."""
 
     mask: int
+    """The position of this argument."""
     input: int = 0
+    """The position of the input's gradient among the op's results."""
 
 
 MASKED: Mapping[Any, Masked] = MappingProxyType(
@@ -40,9 +37,10 @@ MASKED: Mapping[Any, Masked] = MappingProxyType(
 
 
 def with_separate_weights(step: CapturedStep) -> CapturedStep:
-    """Return the step with each call split in two that computes gradients of an input and of weights together. The
-    first call keeps its name and computes the input's gradient; the second computes the gradients of the weights. Only
-    ops in `MASKED`, such as convolution and layer norm, are split."""
+    """Return the step with each call in `MASKED` that computes gradients of an input and of weights as two calls.
+
+    The first keeps its name and computes the input's gradient.
+    """
     calls: list[Call] = []
     made: dict[str, str] = {}
     for call in step.calls:
@@ -75,19 +73,15 @@ def _split_call(call: Call) -> tuple[Call, ...]:
 
 
 def with_weight_boundary(step: CapturedStep, graph: TrainingGraph) -> TrainingGraph:
-    """Return the planning problem of a step whose backward is split: first the gradients of the step's inputs, later
-    those of the weights. The op `WEIGHTS` is added between the two parts.
+    """Return the problem of a split backward: the inputs' gradients, the op `WEIGHTS`, then the weights' gradients.
 
-    The first part has all backward ops that the inputs' gradients depend on, and those that read an input's gradient,
-    even if they compute a weight's gradient. Each of them runs only once, and the latter run before `WEIGHTS` by an
-    order of first executions. At `WEIGHTS`, the outputs, the inputs' gradients and the loss are handed to the caller,
-    and can be freed from then on, as new contents of buffers can. Ops after it read `WEIGHTS` instead of outputs and
-    buffers that they read only so that these exist at the loss boundary.
+    At `WEIGHTS` the caller takes outputs, inputs' gradients and loss, which may be freed from then on.
     """
     leaving = [o.value for o in step.outputs if o.kind in ("output", "buffer", "input gradient")]
     gone = (*dict.fromkeys(step.values[v].storage for v in leaving), LOSS_VALUE)
     after = step.after_loss
     returned = {step.values[o.value].storage for o in step.outputs if o.kind == "input gradient"}
+    # An op that reads an input's gradient belongs to the first part, even if it computes a weight's.
     reading = [op for op in graph.ops if op.name in after and not returned.isdisjoint(op.reads)]
     wanted = returned.union(*(op.writes for op in reading))
     sooner: set[str] = set()
@@ -102,6 +96,8 @@ def with_weight_boundary(step: CapturedStep, graph: TrainingGraph) -> TrainingGr
     inputs = set(graph.inputs)
 
     def after_weights(op: Op) -> Op:
+        # `WEIGHTS` replaces the outputs and buffers that it reads only so that they exist at the loss
+        # boundary.
         read = set(step.reads(step.call[op.name])) if op.name in step.call else {*op.reads}
         return replace(op, reads=(*(t for t in op.reads if t not in gone or t in read), WEIGHTS))
 
