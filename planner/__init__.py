@@ -1,2 +1,1 @@
-"""Planning: the strategies that choose what to recompute, the construction of schedules, and the simulator of their
-peak and cost. No module here imports torch."""
+"""Planning: strategies that choose what to recompute, schedules, and the simulator. No module here imports torch."""

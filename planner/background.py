@@ -1,5 +1,4 @@
-"""Search for better plans in another process while this process trains. This module starts the process and exchanges
-messages with it; the process runs `rematplan.planner.worker`."""
+"""Search for better plans in another process (`rematplan.planner.worker`) while this one trains."""
 
 from __future__ import annotations
 
@@ -31,23 +30,18 @@ LOG = logging.getLogger("rematplan")
 
 @dataclass(frozen=True)
 class _Search:
-    """A search for plans that is going on in another process.
-
-    ``process``: the process that searches. ``problem``: the planning problem. ``budget``: bytes. ``heard``: called with
-    each better plan (or None), and with whether the search has ended.
-    """
+    """A search that is going on in another process."""
 
     process: subprocess.Popen[bytes]
     problem: TrainingGraph
     budget: int
+    """Bytes."""
     heard: Heard
 
 
 class BackgroundSearch:
-    """Searches for plans in another process, while this process trains.
-
-    The first search starts the other process, which serves all later searches. If it crashes or is killed, searches in
-    progress end without a plan, and the next search starts a new process. Several threads may use this object.
+    """Searches for plans in another process. If it ends, its searches end without a plan, and the next search
+    starts another. Threads may share this.
     """
 
     def __init__(self) -> None:
@@ -111,10 +105,10 @@ class BackgroundSearch:
         return None if self._process is None else self._process.pid
 
     def _begun(self) -> subprocess.Popen[bytes] | None:
-        """Return the process that searches. If none is running, start one; None if that fails. A process that was
-        started before a fork is not used by the forked child: it starts another."""
+        """Return the process that searches, started if none of this process runs; None if that fails."""
         if self._process is not None and self._owner == os.getpid() and self._process.poll() is None:
             return self._process
+        # A forked child does not use its parent's process.
         if self._owner != os.getpid():
             self._waiting = {}
         paths = [str(Path(__file__).parents[2]), os.environ.get("PYTHONPATH", "")]

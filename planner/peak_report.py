@@ -17,13 +17,10 @@ ACTIVATIONS, GRADIENTS, WORKSPACE, INPUTS = "activations", "gradients", "workspa
 
 
 def peak_split(graph: TrainingGraph, schedule: Schedule, at: int | None = None) -> dict[str, int]:
-    """Return the bytes that are resident at a schedule's peak, by kind. They sum to the peak.
+    """Return the bytes resident at a schedule's peak, or at step ``at``, by kind of tensor; they sum to the
+    peak.
 
-    ``at``: another position in the schedule, whose bytes are returned instead.
-
-    The keys are the kinds of inputs that the problem states (parameters, buffers, batch, ...); ``inputs`` for inputs of
-    no stated kind, left out if 0; ``activations``, tensors that forward ops write; ``gradients``, tensors that backward
-    ops write; and ``workspace``, that of the op at the peak.
+    Kinds: those of inputs that the problem states, other inputs, activations, gradients, and workspace.
     """
     graph = infer_phases(graph)
     at = simulate(graph, schedule).peak_at if at is None else at
@@ -45,15 +42,12 @@ def peak_split(graph: TrainingGraph, schedule: Schedule, at: int | None = None) 
 
 @dataclass(frozen=True, slots=True)
 class Transients:
-    """The bytes that an op needs while it runs. Inputs of the problem are not counted.
-
-    ``op``: the op's name. ``reads``: bytes of the tensors that it reads. ``writes``: bytes of the tensors that it
-    writes and does not read. ``workspace``: bytes of its workspace.
-    """
+    """The bytes that an op needs while it runs, without inputs of the problem."""
 
     op: str
     reads: int
     writes: int
+    """Bytes of what it writes and does not read."""
     workspace: int
 
     @property
@@ -82,20 +76,17 @@ def transients(graph: TrainingGraph, op: str) -> Transients:
 
 @dataclass(frozen=True, slots=True)
 class PeakCause:
-    """What a plan's peak consists of, and a lower bound of any schedule's peak. The peak is the sum of ``inputs``, the
-    bytes of ``at``, and ``others``.
-
-    ``inputs``: bytes of the problem's inputs. ``at``: the op at the peak with the bytes that it reads, writes and has
-    as workspace; None if no op needs more than the inputs. ``others``: bytes of tensors that are resident while this op
-    runs, although it neither reads nor writes them. ``floor``: the proven lower bound. ``floor_at``: the op from whose
-    reads, writes and workspace the lower bound follows; None if it follows from the inputs and outputs.
-    """
+    """What a plan's peak consists of (``inputs``, ``at``, ``others``), and a lower bound of any schedule's peak."""
 
     inputs: int
     at: Transients | None
+    """The op at the peak; None if no op needs more than the inputs."""
     others: int
+    """Bytes that this op neither reads nor writes."""
     floor: PeakBound
+    """The proven lower bound."""
     floor_at: Transients | None
+    """The op from which it follows; None if it follows from inputs and outputs or a search."""
 
     def rows(self) -> dict[str, str]:
         """Return the parts of the peak and the lower bound as rows of a table for readers: for each label, the text."""
@@ -129,8 +120,7 @@ def peak_cause(graph: TrainingGraph, plan: Plan) -> PeakCause:
 
 
 def floor_text(graph: TrainingGraph) -> str:
-    """Return text for a message: a proven lower bound of the peak of any schedule in bytes, and the op from whose
-    reads, writes and workspace it follows."""
+    """Return text that states a lower bound of any schedule's peak, and why."""
     floor = min_peak_bound(graph)
     return _floor_text(floor, None if floor.op is None else transients(graph, floor.op))
 

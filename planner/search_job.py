@@ -27,9 +27,7 @@ Answer = dict[str, Any]
 
 
 def plan_of(problem: TrainingGraph, answer: Mapping[str, Any], budget: int) -> Plan:
-    """Return the plan that an answer of the worker process describes (see `message_of`). The plan's peak and cost are
-    not read from the answer, but simulated.
-    """
+    """Return the plan of a worker's answer (`message_of`), with peak and cost simulated."""
     names = list(problem.op)
     plan = plan_from_runs(problem, [names[k] for k in answer["runs"]], str(answer["strategy"]))
     bound = answer["lower_bound"]
@@ -43,11 +41,7 @@ def plan_of(problem: TrainingGraph, answer: Mapping[str, Any], budget: int) -> P
 
 
 def message_of(problem: TrainingGraph, plan: Plan) -> Answer:
-    """Return the fields of the worker's answer that describe a plan, for JSON.
-
-    ``runs``: the executed ops and inverses in order, as positions in the problem's ``recipes``. ``strategy``,
-    ``lower_bound``, ``status``: the plan's.
-    """
+    """Return the fields of a worker's answer that describe a plan, with ``runs`` as positions in ``recipes``."""
     number = {name: k for k, name in enumerate(problem.op)}
     return {
         "runs": [number[name] for name in runs_of(plan.schedule)],
@@ -58,19 +52,10 @@ def message_of(problem: TrainingGraph, plan: Plan) -> Answer:
 
 
 class SearchJob:
-    """A request to the worker process to search for a better plan, with the plans found for it so far.
-
-    Args:
-        request: a dict with ``problem`` (JSON of the problem), ``budget`` in bytes, ``strategy`` (its name),
-            ``options`` (of the strategy, by name) and ``starts`` (known plans); see `planner.worker` for the form of
-            each.
-        store: the plans of earlier searches, on disk; new plans are added to it.
-
-    Raises:
-        ProblemError, UsageError, KeyError, TypeError, ValueError: the request is malformed.
-    """
+    """One request to the worker for a better plan, with the plans found so far. Malformed requests raise."""
 
     def __init__(self, request: Mapping[str, Any], store: PlanStore) -> None:
+        # New plans are added to the store on disk. ``request``: as `planner.worker` describes.
         self.began, self.store = time.monotonic(), store
         self.problem, self.budget = problem_from_json(request["problem"]), int(request["budget"])
         self.strategy = strategy(request["strategy"], **request["options"])
@@ -86,11 +71,10 @@ class SearchJob:
         )
 
     def polish(self) -> Iterator[Answer]:
-        """Run short searches from the plans in the request, which were found for the same step with other sizes. Yield
-        a message for the parent process for each plan that is better than all before.
+        """Run short searches from the request's plans, if there are two or more. Yield a message for each
+        better plan.
 
-        Nothing is searched if the request has fewer than two plans, or if the plan on disk is good enough
-        (`PlanStore.solved`).
+        Nothing is searched if the plan on disk is good enough (`PlanStore.solved`).
         """
         if len(self.starts) < 2 or self._solved() is not None:
             return
@@ -99,15 +83,12 @@ class SearchJob:
             yield from self._take(plan)
 
     def search(self, urgent: Callable[[], bool] = lambda: False) -> Iterator[Answer]:
-        """Search with the requested strategy, each time longer than the last. Yield a message for the parent process
-        for each plan that is better than all before or has a lower bound.
+        """Search in longer and longer rounds. Yield a message for each plan that is better or has a bound,
+        and empty ones between.
 
-        Empty messages are yielded between searches, so that the caller can do other work. If the plan on disk is good
-        enough (`PlanStore.solved`), its message is yielded and nothing is searched.
-
-        ``urgent``: called often during a search. If it returns True, the search ends early. When the caller advances
-        the iterator, a new search starts with the remaining time.
+        If ``urgent`` returns True, the round ends early.
         """
+        # A plan on disk that is good enough is the answer.
         known = self._solved()
         if known is not None:
             yield from self._take(known)
@@ -137,8 +118,7 @@ class SearchJob:
         return {"done": True, "seconds": time.monotonic() - self.began}
 
     def _searched(self, seconds: float, urgent: Callable[[], bool]) -> tuple[Plan | None, bool]:
-        """Run the strategy once, with ``seconds`` as its time limit. Return its plan and whether ``urgent`` ended the
-        search early. The plan is None if none within the budget was found."""
+        """Run the strategy for ``seconds``. Return its plan or None, and whether ``urgent`` ended it early."""
         interrupted = False
 
         def report(_fraction: float, _text: str) -> None:
@@ -160,10 +140,8 @@ class SearchJob:
         return self.store.solved(self.problem, self.budget, self.gap, self.limit)
 
     def _take(self, plan: Plan) -> Iterator[Answer]:
-        """Record a plan that was found. Yield a message for the parent process if the plan is better than all before or
-        has a lower bound.
-
-        The message describes the best plan so far, with the lower bound and status of the new plan.
+        """Record a plan. Yield a message of the best plan, with this plan's bound and status, if it is better
+        or has a bound.
         """
         self.found.append(plan)
         better = self.best is None or by_cost(plan) < by_cost(self.best) or plan.lower_bound is not None

@@ -1,16 +1,9 @@
-"""A process that searches for better plans while its parent process trains: ``python -m rematplan.planner.worker``.
+"""A process that searches for better plans while its parent trains: ``python -m rematplan.planner.worker``.
 
-`background.BackgroundSearch` starts the process and communicates with it over pipes, one line of JSON per message. The
-process never imports torch, runs at low priority, and ends with its parent. Only one worker process of a user searches
-at a time on a machine. If eight processes train the same model, the first worker searches, and the other seven find its
-plans on disk.
-
-A request has ``id``, ``problem`` (a problem in the format ``rematplan.problem/1``), ``budget`` in bytes, ``strategy``
-(its name), ``options`` (of the strategy) and ``starts`` (known plans). A plan is sent as the list of executed ops and
-inverses in order: each is a position, from 0, in the list of the problem's ops with the list of the problem's inverses
-appended. Each answer has ``id`` (that of the
-request), ``done`` (whether it is the last one), ``seconds`` of the search and, if there is a plan, ``runs`` (the plan),
-``strategy``, ``lower_bound`` and ``status``. If the request fails, the answer has ``error``, a text.
+Messages are lines of JSON. A request has ``id``, ``problem`` (``rematplan.problem/1``), ``budget`` in bytes,
+``strategy``, ``options`` and ``starts``. An answer has ``id``, ``done``, ``seconds``, and ``runs``,
+``strategy``, ``lower_bound`` and ``status`` of a plan, or ``error``. Runs are positions in the problem's ops,
+then inverses.
 """
 
 from __future__ import annotations
@@ -39,8 +32,9 @@ WATCH = 1.0
 
 @contextmanager
 def _alone() -> Iterator[None]:
-    """A context that only one worker process of this user can be in at a time; the others wait. If files cannot be
-    locked, all can enter."""
+    """A context for one worker of this user at a time; others wait, and then find its plans on disk. Without
+    file locks all enter.
+    """
     with ExitStack() as stack:
         with suppress(ImportError, OSError):
             import fcntl
@@ -51,10 +45,8 @@ def _alone() -> Iterator[None]:
 
 
 def _read(stream: IO[bytes], requests: queue.Queue[Answer]) -> None:
-    """Read requests from the parent process, one line of JSON each, and put them into the queue. Lines that are not
-    JSON are ignored.
-
-    At the end of the stream, end this process: the parent has ended or needs no more plans.
+    """Put the parent's requests, lines of JSON, into the queue; ignore other lines. At the stream's end, end
+    this process.
     """
     for line in stream:
         with suppress(ValueError):
@@ -63,23 +55,15 @@ def _read(stream: IO[bytes], requests: queue.Queue[Answer]) -> None:
 
 
 def _watch(parent: int) -> None:
-    """End this process when its parent has ended. ``parent``: the parent's process id.
-
-    The end of the pipe is not a sufficient sign: if the parent has forked, its other children keep the pipe open.
-    """
+    """End this process when its parent (a process id) has ended."""
+    # If the parent has forked, its children keep the pipe open after it ends.
     while os.getppid() == parent:
         time.sleep(WATCH)
     os._exit(0)
 
 
 def serve(first: Answer, waiting: queue.Queue[Answer], answer: Callable[[Answer], None]) -> None:
-    """Search for plans as requested, and send answers, until all requests are answered, including those that arrive
-    meanwhile.
-
-    Each new request first gets short searches, which interrupt the longer searches of earlier requests. The latest
-    request is served first, because its tensor sizes are the most likely to occur again. A request that fails is
-    answered with the error.
-    """
+    """Answer all requests, those included that arrive meanwhile, the latest first; errors are answered too."""
     requests: list[Answer] = [first]
     begun: list[tuple[object, SearchJob, Iterator[Answer]]] = []
     while requests or begun:
@@ -91,6 +75,7 @@ def serve(first: Answer, waiting: queue.Queue[Answer], answer: Callable[[Answer]
                 job = SearchJob(request, PlanStore())
                 for found in job.polish():
                     answer({"id": request["id"], **found})
+                # A new request gets short searches, which interrupt the longer ones of earlier requests.
                 begun.append((request["id"], job, job.search(lambda: not waiting.empty())))
             continue
         number, job, search = begun.pop()

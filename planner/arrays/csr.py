@@ -17,32 +17,29 @@ Flags = NDArray[np.bool_]
 
 
 class CSRGraph(NamedTuple):
-    """A planning problem as arrays for compiled loops. Ops are numbered by their positions in ``graph.ops``, tensors by
-    their positions in ``graph.tensors``.
-
-    Op o reads the tensors ``reads[reads_at[o] : reads_at[o + 1]]`` and writes the tensors ``writes[writes_at[o] :
-    writes_at[o + 1]]``. Inputs are left out of the reads, because they are always resident.
-
-    By op: ``forward``: whether it belongs to the forward half. ``cost``. ``workspace``: bytes. ``after``: for an op
-    that draws random numbers, the previous op that does; -1 if there is none and for all other ops.
-
-    By tensor: ``producer``: the op that writes it, -1 for an input. ``bytes``: its size. ``wanted``: whether it is an
-    output that some op writes, so that it must be resident at the end. ``input_bytes``: the bytes of all inputs
-    together.
+    """A planning problem as arrays for compiled loops, with ops and tensors by position. Inputs are no reads:
+    they are always resident.
     """
 
     reads_at: Ints
+    """Op o reads ``reads[reads_at[o] : reads_at[o + 1]]``."""
     reads: Ints
     writes_at: Ints
+    """Op o writes ``writes[writes_at[o] : writes_at[o + 1]]``."""
     writes: Ints
     producer: Ints
+    """By tensor: the op that writes it, -1 for an input."""
     after: Ints
+    """By op: the previous op that draws random numbers, if this one does; else -1."""
     forward: Flags
+    """By op: whether it is of the forward half."""
     bytes: Ints
     workspace: Ints
     cost: NDArray[np.float64]
     wanted: Flags
+    """By tensor: whether it is an output that some op writes."""
     input_bytes: int
+    """Of all inputs together."""
 
 
 def traffic_of(graph: TrainingGraph) -> CSRGraph:

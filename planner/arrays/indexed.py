@@ -1,5 +1,4 @@
-"""The planning problem with integers in place of names. Ops are numbered by their positions in the order without
-recomputation, tensors by their positions in the graph."""
+"""The planning problem with positions of ops and tensors in place of names."""
 
 from __future__ import annotations
 
@@ -12,28 +11,26 @@ from rematplan.planner.caches.graph_cache import cached_on
 
 @dataclass(frozen=True)
 class Indexed:
-    """A planning problem with integers in place of names. Op o is at position o of ``graph.ops``, tensor t at position
-    t of ``graph.tensors``.
-
-    By op: ``ops``: names. ``reads``, ``writes``: numbers of tensors. ``cost``. ``after``: for an op that draws random
-    numbers, the previous op that does, which must run first; -1 if there is none and for all other ops. ``forward``:
-    whether the op belongs to the forward half: it is not marked as backward and depends on no backward op.
-
-    By tensor: ``tensors``: names. ``bytes``. ``is_output``: whether the tensor must be resident at the end.
-    ``producer``: the op that writes it, -1 for an input. ``readers``: the ops that read it, ascending.
-    """
+    """A planning problem with positions in ``graph.ops`` and ``graph.tensors`` in place of names."""
 
     ops: tuple[str, ...]
+    """Names."""
     reads: tuple[tuple[int, ...], ...]
     writes: tuple[tuple[int, ...], ...]
     cost: tuple[float, ...]
     bytes: tuple[int, ...]
     tensors: tuple[str, ...]
+    """Names."""
     is_output: tuple[bool, ...]
+    """By tensor: whether it must be resident at the end."""
     producer: tuple[int, ...]
+    """By tensor: the op that writes it, -1 for an input."""
     readers: tuple[tuple[int, ...], ...]
+    """By tensor: the ops that read it, ascending."""
     after: tuple[int, ...]
+    """By op: the previous op that draws random numbers, if this one does; else -1."""
     forward: tuple[bool, ...]
+    """By op: whether it is not marked as backward and depends on no backward op."""
 
     @cached_property
     def backward(self) -> tuple[int, ...]:
@@ -42,8 +39,7 @@ class Indexed:
 
     @cached_property
     def backward_before(self) -> tuple[tuple[int, ...], ...]:
-        """For each op, the backward ops that must run directly before it: those that write what it reads, and the
-        previous op that draws random numbers if both do."""
+        """By op: the backward ops directly before it, which write what it reads or draw random numbers before it."""
         return tuple(
             tuple(
                 p
@@ -89,8 +85,7 @@ def _index(graph: TrainingGraph) -> Indexed:
 
 
 def _random_order(graph: TrainingGraph) -> tuple[int, ...]:
-    """Return, for each op that draws random numbers, the previous such op in the problem's order. It is -1 for the
-    first such op, and for ops that draw none."""
+    """Return, for each op that draws random numbers, the previous such op; -1 for the first and for other ops."""
     ordered = set(graph.ordered)
     after, last = [-1] * len(graph.ops), -1
     for i, op in enumerate(graph.ops):
@@ -102,9 +97,7 @@ def _random_order(graph: TrainingGraph) -> tuple[int, ...]:
 def _forward_half(
     graph: TrainingGraph, reads: tuple[tuple[int, ...], ...], producer: list[int], after: tuple[int, ...]
 ) -> tuple[bool, ...]:
-    """Return, for each op, whether it belongs to the forward half. An op does not if it is marked as backward, or if it
-    depends on an op that does not.
-    """
+    """Return, for each op, whether it is not marked as backward and depends on no op outside of the forward half."""
     forward: list[bool] = []
     for i, op in enumerate(graph.ops):
         before = [producer[t] for t in reads[i] if producer[t] >= 0]

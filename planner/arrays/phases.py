@@ -1,11 +1,8 @@
-"""Infer which ops of a training step are forward and which are backward, if the problem does not state it, or states it
-in contradiction to its graph.
+"""Infer forward and backward if a problem does not state them or its graph contradicts them: the backward
+reads in the opposite order of writing.
 
-The backward half reads the tensors of the forward half in the opposite order: the tensor that was written last is read
-first. The rank correlation between the times of writing and reading is below -0.99 for networks. For random layered
-graphs in depth-first order it is above -0.8.
-
-Phases only tell a search where to look. They do not change which schedules are valid.
+The rank correlation was below -0.99 for networks and above -0.8 for random layered graphs. Phases do not
+change which schedules are valid.
 """
 
 from __future__ import annotations
@@ -38,32 +35,25 @@ Floats = NDArray[np.float64]
 
 
 def phase_views(graph: TrainingGraph) -> tuple[TrainingGraph, ...]:
-    """Return versions of the problem that differ in which ops are marked as forward and which as backward, the most
-    plausible first. There are one or two.
-
-    A graph looks like a training step if the tensors that were written last before some op are read first after it. If
-    the problem states no phases and looks like a training step, the only version has inferred phases. If fewer tensors
-    are live between the halves that it states than between the inferred halves, by more than 5 % (`WAITING`), there are
-    two versions: with the inferred phases, then with the stated ones. Otherwise the only version is ``graph`` itself.
+    """Return one or two versions of the problem with different phases, the most plausible first; ``graph``
+    itself if nothing speaks against it.
     """
     inferred = cached_on(graph, "inferred phases", lambda: _inferred(graph))
     if inferred is None:
         return (graph,)
+    # The stated phases are the second version, if they contradict the graph (`WAITING`).
     return (inferred, graph) if graph.has_phases else (inferred,)
 
 
 def infer_phases(graph: TrainingGraph) -> TrainingGraph:
-    """Return the problem with its ops marked as forward or backward, as is most plausible.
-
-    The result is ``graph`` itself if the phases that it states are plausible, or if the graph does not look like a
-    training step. Otherwise it is a copy with inferred phases (see `phase_views`).
-    """
+    """Return the problem with its most plausible phases: ``graph`` itself, or a copy with inferred ones."""
     return phase_views(graph)[0]
 
 
 def contradiction(graph: TrainingGraph) -> str:
-    """Return a message for the user if the stated phases contradict the order in which the graph reads its tensors. It
-    says for how many ops the stated and the inferred phase differ. It is empty if there is no contradiction."""
+    """Return a message that says for how many ops stated and inferred phases differ; empty without a
+    contradiction.
+    """
     views = phase_views(graph)
     if len(views) == 1:
         return ""
@@ -76,8 +66,9 @@ def contradiction(graph: TrainingGraph) -> str:
 
 
 def _inferred(graph: TrainingGraph) -> TrainingGraph | None:
-    """Return the problem with inferred phases (forward or backward, for each op). None if the phases that the problem
-    states are plausible, or if its graph does not look like a training step."""
+    """Return the problem with inferred phases; None if its phases are plausible or it does not look like a
+    training step.
+    """
     ix = indexed(graph)
     last_forward = _last_forward_op(ix)
     if last_forward < 0:
@@ -93,11 +84,7 @@ def _inferred(graph: TrainingGraph) -> TrainingGraph | None:
 
 
 def _live_between(ix: Indexed, forward: Sequence[bool]) -> int:
-    """Return the number of tensors that are live between the halves: a forward op writes the tensor and an op that is
-    not forward reads it.
-
-    ``forward[o]``: whether op o belongs to the forward half.
-    """
+    """Return how many tensors a forward op writes and an op that is not forward reads."""
     return sum(
         p >= 0 and forward[p] and not all(forward[r] for r in reads)
         for p, reads in zip(ix.producer, ix.readers, strict=True)
@@ -105,13 +92,7 @@ def _live_between(ix: Indexed, forward: Sequence[bool]) -> int:
 
 
 def _last_forward_op(ix: Indexed) -> int:
-    """Return the position of the last forward op if the graph looks like a training step, else -1.
-
-    The likeliest op is the one after which most tensors are still to be read. It is the result if these tensors are
-    read in the opposite order of writing (`_read_order`). Otherwise, further ops are tried, after which nearly as many
-    tensors are still to be read. This is needed if the forward half ends with an op that reads many tensors for the
-    last time, such as a concatenation.
-    """
+    """Return the position of the last forward op if the graph looks like a training step, else -1."""
     spans = [(p, reads[-1]) for p, reads in zip(ix.producer, ix.readers, strict=True) if p >= 0 and reads]
     if not spans:
         return -1
@@ -120,6 +101,8 @@ def _last_forward_op(ix: Indexed) -> int:
         change[written] += 1
         change[last] -= 1
     waiting = np.cumsum(change)
+    # The op after which most tensors are still to be read, and others almost like it: a forward that ends
+    # with a concatenation reads many for the last time.
     likely = np.argsort(-waiting, kind="stable")[:CANDIDATES]
     likely = likely[waiting[likely] >= NEARLY * waiting.max()]
     limits = (MIRRORED, *[CLEARLY] * (CANDIDATES - 1))
@@ -128,9 +111,9 @@ def _last_forward_op(ix: Indexed) -> int:
 
 
 def _read_order(ix: Indexed, last_forward: int) -> float:
-    """Return the rank correlation between two times of each tensor that is live after op ``last_forward``: when it was
-    written, and when it is read next. It is -1 if the tensors are read in the opposite order of writing, and 0 if there
-    are fewer than `FEWEST` such tensors."""
+    """Return the rank correlation of when tensors live after op ``last_forward`` were written and are read
+    next; 0 for fewer than `FEWEST`.
+    """
     across = [
         (p, next(r for r in reads if r > last_forward))
         for p, reads in zip(ix.producer, ix.readers, strict=True)

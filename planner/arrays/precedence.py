@@ -11,27 +11,21 @@ from rematplan.planner.caches.graph_cache import cached_on
 
 @dataclass(frozen=True)
 class Precedence:
-    """Which ops must run before which in any valid schedule of a problem.
-
-    ``recipes``: the problem's ops, then its inverses (which compute a tensor from tensors that were computed from it).
-    All numbers below are positions in this tuple. ``makers``: for each name of a tensor that is not an input, the ops
-    and inverses that write it. ``before[v]``: a bit mask of v and everything that must run before v. ``needed``: a bit
-    mask of the ops that must run before the outputs exist.
-    """
+    """Which ops must run before which in any valid schedule, by position in ``recipes``."""
 
     recipes: tuple[Op, ...]
+    """The problem's ops, then its inverses."""
     makers: dict[str, tuple[int, ...]]
+    """By name of each tensor that is no input, the ops and inverses that write it."""
     before: tuple[int, ...]
+    """``before[v]``: the bit mask of v and all that must run before it."""
     needed: int
+    """The bit mask of what must run before the outputs exist."""
 
 
 def precedence(graph: TrainingGraph) -> Precedence:
-    """Compute which ops must run before which in any valid schedule of a problem, inverses included.
-
-    Everything that must run before v, and v itself, is the greatest solution of before(v) = {v} ∪ ⋃_{t read by v} ⋂_{u
-    writes t} before(u). Without inverses, each tensor has one writer, and one pass in the problem's order suffices:
-    before(v) is v and its ancestors. With inverses, these are the equations of dominators, and are iterated from the
-    set of all ops downwards. O(passes · reads · n / 64).
+    """Compute which ops must run before which in any valid schedule, inverses included. O(passes · reads · n
+    / 64).
     """
     recipes = graph.recipes
     makers: dict[str, list[int]] = {}
@@ -52,6 +46,8 @@ def precedence(graph: TrainingGraph) -> Precedence:
                 mask |= common
         return mask
 
+    # The greatest solution of before(v) = {v} ∪ ⋃_{t read by v} ⋂_{u writes t} before(u), the equations of
+    # dominators. Without inverses each tensor has one writer, and one pass suffices.
     changed = True
     while changed:
         changed = False
@@ -65,8 +61,7 @@ def precedence(graph: TrainingGraph) -> Precedence:
 
 
 def working_sets(graph: TrainingGraph) -> tuple[int, ...]:
-    """Return, for each op, the bytes of everything that must be resident while it runs, except the inputs of the
-    problem: the tensors that it reads and writes, and its workspace."""
+    """Return the bytes that each op reads, writes and has as workspace, without the problem's inputs."""
     inputs = set(graph.inputs)
 
     def sizes() -> tuple[int, ...]:
@@ -78,10 +73,8 @@ def working_sets(graph: TrainingGraph) -> tuple[int, ...]:
 
 
 def needed_ops(graph: TrainingGraph) -> list[Op]:
-    """Return the ops that every plan runs if no inverses are used, in the problem's order.
-
-    These are the ops that an output depends on, that draw random numbers, or that write nothing (they run for their
-    side effects), and all ops that these three kinds depend on.
+    """Return, in order, the ops that every plan without inverses runs: those that an output, a random draw or
+    a side effect depends on.
     """
     ordered = set(graph.ordered)
     wanted = set(graph.outputs)
@@ -94,16 +87,16 @@ def needed_ops(graph: TrainingGraph) -> list[Op]:
 
 
 def without_inverses(graph: TrainingGraph) -> TrainingGraph:
-    """Return the problem without its inverses (the further ops that compute a tensor from tensors that were computed
-    from it). Each call for one graph object returns the same object: the graph itself if it has no inverses."""
+    """Return the problem without its inverses; ``graph`` itself if it has none, else one object per graph object."""
     if not graph.inverses:
         return graph
     return cached_on(graph, "without inverses", lambda: replace(graph, inverses=()))
 
 
 def must_run(graph: TrainingGraph) -> set[str]:
-    """Return the names of the ops that every plan runs, even if it uses inverses: the ops that draw random numbers,
-    those that write nothing, and those without which an output cannot be computed."""
+    """Return the names of the ops that every plan runs, even with inverses, random draws and side effects
+    included.
+    """
     needed = precedence(graph).needed
     ordered = set(graph.ordered)
     return {

@@ -1,2 +1,3 @@
-"""Divide the forward half into blocks whose tensors are recomputed during the backward half: graphs of blocks, dynamic
-programs that choose them, and their conversion to schedules."""
+"""Blocks of the forward half whose tensors are recomputed in the backward half: dynamic programs that choose
+them, and their schedules.
+"""

@@ -1,10 +1,7 @@
-"""A training step as a chain of blocks, for plans that may run a block more than twice.
+"""A training step as a chain of blocks, with the costs and bytes that a dynamic program over intervals needs.
 
-A block is a group of consecutive nodes of the forward half. The backward half is divided into stages, one per block: a
-backward op belongs to the first stage in which all tensors that it reads are resident. A `BlockChain` has the costs and
-bytes that a dynamic program over intervals of blocks needs. Its bytes are not exact if tensors are freed within a
-stage, or if small tensors are read out of order. The plans are valid anyway, and the simulator computes their true
-peaks.
+The bytes are not exact if tensors are freed within a stage or small ones are read out of order. The plans are
+valid anyway, and are simulated.
 """
 
 from __future__ import annotations
@@ -34,50 +31,49 @@ MINOR = 1 / 64
 
 @dataclass(frozen=True)
 class BlockChain:
-    """The forward half as a chain of blocks 0 .. n - 1, and the backward half as stages n - 1 .. 0, one per block. A
-    stage is a group of backward ops; during stage k, the results of block k are resident.
+    """The forward half as blocks 0 .. n - 1, and the backward half as stages n - 1 .. 0. In stage k the
+    results of block k are resident.
 
-    A block can be run in one of three modes. They differ in the results that stay resident afterwards:
-
-    - *passing*: those that later blocks or their stages read;
-    - *saving*: those that later blocks or any stage reads;
-    - *closing*, if the stages of all later blocks are done: those that its own stage or a stage after it reads.
-
-    ``forward[k]``, ``backward[k]``: the ops of block k and of stage k, in order. ``cost[k]``, ``closing_cost[k]``: the
-    cost of running block k in the mode passing or closing; ops whose results are not needed are left out. The other
-    fields are in bytes, without tensors that are always resident:
-
-    - ``passing[k]``, ``saving[k]``, ``closing[k]``: the peak of the results of block k while it runs in this mode,
-      workspaces included.
-    - ``saved[k]``: what stays resident of block k after it ran in the mode saving.
-    - ``stage[k]``: the peak during stage k of all gradients, of the results of block k that it needs, and of the
-      outputs that it writes.
-    - ``entering[k]``: the gradients that are resident before stage k - 1; there are n + 1 entries.
-    - ``left[k]``: the outputs that stage k writes.
-    - ``crossing``: rows (p, r, b): b bytes that block p writes are last read, outside of p, by block r or its stage.
+    A block runs in one of three modes: *passing* keeps what later blocks or their stages read, *saving* what
+    later blocks or any stage reads. *Closing* keeps what its own and later running stages read. Bytes do not
+    count tensors that are always resident.
     """
 
     forward: Groups
+    """The ops of each block, in order."""
     backward: Groups
+    """The ops of each stage, in order."""
     cost: Costs
+    """Of running each block in the mode passing, without ops whose results are not needed."""
     closing_cost: Costs
+    """The same in the mode closing."""
     saved: Ints
+    """Bytes that stay of each block after the mode saving."""
     passing: Ints
+    """Peak bytes of each block's results while it runs in this mode, workspaces included."""
     saving: Ints
+    """The same in the mode saving."""
     closing: Ints
+    """The same in the mode closing."""
     stage: Ints
+    """Peak bytes during each stage: all gradients, the results of its block that it needs, and the outputs
+    that it writes.
+    """
     entering: Ints
+    """``entering[k]``: bytes of gradients that are resident before stage k - 1; n + 1 entries."""
     left: Ints
+    """Bytes of the outputs that each stage writes."""
     crossing: Ints
+    """Rows (p, r, b): b bytes that block p writes are last read, outside of p, by block r or its stage."""
 
     def __len__(self) -> int:
         return len(self.forward)
 
     @cached_property
     def kept(self) -> Ints:
-        """The bytes that a range of blocks writes for later blocks: ``kept[i, s]`` are the bytes that blocks i .. s - 1
-        write and that are read by block s, by a block after s, or by the stage of one of these blocks. For n
-        blocks, the shape is (n + 1, n + 1)."""
+        """``kept[i, s]``: the bytes that blocks i .. s - 1 write and that block s, a later one, or a stage of
+        these reads. Shape (n + 1, n + 1).
+        """
         n = len(self)
         change = np.zeros((n + 1, n + 2), dtype=np.int64)
         p, r, size = self.crossing.T
@@ -87,8 +83,7 @@ class BlockChain:
 
     @cached_property
     def kept_behind(self) -> Ints:
-        """For each block k, the bytes that stay resident of the results of blocks 0 .. k, if these blocks keep only
-        what blocks after k, or their stages, read."""
+        """For each block k, the bytes of blocks 0 .. k that blocks after k or their stages read."""
         change = np.zeros(len(self), dtype=np.int64)
         p, r, size = self.crossing.T
         np.add.at(change, p, size)
@@ -111,46 +106,38 @@ class BlockChain:
 
 
 def block_chain(graph: TrainingGraph, most: int) -> BlockChain:
-    """Return the forward half of a problem as a chain of at most ``most`` blocks, and its backward half as stages, one
-    per block. The forward half must not be empty.
-
-    At first, each node of the problem's `forward_graph` is a block. Adjacent blocks are joined if the bytes that stay
-    resident after both are no more than those after the first. If more than ``most`` blocks remain, they are grouped
-    into at most ``most`` of about equal bytes. The groups end where few bytes stay resident.
+    """Return the forward half, which must not be empty, as at most ``most`` blocks, and the backward half as
+    their stages.
     """
     ix = indexed(graph)
+    # Nodes of the forward graph, joined where that keeps no more bytes.
     members = _joined(ix, forward_graph(graph).members)
     fine = _chain(graph, ix, members)
     if len(fine) <= most:
         return fine
+    # Groups of about equal bytes, which end where few bytes stay resident.
     ends = narrow_places(fine, most)
     groups = (members[a:b] for a, b in zip((0, *ends), ends, strict=False))
     return _chain(graph, ix, tuple(tuple(sorted(o for ops in group for o in ops)) for group in groups))
 
 
 def narrow_places(chain: BlockChain, most: int) -> list[int]:
-    """Choose at most ``most`` positions at which to divide a chain of blocks into groups. Position s is between blocks
-    s - 1 and s. The last position is the end of the chain.
-
-    The chain is divided into ``most`` sections of about equal bytes. In each section, the position is chosen at which
-    the blocks before it keep the fewest bytes for later blocks. If the chain has at most ``most`` blocks, all positions
-    are returned.
+    """Return at most ``most`` positions that divide a chain into groups, the end included; all positions if
+    there are no more blocks.
     """
     if len(chain) <= most:
         return list(range(1, len(chain) + 1))
     passed = np.cumsum(chain.saved, dtype=np.float64)
     share = np.floor(np.nextafter(passed / max(1.0, passed[-1]), 0) * most)
     parts = np.split(np.arange(len(chain)), np.flatnonzero(np.diff(share)) + 1)
+    # In each section of about equal bytes, the position before which the blocks keep the fewest bytes for
+    # later ones.
     places = [int(part[len(part) - 1 - chain.kept_behind[part][::-1].argmin()]) + 1 for part in parts]
     return [*places[:-1], len(chain)]
 
 
 def _joined(ix: Indexed, blocks: Groups) -> Groups:
-    """Join each block with the next one if no more bytes must stay resident after both than after the first.
-
-    This removes boundaries that gain nothing, such as that between a batch norm and the addition which alone reads its
-    result.
-    """
+    """Join each block with the next one if no more bytes must stay resident after both than after the first."""
     block = {o: k for k, ops in enumerate(blocks) for o in ops}
     until = [max((block.get(r, len(blocks)) for r in readers), default=-1) for readers in ix.readers]
 
@@ -162,6 +149,7 @@ def _joined(ix: Indexed, blocks: Groups) -> Groups:
     for k, ops in enumerate(blocks):
         own = [t for o in ops for t in ix.writes[o] if until[t] > k and not ix.is_output[t]]
         both = [t for t in left if until[t] > k] + own
+        # For example a batch norm and the addition that alone reads its result.
         if joined and weight(both) <= weight(left):
             joined[-1] += ops
             left = both
@@ -227,12 +215,10 @@ def _costs(ix: Indexed, blocks: Groups) -> Costs:
 
 
 def _stages(ix: Indexed, block: Mapping[int, int], last: Mapping[int, int], blocks: int) -> dict[int, int]:
-    """Return the stage of each backward op, keyed by the op's position. The stages run from ``blocks`` - 1 down to 0.
+    """Return, by position of each backward op, the first stage in which all forward tensors that it reads are
+    resident.
 
-    A backward op runs in the first stage in which all tensors that it reads are resident. So its stage is the smallest
-    of these: ``blocks`` - 1; the stages of the backward ops that it depends on; and for each forward tensor that it
-    reads, the last block that reads or writes the tensor. An op that reads no forward tensor, and writes more bytes
-    than it reads, is moved to the stage of the first op that depends on it.
+    An op that reads none, and writes more bytes than it reads, is in the stage of its first dependent.
     """
     stage: dict[int, int] = {}
     for o in ix.backward:
@@ -268,11 +254,9 @@ def _sums(pairs: Iterable[tuple[int, int]], count: int) -> Ints:
 def _peaks(
     ix: Indexed, blocks: Groups, free: Container[int], stay: Container[int], workspace: Sequence[int]
 ) -> Ints:
-    """Return, for each group of ops in ``blocks``, the peak of the bytes that it writes while it runs, workspaces
-    included.
+    """Return, for each group of ops, the peak bytes of what it writes while it runs, workspaces included.
 
-    ``free``: the tensors that count; others are always resident. ``stay``: the tensors that stay resident after the
-    group; others are freed after their last use in the group. ``workspace``: bytes, by op.
+    ``free``: tensors that count. ``stay``: those that are not freed after their last use in the group.
     """
     peaks = []
     for ops in blocks:
@@ -289,8 +273,7 @@ def _peaks(
 
 
 def _own(ix: Indexed, stages: Groups, block: Mapping[int, int], saved: Iterable[int]) -> list[set[int]]:
-    """Return, for each block, those of its tensors in ``saved`` that are last read by the block's own stage or by a
-    stage that runs after it."""
+    """Return, for each block, its tensors in ``saved`` that its own stage or one that runs later reads last."""
     until = {t: k for k in reversed(range(len(stages))) for o in stages[k] for t in ix.reads[o]}
     own: list[set[int]] = [set() for _ in stages]
     for t in saved:
@@ -303,12 +286,8 @@ def _own(ix: Indexed, stages: Groups, block: Mapping[int, int], saved: Iterable[
 def _stage_peaks(
     ix: Indexed, stages: Groups, own: Sequence[set[int]], workspace: Sequence[int]
 ) -> tuple[Ints, Ints, Ints]:
-    """Simulate the stages of the backward half, and return three arrays of bytes.
-
-    They are fields of `BlockChain`: ``stage[k]``, the peak during stage k; ``entering[k]``, the gradients that are
-    still resident after stage k, before stage k - 1 runs; ``left[k]``, the outputs that stage k alone writes. Stages
-    run from the last block to the first. ``stages[k]``: the ops of stage k. ``own[k]``: the results of block k that are
-    last read by stage k or by a stage that runs after it. ``workspace``: bytes, by op.
+    """Return `BlockChain.stage`, `entering` and `left`, by a simulation of the stages. ``own``: `_own` of
+    each block. ``workspace``: by op.
     """
     n = len(stages)
     order = [o for ops in reversed(stages) for o in ops]

@@ -1,8 +1,5 @@
-"""Compute the peak and the cost of a sequence of runs without building its schedule. This is fast enough to compare
-many candidates. A run is one execution of an op.
-
-The result is the same as that of `with_frees` and `simulate` together, but needs only one backward scan. A test checks
-that both agree. Plans that are returned to the caller are simulated anyway.
+"""The peak and cost of a sequence of runs, in one backward scan without a schedule. They equal those of
+`with_frees` and `simulate`.
 """
 
 from __future__ import annotations
@@ -13,10 +10,8 @@ from rematplan.planner.caches.numba_kernels import kernel
 
 
 def evaluate_runs(graph: TrainingGraph, runs: Ints) -> tuple[int, float]:
-    """Return the peak (bytes, inputs included) and the cost of executing ops in the order ``runs``, if each tensor is
-    freed as early as possible. ``runs``: positions in ``graph.ops``, with repetitions.
-
-    The time is linear in the number of tensors that the runs read and write.
+    """Return the peak (bytes, inputs included) and the cost of the ops ``runs`` (positions, repeats
+    included), if tensors are freed as early as possible.
     """
     peak, cost = _scan(traffic_of(graph), runs)
     return int(peak), float(cost)
@@ -24,11 +19,8 @@ def evaluate_runs(graph: TrainingGraph, runs: Ints) -> tuple[int, float]:
 
 @kernel
 def _scan(traffic: CSRGraph, runs: Ints) -> tuple[int, float]:
-    """Return the peak (bytes, inputs included) and the cost of a sequence of runs, by a scan from its end to its start.
-
-    A tensor is live at a moment if it is read later before it is written again, or if it is an output and is not
-    written again. ``wanted`` marks the live tensors, and ``live`` counts their bytes and those of the inputs.
-    """
+    """Return the peak (bytes, inputs included) and the cost of a sequence of runs, scanned from its end."""
+    # A tensor is live if it is read later, or is an output, and is not written again before that.
     wanted = traffic.wanted.copy()
     live, cost = traffic.input_bytes, 0.0
     for t in range(len(wanted)):

@@ -1,25 +1,11 @@
-"""The forward half as a small graph whose nodes have a cost and a size. The block strategies choose blocks of its
-nodes.
+"""The forward half as a small graph of groups of ops, among which block strategies choose.
 
-A node is a group of forward ops. Single ops could be nodes, but a captured step has many ops that offer no useful
-choice, and each multiplies the number of lower sets. Three kinds of groups are joined with another group, until none is
-left. Each group is named by one of its ops, its anchor. Every edge leads from an anchor to a later one, so the graph
-stays acyclic.
+Groups without a useful choice are joined: sources into their earliest consumer, sinks into their latest
+predecessor, and a group into its only consumer. The edges still lead from an anchor to a later one, so the
+graph stays acyclic.
 
-- *Side source*: a group without predecessors, such as a constant or a weight's cast or transpose, joins its earliest
-  consumer. No edge leads into the group, and its other consumers come after the earliest.
-- *Side sink*: a group that no other forward group reads, such as an update of running statistics, joins its latest
-  predecessor. No edge leads out of the group, and its other predecessors come before the latest. A side sink without
-  predecessors, such as a counter, joins the main sink.
-- *Pass-through*: a group joins its only consumer if the consumer reads nothing else, and if the bytes that both write
-  for others are at most those of the first alone. An example is batch norm before ReLU: the backward of the two reads
-  the ReLU's result and two small vectors. No cycle arises, because this edge is the only one out of the first and into
-  the second. As a boundary, both together are never worse than the first alone: no more bytes stay resident, and less
-  work is repeated.
-
-The main source has the most descendants, the main sink the most ancestors; they are not joined as side source or side
-sink. Nor are sources of more than `SIDE` ops, and sinks of more than `SIDE` ops that the backward half reads: these are
-second towers and heads of a network, in which the choice of blocks matters.
+The main source and sink stay, as do sources of more than `SIDE` ops, and such sinks if the backward half
+reads them: second towers and heads.
 """
 
 from __future__ import annotations
@@ -40,22 +26,20 @@ SIDE = 8
 
 @dataclass(frozen=True)
 class ForwardGraph:
-    """The forward half as a graph whose nodes are groups of ops. Nodes are numbered in topological order, and sets of
-    nodes are bit masks.
-
-    ``members[v]``: the ops of node v: positions in ``graph.ops``, ascending. ``cost[v]``: T_v, the cost of running
-    these ops once. ``bytes[v]``: M_v, the bytes of the tensors that node v writes and an op outside of v reads. Graph
-    outputs do not count, because they stay resident anyway. ``preds[v]``: the nodes whose tensors v reads.
-    ``succs[v]``: the nodes that read tensors of v. ``before[v]``: the nodes that must run before v: ``preds[v]``, and
-    those that draw random numbers just before v does.
-    """
+    """The forward half as a graph of groups of ops, in topological order. Sets of nodes are bit masks."""
 
     members: tuple[tuple[int, ...], ...]
+    """The ops of each node: positions in ``graph.ops``, ascending."""
     cost: tuple[float, ...]
+    """T_v: the cost of running these ops once."""
     bytes: tuple[int, ...]
+    """M_v: the bytes that an op outside of the node reads, without graph outputs, which stay resident anyway."""
     preds: tuple[int, ...]
+    """The nodes whose tensors each node reads."""
     succs: tuple[int, ...]
+    """The nodes that read tensors of each node."""
     before: tuple[int, ...]
+    """``preds``, and nodes that must draw random numbers just before."""
 
     def __len__(self) -> int:
         return len(self.members)
@@ -67,8 +51,7 @@ class ForwardGraph:
 
     @cached_property
     def sizes(self) -> NDArray[np.int64]:
-        """The field ``bytes`` as an array: for each node, the bytes of the tensors that it writes and an op outside of
-        the node reads, without graph outputs."""
+        """``bytes`` as an array."""
         return np.array(self.bytes, dtype=np.int64)
 
     @cached_property
@@ -101,8 +84,9 @@ def bits(mask: int) -> Iterator[int]:
 
 
 def forward_graph(graph: TrainingGraph) -> ForwardGraph:
-    """Return the forward half as a graph whose nodes are groups of ops, with as few nodes as useful choices of blocks
-    allow. It has no nodes if no op belongs to the forward half. It is computed once per graph object."""
+    """Return the forward half as a graph of groups of ops, cached on ``graph``. It has no nodes if no op is
+    of the forward half.
+    """
     return cached_on(graph, "forward_graph", lambda: _contract(indexed(graph)))
 
 
@@ -114,17 +98,13 @@ def _contract(ix: Indexed) -> ForwardGraph:
 
 
 class _Groups:
-    """The groups of forward ops that become nodes of the `ForwardGraph`, while groups are joined with each other. A
-    group is identified by one of its ops, its anchor.
-
-    By anchor: ``members``: the ops of the group. ``data``: the groups whose tensors the group reads. ``preds``: the
-    groups in ``data``, and groups that must draw random numbers before this group. ``succs``: the groups that have this
-    group in ``preds``.
-    """
+    """The groups of forward ops while they are joined, by anchor, which is one of a group's ops."""
 
     def __init__(self, ix: Indexed) -> None:
         self.ix = ix
         self.members = {o: [o] for o, forward in enumerate(ix.forward) if forward}
+        # The groups whose tensors a group reads. ``preds`` has also those that must draw random numbers
+        # before it.
         self.data: dict[int, set[int]] = {o: set() for o in self.members}
         self.preds: dict[int, set[int]] = {o: set() for o in self.members}
         self.succs: dict[int, set[int]] = {o: set() for o in self.members}
@@ -135,10 +115,12 @@ class _Groups:
                 self.succs[p].add(o)
 
     def merge_sources(self) -> bool:
-        """Join each group without predecessors, of at most `SIDE` ops, with its earliest consumer. The group with the
-        most descendants is not joined. Return whether any were joined."""
+        """Join groups of at most `SIDE` ops without predecessors with their earliest consumer, except the
+        main source. Return whether any were joined.
+        """
         sources = [g for g in sorted(self.members) if not self.preds[g]]
         reach = self._reach(self.succs, sorted(self.members, reverse=True))
+        # The group with the most descendants.
         main = max(sources, key=lambda g: (reach[g].bit_count(), -g), default=-1)
         merged = False
         for g in sources:
@@ -148,14 +130,14 @@ class _Groups:
         return merged
 
     def merge_sinks(self) -> bool:
-        """Join each group that no other forward group reads with its latest predecessor. Return whether any were
+        """Join groups that no other group reads with their latest predecessor. Return whether any were
         joined.
 
-        The group with the most ancestors is not joined, nor are groups of more than `SIDE` ops that the backward half
-        reads.
+        The main sink stays, as do groups of more than `SIDE` ops that the backward half reads.
         """
         sinks = [g for g in sorted(self.members) if not self.succs[g]]
         reach = self._reach(self.preds, sorted(self.members))
+        # The group with the most ancestors.
         main = max(sinks, key=lambda g: (reach[g].bit_count(), g), default=-1)
         merged = False
         for g in sinks:
@@ -167,13 +149,15 @@ class _Groups:
         return merged
 
     def merge_pass_throughs(self) -> bool:
-        """Join each group with its only consumer if the consumer reads no other group, and if this does not enlarge the
-        bytes that others read. Return whether any were joined."""
+        """Join groups with their only consumer if it reads nothing else and others then read no more bytes.
+        Return whether any were joined.
+        """
         merged = False
         for g in sorted(self.members):
             if len(self.succs[g]) != 1:
                 continue
             (to,) = self.succs[g]
+            # As a block's boundary, both are never worse than the first: for example batch norm before ReLU.
             if self.preds[to] == {g} and self._bytes(g, to) <= self._bytes(g):
                 self._join(g, to)
                 merged = True

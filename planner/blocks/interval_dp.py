@@ -1,30 +1,21 @@
-"""The dynamic program of the strategy `nested_dp`, over intervals of a chain of blocks.
+"""The dynamic program of the strategy `nested_dp` (Beaumont et al. 2019, arXiv:1911.13214), here with several
+tensors at a boundary.
 
-Source: Beaumont, Eyraud-Dubois, Herrmann, Joly, Shilova, «Optimal checkpointing for heterogeneous chains», 2019,
-arXiv:1911.13214. For a chain of equal layers the plans are those of Revolve (Griewank and Walther 2000). Unlike there,
-several tensors may be resident at the boundary of two blocks, and some of them may also be resident at earlier
-boundaries (skip connections).
+C[i, j, m] is the least recomputation cost of blocks i .. j - 1 and their stages within m bytes beyond the
+gradients and what earlier blocks keep. It begins with one of two actions; names are those of `BlockChain`:
 
-C[i, j, m] is the least recomputation cost of blocks i .. j - 1 and their backward stages j - 1 .. i. At the start,
-resident are what blocks before i keep for later ones, and the gradients that enter stage j - 1. m bytes are available
-for everything else. The first action is one of the following two. The names are fields of `BlockChain`, and n is the
-number of blocks.
-
-- *save* block i: run it and keep all that its stage reads. Then solve blocks i + 1 .. j - 1, then run stage i::
+*save* block i, solve blocks i + 1 .. j - 1, then run stage i:
 
     m >= entering[j] + saving[i]  (closing[i] if j = i + 1 < n)  and  m >= stage[i] + left[i + 1 .. j - 1]
     C[i + 1, j, m - saved[i]]
 
-- *pass* to block s: run blocks i .. s - 1 and keep only what later blocks read. Then solve the blocks from s on, then
-  those before s::
+*pass* to block s, solve the blocks from s on, then those before s:
 
     m >= entering[j] + max over k in i .. s - 1 of kept[i, k] + passing[k]
     cost[i .. s - 2] + closing_cost[s - 1] + C[s, j, m - kept[i, s]] + C[i, s, m - left[s .. j - 1]]
 
-Bytes are counted in units, and each size is rounded to the nearest number of units. Errors mostly cancel, and the
-simulator checks the result. A pass over more than `NEAR` blocks ends only at positions that the caller chooses. Equal
-intervals are solved once. Time O(I p K) and memory O(I K), for I different intervals, p positions and K units. If no
-two intervals are equal, I is about n p for n blocks.
+Sizes are rounded to units, and the simulator checks the result. Time O(I p K), memory O(I K) for I different
+intervals, p positions and K units.
 """
 
 from __future__ import annotations
@@ -48,18 +39,14 @@ NEAR = 16
 
 
 class Intervals(NamedTuple):
-    """The intervals of a chain of blocks for which the dynamic program computes a solution, and which of them are
-    equal.
-
-    ``row[i, j]``: a number for the interval of blocks i .. j - 1, the same for equal intervals; -1 if no solution is
-    computed. ``first``: for each number, the i and j of one interval that has it, by increasing length. ``place[s]``:
-    whether a pass over more than `NEAR` blocks may end in front of block s. A pass runs blocks and keeps only what
-    later blocks read.
-    """
+    """The intervals of blocks that the dynamic program solves; equal ones have one number."""
 
     place: Flags
+    """Whether a pass over more than `NEAR` blocks may end in front of each block."""
     row: Ints
+    """``row[i, j]``: the number of the interval of blocks i .. j - 1; -1 if it is not solved."""
     first: Ints
+    """For each number, the i and j of one such interval, by rising length."""
 
     @property
     def splits(self) -> int:
@@ -71,10 +58,10 @@ class Intervals(NamedTuple):
 
 
 def intervals(chain: BlockChain, places: Sequence[int]) -> Intervals:
-    """Number the intervals of a chain of blocks. Two intervals get the same number if their blocks are equal in costs
-    and bytes, and if passes may end at the same positions in them. O(n² log n) for n blocks.
+    """Number the intervals of a chain of blocks: intervals of equal blocks and places have one number. O(n²
+    log n).
 
-    ``places``: the blocks in front of which a pass over more than `NEAR` blocks may end, and the end of the chain.
+    ``places``: the blocks before which long passes may end, and the end of the chain.
     """
     n = len(chain)
     place = np.zeros(n + 1, dtype=np.bool_)
@@ -96,16 +83,10 @@ def intervals(chain: BlockChain, places: Sequence[int]) -> Intervals:
 
 
 class Units(NamedTuple):
-    """The costs and bytes of a `BlockChain`, converted for the dynamic program. Costs are shares of the sum of the
-    chain's costs. Sizes are whole numbers of memory units.
-
-    ``cost``, ``left``: prefix sums over the blocks, from 0. ``pass_peak[i, s]``: the peak while blocks i .. s - 1 run
-    and keep only what later blocks read. ``kept[i, s]``: what stays resident of these blocks afterwards. ``room``: the
-    largest number of units for which the dynamic program is solved. ``closing_cost``, ``saved``, ``saving``,
-    ``closing``, ``stage``, ``entering``: as in `BlockChain`.
-    """
+    """The costs (shares of the chain's) and bytes (whole memory units) of a `BlockChain`; other fields as there."""
 
     cost: Costs
+    """Prefix sums over the blocks, from 0, as ``left``."""
     closing_cost: Costs
     left: Ints
     saved: Ints
@@ -114,13 +95,15 @@ class Units(NamedTuple):
     stage: Ints
     entering: Ints
     kept: Ints
+    """``kept[i, s]``: what stays of blocks i .. s - 1 after a pass."""
     pass_peak: Ints
+    """``pass_peak[i, s]``: the peak while blocks i .. s - 1 run in a pass."""
     room: int
+    """The most units for which the dynamic program is solved."""
 
 
 def in_units(chain: BlockChain, most: float, room: int) -> Units:
-    """Convert the costs and bytes of a chain of blocks for the dynamic program. Sizes become whole numbers of units. A
-    unit is ``most`` / ``room`` bytes, but at least one byte."""
+    """Convert a chain for the dynamic program, in units of ``most`` / ``room`` bytes, but at least one byte."""
     unit = max(1.0, most / room)
 
     def rounded(figures: NDArray[Any]) -> Ints:
@@ -148,39 +131,35 @@ def in_units(chain: BlockChain, most: float, room: int) -> Units:
 
 @dataclass(frozen=True)
 class Table:
-    """The solution of the dynamic program: for each interval of blocks, the least recomputation cost within each number
-    of memory units.
-
-    ``cost[r, m]``: the least cost with m units for the intervals with number r. It is a share of the sum of the chain's
-    costs, and infinite if m units are too few. ``alike``: the numbers of the intervals. ``units``: the costs and bytes
-    of the chain.
-    """
+    """The solution: for each interval of blocks, the least recomputation cost within each number of memory units."""
 
     units: Units
     alike: Intervals
     cost: Floats
+    """``cost[r, m]``: for intervals with number r within m units, as a share of the chain's costs; infinite
+    if m is too few.
+    """
 
     @property
     def whole(self) -> Floats:
-        """For m = 0, 1, ...: the least recomputation cost of the whole chain of blocks within m units of memory. It is
-        a share of the sum of the chain's costs, and infinite if m units are too few."""
+        """For m = 0, 1, ...: the least cost of the whole chain within m units, as a share of its costs;
+        infinite if m is too few.
+        """
         row: Floats = self.cost[self.alike.row[0, -1]]
         return row
 
     def steps(self, room: int, most: int) -> Ints:
-        """Return the cheapest sequence of steps for the whole chain within ``room`` units of memory, which must be
-        enough. A step k is an execution of block k, and -1 - k is the backward of block k.
+        """Return the cheapest steps of the whole chain within ``room`` units, which must be enough: k is
+        block k, -1 - k its backward.
 
-        The result is empty if the sequence has more than ``most`` steps.
+        Empty if there are more than ``most`` steps.
         """
         return _trace(self.units, self.alike, self.cost, room, most)
 
 
 def solve(units: Units, alike: Intervals) -> Table:
-    """Compute the least recomputation cost of every interval of blocks within every number of memory units up to
+    """Compute the least recomputation cost of each interval of blocks within each number of units up to
     ``units.room``.
-
-    ``units``: the costs and bytes of the chain. ``alike``: the intervals, of which equal ones have the same number.
     """
     return Table(units, alike, _fill(units, alike))
 
@@ -213,8 +192,7 @@ def _fill(u: Units, alike: Intervals) -> Floats:
 
 @kernel
 def _saving_needs(u: Units, i: int, j: int) -> int:
-    """Return the fewest memory units for blocks i .. j - 1 if block i is run first and all that its backward stage
-    reads stays resident."""
+    """Return the fewest units for blocks i .. j - 1 if block i runs first in the mode saving."""
     runs = u.closing[i] if i + 1 == j < len(u.stage) else u.saving[i]
     rest = u.saved[i] if i + 1 < j else 0
     return int(max(u.entering[j] + runs, u.stage[i] + u.left[j] - u.left[i + 1], rest))
@@ -222,11 +200,8 @@ def _saving_needs(u: Units, i: int, j: int) -> int:
 
 @kernel
 def _pass_needs(u: Units, i: int, s: int, j: int) -> tuple[int, int, int]:
-    """Return three numbers of memory units, for running blocks i .. s - 1 at the start of an interval that ends at
-    block j - 1, keeping only what later blocks read.
-
-    These are: the fewest units that this needs; the units that are not available to blocks s .. j - 1 afterwards; and
-    the units that are not available to blocks i .. s - 1 when they are recomputed.
+    """Return three numbers of units for a pass over blocks i .. s - 1: its need, and what is unavailable to
+    blocks s .. j - 1 and to its recomputation.
     """
     kept, left = u.kept[i, s], u.left[j] - u.left[s]
     return int(max(u.entering[j] + u.pass_peak[i, s], kept, left)), int(kept), int(left)
@@ -267,11 +242,8 @@ def _trace(u: Units, alike: Intervals, table: Floats, room: int, most: int) -> I
 
 @kernel
 def _pass_to(u: Units, alike: Intervals, table: Floats, i: int, j: int, m: int) -> int:
-    """Return how the cheapest solution for blocks i .. j - 1 within m memory units begins.
-
-    If the result is a block s > i, it runs blocks i .. s - 1 and keeps only what later blocks read. If the result is i,
-    it runs block i and keeps all that its stage reads. ``table``: the least cost of each interval within each number of
-    units.
+    """Return how the cheapest solution of blocks i .. j - 1 within m units begins: with a pass to block s >
+    i, or i for a save.
     """
     best, to = np.float32(np.inf), i
     if j == i + 1:

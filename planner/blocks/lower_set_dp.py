@@ -1,21 +1,17 @@
-"""The dynamic program over a family of lower sets, for the strategies `exact_dp` and `approx_dp`.
+"""The dynamic program over a family of lower sets of `exact_dp` and `approx_dp` (Kusumoto et al., NeurIPS
+2019, arXiv:1905.11722).
 
-Source: Kusumoto, Inoue, Watanabe, Akiba, Koyama, «A graph theoretic framework of recomputation algorithms for
-memory-efficient backpropagation», NeurIPS 2019, arXiv:1905.11722. M is the bytes and T the cost of a set of nodes, ∂(L)
-the boundary of L, δ⁺ and δ⁻ the successors and predecessors of a set. opt[L, t] is the least bytes that stay resident
-(are *cached*) for the backward, over all chains of lower sets that end in L and recompute for time t. A step goes from
-L to a larger L′ of the family. With V′ = L′ ∖ L and the budget B:
+opt[L, t] is the least bytes cached for the backward by chains of lower sets that end in L and recompute for
+time t. M is the bytes and T the cost of a set, ∂(L) its boundary, δ⁺ and δ⁻ its successors and predecessors.
+A step goes from L to a larger L′; with V′ = L′ ∖ L and the budget B:
 
     feasible   opt[L, t] + 2 M(V′) + M(δ⁺(L′) ∖ L′) + M(δ⁻(δ⁺(L′)) ∖ L′) ≤ B
     time       t′ = t + T(V′ ∖ ∂(L′))
     cached     opt[L′, t′] ← min(opt[L, t] + M(∂(L′) ∖ L))
 
-Time-centric plans take the least feasible t for the set V of all nodes. Memory-centric plans take the largest: their
-coarser blocks allow more tensors to be freed early.
-
-The table has an entry for each t, in ticks. If costs are integers with a sum of at most ``ticks``, they are exact.
-Otherwise the time of each block is rounded up to a multiple of total/``ticks``, so the time of a chain of k blocks is
-too large by less than k ticks. O(#L²·ticks) time, O(#L·ticks) memory.
+Time-centric plans take the least feasible t for all nodes, memory-centric ones the largest. Unless integer
+costs have a sum of at most ``ticks``, a block's time is rounded up to total/``ticks``. O(#L²·ticks) time,
+O(#L·ticks) memory.
 """
 
 from __future__ import annotations
@@ -38,48 +34,47 @@ NEVER = np.int64(2**62)  # no chain reaches this entry
 
 
 class Family(NamedTuple):
-    """A family of lower sets as arrays for compiled code. The sets L_0 = ∅, L_1, … are sorted by their number of nodes;
-    the last is the set of all nodes.
-
-    By set: ``words``: a bit mask, 64 nodes per word. ``bytes``: the bytes of its nodes. ``time``: their cost, as an
-    integer. ``transient``: further bytes that the formula of Kusumoto et al. 2019 charges: those of nodes outside of
-    the set that read from it, and those of nodes outside that these read. ``edge[edge_start[i] : edge_start[i + 1]]``:
-    the boundary of L_i, which are its nodes that a node outside of it reads.
-
-    By node: ``node_bytes``, ``node_time``: its bytes and its cost as an integer. ``copies``: how often the bytes of a
-    block are charged: 2 for values and gradients, 1 for values only.
+    """A family of lower sets L_0 = ∅, L_1, … as arrays for compiled code, by rising number of nodes; the last
+    has all nodes.
     """
 
     words: Words
+    """By set: a bit mask, 64 nodes per word."""
     bytes: Ints
+    """By set: the bytes of its nodes."""
     time: Ints
+    """By set: the cost of its nodes, as an integer."""
     transient: Ints
+    """By set: the bytes of nodes outside of it that read from it, and of nodes outside that these read."""
     edge_start: Ints
     edge: Ints
+    """``edge[edge_start[i] : edge_start[i + 1]]``: the boundary of L_i, its nodes that a node outside of it reads."""
     node_bytes: Ints
     node_time: Ints
+    """By node: its cost, as an integer."""
     copies: int
+    """How often a block's bytes are charged: 2 for values and gradients, 1 for values."""
 
 
 @dataclass(frozen=True)
 class LowerSetDP:
-    """A family of lower sets, prepared for the dynamic program of Kusumoto et al. 2019.
-
-    ``masks``: the sets as bit masks of nodes, by number of nodes, from ∅ to the set of all nodes. ``family``: the same
-    sets as arrays. ``unit``: the cost of one tick, an integer; recomputation is counted in ticks. ``width``: the number
-    of ticks in the table, the largest recomputation that it has plus 1. ``charge_last``: whether the recomputation of
-    the last block is counted, as in the paper. In a schedule, the last block need not be recomputed.
-    """
+    """A family of lower sets, prepared for the dynamic program of Kusumoto et al. 2019."""
 
     masks: tuple[int, ...]
+    """The sets as bit masks, by rising number of nodes."""
     family: Family
+    """The same sets as arrays."""
     unit: int
+    """The cost of one tick, an integer."""
     width: int
+    """The number of ticks in the table, from 0 on."""
     charge_last: bool
+    """Whether recomputation of the last block counts, as in the paper. A schedule need not recompute it."""
 
     def least_budget(self) -> int:
-        """Return the least budget (bytes) that any chain of lower sets of the family meets, by the peak formula of
-        Kusumoto et al. 2019. It is found by bisection."""
+        """Return the least bytes that any chain of the family meets by the paper's peak formula, found by
+        bisection.
+        """
         low, high = 0, self.most_budget()
         while low < high:
             met, further = _asked(self.family, (low + high) // 2)
@@ -92,36 +87,32 @@ class LowerSetDP:
         return self.family.copies * int(self.family.bytes[-1]) + int(self.family.transient.max())
 
     def solve(self, budget: int) -> Table:
-        """Run the dynamic program for one budget, and return its table: for each lower set L and number t of ticks
-        (units of recomputation time), the least bytes that a chain of lower sets keeps for the backward if it ends in L
-        and recomputes for t ticks.
-
-        ``budget``: bytes that the chains must not exceed, by the peak formula of Kusumoto et al. 2019.
+        """Return the table of the dynamic program for a budget in bytes, which chains do not exceed by the
+        paper's peak formula.
         """
         return Table(self, budget, _fill(self.family, self.unit, budget, self.width, self.charge_last))
 
 
 @dataclass(frozen=True)
 class Table:
-    """The result of the dynamic program of Kusumoto et al. 2019 for one budget.
-
-    ``opt[i, t]``: the least bytes kept for the backward by a chain of lower sets that ends in the i-th set of the
-    family and recomputes for t ticks (units of recomputation time); `NEVER` if there is no such chain. Only chains
-    count whose peak is at most ``budget`` (bytes) by the formula of the paper. ``dp``: the family of lower sets.
-    """
+    """The result of the dynamic program for one budget in bytes."""
 
     dp: LowerSetDP
     budget: int
     opt: Ints
+    """``opt[i, t]``: the least bytes that a chain within the budget keeps if it ends in set i and recomputes
+    for t ticks; `NEVER` if there is none.
+    """
 
     def times(self) -> list[int]:
-        """Return all recomputation times, in ticks of ``dp.unit`` each, for which a chain of lower sets within the
-        budget exists that covers all nodes. They are ascending; there are none if the budget is too small."""
+        """Return the ticks for which chains of all nodes within the budget recompute, ascending; none if the
+        budget is too small.
+        """
         return [int(t) for t in np.flatnonzero(self.opt[-1] < NEVER)]
 
     def chain(self, time: int) -> tuple[int, ...]:
-        """Return a chain of lower sets L_1 ⊂ … ⊂ L_k, as bit masks of nodes, where L_k is the set of all nodes. Of the
-        chains within the budget that recompute for ``time`` ticks, it keeps the least bytes for the backward.
+        """Return a chain L_1 ⊂ … ⊂ L_k of all nodes, as bit masks, that recomputes for ``time`` ticks and
+        keeps the least bytes.
 
         ``time``: an element of `Table.times`.
         """
@@ -162,9 +153,7 @@ def _sum(values: Sequence[int], mask: int) -> int:
 
 
 def _transient(view: ForwardGraph, mask: int) -> int:
-    """Return M(δ⁺(L) ∖ L) + M(δ⁻(δ⁺(L)) ∖ L) of the lower set ``mask``: the bytes of nodes outside of it that read from
-    it, and of nodes outside that these read. The peak formula of Kusumoto et al. 2019 charges them in addition to a
-    block."""
+    """Return M(δ⁺(L) ∖ L) + M(δ⁻(δ⁺(L)) ∖ L): what the peak formula charges in addition to a block."""
     after = 0
     for v in bits(mask):
         after |= view.succs[v]
@@ -175,8 +164,9 @@ def _transient(view: ForwardGraph, mask: int) -> int:
 
 
 def _fine_costs(view: ForwardGraph) -> list[int]:
-    """Return the costs of the nodes as integers. Costs that are not integers, or have a sum of 2⁵³ or more, are
-    converted to multiples of 2⁻⁴⁰ of their sum."""
+    """Return the nodes' costs as integers, or as multiples of 2⁻⁴⁰ of their sum if they are no integers or
+    their sum is 2⁵³ or more.
+    """
     total = sum(view.cost)
     if all(c == int(c) for c in view.cost) and total < 2**53:
         return [int(c) for c in view.cost]
@@ -184,8 +174,7 @@ def _fine_costs(view: ForwardGraph) -> list[int]:
 
 
 def _short_sizes(view: ForwardGraph) -> list[int]:
-    """Return the sizes of the nodes in bytes. If sums of them might not fit into 64 bits, the sizes are in larger units
-    (a power of two of bytes), rounded up."""
+    """Return the nodes' bytes, rounded up to a larger unit (a power of two) if sums might not fit into 64 bits."""
     shift = max(0, (8 * sum(view.bytes)).bit_length() - 62)
     return [-(-b >> shift) for b in view.bytes]
 
@@ -197,8 +186,9 @@ def _words(masks: Sequence[int], nodes: int) -> Words:
 
 
 def _weigh(chosen: NDArray[Any], weight: Sequence[int]) -> Ints:
-    """Return, for each set of nodes, the sum of the weights of its nodes. ``chosen``: shape (nodes, sets): whether, or
-    how often, each node counts in each set. ``weight``: by node."""
+    """Return, for each set, the sum of its nodes' weights. ``chosen``, shape (nodes, sets): how often each
+    node counts.
+    """
     total = np.zeros(chosen.shape[1], dtype=np.int64)
     for row, w in zip(chosen, weight, strict=True):
         total += row * np.int64(w)
@@ -206,8 +196,9 @@ def _weigh(chosen: NDArray[Any], weight: Sequence[int]) -> Ints:
 
 
 def _boundaries(view: ForwardGraph, member: Flags) -> Flags:
-    """Return the boundary of each set of nodes: the nodes of the set that a node outside of it reads. ``member`` and
-    the result have shape (nodes, sets)."""
+    """Return whether a node is in a set and a node outside of the set reads it. ``member`` and the result
+    have shape (nodes, sets).
+    """
     edges = np.zeros_like(member)
     for v, succs in enumerate(view.succs):
         for w in bits(succs):
@@ -216,11 +207,10 @@ def _boundaries(view: ForwardGraph, member: Flags) -> Flags:
 
 
 def _gradients(view: ForwardGraph, member: Flags) -> NDArray[np.int8]:
-    """Return how often each node counts in the ``transient`` bytes of each set (see `Family`), shape (nodes, sets).
-
-    A node outside of a set counts once if it reads from the set, and once if it is read by a node that does.
-    ``member``: shape (nodes, sets), the nodes of each set.
+    """Return how often each node counts in each set's ``transient`` bytes. ``member`` and the result have
+    shape (nodes, sets).
     """
+    # A node outside of the set counts if it reads from the set, and again if such a node reads it.
     after, before = np.zeros_like(member), np.zeros_like(member)
     for w, preds in enumerate(view.preds):
         for u in bits(preds):
@@ -240,19 +230,16 @@ def _subset(words: Words, i: int, j: int) -> bool:
 
 @kernel
 def _need(family: Family, i: int, j: int) -> int:
-    """Return the bytes that the peak formula charges for the block L_j ∖ L_i, in addition to the bytes that earlier
-    blocks keep. L_i and L_j are sets of the family."""
+    """Return the bytes that the peak formula charges for the block L_j ∖ L_i, beyond what earlier blocks keep."""
     return int(family.copies * (family.bytes[j] - family.bytes[i]) + family.transient[j])
 
 
 @kernel
 def _step(family: Family, unit: int, i: int, j: int, last_free: bool) -> tuple[int, int]:
-    """Return two numbers for a chain that goes from the lower set L_i to L_j: the bytes of the new boundary nodes,
-    which are kept for the backward, and the time for which the other nodes of L_j ∖ L_i are recomputed, in ticks,
-    rounded up.
+    """Return the bytes of new boundary nodes and the ticks of recomputation, rounded up, of a step from L_i
+    to L_j.
 
-    ``unit``: the cost of a tick. ``last_free``: whether the time is 0 if L_j is the set of all nodes, so that the block
-    is the last.
+    ``last_free``: whether the step to all nodes recomputes nothing.
     """
     more, work = np.int64(0), family.time[j] - family.time[i]
     for e in range(family.edge_start[j], family.edge_start[j + 1]):
@@ -267,12 +254,11 @@ def _step(family: Family, unit: int, i: int, j: int, last_free: bool) -> tuple[i
 
 @kernel
 def _asked(family: Family, budget: int) -> tuple[int, int]:
-    """Return two numbers for the bisection that finds the least budget, both by the peak formula.
-
-    The first is the peak of a chain of lower sets within ``budget`` bytes, or `NEVER` if there is none. The second is
-    the least peak above ``budget`` for which a step of a chain was rejected, or `NEVER` if none was; smaller budgets
-    than this are no better than ``budget``. The method is that of `_fill`, but ignores time.
+    """Return the peak of a chain within ``budget`` and the least peak of a rejected step, both by the
+    formula; `NEVER` if there is none.
     """
+    # As in `_fill`, without time. Budgets between ``budget`` and the least rejected peak allow the same
+    # chains.
     count = len(family.bytes)
     cached, asked = np.full(count, NEVER), np.full(count, NEVER)
     cached[0] = asked[0] = 0
@@ -293,11 +279,7 @@ def _asked(family: Family, budget: int) -> tuple[int, int]:
 
 @kernel
 def _fill(family: Family, unit: int, budget: int, width: int, charge_last: bool) -> Ints:
-    """Return the table of the dynamic program. Entry [i, t] is the least bytes that a chain of lower sets within the
-    budget keeps for the backward if it ends in the i-th set of the family and recomputes for t ticks (units of
-    recomputation time); `NEVER` if there is no such chain. All pairs of sets L_i ⊂ L_j are visited, by increasing j,
-    then i.
-    """
+    """Return `Table.opt`. Pairs of sets L_i ⊂ L_j are visited by rising j, then i."""
     count = len(family.bytes)
     opt = np.full((count, width), NEVER)
     opt[0, 0] = 0
@@ -325,15 +307,11 @@ def _fill(family: Family, unit: int, budget: int, width: int, charge_last: bool)
 
 @kernel
 def _trace(family: Family, unit: int, budget: int, opt: Ints, t: int, charge_last: bool) -> Ints:
-    """Return the chain of lower sets to which the entry ``opt[-1, t]`` of the table belongs: it ends in the set of all
-    nodes and recomputes for ``t`` ticks (units of recomputation time). The result has indices into the family, from the
-    set of all nodes downwards, without ∅.
-
-    At each step, the first predecessor is taken that explains the entry; any that does is correct.
-    """
+    """Return the chain of ``opt[-1, t]`` as indices into the family, from all nodes downwards, without ∅."""
     j = len(family.bytes) - 1
     found = [j]
     while True:
+        # Any predecessor that explains the entry is correct; the first is taken.
         for i in range(j):
             if not _subset(family.words, i, j):
                 continue

@@ -1,7 +1,7 @@
-"""Lower sets of the forward graph, as bit masks of nodes.
+"""Lower sets of the forward graph as bit masks: sets that contain all that must run before each of their
+nodes.
 
-A lower set contains, with each of its nodes, all nodes that must run before that node. A chain of lower sets ∅ ⊂ L_1 ⊂
-… ⊂ L_k, where L_k is the set of all nodes, divides the forward half into blocks V_i = L_i ∖ L_{i−1}.
+A chain ∅ ⊂ L_1 ⊂ … ⊂ L_k of all nodes divides the forward half into blocks V_i = L_i ∖ L_{i−1}.
 """
 
 from __future__ import annotations
@@ -25,17 +25,15 @@ def boundary(view: ForwardGraph, mask: int) -> int:
 
 
 def lower_sets(view: ForwardGraph, limit: int, strategy: str) -> tuple[int, ...]:
-    """Return all lower sets of a forward graph as bit masks of nodes, from ∅ to the set of all nodes. A lower set
-    contains, with each node, all nodes that must run before it.
-
-    They are sorted by their number of nodes. So each comes after all that it contains, and a dynamic program needs one
-    pass over them. They are found by adding one node at a time.
+    """Return all lower sets as bit masks, by rising number of nodes, from ∅ to all nodes; LatticeTooLarge
+    above ``limit``.
     """
     after = [0] * len(view)
     for v, before in enumerate(view.before):
         for u in bits(before):
             after[u] |= 1 << v
     start = sum(1 << v for v in range(len(view)) if not view.before[v])
+    # One node is added at a time, so a set comes after all that it contains.
     layer = {0: start}  # lower set -> the nodes that may be added to it
     found: list[int] = []
     while layer:
@@ -55,11 +53,10 @@ def lower_sets(view: ForwardGraph, limit: int, strategy: str) -> tuple[int, ...]
 
 
 def pruned_lower_sets(view: ForwardGraph, most: int) -> tuple[int, ...]:
-    """Return the pruned family of lower sets of Kusumoto et al. 2019, as bit masks of nodes sorted by their number of
-    nodes. It has at most #V + 2 sets: for each node, the node with all its ancestors; ∅; and the set V of all nodes.
+    """Return the pruned family of Kusumoto et al. 2019 by rising number of nodes: ∅, all nodes, and each node
+    with its ancestors.
 
-    If there are more than ``most``, only about ``most`` of them are returned: ∅, V, and a selection whose bytes are
-    evenly spread.
+    If these are more than ``most``, about ``most`` are selected, with evenly spread bytes.
     """
     family = by_size({0, view.everything, *view.ancestors})
     if len(family) <= most:
@@ -88,8 +85,7 @@ def by_size(masks: set[int]) -> tuple[int, ...]:
 
 
 def boundaries(view: ForwardGraph, chain: Sequence[int]) -> int:
-    """Return the nodes that a node of a later block reads, for a chain of lower sets L_1 ⊂ … ⊂ L_k. This is the union
-    of the boundaries of the sets. ``chain`` and the result are bit masks of nodes."""
+    """Return the nodes that a node of a later block reads, for a chain L_1 ⊂ … ⊂ L_k of bit masks."""
     edge = 0
     for block, mask in zip(blocks_of(chain), chain, strict=True):
         for v in bits(block):
@@ -99,24 +95,19 @@ def boundaries(view: ForwardGraph, chain: Sequence[int]) -> int:
 
 
 def blocks_of(chain: Sequence[int]) -> list[int]:
-    """Return the blocks L_1, L_2 ∖ L_1, …, L_k ∖ L_{k−1} of a chain of lower sets L_1 ⊂ … ⊂ L_k. All are bit masks of
-    nodes. The empty set is not in ``chain``."""
+    """Return the blocks L_1, L_2 ∖ L_1, …, L_k ∖ L_{k−1} of a chain of bit masks, which does not begin with ∅."""
     return [mask & ~below for below, mask in zip((0, *chain), chain, strict=False)]
 
 
 def cut_points(view: ForwardGraph) -> tuple[int, ...]:
-    """Return a chain of lower sets whose boundary is a single node: all other nodes read from the set only through that
-    node. They are bit masks of nodes, each a superset of the one before; ∅ and the set of all nodes are left out.
-
-    For a node v, the set consists of v and all nodes that need not run after v. If two such sets are not nested, only
-    the first is returned.
-    """
+    """Return a chain of lower sets from which later nodes read one node alone, without ∅ and all nodes."""
     read_after = [0] * len(view)  # what the nodes that come after v read
     for v in reversed(range(len(view))):
         for u in bits(view.before[v]):
             read_after[u] |= read_after[v] | view.preds[v]
     cuts: list[int] = []
     for v in range(len(view)):
+        # The node v and all that need not run after it. If two such sets are not nested, the first is taken.
         mask = view.everything & ~view.descendants[v] | 1 << v
         below = cuts[-1] if cuts else 0
         if below & ~mask == 0 and mask not in (below, view.everything) and mask & read_after[v] == 1 << v:

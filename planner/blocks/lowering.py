@@ -1,20 +1,12 @@
-"""Lower a partition to a schedule. A partition divides the forward half into blocks, and states which of their tensors
-stay resident until the backward half; the others are dropped and recomputed.
+"""Lower a partition to a sequence of ops: the forward half by blocks, then the backward half with
+recomputation.
 
-The forward half runs block by block. Between forward and backward, the kept tensors, the tensors of the last block and
-the graph outputs are resident. Backward ops run by falling stage, ops of the same stage in the order without
-recomputation. The stage of a backward op is the smallest of these: the blocks of the dropped tensors that it reads, and
-the stages of the backward ops that it depends on. So the order is topological, and all backward ops of a block run
-together.
+A backward op's stage is the smallest block of the dropped tensors that it reads, and of its predecessors'
+stages. Ops run by falling stage, which is a topological order. The forward ops that one needs are recomputed
+just before it, so any blocks and kept tensors give a valid sequence.
 
-Just before each backward op, those forward ops are recomputed that it needs, with all that these need. So the schedule
-is valid for any blocks and any kept tensors. In a chain, a whole block is recomputed at once. In a block with branches,
-each branch is recomputed when it is needed. This made the plans for no measured network worse.
-
-Tensors written by an op that must not run again (``never_rerun``) always stay resident.
-
-Only the sequence of ops is chosen here. The frees follow from it (`with_frees`). So if a dropped tensor is read again
-before it is recomputed, it simply stays resident.
+Frees follow from the sequence (`with_frees`): a dropped tensor that is read again before its recomputation
+stays resident.
 """
 
 from __future__ import annotations
@@ -37,29 +29,19 @@ from rematplan.planner.caches.uncompiled_loops import plain
 
 @dataclass(frozen=True, slots=True)
 class Partition:
-    """A division of the forward half into blocks, and the choice of the tensors that stay resident between forward and
-    backward.
-
-    ``blocks``: for each block, the names of its forward ops. Every forward op is in one block, and no op is in an
-    earlier block than an op that it depends on. ``kept``: the names of the tensors that stay resident. The others are
-    recomputed block by block during the backward half.
-    """
+    """A division of the forward half into blocks, and the tensors that stay resident for the backward half."""
 
     blocks: tuple[tuple[str, ...], ...]
+    """The names of each block's ops. No op is in an earlier block than an op that it depends on."""
     kept: tuple[str, ...]
+    """The names of the tensors that stay. The others are recomputed in the backward half."""
 
 
 def partition_of(graph: TrainingGraph, chain: Sequence[int], lean: bool = False) -> Partition:
-    """Return the blocks of the forward half, and the tensors that stay resident for the backward half, for a chain of
-    lower sets L_1 ⊂ … ⊂ L_k of the `forward_graph`. Block i is L_i ∖ L_{i−1}.
+    """Return the partition for a chain of lower sets L_1 ⊂ … ⊂ L_k. Tensors of nodes that later blocks read
+    stay resident.
 
-    Only tensors of boundary nodes stay resident: nodes that a node of a later block reads. There are two kinds. The
-    first are tensors that a later block reads. The second are tensors that only the backward half or the same block
-    reads, such as batch norm's saved statistics or max-pool's indices. They stay resident too, because Kusumoto's
-    formula charges no recomputation of boundary nodes.
-
-    ``lean``: whether a tensor of the second kind stays resident only if it is small: at most 1/`LEAN_RATIO` as large as
-    all tensors of the first kind of its node together.
+    ``lean``: a tensor of such a node that no later block reads stays if it is small (`LEAN_RATIO`).
     """
     ix, view = indexed(graph), forward_graph(graph)
     outer = cached_on(graph, "outer", lambda: _outer(ix, view))
@@ -69,6 +51,8 @@ def partition_of(graph: TrainingGraph, chain: Sequence[int], lean: bool = False)
         for v in bits(nodes):
             ops += view.members[v]
             if view.succs[v] & ~mask:
+                # Tensors that no later block reads stay too, such as batch norm's statistics: Kusumoto's
+                # formula charges no recomputation of boundary nodes.
                 kept += _kept_of_node(ix, outer[v], mask, lean)
         blocks.append(tuple(ix.ops[o] for o in sorted(ops)))
     return Partition(tuple(blocks), tuple(ix.tensors[t] for t in sorted(kept)))
@@ -80,8 +64,9 @@ many times smaller than all tensors of the node that later blocks read."""
 
 
 def _outer(ix: Indexed, view: ForwardGraph) -> list[list[tuple[int, int]]]:
-    """Return, for each node of the forward graph, the tensors that it writes and that an op outside of the node reads.
-    Each is a pair: the tensor, and the bit mask of the forward nodes that read it."""
+    """Return, for each node, its tensors that an op outside of the node reads, each with the bit mask of
+    forward nodes that read it.
+    """
     node = {o: v for v, members in enumerate(view.members) for o in members}
     outer: list[list[tuple[int, int]]] = []
     for v, members in enumerate(view.members):
@@ -99,21 +84,17 @@ def _kept_of_node(ix: Indexed, outer: list[tuple[int, int]], mask: int, lean: bo
 
 
 def lower(graph: TrainingGraph, partition: Partition) -> list[str]:
-    """Return the names of the ops in the order in which a partition of the forward half executes them: the forward half
-    block by block, then the backward half with recomputation.
-
-    The time is linear in the number of reads and writes, apart from sorting.
+    """Return the names of the ops that a partition runs, in order, recomputations included. Linear time
+    except for sorting.
     """
     ix = indexed(graph)
     return [ix.ops[o] for o in lower_to_positions(graph, partition)]
 
 
 def lower_to_positions(graph: TrainingGraph, partition: Partition, compiled: bool = True) -> Ints:
-    """Return the order in which a partition of the forward half executes ops, as positions in ``graph.ops``: the
-    forward half block by block, then the backward half with recomputation.
+    """Return the positions of the ops that a partition runs, in order, recomputations included.
 
-    ``compiled``: whether the loops are compiled with numba. If not, plain Python does the same more slowly, without
-    time for compilation.
+    ``compiled``: whether numba compiles the loops; plain Python does the same more slowly.
     """
     number = cached_on(graph, "numbers", lambda: _numbers(indexed(graph)))
     block = np.full(len(graph.ops), -1, dtype=np.int64)

@@ -1,5 +1,4 @@
-"""The compiled loop that computes the order of execution for a partition of the forward half into blocks. It is
-compiled because hundreds of partitions are compared. The method is explained in `lowering`."""
+"""The compiled loop of `lowering`, which explains the method; hundreds of partitions are compared."""
 
 from __future__ import annotations
 
@@ -11,12 +10,7 @@ from rematplan.planner.caches.numba_kernels import kernel
 
 @kernel
 def lowered(traffic: CSRGraph, block: Ints, blocks: int, kept: Flags) -> Ints:
-    """Return the order in which ops run if the forward half is divided into blocks, as positions in ``graph.ops``,
-    recomputations included.
-
-    The forward ops run block by block. Then the backward ops run. Just before each of them, the forward ops run again
-    that write the tensors which it needs and which are not resident.
-    """
+    """Return the positions of the ops that run for a division into blocks, in order, recomputations included."""
     ops = len(traffic.forward)
     resident = kept | traffic.wanted
     for o in range(ops):
@@ -31,6 +25,8 @@ def lowered(traffic: CSRGraph, block: Ints, blocks: int, kept: Flags) -> Ints:
         if traffic.forward[o]:
             runs[count] = o
             count += 1
+    # Just before a backward op, run those forward ops again whose results it needs and which are not
+    # resident.
     asked = np.full(ops, -1, dtype=np.int64)
     again = np.empty(ops, dtype=np.int64)
     for o in np.argsort(-stage, kind="mergesort"):
@@ -60,11 +56,9 @@ def _writes(traffic: CSRGraph, op: int) -> Ints:
 
 @kernel
 def _stages(traffic: CSRGraph, block: Ints, kept: Flags) -> Ints:
-    """Return the stage of each backward op. Backward ops run by falling stage.
+    """Return the stage of each backward op, the smallest block that it waits for; they run by falling stage.
 
-    The stage is the smallest of these numbers: the blocks that write the forward tensors which the op reads, without
-    tensors that are kept or are outputs; and the stages of the backward ops that it depends on. If there are none, it
-    is the largest stage of the ops that depend on it, which is the first of those stages to run.
+    An op that waits for no block has the largest stage of its dependents.
     """
     forward, producer = traffic.forward, traffic.producer
     free = len(forward)  # the stage of an op that waits for no block
@@ -99,11 +93,8 @@ def _stages(traffic: CSRGraph, block: Ints, kept: Flags) -> Ints:
 
 @kernel
 def _demand(traffic: CSRGraph, op: int, resident: Flags, asked: Ints, again: Ints) -> int:
-    """Write to ``again`` the forward ops that must run again before the backward op ``op``, in any order, and return
-    their number. These are the producers of tensors that are not ``resident`` and that ``op``, or another op in
-    ``again``, reads.
-
-    ``asked``: scratch space: for each forward op, the last backward op for which it was found.
+    """Write to ``again`` the forward ops to repeat before ``op``, in any order, and return their number.
+    ``asked`` is scratch space.
     """
     found, at = 0, op
     done = 0

@@ -1,9 +1,7 @@
-"""Prove lower bounds: of the overhead of all schedules within a budget, and of the peak of all schedules.
+"""Proven lower bounds of the overhead within a budget and of the peak, for any order, repeats and frees
+(docs/lower-bound.md).
 
-The bounds hold for any order of the ops, any number of executions of each op, and frees at any step. The overhead is
-bounded by integer programs for sets of *cuts*: ops at whose first execution the resident bytes must fit the budget. A
-bound is the solver's dual bound minus a margin for rounding errors. The cost of a solution is never used as a bound.
-The proofs are in docs/lower-bound.md.
+They come from *cuts*: ops at whose first execution the resident bytes must fit the budget.
 """
 
 from __future__ import annotations
@@ -48,13 +46,10 @@ VAST_PLACES = 8
 
 @dataclass(frozen=True, slots=True)
 class Bound:
-    """A proven lower bound of the overhead of all schedules within a budget.
-
-    ``overhead``: no schedule within the budget has a smaller overhead. It is infinite if it is proven that no
-    schedule is within the budget.
-    """
+    """A proven lower bound of the overhead of all schedules within a budget."""
 
     overhead: float
+    """Infinite if it is proven that no schedule is within the budget."""
 
     @property
     def unreachable(self) -> bool:
@@ -63,18 +58,8 @@ class Bound:
 
 
 class CutBounds:
-    """Proven lower bounds of the overhead at one budget. ``best`` is the best of them so far.
-
-    ``best`` begins with the overhead of the ops that every schedule must run, or with the bound known for this or a
-    larger budget. It is infinite if `min_peak_bound` exceeds the budget. Better bounds are proven by sets of *cuts*. A
-    cut at an op is the constraint that the bytes resident at the op's first execution fit the budget. For one cut,
-    a maximum flow proves the bound (`price`). For a set of cuts, an integer program or its relaxation proves it
-    (`solve`). The best bound for each budget is cached as long as the problem exists. A bound for one budget also holds
-    for smaller budgets. `stop` may be called from another thread.
-
-    ``rounded``: the order of execution (names of ops and inverses, repeats included) that the solution of the last
-    integer program describes; empty if it has none. ``nearest``: such an order for the last integer program that was
-    solved to the end and proved the best bound. Both orders may exceed the budget between cuts.
+    """Proven lower bounds of the overhead at one budget, the best of them in ``best``. They are cached with
+    the problem.
     """
 
     def __init__(self, graph: TrainingGraph, budget: int) -> None:
@@ -92,21 +77,20 @@ class CutBounds:
         self._proven: dict[int, float] = cached_on(graph, "bounds", dict)
         known = [floor for larger, floor in self._proven.items() if larger >= budget]
         least = math.inf if budget < min_peak_bound(graph).bytes else self._floor()
+        # A bound for one budget holds for smaller ones.
         self.best = Bound(max([least, *known]))
         self.loops = dict.fromkeys(pairs(graph, self.order))
+        # The runs of the last integer solution, and of the last one solved to the end that proved the best
+        # bound; empty if there is none. Both may exceed the budget between cuts.
         self.rounded: Sequence[str] = ()
         self.nearest: Sequence[str] = ()
         self._stopped = False
         self._solver = Solver()
 
     def price(self, cut: int) -> float:
-        """Compute, by a maximum flow, the lower bound of the overhead that a cut at a single op proves. Record the
-        bound and return it.
+        """Record and return the bound that one cut proves by a maximum flow; infinite if no schedule fits.
 
-        The bound is infinite if no schedule is within the budget. It is -1, which proves nothing, if the problem has
-        inverses, if no op has a cost, or if sums in the flow network would overflow.
-
-        ``cut``: the position in ``graph.ops`` of an op that every schedule runs.
+        It is -1, which proves nothing, with inverses, without costs, or if sums would overflow.
         """
         if not self.graph.base_cost or self.graph.inverses:
             return -1.0
@@ -115,11 +99,8 @@ class CutBounds:
         return found
 
     def _raise(self, overhead: float) -> None:
-        """Record a proven lower bound of the overhead, in ``best`` and in the problem's cache, if it is higher than
-        those known. It is first rounded up to an overhead that a sum of the ops' costs can have.
-
-        ``overhead``: infinite if no schedule is within the budget.
-        """
+        """Record a proven overhead in ``best`` and the cache if it is higher; infinite if no schedule fits."""
+        # First rounded up to an overhead that a sum of costs can have.
         floor = self._rounded_up(overhead) if math.isfinite(overhead) else overhead
         self.best = Bound(max(self.best.overhead, floor))
         self._proven[self.budget] = self.best.overhead
@@ -140,16 +121,13 @@ class CutBounds:
         return self._stopped
 
     def _floor(self) -> float:
-        """Return the overhead of running only the ops that every schedule must run, each once. It is 0 if these are all
-        ops of the problem that have a cost, else negative."""
+        """Return the overhead of the ops that every schedule must run, each once: at most 0."""
         needed = (op.cost for i, op in enumerate(self.graph.ops) if self.order.needed >> i & 1)
         return math.fsum(needed) / self.graph.base_cost - 1 if self.graph.base_cost else 0.0
 
     def solve(self, cuts: Sequence[int], effort: Effort, *, integer: bool) -> tuple[float, bool]:
-        """Solve the integer program of a set of cuts, or its linear relaxation, and record the bound that it proves.
-
-        An integer solution may contain *loops*: tensors that it computes only from each other, by ops and their
-        inverses. Loops that are found are excluded from later programs.
+        """Solve the integer program of the cuts, or its relaxation, and record its bound. Return it, and
+        whether more time proves nothing more.
         """
         tiny = int(TINY * (self.budget - self.graph.input_bytes)) if len(self.graph.ops) > LARGE else 0
         program = CutProgram(self.graph, self.order, cuts, self.budget, tiny, self.loops)
@@ -168,6 +146,7 @@ class CutBounds:
         self._raise(proven)
         if not integer or answer.values is None:
             return proven, answer.done
+        # Tensors that the solution computes from each other alone; later programs exclude them.
         loops = violated(program, answer.values) if self.graph.inverses else ()
         self.loops.update(dict.fromkeys(loops))
         self.rounded = rounded_runs(program, answer.values)
@@ -176,8 +155,7 @@ class CutBounds:
         return proven, answer.done and not loops
 
     def _rounded_up(self, overhead: float) -> float:
-        """Round a lower bound of the overhead up to the next overhead that a sum of the ops' costs can have. Return
-        it unchanged if `_quantum` found no common divisor of the costs."""
+        """Round an overhead up to the next that a sum of costs can have, if `_quantum` found a common divisor."""
         if not self.quantum:
             return overhead
         steps = math.ceil((overhead + 1) * self.graph.base_cost / self.quantum - 1e-3)
@@ -186,23 +164,21 @@ class CutBounds:
 
 @dataclass(frozen=True, slots=True)
 class PeakBound:
-    """A proven lower bound of the peak of all schedules of a problem.
-
-    ``bytes``: no schedule has a smaller peak. ``op``: the name of the op that, in addition to the inputs, needs so
-    many bytes for its reads, writes and workspace; None if the bound is the bytes of the inputs and outputs.
-    ``searched``: whether a search proved the bound, so that no single op is the reason.
-    """
+    """A proven lower bound of the peak of all schedules of a problem."""
 
     bytes: int
+    """No schedule has a smaller peak."""
     op: str | None
+    """The op whose reads, writes and workspace need so many bytes with the inputs; None if the outputs do, or
+    a search proved it.
+    """
     searched: bool = False
+    """Whether a search proved the bound."""
 
 
 def min_peak_bound(graph: TrainingGraph) -> PeakBound:
-    """Return a proven lower bound of the peak of all schedules of a problem.
-
-    An op needs its reads, its writes and its workspace while it runs. The bound is the bytes of the inputs plus the
-    larger of two numbers: the bytes of the outputs, and the largest need among the ops that every schedule must run.
+    """Return a proven lower bound of the peak: inputs plus the outputs or the largest op that must run, or a
+    recorded bound.
     """
     inputs = set(graph.inputs)
     outputs = sum(graph.size[t] for t in graph.outputs if t not in inputs)
@@ -229,11 +205,8 @@ def _recorded_peak(graph: TrainingGraph) -> dict[str, int]:
 
 
 def _quantum(graph: TrainingGraph) -> float:
-    """Return the greatest number of which the costs of all ops and inverses are multiples, in the unit of `Op.cost`.
-    Lower bounds can be rounded up to its multiples.
-
-    The result is 0 if the costs are not multiples of a thousandth, or if the number is too small to raise a bound
-    noticeably (below 1e-5 of the cost of running each op once).
+    """Return the greatest common divisor of all costs, to which bounds can be rounded up; 0 if there is none
+    in thousandths or it is too small to help.
     """
     thousandths = [round(op.cost * 1000) for op in graph.recipes]
     rounded = zip(graph.recipes, thousandths, strict=True)

@@ -1,19 +1,7 @@
-"""Choose a set of cuts: add one cut after another, so that the proven lower bound of the overhead rises quickly.
+"""Choose a set of cuts one by one, so that the proven lower bound of the overhead rises quickly.
 
-A *cut* at an op is the constraint that the bytes resident at the op's first execution fit the budget. The first cut
-is the one that alone proves most. Then the integer program of the cuts so far is solved, and its solution is
-converted to an order of execution. A further cut can raise the bound only at an op where this order exceeds the
-budget.
-
-A few such ops are ranked. At the top is an op that `cut_candidates` chose from the network's shape or, after a cut that
-did not raise the bound, the op where the excess is most prominent. The op at the top is tried, unless the linear
-relaxation proves clearly more with another of the few. A cut stays if it raises the bound of the integer program. If
-several cuts in a row do not raise it, the first of these cuts whose program was solved to the end is added anyway,
-because often only two cuts together raise the bound. docs/lower-bound.md has figures.
-
-A cut inside one of several parallel branches excludes cuts inside the other branches, because one cut must precede
-the other. Therefore, if time remains, a second set of cuts is grown from the same first cut, only with ops of the
-network's heaviest chain.
+The first cut proves the most alone. A further one can help where the program's solution, as an order of
+execution, exceeds the budget; it stays if it raises the bound. docs/lower-bound.md has figures.
 """
 
 from __future__ import annotations
@@ -51,14 +39,10 @@ differences between relaxations say nothing about the integer programs."""
 
 
 class Growth:
-    """Adds cuts to a set, to raise the lower bound of the overhead in ``search``. A *cut* at an op is the constraint
-    that the bytes resident at the op's first execution fit the budget.
-
-    ``effort``: what the growth may spend. ``enough``: the growth ends when it returns True. It is called repeatedly,
-    with the overhead that is proven so far.
-    """
+    """Adds cuts to a set, to raise the lower bound in ``search``."""
 
     def __init__(self, search: CutBounds, effort: Effort, enough: Callable[[float], bool]) -> None:
+        # ``enough``: with the overhead proven so far, whether the growth may end.
         self.search, self.effort, self.enough = search, effort, enough
         self._relaxed: dict[Cuts, float] = {}
         self._solved: dict[Cuts, tuple[float, Mapping[int, int]]] = {}
@@ -67,11 +51,10 @@ class Growth:
         }
 
     def run(self) -> None:
-        """Compute the bounds that a few cuts prove alone. Then add further cuts to the one with the highest bound,
-        until time is up, ``enough`` returns True, or there is nothing left to try. The bounds are recorded in
+        """Compute the bounds of single cuts, then add cuts to the best one. The bounds are recorded in
         ``search``.
 
-        No cuts are added if no op has a cost, or if the problem is very large (``search.vast``) and has no inverses.
+        No cuts are added without costs, or if ``search.vast`` holds and there are no inverses.
         """
         search = self.search
         alone = {cut: search.price(cut) for cut in search.starts if not self.over()}
@@ -83,22 +66,16 @@ class Growth:
         if alone:
             start = max(alone, key=lambda cut: alone[cut])
             everywhere, along_the_chain = range(len(search.graph.ops)), dict(search.chain)
+            # Cuts in one of several parallel branches exclude cuts in the others, so a second set grows along
+            # the chain alone.
             unsolved = [*self.grow((start,), everywhere), *self.grow((start,), along_the_chain)]
             for cuts in dict.fromkeys(reversed(unsolved)):
                 if not self.over():
                     self.solve(cuts)
 
     def grow(self, cuts: Cuts, among: Collection[int]) -> list[Cuts]:
-        """Add cuts at ops of ``among`` to the set ``cuts`` one by one, as long as this raises the proven lower bound of
-        the overhead. The bounds are recorded in ``search``; the enlarged set itself is not returned. Return the sets of
-        cuts whose integer programs were not solved to the end.
-
-        If the program of the set so far was not solved to the end, it gets more time before a further cut is tried. The
-        exception is a further cut with which the linear relaxation already proves more than the program of the set so
-        far. If `SIBLINGS` cuts in a row do not raise the bound, or no op is left to try, the first of these cuts whose
-        program was solved to the end is added anyway, because often only two cuts together raise the bound.
-
-        ``cuts``, ``among``: positions of ops in ``graph.ops``.
+        """Add cuts among ops ``among`` to ``cuts``, while the bound rises. Return the sets whose programs
+        were not solved to the end.
         """
         if self.over():
             return []
@@ -110,6 +87,7 @@ class Growth:
         failed = 0
         while not self.over():
             likely = self.likely(resident, tried, failed)
+            # Often two cuts raise the bound that neither raises alone.
             if idle and (failed >= SIBLINGS or not likely):
                 self.solve(idle)  # solved before; sets the resident bytes again
                 cuts, solved, resident = idle, True, self.resident(idle, among)
@@ -123,6 +101,8 @@ class Growth:
                 continue
             cut = self.most_lifting(cuts, likely)
             wider = self.wider(cuts, cut)
+            # More time for the program of the set so far, unless the relaxation with the further cut proves
+            # more.
             if not solved and self.relaxed(wider) <= proven:
                 more, solved = self.solve(cuts)
                 proven, resident = max(proven, more), self.resident(cuts, among)
@@ -139,13 +119,11 @@ class Growth:
         return unsolved
 
     def resident(self, cuts: Cuts, among: Collection[int]) -> Mapping[int, int]:
-        """Return, for each op of ``among`` at which a further cut is possible, the bytes resident at the op's first
-        execution. Ops are positions in ``graph.ops``.
-
-        The bytes are those in the order of execution that the last integer solution describes. Before there is a
-        solution, they are those in the order without recomputation, for the ops of ``search.places`` only. A further
-        cut is possible at an op that every schedule runs and that must precede or follow each op of ``cuts``.
+        """Return the bytes at the first run of ops of ``among`` that must run, and must precede or follow
+        each of ``cuts``.
         """
+        # In the last integer solution's order; before there is one, in that without recomputation, for
+        # `places` alone.
         return {
             op: self._resident[op]
             for op in in_line(self.search.order, cuts)
@@ -153,13 +131,10 @@ class Growth:
         }
 
     def likely(self, resident: Mapping[int, int], tried: Collection[int], failed: int) -> list[int]:
-        """Return the ops to try next as cuts, as positions in ``graph.ops``. At all of them the resident bytes exceed
-        the budget.
+        """Return untried ops over the budget to try as cuts: the `FEW` most prominent, and one of
+        ``search.places``, which is first if ``failed`` is 0.
 
-        They are the `FEW` ops where the excess is most prominent, and one op of ``search.places``, which were chosen
-        from the network's shape: the first of these that exceeds the budget and is not in ``tried``. That op comes
-        first if ``failed`` is 0, else last. If there is none of either kind, the result is the untried op with the most
-        resident bytes. The result is empty if no untried op exceeds the budget.
+        If there is none of either, the op with the most resident bytes.
         """
         over = [max(0, bytes_ - self.search.budget) for bytes_ in resident.values()]
         prominent = dict(zip(resident, prominence(over, over), strict=True)) if over else {}
@@ -170,10 +145,8 @@ class Growth:
         return list(dict.fromkeys(ranked)) or sorted(left, key=lambda op: -resident[op])[:1]
 
     def most_lifting(self, cuts: Cuts, likely: list[int]) -> int:
-        """Return the op of ``likely`` that is to be added to ``cuts``.
-
-        It is the op with which the linear relaxation proves the highest overhead, if that is clearly more (`CLEARLY`)
-        than with the first op of ``likely``, and more than with ``cuts`` alone. Else it is the first op of ``likely``.
+        """Return the op of ``likely`` to add: the one whose relaxation proves clearly the most (`CLEARLY`),
+        else the first.
         """
         value = self.relaxed(cuts)
         lifted = {cut: self.relaxed(self.wider(cuts, cut)) for cut in likely if not self.over()}
@@ -193,19 +166,17 @@ class Growth:
         return self._relaxed[cuts]
 
     def solve(self, cuts: Cuts) -> tuple[float, bool]:
-        """Solve the integer program of the set ``cuts``. Return the overhead that it proves, and whether more time
+        """Solve the integer program of ``cuts``. Return the overhead that it proves, and whether more time
         would prove nothing more.
 
-        The program gets as much effort as was spent on the growth before, at least `FIRST`, at most what is left. If a
-        solution contains loops (tensors computed only from each other), the program is solved again without them. The
-        bytes resident in the solution are recorded for `resident`. For a problem with too many ops for integer programs
-        (``search.vast``), the result is (-inf, True) at once.
+        If ``search.vast`` holds, return (-inf, True).
         """
         if self.search.vast:
             return -math.inf, True
         if cuts in self._solved:
             proven, self._resident = self._solved[cuts]
             return proven, True
+        # As much effort as was spent before, at least `FIRST`.
         effort = self.effort.part(max(self.effort.of(FIRST), self.effort.spent()))
         proven, solved, known = -math.inf, False, -1
         while known < len(self.search.loops) and not effort.over and not self.over():

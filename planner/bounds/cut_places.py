@@ -1,8 +1,7 @@
-"""Choose candidate ops for cuts: a chain of ops each of which must precede the next, and the ops of it with the most
+"""Choose candidate ops for cuts: a chain of ops that must precede one another, and its ops with the most
 prominent memory.
 
-A *cut* at an op is the constraint that the bytes resident at the op's first execution fit the budget. An op u *must
-precede* v if every valid schedule that runs v has run u before. Sets of ops are bit masks.
+Op u *must precede* v if each valid schedule that runs v has run u before.
 """
 
 from __future__ import annotations
@@ -22,18 +21,16 @@ peaks."""
 
 
 def heaviest_chain(graph: TrainingGraph, order: Precedence) -> list[tuple[int, int]]:
-    """Return the chain of ops with the most resident bytes in sum, as pairs (position in ``graph.ops``, bytes
-    resident while the op runs in the order without recomputation).
+    """Return the chain of ops, each of which must precede the next, with the most resident bytes in sum, as
+    pairs (position, bytes).
 
-    Each op of the chain must precede the next, because it writes a tensor that the next one reads and that no other
-    op or inverse writes. The chain ends with an op that every schedule runs. Such a chain follows the backbone of the
-    network through forward and backward. The result is empty if there is no op that every schedule runs. Longest
-    path, linear in the number of reads.
+    It ends with an op that must run; empty if there is none. Bytes are those without recomputation.
     """
     resident = _base_heights(graph)
     inputs = set(graph.inputs)
     total, previous = [0] * len(graph.ops), [-1] * len(graph.ops)
     for i, op in enumerate(graph.ops):
+        # What the op reads and nothing else writes. A longest path, linear in the number of reads.
         sources = [order.makers[t][0] for t in op.reads if t not in inputs and len(order.makers[t]) == 1]
         best = max(sources, key=lambda u: total[u], default=-1)
         total[i] = resident[i] + (total[best] if best >= 0 else 0)
@@ -48,8 +45,9 @@ def heaviest_chain(graph: TrainingGraph, order: Precedence) -> list[tuple[int, i
 
 
 def needed_line(graph: TrainingGraph, order: Precedence) -> list[tuple[int, int]]:
-    """Return all ops that every schedule must run, in the problem's order, as pairs (position in ``graph.ops``, bytes
-    resident while the op runs in the order without recomputation)."""
+    """Return the ops that every schedule must run, in order, as pairs (position, resident bytes without
+    recomputation).
+    """
     return [(i, resident) for i, resident in enumerate(_base_heights(graph)) if order.needed >> i & 1]
 
 
@@ -66,10 +64,8 @@ def _base_heights(graph: TrainingGraph) -> list[int]:
 
 
 def in_line(order: Precedence, cuts: Sequence[int]) -> list[int]:
-    """Return the positions in ``graph.ops`` of the ops that every schedule must run and that must precede or follow
-    each op of ``cuts``. Ascending; the ops of ``cuts`` are included.
-
-    ``order``: which op must precede which.
+    """Return the positions of the ops that must run, and must precede or follow each of ``cuts`` or be one of
+    them; ascending.
     """
     return [
         v
@@ -79,24 +75,14 @@ def in_line(order: Precedence, cuts: Sequence[int]) -> list[int]:
 
 
 def cut_candidates(graph: TrainingGraph, line: Sequence[tuple[int, int]], most: int) -> list[int]:
-    """Return ops to cut at, as positions in ``graph.ops``, the most promising first: at most ``most``, none if
+    """Return positions of at most ``most`` ops of ``line`` to cut at, the most promising first; none if
     ``line`` is empty.
-
-    The first op is the one with the most resident bytes. Then follow ops of the backward half where the resident
-    bytes, or the op's reads, writes and workspace, stand out from those of the ops before and after. Most such ops
-    are where the sizes of the network's tensors change. How far an op stands out is its `prominence`. Of equally
-    prominent ops the later comes first; of two adjacent ops only one is returned.
-
-    If the op with the most resident bytes is in the forward half, all ops after it are considered. If there is no
-    backward half, all ops are.
-
-    ``line``: the ops to choose from, as pairs (position in ``graph.ops``, resident bytes), such as `heaviest_chain`
-    returns.
     """
     if not line:
         return []
     peak = max(range(len(line)), key=lambda k: line[k][1])
     boundary = next((k for k, (i, _) in enumerate(line) if graph.ops[i].phase == "backward"), 0)
+    # Ops before both the op with the most bytes and the backward are not considered.
     first = min(peak, boundary)
     ops = [i for i, _ in line[first:]]
     resident = [bytes_ for _, bytes_ in line[first:]]
@@ -106,6 +92,8 @@ def cut_candidates(graph: TrainingGraph, line: Sequence[tuple[int, int]], most: 
         sorted((k for k in range(len(ops)) if prominent[k] > 0), key=lambda k: (-prominent[k], -k))
         for prominent in (prominence(own, resident), prominence(resident, own))
     ]
+    # The op with the most resident bytes, then the most prominent ones, no two of them adjacent. Of equally
+    # prominent ops the later comes first.
     picked = [peak - first]
     for k in (k for pair in zip_longest(*ranks) for k in pair if k is not None):
         if len(picked) < most and all(abs(k - other) > 1 for other in picked):
@@ -114,12 +102,10 @@ def cut_candidates(graph: TrainingGraph, line: Sequence[tuple[int, int]], most: 
 
 
 def prominence(height: Sequence[int], second: Sequence[int]) -> list[int]:
-    """Return the prominence of each entry of ``height``, as for mountains: how far one must at least descend from it
-    to reach a higher entry. For the highest entry, it is its height.
+    """Return how far one must descend from each entry to reach a higher one, in steps of 1/`LEVELS` of the
+    largest; for the highest, its height.
 
-    Heights are rounded down to steps of about 1/`LEVELS` of the largest, and the result counts these steps. ``second``:
-    decides which of two entries of equal height counts as higher: the one with the larger value in ``second``, or the
-    earlier entry if these values are equal, too.
+    ``second`` decides between equal heights, then the earlier entry counts as higher.
     """
     unit = 1 + max(height) // LEVELS
     height = [h // unit for h in height]
@@ -129,10 +115,8 @@ def prominence(height: Sequence[int], second: Sequence[int]) -> list[int]:
 
 
 def _saddles(height: Sequence[int], keys: Sequence[tuple[int, int, int]]) -> list[int]:
-    """Return, for each entry, the lowest height between it and the nearest higher entry to its left; 0 if there is no
-    higher entry to the left.
-
-    ``keys``: decides which of two entries is higher.
+    """Return, for each entry, the lowest height between it and the nearest higher entry to its left by
+    ``keys``; 0 if there is none.
     """
     saddles: list[int] = []
     open_: list[tuple[int, int]] = []  # higher entry, lowest height since the higher one before

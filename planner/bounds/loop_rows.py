@@ -1,13 +1,8 @@
-"""Find loops in solutions of the multi-cut integer program: sets of tensors that a solution computes only from each
-other.
+"""Find loops in integer solutions: tensors computed from each other alone, which inverses make possible (Lin,
+Zhao 2004).
 
-The program (`multi_cut_program`) states what runs between two cuts, but not in which order. An inverse computes an
-op's input from its output, and the op computes the output from the input. So a solution could run both between two
-cuts although neither tensor is there to start from. Rows of the program exclude this for a set of tensors: one of
-them must be resident at the first of the two cuts, or be written by an op or inverse that reads none of them.
-
-Source: loop formulas of logic programs (Lin, Zhao 2004). Sets of two tensors are excluded from the start, larger sets
-after a solution contains them.
+The program says what runs between two cuts, but not in which order. Rows that exclude pairs exist from the
+start, others after they occur.
 """
 
 from __future__ import annotations
@@ -24,11 +19,7 @@ from rematplan.planner.ilp.sparse_rows import is_set
 
 
 def pairs(graph: TrainingGraph, order: Precedence) -> list[Loop]:
-    """Return the pairs of tensors that can be computed from each other: one is read by an inverse that writes the
-    other, and written by an op or inverse that reads the other. The pairs are sorted.
-
-    ``order``: which ops and inverses write each tensor.
-    """
+    """Return the sorted pairs of tensors that can be computed from each other, by an inverse and an op or inverse."""
     found = {
         (min(t, source), max(t, source))
         for inverse in graph.inverses
@@ -40,20 +31,16 @@ def pairs(graph: TrainingGraph, order: Precedence) -> list[Loop]:
 
 
 def violated(program: CutProgram, values: Sequence[float]) -> list[Loop]:
-    """Return the loops in a solution of the multi-cut integer program: sets of tensors that the solution computes
-    only from each other between two consecutive cuts. Each set is as small as possible. The sets are sorted.
+    """Return the sorted loops of a solution: smallest sets of tensors computed from each other alone between
+    two cuts.
 
-    ``values``: the value of each variable in the solution, by the variable's number.
+    ``values``: by number of the variable.
     """
     return sorted(set(chain.from_iterable(_unfounded(program, values, i) for i in range(program.last + 1))))
 
 
 def _unfounded(program: CutProgram, values: Sequence[float], i: int) -> Iterator[Loop]:
-    """Yield the sets of tensors that a solution computes only from each other in the interval ``i`` between two cuts.
-    Each set is a sorted tuple of names.
-
-    ``values``: the value of each variable in the solution, by the variable's number.
-    """
+    """Yield the loops of a solution in interval ``i`` between two cuts, as sorted tuples of names."""
     recipes = program.order.recipes
     there = {t for t in program.tracked if is_set(values, program.h[t, i])}
     tracked = set(program.tracked)

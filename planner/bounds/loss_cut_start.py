@@ -1,14 +1,8 @@
-"""Make a start for the annealer from a minimum cut at the loss: it says which tensors stay resident between forward
-and backward, and which forward ops run again.
+"""A start for the annealer from a minimum cut at the loss, which says what stays resident and which forward
+ops run again.
 
-Each byte that is resident between forward and backward is assigned a cost, its *price*. The minimum cut (`max_flow`)
-at this price says which forward ops run again. In the schedule, the backward half runs in the order without
-recomputation, and what an op needs is recomputed just before it. The price is raised until the schedule fits the
-budget.
-
-On chains of blocks, such as a transformer, the overhead of the result is within hundredths of a percent of the lower
-bound. If a single op needs everything recomputed early, the price must be high, and block plans or annealing are
-better. Complexity: a few dozen maximum flows and schedules.
+The price of a resident byte is raised until the schedule fits. On chains of blocks the result was within
+hundredths of a percent of the lower bound; an op that needs all recomputed early favours block plans.
 """
 
 from __future__ import annotations
@@ -35,12 +29,10 @@ CLOSE = 1.00002  # prices within this factor count as equal
 def cut_start(
     graph: TrainingGraph, order: Precedence, cut: int, budget: int, effort: Effort | None = None
 ) -> list[str] | None:
-    """Return the cheapest order of execution (names of ops, repeats included) within ``budget`` bytes that is found
-    by minimum cuts between forward and backward; None if none is within the budget.
+    """Return the cheapest order of execution within ``budget`` bytes that minimum cuts at several prices
+    find; None if none fits.
 
-    Each byte that is resident between forward and backward is assigned a cost, its *price*. The minimum cut at this
-    price says which forward ops run again. Prices are tried until the lowest is found whose schedule fits the budget.
-    This works for problems with a backward half and without inverses.
+    For problems with a backward half and without inverses.
     """
     network = CutNetwork(graph, order, cut, SLOPE)
     unit = graph.base_cost / max(1, budget - graph.input_bytes)
@@ -66,15 +58,14 @@ def cut_start(
 
 
 def _lower(graph: TrainingGraph, cut: int, again: Sequence[int]) -> Ints:
-    """Return the order of execution (positions in ``graph.ops``) that frees the results of the ops ``again`` between
-    forward and backward, and recomputes them when backward ops need them.
-
-    Results that the op ``cut`` reads, and results of ops that may run only once, are not freed.
+    """Return the positions of the runs that free the results of the ops ``again`` after the forward and
+    recompute them when needed.
     """
     traffic = traffic_of(graph)
     kept = np.ones(len(graph.tensors), dtype=np.bool_)
     for o in again:
         kept[traffic.writes[traffic.writes_at[o] : traffic.writes_at[o + 1]]] = False
+    # What the cut's op reads, and what may be computed once, stays.
     kept[traffic.reads[traffic.reads_at[cut] : traffic.reads_at[cut + 1]]] = True
     one_block = np.where(traffic.forward, 0, -1)  # the first of two; the results of the last stay resident
     return lowered(traffic, one_block, 2, kept | kept_always(graph))

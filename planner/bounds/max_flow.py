@@ -1,18 +1,15 @@
-"""A lower bound of the overhead from one cut, computed by maximum flows within milliseconds. The proof is in
+"""A lower bound of the overhead from one cut, by maximum flows within milliseconds; proof in
 docs/lower-bound.md.
 
-Take the integer program of `multi_cut_program` with one cut, at op b. Replace its memory row by a price λ ≥ 0 for
-each byte that is resident just before b's first execution (a Lagrangian relaxation):
+The memory row of `multi_cut_program` for one cut at op b becomes a price λ ≥ 0 per byte resident before b
+(Lagrangian relaxation):
 
     L(λ) = Σ c_v − λ·R + min over y of Σ c_v y_v + λ Σ m_t h_t
     h_t = 1 if an op that reads t has y = 1 and the op that writes t has y = 0
 
-R: the budget minus the bytes of the inputs and of b's reads, writes and workspace. c_v: the cost of op v. m_t: the
-bytes of tensor t. y_v = 1: v runs after b's first execution. If v must precede b, it then runs again, which costs
-c_v. If v need not precede b, y_v = 1 costs nothing. If v cannot run before b, y_v is 1.
-
-For each λ the minimum is a minimum cut of a network. A maximum flow finds it, in milliseconds for ten thousand ops. L
-is concave and piecewise linear, and its maximum equals the optimum of the program's linear relaxation.
+R: the budget without the inputs and b's working set. y_v = 1: op v of cost c_v runs after b, again if it must
+precede b, else free of cost; tensor t has m_t bytes. For each λ the minimum is a minimum cut. The maximum of
+L equals the optimum of the linear relaxation.
 """
 
 from __future__ import annotations
@@ -57,28 +54,22 @@ def least_cut(tails: Ints32, heads: Ints32, capacity: Ints) -> int:
 
 @dataclass(frozen=True)
 class Minimum:
-    """A minimum cut of the flow network of one cut op, at a price λ for each byte that is resident just before the
-    cut op's first execution.
-
-    ``floor``: a lower bound, for all schedules, of the cost plus λ times these bytes, proven only if the network's
-    ``slope`` is 0 (see `CutNetwork`). ``cost``, ``resident``: the cost (in the unit of `Op.cost`) and these bytes for
-    the schedules that the minimum cut describes. The inputs and what the cut op reads are not counted.
-    """
+    """A minimum cut of the network of one cut op, at a price λ for each byte resident before it."""
 
     floor: float
+    """A lower bound for all schedules of cost plus λ times these bytes, if the network's ``slope`` is 0."""
     cost: float
+    """Of the described schedules, in the unit of `Op.cost`."""
     resident: float
+    """Their resident bytes before the cut op, without inputs and what it reads."""
     again: tuple[int, ...]
     """The positions in ``graph.ops`` of the ops that run after the cut op although they can run before it. Those of
     them that must precede the cut op run both before and after it."""
 
 
 def flow_bound(graph: TrainingGraph, order: Precedence, cut: int, budget: int) -> float:
-    """Return the lower bound of the overhead that a cut at a single op proves: the bytes resident at the op's first
-    execution must fit the budget. It is infinite if it is proven that no schedule is within the budget.
-
-    Only for problems without inverses. The result is -1, which proves nothing, if sums in the flow network would
-    overflow.
+    """Return the bound of the overhead that one cut proves, without inverses; infinite if no schedule fits,
+    -1 if sums would overflow.
     """
     room = budget - graph.input_bytes - working_sets(graph)[cut]
     if room < 0:
@@ -105,19 +96,15 @@ def flow_bound(graph: TrainingGraph, order: Precedence, cut: int, budget: int) -
 
 
 class CutNetwork:
-    """The flow network of one cut op. Its minimum cut says which ops run after the cut op's first execution, and so
-    which tensors are resident just before it.
-
-    Node 0, the source, represents the ops that cannot run before the cut op. Node 1 is the sink. Every other op that
-    must run has a node, on the source's side if it runs after the cut op. Each tensor that may be resident at the cut
-    op has a node.
-
-    ``slope``: the cost of each op is multiplied by a factor that rises linearly, from 1 for the first op of the problem
-    to about 1 + ``slope`` for the last. Without a slope, equal blocks would all be recomputed from the same price on.
-    With a slope, they are recomputed one after another as the price rises. It must be 0 for a proven bound.
+    """The flow network of one cut op. Its minimum cut says which ops run after it, and so which tensors are
+    resident before.
     """
 
     def __init__(self, graph: TrainingGraph, order: Precedence, cut: int, slope: float = 0.0) -> None:
+        # Node 0 is the source: the ops that cannot run before the cut op. Node 1 is the sink. Other ops are
+        # on the source's side if they run after it. With a ``slope``, costs rise from the first op to the
+        # last, so that equal blocks are recomputed one after another as the price rises; a proven bound needs
+        # 0.
         self.scale = min(SCALE / graph.base_cost, MAX_SCALE)
         needed = [v for v in range(len(graph.ops)) if order.needed >> v & 1]
         self.constant = math.fsum(graph.ops[v].cost for v in needed)
@@ -140,12 +127,9 @@ class CutNetwork:
     def _lay(
         self, graph: TrainingGraph, side: dict[int, int], resident: set[str], priced: list[float]
     ) -> None:
-        """Create the arcs of the flow network, as arrays of their ends, costs and bytes.
-
-        There is an arc from each op's node to the sink, with the cost of running the op after the cut op. There is
-        one from each op to each tensor that it reads, with infinite capacity. There is one from each tensor to the op
-        that writes it, with the tensor's bytes.
-        """
+        """Create the arcs of the network, as arrays of their ends, costs and bytes."""
+        # From op to sink: the cost of running it after the cut op. From op to tensor read: infinite (bytes
+        # -1). From tensor to its writer: its bytes.
         inputs = set(graph.inputs)
         holders: dict[str, int] = {}
         tails, heads, sizes = [], [], []
@@ -169,14 +153,16 @@ class CutNetwork:
         self.bytes = np.array([*[0] * count, *sizes], dtype=np.int64)
 
     def minimum(self, price: float) -> Minimum | None:
-        """Return the minimum cut if each resident byte costs ``price``, in the unit of `Op.cost` per byte. None if
-        the sum of the capacities would overflow."""
+        """Return the minimum cut if a resident byte costs ``price`` (`Op.cost` per byte); None if capacities
+        would overflow.
+        """
         capacity = (self.cost + price * np.maximum(self.bytes, 0)) * self.scale
         return self._cut(capacity, uncut=float(np.floor(self.cost * self.scale).sum()) + 1, scale=self.scale)
 
     def fewest_bytes(self) -> Minimum | None:
-        """Return the minimum cut with the fewest resident bytes, whatever the cost of recomputation. Its ``floor`` is
-        meaningless. None if the sum of the bytes would overflow."""
+        """Return the minimum cut with the fewest resident bytes at any cost, with a meaningless ``floor``;
+        None if bytes would overflow.
+        """
         capacity = np.maximum(self.bytes, 0).astype(np.float64)
         return self._cut(capacity, uncut=float(capacity.sum()) + 1, scale=1.0)
 

@@ -1,13 +1,12 @@
-"""The multi-cut integer program. Its optimum is a lower bound of the cost of all schedules within a budget B. The
-proof is in docs/lower-bound.md.
+"""The multi-cut integer program, whose optimum bounds the cost of all schedules within a budget B from below;
+proof in docs/lower-bound.md.
 
-The cuts b₁ … b_K are ops, each of which must precede the next; τᵢ is the step of bᵢ's first execution. Interval i is
-the steps from τᵢ (from the start, for i = 0) to just before τᵢ₊₁ (to the end, for i = K). Here v and u are ops or
-inverses with costs c, t is a tensor of m_t bytes, and L is a set of tensors. All variables are 0 or 1:
+Each of the cuts b₁ … b_K must precede the next; τᵢ is bᵢ's first execution, interval i from τᵢ to just before
+τᵢ₊₁. v, u are ops or inverses of cost c, t is a tensor of m_t bytes, L a set of tensors. All variables are 0
+or 1:
 
     x[v,i] = v runs in interval i
     h[t,i] = t is resident just before τᵢ (at the end, for i = K + 1)
-
     min Σ c_v x[v,i]
     (read)    x[v,i] ≤ h[t,i] + Σ_{u writes t} x[u,i]          t read by v
     (hold)    h[t,i+1] ≤ h[t,i] + Σ_{u writes t} x[u,i]
@@ -17,7 +16,7 @@ inverses with costs c, t is a tensor of m_t bytes, and L is a set of tensors. Al
     (loop)    x[v,i] ≤ Σ_{t in L} h[t,i] + Σ_{u writes into L, reads none of it} x[u,i]    v reads and writes into L
     (memory)  Σ_{t not written by bᵢ} m_t h[t,i] ≤ B − inputs − writes and workspace of bᵢ;  h[t,i] = 1 for t read by bᵢ
 
-The rows (loop) exclude that the tensors of L are computed only from each other, by ops and their inverses.
+(loop) excludes that tensors of L are computed from each other alone.
 """
 
 from __future__ import annotations
@@ -38,21 +37,8 @@ thousandths of this unit."""
 
 
 class CutProgram:
-    """The multi-cut integer program of one set of cuts. Its optimum is a lower bound of the cost of all schedules
-    within a budget. A *cut* at an op is the constraint that the bytes resident at the op's first execution fit the
-    budget.
-
-    ``rows``: the program, with costs in `COST_UNIT`. ``x[v, i]``: the number of the variable that says whether op or
-    inverse v runs in interval i between cuts. ``h[t, i]``: that of the variable that says whether tensor t is
-    resident just before cut i. A number is `ZERO` or `ONE` where the value is known.
-
-    Args:
-        graph: the problem.
-        order: which op must precede which.
-        cuts: positions in ``graph.ops`` of the ops to cut at. Each must precede the next in every schedule.
-        budget: bytes.
-        tiny: tensors of at most so many bytes are assumed to be always resident, which can only lower the optimum.
-        loops: sets of tensors; for each set a row says that these tensors cannot be computed only from each other.
+    """The multi-cut integer program of the ops ``cuts``, each of which must precede the next, within
+    ``budget`` bytes.
     """
 
     def __init__(
@@ -70,11 +56,14 @@ class CutProgram:
         self.room = budget - graph.input_bytes
         self.last = len(cuts)
         inputs = set(graph.inputs)
+        # Tensors of at most ``tiny`` bytes count as always resident, which can only lower the optimum.
         self.free = {t for t in order.makers if graph.size[t] <= tiny}
         self.tracked = [t for t in order.makers if t not in self.free and t not in inputs]
         self.rows = Rows()
         self.earliest = [self._earliest(v) for v in range(len(order.recipes))]
         self.deadline = [self._deadline(v) for v in range(len(order.recipes))]
+        # The variables of «v runs in interval i» and «t is resident just before cut i»; `ZERO` or `ONE` if
+        # known.
         self.x: dict[tuple[int, int], int] = {}
         self.h: dict[tuple[str, int], int] = {}
         self._make_variables()
@@ -83,13 +72,11 @@ class CutProgram:
         self._write_suffix_rows()
 
     def _earliest(self, v: int) -> int:
-        """Return the number of the first interval between cuts (0 to K, for K cuts) in which the op or inverse ``v``
-        can run: the one after the last cut that must precede it."""
+        """Return the first interval (0 to K) in which ``v`` can run: after the last cut that must precede it."""
         return max((j + 1 for j, b in enumerate(self.cuts) if self.order.before[v] >> b & 1), default=0)
 
     def _deadline(self, v: int) -> int:
-        """Return the number of the first interval between cuts at whose start the op or inverse ``v`` must have run.
-        For K cuts, K + 1 means that it must have run by the end, K + 2 that it need not run."""
+        """Return the first interval at whose start ``v`` must have run; K + 1: by the end, K + 2: it need not run."""
         for j, b in enumerate(self.cuts):
             if b != v and self.order.before[b] >> v & 1:
                 return j + 1
@@ -144,26 +131,20 @@ class CutProgram:
             self._memory(i)
 
     def _support(self, loop: Loop, i: int, runs: Mapping[tuple[int, int], int]) -> None:
-        """Add rows that exclude a loop, a set of tensors computed only from each other, in the interval ``i`` between
-        two cuts.
-
-        An op or inverse that both reads and writes tensors of the loop may run only if one of these tensors is
-        resident at the interval's start, or is written by an op or inverse that reads none of them. ``runs``: for
-        each op or inverse and interval, the number of the variable that says whether it runs.
+        """Add rows that exclude a loop in interval ``i``. ``runs``: the variable of each op or inverse and
+        interval.
         """
         makers = {u for t in loop for u in self.order.makers[t]}
         inner = {u for u in makers if not set(loop).isdisjoint(self.order.recipes[u].reads)}
         sources = [(self.h[t, i], 1.0) for t in loop] + [(runs[u, i], 1.0) for u in sorted(makers - inner)]
+        # To run, one of the loop's tensors must be resident, or written by what reads none of them.
         for v in sorted(inner):
             self._row([*sources, (runs[v, i], -1.0)], 0.0)
 
     def _write_suffix_rows(self) -> None:
-        """Add variables y[v,i] = «v runs in interval i or later», and rows for them like those for x[v,i].
-
-        They change nothing for integers, but they raise the bound of the linear relaxation. Without them a tensor
-        that is half resident at a cut could serve half an execution in each of several intervals, so that more cuts
-        would make the relaxation much weaker.
-        """
+        """Add variables y[v,i] = «v runs in interval i or later», and rows like those of x[v,i]."""
+        # They strengthen the linear relaxation: else a half-resident tensor serves half an execution in each
+        # interval.
         y = {(v, self.last): self.x[v, self.last] for v in range(len(self.order.recipes))}
         for i in range(self.last - 1, 0, -1):
             for v in range(len(self.order.recipes)):
@@ -209,10 +190,8 @@ class CutProgram:
         self._row([(j, m / scale) for j, m in resident], -room / scale)
 
     def _row(self, terms: list[Term], floor: float) -> None:
-        """Add the row Σ factor · variable ≥ ``floor``, with the values of known variables inserted. A row that always
-        holds is left out; one that cannot hold marks the program as impossible.
-
-        ``terms``: pairs (variable, factor).
+        """Add the row Σ factor · variable ≥ ``floor`` if it can fail. A row that cannot hold marks the
+        program as impossible.
         """
         open_terms = [(j, a) for j, a in terms if j >= 0]
         floor -= sum(a for j, a in terms if j == ONE)

@@ -14,12 +14,11 @@ _kept: dict[int, dict[Hashable, object]] = {}
 
 
 def cached_on(graph: TrainingGraph, key: Hashable, work: Callable[[], Value]) -> Value:
-    """Return the result of ``work()``, computed once for this graph object and ``key``, and kept as long as the
-    graph exists.
+    """Return ``work()``, computed once for this graph object and ``key`` and kept while the graph exists.
 
-    The cache compares graphs by identity, because hashing thousands of ops would take longer than most results. The
-    result must not reference the graph, or neither would ever be freed.
+    The result must not reference the graph, or neither is ever freed.
     """
+    # By identity: hashing thousands of ops would take longer than most results.
     row = _kept.get(id(graph))
     if row is None:
         row = _kept[id(graph)] = {}

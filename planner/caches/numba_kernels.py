@@ -22,39 +22,31 @@ Loop = TypeVar("Loop", bound=Callable[..., object])
 
 
 def kernel(loop: Loop) -> Loop:
-    """Have numba compile the function ``loop`` at its first call with each combination of argument types. Machine
-    code is cached on disk.
-
-    If no folder for the cache is writable, the function is compiled again in each process.
+    """Have numba compile ``loop`` at its first call with each combination of types. Machine code is cached on
+    disk if a folder is writable.
     """
     return compiled(loop)
 
 
 def inner(loop: Loop) -> Loop:
-    """Have numba compile the function ``loop``, which only other compiled functions call and which neither creates
-    nor returns arrays.
-
-    No wrappers for calls from Python are compiled: for a short function, compiling them takes longer than compiling
-    the function itself. References to the arguments are not counted.
+    """Have numba compile ``loop``, which other compiled functions call, and which neither creates nor returns
+    arrays.
     """
+    # Wrappers for calls from Python would take longer to compile than a short function.
     return borrowing(loop, no_cpython_wrapper=True, no_cfunc_wrapper=True)
 
 
 def borrowing(loop: Loop, **options: bool) -> Loop:
-    """Have numba compile the function ``loop``, which neither creates nor returns arrays, without counting references
-    to its arguments. Counting references took more than half of the annealer's time.
-
-    ``options``: options of numba, such as ``nogil`` (other Python threads may run meanwhile).
+    """Have numba compile ``loop``, which neither creates nor returns arrays, without counting references to
+    its arguments.
     """
+    # Counting took more than half of the annealer's time.
     return compiled(loop, **UNCOUNTED, **options)
 
 
 def compiled(loop: Loop, **options: bool) -> Loop:
-    """Have numba compile the function ``loop`` at its first call with each combination of argument types. Machine
-    code is cached on disk.
-
-    ``options``: options of numba, such as ``fastmath`` (sums may be reordered) or ``nogil`` (other Python threads may
-    run meanwhile).
+    """Have numba compile ``loop`` with ``options`` at its first call with each combination of types; cached
+    on disk if possible.
     """
     made = cast(Any, numba.njit)(**options)(loop)  # numba's type hints list only some of its options
     with suppress(RuntimeError):  # numba found no folder for its cache
@@ -88,25 +80,20 @@ def _sources() -> str:
 
 
 class _Locator(caching.UserWideCacheLocator):
-    """Tells numba where to cache machine code: in the user's cache folder of rematplan, in a folder named by the
-    version of numba and a hash of all files with compiled functions.
-
-    Installations with the same compiled functions share this folder. numba by default checks only the file of a
-    function for changes. But machine code also contains the compiled functions that it calls, so all files with
-    compiled functions are checked here. Code for different processors can be in one folder, because numba's index
-    file records the processor.
+    """Tells numba to cache machine code in rematplan's folder, by numba's version and a hash of all files
+    with compiled functions.
     """
 
     def __init__(self, py_func: Any, py_file: str) -> None:
         super().__init__(py_func, py_file)  # type: ignore[no-untyped-call]
+        # Machine code contains the functions that it calls, so all these files count; numba checks the
+        # function's file alone.
         self._cache_path = str(cache_folder() / "kernels" / f"numba-{numba.__version__}-{_sources()[:16]}")
 
     def ensure_cache_path(self) -> None:
-        """Create the folder, and raise an `OSError` if it is of no use: neither writable nor with machine code to read.
-
-        numba itself refuses every folder that is not writable, so that code which was compiled when a container image
-        was made, or by another user, would be compiled again in each process.
-        """
+        """Create the folder; OSError if it is neither writable nor has machine code to read."""
+        # numba refuses folders that are not writable, such as one from a container image, and would compile
+        # in each process.
         if next(Path(self._cache_path).glob("*.nbi"), None) is None:
             super().ensure_cache_path()  # type: ignore[no-untyped-call]
 
@@ -128,8 +115,9 @@ class _Implementation(caching.CompileResultCacheImpl):
 
 
 class _Cache(caching.FunctionCache):
-    """The cache of the machine code of one function. If a file is damaged or cannot be written, the function is
-    compiled again and no error is raised."""
+    """The cache of one function's machine code. If a file is damaged or cannot be written, the function is
+    compiled again.
+    """
 
     _impl_class = _Implementation
 
@@ -157,16 +145,13 @@ def _make_readable(made: Any) -> None:
 
 
 def _readable(load: Callable[[], dict[Any, Any]], file: Path) -> dict[Any, Any]:
-    """Load an index file of cached machine code. Return an empty index if the file is damaged, or if it names a type
-    that has since been renamed or moved.
-
-    numba itself would raise an error for such a type, because it compares source stamps only after loading the types.
-
-    ``load``: numba's function that loads the index.
+    """Load an index file of machine code with ``load``; empty if it is damaged, or names a type that was
+    renamed or moved.
     """
     try:
         return load()
     except (AttributeError, ImportError):
+        # numba would raise: it compares source stamps after it loads the types.
         return {}
     except Exception as error:  # pickle raises almost anything
         report_damage(file, repr(error))
@@ -174,7 +159,8 @@ def _readable(load: Callable[[], dict[Any, Any]], file: Path) -> dict[Any, Any]:
 
 
 def _widen(made: Any) -> None:
-    """Let calls of a compiled function with a constant argument use the machine code for any number; numba would
-    compile the function again for each constant. ``made``: the compiled function."""
+    """Let calls of a compiled function with constants use its code for any number; numba would compile each
+    constant.
+    """
     template = made.get_call_template
     made.get_call_template = lambda args, kws: template(tuple(map(numba.types.unliteral, args)), kws)

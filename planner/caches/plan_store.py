@@ -1,10 +1,8 @@
-"""Store plans: those made in this process in memory, those that searches found also on disk.
+"""Plans made in this process, in memory, and plans that searches found, also on disk, in one file per
+problem.
 
-A file on disk contains the plans of one problem as sequences of runs, which are simulated again when they are read.
-It also records each search: its budget, the lower bound of the overhead that it proved, and its seconds. The file is
-named by a hash of the whole problem, sizes and costs included. So a plan for a smaller budget can be used for a
-larger one in a later process, and no search is repeated. If a file is old or damaged, it counts as empty, and a
-search is made. The folder is ``plans`` in `ir.cache_folder`.
+A file has sequences of runs, simulated when read, and searches (budget, bound, seconds), so that none is
+repeated. An old or damaged file counts as empty.
 """
 
 from __future__ import annotations
@@ -50,18 +48,10 @@ Key: TypeAlias = tuple[object, ...]
 
 
 class PlanStore:
-    """Plans for any number of problems, all made by one strategy with the same options. They are stored in memory
-    and, for later processes, on disk.
-
-    The store does not call the strategy; callers pass stored plans to searches as starts. A copy or pickle of the
-    store contains only what is in memory.
-
-    ``fixed``: budgets in bytes, for budgets that are stated relative to a problem (such as ``50%``). Each is computed
-    at the first plan and used for all later ones. Keys contain the stated text and what else the first plan depends
-    on.
-    """
+    """Plans by problem and budget, in memory and on disk. Copies and pickles contain what is in memory."""
 
     def __init__(self) -> None:
+        # Bytes of budgets that were stated relative to a problem (such as 50%), from its first plan on.
         self.fixed: dict[tuple[str, ...], int] = {}
         self._made: dict[Key, tuple[tuple[float, ...], Plan]] = {}
         self._refused: dict[Key, list[tuple[InfeasibleBudget, float]]] = {}
@@ -73,10 +63,8 @@ class PlanStore:
         return bool(self._made)
 
     def get(self, problem: TrainingGraph, budget: int | str) -> Plan | None:
-        """Return the plan in memory that was stored for this problem and budget; None if there is none.
-
-        If the stored problem differs in the costs of its ops, the plan is returned with its cost computed for the new
-        costs and without a lower bound, because the bound is valid for the old costs only.
+        """Return the plan in memory for this problem and budget, or None. If costs changed, it has the new
+        cost and no lower bound.
         """
         costs, plan = self._made.get(_key(problem, budget), ((), None))
         if plan is None or costs == _costs(problem):
@@ -105,10 +93,8 @@ class PlanStore:
             self.keep(problem, plan, seconds)
 
     def refuse(self, problem: TrainingGraph, error: InfeasibleBudget, seconds: float) -> None:
-        """Record in memory that no plan was found for a problem within the budget that the error states, and the plans
-        that the error names.
-
-        ``seconds``: the time limit of the search that failed; 0 for a strategy without time limit.
+        """Record in memory that no plan was found within the error's budget; ``seconds``: the search's time
+        limit, 0 without.
         """
         key = _key(problem, REFUSED)
         self._refused[key] = [*self._refused.pop(key, ()), (error, seconds)][-NEAREST:]
@@ -118,12 +104,8 @@ class PlanStore:
             self.family(problem).add(problem, plan)
 
     def refusal(self, problem: TrainingGraph, budget: int, seconds: float) -> InfeasibleBudget | None:
-        """Return the error to raise instead of a search, if an earlier search or proof shows that ``budget`` is too
-        small; otherwise None.
-
-        This is so if the same budget or a larger one was refused before: by a proof, by a strategy that does not
-        search, or after a search with at least 0.9 of this time limit. If the earlier search was shorter, None is
-        returned, so that the longer search is made.
+        """Return the error to raise if an at least equal budget was refused by a proof or a search of about
+        this length; else None.
         """
         for known, spent in reversed(self._refused.get(_key(problem, REFUSED), ())):
             if budget <= known.budget and (known.known != "searched" or spent >= AS_LONG * seconds):
@@ -131,8 +113,9 @@ class PlanStore:
         return None
 
     def family(self, problem: TrainingGraph) -> PlanFamily:
-        """Return the family of plans for a problem's structure: plans of all problems with the same ops and tensors,
-        whatever their sizes. It is created if the store has none."""
+        """Return the family of plans of problems with the same ops and tensors, whatever their sizes; a new
+        one if there is none.
+        """
         family = self._families.pop(problem.structure, None) or PlanFamily(problem)
         self._families[problem.structure] = family
         while len(self._families) > FAMILIES:
@@ -140,10 +123,8 @@ class PlanStore:
         return family
 
     def nearest(self, problem: TrainingGraph) -> tuple[Plan, ...]:
-        """Return plans in memory from which a search for this problem can start, converted to plans of this problem.
-
-        They are of two kinds: the latest plans of problems with other ops or tensors, as far as they can be
-        converted; and plans found for problems with the same ops and tensors, whatever their sizes.
+        """Return plans of this problem to start from: from the latest of other structures, if convertible,
+        and from the same structure.
         """
         others = [plan for structure, plan in self._latest if structure != problem.structure]
         found = [plan for plan in (transfer_plan(other, problem) for other in others) if plan]
@@ -151,18 +132,17 @@ class PlanStore:
         return (*found, *(family.plans(problem) if family else ()))
 
     def serving(self, problem: TrainingGraph, budget: int) -> Plan | None:
-        """Return the cheapest plan in memory within ``budget`` bytes that was found for a problem with the same ops
-        and tensors as this one. That problem's sizes and costs may differ from this problem's. None if no plan is
-        within the budget."""
+        """Return the cheapest plan in memory within ``budget`` bytes from problems with the same ops and
+        tensors; None if none fits.
+        """
         family = self._families.get(problem.structure)
         return family.best_plan(problem, budget) if family else None
 
     def starts(self, problem: TrainingGraph, budget: int) -> tuple[Plan, ...]:
-        """Return plans in memory from which a search for this problem can start, because problems with the same ops
-        and tensors but other sizes were planned before.
+        """Return starts from problems of this structure with other sizes: the `STARTS` cheapest that fit, and
+        the one nearest above.
 
-        They are the cheapest plans within ``budget`` bytes (`STARTS` at most), and the plan that exceeds the budget
-        by the fewest bytes. The result is empty if only problems with the same sizes were planned.
+        Empty if no other sizes were planned.
         """
         family = self._families.get(problem.structure)
         if family is None or not family.knows_other_sizes(problem):
@@ -170,18 +150,12 @@ class PlanStore:
         return family.starts(problem, budget, STARTS)
 
     def kept(self, problem: TrainingGraph) -> tuple[Plan, ...]:
-        """Return the plans on disk for a problem, followed by the plans on disk for the same problem without
-        inverses. Empty if there are no such files or they are damaged."""
+        """Return the plans on disk for a problem, then those for it without inverses."""
         plain = (replace(problem, inverses=()),) if problem.inverses else ()
         return tuple(plan for one in (problem, *plain) for plan in _read(_file(one), problem).plans)
 
     def solved(self, problem: TrainingGraph, budget: int, gap: float, seconds: float) -> Plan | None:
-        """Return the cheapest plan on disk within ``budget`` bytes, if no further search is needed; otherwise None.
-
-        No search is needed in two cases: the plan's overhead is proven to be at most ``gap`` above the optimum; or an
-        earlier search for the same budget took at least ``seconds`` seconds. The plan's lower bound is the best that
-        was proven in searches for this budget or larger ones.
-        """
+        """Return the cheapest plan on disk within ``budget`` bytes if no search is needed; else None."""
         content = _read(_file(problem), problem)
         fitting = [plan for plan in content.plans if plan.estimate.peak <= budget]
         if not fitting:
@@ -190,6 +164,7 @@ class PlanStore:
         searches = content.searches
         floor = max((floor for at, floor, _ in searches if at >= budget), default=-math.inf)
         overhead = best.estimate.overhead
+        # It is within ``gap`` of a bound, or this budget was searched for as long.
         done = overhead <= floor + gap or any(at == budget and spent >= seconds for at, _, spent in searches)
         if not done:
             return None
@@ -197,14 +172,7 @@ class PlanStore:
         return replace(best, budget=budget, lower_bound=bound)
 
     def keep(self, problem: TrainingGraph, plan: Plan, seconds: float = 0.0) -> None:
-        """Write a plan to the file of its problem on disk, together with the lower bound that its search proved.
-
-        The file keeps earlier plans, except those that another plan beats or equals in both peak and cost. It has at
-        most `PLANS_KEPT` plans. The oldest files of other problems are deleted if there are more than
-        `PROBLEMS_KEPT`.
-
-        ``seconds``: how long the search took.
-        """
+        """Add a plan and its search to the problem's file, without dominated plans and those beyond the limits."""
         file = _file(problem)
         content = _read(file, problem)
         found = tuple(dict.fromkeys((plan, *content.plans)))
@@ -220,6 +188,7 @@ class PlanStore:
             searches = ((plan.budget, floor, seconds), *searches)[:SEARCHES_KEPT]
         if write_cached(file, json.dumps({"plans": rows, "searches": searches}, separators=(",", ":"))):
             with suppress(OSError):  # another process has deleted the file
+                # The oldest files of other problems.
                 for old in sorted(file.parent.glob("*.json"), key=lambda f: f.stat().st_mtime)[
                     :-PROBLEMS_KEPT
                 ]:
@@ -239,20 +208,15 @@ def _costs(problem: TrainingGraph) -> tuple[float, ...]:
 
 
 class _Content(NamedTuple):
-    """The content of a problem's file on disk. There and in messages to other processes, a number stands for the name
-    of an op or inverse: its position in `TrainingGraph.recipes`.
-
-    ``plans``: the problem's plans. ``searches``: for each search, the budget in bytes, the lower bound of the
-    overhead that it proved (-1 if none), and how many seconds it took.
-    """
+    """A problem's file on disk, in which numbers are positions in `TrainingGraph.recipes`."""
 
     plans: tuple[Plan, ...] = ()
     searches: tuple[tuple[int, float, float], ...] = ()
+    """For each: the budget in bytes, the lower bound that it proved (-1 if none), its seconds."""
 
 
 def _read(file: Path, problem: TrainingGraph) -> _Content:
-    """Return the content of a file on disk, with its plans simulated for ``problem``. The content is empty if the
-    file does not exist or is damaged."""
+    """Return a file's content with plans simulated for ``problem``; empty if it is absent or damaged."""
     content = read_cached(file)
     if content is None:
         return _Content()

@@ -1,5 +1,4 @@
-"""Convert a plan of one problem to a start for the search of another problem of the same training step, such as one
-with inverses, or with tensors that are split differently."""
+"""Convert a plan to a start for another problem of the same step, such as one with inverses."""
 
 from __future__ import annotations
 
@@ -11,13 +10,8 @@ from rematplan.planner.core.schedule import runs_of, without_idle
 
 
 def transfer_plan(plan: Plan, graph: TrainingGraph) -> Plan | None:
-    """Convert a plan of another problem of the same training step to a plan of ``graph``, from which a search can
-    start; None if the result is not a valid schedule, or runs random ops first in another order than ``graph.ordered``.
-
-    Ops and inverses are matched by name. Runs of ops that ``graph`` does not have are left out. An op of ``graph``
-    that the plan does not run is inserted after each run that writes one of the tensors it reads, once all of them
-    have been computed (at the start, if it reads only inputs). Of these inserted runs, those whose results are never
-    read are removed again.
+    """Convert a plan to one of ``graph``, with runs matched by name; None if it is invalid or breaks
+    ``graph.ordered``.
     """
     known = [r for r in runs_of(plan.schedule) if r in graph.op]
     shared = set(known)
@@ -33,10 +27,8 @@ def transfer_plan(plan: Plan, graph: TrainingGraph) -> Plan | None:
 
 
 def _with_new(graph: TrainingGraph, shared: set[str], runs: Iterable[str]) -> list[str]:
-    """Insert the ops of ``graph`` that are not in ``shared`` into a sequence of runs (names of ops and inverses).
-
-    An op is inserted after each run that writes a tensor it reads, as soon as all tensors that it reads have been
-    computed. ``shared``: the names that occur in ``runs``.
+    """Insert the ops of ``graph`` that are not in ``shared`` into ``runs``, after each run that completes or
+    renews what they read.
     """
     readers: dict[str, list[str]] = {}
     for op in graph.ops:

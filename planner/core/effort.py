@@ -1,9 +1,5 @@
-"""How much work a search may do: CPU seconds, or a number of moves. All searches take an `Effort`, and nothing else
-limits their time.
-
-The wall clock is not a measure of work: on a busy machine a search gets a part of a core only. So a search counts the
-CPU seconds of its own thread, and of the processes that it waits for. The wall clock only ends a search that takes
-several times as long as it should.
+"""How much a search may do: CPU seconds or moves. A busy machine's wall clock only ends a search that is far
+too late.
 """
 
 from __future__ import annotations
@@ -31,17 +27,9 @@ def _goes_on() -> bool:
 
 
 class Effort:
-    """The work that a search may do, and how much of it is done. The unit is the CPU second or the move.
+    """The work that a search may do and has done: CPU seconds of its thread, or moves.
 
-    A move is one random change of a schedule, or other work that takes about as long. If moves are counted, nothing
-    reads a clock: then the result is the same on every machine, however busy it is.
-
-    Args:
-        seconds: CPU seconds of the thread that created the effort, or that called `begin`.
-        moves: if not 0, the number of moves that replaces ``seconds``. If both are stated, moves are counted, but the
-            search also ends once it lasts several times ``seconds``.
-        ended: returns whether the search should end before its effort is spent; then all of it counts as spent.
-        parent: the effort of which this is a part. It ends the part, and all work of the part counts for it, too.
+    With moves no clock is read unless ``seconds`` are stated, so the result is the same on each machine.
     """
 
     def __init__(
@@ -52,6 +40,8 @@ class Effort:
         ended: Callable[[], bool] = _goes_on,
         parent: Effort | None = None,
     ) -> None:
+        # A move is a random change of a schedule, or other work that takes about as long. ``ended``: whether
+        # the search should end early. ``parent``: it ends this part, and counts its work.
         self.seconds, self.moves, self.total = seconds, moves, float(moves) if moves else seconds
         self.ended, self.parent = ended, parent
         self.done = 0
@@ -139,10 +129,8 @@ class Effort:
         self._more = amount
 
     def shortest_round(self, ops: int, shortest: tuple[float, float]) -> float:
-        """Return the length of the shortest cooling of an annealing search, in the unit of this effort.
-
-        ``ops``: of the problem. ``shortest``: the moves per op for a small problem, and the number of ops at which the
-        moves per op are twice as many.
+        """Return the effort of an annealing search's shortest cooling. ``shortest``: moves per op, and the
+        ops at which they double.
         """
         moves = shortest[0] * ops * (1 + ops / shortest[1]) + 1000
         return moves if self.moves else moves / (2 * MOVES_PER_SECOND)

@@ -1,14 +1,7 @@
-"""Predict the relative error of every tensor that a schedule recovers by inverses.
+"""Predict the relative error of each tensor that a schedule recovers by inverses.
 
-The result of a tensor's first run has error 0 by definition. An inverse's result has the error ``gain`` × (largest
-error among its reads) + ``noise``. If an op runs again on inexact tensors, it rounds as in its first run, so it only
-passes their error on. An exception is an op that rounds to a coarser type, because rounding can increase small
-errors. Let d be a relative difference below the type's relative rounding step g (``noise``). A share d/g of the
-values crosses a rounding boundary, and their error becomes g. The root mean square error is then √(d·g).
-
-Examples: in a chain of k additive couplings each inverse adds one rounding, about k in total. A coupling scaled by γ
-also multiplies the error by 1/γ. For an inverse that computes x from y = x + F(z), the error of F(z) is not modelled.
-The prediction is right within a small factor where |F(x)| and its slope are about as large as |x|.
+A first run has error 0. An inverse's result has gain × (largest error read) + noise; a repeated op passes
+errors on. The error of F(z) in x = y − F(z) is not modelled.
 """
 
 from __future__ import annotations
@@ -38,46 +31,34 @@ WITHIN = 30.0
 
 
 def gradient_error(error: float) -> float:
-    """Return the predicted relative error (L2 norm) of a gradient if the tensors that inverses recover have the
-    relative error ``error``: 30·√``error``, at most 0.5.
-
-    Where the network is smooth, a gradient has about the same relative error as the tensors it is computed from. But
-    a ReLU or maximum has a kink: a share of about ``error`` of its arguments is so close to the kink that they change
-    sides, and their gradients are entirely wrong. These contribute √``error`` to the norm. The factor 30 is a safety
-    factor. In tensors of few elements, a single argument that changes sides contributes more: a RevNet-38 of width 8
-    with a batch of 4 differed by 3.8e-2, where 7.3e-3 is predicted.
-    """
+    """Return the predicted relative L2 error of a gradient: 30·√``error`` of the recovered tensors, at most 0.5."""
+    # A share ``error`` of a ReLU's arguments changes sides, and their gradients are wrong: √error in the
+    # norm. 30 is a safety factor; small tensors may exceed it (RevNet-38 of width 8, batch 4: 3.8e-2 for
+    # 7.3e-3).
     return min(WITHIN * math.sqrt(error), 0.5)
 
 
 def forward_error(rounding: float) -> float:
-    """Return the predicted relative error (L2 norm) of results of a forward, such as losses, if its ops round otherwise
-    than another forward's: 30·``rounding``.
-
-    These results depend smoothly on the tensors that they are computed from, even at the kink of a ReLU. The factor 30
-    is a safety factor: a RevNet-38 in float32 (a rounding of 6.0e-8) differed by 1.5e-7.
-
-    ``rounding``: half the distance between 1 and the next larger number of the type.
+    """Return the predicted relative L2 error of a forward's results: 30·``rounding``, half the distance from
+    1 to the next number.
     """
+    # Results depend smoothly on tensors, even at a ReLU's kink. A RevNet-38 in float32 (6.0e-8) differed by
+    # 1.5e-7.
     return WITHIN * rounding
 
 
 def error_after(recipe: Op, inverse: bool, worst: float) -> float:
-    """Return the predicted relative error of the tensors that an op or inverse writes.
-
-    For an inverse it is gain · worst + noise. For an op that runs again it is gain · worst, but at least √(gain ·
-    worst · noise), because rounding to a coarser type can increase small errors.
-    """
+    """Return the predicted relative error of what an op or inverse writes if it reads the error ``worst``."""
     if inverse:
         return recipe.gain * worst + recipe.noise
     passed = recipe.gain * worst
+    # A type with the rounding step g (noise): a share d/g of differences d crosses a boundary, and becomes g.
+    # The root mean square is √(d·g).
     return max(passed, math.sqrt(passed * recipe.noise))
 
 
 def predicted_errors(graph: TrainingGraph, schedule: Schedule) -> dict[str, float]:
-    """Return, by tensor name, the largest predicted relative error that a tensor has during a schedule.
-
-    Errors come from inverses, which recover tensors only approximately. Tensors whose predicted error is always 0 are
+    """Return, by tensor, the largest relative error that it has during a schedule; tensors without error are
     absent.
     """
     inverses = {op.name for op in graph.inverses}
@@ -97,8 +78,9 @@ def predicted_errors(graph: TrainingGraph, schedule: Schedule) -> dict[str, floa
 
 
 def worst_error(graph: TrainingGraph, schedule: Schedule) -> float:
-    """Return the largest predicted relative error that a tensor written by a forward op has during a schedule. It is
-    0 if the schedule runs no inverse that rounds."""
+    """Return the largest predicted relative error of a forward op's tensor during a schedule; 0 without
+    inexact inverses.
+    """
     forward = {t for op in graph.ops if op.phase != "backward" for t in op.writes}
     return max((e for t, e in predicted_errors(graph, schedule).items() if t in forward), default=0.0)
 
@@ -110,24 +92,16 @@ def inverses_run(graph: TrainingGraph, runs: Iterable[str]) -> int:
 
 
 def own_limit(inverse: Op) -> float:
-    """Return the default limit of the relative error of a tensor that an inverse recovers: u^(2/3) for a type with
-    unit roundoff u.
-
-    With this limit a third of the type's digits may be lost: it is 1.5e-5 for float32, 2.3e-11 for float64 and 1.6e-2
-    for bfloat16. The unit roundoff is computed from the ``noise`` and ``gain`` of the inverse.
+    """Return the default limit of an inverse's relative error: u^(2/3), a third of the digits, for unit
+    roundoff u.
     """
+    # 1.5e-5 for float32, 2.3e-11 for float64, 1.6e-2 for bfloat16.
     return float((inverse.noise / max(inverse.gain, 1.0) / ROUNDING) ** (2 / 3))
 
 
 def with_anchors(graph: TrainingGraph, limit: float | None = None) -> TrainingGraph:
-    """Return the problem without those inverses with which the predicted relative error of a tensor would exceed a
-    limit.
-
-    An inverse can read a tensor that another inverse recovered, so errors add up along chains of inverses, from the
-    end of the forward half to its beginning. If the error of a recovered tensor exceeds the limit, the inexact
-    inverses that write it are removed. A plan must then keep or recompute this tensor, called an *anchor*, and the
-    error of the chain begins again at 0. Inverses whose own rounding exceeds the limit are removed as well; exact
-    inverses (``noise`` 0) never are.
+    """Return the problem without inverses whose recovered tensors would exceed ``limit``, or each type's
+    `own_limit` if None. Exact inverses stay.
     """
     if limit is not None and not limit > 0:
         raise UsageError(f"the largest inversion error is {limit:g}; it must be positive")
@@ -148,6 +122,8 @@ def with_anchors(graph: TrainingGraph, limit: float | None = None) -> TrainingGr
             type_ = max(type_, *(coarse.get(t, 0.0) for t in recipe.reads), 0.0)
             coarse.update(dict.fromkeys(recipe.writes, type_))
         most = coarse[target] if limit is None else limit
+        # Errors add up along chains of inverses. An anchor is kept or recomputed, and the chain begins again
+        # at 0.
         if here[target] > most and found[target].inverse.noise:
             anchors.add(target)
         else:

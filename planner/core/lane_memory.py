@@ -1,21 +1,14 @@
-"""The bytes that are resident while two lanes run at any relative speed, and how far ahead each lane may run within a
-budget.
+"""The bytes resident while two lanes (CUDA streams or threads) run at any relative speed, and how far each
+may run ahead within a budget.
 
-The main lane and the recovery lane are two CUDA streams, or two threads on the CPU; see `lane_schedule`. A *state*
-(p, q) is the progress of both: p = 2k if the main lane has finished k runs and none is in progress, p = 2k + 1 while
-run k is in progress; q likewise for the recovery lane.
-
-The resident bytes in a state do not depend on the order in which the lanes reached it. A *copy* of a tensor, the
-result of one run, is live from the start of this run until both lanes have finished their last runs that use it:
+A state (p, q) is their progress: 2k after k finished runs, 2k + 1 during run k. A copy is live from its run's
+start until both lanes finished their last uses:
 
     bytes(p, q) = Σ size · [run has begun] · (1 − [p ≥ end on main] · [q ≥ end on recovery]) + workspaces in progress
 
-If the runs of both lanes follow one another in the plan's sequence, the states form a path. Waits between the lanes
-restrict the states to a window around this path: for each q an interval of p. If a state exceeds the budget and
-recovery is ahead of the path in it, recovery must wait. This also excludes all states with smaller p and larger q.
-The same holds for the main lane. All other states are allowed, so the widest windows within a budget are unique.
-
-Complexity: one pass over all states, row by row; O(main runs × recovery runs) additions, linear memory.
+The plan's sequence is a path of states, and waits restrict the states to a window around it. If a state off
+the path exceeds the budget, the lane ahead in it must wait, which excludes all states further that way. So
+the widest windows are unique. O(main runs × recovery runs).
 """
 
 from __future__ import annotations
@@ -49,11 +42,8 @@ Row = NDArray[np.int64]
 
 
 def rows(plan: Laned) -> Iterator[Row]:
-    """Yield, for each progress q of the recovery lane, the bytes resident at each progress of the main lane: an array
-    indexed by the main lane's progress p.
-
-    A lane (a CUDA stream, or a thread on the CPU) has progress 2k if it has finished k runs and none is in progress,
-    and 2k + 1 while its run k is in progress. Inputs and the workspaces of runs in progress are included.
+    """Yield, for each progress q of the recovery lane, the bytes resident at each progress p of the main
+    lane, inputs and workspaces included.
     """
     graph, runs, where = plan.graph, plan.runs, plan.where
     most = 2 * len(where.main)
@@ -80,9 +70,7 @@ def _begin(copy: Copy) -> tuple[int, int]:
 
 
 def _end(copy: Copy, lane: int) -> int:
-    """Return the progress of a lane (a stream or thread) from which on it does not use ``copy`` any more. A copy of a
-    tensor is the result of one run. The progress of a lane is 2k after k finished runs, and 2k + 1 while run k is
-    in progress."""
+    """Return the progress of a lane from which on it does not use ``copy`` any more."""
     last = copy.last[lane]
     if last is None:
         last = copy.made if copy.lane == lane else BEFORE
@@ -90,11 +78,8 @@ def _end(copy: Copy, lane: int) -> int:
 
 
 def path(where: Placed) -> Iterator[tuple[int, int]]:
-    """Yield, for each progress q = 0, 1, ... of the recovery lane, the smallest and largest progress p of the main
-    lane at that time, if the runs of both lanes are executed one after another in the plan's sequence.
-
-    The progress of a lane (a CUDA stream, or a thread on the CPU) is 2k after k finished runs, and 2k + 1 while run k
-    is in progress. ``where``: the division of the plan's runs into lanes.
+    """Yield, for each progress of the recovery lane, the main lane's smallest and largest if runs follow the
+    plan's sequence.
     """
     before = (0, *where.before[RECOVERY], len(where.main))
     for j, (here, there) in enumerate(pairwise(before)):
@@ -104,12 +89,10 @@ def path(where: Placed) -> Iterator[tuple[int, int]]:
 
 
 def windows(where: Placed, needs: Needs) -> Iterator[tuple[int, int]]:
-    """Yield, for each progress q = 0, 1, ... of the recovery lane, the smallest and largest progress p that the main
-    lane can have at that time, if both lanes wait as ``needs`` says. If no p is possible, the smallest is larger
-    than the largest.
+    """Yield, for each progress of the recovery lane, the main lane's smallest and largest if the lanes wait
+    as ``needs`` says.
 
-    The progress of a lane (a CUDA stream, or a thread on the CPU) is 2k after k finished runs, and 2k + 1 while run k
-    is in progress.
+    If none is possible, the smallest is larger than the largest.
     """
     main, most = needs[MAIN], len(where.main)
     least, k = 0, 0
@@ -122,12 +105,10 @@ def windows(where: Placed, needs: Needs) -> Iterator[tuple[int, int]]:
 
 
 def widest(plan: Laned, budget: int) -> Needs | None:
-    """Return the fewest waits between two lanes (CUDA streams, or threads on the CPU) with which every tensor is
-    written before it is read, and at most ``budget`` bytes are resident at any relative speed of the lanes.
+    """Return the fewest waits with which data is written before it is read and no relative speed exceeds
+    ``budget`` bytes.
 
-    The result is `Needs`: for each run of a lane, how many runs of the other lane must have finished before it
-    starts. It is None if the plan exceeds the budget even without concurrency, that is, if its runs are executed one
-    after another in the plan's sequence.
+    None if the plan exceeds it without concurrency.
     """
     lows: list[int] = []
     highs: list[int] = []
@@ -150,15 +131,8 @@ def widest(plan: Laned, budget: int) -> Needs | None:
 
 
 def _needs(where: Placed, lows: Sequence[int], highs: Sequence[int]) -> Needs:
-    """Convert windows of progress of two lanes (streams or threads) to `Needs`: for each run of a lane, how many runs
-    of the other lane must have finished before it starts.
-
-    The progress of a lane is 2k after k finished runs, and 2k + 1 while run k is in progress.
-
-    ``lows``, ``highs``: for each progress q of the recovery lane, the smallest and largest progress of the main lane
-    that is allowed. They are even numbers, that is, between runs: bytes are added only when a run starts and are
-    freed only when one ends.
-    """
+    """Convert windows of the main lane's progress, by progress of the recovery lane, to `Needs`."""
+    # The limits are even numbers, between runs: bytes come when a run starts and go when one ends.
     main, j = [], 0
     for k in range(len(where.main)):
         while highs[2 * j] < 2 * k + 1:
@@ -168,11 +142,8 @@ def _needs(where: Placed, lows: Sequence[int], highs: Sequence[int]) -> Needs:
 
 
 def peak(plan: Laned, schedule: Schedule, needs: Needs) -> int:
-    """Return the most bytes that are resident while a plan runs on two lanes (CUDA streams, or threads on the CPU),
-    at any relative speed of the lanes. The steps of ``schedule`` before the first backward op, which run on one
-    lane, are included.
-
-    ``needs``: for each run of a lane, how many runs of the other lane must have finished before it starts.
+    """Return the most bytes resident while a plan runs on two lanes with waits ``needs``, at any relative
+    speed, steps before the fork included.
     """
     before = resident_bytes(plan.graph, _until(schedule, plan.where.fork))
     after = (
@@ -191,9 +162,7 @@ def _until(schedule: Schedule, fork: int) -> Schedule:
 
 
 def checked_lanes(graph: TrainingGraph, schedule: Schedule, lanes: Lanes) -> Lanes:
-    """Check that a division of a schedule into two lanes (streams or threads), read from a file, is valid. Return the
-    division with ``peak`` computed again for this problem.
-    """
+    """Return lanes read from a file with ``peak`` computed again; ProblemError if they do not fit the schedule."""
     runs = tuple(runs_of(schedule))
     plan = Laned(graph, runs, placed(lanes.fork, lanes.recovery, len(runs)))
     needs = needs_of(plan.where, lanes.waits)

@@ -1,19 +1,9 @@
-"""Plans on two lanes: the main lane computes gradients, and the recovery lane rematerialises tensors at the same
-time. A lane is a CUDA stream, or a thread on the CPU.
+"""Plans on two lanes (CUDA streams or threads): the main lane computes gradients, the recovery lane
+rematerialises tensors meanwhile.
 
-Source: Zhu and Mangalam, «PaReprop: fast parallelized reversible backpropagation», arXiv:2306.09342, here for any
-plan. The recovery lane can run ahead of the main lane, because nothing that it computes depends on a gradient.
-
-A plan is still one sequence of runs. The runs before its first backward op, called the *fork*, are on one lane. From
-the fork on, inverses and repeated forward ops are on the recovery lane, and all other runs on the main lane. Each
-lane executes its runs in the order of the plan. A lane waits for the other only where `Lanes.waits` says so. There
-are two reasons: it reads data that the other lane writes; or, without the wait, the resident bytes could exceed the
-budget (`rematplan.planner.core.lane_memory`). A run waits only for earlier runs of the plan's sequence, so the lanes
-cannot deadlock.
-
-A *copy* of a tensor is the result of one run of the op or inverse that writes it. It is live until no lane will read
-it any more. When the recovery lane is ahead, two copies of one tensor can be live at the same time, in separate
-storages.
+Source: Zhu and Mangalam, PaReprop, arXiv:2306.09342, here for any plan. Inverses and repeated forward ops
+after the *fork*, the first backward op, are on the recovery lane. Runs wait for earlier runs of the plan
+alone, so lanes cannot deadlock.
 """
 
 from __future__ import annotations
@@ -36,49 +26,40 @@ Touches = tuple[Sequence[str], Sequence[str]]
 
 @dataclass(frozen=True, slots=True)
 class Lanes:
-    """What a plan on two lanes states in addition to its sequence of runs. A lane is a CUDA stream, or a thread on
-    the CPU.
-
-    All runs before the plan's first backward op are on one lane. From there on, the *recovery lane* runs inverses and
-    repeated forward ops, and the *main lane* everything else. Positions count the plan's runs from 0.
-
-    ``fork``: position of the first backward op, at which the lanes divide. ``recovery``: positions of the runs on the
-    recovery lane, ascending. ``waits``: pairs (run, other) of positions: ``run`` starts after ``other``, a run of the
-    other lane, has finished. ``peak``: bytes that are not exceeded at any relative speed of the lanes. ``makespan``:
-    predicted time of the step, in the unit of `Op.cost`. ``speed``: the speed that the makespan assumes for each lane
-    while both run, relative to a lane that runs alone.
-    """
+    """What a plan on two lanes states in addition to its runs, whose positions count from 0."""
 
     fork: int
+    """The position of the first backward op, at which the lanes divide."""
     recovery: tuple[int, ...]
+    """The positions of the recovery lane's runs, ascending."""
     waits: tuple[tuple[int, int], ...]
+    """Pairs of positions: the first run starts after the second one, on the other lane, has finished."""
     peak: int
+    """Bytes that no relative speed of the lanes exceeds."""
     makespan: float
+    """The predicted time of the step, in the unit of `Op.cost`."""
     speed: float
+    """The speed that the makespan assumes for each lane while both run, relative to one that runs alone."""
 
 
 @dataclass(frozen=True, slots=True)
 class Sharing:
-    """How two lanes (CUDA streams, or threads on the CPU) share a device, for the prediction of a plan's time.
-
-    ``speed``: the speed of each lane while both run, relative to a lane that runs alone: 1 on two devices, 0.5 if one
-    lane already fills the device. PaReprop's best result, 20 % more steps per time, corresponds to 0.75; the default
-    is halfway between 0.75 and 0.5. ``handover``: the time that one wait for the other lane costs. ``start``: the
-    time per step that the second lane costs. Both times are in the unit of `Op.cost`.
-    """
+    """How two lanes share a device, for predicted times. Times are in the unit of `Op.cost`."""
 
     speed: float = 0.625
+    """Of each lane while both run: 1 on two devices, 0.5 if one fills the device. PaReprop's best result
+    corresponds to 0.75.
+    """
     handover: float = 0.0
+    """The time of a wait for the other lane."""
     start: float = 0.0
+    """The time per step that the second lane costs."""
 
 
 @dataclass(frozen=True)
 class Placed:
-    """The runs of a plan from its first backward op on, divided into two lanes (CUDA streams, or threads on the CPU):
-    the main lane and the recovery lane.
-
-    All numbers are positions in the plan's sequence of runs, from 0. ``fork``: the position of the first backward op.
-    ``main``, ``recovery``: the positions of the runs of each lane, ascending.
+    """The runs of a plan from its first backward op (``fork``) on, divided into two lanes: ascending
+    positions from 0.
     """
 
     fork: int
@@ -92,14 +73,12 @@ class Placed:
 
     @cached_property
     def where(self) -> dict[int, tuple[int, int]]:
-        """For each run from the first backward op on, by its position in the plan: its lane (`MAIN` or `RECOVERY`, a
-        stream or thread each) and its index among the runs of this lane."""
+        """By position of each run from the fork on: its lane (`MAIN` or `RECOVERY`) and its index within the lane."""
         return {at: (lane, k) for lane, runs in enumerate(self.lanes) for k, at in enumerate(runs)}
 
     @cached_property
     def before(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        """For each run of each lane (a stream or thread), how many runs of the other lane precede it in the plan's
-        sequence. The two tuples are indexed by `MAIN` and `RECOVERY`."""
+        """For each run of each lane, how many runs of the other lane precede it in the plan's sequence."""
         return self._others(MAIN), self._others(RECOVERY)
 
     def _others(self, lane: int) -> tuple[int, ...]:
@@ -112,11 +91,8 @@ class Placed:
 
 
 def place(graph: TrainingGraph, runs: Sequence[str]) -> Placed:
-    """Divide a plan's sequence of runs (names of ops and inverses) into two lanes (CUDA streams, or threads on the
-    CPU).
-
-    All runs before the first backward op are on one lane. From there on, the recovery lane gets the inverses and the
-    forward ops that have run before, and the main lane gets all other runs. The recovery lane may be empty.
+    """Divide a plan's runs into lanes: from the first backward op on, inverses and repeated forward ops go to
+    the recovery lane.
     """
     fork = next((at for at, name in enumerate(runs) if graph.op[name].phase == "backward"), len(runs))
     inverses = {inverse.name for inverse in graph.inverses}
@@ -131,8 +107,7 @@ def place(graph: TrainingGraph, runs: Sequence[str]) -> Placed:
 
 
 def placed(fork: int, recovery: Iterable[int], length: int) -> Placed:
-    """Return the division of a plan's ``length`` runs into two lanes (CUDA streams, or threads on the CPU), where the
-    runs at the positions ``recovery`` are on the recovery lane, and all others from the position ``fork`` on are
+    """Return ``length`` runs with those at ``recovery`` on the recovery lane and the others from ``fork`` on
     on the main lane.
     """
     chosen = tuple(recovery)
@@ -144,32 +119,27 @@ def placed(fork: int, recovery: Iterable[int], length: int) -> Placed:
 
 @dataclass(slots=True)
 class Copy:
-    """A copy of a tensor: the result of one run of a plan on two lanes (streams or threads). A tensor that is written
-    by several runs has several copies.
-
-    ``tensor``: the tensor's name. ``lane``: the lane of the run that wrote the copy (`MAIN` or `RECOVERY`). ``made``:
-    the index of that run within its lane, or `BEFORE` if it ran before the plan's first backward op. ``first``,
-    ``last``: indexed by lane, the indices within the lane of the first and the last run that read the copy; None if
-    none does. The outputs are read at the end of the step, which counts as one more run of the main lane.
-    """
+    """A copy of a tensor: the result of one run of a plan on two lanes. A tensor may have several."""
 
     tensor: str
     lane: int
+    """Of the run that wrote the copy."""
     made: int
+    """The index of that run within its lane; `BEFORE` if it ran before the fork."""
     first: list[int | None]
+    """By lane, the index of the first run that reads the copy; None if none does."""
     last: list[int | None]
+    """The same for the last run. Outputs are read by one more run of the main lane."""
 
     def read(self, lane: int, index: int) -> None:
-        """Record that the run with the index ``index`` within ``lane`` reads this copy of a tensor. Nothing is
-        recorded for a run before the plan's first backward op (`BEFORE`)."""
+        """Record that run ``index`` of ``lane`` reads this copy, except before the fork (`BEFORE`)."""
         if index > BEFORE:
             if self.first[lane] is None:
                 self.first[lane] = index
             self.last[lane] = index
 
     def crosses(self) -> bool:
-        """Return whether this copy of a tensor is read on the other one of the two lanes (streams or threads) than
-        the one on which it was written."""
+        """Return whether the copy is read on another lane than the one that wrote it."""
         return self.first[1 - self.lane] is not None
 
 
@@ -200,9 +170,8 @@ Ascending within a lane. The main lane has one more entry, for the end of the st
 
 
 def data_needs(where: Placed, copies: Iterable[Copy], draws: Mapping[int, int]) -> Needs:
-    """Return the waits between two lanes (streams or threads) that data dependences require. For each run of a lane,
-    the result says how many runs of the other lane must have finished before it starts. The end of the step counts
-    as one more run of the main lane.
+    """Return the waits that data dependences require. ``draws``: by position of a repeated random run, its
+    first run.
     """
     needs = [0] * (len(where.main) + 1), [0] * len(where.recovery)
     for copy in copies:
@@ -217,11 +186,7 @@ def data_needs(where: Placed, copies: Iterable[Copy], draws: Mapping[int, int]) 
 
 
 def ascending(needs: Needs) -> Needs:
-    """Return the waits ``needs`` between two lanes (streams or threads) with implied waits added: a run also waits
-    for everything that earlier runs of its lane wait for.
-
-    ``needs``: for each run of a lane, how many runs of the other lane must have finished before it starts.
-    """
+    """Return ``needs`` with implied waits added: a run also waits for all that earlier runs of its lane wait for."""
     return list(accumulate(needs[MAIN], max)), list(accumulate(needs[RECOVERY], max))
 
 
@@ -234,29 +199,22 @@ def check_needs(where: Placed, needs: Needs, data: Needs) -> None:
 
 
 def waits_of(where: Placed, needs: Needs) -> tuple[tuple[int, int], ...]:
-    """Convert waits between two lanes (streams or threads) to the fewest pairs of runs (run, awaited run), sorted.
-    Runs are positions in the plan.
-
-    ``needs``: for each run of a lane, how many runs of the other lane must have finished before it starts. The
-    awaited run of a pair is the last of these. A run has no pair if an earlier run of its lane already waits for as
-    many. The end of the step has no pair, because it always waits for both lanes. `needs_of` is the converse.
+    """Convert `Needs` to the fewest sorted pairs (run, awaited run), by position in the plan; `needs_of` is
+    the converse.
     """
     found = []
     for lane, runs in enumerate(where.lanes):
         other = where.lanes[1 - lane]
         for at, (had, wanted) in zip(runs, pairwise((0, *needs[lane])), strict=False):
+            # An earlier run of the lane already waits for the others. The end of the step always waits for
+            # both lanes.
             if wanted > had:
                 found.append((at, other[wanted - 1]))
     return tuple(sorted(found))
 
 
 def needs_of(where: Placed, waits: Iterable[tuple[int, int]]) -> Needs:
-    """Convert pairs of runs (run, awaited run) on two lanes (streams or threads) to `Needs`: for each run of a lane,
-    how many runs of the other lane must have finished before it starts. The end of the step waits for all runs of
-    both lanes.
-
-    ``waits``: the pairs, by position in the plan, as in `Lanes`.
-    """
+    """Convert pairs (run, awaited run), by position in the plan, to `Needs`. The end waits for all runs."""
     needs = [0] * (len(where.main) + 1), [0] * len(where.recovery)
     for run, awaited in waits:
         if not (run in where.where and awaited in where.where and awaited < run):
@@ -270,11 +228,7 @@ def needs_of(where: Placed, waits: Iterable[tuple[int, int]]) -> Needs:
 
 
 def later_draws(runs: Sequence[str], ordered: Iterable[str]) -> dict[int, int]:
-    """Return, for each repeated run of a random op, the position of the op's first run. Keys and values are positions
-    in ``runs``.
-
-    ``runs``: the names of ops and inverses, in order. ``ordered``: the names of the random ops.
-    """
+    """Return, by position of each repeated run of a random op (``ordered``), the position of its first run."""
     first: dict[str, int] = {}
     wanted = set(ordered)
     return {
@@ -284,8 +238,7 @@ def later_draws(runs: Sequence[str], ordered: Iterable[str]) -> dict[int, int]:
 
 @dataclass(frozen=True)
 class Laned:
-    """A plan on two lanes: the planning problem (``graph``), the names of the ops and inverses that run, in order
-    (``runs``), and the division of these runs into lanes (``where``)."""
+    """A plan on two lanes: its problem, the names of its runs in order, and where they are."""
 
     graph: TrainingGraph
     runs: tuple[str, ...]
@@ -293,16 +246,14 @@ class Laned:
 
     @cached_property
     def copies(self) -> list[Copy]:
-        """The copies of tensors (each is the result of one run) that are written or read from the plan's first
-        backward op on, where the lanes divide."""
+        """The copies of tensors that are written or read from the first backward op on."""
         rows = [self.graph.op[name] for name in self.runs]
         touches = [(op.reads, op.writes) for op in rows]
         return copies_of(touches, self.where, self.graph.inputs, self.graph.outputs)
 
     @cached_property
     def data(self) -> Needs:
-        """The waits between the lanes that data dependences require: for each run of a lane, how many runs of the
-        other lane must have finished before it starts. Waits for memory are not included."""
+        """The waits that data dependences require; waits for memory are not included."""
         later = later_draws(self.runs, self.graph.ordered)
         draws = {at: first for at, first in later.items() if at in self.where.where}
         return data_needs(self.where, self.copies, draws)

@@ -77,8 +77,8 @@ class Plan:
 
 
 def with_bound(plan: Plan, bound: float) -> Plan:
-    """Return the plan with a lower bound of the overhead of any schedule, and with the status ``optimal`` if its
-    overhead equals the bound (`CLOSED`). A bound above the plan's overhead is wrong, and is not taken.
+    """Return the plan with a lower bound, and ``optimal`` if its overhead equals it (`CLOSED`); a bound above
+    the overhead is wrong and ignored.
     """
     overhead = plan.estimate.overhead
     if not bound <= overhead + CLOSED:
@@ -98,10 +98,8 @@ def by_peak(plan: Plan) -> tuple[int, float]:
 
 
 def plan_from_runs(graph: TrainingGraph, runs: Sequence[str], strategy: str, **more: Any) -> Plan:
-    """Build the plan that runs ``runs`` (names of ops and inverses) in order and frees each tensor as early as
-    possible.
-
-    ``strategy``: the name to record. ``more``: further fields of `Plan`.
+    """Return the plan that runs ``runs`` in order and frees each tensor as early as possible. ``more``:
+    further fields of `Plan`.
     """
     schedule = with_frees(graph, runs)
     return Plan(graph.name, strategy, schedule, simulate(graph, schedule), **more)
@@ -135,9 +133,8 @@ def plan_to_json(plan: Plan) -> dict[str, Any]:
 
 
 def plan_from_json(data: object, graph: TrainingGraph) -> Plan:
-    """Build a plan of ``graph`` from plain JSON data. Its peak and cost are not read but simulated. If they are not
-    those that the data state, the costs or sizes have changed since the plan was made, and its lower bound is not read:
-    it was proven for another problem. The status ``optimal`` is read only if the bound proves it.
+    """Return a plan of ``graph`` from JSON data, simulated again; ProblemError if it is of another graph or
+    exceeds its budget.
     """
     if not isinstance(data, dict) or data.get("format") != PLAN_FORMAT:
         raise ProblemError(f"not a {PLAN_FORMAT} file")
@@ -169,6 +166,7 @@ def plan_from_json(data: object, graph: TrainingGraph) -> Plan:
         plan = replace(plan, lanes=checked_lanes(graph, plan.schedule, plan.lanes))
     if plan.budget is not None and plan.peak > plan.budget:
         raise ProblemError(_over(plan, graph, data.get("peak")))
+    # If costs or sizes have changed, the bound was proven for another problem.
     if not same or bound is None:
         return plan
     proven = with_bound(plan, bound)
@@ -201,11 +199,7 @@ def save_plan(plan: Plan, path: str | Path, graph: TrainingGraph | None = None) 
 
 
 def load_plan(path: str | Path, graph: TrainingGraph) -> Plan:
-    """Read a plan of the problem ``graph`` from a JSON file.
-
-    Raises:
-        ProblemError: the file cannot be read, or a reason that `plan_from_json` lists; the message names the file.
-    """
+    """Read a plan of ``graph`` from a JSON file; a ProblemError names the file."""
     try:
         return plan_from_json(read_json(path), graph)
     except ProblemError as error:
@@ -213,11 +207,7 @@ def load_plan(path: str | Path, graph: TrainingGraph) -> Plan:
 
 
 def load_plan_with_problem(path: str | Path) -> tuple[Plan, TrainingGraph] | None:
-    """Read a plan and the problem in the same JSON file; return None if the file is no plan.
-
-    Raises:
-        ProblemError: as for `load_plan`, or the file has no problem.
-    """
+    """Return the plan and the problem of a JSON file; None if it is no plan, ProblemError if it has no problem."""
     try:
         data = read_json(path)
         if not isinstance(data, dict) or data.get("format") != PLAN_FORMAT:
@@ -234,7 +224,6 @@ def load_plan_with_problem(path: str | Path) -> tuple[Plan, TrainingGraph] | Non
 
 
 def peak_op(plan: Plan) -> str | None:
-    """Return the name of the op or inverse during whose run the plan reaches its simulated peak; None if the peak is
-    the bytes of the inputs alone."""
+    """Return the name of the op or inverse at the plan's simulated peak; None if the inputs alone reach it."""
     step = plan.schedule[plan.estimate.peak_at] if plan.estimate.peak_at >= 0 else None
     return step.op if isinstance(step, Run) else None

@@ -34,14 +34,11 @@ def runs_of(schedule: Iterable[Step]) -> list[str]:
 
 
 def with_frees(graph: TrainingGraph, runs: Sequence[str]) -> Schedule:
-    """Turn a sequence of runs (names of ops and inverses) into a schedule that frees each tensor as early as
-    possible.
-
-    A read uses the result of the latest run that writes the tensor. That result is freed right after its last read,
-    or right after its run if nothing reads it. Outputs stay resident to the end. No other choice of frees has a lower
-    peak, so a plan is determined by its runs. One backward scan, linear in the number of reads and writes.
+    """Return the schedule of ``runs`` (names) that frees each tensor right after its last read, outputs
+    never. No other frees have a lower peak.
     """
     inputs = set(graph.inputs)
+    # One backward scan. A result that nothing reads is freed right after its run.
     wanted = set(graph.outputs)  # tensors whose next event, looking forward from here, is a read
     steps: list[Step] = []
     for name in reversed(runs):
@@ -56,11 +53,7 @@ def with_frees(graph: TrainingGraph, runs: Sequence[str]) -> Schedule:
 
 
 def without_idle(graph: TrainingGraph, runs: Sequence[str], stays: Sequence[bool]) -> list[str]:
-    """Return a sequence of runs (names of ops and inverses) without useless runs. A run is useless if none of its
-    results is an output or is read by a run that is not useless.
-
-    One backward scan. ``stays``: for each run, whether it must be kept even if useless.
-    """
+    """Return the runs without those whose results no output and no kept run needs, unless ``stays`` says so."""
     wanted, kept = set(graph.outputs), []
     for name, stay in zip(reversed(runs), reversed(stays), strict=True):
         recipe = graph.op[name]

@@ -11,28 +11,22 @@ from rematplan.planner.core.schedule import Run, Schedule
 
 @dataclass(frozen=True, slots=True)
 class Estimate:
-    """What the simulator computes for a schedule.
-
-    ``peak``: bytes, the largest over all runs of the resident tensors (inputs and the run's writes included) plus the
-    op's workspace. ``peak_at``: the index in the schedule of the run with that peak, -1 if the inputs alone are as
-    large. ``cost``: the sum of the costs of all runs, in the unit of `Op.cost`. ``overhead``: ``cost`` divided by the
-    cost of running every op once, minus 1. ``reruns``: the number of runs beyond the first run of each op or inverse.
-    """
+    """What the simulator computes for a schedule."""
 
     peak: int
+    """Bytes, the largest over all runs of resident tensors, the run's writes and its workspace."""
     peak_at: int
+    """The index in the schedule of the first run with that peak; -1 if the inputs alone have it."""
     cost: float
+    """Of all runs, in the unit of `Op.cost`."""
     overhead: float
+    """``cost`` ÷ the cost of running every op once, minus 1."""
     reruns: int
+    """The runs beyond the first run of each op or inverse."""
 
 
 def simulate(graph: TrainingGraph, schedule: Schedule) -> Estimate:
-    """Replay a schedule and return its peak, cost and overhead.
-
-    Raises:
-        ProblemError: a step runs an unknown op, reads or frees a tensor that is not resident, writes or frees an
-            input, repeats an op that may run only once, or an output is not resident at the end.
-    """
+    """Replay a schedule and return its peak, cost and overhead; ProblemError if a step or the end is invalid."""
     size, recipes, inputs, once = graph.size, graph.op, set(graph.inputs), set(graph.never_rerun)
     resident = set(inputs)
     live = graph.input_bytes
@@ -81,8 +75,9 @@ def simulate(graph: TrainingGraph, schedule: Schedule) -> Estimate:
 
 
 def resident_bytes(graph: TrainingGraph, schedule: Schedule) -> list[int]:
-    """Return the resident bytes at each step of a valid schedule. At a step that runs an op, the op's writes and
-    workspace are included. At a step that frees a tensor, this tensor is not included."""
+    """Return the resident bytes at each step of a valid schedule: a run's with its writes and workspace, a
+    free's without its tensor.
+    """
     size = graph.size
     resident = set(graph.inputs)
     live = graph.input_bytes

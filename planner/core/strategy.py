@@ -94,10 +94,8 @@ class Strategy:
 
 @dataclass(frozen=True)
 class FamilyStrategy(Strategy):
-    """Base class of strategies that compute candidate plans which do not depend on the budget.
-
-    The plan for a budget is the cheapest candidate whose peak fits. So with a larger budget the overhead falls and
-    the peak rises. The smallest budget that can be met is the smallest peak of all candidates.
+    """Base class of strategies whose candidate plans do not depend on the budget. The cheapest candidate that
+    fits is the plan.
     """
 
     def family(self, graph: TrainingGraph, progress: Progress = silent) -> Iterable[Plan]:
@@ -107,11 +105,8 @@ class FamilyStrategy(Strategy):
     def plan(
         self, graph: TrainingGraph, budget: int, progress: Progress = silent, starts: Sequence[Plan] = ()
     ) -> Plan:
-        """Return the cheapest candidate plan within ``budget`` bytes of simulated peak. ``starts`` is ignored.
-
-        Raises:
-            InfeasibleBudget: no candidate fits. The error states the smallest peak of all candidates and has the
-                candidate with this peak.
+        """Return the cheapest candidate within ``budget`` bytes. If none fits, InfeasibleBudget has the
+        candidate with the smallest peak.
         """
         del starts
         found = self.around(graph, budget, progress)
@@ -129,10 +124,8 @@ class FamilyStrategy(Strategy):
         return replace(found[0], budget=budget)
 
     def around(self, graph: TrainingGraph, budget: int, progress: Progress = silent) -> tuple[Plan, ...]:
-        """Return two candidate plans: the cheapest within ``budget`` bytes, then the one with the smallest peak.
-
-        The result has only one plan if both are the same. If no candidate is within the budget, it has only the one
-        with the smallest peak.
+        """Return the cheapest candidate within ``budget`` bytes, then the one with the smallest peak; one
+        plan if they are the same or none fits.
         """
         front = self.curve(graph, (), progress)
         fitting = [p for p in front if p.estimate.peak <= budget]
@@ -176,11 +169,8 @@ class SearchStrategy(Strategy):
         progress: Progress = silent,
         starts: Sequence[Plan] = (),
     ) -> tuple[Plan, ...]:
-        """Return plans by falling peak and rising overhead, at most one for each of ``budgets`` (bytes).
-
-        Budgets are planned from the largest to the smallest. After the first budget that no plan fits, smaller ones
-        are skipped. Each budget gets an equal share of the time limit. A plan is left out if another plan beats or
-        equals it in both peak and cost.
+        """Return undominated plans by falling peak, at most one for each budget, within equal shares of the
+        time limit.
         """
         falling = sorted(set(budgets), reverse=True)
         share = self.share(max(1, len(falling)))
@@ -194,22 +184,17 @@ class SearchStrategy(Strategy):
             try:
                 plans.append(share.plan(graph, budget, report, (*starts, *last)))
             except InfeasibleBudget:
-                break
+                break  # smaller budgets do not fit either
         return pareto(plans)
 
 
 def pareto(plans: Iterable[Plan]) -> tuple[Plan, ...]:
-    """Return the plans on the Pareto front: no other plan beats or equals them in both cost and peak. They are sorted
-    by rising cost and falling peak. Of plans equal in both, the first is returned."""
+    """Return the Pareto front in cost and peak, by rising cost; of equal plans the first."""
     return tuple(undominated(plans, by_cost))
 
 
 def undominated(rows: Iterable[Row], cost_and_peak: Callable[[Row], tuple[float, int]]) -> list[Row]:
-    """Return the rows on the Pareto front: no other row beats or equals them in both cost and peak. They are sorted
-    by rising cost and falling peak. Of rows equal in both, the first is returned.
-
-    ``cost_and_peak``: returns the cost and the peak of a row.
-    """
+    """Return the rows of the Pareto front, by rising cost and falling peak; of equal rows the first."""
     front: list[Row] = []
     least = math.inf
     for row in sorted(rows, key=cost_and_peak):

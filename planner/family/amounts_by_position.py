@@ -17,21 +17,22 @@ Bools: TypeAlias = NDArray[np.bool_]
 
 @dataclass(frozen=True, eq=False)
 class Amounts:
-    """The sizes, workspaces and costs of a problem. Apart from names, these are what distinguishes problems of one
-    structure, that is, with the same ops and tensors in the same order (`TrainingGraph.structure`).
-
-    ``sizes``: the bytes of each tensor that an op writes, in the order in which ops write them. ``workspaces``: the
-    bytes of workspace of each op, then of each inverse. ``costs``: the cost of each op, then of each inverse.
-    ``fixed``: the bytes of all inputs together. ``base_cost``: the cost of running every op once. ``once``: the
-    positions in ``graph.ops`` of the ops that may run only once.
+    """The sizes, workspaces and costs of a problem: what distinguishes problems of one structure, apart from
+    names.
     """
 
     sizes: Ints
+    """Bytes of each tensor that an op writes, in the order of writing."""
     workspaces: Ints
+    """Bytes of each op, then of each inverse."""
     costs: Floats
+    """Of each op, then of each inverse."""
     fixed: int
+    """Bytes of all inputs together."""
     base_cost: float
+    """The cost of running every op once."""
     once: Ints
+    """Positions of the ops that may run only once."""
 
     @property
     def total(self) -> int:

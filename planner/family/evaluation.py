@@ -1,5 +1,4 @@
-"""Compute the peaks and costs of many schedules at once, for any sizes of the tensors. The schedules are of problems
-with the same ops and tensors."""
+"""The peaks and costs of many schedules of one structure at once, for any sizes."""
 
 from __future__ import annotations
 
@@ -14,16 +13,14 @@ from rematplan.planner.family.schedule_by_position import Member
 
 @dataclass(frozen=True, eq=False)
 class Evaluation:
-    """The peaks and costs of all schedules of a family for one problem, one entry for each schedule (*member*), in
-    the family's order.
-
-    ``peaks``: bytes, equal to those of `simulate`. ``costs``: equal to those of `simulate` up to rounding errors.
-    ``allowed``: False for a schedule that repeats an op which may run only once in this problem.
-    """
+    """The peaks and costs of a family's schedules for one problem, in the family's order."""
 
     peaks: Ints
+    """Bytes, equal to those of `simulate`."""
     costs: Floats
+    """Equal to those of `simulate` up to rounding."""
     allowed: Bools
+    """False if the schedule repeats an op that may run only once."""
 
     def fitting(self, budget: int) -> list[int]:
         """Return the positions of the schedules whose peak is within ``budget`` bytes, the cheapest first. Schedules
@@ -32,15 +29,14 @@ class Evaluation:
         return [int(m) for m in rows[np.lexsort((self.peaks[rows], self.costs[rows]))]]
 
     def nearest_over(self, budget: int) -> int | None:
-        """Return the position of the schedule whose peak exceeds ``budget`` bytes by the least; None if all fit.
-        Schedules that are not ``allowed`` are left out."""
+        """Return the position of the allowed schedule that exceeds ``budget`` bytes by the least; None if all fit."""
         rows = np.flatnonzero(self.allowed & (self.peaks > budget))
         return int(rows[np.lexsort((self.costs[rows], self.peaks[rows]))[0]]) if rows.size else None
 
     def front(self) -> list[int]:
-        """Return the positions of the schedules on the Pareto front: no other schedule is as good or better in both
-        cost and peak. Of schedules with equal cost and peak, only the first is returned. The positions are sorted by
-        rising cost, which is also by falling peak. Schedules that are not ``allowed`` are left out."""
+        """Return the positions of the allowed schedules on the Pareto front, by rising cost; of equal ones
+        the first.
+        """
         rows = np.flatnonzero(self.allowed)
         rows = rows[np.lexsort((self.peaks[rows], self.costs[rows]))]
         peaks = self.peaks[rows]
@@ -52,29 +48,21 @@ class Evaluation:
 
 @dataclass(frozen=True, eq=False)
 class Stack:
-    """Several schedules (*members* of a family) joined into arrays, so that one cumulative sum gives the peaks of all
-    of them, for any sizes of the tensors.
-
-    ``events``: where tensors become resident or are freed, one schedule after the other. With T tensors, the entry t
-    means that tensor t becomes resident, T + t that it is freed. The other arrays have rows: for each schedule, one
-    row for the moment before its first run, when only the inputs are resident, then one row for each run.
-    ``events_before``: for each row, how many entries of ``events`` precede it, those of its own allocations included.
-    ``recipes``: for each row, the position of the op or inverse that runs; the number of ops and inverses if none
-    runs. ``starts``: the first row of each schedule. ``counts``: how often each op and inverse (column) runs in each
-    schedule (row).
-    """
+    """Several schedules as arrays: one cumulative sum gives the peaks of all for any sizes."""
 
     events: Ints
+    """One schedule after the other, with T tensors: t if tensor t becomes resident, T + t if it is freed."""
     events_before: Ints
+    """A row before each schedule's first run, then one per run: the events up to it, own allocations included."""
     recipes: Ints
+    """By row: the op or inverse that runs; their number if none does."""
     starts: Ints
+    """The first row of each schedule."""
     counts: Floats
+    """How often each op and inverse (column) runs in each schedule (row)."""
 
     def evaluate(self, amounts: Amounts) -> Evaluation:
-        """Return the peaks and costs of all schedules for a problem with the sizes, workspaces and costs ``amounts``.
-
-        The time is linear in the number of events. Peaks are exact, because they are computed in 64-bit integers.
-        """
+        """Return the exact peaks and the costs of all schedules for a problem, in time linear in the events."""
         change = np.concatenate((amounts.sizes, -amounts.sizes))
         resident = np.empty(self.events.size + 1, dtype=np.int64)
         resident[0] = 0
@@ -89,10 +77,7 @@ class Stack:
 
 
 def stack(members: Sequence[Member], tensors: int) -> Stack:
-    """Join schedules (at least one) into a `Stack`, which evaluates all of them at once.
-
-    ``tensors``: the number of tensors that ops write, which is the same in all problems of these schedules.
-    """
+    """Join at least one schedule into a `Stack`. ``tensors``: the number that ops write."""
     nothing = members[0].recipes
     ends = np.cumsum([0, *(m.events.size for m in members)])
     rows = np.cumsum([0, *(m.runs.size + 1 for m in members)])

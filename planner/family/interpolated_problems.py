@@ -1,13 +1,8 @@
-"""Compute planning problems for batch sizes between those for which steps were captured.
+"""Compute planning problems at sizes between captured ones: bytes by polynomials of degree 2, checked at all
+captured sizes.
 
-The bytes of a tensor are a product of its dimensions. If one dimension of the model's inputs varies (*the size*), the
-bytes are a polynomial of the size: of degree 1 in most tensors, of degree 2 in those that have the dimension twice
-(attention scores, images). A polynomial through three captured sizes is used only if it gives the bytes of every tensor
-exactly at further captured sizes. Where dimensions are rounded (strides, paddings) it does not, and then every size has
-to be captured.
-
-A workspace is the larger one of those at the two nearest captured sizes, because kernels that work in blocks need
-workspaces that grow in steps: flash attention on a CPU needs four times as many bytes from 768 words on as below.
+Where dimensions are rounded the check fails. A workspace is the larger of the two nearest captured ones,
+since kernels that work in blocks need it in steps.
 """
 
 from __future__ import annotations
@@ -33,14 +28,10 @@ them."""
 
 @dataclass(frozen=True, eq=False)
 class Between:
-    """Planning problems at all sizes of one dimension of the model's inputs, from the smallest captured size to the
-    largest, interpolated between problems captured at some sizes.
-
-    ``captured``: the captured problems by size, in ascending order. All have the same ops and tensors, and the bytes
-    of each tensor are a polynomial of the size.
-    """
+    """Problems at all sizes from the smallest captured to the largest, interpolated."""
 
     captured: Mapping[int, TrainingGraph]
+    """By size, ascending, with the same ops and tensors."""
 
     @cached_property
     def sizes(self) -> list[int]:
@@ -81,10 +72,9 @@ class Between:
             return False
 
     def amounts(self, size: int) -> Amounts:
-        """Return the bytes, workspaces and costs of the problem at a size, without building the problem itself. They
-        are computed as in `problem`, but at captured sizes as well, where workspaces may be larger.
+        """Return bytes, workspaces and costs as in `problem`, but workspaces at captured sizes may be larger.
 
-        ``size``: above the smallest captured size, at most the largest.
+        ``size``: above the smallest captured, at most the largest.
         """
         below, above = self._neighbours(size)
         here = np.array(self.bytes_at(size), dtype=np.int64)
@@ -101,11 +91,8 @@ class Between:
         )
 
     def problem(self, size: int) -> TrainingGraph:
-        """Return the problem at a size from the smallest captured one to the largest.
-
-        At a captured size this is the captured problem. At other sizes, the bytes of tensors are computed from
-        polynomials, and costs are interpolated linearly between the two nearest captured sizes. The workspace of an op
-        is the larger one of its workspaces at these two sizes.
+        """Return the problem at a size from the smallest captured to the largest, the captured one if there
+        is one.
         """
         if size in self.captured:
             return self.captured[size]
@@ -115,6 +102,7 @@ class Between:
         bare = replace(low, tensors=tensors, fixed_split={})
         share = (size - below) / (above - below)
         count = len(low.ops)
+        # Costs are linear between the two neighbours.
         recipes = [
             replace(a, cost=a.cost + share * (b.cost - a.cost), workspace=max(a.workspace, b.workspace))
             for a, b in zip(low.recipes, high.recipes, strict=True)
@@ -137,12 +125,8 @@ class Between:
 
 
 def between(captured: Mapping[int, TrainingGraph]) -> Between | None:
-    """Return a `Between`, which interpolates captured problems at the sizes between them. ``captured``: the problems
-    by size of the varying dimension.
-
-    The result is None if interpolation would not be reliable: if fewer than five sizes are captured, if the problems
-    differ in ops, tensors or constraints, or if the bytes of some tensor at the captured sizes are not a polynomial
-    of degree 2 or less.
+    """Return a `Between` of captured problems by size; None if there are fewer than five, they differ, or
+    bytes are no polynomials.
     """
     found = Between(dict(sorted(captured.items())))
     alike = {(g.fingerprint, tuple(t.name for t in g.tensors)) for g in captured.values()}

@@ -35,30 +35,20 @@ LIMITS = FamilyLimits()
 
 @dataclass(frozen=True, eq=False)
 class _State:
-    """The content of a `PlanFamily`, replaced as a whole at each change.
-
-    ``members``: the schedules. ``stack``: the same schedules, joined for evaluation. ``met``: the sizes, workspaces
-    and costs of the problems for which schedules are compared. ``evaluations``: the peaks and costs of all schedules,
-    for each problem of ``met``.
-    """
+    """The content of a `PlanFamily`, replaced as a whole at each change."""
 
     members: tuple[Member, ...]
     stack: Stack
+    """The members, joined for evaluation."""
     met: tuple[Amounts, ...]
+    """The amounts of the problems for which members are compared."""
     evaluations: tuple[Evaluation, ...]
+    """Of all members, for each of these problems."""
 
 
 class PlanFamily:
-    """A family of plans for problems of one structure: the same ops and tensors in the same order, with any sizes and
-    costs. A plan that was found for one problem can be evaluated and used for another.
-
-    The plans are stored as schedules by position (*members*). The first one runs every op once and is never removed.
-    If there are more than `LIMITS.members`, the schedule is removed that contributes least to the Pareto fronts of
-    peak and cost of a few problems: the largest problem for which schedules were added, and the latest ones. A family
-    may be used from several threads, because each change replaces the whole state.
-
-    Args:
-        graph: any problem of the structure.
+    """Plans of one structure, as schedules by position (*members*) that can be evaluated at any sizes.
+    Threads may share it.
     """
 
     def __init__(self, graph: TrainingGraph) -> None:
@@ -66,6 +56,7 @@ class PlanFamily:
         self._tensors = len(graph.producer)
         self._named = _names(graph), step_table(graph)
         runs = [op.name for op in graph.ops]
+        # The first member runs every op once, and is never removed.
         first = member_of(graph, with_frees(graph, runs), "store_all")
         self._state = self._made((first,), (amounts_of(graph),))
 
@@ -91,8 +82,9 @@ class PlanFamily:
         self.add_member(amounts_of(graph), member_of(graph, plan.schedule, plan.strategy))
 
     def add_member(self, amounts: Amounts, member: Member) -> None:
-        """Add a schedule that was found for a problem with the sizes, workspaces and costs ``amounts``. If the family
-        is then too large, the schedule that contributes least is removed, which may be the new one."""
+        """Add a schedule found for a problem of these amounts. If there are too many, the one that
+        contributes least is removed.
+        """
         state = self._state
         members = state.members
         known = any(np.array_equal(m.steps, member.steps) for m in members)
@@ -113,49 +105,31 @@ class PlanFamily:
         return self._state.stack.evaluate(amounts)
 
     def best(self, amounts: Amounts, budget: int) -> Member | None:
-        """Return the cheapest schedule of the family whose peak is within ``budget`` bytes; None if none fits.
-
-        ``amounts``: the sizes, workspaces and costs of the problem. Schedules that repeat an op which may run only
-        once in this problem are left out.
+        """Return the cheapest allowed schedule within ``budget`` bytes for a problem of these amounts; None
+        if none fits.
         """
         members = self.fitting(amounts, budget, 1)
         return members[0] if members else None
 
     def fitting(self, amounts: Amounts, budget: int, count: int) -> tuple[Member, ...]:
-        """Return the ``count`` cheapest schedules of the family whose peak is within ``budget`` bytes, the cheapest
-        first; fewer if fewer fit.
-
-        ``amounts``: the sizes, workspaces and costs of the problem. Schedules that repeat an op which may run only
-        once in this problem are left out.
-        """
+        """Return up to ``count`` allowed schedules within ``budget`` bytes, the cheapest first."""
         state = self._state
         return tuple(state.members[m] for m in state.stack.evaluate(amounts).fitting(budget)[:count])
 
     def nearest_over(self, amounts: Amounts, budget: int) -> Member | None:
-        """Return the schedule of the family whose peak exceeds ``budget`` bytes by the least; None if all fit.
-
-        ``amounts``: the sizes, workspaces and costs of the problem. Schedules that repeat an op which may run only
-        once in this problem are left out.
-        """
+        """Return the allowed schedule that exceeds ``budget`` bytes by the least; None if all fit."""
         state = self._state
         found = state.stack.evaluate(amounts).nearest_over(budget)
         return None if found is None else state.members[found]
 
     def least(self, amounts: Amounts) -> Member:
-        """Return the schedule of the family with the smallest peak in a problem.
-
-        ``amounts``: the sizes, workspaces and costs of the problem. Schedules that repeat an op which may run only
-        once in this problem are left out. At least the schedule without recomputation is always left.
-        """
+        """Return the allowed schedule with the smallest peak for a problem of these amounts."""
         found = self.nearest_over(amounts, -1)
         assert found is not None, "the member that runs every op once is always allowed"
         return found
 
     def plan(self, graph: TrainingGraph, member: Member, amounts: Amounts | None = None) -> Plan:
-        """Return a schedule of the family as a plan of the problem ``graph``, with its peak and cost in this problem.
-
-        ``amounts``: the problem's sizes, workspaces and costs, if the caller has computed them already.
-        """
+        """Return a schedule as a plan of ``graph``. ``amounts``: of the problem, if known."""
         self._check(graph)
         names, table = self._named
         if names != _names(graph):
@@ -166,9 +140,7 @@ class PlanFamily:
         return Plan(graph.name, member.strategy, schedule, estimate)
 
     def plans(self, graph: TrainingGraph) -> tuple[Plan, ...]:
-        """Return all schedules of the family as plans of the problem ``graph``. Schedules that repeat an op which may
-        run only once in this problem are left out.
-        """
+        """Return all allowed schedules as plans of ``graph``."""
         amounts = amounts_of(graph)
         allowed = (member for member in self.members if member.is_allowed(amounts))
         return tuple(self.plan(graph, member, amounts) for member in allowed)
@@ -183,10 +155,8 @@ class PlanFamily:
         return None if member is None else replace(self.plan(graph, member, amounts), budget=budget)
 
     def starts(self, graph: TrainingGraph, budget: int, count: int) -> tuple[Plan, ...]:
-        """Return plans of the problem ``graph`` from which a search for ``budget`` bytes can start.
-
-        They are the ``count`` cheapest schedules of the family that fit the budget, followed by the schedule that
-        exceeds it by the fewest bytes.
+        """Return plans of ``graph`` to start from: the ``count`` cheapest that fit, then the one nearest
+        above ``budget`` bytes.
         """
         amounts = amounts_of(graph)
         over = self.nearest_over(amounts, budget)
@@ -215,8 +185,7 @@ def _names(graph: TrainingGraph) -> tuple[tuple[str, ...], tuple[str, ...]]:
 
 
 def _with_latest(met: tuple[Amounts, ...], amounts: Amounts) -> tuple[Amounts, ...]:
-    """Return ``met`` with ``amounts`` at the end. Each entry has the sizes, workspaces and costs of one problem. If
-    there are more than `LIMITS.sizes_met` entries, return only the one with the most bytes (first) and the latest."""
+    """Return ``met`` with ``amounts`` at the end; beyond `LIMITS.sizes_met` entries, the largest and the latest."""
     met = (*(known for known in met if not known.equals(amounts)), amounts)
     if len(met) <= LIMITS.sizes_met:
         return met
@@ -226,20 +195,15 @@ def _with_latest(met: tuple[Amounts, ...], amounts: Amounts) -> tuple[Amounts, .
 
 
 def _gains(evaluations: Sequence[Evaluation], met: Sequence[Amounts]) -> np.ndarray:
-    """Return, for each schedule of a family, how much it contributes to the Pareto fronts of the problems ``met``.
-
-    The contribution to a front is the area of the (peak, overhead) plane that no other schedule dominates; areas are
-    summed over the problems. It is infinite for the cheapest schedule of a front and for the one with the smallest
-    peak, and 0 for schedules that are not on the front.
-    Source: Beume, Naujoks and Emmerich 2007, SMS-EMOA.
-
-    ``evaluations``: the peaks and costs of all schedules, for each problem of ``met``.
+    """Return how much each schedule contributes to the Pareto fronts of the problems ``met`` (SMS-EMOA, Beume
+    et al. 2007).
     """
     gains = np.zeros(evaluations[0].peaks.size)
     for found, amounts in zip(evaluations, met, strict=True):
         front = np.array(found.front())
         peaks = found.peaks[front] / max(1, int(found.peaks.max()))
         overheads = found.costs[front] / (amounts.base_cost or 1.0)
+        # The area that no other schedule dominates; infinite at a front's ends, 0 off the front.
         area = np.full(front.size, np.inf)
         area[1:-1] = (peaks[:-2] - peaks[1:-1]) * (overheads[2:] - overheads[1:-1])
         gains[front] += area

@@ -1,8 +1,5 @@
-"""Find, for each batch size of a range, which of several known schedules fits a budget of bytes.
-
-Every size is evaluated, not only the largest: a larger size need not have the larger peak. A schedule that fits at the
-smallest and the largest size need not fit at the sizes between them, because kernels need more workspace at some sizes,
-and the op at the peak changes with the size.
+"""Find, at each size of a range, which known schedule fits the budget. A larger size need not have the larger
+peak, so all are evaluated.
 """
 
 from __future__ import annotations
@@ -20,26 +17,22 @@ Size = TypeVar("Size")
 
 @dataclass(frozen=True)
 class RangeRow(Generic[Size]):
-    """The result for one batch size: the best schedule of a family, and whether it fits the budget. A family is a set
-    of schedules of one problem structure that can be evaluated at any size.
-
-    ``size``: the batch size, or the sizes of several dimensions. ``fits``: whether any schedule of the family is within
-    the budget. ``member``: the cheapest schedule that fits, or the schedule with the smallest peak if none fits.
-    ``estimate``: the peak and cost of ``member`` at this size. ``base_peak``: the peak in bytes, at this size, of the
-    step without recomputation.
-    """
+    """The best schedule of a family at one size, and whether it fits the budget."""
 
     size: Size
+    """The batch size, or the sizes of several dimensions."""
     fits: bool
     member: Member
+    """The cheapest schedule that fits, or the one with the smallest peak."""
     estimate: Estimate
+    """Of ``member`` at this size."""
     base_peak: int
+    """Bytes of the step without recomputation."""
 
 
 @dataclass(frozen=True)
 class RangeProof(Generic[Size]):
-    """The results for a range of batch sizes: whether, at each size, at least one of several known schedules has a peak
-    within ``budget`` bytes. ``rows``: the result for each size."""
+    """Whether, at each size of a range, some known schedule has a peak within ``budget`` bytes."""
 
     budget: int
     rows: tuple[RangeRow[Size], ...]
@@ -56,11 +49,8 @@ class RangeProof(Generic[Size]):
 
 
 def range_row(family: PlanFamily, amounts: Amounts, size: Size, budget: int) -> RangeRow[Size]:
-    """Return the cheapest schedule of a family whose peak is within ``budget`` bytes at one size, or the schedule with
-    the smallest peak if none fits.
-
-    ``family``: schedules of one problem structure, evaluated at any size. ``amounts``: the sizes of tensors, the
-    workspaces and the costs at this size. ``size``: only copied to the result.
+    """Return the cheapest schedule within ``budget`` bytes for these amounts, or the one with the smallest
+    peak. ``size`` is copied.
     """
     found = family.best(amounts, budget)
     member = found or family.least(amounts)

@@ -18,24 +18,21 @@ from rematplan.planner.family.amounts_by_position import Amounts, Ints
 
 @dataclass(frozen=True, eq=False)
 class Member:
-    """A schedule that refers to ops and tensors by position instead of by name. So it can be evaluated for any problem
-    of one structure: the same ops and tensors in the same order, with any sizes and costs.
+    """A schedule by position instead of by name, for any problem of one structure.
 
-    Ops and inverses are numbered together, ops first. Tensors that ops write are numbered in the order in which ops
-    write them.
-
-    ``steps``: for each step of the schedule, r if it runs the op or inverse number r, or -1 - t if it frees tensor t.
-    ``events``: the changes of memory in order: t where tensor t becomes resident, -1 - t where it is freed. At the end
-    all tensors are freed, so the bytes of all events sum to 0. ``events_before``: for each run of an op, the number of
-    events up to and including the allocation of what the op writes. ``recipes``: the number of ops and inverses in a
-    problem of this structure. ``strategy``: the name of the strategy that found the schedule.
+    Ops are numbered before inverses; tensors that ops write, in the order of writing.
     """
 
     steps: Ints
+    """r for a run of op or inverse r, -1 - t for a free of tensor t."""
     events: Ints
+    """t if tensor t becomes resident, -1 - t if it is freed. All are freed at the end."""
     events_before: Ints
+    """For each run, the events up to and including its allocations."""
     recipes: int
+    """The number of ops and inverses."""
     strategy: str
+    """The name of the strategy that found it."""
 
     @cached_property
     def runs(self) -> Ints:
@@ -49,10 +46,8 @@ class Member:
         return np.bincount(self.runs, minlength=self.recipes)
 
     def resident_bytes(self, amounts: Amounts) -> Ints:
-        """Return, for each run of an op or inverse in the schedule, the bytes that are resident during it, inputs and
-        workspace included.
-
-        ``amounts``: the sizes, workspaces and costs of the problem to evaluate.
+        """Return the bytes resident during each run, inputs and workspace included, for a problem of these
+        amounts.
         """
         change = np.where(self.events >= 0, 1, -1) * amounts.sizes[_tensor(self.events)]
         resident = np.concatenate(([0], np.cumsum(change)))
@@ -82,10 +77,7 @@ class Member:
 
 
 def member_of(graph: TrainingGraph, schedule: Schedule, strategy: str) -> Member:
-    """Convert a valid schedule of a problem to positions, so that it can be evaluated for other sizes and costs.
-
-    ``strategy``: the name of the strategy that found the schedule.
-    """
+    """Convert a valid schedule of a problem to positions. ``strategy``: the name of the one that found it."""
     number = {t: i for i, t in enumerate(graph.producer)}
     recipe = {name: i for i, name in enumerate(graph.op)}
     writes = [[number[t] for t in op.writes if t in number] for op in graph.op.values()]
@@ -116,16 +108,14 @@ def member_of(graph: TrainingGraph, schedule: Schedule, strategy: str) -> Member
 
 
 def step_table(graph: TrainingGraph) -> tuple[tuple[Step, ...], tuple[Step, ...]]:
-    """Return the steps of which a schedule of this problem consists, as two tuples: the run of each op and inverse, ops
-    first; and the freeing of each tensor that an op writes, in the order in which ops write them."""
+    """Return the steps of a problem's schedules: runs of ops, then of inverses; and frees, in the order of
+    writing.
+    """
     return tuple(Run(name) for name in graph.op), tuple(Free(t) for t in graph.producer)
 
 
 def schedule_of(member: Member, table: tuple[Sequence[Step], Sequence[Step]]) -> Schedule:
-    """Convert a schedule by position to a schedule with the names of a problem.
-
-    ``member``: the schedule by position. ``table``: the result of `step_table` for the problem.
-    """
+    """Convert a schedule by position to names. ``table``: `step_table` of the problem."""
     runs, frees = table
     return tuple(runs[s] if s >= 0 else frees[-1 - s] for s in member.steps.tolist())
 

@@ -12,23 +12,20 @@ from rematplan.planner.family.amounts_by_position import Ints
 
 @dataclass(frozen=True, eq=False)
 class TensorPositions:
-    """Positions in ``graph.tensors`` of a problem.
-
-    ``written``: of the tensors that ops write, in the order in which ops write them. ``inputs``: of the inputs.
-    ``moved``: of the tensors that the first op reads and writes, then of the tensors that the second op reads and
-    writes, and so on; inverses follow the ops. ``counts``: how many entries of ``moved`` each op or inverse has.
-    ``ends``: the index in ``moved`` after the last entry of each op or inverse.
-    """
+    """Positions in a problem's ``graph.tensors``."""
 
     written: Ints
+    """Of tensors that ops write, in the order of writing."""
     inputs: Ints
     moved: Ints
+    """Of what each op, then each inverse, reads and writes."""
     counts: Ints
+    """The entries of ``moved`` of each op or inverse."""
     ends: Ints
+    """The index in ``moved`` after each op's or inverse's last entry."""
 
     def traffic(self, sizes: Ints) -> Ints:
-        """Return the bytes that each op, then each inverse, reads and writes. ``sizes``: the bytes of each tensor of
-        the problem, in the order of ``graph.tensors``."""
+        """Return the bytes that each op, then each inverse, reads and writes. ``sizes``: by ``graph.tensors``."""
         moved = np.concatenate(([0], np.cumsum(sizes[self.moved])))
         found: Ints = moved[self.ends] - moved[self.ends - self.counts]
         return found

@@ -1,13 +1,7 @@
-"""Find the optimal schedule of a tiny problem by an exhaustive search; give up if the problem is not tiny.
+"""Find the optimal schedule of a tiny problem by A* over sets of resident tensors; give up if it is not tiny.
 
-The search is A*. Its states are the sets of resident tensors, and for ops whose runs are restricted, whether they have
-run. A transition frees tensors until an op fits the budget, then runs the op and costs as much as the op. So the search
-covers every order, any number of repetitions, and inverses.
-
-A resident tensor does no harm until an op needs its bytes. So only minimal sets are freed: sets that would not free
-enough bytes without one of their tensors. A result is not kept if nothing reads it and it is not an output. The
-heuristic is a lower bound of the remaining cost: the costs of the ops that must run to compute the missing outputs.
-There are up to 2^tensors states, so their number is capped.
+It covers each order, any repetitions, and inverses. The heuristic is the cost of the ops that must run to
+compute the missing outputs.
 """
 
 from __future__ import annotations
@@ -27,23 +21,19 @@ than it may visit, and each takes long."""
 
 @dataclass(frozen=True, slots=True)
 class Optimum:
-    """The optimal schedule within a budget.
-
-    ``cost``: the least cost of any schedule that fits, infinite if none does. ``runs``: the names of the ops and
-    inverses that a schedule of this cost runs, in order; empty if none fits.
-    """
+    """The optimal schedule within a budget."""
 
     cost: float
+    """Infinite if no schedule fits."""
     runs: tuple[str, ...]
+    """The names of the ops and inverses that it runs, in order; empty if none fits."""
 
 
 def exhaustive(graph: TrainingGraph, budget: int, most_states: int = MOST_STATES) -> Optimum | None:
-    """Return the optimal schedule within ``budget`` bytes of a tiny problem, found by a search (A*) over all sets of
-    resident tensors.
+    """Return the optimal schedule within ``budget`` bytes; None if there are more than `MOST_TENSORS` tensors
+    or ``most_states`` states.
 
-    Return None if the problem is too large: if it has more than `MOST_TENSORS` tensors (without inputs; an op that
-    writes nothing, may run only once, or has its place in ``graph.ordered`` counts as a tensor), or if the search
-    reaches more than ``most_states`` sets of resident tensors.
+    An op that writes nothing, may run once, or has its place in ``graph.ordered`` counts as a tensor.
     """
     masks = _Masks(graph)
     if masks.bits > MOST_TENSORS:
@@ -66,6 +56,8 @@ def exhaustive(graph: TrainingGraph, budget: int, most_states: int = MOST_STATES
             total, during = cost + op.cost, mask | writes
             short = resident + masks.bytes(writes & ~mask) + op.workspace - budget
             others = [row for row in masks.sizes if mask & row[0] and not (reads | writes) & row[0]]
+            # A resident tensor does no harm until an op needs its bytes, so minimal sets are freed, and no
+            # earlier.
             for freed in _freed(others, short):
                 if len(best) > most_states:
                     return None
@@ -77,19 +69,13 @@ def exhaustive(graph: TrainingGraph, budget: int, most_states: int = MOST_STATES
 
 
 class _Masks:
-    """A problem whose sets of tensors are bit masks: one bit for each tensor that is not an input.
-
-    An op that writes nothing, or whose first run has its place in an order, runs for its side effect, and must run. So
-    it gets a further bit of 0 bytes, which it sets and which is part of ``goal``. An op that may run only once gets
-    such a bit too, outside of ``goal``: the bit tells whether the op has run. ``bits``: the number of bits.
-    ``recipes``: each op and inverse that may run, with the masks of what it reads and writes. ``sizes``: pairs of a
-    tensor's bit and its bytes, largest first, without tensors of 0 bytes. ``goal``: the bits that must be set at the
-    end. ``useful``: the bits of ``goal``, of ops that have run, and of all tensors that an op or inverse reads.
-    """
+    """A problem whose sets of tensors are bit masks: one bit for each tensor that is not an input."""
 
     def __init__(self, graph: TrainingGraph) -> None:
         inputs = set(graph.inputs)
         names = [t.name for t in graph.tensors if t.name not in inputs]
+        # These ops get a further bit of 0 bytes, which they set: it says that they have run. It is part of
+        # ``goal`` if the op must run (it writes nothing, or has its place in an order).
         silent = {op.name for op in graph.ops if not op.writes}
         marked = [op.name for op in graph.ops if op.name in silent.union(graph.ordered, graph.never_rerun)]
         bit = {t: 1 << i for i, t in enumerate(names)}
@@ -106,6 +92,7 @@ class _Masks:
         self.goal = sum(bit.get(t, 0) for t in graph.outputs) + sum(
             mark[name] for name in silent.union(graph.ordered)
         )
+        # Bits that a state keeps: others are not read, and not wanted at the end.
         self.useful = self.goal | sum(mark.values())
         self._again = {name: mark[name] for name in graph.never_rerun}
         self._first = {
@@ -121,8 +108,9 @@ class _Masks:
         ]
 
     def forbids(self, name: str, mask: int) -> bool:
-        """Return whether an op may not run in the state ``mask``: it has run and may not run again, or it has not run
-        and an op whose first run must come later has."""
+        """Return whether an op may not run in a state: it would repeat, or its first run would come after one
+        that must follow it.
+        """
         own, later = self._first.get(name, (0, 0))
         return bool(mask & self._again.get(name, 0) or (mask & later and not mask & own))
 
@@ -131,12 +119,7 @@ class _Masks:
         return sum(size for bit, size in self.sizes if mask & bit)
 
     def floor(self, mask: int) -> float:
-        """Return a lower bound of the cost from a state to the end. ``mask``: the resident tensors of the state.
-
-        Tensors of ``goal`` that are not resident are missing. If only one op can write a missing tensor, this op must
-        run. Then the tensors that it reads and that are not resident are missing as well. The result is the sum of the
-        costs of these ops.
-        """
+        """Return a lower bound of the cost from a state to the end: the ops that alone can write what is missing."""
         cost, missing = 0.0, self.goal & ~mask
         for price, reads, makes in self._only:
             if makes & missing:
@@ -146,10 +129,9 @@ class _Masks:
 
 
 def _freed(resident: Sequence[tuple[int, int]], short: int) -> Iterator[int]:
-    """Yield the sets of tensors, as bit masks, whose bytes sum to at least ``short``, but would not without any one of
-    their tensors. Yield the empty set if ``short`` is not positive.
+    """Yield the minimal sets (masks) whose bytes sum to at least ``short``; the empty set if ``short`` ≤ 0.
 
-    ``resident``: pairs of a tensor's bit and its bytes, largest first.
+    ``resident``: pairs (bit, bytes), largest first.
     """
     if short <= 0:
         yield 0

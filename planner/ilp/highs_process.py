@@ -1,9 +1,7 @@
-"""A process that solves integer programs with HiGHS for another process, which can kill it to stop a solve at once.
+"""A process that solves integer programs with HiGHS, which cannot be interrupted, for another process, which
+can kill it.
 
-HiGHS cannot be interrupted, and overruns a time limit by seconds. `solver.Solver` runs this file as a script. The
-script reads requests from standard input and writes responses to standard output, each preceded by its length, until
-its input ends. HiGHS sometimes prints to standard output although told not to; this output is redirected to standard
-error. Only OR-tools is imported, so the process starts in a fraction of a second.
+Messages on its standard streams are preceded by their length. It imports OR-tools alone, to start fast.
 """
 
 from __future__ import annotations
@@ -71,8 +69,8 @@ def respond(request: bytes) -> bytes:
 
 
 def end_with_parent() -> None:
-    """Ask Linux to kill this process when the thread that started it ends. While HiGHS solves, this process cannot
-    notice by itself that the thread has ended. On other systems than Linux this function does nothing."""
+    """Ask Linux to kill this process when the thread that started it ends. On other systems it does nothing."""
+    # While HiGHS solves, this process cannot notice that by itself.
     with suppress(OSError, AttributeError):
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
 
@@ -82,6 +80,7 @@ def main() -> None:
     ends."""
     end_with_parent()
     with os.fdopen(os.dup(sys.stdout.fileno()), "wb") as answers:
+        # HiGHS sometimes prints to standard output although told not to.
         os.dup2(sys.stderr.fileno(), sys.stdout.fileno())
         while (request := read_message(sys.stdin.buffer)) is not None:
             began = time.process_time()

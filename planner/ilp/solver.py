@@ -1,8 +1,6 @@
-"""Solve mixed-integer programs with HiGHS, within a time limit that holds.
+"""Solve mixed-integer programs with HiGHS in a process that is killed if it overruns its time limit.
 
-Each `Solver` starts a process (`highs_process`) at its first solve. The process is killed if a solve overruns its time
-limit, or if a thread calls `Solver.stop`; that solve then returns no solution and no bound. If no process can be
-started, HiGHS runs in this process, where it may overrun the limit and cannot be stopped.
+If no process can be started, HiGHS runs in this one, where it may be late and cannot be stopped.
 """
 
 from __future__ import annotations
@@ -33,17 +31,16 @@ MOVES, NODES = 20_000, 200
 
 @dataclass(frozen=True)
 class Answer:
-    """The result of a solve of a mixed-integer program.
-
-    ``dual``: a proven lower bound of the cost of any solution, without `Rows.constant`; infinite if it is proven that
-    there is no solution, -infinite if nothing is proven. ``values``: the best solution found, one value for each
-    variable, or None. ``done``: whether the solver finished: either ``values`` are optimal within the requested gap, or
-    it is proven that there is no solution. The defaults are the *empty answer*, which states nothing.
-    """
+    """The result of a solve; the defaults are the *empty answer*, which states nothing."""
 
     dual: float = -math.inf
+    """A proven lower bound of any solution's cost, without `Rows.constant`; infinite: no solution exists,
+    -infinite: nothing is proven.
+    """
     values: tuple[float, ...] | None = None
+    """The best solution found, by variable, or None."""
     done: bool = False
+    """Whether ``values`` are optimal within the gap, or it is proven that there is no solution."""
 
 
 class Solver:
@@ -64,12 +61,11 @@ class Solver:
         self.stop()
 
     def stop(self) -> None:
-        """End the current solve now, by killing the process that solves. The current solve and all later ones return an
-        empty `Answer`. May be called from any thread.
-
-        If no process could be started and HiGHS runs in this process, the current solve is not interrupted.
+        """Kill the process that solves. The current solve and later ones return an empty `Answer`. Any thread
+        may call this.
         """
         self._stopped = True
+        # A solve in this process is not interrupted.
         self._kill()
 
     def solve(
@@ -81,11 +77,7 @@ class Solver:
         gap: float,
         hint: Mapping[int, float] | None = None,
     ) -> Answer:
-        """Minimise the cost of a program, and return the best solution found and a proven lower bound of the cost.
-
-        The result is an `Answer` without solution and bound after `stop`, if the process that solves had to be killed
-        because it was late, or if HiGHS fails.
-        """
+        """Minimise a program's cost within ``effort``; an empty `Answer` if stopped, too late, or HiGHS fails."""
         if self._stopped:
             return Answer()
         seconds = math.inf if effort.moves else effort.left * self._stretch
@@ -102,10 +94,9 @@ class Solver:
         return _answer(answer, len(rows.cost))
 
     def _exchange(self, request: bytes, seconds: float) -> tuple[float, bytes] | None:
-        """Send a serialised request to the process that solves. Return the CPU seconds of that process and its
-        serialised response; None if there is none after ``seconds`` on the clock, or if `stop` was called.
+        """Return the CPU seconds and the response of the process that solves; None if it is late or stopped.
 
-        If no process can be started, or if it ends by itself, the request is solved in this process.
+        If it cannot be started or ends by itself, this process solves.
         """
         process = self._running_process()
         if process is None:

@@ -10,28 +10,25 @@ Term = tuple[int, float]
 
 @dataclass
 class Rows:
-    """A mixed-integer program under construction: minimise Σ cⱼ xⱼ subject to rows Σ aⱼ xⱼ ≥ b, with all variables xⱼ
-    between 0 and 1.
-
-    ``cost``: the factor cⱼ of each variable. ``integers``: for each variable, whether it must be 0 or 1. Row r has the
-    variables ``columns[s:e]`` with the factors ``factors[s:e]``, where s is ``starts[r]`` and e is ``starts[r + 1]``;
-    its right-hand side b is ``floors[r]``. ``constant``: to be added to the cost of a solution. ``impossible``: True if
-    it is known that no solution exists. A solver gets neither ``constant`` nor ``impossible``; those who build the
-    program use them.
-    """
+    """A mixed-integer program under construction: minimise Σ cⱼ xⱼ with rows Σ aⱼ xⱼ ≥ b and 0 ≤ xⱼ ≤ 1."""
 
     cost: list[float] = field(default_factory=list)
+    """cⱼ of each variable."""
     starts: list[int] = field(default_factory=lambda: [0])
+    """Row r has the entries ``starts[r]`` to ``starts[r + 1]`` − 1 of ``columns`` (variables) and ``factors``."""
     columns: list[int] = field(default_factory=list)
     factors: list[float] = field(default_factory=list)
     floors: list[float] = field(default_factory=list)
+    """The right-hand side b of each row."""
     integers: list[bool] = field(default_factory=list)
+    """For each variable, whether it must be 0 or 1."""
     constant: float = 0.0
+    """To be added to a solution's cost. Solvers do not get it."""
     impossible: bool = False
+    """Whether it is known that no solution exists. Solvers do not get it."""
 
     def variable(self, cost: float, integer: bool = True) -> int:
-        """Add a variable with the factor ``cost`` in the objective, and return its number. Its value is 0 or 1; if
-        ``integer`` is False, any number from 0 to 1."""
+        """Add a variable with the cost ``cost`` and return its number: 0 or 1, or between them if not ``integer``."""
         self.cost.append(cost)
         self.integers.append(integer)
         return len(self.cost) - 1
@@ -50,9 +47,5 @@ ZERO, ONE = -1, -2
 
 
 def is_set(values: Sequence[float], variable: int) -> bool:
-    """Return whether a 0-1 variable is 1 in a solution.
-
-    ``values``: the solution, one value for each variable. ``variable``: the variable's number; `ZERO` or `ONE` for a
-    variable that is known to be 0 or 1.
-    """
+    """Return whether a variable (a number, `ZERO` or `ONE`) is 1 in a solution."""
     return variable == ONE or (variable != ZERO and values[variable] > 0.5)

@@ -1,27 +1,17 @@
-"""The integer program of a whole schedule with recomputation, after Checkmate: one stage for each op.
+"""The integer program of a schedule with recomputation: one stage per op, after Checkmate (Jain et al., MLSys
+2020).
 
-A known schedule gives the order of the ops. Stage k first runs some earlier ops again, in this order, and then runs op
-k for the first time.
+Stage k runs some earlier ops again, in the known schedule's order, then op k for the first time.
 
     R[v,k] = op v runs again in stage k      A[t,k] = tensor t is resident when stage k begins
     p: the op that writes t                  S_k: bytes resident when stage k+1 begins, except what op k reads or writes
-
     min Σ c_v R[v,k]
     (read)    R[v,k] ≤ A[t,k] + R[p,k]  for each t that v reads;   1 ≤ A[t,k] + R[p,k]  for each t that op k reads
     (hold)    A[t,k+1] ≤ A[t,k] + R[p,k]
     (memory)  S_k + bytes that op k reads and writes + its workspace ≤ budget − inputs
 
-R[v,k] exists where the known schedule runs op v again in stage k. From the first backward op on, it also exists for the
-`DEPTH` ops nearest upstream of op k. So the known schedule is a solution, from which the solver starts, unless it
-depends on freeing small tensors: these stay resident from their first run to their last use. One variable stands for
-A[t,k] over consecutive stages in which t can be neither used nor written.
-
-The program does not limit the memory during the repeated runs of a stage. If the simulator finds that such a run
-exceeds the budget, a row that excludes it is added, and the program is solved again. HiGHS solves in time slices, each
-with the last solution as a hint.
-
-The stages are from Checkmate (Jain et al., MLSys 2020). Shared variables, and rows that are added when they are
-violated, are additions.
+Variables R exist for the known schedule's repeats and, from the backward on, for the `DEPTH` ops nearest
+upstream. Repeated runs above the budget are excluded by further rows, after the simulator finds them.
 """
 
 from __future__ import annotations
@@ -44,22 +34,18 @@ Key = tuple[int, int]
 
 @dataclass
 class StageProgram:
-    """The integer program of a schedule with recomputation for one problem and budget, with one stage for each op
-    (Checkmate's stages). It is built from a known schedule.
-
-    The ops are numbered in the order in which the known schedule first runs them. In stage k, some ops before op k may
-    run again, and then op k runs for the first time.
-
-    ``graph``: the problem. ``budget``: bytes. ``known``: the names of the ops that the known schedule runs, in order,
-    repeats included, without inverses. ``depth``: how many ops upstream of op k may run again in stage k. ``rows``: the
-    variables and rows of the program. Between two solves, `forbid` adds rows.
-    """
+    """The integer program of a schedule with recomputation within ``budget`` bytes, with one stage for each op."""
 
     graph: TrainingGraph
     budget: int
     known: Sequence[str]
+    """The names of the ops that the known schedule runs, in order, without inverses. Ops are numbered by
+    their first run.
+    """
     depth: int = DEPTH
+    """How many ops upstream of op k may run again in stage k."""
     rows: Rows = field(default_factory=Rows)
+    """Variables and rows; `forbid` adds rows between two solves."""
 
     def __post_init__(self) -> None:
         self.ops = [self.graph.op[name] for name in dict.fromkeys(self.known)]
@@ -83,8 +69,9 @@ class StageProgram:
         self._write_memory()
 
     def _repeats(self) -> list[set[int]]:
-        """Return, for each stage k, the numbers of the ops that the known schedule runs again between the first run of
-        op k − 1 and the first run of op k. The last of the sets is for the time after the last op."""
+        """Return, for each stage, the ops that the known schedule repeats before its op; the last set is for
+        the end.
+        """
         number = {op.name: v for v, op in enumerate(self.ops)}
         repeats: list[set[int]] = [set() for _ in range(len(self.ops) + 1)]
         k = 0
@@ -96,14 +83,15 @@ class StageProgram:
         return repeats
 
     def hint(self) -> dict[int, float]:
-        """Return a start for the solver: for the number of each variable «op v runs again in stage k», 1 if the known
-        schedule does that, else 0."""
+        """Return a start for the solver: by variable «op v runs again in stage k», 1 if the known schedule
+        does that, else 0.
+        """
         return {j: float(v in self.repeats[k]) for (v, k), j in self.run.items()}
 
     def _upstream(self, k: int) -> tuple[int, ...]:
-        """Return the numbers of up to ``depth`` ops whose results op k reads, directly or through other ops, ascending.
-        The nearest ones are chosen, by a breadth-first search. It follows only large tensors (more than
-        `SMALL_TENSOR_SHARE` of the budget), and only to ops that may run again."""
+        """Return up to ``depth`` ops nearest upstream of op k, ascending: over large tensors, and ops that
+        may run again.
+        """
         found: dict[int, None] = {}
         once = set(self.graph.never_rerun)
         queue = [k]
@@ -121,9 +109,9 @@ class StageProgram:
         return tuple(sorted(found))
 
     def _make_residency(self) -> None:
-        """Create the variables «tensor t is resident when stage k begins», only for the stages in which t can be used
-        or written. ``entering[t]`` maps each of these stages to the variable's number, or to `ONE` if t is always
-        resident then: a small tensor, or an output of the step after the last stage."""
+        """Create the variables «tensor t is resident when stage k begins» (``entering[t][k]``) for stages
+        that use or write t.
+        """
         events: dict[str, set[int]] = {t: set() for t in self.producer}
         for k, again in enumerate(self.again):
             for t in self.reads[k]:
@@ -138,6 +126,7 @@ class StageProgram:
                 stages.add(len(self.ops))
             last = max((k for k in stages if k == len(self.ops) or self._uses(t, k)), default=-1)
             ordered = sorted(k for k in stages if self.producer[t] < k <= last)
+            # Small tensors, and outputs after the last stage, are always resident (`ONE`).
             fixed = t not in self.big
             self.entering[t] = {
                 k: ONE if fixed or k == len(self.ops) else self.rows.variable(0.0) for k in ordered
@@ -148,8 +137,9 @@ class StageProgram:
         return tensor in self.reads[k] or any(tensor in self.reads[v] for v in self.again[k])
 
     def enters(self, tensor: str, k: int) -> int:
-        """Return the number of the variable «the tensor is resident when stage k begins». Return `ONE` if it is always
-        resident then, and `ZERO` if no op uses it from stage k on."""
+        """Return the variable «the tensor is resident when stage k begins»; `ONE` if it always is, `ZERO` if
+        nothing uses it later.
+        """
         for stage in self.stages[tensor]:
             if stage >= k:
                 return self.entering[tensor][stage]
@@ -172,13 +162,7 @@ class StageProgram:
                 self._row([*resident, (self.entering[t][after], -1.0)], 0.0)
 
     def _write_memory(self) -> None:
-        """Add the rows that keep each stage k within the budget while op k runs for the first time.
-
-        A continuous variable for each stage k is the share of the budget (without inputs) that the tensors resident at
-        the stage's end take. One row computes the variable of stage k from the variable of stage k − 1 and from the
-        tensors that become resident or are freed. Another row limits the variable, with the workspace of op k and the
-        tensors that op k reads or writes added.
-        """
+        """Add the rows that keep each stage k within the budget while op k runs for the first time."""
         previous, constant = -1, 0.0
         present: dict[str, int] = {}
         changes: dict[int, list[str]] = {}
@@ -194,6 +178,8 @@ class StageProgram:
                 terms += [(new, share), (old, -share)]
                 present[t] = new
             constant += sum(a for j, a in terms if j == ONE)
+            # The share of the budget that is resident at the stage's end, from that of the stage before and
+            # the changes.
             total = self.rows.variable(0.0, integer=False)
             chained = [(total, 1.0), *((j, -a) for j, a in terms if j >= 0)]
             self._row(chained + ([(previous, -1.0)] if previous >= 0 else []), 0.0)
@@ -204,13 +190,8 @@ class StageProgram:
             self._row([(total, -1.0), *rest], fixed - 1.0)
 
     def forbid(self, v: int, k: int, resident: Iterable[str], values: Sequence[float]) -> None:
-        """Add a row that excludes a repeated run which exceeds the budget: that of op v in stage k, together with the
-        tensors that are resident during this run in the solution ``values``.
-
-        ``resident``: the names of these tensors. In the row, each tensor is represented by the variable that is the
-        reason why it is resident: «the tensor is resident when stage k+1 begins», or «op w runs again in stage k» for
-        an op w after v that reads the tensor. A tensor for which there is no such variable, such as one that op k
-        reads, always counts.
+        """Add a row that excludes the repeated run of op v in stage k together with what is ``resident``
+        during it.
         """
         op, size = self.ops[v], self.graph.size
         own = {t for t in (*op.reads, *op.writes) if t in self.producer}
@@ -218,6 +199,7 @@ class StageProgram:
         terms: list[Term] = [(self.run[v, k], -touched / self.room)]
         for t in resident:
             if t not in own:
+                # Each tensor counts by the variable that makes it resident; always, if there is none.
                 terms.append((self._reason(t, v, k, values), -size[t] / self.room))
         self._row(terms, -1.0)
 
@@ -248,10 +230,8 @@ def runs_at(program: StageProgram, values: Sequence[float]) -> list[str]:
 
 
 def add_violated(program: StageProgram, values: Sequence[float]) -> int:
-    """Simulate the schedule of a solution, and add a row for each repeated run that exceeds the budget, to exclude this
-    run. Return the number of rows added.
-
-    ``values``: the solution, one value for each variable of the program.
+    """Add a row for each repeated run of a solution that exceeds the budget in simulation, and return their
+    number.
     """
     graph, found, k = program.graph, 0, 0
     number = {op.name: v for v, op in enumerate(program.ops)}

@@ -1,8 +1,7 @@
-"""The exact integer program of a tiny problem, solved by CP-SAT: which op or inverse runs at each of T steps.
+"""The exact integer program of a tiny problem, for CP-SAT: which op or inverse runs at each of T steps.
 
     R[v,k] = op or inverse v runs at step k     A[t,k] = tensor t is resident before step k (A[t,0] = 0)
     D[t,k] = t is resident during step k        must: the ops that every schedule must run
-
     min Σ_v c_v (Σ_k R[v,k] − [v in must])
     (one)     Σ_v R[v,k] ≤ 1
     (read)    R[v,k] ≤ A[t,k]                          t read by v
@@ -12,8 +11,7 @@
     (once)    Σ_k R[v,k] ≤ 1 for ops that may run only once
     (idle)    R[v,k+1] ≤ Σ_u R[u,k]: steps without a run come last
 
-The program covers any order, repetitions up to T runs in total, and inverses. So its optimum is the cheapest schedule
-of at most T runs.
+It covers any order, repetitions and inverses: its optimum is the cheapest schedule of at most T runs.
 """
 
 from __future__ import annotations
@@ -32,23 +30,21 @@ BYTES = 2**40  # beyond this budget the unit is several bytes: sizes are rounded
 
 @dataclass(frozen=True)
 class StepOptimum:
-    """The result of `solve_steps`: the best schedule found.
-
-    ``runs``: the names of the ops and inverses that it runs, in order; None if no schedule was found. ``proven``: if
-    ``runs`` is not None, whether it is proven that no schedule of at most ``steps`` runs is cheaper, except for
-    rounding costs to 10⁻⁷ of the cost without recomputation. If ``runs`` is None, whether it is proven that no schedule
-    of at most ``steps`` runs fits the budget.
-    """
+    """The best schedule that `solve_steps` found."""
 
     runs: tuple[str, ...] | None
+    """The names of its ops and inverses, in order; None if none was found."""
     proven: bool
+    """Whether no schedule of at most ``steps`` runs is cheaper, up to 10⁻⁷ of the cost; without ``runs``,
+    whether none fits.
+    """
 
 
 def solve_steps(graph: TrainingGraph, budget: int, steps: int, seconds: float) -> StepOptimum:
-    """Search for the cheapest schedule of at most ``steps`` runs of ops and inverses within ``budget`` bytes, with the
-    solver CP-SAT, for up to ``seconds``.
+    """Search for the cheapest schedule of at most ``steps`` runs within ``budget`` bytes, in any order, with
+    CP-SAT.
 
-    All orders and repetitions are considered. The order of random ops (``graph.ordered``) is ignored.
+    ``seconds``: of deterministic solver time. ``graph.ordered`` is ignored.
     """
     if budget < graph.input_bytes:
         return StepOptimum(None, True)
@@ -100,14 +96,10 @@ def _counted(
     steps: int,
     runs: Mapping[tuple[int, int], cp_model.IntVar],
 ) -> dict[int, cp_model.IntVar]:
-    """Return, for the position of each op and inverse in ``recipes``, a variable that counts its runs; the first run of
-    an op that every schedule must run is not counted.
-
-    So the objective of a schedule without recomputation is 0, and the solver sees at once that it is optimal.
-
-    ``model``: the program, to which the variables are added. ``recipes``: the ops and inverses that may run. ``steps``:
-    the number of steps. ``runs``: for a position in ``recipes`` and a step, the variable «runs at this step».
+    """Return, by position in ``recipes``, a new variable that counts runs, without the first run of an op
+    that must run.
     """
+    # So a schedule without recomputation has the objective 0, which is seen at once to be optimal.
     must, counts = must_run(graph), {}
     for v, op in enumerate(recipes):
         counts[v] = model.new_int_var(0, steps, "")
@@ -121,14 +113,11 @@ Row = list[cp_model.IntVar]
 def _variables(
     model: cp_model.CpModel, graph: TrainingGraph, steps: int
 ) -> tuple[list[Op], dict[str, Row], dict[tuple[int, int], cp_model.IntVar]]:
-    """Create the program's variables, and return three things: the ops and inverses that may run; for the name of each
-    tensor, the variables «resident before step k» for k = 0 … ``steps``; and for each pair of a position among these
-    ops and inverses and a step, the variable «runs at this step».
-
-    Also add the rows that no tensor is resident before step 0, that the outputs are resident at the end, and that ops
-    which may run only once do so. An inverse that would write an input of the problem may not run.
+    """Create the program's variables: return recipes that may run, «resident before step k» by tensor, and
+    «runs at step k» by (recipe, step).
     """
     inputs, outputs = set(graph.inputs), set(graph.outputs)
+    # An inverse that would write an input may not run.
     recipes = [op for op in graph.recipes if inputs.isdisjoint(op.writes)]
     tensors = {t.name: [model.new_bool_var("") for _ in range(steps + 1)] for t in graph.tensors}
     for t in inputs:

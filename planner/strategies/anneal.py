@@ -1,5 +1,4 @@
-"""The strategy `anneal`: simulated annealing of the order in which ops are executed, repeats included. It works on any
-DAG, and may recompute any op any number of times."""
+"""The strategy `anneal`: simulated annealing of the order of execution, repeats included, on any DAG."""
 
 from __future__ import annotations
 
@@ -83,8 +82,9 @@ class Anneal(SearchStrategy):
 
 
 def _floor(graph: TrainingGraph) -> float:
-    """Return the least overhead that any plan could have: that of executing once each op that every plan must execute.
-    It is below 0 if the problem has ops that no plan needs."""
+    """Return the overhead of executing once each op that every plan must execute; below 0 if some ops are not
+    needed.
+    """
     known = recipes(graph)
     least = sum(op.cost for op, runs in zip(known.rows, known.least, strict=True) if runs)
     return least / graph.base_cost - 1 if graph.base_cost else 0.0

@@ -1,9 +1,7 @@
-"""The strategy `approx_dp`: the best division of the forward into blocks, over a small family of lower sets.
+"""The strategy `approx_dp`: the best blocks over each node with its ancestors, ∅ and all nodes (Kusumoto et
+al. 2019, section 4.3).
 
-Kusumoto et al., NeurIPS 2019, arXiv:1905.11722, section 4.3; the recurrence is in `lower_set_dp`. A lower set is a set
-of nodes that contains all ancestors of its nodes. The family consists of each node with its ancestors, the empty set,
-and the set V of all nodes. These are at most #V + 2 for any graph, so one table of the dynamic program takes
-O(#V²·ticks) time.
+The recurrence is in `lower_set_dp`. At most #V + 2 sets: one table takes O(#V²·ticks) time.
 """
 
 from __future__ import annotations

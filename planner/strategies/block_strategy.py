@@ -1,7 +1,4 @@
-"""Base classes of the strategies that divide the forward half into blocks.
-
-They evaluate candidate divisions by the simulator, and return the best ones as plans.
-"""
+"""Base classes of the strategies that divide the forward half into blocks and simulate the candidates."""
 
 from __future__ import annotations
 
@@ -29,8 +26,7 @@ of all nodes."""
 
 
 class Candidate(NamedTuple):
-    """A candidate plan, as the order in which ops are executed. ``runs``: positions in ``graph.ops``, repeats included.
-    ``blocks``: the names of the ops of each block, if the candidate divides the forward into blocks; else None."""
+    """A candidate plan: ``runs`` are positions in ``graph.ops``, ``blocks`` the op names of each block or None."""
 
     runs: Ints
     blocks: tuple[tuple[str, ...], ...] | None = None
@@ -46,10 +42,8 @@ class _Priced(NamedTuple):
 
 @dataclass(frozen=True)
 class CandidateStrategy(FamilyStrategy):
-    """Base class of strategies that compare candidate plans which do not depend on the budget.
-
-    The best candidates of a problem are cached with it, so planning for a second budget needs no new search. The order
-    of ``graph.ops``, without recomputation, is always a candidate.
+    """Base class of strategies that compare candidates that do not depend on the budget. The problem's order
+    is one; the best are cached.
     """
 
     def candidates(self, graph: TrainingGraph, progress: Progress) -> Iterable[Candidate]:
@@ -58,11 +52,7 @@ class CandidateStrategy(FamilyStrategy):
         raise NotImplementedError
 
     def family(self, graph: TrainingGraph, progress: Progress = silent) -> Iterable[Plan]:
-        """Yield the candidates on the Pareto front as plans, by rising peak: no other candidate beats or equals them in
-        both peak and cost.
-
-        If ``progress`` raises `Enough`, no more plans are yielded.
-        """
+        """Yield the candidates on the Pareto front as plans, by rising peak, until ``progress`` raises `Enough`."""
         front = self._front(graph, progress)
         with suppress(Enough):
             for at, priced in enumerate(
@@ -72,10 +62,8 @@ class CandidateStrategy(FamilyStrategy):
                 progress(1.0, f"plan {at} of {len(front)}")
 
     def around(self, graph: TrainingGraph, budget: int, progress: Progress = silent) -> tuple[Plan, ...]:
-        """Return two candidates as plans: the cheapest within ``budget`` bytes, then the one with the smallest peak.
-
-        The result has only one plan if both are the same. If no candidate is within the budget, it has only the one
-        with the smallest peak.
+        """Return the cheapest candidate within ``budget`` bytes, then the one with the smallest peak; one
+        plan if they are the same or none fits.
         """
         front = self._front(graph, progress)
         fitting = [priced for priced in front if priced.peak <= budget]
@@ -83,10 +71,7 @@ class CandidateStrategy(FamilyStrategy):
         return tuple(self._plan(graph, priced) for priced in picks.values())
 
     def _front(self, graph: TrainingGraph, progress: Progress) -> list[_Priced]:
-        """Return the candidates on the Pareto front of cost and peak, by rising cost; from the cache, if it has them.
-
-        If ``progress`` raises `Enough`, only the candidates found so far are compared, and the result is not cached.
-        """
+        """Return the candidates on the Pareto front by rising cost, cached unless ``progress`` raised `Enough`."""
         views = phase_views(graph)
         if not views[0].has_phases:
             raise UsageError(
@@ -111,10 +96,8 @@ class CandidateStrategy(FamilyStrategy):
             return front
 
     def _of_all(self, views: Sequence[TrainingGraph], progress: Progress) -> Iterator[Candidate]:
-        """Yield the candidates for each of ``views``: the same problem with different divisions of its ops into forward
-        and backward.
-
-        A view after the first that has too many lower sets is skipped.
+        """Yield the candidates of each phase view. A view after the first is skipped if it has too many lower
+        sets.
         """
         first, *others = views
         yield from self.candidates(first, progress)
@@ -129,12 +112,8 @@ class CandidateStrategy(FamilyStrategy):
 
 @dataclass(frozen=True)
 class BlockStrategy(CandidateStrategy):
-    """Base class of strategies that divide the forward half into blocks by chains of lower sets, whatever the budget.
-
-    A boundary node of a lower set is one that a node outside of the set reads. Each chain yields up to two candidates.
-    The first keeps, from forward to backward, all tensors of boundary nodes that are read outside of their node. The
-    second does not keep those that no later block reads, unless they are small (``lean`` of `partition_of`). The
-    division into a single block, which recomputes nothing, is always a candidate.
+    """Base class of strategies that divide the forward half by chains of lower sets, whatever the budget. The
+    undivided forward is always a candidate.
     """
 
     def chains(self, view: ForwardGraph, progress: Progress) -> Iterable[Chain]:
@@ -155,6 +134,8 @@ class BlockStrategy(CandidateStrategy):
         for lower_sets in self.chains(view, progress) if len(view) else ():
             if lower_sets not in seen:
                 seen.add(lower_sets)
+                # All tensors of boundary nodes that are read outside of their node, or without large ones
+                # that no later block reads.
                 full, lean = (partition_of(graph, lower_sets, lean) for lean in (False, True))
                 yield full
                 if lean.kept != full.kept:

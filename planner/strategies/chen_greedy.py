@@ -1,10 +1,8 @@
-"""The strategy `chen_greedy`: add up the bytes of the nodes in order, and end a block at the first cut point at which
-the sum exceeds a threshold b.
+"""The strategy `chen_greedy`: end a block at the first cut point at which its bytes exceed a threshold b
+(Chen et al. 2016, algorithm 3).
 
-Chen, Xu, Zhang, Guestrin, «Training deep nets with sublinear memory cost», 2016, arXiv:1604.06174, algorithm 3. With x
-the bytes kept between blocks and y those of the largest block, the paper searches b on a small grid around √(x·y). Here
-only half of the thresholds are near √(x·y). The other half go from half the bytes of the largest node to the bytes of
-all nodes, where the only block is the whole forward, so that there are plans for small and large budgets.
+The paper tries b around √(x·y), for x bytes kept and y of the largest block. Here half of the thresholds are
+elsewhere, for plans of small and large budgets.
 """
 
 from __future__ import annotations
@@ -66,10 +64,8 @@ def _geometric(low: float, high: float, count: int) -> list[float]:
 
 
 def _sweep(view: ForwardGraph, cuts: tuple[int, ...], threshold: float) -> Chain:
-    """Return the chain of lower sets that the greedy algorithm (Chen et al. 2016, algorithm 3) finds. It ends a block
-    at each cut point at which the block's bytes exceed ``threshold``.
-
-    ``cuts``: the cut points, each as the bit mask of the nodes up to it.
+    """Return the chain that ends a block at each cut point at which the block's bytes exceed ``threshold``
+    (algorithm 3).
     """
     chain: list[int] = []
     bytes_ = 0
@@ -82,7 +78,6 @@ def _sweep(view: ForwardGraph, cuts: tuple[int, ...], threshold: float) -> Chain
 
 
 def _price(view: ForwardGraph, chain: Chain) -> tuple[int, int]:
-    """Return two sums of bytes for a chain of lower sets: those of the boundary nodes, which later blocks read, and
-    those of the largest block (x and y in Chen et al. 2016, algorithm 3)."""
+    """Return the bytes of a chain's boundary nodes and of its largest block: x and y of algorithm 3."""
     kept = sum(view.bytes[v] for v in bits(boundaries(view, chain)))
     return kept, max(sum(view.bytes[v] for v in bits(block)) for block in blocks_of(chain))

@@ -1,8 +1,6 @@
-"""The strategy `chen_sqrt` (√n checkpointing): divide the forward into blocks of about equal bytes.
+"""The strategy `chen_sqrt`: blocks of about equal bytes that end at cut points (Chen et al. 2016, section 4).
 
-Chen, Xu, Zhang, Guestrin, «Training deep nets with sublinear memory cost», 2016, arXiv:1604.06174, section 4. A chain
-of n layers in √n blocks needs O(√n) memory and one additional forward pass. In a general graph, a block can end only at
-a cut point: a node v through which all data passes. The nodes that must run after v read only v and each other.
+A chain of n layers in √n blocks needs O(√n) memory and one more forward.
 """
 
 from __future__ import annotations
@@ -53,8 +51,9 @@ class ChenSqrt(BlockStrategy):
 
 
 def _spread(low: int, high: int) -> list[int]:
-    """Return whole numbers from ``low`` to ``high``, ascending: all of the smallest, and a geometric progression of the
-    larger ones. Empty if ``high`` is below ``low``."""
+    """Return ascending numbers from ``low`` to ``high``: all of the smallest, then a geometric progression;
+    empty if ``high`` < ``low``.
+    """
     if high < low:
         return []
     steps = {round(low * (high / low) ** (i / (BLOCK_COUNTS_TRIED - 1))) for i in range(BLOCK_COUNTS_TRIED)}

@@ -1,5 +1,6 @@
-"""Base class of the strategies `exact_dp` and `approx_dp`: solve the dynamic program of Kusumoto et al. 2019 for
-several budgets, and collect the chains of lower sets that it finds."""
+"""Base class of `exact_dp` and `approx_dp`: chains of the dynamic program of Kusumoto et al. 2019 at several
+budgets.
+"""
 
 from __future__ import annotations
 
@@ -26,26 +27,23 @@ FEWEST_TABLES = 6
 
 @dataclass(frozen=True)
 class DPStrategy(BlockStrategy):
-    """Base class of `ExactDP` and `ApproxDP`, which divide the forward into blocks by the dynamic program of Kusumoto
-    et al. 2019.
+    """Base class of `ExactDP` and `ApproxDP`: blocks by the dynamic program of Kusumoto et al. 2019, one
+    table per budget.
 
-    The dynamic program computes one table for each budget. The first budgets form a geometric progression, from the
-    smallest one that any chain of lower sets meets to one that every chain meets. Further budgets are put between
-    neighbouring budgets with different chains. A chain meets a budget by the paper's formula of the peak. Since this
-    formula ignores that tensors are freed early, the budgets only serve to get different chains; the plans are compared
-    by their simulated peaks. The whole computation is done twice: with the paper's formula, and with one that counts no
-    bytes for gradients.
-
-    Options: ``objective``: ``time``: take from each table a few chains with little recomputation time; ``memory``: take
-    chains with much recomputation time, since their larger blocks allow more early frees. ``ticks``: the resolution of
-    recomputation time; the cost of the whole forward is at most this many ticks. ``budgets``: the largest number of
-    tables for each of the two formulas. ``max_lower_sets``: the largest number of lower sets that are used.
+    The formula of the peak ignores early frees, so budgets serve to get different chains; plans are compared
+    by simulation.
     """
 
     objective: Literal["time", "memory"] = "time"
+    """``time``: chains with little recomputation. ``memory``: with much, since their larger blocks allow more
+    early frees.
+    """
     ticks: int = 400
+    """The resolution of time: the forward's cost is at most this many ticks."""
     budgets: int = 24
+    """The most tables for each of the two formulas, with and without gradients."""
     max_lower_sets: int = 1500
+    """The most lower sets that are used."""
 
     def __post_init__(self) -> None:
         if self.objective not in SHARES:
@@ -57,8 +55,7 @@ class DPStrategy(BlockStrategy):
             raise UsageError(f"{self.name}: max_lower_sets is {self.max_lower_sets}; it must be at least 2")
 
     def lower_sets(self, view: ForwardGraph) -> tuple[int, ...]:
-        """Return the lower sets for the dynamic program as bit masks of nodes, sorted by number of nodes, from the
-        empty set to the set of all nodes."""
+        """Return the lower sets as bit masks, by rising number of nodes, from ∅ to all nodes."""
         raise NotImplementedError
 
     def chains(self, view: ForwardGraph, progress: Progress) -> Iterable[Chain]:
@@ -79,28 +76,22 @@ class DPStrategy(BlockStrategy):
                 yield chain
 
     def _affordable(self, view: ForwardGraph, masks: tuple[int, ...]) -> int:
-        """Return the number of tables to compute for each of the two formulas of the peak: ``budgets``, or fewer (but
-        at least `FEWEST_TABLES`) if the estimated work exceeds `WORK`.
-
-        The work is estimated, not timed, so that the same problem always gets the same plans.
-
-        ``masks``: the lower sets of the dynamic program.
+        """Return the number of tables for each formula: ``budgets``, or fewer if the estimated work exceeds
+        `WORK`.
         """
+        # Estimated, not timed, so that a problem always gets the same plans.
         filling = len(masks) ** 2 * self.ticks
         pricing = 4e5 * sum(map(len, view.members))
         return min(self.budgets, max(FEWEST_TABLES, round(WORK / (filling + pricing))))
 
     def _tables(self, dp: LowerSetDP, count: int) -> Iterator[tuple[Chain, ...]]:
-        """Solve the dynamic program for up to ``count`` budgets, and yield the chains of lower sets taken from each
-        table.
-
-        The first half of the budgets is in geometric progression. Each later budget is in the middle of the widest
-        interval between two neighbouring budgets with different chains.
-        """
+        """Yield the chains taken from each table, for up to ``count`` budgets."""
         least, most = dp.least_budget(), dp.most_budget()
         coarse = max(2, count // 2)
         found: dict[int, tuple[Chain, ...]] = {}
         for i in range(count):
+            # Half in geometric progression; later ones halve the widest interval between budgets with
+            # different chains.
             budget = _geometric(least, most, i, coarse) if i < coarse else _widest(found)
             if budget is None:
                 return
@@ -109,8 +100,9 @@ class DPStrategy(BlockStrategy):
                 yield found[budget]
 
     def _chains_at(self, dp: LowerSetDP, budget: int) -> tuple[Chain, ...]:
-        """Solve the dynamic program for ``budget`` bytes, and return the chains of lower sets whose recomputation times
-        fit the option ``objective``: little time or much (`SHARES`)."""
+        """Return the chains within ``budget`` bytes with little or much recomputation time, by ``objective``
+        (`SHARES`).
+        """
         table = dp.solve(budget)
         times = table.times()
         picks = dict.fromkeys(
@@ -126,10 +118,8 @@ def _geometric(least: int, most: int, i: int, count: int) -> int:
 
 
 def _widest(found: dict[int, tuple[Chain, ...]]) -> int | None:
-    """Return the budget in the middle of the widest interval (by ratio) between two neighbouring budgets with different
+    """Return the budget in the middle of the widest interval, by ratio, between budgets with different
     chains; None if there is none.
-
-    ``found``: the chains of lower sets found for each budget.
     """
     budgets = sorted(found)
     gaps = [

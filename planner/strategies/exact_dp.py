@@ -1,9 +1,7 @@
-"""The strategy `exact_dp`: the best division of the forward into blocks, over all lower sets.
+"""The strategy `exact_dp`: the best blocks over all lower sets (Kusumoto et al. 2019, section 4.1).
 
-Kusumoto et al., NeurIPS 2019, arXiv:1905.11722, section 4.1; the recurrence is in `lower_set_dp`. A lower set is a set
-of nodes that contains all ancestors of its nodes. Lower sets are visited by their number of nodes, so each comes after
-all that it contains. (The authors' public code visits them in the order of discovery and misses transitions.) One table
-takes O(#L²·ticks) time for #L lower sets; #L can be exponential in the width of the graph.
+The recurrence is in `lower_set_dp`. One table takes O(#L²·ticks) time; #L can be exponential in the graph's
+width.
 """
 
 from __future__ import annotations

@@ -177,26 +177,22 @@ class ILP(SearchStrategy):
 
 @dataclass
 class _Best:
-    """The best plan so far of one search by `ilp`.
-
-    ``bound``: a proven lower bound of the overhead of any plan within the budget. ``goal``: the same for plans that run
-    no inverses (ops that compute an input from an output); the search ends when the best plan's overhead reaches it.
-    ``plan``: the cheapest plan that fits the budget, or None.
-    """
+    """The best plan so far of one search by `ilp`."""
 
     graph: TrainingGraph
     budget: int
     progress: Progress
     bound: float
+    """A proven lower bound of the overhead within the budget."""
     goal: float
+    """The same for plans without inverses. The search ends when the best plan reaches it."""
     plan: Plan | None = None
+    """The cheapest plan that fits, or None."""
     _least: Plan | None = None
 
     def offer(self, runs: Sequence[str]) -> bool:
-        """Simulate a plan, and return whether it fits the budget. It is recorded if it is the cheapest that fits so
-        far, or has the smallest peak so far.
-
-        ``runs``: the names of the executed ops in order, repeats included.
+        """Simulate ``runs`` and return whether they fit the budget. They are recorded if they are the
+        cheapest that fit, or have the smallest peak.
         """
         plan = plan_from_runs(self.graph, runs, ILP.name)
         if self._least is None or plan.peak < self._least.peak:

@@ -1,8 +1,4 @@
-"""The strategy `nested_dp`: divide the forward half into blocks, and run blocks several times where memory is scarce.
-
-Checkpoints are nested. A range of blocks is split at a boundary between two blocks; the tensors that later blocks read
-across the boundary stay resident. Then both halves are split again.
-"""
+"""The strategy `nested_dp`: blocks that run as often as needed, by splitting ranges of blocks again and again."""
 
 from __future__ import annotations
 
@@ -110,10 +106,8 @@ class NestedDP(CandidateStrategy):
 
 
 def _runs(graph: TrainingGraph, chain: BlockChain, steps: Ints) -> Ints:
-    """Return the order of op executions, as positions in ``graph.ops``, for a sequence of steps over the blocks.
-    Useless executions, and repeats of ops that may run only once, are left out.
-
-    ``steps``: k: run block k; -1 - k: run the backward of block k.
+    """Return the positions of the ops that steps over blocks (k: block k, -1 - k: its backward) run, without
+    useless and forbidden repeats.
     """
     groups = [np.array(ops, dtype=np.int64) for ops in (*chain.forward, *reversed(chain.backward))]
     runs = np.concatenate([groups[step] for step in steps])  # stage k is -1 - k, from the end

@@ -1,15 +1,8 @@
-"""The strategy `reversible`: keep no tensor that inverses can recover, as hand-written reversible networks do.
+"""The strategy `reversible`: free what inverses recover, as reversible networks do (Gomez et al., NeurIPS
+2017, arXiv:1707.04585), for any graph.
 
-An inverse is an op that computes an input of another op from its output. Gomez, Ren, Urtasun, Grosse, «The reversible
-residual network: backpropagation without storing activations», NeurIPS 2017, arXiv:1707.04585; here for any graph:
-`rematplan.ir.recoverable` finds which tensors can be recovered from which.
-
-The forward half runs once. The backward half keeps its order. Just before an op reads a tensor that was freed, inverses
-recover it. To do so they recompute intermediate tensors, such as the result of a residual function, and the backward of
-this function then reads the same intermediates. So each residual function is evaluated twice and differentiated once.
-This costs 4 times its forward, if a backward costs as much as 2 forwards. Without recovery the cost is 3. It would be 5
-if the intermediates were recomputed once more for the backward. If every block is reversible, the activations of only
-one block are resident at a time, at any depth. Tensors that cannot be recovered are kept.
+A recovery recomputes intermediates, which the backward then reads too: a residual function costs 4 forwards
+instead of 3, or 5 with a second recomputation.
 """
 
 from __future__ import annotations
@@ -66,12 +59,7 @@ class Reversible(FamilyStrategy):
 
 
 class _Sequence:
-    """Builds the order of execution of ops and inverses in which the backward half recovers some tensors.
-
-    Args:
-        graph: the problem, with ops marked as forward or backward.
-        back: for each tensor to recover, by name, the steps that recover it.
-    """
+    """Builds the runs in which the backward half recovers the tensors ``back``."""
 
     def __init__(self, graph: TrainingGraph, back: dict[str, Recovery]) -> None:
         self.graph = graph
@@ -90,8 +78,9 @@ class _Sequence:
         self.done: list[str] = []
 
     def runs(self) -> list[str]:
-        """Return the names of the executed ops and inverses in order: each forward op once, then each backward op. Just
-        before a backward op come the steps that recover the tensors it reads."""
+        """Return the names of the runs: forward ops, then backward ops, each after the steps that recover
+        what it reads.
+        """
         halves = list(zip(self.graph.ops, indexed(self.graph).forward, strict=True))
         late = [op for op, forward in halves if not forward]
         self.done = [op.name for op, forward in halves if forward]
@@ -106,8 +95,8 @@ class _Sequence:
         return without_idle(self.graph, self.done, stays)
 
     def _recover(self, tensors: Sequence[str]) -> None:
-        """Append the steps that recover those of ``tensors`` that are not resident. They may need other tensors to be
-        recovered first. An explicit stack replaces recursion, because the dependencies may be deep."""
+        """Append the steps that recover those of ``tensors`` that were freed, and what these steps need."""
+        # A stack, because the dependencies may be deep.
         stack: list[tuple[Op | None, tuple[str, ...]]] = [(None, tuple(tensors))]
         pending: set[str] = set()
         while stack:
