@@ -1,8 +1,4 @@
-"""A table of CPUs and GPUs for the roofline model: peak arithmetic, memory bandwidth, launch time.
-
-A file can describe a device that is not in the table. The module does not need torch, so that the command line can
-refuse an unknown name before it loads torch.
-"""
+"""CPUs and GPUs for the roofline model: peak arithmetic, memory bandwidth, launch time. Needs no torch at import."""
 
 from __future__ import annotations
 
@@ -19,19 +15,19 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class DeviceModel:
-    """A device for the roofline model. Figures of GPUs are from their vendors' data sheets.
-
-    ``name``, ``summary``: its name, and one line for lists. ``flops``: peak rate for dense operands by the name of
-    their type (``float32``, without tensor cores), in 10¹² operations per second. ``bandwidth``: of the memory, in 10⁹
-    bytes per second. ``launch``: the fixed time of each op, in microseconds. ``is_cpu``: whether it is a CPU.
-    """
+    """A device for the roofline model. Figures of GPUs are from their vendors' data sheets."""
 
     name: str
     summary: str
+    """One line for lists."""
     flops: Mapping[str, float]
+    """By type (``float32``, without tensor cores), the peak rate for dense operands in 10¹² operations per second."""
     bandwidth: float
+    """Of the memory, in 10⁹ bytes per second."""
     launch: float
+    """The fixed time of each op, in microseconds."""
     is_cpu: bool = False
+    """Whether it is a CPU."""
 
     def time(self, flops: float, moved: float, dtype: torch.dtype) -> float:
         """Return the microseconds of an op: the launch time, plus the larger of arithmetic time and memory time."""
@@ -59,11 +55,8 @@ DEFAULT_DEVICE_MODEL = "a100"
 
 
 def device_model(name: str) -> DeviceModel:
-    """Return the device model called ``name``, or that of the file ``name`` if it ends with ``.json``.
-
-    The file has an object with ``flops``, ``bandwidth`` and ``launch``, and may have ``summary`` and ``is_cpu``
-    (`DeviceModel`).
-    """
+    """Return the device model called ``name``, or that of the file ``name`` if it ends with ``.json``; `UsageError`
+    if unknown."""
     if name.endswith(".json"):
         return _model_of_file(name)
     if name not in DEVICE_MODELS:

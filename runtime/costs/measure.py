@@ -43,13 +43,12 @@ def release_libraries(device: torch.device) -> None:
 
 
 def kept_by_libraries(call: Callable[[], object], device: torch.device) -> int:
-    """Run ``call`` and return the bytes that libraries keep allocated after its results are freed, such as cuBLAS's
-    workspaces. Workspaces that exist already are freed first. On a CPU, return 0 without running ``call``.
-
-    cuBLAS keeps a workspace for each pair of a thread (each has a cuBLAS handle) and a stream. On Hopper it has 32 MiB.
-    """
+    """Run ``call`` on CUDA and return the bytes that libraries keep after its results are freed; 0 on a CPU, where
+    it does not run."""
     if device.type != "cuda":
         return 0
+    # cuBLAS keeps a workspace for each pair of a thread and a stream, on Hopper 32 MiB. Those that exist are
+    # freed first.
     release_libraries(device)
     before = torch.cuda.memory_allocated(device)
     call()
@@ -58,22 +57,15 @@ def kept_by_libraries(call: Callable[[], object], device: torch.device) -> int:
 
 
 def peak_above_entry(call: Callable[[], T], device: torch.device) -> tuple[int, T]:
-    """Run ``call``. Return the peak of the allocated bytes while it runs, minus the bytes that were allocated at its
-    start; and the result of ``call``.
-
-    On a CPU the peak is the largest running sum of the tensor allocator's events. It includes the workspaces of
-    operators, but not memory that a library takes from the system directly. On CUDA it is the caching allocator's peak.
-    """
+    """Run ``call``. Return the peak of allocated bytes above those at its start, and its result."""
+    # On a CPU, memory that a library takes from the system directly is not included.
     peak, _, result = peak_and_rest_above_entry(call, device)
     return peak, result
 
 
 def peak_and_rest_above_entry(call: Callable[[], T], device: torch.device) -> tuple[int, int, T]:
-    """Run ``call``. Return the peak of the allocated bytes while it runs and the bytes that are allocated at its end,
-    both minus the bytes that were allocated at its start; and the result of ``call``, which keeps its bytes allocated.
-
-    The bytes are those of `peak_above_entry`.
-    """
+    """Run ``call``. Return the peak of allocated bytes and those at its end, both above those at its start, and its
+    result."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
         torch.cuda.reset_peak_memory_stats(device)
@@ -88,11 +80,8 @@ def peak_and_rest_above_entry(call: Callable[[], T], device: torch.device) -> tu
 
 
 def unprofiled(call: Callable[[], T]) -> T:
-    """Run ``call`` in a thread without a running profiler, and return its result.
-
-    Measuring a peak needs a profiler, and a thread can have only one. If this thread is being profiled, ``call`` runs
-    in another thread.
-    """
+    """Run ``call`` in a thread without a running profiler and return its result. Measuring a peak needs the thread's
+    one profiler."""
     if not profiler_enabled():
         return call()
     with ThreadPoolExecutor(1) as other:
@@ -102,8 +91,7 @@ def unprofiled(call: Callable[[], T]) -> T:
 class _Record:
     """Collects the CPU allocator events of several threads during one measurement.
 
-    ``events``: pairs of a time and a number of bytes (negative: freed). Times are in microseconds since the first
-    recorded event of the thread that finished first.
+    ``events``: pairs of a time, in microseconds since a first event, and bytes, negative if freed.
     """
 
     def __init__(self) -> None:
@@ -112,10 +100,8 @@ class _Record:
 
     @contextmanager
     def thread(self) -> Iterator[None]:
-        """Record the allocator events of the present thread inside the block.
-
-        It uses PyTorch's legacy profiler: the newer one sees the memory of one thread only.
-        """
+        """Record the present thread's allocator events inside the block, by PyTorch's legacy profiler: the newer
+        sees one thread only."""
         settings = (False, True, False, False, False, ExperimentalConfig())
         enable_profiler_legacy(ProfilerConfig(ProfilerState.CPU, *settings))
         try:
@@ -131,18 +117,15 @@ _watching: list[_Record] = []
 
 
 def watched() -> AbstractContextManager[None]:
-    """Return a context manager for code in a further thread that does part of the work that `peak_above_entry`
-    measures. The allocations inside the block are added to the measurement in progress. If there is none, the context
-    manager does nothing."""
+    """Return a context that adds a further thread's allocations to the measurement in progress, if there is one."""
     return _watching[-1].thread() if _watching else nullcontext()
 
 
 @contextmanager
 def _allocations() -> Iterator[list[int]]:
-    """Record the CPU allocator events inside the block.
+    """Record the CPU allocator events inside the block, also of other threads in `watched`.
 
-    The list is filled when the block ends: the bytes of each event, in order of time; negative if memory was freed.
-    Events in other threads are included if their code runs inside `watched`.
+    The list gets its entries when the block ends: bytes in order of time, negative if freed.
     """
     sizes: list[int] = []
     record = _Record()
@@ -160,11 +143,7 @@ IN_A_ROW = 5
 
 
 def seconds_of(call: Callable[[], object], device: torch.device) -> float:
-    """Return the seconds that one call of ``call`` takes.
-
-    On a CPU, one call is timed by the clock. On CUDA, `IN_A_ROW` calls in a row are timed by events on the stream, and
-    the mean is returned, so that launching and waiting count no more than in a step.
-    """
+    """Return the seconds of one call: by the clock on a CPU, as the mean of `IN_A_ROW` calls by events on CUDA."""
     if device.type != "cuda":
         start = time.perf_counter()
         call()
@@ -180,8 +159,8 @@ def seconds_of(call: Callable[[], object], device: torch.device) -> float:
 
 
 def wall_seconds(call: Callable[[], object], device: torch.device) -> float:
-    """Return the seconds from the start of ``call`` until the device has finished its work. Earlier work of the device
-    is finished first and does not count."""
+    """Return the seconds from the start of ``call`` until the device has finished its work. Earlier work does not
+    count."""
     synchronize(device)
     start = time.perf_counter()
     call()
@@ -192,18 +171,16 @@ def wall_seconds(call: Callable[[], object], device: torch.device) -> float:
 def interleaved_seconds(
     calls: Mapping[str, Callable[[], object]], device: torch.device, rounds: int = 5, settling: int = 0
 ) -> dict[str, float]:
-    """Time several functions alternately in ``rounds`` rounds, and return the least seconds of each, by name. Noise
-    only adds time, so the minimum is the best estimate.
-    """
+    """Time functions alternately in ``rounds`` rounds and return the least seconds of each: noise only adds time."""
     return {name: min(times) for name, times in interleaved_rounds(calls, device, rounds, settling).items()}
 
 
 def interleaved_rounds(
     calls: Mapping[str, Callable[[], object]], device: torch.device, rounds: int = 5, settling: int = 0
 ) -> dict[str, tuple[float, ...]]:
-    """Time several functions alternately in ``rounds`` rounds, after one untimed call of each.
+    """Time functions alternately, so that slow periods affect all alike, and return the seconds of each round.
 
-    Because they alternate, a slow period of the machine affects all functions alike.
+    One untimed call of each comes first, and ``settling`` before each timed one.
     """
     times: dict[str, list[float]] = {name: [] for name in calls}
     for call in calls.values():

@@ -1,12 +1,8 @@
 """The memory of optimizers: bytes of their state, and bytes that their step allocates temporarily.
 
-An optimizer allocates its state in its first step. Before that step, the bytes are computed by `KINDS`, a table with
-one row for each class of optimizers, or for other classes by a step of a copy (`optimizer_trial`). The step of
-PyTorch's optimizers has one of three forms: a loop over the parameters (``for-loop``), kernels for lists of tensors
-(``foreach``, the default on accelerators), or one kernel for all arithmetic (``fused``), which makes no copies.
-
-The numbers of temporary copies were measured at the peak of a step, with PyTorch 2.13 and bitsandbytes 0.50, for
-parameters in float32 and bfloat16. tests/runtime/costs/test_optimizer_bytes.py measures them again.
+State that does not exist yet is computed by the table `KINDS`, or for other classes by a step of a copy
+(`optimizer_trial`). Numbers of copies were measured with PyTorch 2.13 and bitsandbytes 0.50, in float32 and
+bfloat16; tests/runtime/costs/test_optimizer_bytes.py measures them again.
 """
 
 from __future__ import annotations
@@ -41,47 +37,45 @@ SCALARS = 64
 
 @dataclass(frozen=True)
 class OptimizerKind:
-    """The memory of optimizers of one class: bytes of the state, and temporary bytes of the step in each of its forms.
+    """The memory of a class of optimizers: its state, and temporary bytes of its step as ``for-loop``, ``foreach``
+    or ``fused``.
 
-    The step is a loop over the parameters, or calls kernels for lists of tensors (``foreach``), or calls one fused
-    kernel, which needs no temporary memory. In the fields, *group* is one of the optimizer's ``param_groups``: a dict
-    of options.
-
-    - ``state``: a function of a parameter and its group. It returns the bytes of each state tensor of the parameter.
-    - ``loop``: a function of a parameter and its group. It returns the temporary bytes of the loop for that parameter.
-    - ``foreach``: a function of a group. It returns the temporary bytes of the foreach form, divided by the bytes of
-      all parameters of the group.
-    - ``scalars``: the number of float32 scalars in the state of each parameter. They are on the parameter's device if
-      the option ``capturable`` or ``fused`` is set, else on the CPU.
-    - ``kernels``: whether the class has fused kernels on accelerators that it always uses there.
-    - ``shared``: bytes of state that all parameters share.
-    - ``held``: copies of the parameter before, which the loop still holds while it works on the next one.
-    - ``foreach_extra``: further temporary bytes of the foreach form, as two factors: of the bytes of the largest
-      parameter, and of the bytes of all state tensors.
+    A *group* is one of the optimizer's ``param_groups``, a dict of options. A fused step needs no temporary memory.
     """
 
     state: Sizes
+    """The bytes of each state tensor of a parameter, from the parameter and its group."""
     loop: Callable[[torch.Tensor, Group], float]
+    """The temporary bytes of the loop for a parameter, from the parameter and its group."""
     foreach: Callable[[Group], float] = lambda _: 0.0
+    """The temporary bytes of the foreach form, divided by the bytes of all parameters of the group, from the group.
+    """
     scalars: int = 1
+    """The number of float32 scalars in the state of each parameter.
+
+    They are on its device if the option ``capturable`` or ``fused`` is set, else on the CPU.
+    """
     kernels: bool = False
+    """Whether the class has fused kernels on accelerators that it always uses there."""
     shared: int = 0
+    """Bytes of state that all parameters share."""
     held: int = 0
+    """Copies of the parameter before, which the loop still holds while it works on the next one."""
     foreach_extra: tuple[float, float] = (0.0, 0.0)
+    """Further temporary bytes of the foreach form, as factors of the largest parameter's bytes and of all state
+    tensors' bytes."""
 
 
 @dataclass(frozen=True)
 class OptimizerMemory:
-    """The memory of an optimizer on one device.
-
-    ``tensors``: the tensors of the state that exists already. ``to_come``: bytes of state that the optimizer's first
-    step will allocate. ``transient``: temporary bytes at the peak of a step, in addition to parameters, gradients and
-    state.
-    """
+    """The memory of an optimizer on one device."""
 
     tensors: tuple[torch.Tensor, ...]
+    """The tensors of the state that exists already."""
     to_come: int
+    """Bytes of state that the optimizer's first step will allocate."""
     transient: int
+    """Temporary bytes at the peak of a step, in addition to parameters, gradients and state."""
 
 
 def optimizer_memory(optimizer: torch.optim.Optimizer, device: torch.device) -> OptimizerMemory:
@@ -112,10 +106,8 @@ def optimizer_memory(optimizer: torch.optim.Optimizer, device: torch.device) -> 
 
 
 def plain_tensors(value: object) -> Iterator[torch.Tensor]:
-    """Yield the plain tensors of which an object consists. A plain tensor is yielded itself. A tensor subclass that
-    wraps other tensors (quantised or distributed), mappings and lists are searched recursively. Other objects yield
-    nothing.
-    """
+    """Yield the plain tensors in an object: tensor subclasses that wrap others, mappings and sequences are searched
+    recursively."""
     if isinstance(value, torch.Tensor):
         if hasattr(value, "__tensor_flatten__"):
             for name in value.__tensor_flatten__()[0]:
@@ -161,8 +153,8 @@ def _transient(kind: OptimizerKind, params: Sequence[torch.Tensor], group: Group
 
 
 def _kind_of(optimizer: torch.optim.Optimizer) -> OptimizerKind | None:
-    """Return the memory of an optimizer's class from the table `KINDS`. If the class itself is not in the table, the
-    row of a base class applies if the class inherits its ``step``. Return None if there is no row."""
+    """Return the row of `KINDS` for the optimizer's class, or for a base class whose ``step`` it inherits; else
+    None."""
     kinds: tuple[Any, ...] = type(optimizer).__mro__
     for kind in kinds:
         row = KINDS.get(f"{kind.__module__}.{kind.__qualname__}")
@@ -172,22 +164,20 @@ def _kind_of(optimizer: torch.optim.Optimizer) -> OptimizerKind | None:
 
 
 def _like(count: int, *options: str) -> Sizes:
-    """Return a function for `OptimizerKind.state`. It returns the bytes of ``count`` state tensors of the parameter's
-    size, and of one more such tensor for each option in ``options`` that is set in the group."""
+    """Return an `OptimizerKind.state`: ``count`` tensors of the parameter's size, and one for each of ``options``
+    that is set."""
     return lambda p, group: [p.nbytes] * (count + sum(bool(group.get(option)) for option in options))
 
 
 def _changed(group: Group) -> bool:
-    """Return whether the step copies a gradient before it uses it: to negate the gradient (``maximize``), or to add
-    coupled weight decay. ``group``: the options of a parameter group."""
+    """Return whether the step copies a gradient before it uses it, to negate it or to add coupled weight decay."""
     decays = bool(group.get("weight_decay")) and not group.get("decoupled_weight_decay")
     return decays or bool(group.get("maximize"))
 
 
 def _copies(count: float, *options: str) -> Callable[[torch.Tensor, Group], float]:
-    """Return a function for `OptimizerKind.loop`. It returns the bytes of ``count`` copies of the parameter, of one
-    more if the step copies the gradient (`_changed`), and of one more for each option in ``options`` that is set in
-    the group."""
+    """Return an `OptimizerKind.loop`: ``count`` copies of the parameter, one of a changed gradient, one for each of
+    ``options`` set."""
 
     def size(p: torch.Tensor, group: Group) -> float:
         return p.nbytes * (count + _changed(group) + sum(bool(group.get(option)) for option in options))
@@ -196,9 +186,8 @@ def _copies(count: float, *options: str) -> Callable[[torch.Tensor, Group], floa
 
 
 def _factors(p: torch.Tensor, itemsize: int) -> list[int]:
-    """Return the bytes of the tensors in which Adafactor stores the second moment of parameter ``p``. With two or more
-    dimensions there are two: the moment averaged over the last dimension, and over the last but one. Otherwise there
-    is one of the size of ``p``. ``itemsize``: bytes per element of the moment."""
+    """Return the bytes of Adafactor's second moment of ``p``: two averages, or one tensor if ``p`` has fewer than
+    two dimensions."""
     size = p.numel() * itemsize
     return [size] if p.dim() < 2 else [size // max(1, p.shape[-1]), size // max(1, p.shape[-2])]
 
@@ -208,17 +197,15 @@ def _hf_adafactor(p: torch.Tensor, group: Group) -> list[int]:
 
 
 def _quantised(*copies: int) -> Sizes:
-    """Return a function for `OptimizerKind.state` for a bitsandbytes optimizer whose state tensors hold as many values
-    per element of the parameter as ``copies`` states: one number for each tensor.
-
-    A value takes one byte, and each block of values one float32 scale; or four bytes where `_in_8_bits` is false. If
-    updates are bounded by the norm of the parameter (``max_unorm``), there is one more float32.
-    """
+    """Return an `OptimizerKind.state` for bitsandbytes: state tensors of as many values per element as the numbers
+    in ``copies``."""
 
     def sizes(p: torch.Tensor, group: Group) -> list[int]:
+        # A float32 for updates that are bounded by the parameter's norm.
         norm = [4] if group.get("max_unorm") else []
         if not _in_8_bits(p, group):
             return [4 * p.numel() * n for n in copies] + norm
+        # A byte for each value, and a float32 scale for each block.
         blocks = -(-p.numel() // QUANTISED_BLOCK)
         return [size for n in copies for size in (n * p.numel(), 4 * n * blocks)] + norm
 
@@ -226,8 +213,8 @@ def _quantised(*copies: int) -> Sizes:
 
 
 def _in_8_bits(p: torch.Tensor, group: Group) -> bool:
-    """Return whether a bitsandbytes optimizer stores the state of parameter ``p`` in 8 bits: if 32 bits are not
-    requested, and the parameter is not small."""
+    """Return whether a bitsandbytes optimizer stores the state of ``p`` in 8 bits: not if it is small or 32 bits are
+    requested."""
     return group.get("optim_bits", 8) == 8 and p.numel() >= int(group.get("min_8bit_size", 4096))
 
 
@@ -243,20 +230,18 @@ def _unquantised(in_8_bits: float, in_32_bits: float) -> Callable[[torch.Tensor,
 
 
 def _muon(p: torch.Tensor, group: Group) -> float:
-    """Return the temporary bytes of Muon for parameter ``p``. Newton-Schulz iteration needs up to five bfloat16
-    matrices of the parameter's size, or four and the workspace of a product. Nesterov momentum needs one more copy of
-    the parameter."""
+    """Return the temporary bytes of Muon for ``p``: matrices of Newton-Schulz iteration, and a copy for Nesterov
+    momentum."""
+    # At the peak there are five bfloat16 matrices of the parameter's size, or four and a product's workspace.
     products = _product_workspace(*sorted(p.shape)) if p.ndim == 2 and p.device.type == "cpu" else 0
     return bool(group.get("nesterov")) * p.nbytes + max(10 * p.numel(), 8 * p.numel() + products)
 
 
 @lru_cache(maxsize=256)
 def _product_workspace(less: int, more: int) -> int:
-    """Return the most bytes that this CPU needs for a product of Newton-Schulz iteration in addition to operands and
-    result. Processors with instructions for products of bfloat16 matrices pack the operands.
-
-    ``less``, ``more``: the rows and columns of the parameter's matrix.
-    """
+    """Return the bytes that this CPU needs for a product of Newton-Schulz iteration in addition to operands and
+    result."""
+    # Processors with instructions for products of bfloat16 matrices pack the operands.
     x, square = (torch.zeros(less, n, dtype=torch.bfloat16) for n in (more, less))
     needed = 0
     for left, right in ((x, x.T), (square, square), (square, x)):

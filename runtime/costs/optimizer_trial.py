@@ -25,23 +25,19 @@ DECOMPOSITION = 2.25
 
 @dataclass(frozen=True)
 class Trial:
-    """What two steps of a copy of an optimizer allocated.
-
-    ``kept``: bytes that stay allocated after a step, wherever the optimizer keeps them. ``transient``: temporary bytes
-    at the peak of a step, in addition to parameters, gradients and what is kept.
-    """
+    """What two steps of a copy of an optimizer allocated."""
 
     kept: int
+    """Bytes that stay allocated after a step, wherever the optimizer keeps them."""
     transient: int
+    """Temporary bytes at the peak of a step, in addition to parameters, gradients and what is kept."""
 
 
 def try_steps(optimizer: torch.optim.Optimizer, device: torch.device) -> Trial:
-    """Return the memory that an optimizer would have, and that its step would need.
+    """Return the memory of an optimizer's step, measured on two steps of a copy without state, whose tensors are on
+    ``meta``.
 
-    A copy of the optimizer without state makes two steps on parameters of the device ``meta``, which have no memory:
-    the first may only allocate the state. Everything to which the optimizer refers is copied, too, so that nothing else
-    changes; tensors are copied to that device. The memory that kernels allocate inside is not seen; that of matrix
-    decompositions is assumed to be `DECOMPOSITION` × their results.
+    What kernels allocate inside is not seen; for matrix decompositions it is assumed (`DECOMPOSITION`).
     """
     twin: Any = object.__new__(type(optimizer))
     groups: list[dict[str, Any]] = []
@@ -70,6 +66,7 @@ def try_steps(optimizer: torch.optim.Optimizer, device: torch.device) -> Trial:
                 copy.deepcopy({k: v for k, v in kept.items() if k not in hooks}, copies) | hooks
             )
         with _Allocated(device) as memory:
+            # The first step may only allocate the state.
             for _ in range(2):
                 memory.peak = memory.live
                 type(optimizer).step(twin)

@@ -1,7 +1,7 @@
-"""Profiled costs: run each distinct call on the present device, measure its time and workspace, and cache the results.
+"""Profiled costs: run each distinct call on the present device, measure its time and workspace, and cache the
+results.
 
-Calls are distinct by op, shapes, strides, dtypes and other arguments, so the repeated blocks of a deep network are
-measured once. Arguments are synthetic, so a step that is too large for the machine can still be profiled op by op.
+Arguments are synthetic, so a step that is too large for the machine can be profiled op by op.
 """
 
 from __future__ import annotations
@@ -52,8 +52,8 @@ _CACHE_VERSION = 6
 
 
 class ProfileWarning(UserWarning):
-    """A warning that some measured costs are unreliable: a call could not be run on synthetic arguments, so its cost
-    is a guess; or the machine was busy."""
+    """Warns that measured costs are unreliable: a call failed on synthetic arguments and is guessed, or the machine
+    was busy."""
 
 
 def profile_costs(
@@ -62,12 +62,10 @@ def profile_costs(
     cache: Path | None = None,
     only: Collection[str] | None = None,
 ) -> dict[str, CallCost]:
-    """Measure the cost of every call of a captured step that is not a view, and of every inverse (a call that
-    recomputes a tensor from later ones), on the present device. Costs in the cache file are not measured again.
+    """Return the costs of a step's calls and inverses, without views, measured here unless cached; collectives are
+    modelled.
 
-    If the measurement is interrupted, the costs measured so far are still written to the cache file. Costs measured
-    while the machine is busy are returned but not cached, and a warning (`ProfileWarning`) says so. Calls that cannot
-    be measured get a guessed cost, which is not cached. A warning names them.
+    A busy machine's costs are not cached, nor are guesses for calls that fail; `ProfileWarning` tells of both.
     """
     priced = [c for c in step.priced_calls if only is None or c.name in only]
     calls = {c.name: signature(step, c) for c in priced if not c.collective}
@@ -85,8 +83,7 @@ def profile_costs(
 
 
 def signature(step: CapturedStep, call: Call) -> str:
-    """Return a text that contains everything on which the cost of a call depends: op, shapes, strides, types and other
-    arguments. Calls with equal texts are measured once. The text is the key of the cost in cache files and profiles."""
+    """Return a text of everything on which a call's cost depends: the key by which it is measured and cached."""
 
     def describe(name: str) -> str:
         t = step.values[name].fake
@@ -104,12 +101,8 @@ def _measure_all(
     times: dict[str, list[float]],
     progress: Progress,
 ) -> None:
-    """Measure calls of a step in several rounds, and add their costs to ``known``.
-
-    Each round runs all calls one after the other, so that a slow period of the machine affects all of them alike.
-    After the first `_ROUNDS` rounds, only calls whose two shortest times differ (`_differ`) are measured again: in one
-    more round, and in further rounds while the machine is busy, up to `_MOST_ROUNDS` in total.
-    """
+    """Measure calls in rounds, and add their costs to ``known``. Calls that fail get a guess; a busy machine is
+    warned of."""
     arguments = SyntheticArguments(step)
     devices = [step.device] if step.device.type == "cuda" else []
     watched = 1 if devices else 2  # rounds that also measure memory
@@ -119,6 +112,8 @@ def _measure_all(
         for round_ in range(_MOST_ROUNDS):
             if round_ > _ROUNDS and not _busy(times):
                 break
+            # After the first `_ROUNDS` rounds, only calls whose two shortest times differ, in one more round,
+            # and in further ones while the machine is busy.
             again = [t for t in missing if t not in refused and (round_ < _ROUNDS or _differ(times[t]))]
             for done, text in enumerate(again):
                 progress(min(1.0, (round_ + done / len(again)) / _ROUNDS), f"profiling {missing[text]}")
@@ -153,24 +148,20 @@ def _busy(times: Mapping[str, Sequence[float]]) -> bool:
 
 
 def _spread(times: Mapping[str, Sequence[float]]) -> float:
-    """Return how much the times of one call vary: the sum of the second shortest times of all calls, divided by the
-    sum of their shortest times. It is 1 if no call was measured twice. ``times``: by signature, the shortest time of
-    each round."""
+    """Return the sum of all calls' second shortest times over that of their shortest; 1 if none was measured twice."""
     repeated = [sorted(t)[:2] for t in times.values() if len(t) > 1]
     least = sum(t[0] for t in repeated)
     return sum(t[1] for t in repeated) / least if least else 1.0
 
 
 def _guess(step: CapturedStep, call: Call) -> CallCost:
-    """Return a guessed cost for a call that fails on synthetic arguments, such as a factorisation of a random matrix.
-    The time is that of the roofline model of a laptop. The workspace is the number of bytes that the call reads and
-    writes."""
+    """Return a guess for a call that fails on synthetic arguments, like a factorisation: roofline time, and bytes
+    moved as workspace."""
     return replace(_modelled(step, call), workspace=moved_bytes(step, call))
 
 
 def _say_guesses(refused: Sequence[tuple[Call, Exception]]) -> None:
-    """Warn once that some calls could not be measured and their costs are guessed. ``refused``: each such call with
-    the exception that it raised. The warning names the first."""
+    """Warn, if any calls could not be measured, that their costs are guessed, with the first one's name and error."""
     if not refused:
         return
     (call, error), more = refused[0], len(refused) - 1
@@ -209,9 +200,8 @@ def _measured(
 def _memory(
     run: Callable[[], Any], arguments: object, device: torch.device
 ) -> tuple[float, int, tuple[int, ...]]:
-    """Run a call once, and return its duration in seconds, its peak bytes in addition to its results, and for each
-    result the real bytes of its storage (0 if it shares the storage of an argument or is no tensor).
-    """
+    """Run a call once. Return seconds, peak bytes in addition to its results, and the bytes of each result's new
+    storage, else 0."""
 
     def timed() -> tuple[Any, float]:
         start = time.perf_counter()
@@ -238,9 +228,8 @@ def device_name(device: torch.device) -> str:
 
 
 def _machine(device: torch.device) -> str:
-    """Return a hash of everything on which measured costs depend, other than the call: the device, PyTorch's version,
-    the number of threads on a CPU, and on CUDA the settings that select kernels. The version of the cache format is
-    hashed, too."""
+    """Return a hash of the device, PyTorch's version, the cache format and, on CUDA, the settings that select
+    kernels."""
     parts = [device_name(device), torch.__version__, f"v{_CACHE_VERSION}"]
     if device.type == "cuda":
         cudnn, matmul = torch.backends.cudnn, torch.backends.cuda.matmul

@@ -1,5 +1,5 @@
-"""The cache file of measured costs. The process remembers the file's content, and reads the file again only if another
-process has changed it. Writing is limited to a small share of the process's time (`SHARE`)."""
+"""The cache file of measured costs, read again only if another process changed it, and written for at most `SHARE`
+of the time."""
 
 from __future__ import annotations
 
@@ -23,18 +23,16 @@ Stamp: TypeAlias = tuple[int, int, int] | None
 
 @dataclass
 class _Content:
-    """The content of one cache file as this process knows it.
-
-    ``stamp``: inode, size and modification time of the file when this process last read or wrote it; None if there was
-    no file. ``entries``: all costs, by signature of the calls (a text with everything on which a call's cost depends).
-    ``unsaved``: the costs that are not in the file yet. ``due``: the earliest time for the next write, except when the
-    process exits (`time.monotonic`, in seconds).
-    """
+    """The content of one cache file as this process knows it."""
 
     stamp: Stamp = None
+    """Inode, size and time of the file when this process last read or wrote it; None if there was none."""
     entries: dict[str, CallCost] = field(default_factory=dict)
+    """All costs, by signature of the calls."""
     unsaved: dict[str, CallCost] = field(default_factory=dict)
+    """The costs that are not in the file yet."""
     due: float = 0.0
+    """The earliest `time.monotonic` for the next write, except at exit."""
 
 
 _contents: dict[Path, _Content] = {}
@@ -42,17 +40,15 @@ _lock = RLock()
 
 
 def load_costs(file: Path) -> dict[str, CallCost]:
-    """Return the costs in a cache file, and those that this process will still write to it. They are indexed by the
-    signature of the call (`profile.signature`: a text with everything on which the cost depends). A file that is
-    missing or damaged counts as empty."""
+    """Return the costs by `profile.signature` in a cache file and those still to be written. A missing or damaged
+    file counts as empty."""
     with _lock:
         return dict(_known(file).entries)
 
 
 def save_costs(file: Path, costs: Mapping[str, CallCost]) -> None:
-    """Add costs to a cache file. `load_costs` returns them at once. They are written now; or, if the file was written
-    shortly before, at a later call of this function or when the process exits.
-    """
+    """Add costs to a cache file, now or, if it was written shortly before, later or at exit. `load_costs` returns
+    them at once."""
     with _lock:
         known = _known(file)
         known.entries.update(costs)

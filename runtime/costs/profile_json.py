@@ -21,21 +21,18 @@ PROFILE_FORMAT = "rematplan.profile/1"
 
 @dataclass(frozen=True)
 class Profile:
-    """Measured costs of calls, so that a plan for one machine can be made on another.
-
-    ``device``: the name of the device on which they were measured. ``calls``: the costs by signature of the calls
-    (`profile.signature`: a text with everything on which a call's cost depends). ``source``: the path of the file they
-    were read from, for messages.
-    """
+    """Measured costs of calls, so that a plan for one machine can be made on another."""
 
     device: str
+    """The name of the device on which they were measured."""
     calls: Mapping[str, CallCost]
+    """The costs by `profile.signature`."""
     source: str = "the profile"
+    """The path of the file, for messages."""
 
     def costs(self, step: CapturedStep) -> dict[str, CallCost]:
-        """Return, by name, the costs of all calls of a captured step that are not views, and of its inverses (calls
-        that recompute a tensor from later ones).
-        """
+        """Return, by name, the costs of a step's calls and inverses, without views; `UsageError` if the profile
+        lacks one."""
         wanted = {c.name: signature(step, c) for c in step.priced_calls}
         missing = [name for name, text in wanted.items() if text not in self.calls]
         if missing:

@@ -21,11 +21,10 @@ arithmetic operations."""
 
 
 def roofline_costs(step: CapturedStep, device: DeviceModel) -> dict[str, CallCost]:
-    """Return, by name, the modelled costs of all calls of a captured step that are not views, and of its inverses
-    (calls that recompute a tensor from later ones).
+    """Return, by name, the modelled costs of a step's calls and inverses, without views.
 
-    The time, in microseconds, follows the roofline model: the larger of arithmetic time and memory time. The workspace
-    is not modelled and is 0, except that of a fused kernel, which is known; `profile_costs` measures it.
+    The time, in microseconds, is the larger of arithmetic and memory time. The workspace is 0, except for fused
+    kernels.
     """
     costs: dict[str, CallCost] = {}
     for call in step.priced_calls:
@@ -45,9 +44,8 @@ def moved_bytes(step: CapturedStep, call: Call) -> int:
 
 
 def flops(step: CapturedStep, call: Call) -> float:
-    """Return the number of arithmetic operations of a call. If the op has a float attribute ``flops``, that is the
-    number. Otherwise the op's function in the table `FLOPS` computes it. An op without either counts one operation per
-    element of its results."""
+    """Return a call's arithmetic operations: its op's ``flops``, or by the table `FLOPS`, else one per element of
+    its results."""
     own = getattr(call.target, "flops", None)
     if isinstance(own, float):
         return own

@@ -21,12 +21,10 @@ indices, and of the number that all indices are below."""
 
 
 class SyntheticArguments:
-    """Makes arguments on which a call of a captured step can be measured, without running the step.
+    """Makes arguments on which a call of a captured step can be measured without running the step.
 
-    Real numbers are positive. Integers (indices, for example) have their true values if these are known before the
-    step runs; else they are zeros, or as many different indices as possible where that costs most memory (`SPREAD`).
-    About half of a mask is true. Each tensor has the strides and storage size that it had at capture. Results of
-    library kernels that a backward reads are made by running the kernel (`_is_opaque`, `_is_seed`).
+    Strides and storage sizes are those at capture, real numbers positive, masks about half true. Integers have known
+    values, else zeros or, where that costs most memory (`SPREAD`), many different indices.
     """
 
     def __init__(self, step: CapturedStep) -> None:
@@ -76,17 +74,15 @@ class SyntheticArguments:
         return flat.as_strided(fake.shape, fake.stride(), fake.storage_offset())
 
     def _is_opaque(self, maker: Call, fake: torch.Tensor) -> bool:
-        """Return whether a tensor may have content that the trace does not show. This is assumed if it is empty in the
-        trace, but another result of the same call is not.
-        """
+        """Return whether the trace may not show a tensor's content: it is empty there, while another result of its
+        call is not."""
         results = [self.step.values[r].fake for r in maker.results if r]
         return not fake.numel() and any(r.numel() for r in results) and not maker.is_view
 
     def _is_seed(self, maker: Call, fake: torch.Tensor) -> bool:
-        """Return whether a tensor may be the random state that an attention op saves for its backward: at most two
-        integers, returned together with other tensors. Some kernels return it in CPU memory, though in the trace it is
-        on the device.
-        """
+        """Return whether a tensor may be an attention op's random state: at most two integers, returned together
+        with other tensors."""
+        # Some kernels return it in CPU memory, though in the trace it is on the device.
         return _is_whole(fake.dtype) and fake.numel() <= 2 and not (maker.single or maker.is_view)
 
     def _flat(self, n: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:

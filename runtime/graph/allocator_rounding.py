@@ -17,16 +17,14 @@ more than was measured for any whole step.
 
 
 def allocated(size: int, device: torch.device) -> int:
-    """Return the bytes that the device's caching allocator may count as allocated for a tensor of ``size`` bytes.
-
-    On a CPU that is ``size``. On CUDA it is ``size`` rounded up, plus at most about a mebibyte for a cached block
-    that the allocator does not split.
-    """
+    """Return the bytes that the device's caching allocator may count for a tensor of ``size`` bytes; on a CPU
+    ``size`` itself."""
     if device.type != "cuda":
         return size
     block = -(-size // GRAIN) * GRAIN
     if block <= REST:
         return block
+    # A cached block that the allocator does not split may be larger by up to about a mebibyte.
     segment = -(-size // SEGMENT) * SEGMENT
     whole = segment if size >= LARGE and segment - block <= REST else block
     return max(whole, block + min(REST, block // SHARE // GRAIN * GRAIN))

@@ -7,15 +7,16 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class CallCost:
-    """The cost of one call of an op.
-
-    ``time``: microseconds. ``workspace``: bytes that are allocated only while the call runs. ``results``: for each
-    result, by position, the real bytes of its storage; 0 where unknown. (Some kernels return a small tensor in a large
-    storage, which tracing does not show.) ``library``: bytes that a library allocates at the first call of this kind
-    in each thread and never frees (cuBLAS workspaces, for example).
-    """
+    """The cost of one call of an op."""
 
     time: float
+    """Microseconds."""
     workspace: int = 0
+    """Bytes that are allocated only while the call runs."""
     results: tuple[int, ...] = ()
+    """For each result, by position, the real bytes of its storage; 0 where unknown.
+
+    Some kernels return a small tensor in a large storage, which tracing does not show.
+    """
     library: int = 0
+    """Bytes that a library allocates at the first such call in each thread and keeps, such as cuBLAS workspaces."""

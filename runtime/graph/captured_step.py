@@ -42,62 +42,59 @@ class Ref:
 
 @dataclass(frozen=True, slots=True)
 class Value:
-    """One tensor of a captured step.
-
-    ``name``: its name. ``storage``: the name of its storage, which all views of it share. ``call``: the name of the
-    call that makes the tensor; None for an input of the step. ``fake``: a fake tensor with its shape, strides, type
-    and device.
-    """
+    """One tensor of a captured step."""
 
     name: str
+    """Its name."""
     storage: str
+    """The name of its storage, which all views of it share."""
     call: str | None
+    """The name of the call that makes the tensor; None for an input of the step."""
     fake: torch.Tensor
+    """A fake tensor with its shape, strides, type and device."""
 
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """One ATen call of a captured step.
-
-    - ``name``: its name. ``target``: the op.
-    - ``args``, ``kwargs``: its arguments, with a `Ref` in place of each tensor.
-    - ``results``: the names of its results (`Value`) by position; None where it returns no tensor. ``single``: whether
-      it returns one tensor, not a tuple.
-    - ``is_view``: whether every result shares the storage of an argument. Then the call takes no time and no memory.
-    - ``seeded``: whether it draws random numbers. If it runs again, the generator's state must be the same.
-    - ``backward``: whether it belongs to the backward half.
-    - ``module``: the qualified name of the innermost module whose forward or backward makes the call; empty if
-      unknown.
-    - ``sequence``: the number of the autograd node that belongs to the call, in PyTorch's count. A forward call and the
-      calls of its backward have the same number, and so has the addition of its gradient to those of other readers of a
-      tensor. None if unknown. Numbers of two captures differ, so they are not compared.
-    - ``gain``: the factor by which a relative error of its arguments grows. ``noise``: the relative error that its own
-      rounding adds; None if it follows from the dtypes.
-    - ``late``: whether it must run after the gradients of the outputs have arrived, even if it reads none of them.
-    - ``indexed``: whether it comes from an index of several dimensions (``x[a, b]``) or the backward of one. Recorded
-      only if the capture has open (symbolic) sizes.
-    """
+    """One ATen call of a captured step."""
 
     name: str
     target: Callable[..., Any]
+    """The op."""
     args: tuple[Any, ...]
     kwargs: Mapping[str, Any]
+    """With ``args``: its arguments, with a `Ref` in place of each tensor."""
     results: tuple[str | None, ...]
+    """The names of its results (`Value`) by position; None where it returns no tensor."""
     single: bool = True
+    """Whether it returns one tensor, not a tuple."""
     is_view: bool = False
+    """Whether every result shares the storage of an argument. Then the call takes no time and no memory."""
     seeded: bool = False
+    """Whether it draws random numbers. If it runs again, the generator's state must be the same."""
     backward: bool = False
+    """Whether it belongs to the backward half."""
     module: str = ""
+    """The qualified name of the innermost module whose forward or backward makes the call; empty if unknown."""
     gain: float = 1.0
+    """The factor by which a relative error of its arguments grows."""
     noise: float | None = None
+    """The relative error that its own rounding adds; None if it follows from the dtypes."""
     late: bool = False
+    """Whether it must run after the gradients of the outputs have arrived, even if it reads none of them."""
     indexed: bool = False
+    """Whether it comes from an index of several dimensions (``x[a, b]``) or its backward. Recorded only with
+    symbolic sizes."""
     sequence: int | None = field(default=None, compare=False, repr=False)
+    """The autograd node's number, which a forward call and the calls of its backward share; None if unknown.
+
+    The addition of the call's gradient to those of other readers has it, too. Numbers of two captures differ.
+    """
 
     @property
     def collective(self) -> bool:
-        """Whether the call communicates with other processes. Waiting for its result is a separate call (`waits`). A
-        plan runs a collective once, in the captured order, since the plans of the other processes may differ."""
+        """Whether the call communicates with other processes. Waiting for its result is a separate call (`waits`)."""
+        # A plan runs it once, in the captured order, since the plans of the other processes may differ.
         return getattr(self.target, "namespace", "") in COLLECTIVES and not self.waits
 
     @property
@@ -130,56 +127,58 @@ def single_call(
 
 @dataclass(frozen=True, slots=True)
 class StepInput:
-    """An input of a captured step. ``value``: the name of its `Value`. ``kind`` and ``target`` say what it is:
-
-    - ``parameter``, ``buffer``: a parameter or buffer; ``target`` is its name.
-    - ``batch``: a tensor among the module's arguments; ``target`` is its position.
-    - ``constant``: a tensor that was captured with its content; ``target`` is its name.
-    - ``tangent``: the gradient of an output; ``target`` is the position of the output.
-    - ``answer``: an output of a pipeline stage that the next stage has recomputed and sent back; ``target`` is the
-      position of the output.
-    """
+    """An input of a captured step."""
 
     kind: InputKind
+    """The meaning of ``target``.
+
+    - ``parameter``, ``buffer``: its name.
+    - ``batch``: the position of a tensor among the module's arguments.
+    - ``constant``: the name of a tensor that was captured with its content.
+    - ``tangent``: the position of the output whose gradient it is.
+    - ``answer``: the position of a pipeline stage's output that the next stage has recomputed and sent.
+    """
     target: str
     value: str
+    """The name of its `Value`."""
 
 
 @dataclass(frozen=True, slots=True)
 class StepOutput:
-    """An output of a captured step. ``value``: the name of its `Value`. ``kind`` and ``target`` say what it is:
-
-    - ``output``: an output of the module; ``target`` is its position. If the step has a loss, the loss is output 0.
-    - ``gradient``: the gradient of a parameter or buffer; ``target`` is its name.
-    - ``input gradient``: the gradient of a tensor in the batch; ``target`` is the tensor's position.
-    - ``buffer``: the new content of a buffer; ``target`` is the buffer's name.
-    - ``renewed``: the new content of an input, which the caller copies into the input.
-    - ``check``: an empty tensor that an assertion about values returns, so that the assertion is not removed as dead
-      code.
-    - ``statistic``: a sum over the rows of a layer (for Kronecker factors), which the backward half computes.
-    - ``recovered input``: a tensor of the batch as the backward half has recomputed it; ``target`` is its position.
-    """
+    """An output of a captured step."""
 
     kind: OutputKind
+    """What it is, and the meaning of ``target``.
+
+    - ``output``: an output of the module, by position. If the step has a loss, the loss is output 0.
+    - ``gradient``: the gradient of a parameter or buffer, by name.
+    - ``input gradient``: the gradient of a tensor in the batch, by position.
+    - ``buffer``: the new content of a buffer, by name.
+    - ``renewed``: the new content of an input, which the caller copies into the input.
+    - ``check``: an empty tensor of an assertion about values, which is not removed as dead code because of it.
+    - ``statistic``: a sum over the rows of a layer, for Kronecker factors.
+    - ``recovered input``: a tensor of the batch that the backward half has recomputed, by position.
+    """
     target: str
     value: str
+    """The name of its `Value`."""
 
 
 @dataclass(frozen=True)
 class CapturedStep:
-    """A training step: ATen calls in a valid order, with the inputs they read and the outputs they produce.
-
-    ``name``: its name, for messages. ``inputs``, ``outputs``: in the order in which a compiled step takes and returns
-    them. ``calls``: the calls of the forward and then of the backward half. ``values``: by name, a `Value` for each
-    tensor. ``constants``: the real tensors of inputs of kind ``constant``, by value name.
-    """
+    """A training step: ATen calls in a valid order, with the inputs they read and the outputs they produce."""
 
     name: str
+    """For messages."""
     inputs: tuple[StepInput, ...]
     outputs: tuple[StepOutput, ...]
+    """With ``inputs``: in the order in which a compiled step takes and returns them."""
     calls: tuple[Call, ...]
+    """The calls of the forward and then of the backward half."""
     values: Mapping[str, Value]
+    """By name, a `Value` for each tensor."""
     constants: Mapping[str, torch.Tensor]
+    """The real tensors of inputs of kind ``constant``, by value name."""
     inverses: tuple[Call, ...] = ()
     """Further calls, which the captured step does not make. Each can recompute one storage of the forward half from
     tensors that were computed from it."""
@@ -221,8 +220,8 @@ class CapturedStep:
         return tuple(dict.fromkeys(v.fake.device for v in self.values.values()))
 
     def drawing_device(self, call: Call) -> torch.device:
-        """Return the device whose random number generator a random call uses: that of its first result that is a
-        tensor, or the step's main device if no result is."""
+        """Return the device whose generator a random call uses: that of its first tensor, else the step's main
+        device."""
         return next((self.values[r].fake.device for r in call.results if r), self.device)
 
     @cached_property
@@ -237,9 +236,8 @@ class CapturedStep:
 
     @cached_property
     def after_loss(self) -> frozenset[str]:
-        """The names of all calls that run after the loss boundary, the moment at which the gradients of the outputs
-        arrive: calls that read such a gradient, calls marked as late (`Call.late`), and all calls that depend on one
-        of these."""
+        """The calls that run after the loss boundary: those that read an output's gradient or are `Call.late`, and
+        all that depend on them."""
         after = {i.value for i in self.inputs if i.kind == "tangent"}
         found = set()
         for call in self.calls:
@@ -276,8 +274,7 @@ def refs(args: Any) -> Iterator[Ref]:
 
 
 def substitute(args: Any, value_of: Callable[[str], Any]) -> Any:
-    """Return the arguments of a call with every `Ref` (a placeholder for a tensor) replaced by ``value_of(name)``.
-    ``name`` is the tensor's name. ``args``: the arguments, with nested tuples, lists and dicts."""
+    """Return a call's nested arguments with every `Ref` replaced by ``value_of`` of its tensor's name."""
     if isinstance(args, Ref):
         return value_of(args.value)
     if isinstance(args, (tuple, list)):

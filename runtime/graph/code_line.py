@@ -12,10 +12,10 @@ LIBRARIES = ("torch", "sympy", "contextlib", "rematplan.runtime")
 
 
 def code_line(frames: Iterable[tuple[FrameType, int]]) -> str:
-    """Return the innermost line of a model's forward outside of `LIBRARIES`, as ``line 12 of model.py``. Return an
-    empty text if there is none, as in a backward or outside of the forward.
+    """Return the innermost line of a model's forward outside of `LIBRARIES`, as ``line 12 of model.py``; empty if
+    there is none.
 
-    ``frames``: frames and line numbers, the innermost first, as `traceback.walk_stack` yields them.
+    ``frames``: the innermost first, as `traceback.walk_stack` yields them.
     """
     found = ""
     for frame, line in frames:

@@ -1,10 +1,8 @@
-"""All private names that this package imports from PyTorch. No other file of ``runtime/`` or ``rematplan/`` refers to
-a private module, class or function of PyTorch.
+"""All private names that this package imports from PyTorch; no other file of ``runtime/`` or ``rematplan/`` refers
+to one.
 
-Any PyTorch release may move or remove a private name. This file then fails at import and says which name is missing,
-so that no training run fails hours later. It exports PyTorch's own objects, without wrappers, so that a call costs
-nothing extra. Names that take long to load (Dynamo, Inductor), or that some builds lack, are looked up at first use;
-see `LATER`.
+A release may move or remove one. This file then fails at import with its name. Names that take long to load, or that
+some builds lack, are looked up at first use (`LATER`).
 """
 
 from __future__ import annotations
@@ -43,8 +41,7 @@ Otherwise they are freed after their last use. With PyTorch 2.11 they stay; 2.12
 
 
 def is_tested(version: str = torch.__version__) -> bool:
-    """Return whether the test suite was run with this version of PyTorch. Only its first two numbers are
-    compared; the patch number and the build are ignored."""
+    """Return whether the test suite was run with this version of PyTorch, compared by its first two numbers."""
     return ".".join(version.split("+")[0].split(".")[:2]) in TESTED
 
 
@@ -179,11 +176,7 @@ if not TYPE_CHECKING:  # a type checker would otherwise accept every name as an 
 
 
 def _name_in(module: ModuleType, *names: str) -> str:
-    """Return the first of ``names`` that is an attribute of ``module``.
-
-    The caller looks the attribute up by name each time it needs the value, since PyTorch or rematplan's patches may
-    assign it again while a program runs.
-    """
+    """Return the first of ``names`` that is an attribute of ``module``; an error names them if none is."""
     for name in names:
         if hasattr(module, name):
             return name

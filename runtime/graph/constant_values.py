@@ -16,15 +16,11 @@ DEEPEST = 24
 
 
 class KnownValues:
-    """The real tensors of those values of a captured step that are computed only from parameters, buffers and
-    constants. They are computed on demand and cached.
+    """The real tensors of a captured step's values that depend on parameters, buffers and constants alone, computed
+    on demand and cached.
 
-    A computed value counts as unknown if it has more than `LARGEST_CONSTANT` elements, is the result of a random call
-    or a collective, is computed from an unknown value, or is at the end of a chain of more than `DEEPEST` calls.
-
-    Args:
-        step: the captured step.
-        named: real parameters and buffers by name. A parameter or buffer without an entry is unknown.
+    Unknown are results of random calls and collectives, of more than `LARGEST_CONSTANT` elements, or of more than
+    `DEEPEST` calls in a chain, and parameters and buffers that ``named`` lacks.
     """
 
     def __init__(self, step: CapturedStep, named: Mapping[str, torch.Tensor]) -> None:

@@ -1,5 +1,5 @@
-"""What a captured graph cannot reproduce: the classes of Python's and NumPy's random number generators, whose states
-are in host memory and unknown to PyTorch, and PyTorch's functions that seed its generators."""
+"""What a captured graph cannot reproduce: Python's and NumPy's generators, and PyTorch's functions that seed a
+generator."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ _SEEDING = (
 
 
 def seeding_functions() -> tuple[tuple[ModuleType, str], ...]:
-    """Return all places of PyTorch's functions that seed a generator, set its state or return its seed, for the CPU and
-    for each kind of device, as pairs (module, name)."""
+    """Return, as (module, name), all functions of PyTorch that seed a generator, set its state or return its seed,
+    for any device."""
     parts = (torch, *(getattr(torch, name) for name in _DEVICES if hasattr(torch, name)))
     inner = (getattr(part, "random", None) for part in parts)
     owners = (*parts, *(part for part in inner if isinstance(part, ModuleType)))

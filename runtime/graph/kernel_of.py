@@ -18,9 +18,11 @@ def _training_rnn_layer(*args: Any, **kwargs: Any) -> Any:
 
 
 def _batch_norm_backward(*args: Any) -> Any:
-    """Run the backward of batch norm on a copy of the last argument, cuDNN's reserve tensor from the forward. cuDNN
-    may overwrite this tensor, and a plan may run the call twice. Autograd's formula makes the same copy if the graph
-    is retained."""
+    """Run the backward of batch norm on a copy of cuDNN's reserve tensor, the last argument, which cuDNN may
+    overwrite.
+
+    Autograd's formula copies it, too, if the graph is retained.
+    """
     return ATEN.batch_norm_backward.default(*args[:-1], args[-1].clone())
 
 
@@ -31,7 +33,7 @@ _AS_IN_EAGER: dict[Any, Callable[..., Any]] = {
 
 
 def kernel_of(target: Callable[..., Any]) -> Callable[..., Any]:
-    """Return the function to call for an op outside autograd, so that its result has the same bits as in eager mode
-    under autograd. For most ops that is the op itself. ``target``: the op."""
+    """Return the function that gives, outside autograd, the bits of eager mode under autograd; usually the op
+    itself."""
     kernel: Callable[..., Any] = getattr(target, "_op", target)  # OpOverload.__call__ only forwards to _op
     return _AS_IN_EAGER.get(target, kernel)

@@ -10,11 +10,9 @@ CLONE = torch.ops.aten.clone.default
 
 
 def in_own_losses(step: CapturedStep) -> frozenset[str]:
-    """Return the outputs of a step that are losses, and the outputs from which such a loss is computed, as a set of
-    positions (decimal text).
+    """Return the positions, as text, of outputs with a tangent that are losses or from which a loss is computed.
 
-    Only outputs with a tangent (their gradient, an input of the backward half) count. An output of at most one element
-    is assumed to be a loss: a training loop calls backward on it, and not on the outputs from which it is computed.
+    An output of at most one element counts as a loss: a training loop calls backward on it.
     """
     tangents = {i.target for i in step.inputs if i.kind == "tangent"}
     outputs = {o.target: o.value for o in step.outputs if o.kind == "output" and o.target in tangents}
@@ -27,7 +25,7 @@ def in_own_losses(step: CapturedStep) -> frozenset[str]:
 
 
 def _copied(step: CapturedStep, value: str) -> str:
-    """Return the name of the value that the output ``value`` is a clone of; ``value`` itself if it is no clone.
-    (Capture clones outputs that are views.)"""
+    """Return the value that the output ``value`` is a clone of, or ``value`` itself. Capture clones outputs that are
+    views."""
     call = step.call.get(step.values[value].call or "")
     return next(refs(call.args)).value if call and call.target is CLONE else value

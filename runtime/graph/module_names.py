@@ -15,11 +15,11 @@ STACK = "nn_module_stack"
 
 
 def dotted(name: str) -> str:
-    """Return the name of an ONNX node in the form of module names. For example, ``/layers.0/fc/MatMul`` becomes
-    ``layers.0.fc.MatMul``, and ``/blocks/blocks.1/Add`` becomes ``blocks.1.Add``: PyTorch's exporter repeats the name
-    of a sequence of modules in the names of its members."""
+    """Return the name of an ONNX node like a module's: ``layers.0.fc.MatMul`` for ``/layers.0/fc/MatMul``."""
     parts: list[str] = []
     for part in name.strip("/").split("/"):
+        # PyTorch's exporter repeats a sequence's name in its members: ``/blocks/blocks.1/Add`` becomes
+        # ``blocks.1.Add``.
         if parts and part.startswith(f"{parts[-1]}."):
             parts.pop()
         parts.append(part)
@@ -32,8 +32,8 @@ def onnx_node(node: fx.Node) -> str:
 
 
 def module_name(node: fx.Node) -> str:
-    """Return the name of the submodule whose forward calls the op of ``node``: as capture recorded it, otherwise as
-    TorchDynamo did. Empty if neither did. The dotted name of an ONNX node follows the name of its module."""
+    """Return the submodule that calls the op of ``node``, as capture or else TorchDynamo recorded it, with its ONNX
+    node; empty if unknown."""
     own = (node.meta.get("custom") or {}).get(MODULE)
     if own is not None:
         return ".".join(filter(None, (str(own), onnx_node(node))))
@@ -42,18 +42,14 @@ def module_name(node: fx.Node) -> str:
 
 
 def module_names(node: fx.Node) -> tuple[str, ...]:
-    """Return the names of all modules that contain a node of an exported graph, from outer to inner. The model itself
-    is left out.
-
-    For an op that executes an ONNX node, the dotted name of that node and its prefixes follow, as if they were
-    modules.
-    """
+    """Return the modules that contain a node, from outer to inner, without the model; then its ONNX node's prefixes,
+    as if modules."""
     modules = tuple(name for name, _ in (node.meta.get(STACK) or {}).values() if name)
     return (*modules, *prefixes(onnx_node(node)))
 
 
 def prefixes(name: str) -> tuple[str, ...]:
-    """Return the names of the modules that contain the module ``name``, from outer to inner, and ``name`` itself: for
-    ``a.b``, these are ``a`` and ``a.b``. Empty for an empty name."""
+    """Return the names that contain the module ``name``, and ``name``: ``a`` and ``a.b`` for ``a.b``. Empty for an
+    empty name."""
     parts = name.split(".") if name else []
     return tuple(".".join(parts[: k + 1]) for k in range(len(parts)))

@@ -11,11 +11,10 @@ from rematplan.runtime.graph.captured_step import (
 
 
 def with_phases(step: CapturedStep) -> CapturedStep:
-    """Return the step with the field ``backward`` of each call set: whether the call belongs to the backward half.
+    """Return the step with ``backward`` set for each call: false before the loss boundary if the call is needed
+    there.
 
-    The loss boundary is the moment at which the gradients of the outputs arrive. Every call after it is backward. A
-    call before it is forward if it is random or a collective (`Call.ordered`), if it makes an output that exists at the
-    loss boundary, or if another forward call reads its result. All other calls are backward.
+    Needed are random calls and collectives, what makes an output that exists there, and what such calls read.
     """
     late = step.after_loss
     needed = {o.value for o in step.outputs if step.values[o.value].call not in late}
@@ -29,12 +28,8 @@ def with_phases(step: CapturedStep) -> CapturedStep:
 
 
 def without_dead_calls(step: CapturedStep) -> CapturedStep:
-    """Return the step without its dead calls, and without the values that they make. A call is dead if none of its
-    results is an output or is read by a call that stays.
-
-    Random calls stay, since later draws depend on the generator's state after them. Collectives stay, since other
-    processes wait for them.
-    """
+    """Return the step without calls whose results no output or remaining call needs, and without their values.
+    Random calls and collectives stay."""
     needed = {o.value for o in step.outputs}
     kept = []
     for call in reversed(step.calls):

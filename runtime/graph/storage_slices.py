@@ -1,5 +1,4 @@
-"""The part of a storage that a tensor covers: the whole storage, or a band, which is the same range in each of the
-equal periods of the storage."""
+"""The part of a storage that a tensor covers: all of it, or a band, the same range in each of its equal periods."""
 
 from __future__ import annotations
 
@@ -11,12 +10,10 @@ import torch
 
 @dataclass(frozen=True, slots=True, order=True)
 class Band:
-    """The elements of a storage that a slice of a dense tensor along one dimension covers.
+    """The elements ``start`` to ``start + length`` (exclusive) of each period of ``period`` elements of a storage.
 
-    The storage consists of periods of ``period`` elements. The band has the elements ``start`` to ``start + length``
-    (exclusive) of each period. For example, ``x[:, 2:5]`` of a dense ``x`` of shape (8, 10) is a band of period 10,
-    start 2 and length 3. It does not matter which calls made the slice (chunk, narrow, select, reshape), or whether its
-    dimensions are permuted.
+    ``x[:, 2:5]`` of a dense ``x`` of shape (8, 10) is the band of period 10, start 2 and length 3, however it was
+    made.
     """
 
     period: int
@@ -39,8 +36,7 @@ class Band:
 
 
 def band(tensor: torch.Tensor) -> Band | None:
-    """Return the band (the same range in each period of a storage, see `Band`) that a tensor covers. Return None if the
-    tensor is empty, repeats an element, or covers elements that form no band."""
+    """Return the band that a tensor covers, or None if it is empty, repeats an element, or covers no band."""
     elements = tensor.untyped_storage().nbytes() // tensor.element_size()
     dims = sorted(
         (stride, size) for size, stride in zip(tensor.shape, tensor.stride(), strict=True) if size != 1
@@ -66,11 +62,9 @@ def has_strides(tensor: torch.Tensor, strides: Sequence[int]) -> bool:
 
 
 def is_plain(tensor: torch.Tensor) -> bool:
-    """Return whether a tensor has exactly the strides of a new contiguous tensor of its shape.
-
-    A tensor of shape (N, C, 1, 1) may be contiguous and channels-last at once. Kernels then choose the layout of their
-    results by the strides of the dimensions of size 1, so that ``is_contiguous`` does not tell which one they choose.
-    """
+    """Return whether a tensor has exactly the strides of a new contiguous tensor of its shape."""
+    # ``is_contiguous`` does not tell: a tensor (N, C, 1, 1) may be channels-last, too, and kernels choose
+    # layouts by the strides of size 1.
     expected = 1
     for size, stride in zip(reversed(tensor.shape), reversed(tensor.stride()), strict=True):
         if stride != expected:
@@ -91,8 +85,7 @@ def bands_tile(bands: list[Band]) -> bool:
 
 
 def within(tensor: torch.Tensor, part: Band) -> tuple[tuple[int, ...], tuple[int, ...], int]:
-    """Return the layout that ``tensor`` has after a band of its storage is copied to a new dense storage, which has
-    only the elements of the band.
-    """
+    """Return the shape, stride and offset that ``tensor`` has after its band ``part`` is copied to a new dense
+    storage."""
     stride = tuple(s if s < part.period else s // part.period * part.length for s in tensor.stride())
     return tuple(tensor.shape), stride, int(tensor.storage_offset()) - part.start

@@ -1,10 +1,8 @@
 """Adapting a backward to gradients of outputs whose strides differ from those at capture.
 
-The loss chooses the strides of these gradients. A kernel may sum in memory order, so copying a gradient to other
-strides can change the last bits of the result. The backward therefore uses the gradients with the strides with which
-they arrive. It repeats the choices that eager mode makes by strides, such as to view or to copy a gradient. The first
-backward with new strides records the strides of all values that it computes (`Notes`), and the backward is then
-compiled for these strides.
+Copying a gradient to other strides can change the last bits, because a kernel may sum in memory order. So the
+backward uses the strides that arrive, repeats eager mode's choices by strides, and records all strides (`Notes`),
+for which it is then compiled.
 """
 
 from __future__ import annotations
@@ -43,27 +41,21 @@ else for a gradient of other strides."""
 
 
 def for_any_layout(step: CapturedStep) -> CapturedStep:
-    """Return the step with a backward half that computes the same bits as eager mode for tangents (gradients of
-    outputs) of any strides.
-
-    A reshape in a formula of autograd was captured as a view or as a copy, depending on the strides of a gradient. It
-    becomes `aten::reshape` again. If this makes a copy that the plan does not expect, the copy is freed together with
-    the tensor that it copies.
-
-    Some formulas, and backward functions of users, make a gradient contiguous first. If it was contiguous at capture,
-    the trace does not show that. Calls of the ops in `CONTIGUOUS`, and calls of ops that are not PyTorch's, therefore
-    get their arguments with the strides at capture (`AsCaptured`).
-    """
+    """Return the step with a backward half that computes the bits of eager mode for output gradients of any strides."""
     late = step.after_loss
     copies = _copies_to_reshape(step)
 
     def open_(call: Call) -> Call:
         if call.name not in late:
             return call
+        # A reshape of a formula was captured as a view or a copy, by the strides of a gradient: it becomes a
+        # reshape again.
         if call.name in copies:
             return replace(call, target=RESHAPE, args=(call.args[0], copies[call.name]), kwargs={})
         if call.target in VIEWS:
             return replace(call, target=RESHAPE)
+        # Some formulas and users' functions make a gradient contiguous first, which a trace of a contiguous
+        # one does not show.
         own = getattr(call.target, "namespace", "aten") == "aten"
         return call if own and call.target not in CONTIGUOUS else _as_captured(step, call)
 
@@ -81,14 +73,12 @@ def _as_captured(step: CapturedStep, call: Call) -> Call:
 
 @dataclass(frozen=True, eq=False)
 class AsCaptured:
-    """An op whose arguments are first copied to the strides that they had at capture, if their strides differ.
-
-    ``op``: the op. ``strides``: for each positional argument, its strides at capture: None for an argument that is no
-    tensor, a list for a list of tensors.
-    """
+    """An op whose arguments are first copied to the strides that they had at capture, if their strides differ."""
 
     op: Callable[..., Any]
+    """The op."""
     strides: tuple[Any, ...]
+    """For each positional argument, its strides at capture: None if it is no tensor, a list for a list of tensors."""
 
     def __str__(self) -> str:
         return f"{self.op}.as_captured"
@@ -107,9 +97,8 @@ def _laid_out(arg: Any, strides: Any) -> Any:
 
 
 def _copies_to_reshape(step: CapturedStep) -> dict[str, Any]:
-    """Return the calls of clone that were captured because a reshape could not return a view. These are the clones that
-    only one call reads, an `_unsafe_view`, and that are no outputs.
-    """
+    """Return the clones that a reshape was captured as: no outputs, read by one `_unsafe_view` alone. By name, the
+    view's shape."""
     outputs = {step.values[o.value].storage for o in step.outputs}
     readers: dict[str, list[Call]] = defaultdict(list)
     for call in step.calls:
@@ -152,8 +141,8 @@ class Notes:
         )
 
     def with_layouts(self, step: CapturedStep) -> CapturedStep:
-        """Return the step with the recorded shape, strides, offset and storage size for each recorded value: its fake
-        tensor (`Value.fake`) is replaced. Values without a record are unchanged."""
+        """Return the step with the recorded shape, strides, offset and storage size of each recorded value; others
+        are unchanged."""
         with FakeTensorMode():
             noted = {name: _fake(step.values[name], layout) for name, layout in self.layouts.items()}
         return replace(step, values={**step.values, **noted})

@@ -1,7 +1,7 @@
 """Sizes that know which expression of the batch's sizes they are the value of.
 
-A step for given sizes has plain integers everywhere, so that all code works on it. Where such an integer comes from
-an expression, it is a `TrackedSize`, so that generated source can take it as an argument, and serve other sizes.
+A step for given sizes has plain integers. One that comes from an expression is a `TrackedSize`, which generated
+source takes as an argument.
 """
 
 from __future__ import annotations
@@ -68,8 +68,8 @@ def has_tracked(given: Any) -> bool:
 
 
 def without_values(given: Any) -> Any:
-    """Return a hashable form of nested arguments that is equal for two steps if they differ only in the values of
-    tracked sizes. It distinguishes 1, 1.0 and True."""
+    """Return a hashable form of nested arguments, equal if they differ only in values of tracked sizes. It
+    distinguishes 1, 1.0 and True."""
     if isinstance(given, TrackedSize):
         return TrackedSize, given.at
     if isinstance(given, (tuple, list)):

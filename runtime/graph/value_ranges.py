@@ -1,5 +1,5 @@
-"""Bounds of a step's values that hold for all inputs, derived by interval arithmetic. For example, a tanh is in [−1,
-1], so its exponential is in [1/e, e]."""
+"""Bounds of a step's values that hold for all inputs, by interval arithmetic: a tanh is in [−1, 1], its exponential
+in [1/e, e]."""
 
 from __future__ import annotations
 
@@ -21,19 +21,18 @@ DEEPEST = 24
 
 @dataclass(frozen=True, slots=True)
 class Range:
-    """An interval that contains every element of a tensor or number.
-
-    ``low``, ``high``: its ends, included; infinite by default. ``lasting``: whether the interval still holds after
-    training has changed the parameters. It may not hold if it was computed from their present values.
-    """
+    """An interval that contains every element of a tensor or number."""
 
     low: float = -math.inf
+    """The lower end, included."""
     high: float = math.inf
+    """The upper end, included."""
     lasting: bool = True
+    """Whether the interval still holds after training has changed the parameters."""
 
     def of(self, *ends: float) -> Range:
-        """Return the smallest interval that contains the numbers ``ends``. The field ``lasting`` is copied from this
-        range. If a number is NaN (as ∞ · 0 is), the new interval is unbounded."""
+        """Return the smallest interval with the numbers ``ends``, as lasting as this one; unbounded if a number is
+        NaN."""
         if any(map(math.isnan, ends)):
             return Range(lasting=self.lasting)
         return Range(min(ends), max(ends), self.lasting)
@@ -46,20 +45,14 @@ class Range:
 
 
 class Ranges:
-    """The ranges of a captured step's values: intervals that contain their elements for all inputs, derived on demand.
-
-    Args:
-        step: the captured step.
-        known: the real tensors of the values that are computed only from parameters, buffers and constants.
-    """
+    """The intervals that contain the elements of a captured step's values for all inputs, derived on demand."""
 
     def __init__(self, step: CapturedStep, known: KnownValues) -> None:
         self.step, self.known = step, known
 
     def __call__(self, value: Any, depth: int = DEEPEST) -> Range:
-        """Return the range (interval) of a number, or of the value to which a `Ref` refers. The range is unbounded if
-        nothing is known of the value.
-        """
+        """Return the range of a number, or of a value by its `Ref`; unbounded if nothing is known or ``depth`` calls
+        do not suffice."""
         if not isinstance(value, Ref):
             return Range(float(value), float(value))
         tensor = self.known(value.value)
@@ -85,8 +78,7 @@ def _within(low: float, high: float) -> Row:
 
 
 def _rising(f: Callable[[float], float]) -> Row:
-    """Return the rule that derives the range (interval) of an op's result from that of its argument, for an op that
-    computes a nondecreasing function ``f`` of its first argument."""
+    """Return the rule for an op that computes a nondecreasing function ``f`` of its first argument."""
 
     def row(call: Call, of: Callable[[Any], Range]) -> Range:
         x = of(call.args[0])

@@ -13,11 +13,9 @@ leaves the context managers of this package."""
 
 
 def warn(message: str, category: type[Warning] = UserWarning) -> None:
-    """Issue a warning located at the user's line: the innermost frame that is neither in this package nor in torch,
-    contextlib or generated code.
-
-    A fixed ``stacklevel`` would count frames, whose number changes with each refactoring and each release of torch.
-    """
+    """Issue a warning located at the user's line: the innermost frame outside this package, torch, contextlib and
+    generated code."""
+    # A fixed ``stacklevel`` would count frames, whose number changes with each release of torch.
     frame = _users_frame(sys._getframe(1))
     variables = frame.f_globals
     warnings.warn_explicit(
@@ -39,11 +37,8 @@ def _users_frame(frame: FrameType) -> FrameType:
 
 
 def _is_users(frame: FrameType) -> bool:
-    """Return whether a stack frame runs the user's code: its module has a name and is not of this package, torch,
-    contextlib or builtins.
-
-    File paths do not identify the package, because its folders are symbolic links. Generated code runs with no module
-    name or with that of builtins.
-    """
+    """Return whether a frame's module has a name and is not of this package, torch, contextlib or builtins."""
+    # Not by paths, since the package's folders are symbolic links. Generated code has no module name, or that
+    # of builtins.
     name = frame.f_globals.get("__name__") or "builtins"
     return name != "builtins" and name.partition(".")[0] not in SKIPPED

@@ -12,23 +12,16 @@ from rematplan.runtime.graph.captured_step import Call, CapturedStep, Ref, refs
 
 @dataclass(frozen=True, slots=True)
 class Zeros:
-    """The effect of missing tangents (gradients of outputs that the loss does not use) on a step.
-
-    ``values``: names of the values that are zero, the missing tangents included. ``sums``: the additions of a zero to
-    another value, as a dict from the name of the addition's call to the name of the other value, which equals the sum.
-    """
+    """The effect on a step of missing tangents: gradients of outputs that the loss does not use."""
 
     values: frozenset[str]
+    """The names of values that are zero, the missing tangents included."""
     sums: dict[str, str]
+    """By call of an addition of a zero, the other value, which equals the sum."""
 
 
 def zeros_without(step: CapturedStep, missing: Iterable[str]) -> Zeros:
-    """Return which values of a step are zero, and which sums equal one of their summands, if some tangents (gradients
-    of outputs) are missing.
-
-    The backward half is linear in the tangents. So a call returns zero if all arguments that are computed from tangents
-    are zero.
-    """
+    """Return which values are zero, and which sums equal one summand, if the tangents ``missing`` are."""
     late = {i.value for i in step.inputs if i.kind == "tangent"}
     zero = set(missing)
     sums: dict[str, str] = {}
@@ -38,6 +31,8 @@ def zeros_without(step: CapturedStep, missing: Iterable[str]) -> Zeros:
             continue
         results = [r for r in call.results if r]
         late.update(results)
+        # The backward half is linear in the tangents: a call whose arguments from tangents are all zero
+        # returns zero.
         left = [v for v in of_tangents if v not in zero]
         if not left:
             zero.update(results)
@@ -47,9 +42,7 @@ def zeros_without(step: CapturedStep, missing: Iterable[str]) -> Zeros:
 
 
 def changes_strides(step: CapturedStep, missing: Iterable[str]) -> bool:
-    """Return whether the absence of some tangents (gradients of outputs) changes the strides of a sum. A sum of a zero
-    and another value is replaced by the other value, whose strides may differ from those of the sum.
-    """
+    """Return whether missing tangents replace a sum with a zero by a summand of other strides."""
     strides = {name: value.fake.stride() for name, value in step.values.items()}
     sums = zeros_without(step, missing).sums
     return any(strides[str(step.call[name].results[0])] != strides[value] for name, value in sums.items())

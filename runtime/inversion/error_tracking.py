@@ -1,13 +1,7 @@
-"""Tracking of the errors of tensors that inverses recompute, while a step runs.
+"""Tracking, while a step runs, of the errors of tensors that inverses recompute.
 
-An inverse recomputes a tensor from tensors that were computed from it, for example by dividing by a scale. Scales
-change during training, and with them the errors of a chain of inverses. If 24 scales in a chain fall from 0.9 to 0.5,
-the error of the last tensor grows by a factor of a million. The planner stores some tensors (anchors) to end such
-chains, and chooses them for the scales at planning time.
-
-Therefore every inverse computes two relative errors of its result from those of its arguments: the error predicted at
-planning time, and the error with the present scales. If they differ too much, the step stops with an error instead of
-computing wrong gradients.
+Scales change during training: if 24 in a chain fall from 0.9 to 0.5, the last error grows by a factor of a million.
+So every inverse computes its error as predicted and with the present scales; the step stops if they differ too much.
 """
 
 from __future__ import annotations
@@ -32,8 +26,9 @@ planning time, and its error with the present scales."""
 
 
 def passed_on(reads: Sequence[Tensor], made: Tensor, gain: float, noise: float, drift: float) -> None:
-    """Record two relative errors of a tensor that an inverse has recomputed: the error predicted at planning time, and
-    the error with the present scales. Both are computed from the errors that were recorded for the inverse's arguments.
+    """Record two relative errors of a recomputed tensor: as predicted at planning time, and with the present scales.
+
+    Raises `ModelError` if the present one is too large. Integers have none.
     """
     if not (made.is_floating_point() or made.is_complex()):
         return  # integers are only copied, without error

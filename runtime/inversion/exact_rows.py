@@ -1,5 +1,4 @@
-"""Rows of the inverse table for ops that only copy or move numbers. A row is a function that yields, for a call, the
-rules by which its arguments are recomputed from its result; here, the recomputed bits are exact."""
+"""Rows of the inverse table for ops that only copy or move numbers: the recomputed bits are exact."""
 
 from __future__ import annotations
 
@@ -10,8 +9,7 @@ from rematplan.runtime.inversion.row_types import Facts, Found, Undone, fits, re
 
 
 def copied(call: Call, facts: Facts) -> Found:
-    """Yield the rule that recomputes the argument of a copy: copy the result. There is no rule for a copy into a type
-    of lower precision, to another device or of another shape."""
+    """Yield the rule for a copy: copy the result. Nothing if the copy loses precision, or changes device or shape."""
     x, y = facts.arguments(call)["self"], result(call, facts)
     if not isinstance(x, Ref):
         return
@@ -21,8 +19,7 @@ def copied(call: Call, facts: Facts) -> Found:
 
 
 def concatenated(call: Call, facts: Facts) -> Found:
-    """Yield a rule for each argument of a concatenation that recomputes it: copy its slice of the result. An argument
-    of another type than the result has no rule."""
+    """Yield a rule for each argument of a concatenation that has the result's type: copy its slice of the result."""
     arguments, y = facts.arguments(call), result(call, facts)
     start = 0
     for x in arguments["tensors"]:
@@ -36,8 +33,7 @@ def concatenated(call: Call, facts: Facts) -> Found:
 
 
 def stacked(call: Call, facts: Facts) -> Found:
-    """Yield a rule for each argument of a stack that recomputes it: copy its entry of the result. An argument of
-    another type than the result has no rule."""
+    """Yield a rule for each argument of a stack that has the result's type: copy its entry of the result."""
     arguments, y = facts.arguments(call), result(call, facts)
     for index, x in enumerate(arguments["tensors"]):
         if facts.value(x).fake.dtype == y.fake.dtype:
@@ -45,8 +41,7 @@ def stacked(call: Call, facts: Facts) -> Found:
 
 
 def padded(call: Call, facts: Facts) -> Found:
-    """Yield the rule that recomputes the argument of a padding: copy the result without the padding. There is no rule
-    if a padding is negative, which crops the argument."""
+    """Yield the rule for a padding: copy the result without it. Nothing if a padding is negative, since that crops."""
     arguments, y = facts.arguments(call), result(call, facts)
     x, pad = arguments["self"], arguments["pad"]
     if all(p >= 0 for p in pad):
@@ -57,8 +52,7 @@ def padded(call: Call, facts: Facts) -> Found:
 
 
 def scattered(call: Call, facts: Facts) -> Found:
-    """Yield the rule that recomputes the source of a slice scatter, which is the tensor that is written into a slice:
-    copy that slice of the result."""
+    """Yield the rule for the source of a slice scatter: copy the slice of the result that it was written into."""
     arguments, y = facts.arguments(call), result(call, facts)
     whole = y.fake.shape[arguments["dim"]]
     start = 0 if arguments["start"] is None else arguments["start"]
@@ -94,9 +88,8 @@ def shuffled(call: Call, facts: Facts) -> Found:
 
 
 def picked(call: Call, facts: Facts) -> Found:
-    """Yield the rule that recomputes the argument of an indexing op: write the entries of the result to the positions
-    from which they were read. There is a rule only if a single dimension is indexed, by a permutation that is known
-    before the step runs."""
+    """Yield the rule for an index of one dimension by a permutation that is known before the step runs: reorder the
+    result."""
     arguments, y = facts.arguments(call), result(call, facts)
     x = arguments["self"]
     at = (

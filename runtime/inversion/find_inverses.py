@@ -1,9 +1,7 @@
 """Find the inverses of a captured step: ops that recompute a tensor from tensors that were computed from it.
 
-The model needs no declaration. A row of `inverse_table.TABLE` recomputes an argument of one call, which may be a slice
-of a storage. Rules for slices that cover a storage together form an inverse of the whole storage. Only inverses that
-can be used are kept (`rematplan.ir.recoverable`). For example, x = y − F(x) is not kept, because F(x) cannot be
-computed without x.
+Rules of the inverse table recompute one call's arguments, maybe slices of a storage; those that cover it form an
+inverse. Unusable ones are dropped (`rematplan.ir.recoverable`), as x = y − F(x), where F(x) needs x.
 """
 
 from __future__ import annotations
@@ -39,21 +37,17 @@ ROUNDS = 3
 
 @dataclass(frozen=True)
 class Invertible:
-    """A captured step with the inverses that were found for it: ops that recompute a tensor from tensors that were
-    computed from it.
-
-    ``step``: the step; its field ``inverses`` has them. ``refused``: one line of text for each tensor that has no
-    inverse for a reason that a user can change.
-    """
+    """A captured step with its inverses, which recompute a tensor from tensors that were computed from it."""
 
     step: CapturedStep
+    """Its field ``inverses`` has them."""
     refused: tuple[str, ...] = ()
+    """One line for each tensor that has no inverse for a reason that a user can change."""
 
 
 def with_exact_inverses(step: CapturedStep) -> CapturedStep:
-    """Return the step with those inverses added that recompute the original bits, since they only copy, move or negate
-    numbers. They undo concatenations, copies and pads, for example. All plans compute the same bits, whether or not
-    they use these inverses."""
+    """Return the step with the inverses that only copy, move or negate numbers, so that every plan computes the same
+    bits."""
     return _with_inverses(step, {}, exact=True).step
 
 
@@ -63,23 +57,20 @@ def with_inverses(
     renormalise: bool = False,
     own_seeds: bool = False,
 ) -> Invertible:
-    """Return the step with all inverses added that were found: ops that recompute a tensor from tensors that were
-    computed from it. Storages are split into parts (`split_storages`) where an inverse needs that.
-    """
+    """Return the step with all inverses that are found. Where one needs it, storages are split and scatters become
+    concatenations."""
     found = _found(scatter_to_cat(step, named), named, own_seeds)
     twins = tuple(_renormalisations(found.step)) if renormalise and found.step.inverses else ()
     return replace(found, step=replace(found.step, inverses=(*found.step.inverses, *twins)))
 
 
 def is_exact(call: Call) -> bool:
-    """Return whether an inverse (a call that recomputes a tensor) returns exactly the bits of the original tensor,
-    provided that its arguments have their original bits."""
+    """Return whether an inverse returns the original bits if its arguments have theirs."""
     return not call.noise
 
 
 def _renormalisations(step: CapturedStep) -> Iterator[Call]:
-    """Yield, for each batch norm of the forward half that returns new running statistics, a call of the same norm
-    without them. Both call the same kernels and compute the same bits."""
+    """Yield, for each forward batch norm with new running statistics, a call with the same bits that returns none."""
     for call in step.calls:
         row = None if call.backward or call.kwargs else _RENORMALISED.get(call.target)
         twin = row and row(*call.args)
@@ -183,10 +174,9 @@ def _inverses(step: CapturedStep, undone: Iterable[Undone]) -> Iterator[Call]:
 
 
 def _covers(pieces: Mapping[Band, list[Undone]]) -> Iterator[tuple[Undone, ...]]:
-    """Yield tuples of rules that together recompute all elements of a storage: first each rule that does so alone, then
-    combinations of one rule for each part.
+    """Yield tuples of rules that together recompute a storage: rules for all of it, then one rule for each part.
 
-    ``pieces``: the rules, by the part of the storage (`Band`) that they recompute.
+    ``pieces``: the rules by the `Band` that they recompute.
     """
     for covered, rules in pieces.items():
         if covered.whole:

@@ -1,5 +1,5 @@
-"""The ops of inverses, which recompute a tensor from tensors that were computed from it. Such an op allocates a storage
-and writes it in one or several pieces."""
+"""The ops of inverses, which allocate a storage and recompute it, in pieces, from tensors that were computed from
+it."""
 
 from __future__ import annotations
 
@@ -26,40 +26,39 @@ scale that training may change returns the root mean square factor by which it i
 
 @dataclass(frozen=True, slots=True)
 class Fill:
-    """One piece of an inverse (an op that recomputes a storage): a kernel of `KERNELS` that writes one view of the
-    storage.
-
-    ``kernel``, ``constants``: the kernel's name, and its arguments that are not tensors. ``arity``: the number of
-    tensors that the kernel reads. ``size``, ``stride``, ``offset``: the view, in elements. ``scale``: the factor by
-    which the kernel's division by a scale increased errors at planning time; 0 without a scale. If the kernel returns
-    the present factor, the two are compared.
-    """
+    """One piece of an inverse: a kernel of `KERNELS` that writes one view of the storage."""
 
     kernel: str
+    """The kernel's name."""
     constants: tuple[Any, ...]
+    """The kernel's arguments that are not tensors."""
     arity: int
+    """The number of tensors that the kernel reads."""
     size: tuple[int, ...]
     stride: tuple[int, ...]
     offset: int
+    """With ``size`` and ``stride``: the view, in elements."""
     scale: float = 0.0
+    """The factor by which dividing by a scale increased errors at planning time; 0 without a scale.
+
+    If the kernel returns the present factor, the two are compared.
+    """
 
 
 @dataclass(frozen=True, slots=True)
 class Inverse:
-    """An op that recomputes a storage from tensors that were computed from it. It returns a tensor like the original
-    result of the call that allocated the storage.
-
-    ``size``, ``stride``, ``dtype``: of the tensor that is returned. ``fills``: the pieces that together write it.
-    ``gain``: the factor by which the inverse multiplies a relative error of its arguments. ``noise``: the relative
-    error that its rounding adds; 0 if the result is exact, since numbers are only copied, moved or negated.
-    """
+    """An op that recomputes a storage, and returns a tensor like the result of the call that allocated it."""
 
     size: tuple[int, ...]
     stride: tuple[int, ...]
     dtype: torch.dtype
+    """With ``size`` and ``stride``: of the tensor that is returned."""
     fills: tuple[Fill, ...]
+    """The pieces that together write it."""
     gain: float
+    """The factor by which the inverse multiplies a relative error of its arguments."""
     noise: float
+    """The relative error that its rounding adds; 0 if numbers are only copied, moved or negated."""
 
     @property
     def exact(self) -> bool:
@@ -134,9 +133,7 @@ def _checked(least: Tensor, inverse: Tensor) -> float:
 
 
 def _fused(product: Callable[..., Tensor], factor: str) -> Kernel:
-    """Return the kernel that computes x from y = beta · x + factor · p, where p is a product or quotient of two
-    tensors.
-    """
+    """Return the kernel for x from y = beta · x + factor · p, where p is a product or quotient of two tensors."""
 
     def kernel(out: Tensor, y: Tensor, a: Tensor, b: Tensor, by: float, beta: float) -> None:
         product(y, a, b, **{factor: -by}, out=out)
@@ -190,9 +187,7 @@ def _prelu(out: Tensor, y: Tensor, weight: Tensor) -> float | None:
 def _normalised(
     out: Tensor, y: Tensor, mean: Tensor, scale: Tensor, weight: Tensor | None, bias: Tensor | None
 ) -> float | None:
-    """Write into ``out`` the x for which y = (x − mean) · scale · weight + bias. All arguments are broadcast to y. The
-    computation is in float32 or wider.
-    """
+    """Write to ``out`` the x for which y = (x − mean) · scale · weight + bias. Return how errors grow, or None."""
     x = y.to(torch.promote_types(y.dtype, torch.float32))
     x = x if bias is None else x - bias
     grown = None
@@ -207,10 +202,8 @@ def _normalised(
 def _weight_and_bias(
     affine: Sequence[Any], shape: tuple[int, ...] | None = None
 ) -> tuple[Tensor | None, Tensor | None]:
-    """Return the weight and the bias of a norm, viewed in ``shape`` if that is given; None for one that the norm lacks.
-
-    ``affine``: those that exist, then two booleans: whether the weight and the bias exist.
-    """
+    """Return a norm's weight and bias, viewed in ``shape`` if given; None for a lacking one. ``affine``: tensors,
+    then which exist."""
     *tensors, has_weight, has_bias = affine
     given = iter(tensors if shape is None else [t.view(shape) for t in tensors])
     return next(given) if has_weight else None, next(given) if has_bias else None

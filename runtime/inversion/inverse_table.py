@@ -1,10 +1,8 @@
-"""The inverse table: which ATen calls can be undone. Each row is a function that yields the rules by which arguments of
-a call are recomputed from the call's result and its other arguments.
+"""The inverse table: for ATen calls that can be undone accurately, the rules that recompute arguments from the
+result.
 
-There is a row only for ops that can be undone accurately. There is none for ReLU, max-pool, dropout, strided
-convolution, reductions and narrowing casts, which lose numbers. There is none for sigmoid and tanh, which saturate and
-lose most digits, and none for sine and square, where two arguments have the same result. A product with an activation
-is undone only if bounds are known that exclude zero.
+ReLU, max-pool, dropout, strided convolution, reductions and narrowing casts lose numbers; sigmoid and tanh lose
+digits; sine and square have two arguments for a result. A product with an activation needs bounds that exclude zero.
 """
 
 from __future__ import annotations
@@ -42,10 +40,8 @@ margin."""
 
 
 def undo(call: Call, facts: Facts) -> Found:
-    """Yield what the inverse table has for a call: the rules by which arguments are recomputed from the call's result
-    and its other arguments, and the arguments that cannot be recomputed for a reason that a user can change. Nothing is
-    yielded for an op without a row.
-    """
+    """Yield the rules that recompute a call's arguments, and the arguments that are refused for a reason a user can
+    change."""
     packet = getattr(call.target, "overloadpacket", None)
     for row in TABLE.get(packet, ()):
         yield from row(call, facts)
@@ -85,9 +81,7 @@ def _added(call: Call, facts: Facts, first: Any, second: Any, sign: int, alpha: 
 
 
 def _fused(kernel: str, *names: str) -> Row:
-    """Return the row of the inverse table for y = beta · self + factor · p, where p is a product or quotient of two
-    other arguments. It recomputes ``self``, by the same op with the opposite factor and a division by beta.
-    """
+    """Return the row that recomputes ``self`` of y = beta · self + factor · p, or refuses a beta close to zero."""
 
     def row(call: Call, facts: Facts) -> Found:
         arguments, y = facts.arguments(call), result(call, facts)
@@ -109,8 +103,10 @@ def _fused(kernel: str, *names: str) -> Row:
 
 
 def _between(call: Call, facts: Facts) -> Found:
-    """Yield the rules that undo an interpolation y = self + weight · (end − self): one for ``self``, and one for
-    ``end``. There is a rule only if the weight is known before the step runs."""
+    """Yield the rules for both ends of y = self + weight · (end − self) if the weight is known before the step runs.
+
+    An end whose share comes close to zero is refused.
+    """
     arguments, y = facts.arguments(call), result(call, facts)
     start, end, weight = arguments["self"], arguments["end"], arguments["weight"]
     known = (
@@ -136,8 +132,8 @@ def _between(call: Call, facts: Facts) -> Found:
 
 
 def _broadcast_part(x: Any, y: Value, facts: Facts) -> bool:
-    """Return whether ``x`` is a part of a larger storage and is broadcast to the shape of ``y``. For example, the two
-    parts into which an odd number of channels is split have different shapes."""
+    """Return whether ``x`` is part of a larger storage and is broadcast to ``y``, as the unequal halves of an odd
+    number of channels are."""
     if not isinstance(x, Ref):
         return False
     value = facts.value(x)
@@ -156,9 +152,10 @@ def _reflected(call: Call, facts: Facts) -> Found:
 
 
 def _share(x: Ref, facts: Facts) -> float:
-    """Return the factor by which undoing a sum multiplies the relative error for its term ``x``. It is 1, or more if
-    ``x`` is the result of a scaling. The error of the sum is as large as if the term were unscaled, so relative to the
-    term it grows as the scale decreases."""
+    """Return by how much undoing a sum multiplies the relative error of its term ``x``: more than 1 if ``x`` is
+    scaled."""
+    # The sum's error is as large as without the scale, so relative to the term it grows as the scale
+    # decreases.
     return facts.scales.get(facts.value(x).storage, 1.0)
 
 
@@ -181,11 +178,10 @@ training does not change."""
 
 
 def _scaled(x: Ref, factor: Any, y: Value, kernel: str, facts: Facts) -> Found:
-    """Yield the rule that recomputes ``x`` from y = x · factor (kernel ``divide``) or y = x ÷ factor (kernel
-    ``multiply``).
+    """Yield the rule for ``x`` from y = x · factor (``divide``) or x ÷ factor (``multiply``), or refuse a known
+    factor close to zero.
 
-    If the factor is known but too close to zero, a `Refused` is yielded instead. If it is unknown, its bounds decide
-    (`_bounded`). The factor by which the rule multiplies errors is noted in ``facts.scales``.
+    The growth of errors is noted in ``facts.scales``.
     """
     scale = (
         facts.known(factor.value) if isinstance(factor, Ref) else torch.tensor(factor, dtype=torch.float64)
@@ -215,17 +211,14 @@ def _scaled(x: Ref, factor: Any, y: Value, kernel: str, facts: Facts) -> Found:
 
 
 def _bounded(x: Ref, factor: Ref, y: Value, kernel: str, facts: Facts) -> Found:
-    """Yield the rule that recomputes ``x`` from its product with, or quotient by, an activation whose bounds exclude 0,
-    such as exp(tanh(s)). Nothing is yielded for other activations.
-
-    The factor by which errors grow is an average. It is computed as if the logarithm of the activation were uniformly
-    distributed between the logarithms of its bounds.
-    """
+    """Yield the rule for ``x`` from its product with, or quotient by, an activation whose bounds exclude 0, as
+    exp(tanh(s))."""
     bounds = facts.ranges(factor)
     ends = bounds.sizes if kernel == "divide" else tuple(1 / e if e else math.inf for e in bounds.sizes[::-1])
     least, most = ends
     if not (least >= LEAST_SCALE and most <= 1 / LEAST_SCALE**2):
         return
+    # The mean growth of errors, as if the activation's logarithm were uniform between its bounds.
     spread = 2 * math.log(most / least)
     inverse, direct = 1 / least, most
     if spread > 1e-6:
@@ -242,8 +235,7 @@ def _mean_square(t: torch.Tensor) -> float:
 
 
 def _unary(kernel: str, gain: float = 1.0, exact: bool = False) -> Row:
-    """Return the row of the inverse table for an op y = f(self), which the kernel ``kernel`` undoes from y alone.
-    ``gain``, ``exact``: fields of the rule (`Undone`) that the row yields."""
+    """Return the row for an op y = f(self) that ``kernel`` undoes from y alone."""
 
     def row(call: Call, facts: Facts) -> Found:
         x, y = facts.arguments(call)["self"], result(call, facts)
@@ -284,9 +276,8 @@ def _prelu(call: Call, facts: Facts) -> Found:
 
 
 def _norm(kernel: str, x: str = "input") -> Row:
-    """Return the row of the inverse table for a normalisation that returns the statistics by which it normalised, or
-    for a frozen batch norm, which gets them as arguments.
-    """
+    """Return the row for a norm that returns its statistics, or a frozen batch norm. Its weight must be known and
+    not close to zero."""
 
     def row(call: Call, facts: Facts) -> Found:
         arguments, y = facts.arguments(call), result(call, facts)

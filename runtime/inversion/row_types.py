@@ -1,5 +1,5 @@
-"""The types that rows of the inverse table take and return. A row is a function that yields, for a call, the rules by
-which its arguments are recomputed from its result."""
+"""The types of the inverse table's rows: functions that yield, for a call, the rules that recompute its arguments
+from its result."""
 
 from __future__ import annotations
 
@@ -17,47 +17,47 @@ from rematplan.runtime.graph.value_ranges import Ranges
 
 @dataclass(frozen=True, slots=True)
 class Undone:
-    """A rule that recomputes a value, by a kernel, from other values that were computed from it.
-
-    ``value``: the name of the value. ``reads``: the names of the values that the kernel reads. ``kernel``: its name in
-    `inverse_ops.KERNELS`. ``constants``: its arguments that are not tensors. ``gain``: the factor by which it
-    multiplies relative errors. ``exact``: whether it recomputes the original bits, since it only copies, moves or
-    negates numbers. ``scale``: the factor by which dividing by a scale increases errors at planning time; 0 without a
-    scale. If the kernel returns the factor at run time, the two are compared.
-    """
+    """A rule that recomputes a value, by a kernel, from other values that were computed from it."""
 
     value: str
+    """The name of the value."""
     reads: tuple[str, ...]
+    """The names of the values that the kernel reads."""
     kernel: str
+    """Its name in `inverse_ops.KERNELS`."""
     constants: tuple[Any, ...] = ()
+    """Its arguments that are not tensors."""
     gain: float = 1.0
+    """The factor by which it multiplies relative errors."""
     exact: bool = False
+    """Whether it recomputes the original bits, since it only copies, moves or negates numbers."""
     scale: float = 0.0
+    """The factor by which dividing by a scale increases errors at planning time; 0 without a scale.
+
+    If the kernel returns the factor at run time, the two are compared.
+    """
 
 
 @dataclass(frozen=True, slots=True)
 class Refused:
-    """A value that cannot be recomputed from later values for a reason that a user can change.
-
-    ``value``: its name. ``why``: the reason, in one line.
-    """
+    """A value that cannot be recomputed from later values for a reason, in one line, that a user can change."""
 
     value: str
+    """Its name."""
     why: str
+    """The reason, in one line."""
 
 
 @dataclass(frozen=True)
 class Facts:
-    """A captured step, with what is known about its values before it runs.
-
-    ``step``: the step. ``known``: the real tensors of values that are computed only from parameters, buffers and
-    constants. ``scales``: for each storage that is the result of a product or quotient that can be undone, by storage
-    name, the factor by which undoing it multiplies errors (at least 1). The rows of the inverse table fill it.
-    """
+    """A captured step, with what is known about its values before it runs."""
 
     step: CapturedStep
+    """The step."""
     known: KnownValues
+    """The real tensors of values that are computed only from parameters, buffers and constants."""
     scales: dict[str, float] = field(default_factory=dict)
+    """By storage of a product or quotient that can be undone, the factor, at least 1, on errors. Rows fill it."""
 
     @cached_property
     def ranges(self) -> Ranges:
@@ -89,9 +89,8 @@ def result(call: Call, facts: Facts) -> Value:
 
 
 def fits(x: Any, y: Value, facts: Facts) -> bool:
-    """Return whether an argument of a call has the shape of its result ``y`` and can be recomputed from it without loss
-    of precision or range: both are floating-point tensors, and every number of the type of ``x`` is one of ``y``'s.
-    """
+    """Return whether argument ``x`` has the shape of the result ``y``, and the result's floating-point type holds
+    every number of its type."""
     if not isinstance(x, Ref):
         return False
     fake = facts.value(x).fake

@@ -1,9 +1,7 @@
 """Rewrite tensors that are written slice by slice as concatenations of the slices, with the same bits.
 
-A functional trace turns ``x[:, :h] += f(x[:, h:])`` into an op that copies all of x and writes the slice into the copy
-(a scatter), and then into a second scatter of the same values. The equal ``cat([a + f(b), b])`` is one call, whose
-parts are separate tensors. In the same way, indexing by known, evenly spaced indices becomes slicing. A copy with the
-strides of its original is replaced by the original, because nothing in a functional trace changes the original.
+A functional trace turns ``x[:, :h] += f(x[:, h:])`` into a copy with a written slice (a scatter). The equal ``cat([a
++ f(b), b])`` has separate parts. Indexing by evenly spaced indices becomes slicing.
 """
 
 from __future__ import annotations
@@ -24,12 +22,8 @@ aten = torch.ops.aten
 
 
 def scatter_to_cat(step: CapturedStep, named: Mapping[str, torch.Tensor]) -> CapturedStep:
-    """Return the step with concatenations in place of those ops of the forward half that write a slice into a copy of a
-    tensor (scatters). All results keep their strides and bits.
-
-    Indexing by known, evenly spaced indices becomes slicing, and needless copies are removed. The step itself is
-    returned if nothing can be replaced.
-    """
+    """Return the step with concatenations for the forward's scatters, with all strides and bits, or the step itself
+    if it has none."""
     if not any(_row(call) for call in step.calls):
         return step
     return _Rewriter(step, KnownValues(step, named)).rewritten()
@@ -77,12 +71,8 @@ class _Rewriter:
         return self.values[ref.value].fake
 
     def equate(self, result: str, source: str) -> bool:
-        """Replace the value ``result`` by the value ``source`` in all calls that follow. Return whether that was
-        possible.
-
-        It is possible if both have the same shape, type, device and strides, ``source`` covers its storage, and the
-        storage of ``result`` is not that of an output of the step.
-        """
+        """Replace ``result`` by ``source`` in all later calls. Return false if layouts differ, or an output or a
+        partial storage is concerned."""
         old, new = self.values[result], self.values[source]
         outside = {self.step.values[o.value].storage for o in self.step.outputs}
         whole = band(new.fake)
@@ -117,16 +107,15 @@ class _Rewriter:
         ]
 
     def scatter(self, call: Call, base: Ref, source: Ref, at: Slice) -> bool:
-        """Append a concatenation in place of a call that writes ``source`` into a slice of a copy of ``base``. If
-        ``source`` is that slice already, replace the call's result by ``base`` instead. Return whether either was
-        possible.
-        """
+        """Append a concatenation for a call that writes ``source`` into a slice of ``base``, or equate. Return
+        whether either was possible."""
         result, dim, n = call.results[0] or "", at.dim, self.fake(base).shape[at.dim]
         with torch.no_grad():
             there = aten.slice.Tensor(self.fake(base), dim, at.start, at.end, at.step)
         source = self._original(source)
         if self.fake(source).shape != there.shape or self.fake(source).dtype != there.dtype:
             return False
+        # The source is that slice already.
         if self._is_there(base, source, there):
             return self.equate(result, base.value)
         if at.step == 1:
@@ -140,9 +129,8 @@ class _Rewriter:
     def _joined(
         self, call: Call, target: Any, base: Ref, rest: list[Slice | None], source: Ref, dim: int
     ) -> bool:
-        """Append a concatenation in place of a call that writes a slice. Its parts are permuted so that the result has
-        the strides of the call's result. Return whether that was possible.
-        """
+        """Append a concatenation in place of a call that writes a slice, permuted to its result's strides. Return
+        whether that was possible."""
         old, before = self.values[call.results[0] or ""].fake, len(self.calls)
         order = sorted(range(old.dim()), key=lambda d: -old.stride()[d])
         rest = [s for s in rest if s is None or s.start < s.end]
@@ -173,8 +161,8 @@ class _Rewriter:
         return True
 
     def _original(self, source: Ref) -> Ref:
-        """Return the value of which a value is a copy (`aten::copy`), directly or through further copies, if shape,
-        type and device are the same; else the value itself."""
+        """Return the value that a value is a copy of, also through further copies, with the same shape, type and
+        device; else itself."""
         while (call := self.made.get(source.value)) and call.target is aten.copy.default:
             original = call.args[1]
             if _kind(self.fake(original)) != _kind(self.fake(source)):
@@ -191,8 +179,8 @@ class _Rewriter:
         )
 
     def regular(self, base: Ref, indices: Sequence[Ref | None]) -> Slice | None:
-        """Return the slice of ``base`` that is equal, element by element, to indexing its leading dimensions by
-        ``indices``. Return None if there is none, or if the indices are unknown before the step runs."""
+        """Return the slice of ``base`` that equals indexing its leading dimensions; None if there is none or indices
+        are unknown."""
         lists = [None if i is None else self.known(i.value) for i in indices]
         if any(i is not None and t is None for i, t in zip(indices, lists, strict=True)):
             return None

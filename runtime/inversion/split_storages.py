@@ -1,9 +1,7 @@
 """Split a storage into parts that are separate storages, where only the parts are used.
 
-The halves of a reversible network are often slices of one tensor. To recompute that tensor, one half must exist before
-the other, because a function of the first is subtracted to get the second. Therefore the halves need separate storages.
-The split changes no number by itself. But the calls that read a half now read it dense instead of with gaps, so a
-kernel may choose another order of summation.
+The halves of a reversible network are often slices of one tensor, and one half must exist before the other to
+recompute it. Readers of a dense half may sum in another order than with gaps.
 """
 
 from __future__ import annotations
@@ -34,45 +32,41 @@ TOGETHER = (aten.cat.default, aten.stack.default)
 
 @dataclass(frozen=True)
 class SplitStep:
-    """A step in which some storages were split into parts that are separate storages.
-
-    ``step``: the step. ``copied``: by the name of each storage that was split, the storages of those parts that are
-    copied out of it. (Other parts are tensors from which it was concatenated.)
-    """
+    """A step in which some storages were split into parts that are separate storages."""
 
     step: CapturedStep
+    """The step."""
     copied: dict[str, tuple[str, ...]]
+    """By split storage, the storages of parts that are copied out of it. Other parts are tensors it was concatenated
+    from."""
 
 
 def split_storages(step: CapturedStep, leave: Iterable[str] = ()) -> SplitStep:
-    """Return the step in which storages of the forward half are split into parts that are separate storages.
-
-    A storage is split if its views, or the tensors from which it is concatenated, cover each of its elements exactly
-    once, and if each of its views can be made from one of the parts.
-    """
+    """Return the step with forward storages, except ``leave``, split into parts that are separate storages, where
+    views allow it."""
     return _Parter(step, frozenset(leave)).part()
 
 
 @dataclass
 class _Apart:
-    """The split of one storage into parts that are separate storages. A part is denoted by the range of the storage
-    that it covers (`Band`).
-
-    ``base``: the tensor for which the storage was allocated. ``tops``: by name, the views of the storage that are
-    entirely in one part and are not views of such views, with the range that each covers. ``parts``: the parts.
-    ``sources``: by part, the name of a value that has its elements. ``copies``: the new calls, which copy parts out of
-    the storage. ``values``: new and changed values by name. ``views``: by the name of a call that makes views, the
-    calls that replace it. ``copied``: the names of the storages of copied parts.
-    """
+    """The split of one storage into parts, each denoted by the `Band` of the storage that it covers."""
 
     base: Value
+    """The tensor for which the storage was allocated."""
     tops: dict[str, Band]
+    """The views that are in one part and are not views of such views, by name, with their bands."""
     parts: list[Band]
+    """The parts."""
     sources: dict[Band, str] = field(default_factory=dict)
+    """By part, the name of a value that has its elements."""
     copies: list[Call] = field(default_factory=list)
+    """The new calls, which copy parts out of the storage."""
     values: dict[str, Value] = field(default_factory=dict)
+    """New and changed values by name."""
     views: dict[str, list[Call]] = field(default_factory=dict)
+    """By the name of a call that makes views, the calls that replace it."""
     copied: list[str] = field(default_factory=list)
+    """The names of the storages of copied parts."""
 
 
 class _Parter:
@@ -121,9 +115,8 @@ class _Parter:
                 self.copied[base.storage] = tuple(apart.copied)
 
     def _bands(self, producer: Call, base: Value) -> _Apart | None:
-        """Return the parts into which a storage can be split: its largest views, or the operands from which it is
-        concatenated, if they cover it without overlap. Return None if there are none.
-        """
+        """Return a storage's parts: its largest views, or the operands it is concatenated from, if they tile it;
+        else None."""
         if (whole := band(base.fake)) is None or not whole.whole:
             return None
         tops: dict[str, Band] = {}
@@ -163,8 +156,8 @@ class _Parter:
                 self._copy_out(apart, one, f"{base.name}_part_{index}")
 
     def _operands(self, producer: Call, base: Value) -> Iterable[tuple[str, torch.Tensor]]:
-        """Yield the operands that a call concatenates or stacks: the name of each, and the view of the result into
-        which it is copied. Nothing is yielded for other calls."""
+        """Yield the operands that a call concatenates or stacks, each with the view of the result that it becomes;
+        else nothing."""
         dim = producer.args[1] if len(producer.args) > 1 else producer.kwargs.get("dim", 0)
         start = 0
         for index, ref in enumerate(producer.args[0] if producer.target in TOGETHER else ()):
@@ -197,8 +190,8 @@ class _Parter:
         apart.copied.append(name)
 
     def _move(self, apart: _Apart) -> bool:
-        """Make the views of a split storage, and the views of these views, from the parts instead. Return whether that
-        was possible, with no change of the shape, strides or type of a result of a call that reads them."""
+        """Make the views of a split storage, and their views, from the parts. Return whether all readers' results
+        keep shape, strides and type."""
         now = {**self.values, **apart.values}
         touched: list[str] = []
         for value, one in apart.tops.items():
@@ -227,9 +220,8 @@ class _Parter:
         return self._follow(apart, now, touched)
 
     def _follow(self, apart: _Apart, now: dict[str, Value], touched: list[str]) -> bool:
-        """Recompute the strides of all views of the views that were made from parts. Return whether the results of
-        other calls that read them keep their shapes, strides and types.
-        """
+        """Recompute the strides of views of moved views. Return whether other readers' results keep their shapes,
+        strides and types."""
         moved = set(touched)
         pending = [self.position[c.name] for v in touched for c in self.readers.get(v, ())]
         heapq.heapify(pending)  # in order, so that a view is handled before its own views
