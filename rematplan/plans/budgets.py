@@ -59,17 +59,21 @@ FORMS: Mapping[str, str] = {
 
 @dataclass(frozen=True, slots=True)
 class Budget:
-    """A budget that was read from text. Its number of bytes may depend on the planning problem.
-
-    ``text``: as the user wrote it. ``kind``: ``bytes``; ``share``: a share of the peak without recomputation;
-    ``activations``: all bytes of inputs and outputs, plus a share of the rest of the peak without recomputation;
-    ``min``: at most 1 % above the smallest peak found; ``least``: the smallest peak found. ``amount``: for
-    ``bytes``, the number of bytes; for ``share`` and ``activations``, the share (0.6 for 60%); otherwise 0.
-    """
+    """A budget that was read from text. Its number of bytes may depend on the planning problem."""
 
     text: str
+    """As the user wrote it."""
     kind: str
+    """How the bytes follow.
+
+    - ``bytes``: a number of them.
+    - ``share``: a share of the peak without recomputation.
+    - ``activations``: the bytes of inputs and outputs, plus a share of the rest of that peak.
+    - ``min``: at most 1 % above the smallest peak found.
+    - ``least``: the smallest peak found.
+    """
     amount: Fraction
+    """The number of bytes, or the share (0.6 for 60%); 0 for ``min`` and ``least``."""
 
     def bytes(self, base_peak: int, smallest: Callable[[], int], whole: int | None = None) -> int:
         """Return the budget in bytes, rounded down."""
@@ -98,20 +102,14 @@ class Budget:
 
 
 def whole_bytes(graph: TrainingGraph) -> int:
-    """Return the bytes of a problem's inputs (parameters, buffers, batch) and outputs (gradients, new buffers).
-
-    With every plan, these tensors are in memory at the end of the step. So a budget such as ``50% of activations``
-    consists of these bytes and half of the rest of the peak without recomputation.
-    """
+    """Return the bytes of a problem's inputs (parameters, buffers, batch) and outputs (gradients, new buffers),
+    which every plan holds at the end."""
     return sum(graph.size[t] for t in {*graph.inputs, *graph.outputs})
 
 
 def parse_budget(text: str, kinds: Collection[str] = tuple(FORMS)) -> Budget:
-    """Read a budget from text: ``4GiB``, ``60%``, ``50% of activations``, a whole number of bytes, ``min`` or
-    ``least``.
-
-    ``kinds``: the accepted kinds of budgets (keys of `FORMS`); by default all.
-    """
+    """Read a budget of one of ``kinds`` (keys of `FORMS`): ``4GiB``, ``60%``, ``50% of activations``, bytes, ``min``
+    or ``least``; else `UsageError`."""
     budget = _parsed(text)
     if budget is not None and budget.kind in kinds:
         return budget
@@ -138,11 +136,8 @@ def _parsed(text: str) -> Budget | None:
 
 
 def unit_missing(budget: Budget, graph: TrainingGraph) -> str:
-    """If a budget looks as if its unit was forgotten, return a question for the user, such as ``was 4GiB meant?``.
-
-    The result is empty unless the budget is a whole number without a unit, below 1 MiB and not more than the bytes
-    of the problem's inputs, so that no plan can fit.
-    """
+    """Return a question such as ``was 4GiB meant?`` for a number without a unit, below 1 MiB, that no plan can fit;
+    else empty."""
     number = budget.text.strip()
     if not (number.isdecimal() and 0 < budget.amount < FEW and budget.amount <= graph.input_bytes):
         return ""
@@ -174,10 +169,10 @@ def plan_within(
     starts: Sequence[Plan] = (),
     hurried: bool = False,
 ) -> Plan:
-    """Search for a plan within a budget by a strategy, and store the plan, or that none was found.
+    """Search for a plan within a budget, and store the plan, or that none was found. A stored or proven refusal is
+    raised again.
 
-    If ``store`` knows that the search would fail, because it failed before or a proof exists, the search is not
-    repeated. It is repeated if a plan with a smaller peak was found meanwhile.
+    It is searched again if a plan with a smaller peak was found meanwhile.
     """
     store = PlanStore() if store is None else store
     limit = float(getattr(strategy, LIMIT, 0.0))
@@ -209,12 +204,8 @@ def _plan_or_lower(
     starts: Sequence[Plan],
     stored: Sequence[Plan],
 ) -> Plan:
-    """Return the plan of the strategy. If `Anneal`, limited in moves, finds none that fits, the search for the smallest
-    peak follows, with as many moves as for the budget ``min``. If that finds none either, the whole search for ``min``
-    follows, because its last stage may find a smaller peak. So a budget that ``min`` can meet is not refused.
-
-    ``starts``: plans that the strategy starts from. ``stored``: plans that the search for ``min`` starts from.
-    """
+    """Return the plan of the strategy. If `Anneal`, limited in moves, finds none, search for the smallest peak as
+    ``min`` does."""
     try:
         return strategy.plan(graph, budget, progress, starts)
     except InfeasibleBudget as error:
@@ -222,6 +213,7 @@ def _plan_or_lower(
             raise
         moves, order, seed = strategy.moves, strategy.keep_order, strategy.seed
         effort = Effort(moves=-(-moves // 2))
+        # A budget that ``min`` can meet is not refused.
         least = find_smallest_peak(
             graph, effort, stored, progress, enough=budget, keep_order=order, seed=seed
         )
@@ -249,11 +241,8 @@ def _plan_or_lower(
 
 
 def known_plans(strategy: Strategy, graph: TrainingGraph, store: PlanStore) -> tuple[Plan, ...]:
-    """Return the stored plans from which a strategy's search for plans of a problem starts.
-
-    Plans in memory are first. They are followed by plans on disk if the strategy uses plans on disk. Empty if the
-    strategy cannot start from plans.
-    """
+    """Return the stored plans from which the strategy's search starts, those in memory first; empty if it cannot
+    start from plans."""
     if not strategy.resumes:
         return ()
     return _stored_plans(strategy, graph, store)

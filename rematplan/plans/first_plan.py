@@ -23,9 +23,8 @@ SECONDS = 2.0
 def plan_at_once(graph: TrainingGraph, budget: int, store: PlanStore) -> Plan | None:
     """Return a plan within ``budget`` bytes that takes at most about two seconds to find; None if none is found.
 
-    Three plans are tried in this order. First, the plan that recomputes nothing. Second, the cheapest plan in memory
-    that was found for the same ops, perhaps at other sizes. Third, only if the planner's numba code is not compiled
-    on this machine yet, the best plan that plain Python finds in about two seconds.
+    Without recomputation, else the cheapest stored one of the same ops, else plain Python's if the planner is not
+    compiled yet.
     """
     whole = _with_floor(no_recompute(graph), graph)
     found = whole if whole.peak <= budget else store.serving(graph, budget)

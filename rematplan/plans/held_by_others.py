@@ -23,30 +23,25 @@ GRADIENTS = "gradients"
 
 @dataclass(frozen=True)
 class OtherBytes:
-    """Bytes on one device that belong to objects other than the model, such as optimizers.
-
-    ``always``: allocated during the whole training step. ``stepping``: allocated in addition while the optimizer's
-    step runs.
-    """
+    """Bytes on one device that belong to objects other than the model, such as optimizers."""
 
     always: int = 0
+    """Allocated during the whole training step."""
     stepping: int = 0
+    """Allocated in addition while the optimizer's step runs."""
 
 
 @dataclass(frozen=True)
 class Reserved:
-    """Objects other than the model whose memory the budget includes. Their bytes are counted each time a plan is
-    made.
-
-    ``items``: optimizers, modules, objects with a method ``reserved_bytes() -> int`` (and, for a step's temporary
-    bytes, ``step_bytes() -> int``), numbers of bytes, text such as ``1GiB``, `GRADIENTS`, and `Counted` (bytes of
-    optimizers and modules, counted when a `Reserved` was pickled or copied).
-
-    Raises:
-        UsageError: an item is something else, or a text is not a number of bytes.
-    """
+    """Objects other than the model whose memory the budget includes, counted each time a plan is made; `UsageError`
+    for an unknown item."""
 
     items: tuple[object, ...] = ()
+    """Optimizers, modules, numbers of bytes, text such as ``1GiB``, `GRADIENTS`, `Counted`, and objects with
+    ``reserved_bytes()``.
+
+    A method ``step_bytes()`` says the temporary bytes of a step.
+    """
 
     def __post_init__(self) -> None:
         for item in self.items:
@@ -77,11 +72,10 @@ class Reserved:
         return any(isinstance(item, str) and item == GRADIENTS for item in self.items)
 
     def on(self, device: torch.device, model: Mapping[str, torch.Tensor]) -> OtherBytes:
-        """Return the bytes that the items occupy on a device, in addition to a model's tensors.
+        """Return the bytes of the items on a device. Storages that several share count once, those of ``model`` not
+        at all.
 
-        A storage that several items share counts once, and a storage of the model does not count. Numbers of bytes
-        and results of ``reserved_bytes()`` and ``step_bytes()`` count on every device. If several optimizers are
-        listed, only the largest temporary memory of one optimizer's step counts.
+        Numbers and stated bytes count on every device; of several optimizers' steps, the largest counts.
         """
         tensors: list[torch.Tensor] = []
         always, stepping = 0, 0
@@ -110,11 +104,7 @@ class Reserved:
         return OtherBytes(always + sum(others.values()), stepping)
 
     def __reduce__(self) -> Any:
-        """Pickle or copy numbers of bytes instead of optimizers, modules and other objects.
-
-        Their bytes are counted now: those of ``reserved_bytes()`` and ``step_bytes()`` as a `Stated`, which counts on
-        every device; those of optimizers and modules on each device of `devices`, as a `Counted`.
-        """
+        """Pickle or copy bytes, counted now, in place of optimizers, modules and other objects."""
         items = [Stated.by(item) if _says(item) else item for item in self.items]
         plain = (str, Integral, Counted, Stated)
         kept = tuple(i for i in items if isinstance(i, plain))
@@ -135,24 +125,20 @@ class Reserved:
 
 @dataclass(frozen=True)
 class Counted:
-    """An item of a pickled or copied `Reserved` that replaces its optimizers and modules: their bytes, counted at
-    that time.
-
-    ``by_device``: the bytes, by the device's name.
-    """
+    """Bytes in place of the optimizers and modules of a pickled or copied `Reserved`."""
 
     by_device: Mapping[str, OtherBytes]
+    """The bytes, by the device's name."""
 
 
 @dataclass(frozen=True)
 class Stated:
-    """What an object with methods ``reserved_bytes()`` and, perhaps, ``step_bytes()`` says about its memory.
-
-    ``always``: bytes during the whole training step. ``stepping``: further bytes while the optimizer's step runs.
-    """
+    """What an object with ``reserved_bytes()`` and, perhaps, ``step_bytes()`` says about its memory."""
 
     always: int
+    """Bytes during the whole training step."""
     stepping: int
+    """Further bytes while the optimizer's step runs."""
 
     @classmethod
     def by(cls, item: Any) -> Stated:

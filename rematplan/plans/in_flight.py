@@ -1,7 +1,5 @@
-"""Plan a module as a pipeline stage: the user's own pipeline schedule has several micro-batches in flight.
-
-A micro-batch is in flight from the start of its forward to the end of its backward.
-"""
+"""Plan a module as a pipeline stage, while a user's own schedule has several micro-batches between forward and
+backward."""
 
 from __future__ import annotations
 
@@ -27,21 +25,16 @@ QUESTIONS = 24
 
 
 def stage_planner(strategy: Strategy, seconds: float, stages: int = 1) -> StagePlanner:
-    """Return an object that plans the stages of a rank by ``strategy``.
-
-    For `Auto`, ``seconds`` are divided equally among the `QUESTIONS` searches that each of the ``stages`` is expected
-    to need. Other strategies keep their time limits.
-    """
+    """Return an object that plans the stages of a rank. `Auto` divides ``seconds`` equally among `QUESTIONS`
+    searches for each stage."""
     if not isinstance(strategy, Auto):
         return StrategyStages(strategy)
     return AutoStages(seconds / (QUESTIONS * stages))
 
 
 def with_in_flight(in_flight: int, deferred: int | None) -> RankActions:
-    """Return the actions (forwards and backwards) of one rank with at most ``in_flight`` micro-batches in flight.
-
-    ``in_flight`` forwards are first. Then one backward and one forward alternate.
-    """
+    """Return the actions of a rank: ``in_flight`` forwards, then backwards and forwards alternate. ``deferred``
+    backwards await their weight gradients."""
     microbatches = 2 * in_flight + (deferred or 0) + 1
     (actions,) = one_stage_a_rank("in flight", [in_flight], microbatches).actions
     if deferred is None:
@@ -65,13 +58,9 @@ def plan_in_flight(
     in_flight: int,
     deferred: int | None,
 ) -> StepPlan:
-    """Plan a step that is run for several micro-batches in flight (between the start of forward and the end of
-    backward).
-
-    The peak counts inputs, outputs and the memory of the loss once per micro-batch in flight, and the gradients of
-    all parameters once. It also counts one loss of an earlier micro-batch, since the caller's variable holds it until
-    the next one is computed.
-    """
+    """Plan a step that runs for several micro-batches in flight. A budget other than bytes or a percentage is a
+    `UsageError`."""
+    # The caller's variable holds a loss of an earlier micro-batch until the next one is computed.
     template = StagePlan(0, 0, 0, 0, states=loss.kept)
     problem = stage_problem(
         step, graph, per_microbatch=("batch",), tangents=("tangent",), between=loss.between, template=template

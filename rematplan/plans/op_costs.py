@@ -30,10 +30,8 @@ Known: TypeAlias = Literal["profile"] | DeviceModel | Profile
 
 
 def known_costs(costs: str) -> Known:
-    """Return what the text ``costs`` names: ``profile`` itself, a device model, or a profile that was measured before.
-
-    ``roofline`` is the default device's model. A file is a profile or a device model, as its content says.
-    """
+    """Return what ``costs`` names: ``profile`` itself, a device model, or the profile or device model in a file;
+    else `UsageError`."""
     if costs == PROFILE:
         return "profile"
     if not isinstance(costs, (str, Path)):
@@ -77,11 +75,8 @@ def priced(
 
 
 def copies_priced(step: CapturedStep, graph: TrainingGraph, costs: str) -> Copies:
-    """Return the memory that a backward needs in addition if the loss produces gradients of the outputs with other
-    strides than at capture.
-
-    Ops of the backward may then copy these gradients before they use them.
-    """
+    """Return the memory that a backward needs to copy the outputs' gradients if a loss gives them other strides than
+    at capture."""
 
     def measured(other_strides: CapturedStep, names: Collection[str]) -> Mapping[str, int]:
         return {name: cost.workspace for name, cost in profile_costs(other_strides, only=names).items()}

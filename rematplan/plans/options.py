@@ -68,9 +68,7 @@ class SavedPlan(Strategy):
 class PlanOptions:
     """The arguments of `plan_module` and `plan_stage` that determine the plan, with the same names and meanings.
 
-    Raises:
-        UsageError: no budget; a malformed budget, loss memory or strategy; unknown costs or ``on_infeasible``; or
-            options that exclude each other.
+    Raises `UsageError` for a missing or malformed one, and for options that exclude each other.
     """
 
     budget: str | int | None = None
@@ -132,12 +130,8 @@ class PlanOptions:
 
     @property
     def refines(self) -> bool:
-        """Whether training starts with a quickly found plan, while another process searches for better plans.
-
-        True only if ``refine`` is true, the strategy is `auto`, counts seconds, and has more than `QUICK` of them. It
-        is false for a budget ``min`` or ``least``, with inverses that round, because results would change with the
-        plan, and with two lanes, because these need measurements of one fixed plan.
-        """
+        """Whether training starts with a quickly found plan of `auto`, while another process searches for better
+        ones."""
         return (
             self.refine
             and isinstance(self.strategy, Auto)
@@ -153,8 +147,7 @@ class PlanOptions:
         return parse_budget(str(self.budget))
 
     def stated_loss(self) -> Budget | None:
-        """Return the memory of the loss that the user stated: bytes (kind ``bytes``), or a number of tensors of the
-        outputs' size (kind ``share``). None if the user did not state it."""
+        """Return the loss's memory as the user states it: bytes, or a share of the outputs' size; None if unstated."""
         return None if self.loss_memory is None else parse_loss_memory(str(self.loss_memory))
 
     @property

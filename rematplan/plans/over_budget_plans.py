@@ -23,10 +23,10 @@ CHEAP_SECONDS = 0.5
 
 
 def leanest_plan(graph: TrainingGraph, known: Iterable[Plan] = ()) -> Plan:
-    """Return the plan with the smallest peak among known plans and the plan without recomputation.
+    """Return the plan with the smallest peak, the cheapest of equals, among known plans and the plan without
+    recomputation.
 
-    Of plans with equal peaks, the cheapest is returned. If there is no known plan, or none can be converted to this
-    problem, plans are searched for in about `SECONDS`.
+    If no known plan can be converted to the problem, search for about `SECONDS`.
     """
     found = [plan for one in known if (plan := transfer_plan(one, graph))]
     found = found or _lean_plans(graph, Effort(SECONDS))
@@ -42,11 +42,8 @@ def _lean_plans(graph: TrainingGraph, effort: Effort) -> list[Plan]:
 
 
 def check_floor(strategy: Strategy, graph: TrainingGraph, budget: int, known: Iterable[Plan] = ()) -> None:
-    """Raise an error if a lower bound proves that no plan can fit within the budget.
-
-    The bound is the bytes of the inputs plus the larger of two numbers: what a single op needs, and the bytes of the
-    outputs. No plan within the budget is searched for.
-    """
+    """Raise `InfeasibleBudget`, without a search for a plan within the budget, if a lower bound proves that none
+    fits."""
     if min_peak_bound(graph).bytes > budget:
         plan = min((leanest_plan(graph), *known), key=by_peak)
         effort = Effort(CHEAP_SECONDS)

@@ -1,7 +1,5 @@
-"""Plan a step at sizes that were not seen before, when code for plans of other sizes is compiled already.
-
-Compiling takes time. So a compiled plan is used again if it is about as good as any known plan.
-"""
+"""Plan a step at new sizes: since compiling takes time, a compiled plan of other sizes is used if it is about as
+good."""
 
 from __future__ import annotations
 
@@ -22,12 +20,8 @@ COMPILED = 8
 
 
 def plan_at_sizes(planner: Planner, step: CapturedStep, compiled: Sequence[Schedule]) -> Plan:
-    """Return a plan for a step at new sizes, preferably one whose schedule is compiled already.
-
-    The cheapest compiled plan that fits is returned, unless fewer than `COMPILED` plans are compiled and a known
-    plan has less overhead than it by more than `WORTH`. Plans that were found for other sizes count as known. If no
-    known plan fits, or the budget is ``min`` or ``least``, a search is made.
-    """
+    """Return a plan for a step at new sizes: the cheapest compiled one that fits, a known one that is much better,
+    or a new one."""
     graph = planner.problem(step)
     budget = planner.limit(graph)
     if not budget.is_lean:
@@ -40,6 +34,7 @@ def plan_at_sizes(planner: Planner, step: CapturedStep, compiled: Sequence[Sched
             if estimate.peak <= amount:
                 fitting.append(Plan(graph.name, "compiled", schedule, estimate, budget=amount))
         best = min(fitting, key=lambda plan: (plan.estimate.cost, plan.peak), default=None)
+        # No more plans are compiled then.
         if best is not None and len(compiled) >= COMPILED:
             return best
         better = plan_at_once(graph, amount, planner.store)

@@ -68,34 +68,29 @@ def _searched(
 def _in_parts(
     options: PlanOptions, store: PlanStore, chosen: Strategy, graph: TrainingGraph, budget: int
 ) -> Iterator[Strategy]:
-    """Yield the searches for a plan. The caller runs them one after the other until one finds a plan.
-
-    If another process improves the plan later, or if a plan for other sizes fits already, the first search is short.
-    The last search always has the whole time limit: so a tight budget is not refused for lack of time, and the error
-    states a peak as small as the budget ``min`` would find.
-    """
+    """Yield searches, to be run until one finds a plan: a short one if a better plan may come later, then the whole
+    one."""
     if isinstance(chosen, Auto) and budget >= min_peak_bound(graph).bytes:
         if options.refines:
             yield replace(chosen, time_limit=QUICK)
         elif store.serving(graph, budget) is not None:
             yield replace(chosen, time_limit=FURTHER * chosen.time_limit)
+    # A tight budget is not refused for lack of time, and the error states a peak as small as ``min`` would
+    # find.
     yield chosen
 
 
 def background_search(
     options: PlanOptions, store: PlanStore, step: CapturedStep, graph: TrainingGraph, plan: Plan
 ) -> Refining | None:
-    """Return a background search for a better plan, not begun. None if no search is wanted or needed.
-
-    No search is wanted if the options exclude it or `WAITING` searches are running or queued. None is needed if
-    ``plan`` has no budget, if its overhead is proven to be within the option ``gap`` of the optimum, or if an earlier
-    search for the problem and budget was as long as this one would be.
-    """
+    """Return a search in the background for a better plan, not begun, or None if none is wanted or could find one."""
+    # Within the stated gap of the optimum, no search is needed.
     if not options.refines or plan.budget is None or (plan.gap is not None and plan.gap <= options.gap):
         return None
     if shared().waiting >= WAITING:
         return None
     if (
+        # An earlier search was as long as this one would be.
         options.strategy.lasting
         and store.solved(graph, plan.budget, options.gap, options.time_limit) is not None
     ):

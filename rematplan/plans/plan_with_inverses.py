@@ -1,7 +1,6 @@
 """Plan a step with and without inverses that round, and use the better plan.
 
-The two planning problems differ: with inverses, the halves of a tensor that is split are separate storages. The
-problem without inverses is planned first, for a part of the time. The search with inverses starts from its plan.
+The problem without is planned first, for a part of the time; with inverses, the search starts from its plan.
 """
 
 from __future__ import annotations
@@ -68,11 +67,10 @@ def plan_either(
 
 
 def better_of(found: Found, budget: Budget) -> tuple[TrainingGraph, Plan]:
-    """Return the pair with the cheapest plan among ``found``, which has pairs of a planning problem and its plan.
-
-    Of plans with equal costs, the first is returned. For the budgets ``min`` and ``least``, plans whose peak is too
-    far above the smallest peak among ``found`` are left out. For other budgets, the caller ensures that all plans
+    """Return the problem with the cheapest plan among ``found``, the first of equals. The caller ensures that all
     fit.
+
+    For ``min`` and ``least``, plans too far above the smallest peak are left out.
     """
     smallest = min(plan.estimate.peak for _, plan in found)
     within = [

@@ -38,12 +38,10 @@ from rematplan.runtime.problem.weight_gradients import with_separate_weights, wi
 
 @dataclass(frozen=True)
 class Planner(StepProblems):
-    """Plans captured steps as the options of a user say. A planned module calls it for each new step.
-
-    ``store``: known plans; new plans are stored in it.
-    """
+    """Plans captured steps as the options of a user say. A planned module calls it for each new step."""
 
     store: PlanStore = field(default_factory=PlanStore, compare=False)
+    """Known plans; new plans are stored in it."""
     scope: str = ""
     """A key for budgets in percent. They refer to the peak of the first problem that was planned with the same store
     and key. The `torch.compile` backend uses one key for each graph."""
@@ -54,37 +52,30 @@ class Planner(StepProblems):
         return not self.options.several
 
     def limit(self, graph: TrainingGraph) -> Budget:
-        """Return the budget for a problem: in bytes, or ``min`` or ``least``, which depend on the smallest peak
-        found for it.
+        """Return the budget in bytes, or ``min`` or ``least``, which depend on the smallest peak found.
 
-        A percentage is converted to bytes for the first problem. The store remembers this number of bytes, by the
-        text of the budget and `scope`, and all later problems get it, too: the device does not become smaller with a
-        smaller batch.
-
-        ``graph``: the problem.
+        A percentage keeps the bytes that it has for the store's first problem with this text and `scope`.
         """
         stated = self.options.stated_budget()
         if stated.is_lean or stated.kind == "bytes":
             return stated
+        # The device does not become smaller with a smaller batch.
         fixed, key = self.store.fixed, (stated.text, self.scope)
         if key not in fixed:
             fixed[key] = stated.of(graph)
         return Budget(stated.text, "bytes", Fraction(fixed[key]))
 
     def of_training(self) -> Planner | None:
-        """Return this planner for the first training step, whose problem turns a percentage into bytes anew. Return
-        None if the budget is no percentage that plans share."""
+        """Return this planner with its percentage to be turned into bytes anew for training; None if it has none
+        that plans share."""
         asked = self.options
         if asked.saved is not None or asked.several or not asked.stated_budget().is_percentage:
             return None
         return replace(self, scope=f"{self.scope} in training")
 
     def plan(self, step: CapturedStep, first: bool = False, progress: Progress | None = None) -> StepPlan:
-        """Plan a step, and return the plan with the step, to which inverses were added.
-
-        With the reserved item `GRADIENTS`, the budget includes gradients of earlier backwards. If no plan fits,
-        ``on_infeasible`` decides whether an error is raised or another plan is used.
-        """
+        """Return a plan with its step, to which inverses were added. If no plan fits, ``on_infeasible`` decides
+        between error and another plan."""
         first = first or not self.store
         changed = self.rewritten(step)
         for note in changed.notes:
@@ -179,9 +170,8 @@ class Planner(StepProblems):
         return StepPlan(step, plan, refinement=search, problem=graph, carries=self._carries, notes=notes)
 
     def _saved(self, step: CapturedStep, progress: Progress = silent) -> StepPlan:
-        """Return the saved plan with the form of the step for which it was made: with all inverses that the options
-        allow, with exact ones only, or with those that are found without weights.
-        """
+        """Return the saved plan with the form of the step that it was made for: with the options' inverses, exact
+        ones, or weightless ones."""
         assert self.options.saved is not None
         forms = [self.with_inverses(step)]
         if self.options.inverting:
@@ -198,16 +188,11 @@ class Planner(StepProblems):
 
     @property
     def _carries(self) -> bool:
-        """Whether a plan that was found at one size may be used at other sizes without a search.
-
-        It may not if the options have several micro-batches in flight, ``deferred``, counted earlier gradients,
-        inverses that round, or a saved plan. Otherwise it may in two cases. First, background searches improve plans
-        while training runs (`PlanOptions.refines`). Second, the strategy makes only the plan that recomputes nothing,
-        on one lane, and the budget is neither ``min`` nor ``least``.
-        """
+        """Whether a plan that was found at one size may be used at other sizes without a search."""
         asked = self.options
         if asked.several or asked.reserved.gradients or asked.inverting or asked.saved is not None:
             return False
+        # Background searches improve the plan, or `StoreAll` makes the only one.
         one_lane = asked.strategy.two_lanes == OFF and not asked.stated_budget().is_lean
         return asked.refines or (one_lane and isinstance(asked.strategy, StoreAll))
 
@@ -225,12 +210,9 @@ class Planner(StepProblems):
         return Resizing(problem, step, storages, amount, self.store.family(problem), found)
 
     def _adding(self, step: CapturedStep) -> StepPlan | None:
-        """Return a plan in which each new gradient is added to the earlier one and freed during the step, or None.
-
-        Autograd cannot add every gradient as soon as it is computed. None is returned if the gradients that wait
-        need more than the budget. None is also returned if a saved plan assumes that new gradients exist until the
-        end of the step, or with two lanes: all plans for two threads or streams assume that.
-        """
+        """Return a plan that frees each new gradient as it is added to the earlier one, or None if that is
+        impossible within the budget."""
+        # Plans for two lanes assume that new gradients exist until the step ends.
         if self.options.strategy.two_lanes not in (OFF, None):
             return None
         try:
@@ -241,6 +223,7 @@ class Planner(StepProblems):
         graph = self.problem(found.step)
 
         def with_spare(one: StepPlan) -> StepPlan | None:
+            # Autograd adds a gradient when its segment ends, so some wait.
             spare = spare_bytes(one.step, graph, one.plan.schedule, budget, self.added)
             return None if spare is None else replace(one, spare=spare)
 
@@ -249,12 +232,9 @@ class Planner(StepProblems):
     def with_gradients(
         self, step: CapturedStep, plan: Plan, gradients: int, names: Set[str]
     ) -> StepPlan | None:
-        """Return a plan for a step that begins while parameters have gradients of earlier steps, or None to keep
-        ``plan``.
+        """Return a plan for a step that begins with gradients of earlier steps, or None to keep ``plan``.
 
-        None is returned in three cases. First, ``plan`` and these gradients fit within the budget together. Second, no
-        plan fits, or ``plan`` is a saved one; then a warning says so. Third, several micro-batches are in flight, so
-        that ``plan`` counts all possible gradients already.
+        If none fits, raise `InfeasibleBudget` or warn, as ``on_infeasible`` says.
         """
         if self.options.several:  # the plan counts all possible gradients
             return None
@@ -290,10 +270,7 @@ class Planner(StepProblems):
         return replace(self, options=replace(self.options, budget=budget))
 
     def _either(self, plain: CapturedStep, inverted: CapturedStep, progress: Progress = silent) -> StepPlan:
-        """Plan a step with and without inverses that round, and return the better plan with its step.
-
-        If there are no inverses that round, only the step without them is planned.
-        """
+        """Plan a step with and without inverses that round, if it has any, and return the better plan with its step."""
         graphs = self.problem(plain, progress), self.problem(inverted, progress)
         if not any(inverse.noise for inverse in graphs[1].inverses):
             alone, notes = self._planned(plain, graphs[0], progress)

@@ -19,13 +19,8 @@ LOG = logging.getLogger("rematplan")
 
 @contextmanager
 def progress_bar(title: str) -> Iterator[Progress]:
-    """Show a progress bar on standard error while the context lasts, if standard error is a terminal.
-
-    Yields a function that updates the bar. It takes the fraction done (0 to 1) and a short text. Without a bar it
-    does nothing.
-
-    ``title``: the text at the beginning of the bar's line.
-    """
+    """Show a progress bar on standard error, if that is a terminal. Yields a function of the fraction done and a
+    text."""
     if not sys.stderr.isatty():
         yield silent
         return

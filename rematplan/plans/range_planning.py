@@ -1,8 +1,4 @@
-"""Plan a step for a range of sizes of one dimension: search for plans so that at each size at least one of them
-fits.
-
-Sizes at which no plan is found are reported.
-"""
+"""Plan a step for a range of sizes of one dimension, so that at each size one of the plans fits, or report the size."""
 
 from __future__ import annotations
 
@@ -29,10 +25,9 @@ NAMED = 5
 
 @dataclass(frozen=True)
 class RangeSearchOptions:
-    """The constants of the search for plans over a range of sizes.
+    """The constants of the search for plans over a range of sizes, in shares of the time of a group.
 
-    Sizes whose problems have the same ops and tensors are searched together, as a group. The shares refer to the
-    time limit of a group.
+    A group has the sizes whose problems have the same ops and tensors; they are searched together.
     """
 
     budgets: int = 5
@@ -59,19 +54,18 @@ OPTIONS = RangeSearchOptions()
 
 @dataclass(frozen=True)
 class RangePlan:
-    """The known plans for a range of sizes of one dimension.
-
-    ``dimension``: the dimension's name. ``proof``: for each size, the best known plan and whether it fits.
-    ``captured``: the sizes at which the step was captured; the problems of other sizes were interpolated from these.
-    ``proven``: the sizes at which a lower bound proves that no plan can fit. ``families``: the known plans in
-    groups. A group has the plans for one structure (ops and tensors, without sizes), by which the dict is keyed.
-    """
+    """The known plans for a range of sizes of one dimension."""
 
     dimension: str
+    """The dimension's name."""
     proof: RangeProof[int]
+    """For each size, the best known plan and whether it fits."""
     captured: frozenset[int]
+    """The sizes at which the step was captured; other problems were interpolated from these."""
     proven: frozenset[int]
+    """The sizes at which a lower bound proves that no plan can fit."""
     families: dict[str, PlanFamily]
+    """The known plans, by the structure (ops and tensors, without sizes) of their problem."""
 
     @property
     def members(self) -> int:
@@ -109,13 +103,10 @@ def plan_range(
     progress: Progress = silent,
     store: PlanStore | None = None,
 ) -> RangePlan:
-    """Search for plans so that at every size of a range at least one plan fits within ``budget`` bytes.
-
-    The largest size is planned first, because its plans mostly fit at smaller sizes. Then sizes are planned at which
-    no plan fits yet. In the remaining time, the plans of sizes that need recomputation are improved by short
-    anneals.
-    """
+    """Search, at every size of a range, for a plan within ``budget`` bytes. Sizes without one are in the result."""
     compile_kernels(progress)  # before the clock starts
+    # The largest size is first, since its plans mostly fit at smaller sizes; then sizes at which none fits;
+    # then short anneals.
     search = _RangeSearch(problems, budget, auto, progress, PlanStore() if store is None else store)
     for sizes in search.groups.values():
         search.plan_group(sizes, auto.time_limit * len(sizes) / len(problems.sizes))
@@ -123,11 +114,7 @@ def plan_range(
 
 
 class _RangeSearch:
-    """The search for plans over a range of sizes.
-
-    ``groups``: lists of sizes whose problems have the same ops and tensors, keyed by that structure. In a list,
-    sizes are ordered by the total bytes of all tensors, the largest first.
-    """
+    """The search for plans over a range of sizes."""
 
     def __init__(
         self, problems: ProblemRange, budget: int, auto: Auto, progress: Progress, store: PlanStore
@@ -136,6 +123,7 @@ class _RangeSearch:
         self.families: dict[str, PlanFamily] = {}
         self.amounts: dict[int, Amounts] = {}
         self.structure: dict[int, str] = {}
+        #: Sizes by the structure of their problems, ordered by the bytes of all tensors, the largest first.
         self.groups: dict[str, list[int]] = {}
         self.effort = Effort(auto.time_limit)
         for size in problems.sizes:
@@ -168,12 +156,8 @@ class _RangeSearch:
         return min_peak_bound(self.problems.problem(size)).bytes > self.budget
 
     def plan_group(self, sizes: Sequence[int], seconds: float) -> None:
-        """Search for plans at sizes whose problems have the same ops and tensors, for about ``seconds``.
-
-        Nothing is searched for if the plan without recomputation fits at every size at which any plan can fit.
-
-        ``sizes``: ordered by the total bytes of all tensors, the largest first.
-        """
+        """Search for plans at a group's sizes, the largest first, for about ``seconds``; not if no recomputation is
+        needed where a plan can fit."""
         effort = Effort(seconds)
         first = next((at for at, size in enumerate(sizes) if not self.is_impossible(size)), len(sizes))
         possible = sizes[first:]
@@ -193,17 +177,14 @@ class _RangeSearch:
         self._take(size, replace(self.auto, time_limit=seconds).curve(graph, [s for s in steps if s < base]))
 
     def _fit(self, sizes: Sequence[int], effort: Effort) -> None:
-        """Search for plans at sizes at which no known plan fits.
-
-        ``sizes``: ordered by the total bytes of all tensors, the largest first. Each search is for the size in the
-        middle of those at which no plan fits. A plan that fits there mostly fits at smaller sizes, so that half of
-        these sizes remain. If no plan is found, larger sizes are not tried again.
-        """
+        """Search, among sizes with the largest first, for the middle one of those at which no known plan fits, until
+        none is left."""
         low = 0
         for _ in range(OPTIONS.searches):
             unfit = [at for at in range(low, len(sizes)) if not self.row(sizes[at]).fits]
             if not unfit or effort.over:
                 return
+            # A plan that fits there mostly fits at smaller sizes, so half remain.
             at = unfit[len(unfit) // 2]
             graph = self.problems.problem(sizes[at])
             family = self.families[self.structure[sizes[at]]]
@@ -216,10 +197,8 @@ class _RangeSearch:
             self._take(sizes[at], [plan] if plan else [])
 
     def _polish(self, sizes: Sequence[int], effort: Effort) -> None:
-        """Improve the plans of sizes that need recomputation by short anneals.
-
-        The sizes are visited in an order that spreads over the range, as not all may be reached in time.
-        """
+        """Improve the plans that fit and recompute by short anneals, at sizes spread over the range: not all may be
+        reached."""
         for at in _spread(len(sizes)):
             if effort.over:
                 return
@@ -241,10 +220,6 @@ class _RangeSearch:
 
 
 def _spread(count: int) -> list[int]:
-    """Return the numbers below ``count``, ordered so that the first few, however many, are spread evenly over the
-    range.
-
-    Numbers are sorted by their binary digits in reverse: 0, 4, 2, 6, 1, 5, 3, 7 for a ``count`` of 8.
-    """
+    """Return the numbers below ``count`` so that the first few are spread evenly: 0, 4, 2, 6, 1, 5, 3, 7 for 8."""
     bits = max(1, (count - 1).bit_length())
     return sorted(range(count), key=lambda n: int(f"{n:0{bits}b}"[::-1], 2))

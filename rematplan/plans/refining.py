@@ -1,7 +1,5 @@
-"""A plan of a captured step (`StepPlan`), and the searches for a better one while training runs.
-
-`Refining` searches in another process. `Rechoosing` also takes plans that were found at other sizes of the batch.
-"""
+"""Searches for a better plan while training runs: in another process (`Refining`), or among plans found at other
+sizes (`Rechoosing`)."""
 
 from __future__ import annotations
 
@@ -54,36 +52,37 @@ class StepPlan:
 
 @dataclass(frozen=True)
 class Wanted:
-    """A search for a better plan that another process makes: the problem, the options, and the plans to start from.
-
-    ``problem``: the planning problem of the step. ``shapes``: the types and shapes of the batch, as text for log
-    messages. ``budget``: bytes. ``plan``: the plan with which training starts. ``strategy``: the planning algorithm.
-    ``starts``: plans of the same step at other sizes, from which the search starts in addition to ``plan``.
-    """
+    """A search for a better plan that another process makes."""
 
     problem: TrainingGraph
+    """The planning problem of the step."""
     shapes: str
+    """The types and shapes of the batch, as text for log messages."""
     budget: int
+    """Bytes."""
     plan: Plan
+    """The plan with which training starts."""
     strategy: Auto
+    """The planning algorithm."""
     starts: tuple[Plan, ...] = ()
+    """Plans of the same step at other sizes, from which the search starts in addition to ``plan``."""
 
 
 @dataclass(eq=False)
 class Refining:
-    """A search for a better plan of a step, in another process while training runs.
-
-    ``wanted``: what is searched for. ``finish``: a function of each better plan that makes the `StepPlan` (the plan
-    with its captured step), or returns None to drop the plan. ``store``: receives every plan that the search finds.
-    ``seconds``: how long the search has taken so far. ``floor``: the largest proven lower bound on the overhead of
-    any plan so far, as a share of the step's time without recomputation; None if none yet.
-    """
+    """A search for a better plan of a step, in another process while training runs."""
 
     wanted: Wanted
+    """What is searched for."""
     finish: Callable[[Plan], StepPlan | None]
+    """Makes a `StepPlan` of each better plan, or returns None to drop it."""
     store: PlanStore
+    """Receives every plan that the search finds."""
     seconds: float = 0.0
+    """How long the search has taken so far."""
     floor: float | None = None
+    """The largest proven lower bound so far on any plan's overhead, as a share of the step without recomputation;
+    None if none."""
     _found: tuple[StepPlan, Any] | None = None
     _best: float = field(init=False)
     _ended: threading.Event = field(default_factory=threading.Event)
@@ -103,10 +102,10 @@ class Refining:
         return Refining(self.wanted, both, self.store)
 
     def begin(self, compiled: Callable[[StepPlan], Any]) -> None:
-        """Start the search in another process, and return at once.
+        """Start the search in another process, and return at once. It ends at once if that process cannot take it.
 
-        ``compiled``: compiles a plan. It is called in another thread of this process, with each plan that costs less
-        than all before it. `take` returns its latest result.
+        ``compiled`` compiles, in another thread, each plan that costs less than all before it; `take` returns its
+        latest result.
         """
         wanted, began = self.wanted, time.monotonic()
 
@@ -161,24 +160,22 @@ class Refining:
 
 @dataclass(eq=False)
 class Rechoosing:
-    """A search for a better plan of a step at certain sizes.
-
-    A better plan may come from a search in another process at these sizes, or from a search at other sizes: all
-    plans join the same family, and the family is evaluated again whenever it has new plans.
-
-    ``plan``: the plan in use. ``best``: returns the best plan of the family at these sizes, or None. ``finish``:
-    makes a `StepPlan` (a plan with its captured step) of a plan. ``family``: the known plans for all sizes.
-    ``search``: a function that returns a search in another process at these sizes, or None if no search is needed;
-    None if the options exclude searches. ``searches``: the running searches at all sizes, shared by the objects of
-    one family.
-    """
+    """A search for a better plan of a step at certain sizes, in another process or among plans that were found at
+    other sizes."""
 
     plan: Plan
+    """The plan in use."""
     best: Callable[[], Plan | None]
+    """Returns the best plan of the family at these sizes, or None."""
     finish: Callable[[Plan], StepPlan]
+    """Makes a `StepPlan` of a plan."""
     family: PlanFamily
+    """The known plans for all sizes. Whenever it has new ones, it is evaluated again."""
     search: Callable[[], Refining | None] | None
+    """Returns a search in another process at these sizes, or None if none is needed; None if the options exclude
+    searches."""
     searches: list[Refinement]
+    """The running searches at all sizes, shared by the objects of one family."""
     _compiled: Callable[[StepPlan], Any] = field(init=False)
     _seen: object = None
     _better: Plan | None = None
@@ -186,11 +183,8 @@ class Rechoosing:
     _begun: threading.Event = field(default_factory=threading.Event)
 
     def begin(self, compiled: Callable[[StepPlan], Any]) -> None:
-        """Begin a search in another process, unless `SEARCHES` are running. The planning problem for the search is
-        made in another thread.
-
-        ``compiled``: compiles a plan. `take` calls it.
-        """
+        """Begin a search in another process unless `SEARCHES` are running. Its problem is made in a thread; `take`
+        compiles."""
         self._compiled, self._seen = compiled, self.family.members
         self.searches[:] = [one for one in self.searches if one.working]
         if self.search is None or len(self.searches) >= SEARCHES:
@@ -260,12 +254,8 @@ Refinement: TypeAlias = Refining | Rechoosing
 
 
 def mapped(found: StepPlan, change: Callable[[StepPlan], StepPlan | None]) -> StepPlan | None:
-    """Apply ``change`` to a plan, and to every better plan that its background search finds later. Return the
-    changed plan.
-
-    ``found``: a plan with its captured step, and perhaps a search for better plans that has not begun. The result is
-    None if ``change`` returns None for ``found``. A better plan for which it returns None is dropped.
-    """
+    """Return a plan changed by ``change``, which also changes or drops every better plan that its search finds; None
+    if it drops this one."""
     changed = change(found)
     if changed is None or found.refinement is None:
         return changed

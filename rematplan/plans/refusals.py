@@ -50,12 +50,8 @@ def plan_over_budget(error: InfeasibleBudget, how: str, graph: TrainingGraph, na
 
 @contextmanager
 def explaining_refusals(options: PlanOptions, store: PlanStore, graph: TrainingGraph) -> Iterator[None]:
-    """In this context, an error that no plan fits gets text on what the user may change.
-
-    It states the memory set aside for a loss (if the user did not state it), that a percentage was converted to bytes
-    for the first plan, or that a unit may be missing. If the budget is proven too small only because of the memory for
-    a loss, the error says so.
-    """
+    """Add to an `InfeasibleBudget` of the block what the user may change: memory for a loss, a percentage, or a
+    missing unit."""
     try:
         yield
     except InfeasibleBudget as error:
@@ -65,6 +61,7 @@ def explaining_refusals(options: PlanOptions, store: PlanStore, graph: TrainingG
         if options.loss_memory is None and aside:
             bare = without_loss_bytes(graph)
             must_hold = min_peak_bound(bare).bytes
+            # The budget is too small only because of the memory for a loss.
             known = "room" if known == "proven" and error.budget >= must_hold else known
             floor = floor_text(bare) if floor else floor
         if options.loss_memory is None and aside >= MENTIONED * error.smallest:

@@ -1,11 +1,8 @@
-"""Evaluate known plans at new sizes, between sizes for which the planning problem was made, without capturing the
-step.
+"""Evaluate known plans at new sizes, between sizes with known problems, without capturing the step.
 
-The bytes of the step's storages are expressions of the sizes, and so are exact. Costs and workspaces are
-computed from those at two known sizes. Costs are interpolated linearly in the bytes that an op reads and writes. A
-workspace is the larger one of the two: it grows in steps where a kernel works in blocks, and may depend on one size of
-several (flash attention's on a CPU on the length, but not on the number of samples). No plan is evaluated if an op that
-chooses among several kernels has a workspace, because it may not grow with the sizes.
+Bytes of storages are exact expressions of the sizes. Costs are interpolated in the bytes that an op moves; of two
+workspaces the larger counts. None is evaluated if an op that chooses among kernels has a workspace, which may not
+grow.
 """
 
 from __future__ import annotations
@@ -38,43 +35,42 @@ ROUNDING = 1e-6
 
 @dataclass(frozen=True, eq=False)
 class Corner:
-    """A combination of sizes for which the planning problem was made.
-
-    ``sizes``: the values, at these sizes, of all expressions of sizes in the step. ``nominal``: the bytes of the
-    step's storages, from these expressions. ``bytes``: the bytes of the problem's tensors, which may be more than
-    those of their storages. ``amounts``: bytes, workspaces and costs of the problem. ``traffic``: the bytes that each
-    op and inverse reads and writes.
-    """
+    """A combination of sizes for which the planning problem was made."""
 
     sizes: Ints
+    """The values, at these sizes, of all expressions of sizes in the step."""
     nominal: Ints
+    """The bytes of the step's storages, from these expressions."""
     bytes: Ints
+    """The bytes of the problem's tensors, which may be more than those of their storages."""
     amounts: Amounts
+    """Bytes, workspaces and costs of the problem."""
     traffic: Ints
+    """The bytes that each op and inverse reads and writes."""
 
 
 @dataclass(eq=False)
 class Resizing:
-    """The planning problems of a step at any sizes, and known plans evaluated at these sizes.
-
-    The problems have the same ops, tensors and names. They are known at some sizes (`add`) and interpolated between
-    these.
-
-    ``problem``: the problem at some sizes. ``step``: the captured step at the same sizes. ``storages``: the names of
-    the step's storages, in the order of ``nominal`` in `Corner`. ``budget``: bytes, for all sizes. ``family``: the
-    known plans. ``search``: returns a search for a better plan of a problem, or None if none is needed; None if the
-    options exclude searches. ``corners``: the sizes at which the problem is known. ``searches``: the searches that
-    are running.
-    """
+    """The problems of a step, with the same ops and tensors at any sizes, interpolated between known ones, and plans
+    evaluated there."""
 
     problem: TrainingGraph
+    """The problem at some sizes."""
     step: CapturedStep
+    """The captured step at the same sizes."""
     storages: tuple[str, ...]
+    """The names of the step's storages, in the order of ``nominal`` in `Corner`."""
     budget: int
+    """Bytes, for all sizes."""
     family: PlanFamily
+    """The known plans."""
     search: Callable[[TrainingGraph, Plan], Refining | None] | None = None
+    """Returns a search for a better plan of a problem, or None if none is needed; None if the options exclude
+    searches."""
     corners: list[Corner] = field(default_factory=list)
+    """The sizes at which the problem is known."""
     searches: list[Refinement] = field(default_factory=list)
+    """The searches that are running."""
 
     def __post_init__(self) -> None:
         number = {name: at for at, name in enumerate(self.storages)}
@@ -125,11 +121,10 @@ class Resizing:
         return np.array(numbers, dtype=np.int64).tobytes()
 
     def plan(self, sizes: Sequence[int], nominal: Ints) -> StepPlan | None:
-        """Return the cheapest known plan that fits the budget at certain sizes, with the captured step of other
-        sizes.
+        """Return the cheapest known plan that fits at certain sizes, with the step of other sizes; None if there is
+        none or no interpolation.
 
-        None if no known plan fits, or if the problem cannot be interpolated at these sizes. If the plan recomputes
-        anything, the result has a search for a better plan.
+        If it recomputes anything, it has a search for a better one.
         """
         amounts = self.amounts(np.array(sizes, dtype=np.int64), nominal)
         plan = None if amounts is None else self._best(amounts)
@@ -202,10 +197,8 @@ class Resizing:
         )
 
     def _around(self, sizes: Ints) -> tuple[Corner, Corner] | None:
-        """Return the two known corners closest to each other between which ``sizes`` are in every dimension.
-
-        None if there are no such two. Only corners with the same set of ops that may run only once are paired.
-        """
+        """Return the two closest corners, with the same ops that run once, between which ``sizes`` are in every
+        dimension; None without such."""
         best, pair = math.inf, None
         for one, other in combinations(self.corners, 2):
             if not np.array_equal(one.amounts.once, other.amounts.once):
@@ -216,16 +209,13 @@ class Resizing:
         return pair
 
     def _bytes(self, low: Corner, high: Corner, nominal: Ints) -> Ints:
-        """Return the bytes of each tensor of the problem, interpolated between two corners.
-
-        If a tensor has a storage in ``nominal``, only the bytes that the problem adds to those of the storage are
-        interpolated, linearly in the bytes of the storage. The bytes of any other tensor are interpolated linearly
-        in the bytes of the tensors that its op reads.
-        """
+        """Return the bytes of each tensor of the problem, interpolated between two corners."""
         known = self._storage >= 0
         of_low, of_high, here = (
             np.where(known, n[self._storage], 0) for n in (low.nominal, high.nominal, nominal)
         )
+        # A tensor of a storage is interpolated in the bytes that the problem adds to the storage's, others in
+        # the bytes that their op reads.
         more = _line(
             of_low, (low.bytes - of_low).astype(float), of_high, (high.bytes - of_high).astype(float), here
         )
@@ -244,12 +234,8 @@ class Resizing:
 
 
 def _line(low: Ints, at_low: Floats, high: Ints, at_high: Floats, here: Ints) -> Floats:
-    """Interpolate linearly, element by element, between ``at_low`` at ``low`` and ``at_high`` at ``high``.
-
-    Where ``low`` and ``high`` are equal, return the larger of the two values.
-
-    ``here``: the positions of the results.
-    """
+    """Interpolate linearly, element by element, from ``low`` to ``high`` at ``here``; where the two are equal, take
+    the larger value."""
     span = high - low
     share = np.divide(here - low, span, out=np.ones(span.shape), where=span != 0)
     return np.where(span == 0, np.maximum(at_low, at_high), at_low + share * (at_high - at_low))

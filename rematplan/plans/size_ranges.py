@@ -17,17 +17,16 @@ EACH = 12
 
 @dataclass(frozen=True, eq=False)
 class ProblemRange:
-    """The planning problems of one step at all sizes of one dimension.
-
-    ``dimension``: the dimension's name. ``sizes``: in ascending order. ``captured``: by size, the problems at the
-    sizes at which the step was captured. ``spans``: interpolations. Each computes the problems at the sizes between
-    its smallest and its largest captured size.
-    """
+    """The planning problems of one step at all sizes of one dimension."""
 
     dimension: str
+    """The dimension's name."""
     sizes: tuple[int, ...]
+    """In ascending order."""
     captured: dict[int, TrainingGraph]
+    """By size, the problems at the sizes at which the step was captured."""
     spans: tuple[Between, ...]
+    """Interpolations, each between its smallest and its largest captured size."""
 
     def problem(self, size: int) -> TrainingGraph:
         """Return the problem at ``size``, which must be one of ``sizes``."""
@@ -36,10 +35,7 @@ class ProblemRange:
         return self._span(size).problem(size)
 
     def amounts(self, size: int) -> tuple[str, Amounts]:
-        """Return a hash of the ops and tensors of the problem at ``size``, and the problem's amounts.
-
-        The amounts are the bytes of each tensor, and the workspace and cost of each op.
-        """
+        """Return a hash of the ops and tensors of the problem at ``size``, and its bytes, workspaces and costs."""
         if size in self.captured:
             return self.captured[size].structure, amounts_of(self.captured[size])
         span = self._span(size)
@@ -53,16 +49,12 @@ class ProblemRange:
 def problems_over(
     dimension: str, sizes: Sequence[int], capture: Callable[[int], TrainingGraph]
 ) -> ProblemRange:
-    """Capture a step at as few sizes as are needed to know its planning problem at all sizes of one dimension.
-
-    If there are at most `EACH` sizes, all are captured. Otherwise some are captured, and the sizes between them are
-    interpolated if captured problems have the same ops and the bytes of each tensor are a polynomial of the size.
-    Sizes that cannot be interpolated are captured. That happens where ops differ, as they often do at size 1, or
-    where tensors are padded to rounded sizes.
-    """
+    """Capture a step at as few sizes as are needed to interpolate its problem at the others: all sizes if there are
+    at most `EACH`."""
     captured = {size: capture(size) for size in _samples(sizes)}
     spans = [] if len(captured) == len(sizes) else interpolations(captured)
     for size in sizes:
+        # Ops may differ, as at size 1, or tensors be padded to rounded sizes.
         if size not in captured and not any(span.sizes[0] < size < span.sizes[-1] for span in spans):
             captured[size] = capture(size)
     return ProblemRange(dimension, tuple(sizes), dict(sorted(captured.items())), tuple(spans))
@@ -80,11 +72,8 @@ def show_sizes(sizes: Sequence[int]) -> str:
 
 
 def _samples(sizes: Sequence[int]) -> list[int]:
-    """Return the sizes at which a step is captured first.
-
-    If there are at most `EACH` sizes, all are returned. Otherwise: the first three, the last two, and three between,
-    of which not all have the same parity.
-    """
+    """Return the sizes that are captured first: all if there are at most `EACH`, else eight, of which those between
+    differ in parity."""
     if len(sizes) <= EACH:
         return list(sizes)
     last = len(sizes) - 1
@@ -94,11 +83,8 @@ def _samples(sizes: Sequence[int]) -> list[int]:
 
 
 def interpolations(captured: Mapping[int, TrainingGraph]) -> list[Between]:
-    """Return interpolations of the problems between captured sizes.
-
-    ``captured``: problems by size. Neighbouring sizes whose problems have the same ops are interpolated together, if
-    the bytes of their tensors allow it.
-    """
+    """Return interpolations between neighbouring sizes whose problems have the same ops, where the bytes of tensors
+    allow it."""
     found = []
     for _, rows in groupby(sorted(captured.items()), key=lambda row: row[1].fingerprint):
         if span := between(dict(rows)):

@@ -1,11 +1,7 @@
-"""Measured costs of a step, reused at other sizes: between two sizes at which calls were measured, most are
-interpolated.
+"""Measured costs of a step, interpolated between two sizes at which its calls were measured.
 
-The time of a call (an op of the captured step) is close to linear in the bytes that it reads and writes. A call that
-has no workspace at a smaller and at a larger size is assumed to have none between them. Three kinds of calls are
-measured at each size: calls with a workspace, whose bytes may change in jumps; ops such as convolutions and
-attention, which choose among several kernels; and calls outside of the range of sizes measured so far. So no
-workspace is interpolated.
+A call's time is about linear in the bytes that it moves. Measured at each size are calls with a workspace, which may
+jump, ops that choose among kernels, and calls outside of the range so far.
 """
 
 from __future__ import annotations
@@ -36,16 +32,15 @@ Kind: TypeAlias = tuple[str, ...]
 
 @dataclass(frozen=True)
 class _Measured:
-    """The cost of a call at one size.
-
-    ``traffic``: the bytes that the call reads and writes. ``cost``: its cost, measured or interpolated. ``plain``:
-    whether the call has no workspace and only one possible kernel. If that is so at all known sizes, costs between
-    them are interpolated.
-    """
+    """The cost of a call at one size."""
 
     traffic: int
+    """The bytes that the call reads and writes."""
     cost: CallCost
+    """Measured or interpolated."""
     plain: bool
+    """Whether the call has no workspace and only one possible kernel. If so at all known sizes, costs between are
+    interpolated."""
 
 
 @dataclass(eq=False)
@@ -56,12 +51,8 @@ class SizedCosts:
     _known: dict[Kind, list[list[_Measured]]] = field(default_factory=dict)
 
     def costs(self, step: CapturedStep, progress: Progress = silent) -> Mapping[str, CallCost]:
-        """Return the time and workspace of each call and each inverse of a step, by its name. Views are left out.
-
-        If a call has no workspace and only one possible kernel, and the step's costs are known at a smaller and at a
-        larger size, the call's cost is interpolated. All other calls are measured. The costs are remembered for
-        later calls of this method.
-        """
+        """Return the costs of a step's calls and inverses, without views, by name: interpolated where possible, else
+        measured and remembered."""
         calls = step.priced_calls
         kind = (str(step.device), *(_kind(step, call) for call in calls))
         known = self._known.pop(kind, [])
@@ -108,11 +99,8 @@ def _between(known: list[_Measured], traffic: int) -> CallCost | None:
 
 
 def _is_plain(step: CapturedStep, call: Call, cost: CallCost) -> bool:
-    """Return whether the cost of a call may be interpolated between sizes.
-
-    It may if the call is an ATen op with only one possible kernel, has no workspace, and allocates no larger
-    storages for its results than the captured step shows.
-    """
+    """Return whether a call's cost may be interpolated: an ATen op of one kernel, without workspace or larger
+    storages than captured."""
     name = str(call.target)
     nominal = [step.values[r].fake.untyped_storage().nbytes() if r else 0 for r in call.results]
     return (
@@ -124,11 +112,8 @@ def _is_plain(step: CapturedStep, call: Call, cost: CallCost) -> bool:
 
 
 def _kind(step: CapturedStep, call: Call) -> str:
-    """Return a text with everything on which a call's kernel depends, except sizes: its op, types, memory layouts
-    and constants.
-
-    Calls with equal texts are assumed to be the same call at different sizes.
-    """
+    """Return a text of all on which a call's kernel depends except sizes. Calls with equal texts count as the same
+    call."""
 
     def describe(name: str) -> str:
         t = step.values[name].fake
@@ -150,11 +135,7 @@ def _without_sizes(given: Any) -> Any:
 
 
 def _kept(known: list[list[_Measured]]) -> list[list[_Measured]]:
-    """Return at most `SIZES` of the known costs of a step: at the smallest size, at the largest size, and at the
-    latest sizes.
-
-    ``known``: for each size, the costs of all calls of the step.
-    """
+    """Return at most `SIZES` of a step's known costs: at the smallest size, the largest, and the latest sizes."""
     if len(known) <= SIZES:
         return known
     totals = [sum(m.traffic for m in size) for size in known]

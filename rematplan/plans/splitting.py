@@ -93,8 +93,8 @@ def _noted(step: CapturedStep, choice: SplitChoice) -> RewrittenStep:
 def _chosen(
     problems: StepProblems, step: CapturedStep, kinds: Sequence[SplitKind], budget: Budget
 ) -> SplitChoice:
-    """Return the splits with which a short search finds the cheapest plan within the budget; with a lean budget, or if
-    none fits, the smallest peak."""
+    """Return the splits whose short search finds the cheapest plan within the budget, else the smallest peak; none
+    if no recomputation is needed."""
     trial, amount = _Trial(problems, step, budget), fixed_bytes(budget)
     graph = trial.problem({})
     if amount is not None and no_recompute(graph).peak <= amount:
@@ -152,8 +152,8 @@ class _Trial:
         return self.graphs[key]
 
     def outcome(self, choice: SplitChoice) -> tuple[bool, float]:
-        """Return whether no plan was found within the budget, and the time of the plan; or, if none was found or the
-        budget is lean, its peak."""
+        """Return, to be minimised, whether no plan fits, and the plan's time; or, if none fits or the budget is
+        lean, its peak."""
         graph, asked = self.problem(choice), self.problems.options
         auto = replace(
             asked.strategy if isinstance(asked.strategy, Auto) else Auto(),
@@ -169,8 +169,8 @@ class _Trial:
 
 
 def smallest_with_splits(problems: StepProblems, step: CapturedStep) -> int | None:
-    """Return the smallest peak in bytes that a short search finds if regions are split; None if the op that binds the
-    smallest peak cannot be split."""
+    """Return the smallest peak, in bytes, of a short search with split regions; None if the op that binds it cannot
+    be split."""
     regions = find_regions(step)
     trial = _Trial(problems, step, parse_budget("least"))
     bound = min_peak_bound(trial.problem({})).op

@@ -35,10 +35,10 @@ def stage_problem(
     own_weights: bool = False,
     template: StagePlan,
 ) -> StageProblem:
-    """Make the planning problem of a pipeline stage, for one micro-batch while other micro-batches are in flight.
+    """Make the problem of a pipeline stage, for one micro-batch while others are in flight, whose backward adds to
+    earlier gradients.
 
-    In this problem, gradients of earlier micro-batches exist. The backward adds its gradients to them. With
-    ``own_weights`` it leaves them instead, as many bytes as `StagePlan.left` says after each backward.
+    With ``own_weights`` it leaves its gradients, as many bytes as `StagePlan.left` says.
     """
     added, bytes_ = earlier_gradients(step)
     if own_weights:
@@ -73,8 +73,8 @@ def stage_problem(
 
 
 def _with_numbers(step: CapturedStep, graph: TrainingGraph) -> TrainingGraph:
-    """Return a problem in which each op on a CPU has at least the workspace that numbers among its arguments need.
-    Modelled costs have no workspaces."""
+    """Return a problem whose ops on a CPU have at least the workspace of numbers among their arguments, which
+    modelled costs lack."""
     if step.device.type != "cpu":
         return graph
 
@@ -87,10 +87,8 @@ def _with_numbers(step: CapturedStep, graph: TrainingGraph) -> TrainingGraph:
 
 
 def reusable_bytes(step: CapturedStep, operands: Operands, backward: bool) -> dict[str, int]:
-    """Return, for each op that may write its result into an operand, the bytes of the largest such operand.
-
-    ``backward``: whether the backward does so, too.
-    """
+    """Return, by op that may overwrite an operand, the bytes of the largest such operand. ``backward``: include the
+    backward's."""
     return {
         name: max(step.storage_bytes[value.storage] for value in values)
         for name, values in operands.items()
@@ -99,10 +97,8 @@ def reusable_bytes(step: CapturedStep, operands: Operands, backward: bool) -> di
 
 
 def backward_spare(problem: StageProblem, schedule: Schedule) -> tuple[int, ...]:
-    """Return how many bytes below the peak of the backward a schedule is at each of its positions, but at least 0.
-
-    New gradients that wait to be added to earlier gradients may use these bytes without raising the peak.
-    """
+    """Return, by position, how many bytes a schedule is below the backward's peak, at least 0. Waiting gradients may
+    use them."""
     resident = problem.resident(schedule)
     peak = max(resident[schedule.index(Run(LOSS)) :])
     return tuple(max(0, peak - now) for now in resident)
@@ -120,8 +116,7 @@ def whole_outputs(step: CapturedStep, graph: TrainingGraph) -> tuple[str, ...]:
 
 
 def readers(step: CapturedStep, graph: TrainingGraph, tensors: Collection[str]) -> dict[str, frozenset[str]]:
-    """Return, for each of some tensors of a step's problem, the names of the ops and inverses of the problem that read
-    it. Ops that read it in the problem only so that it exists at that time are left out."""
+    """Return, by tensor, the ops and inverses that read it, without those that read it only so that it exists then."""
     found: dict[str, set[str]] = {t: set() for t in tensors}
     for op in (*graph.ops, *graph.inverses):
         for t in found.keys() & {*step.reads(step.call[op.name])} if op.name in step.call else ():
@@ -138,11 +133,7 @@ def _leaving(step: CapturedStep, graph: TrainingGraph) -> tuple[str, ...]:
 
 
 def _copies(step: CapturedStep, graph: TrainingGraph) -> dict[str, int]:
-    """Return, by the name of an op, the bytes that must be kept from forward to backward if the backward runs the op
-    again.
-
-    They are the old contents of buffers that the step overwrites.
-    """
+    """Return, by op that the backward may run again, the bytes of old contents of overwritten buffers that it needs."""
     renewed = renewed_buffers(step)
     old = {op.name: renewed.intersection(op.reads) for op in graph.ops}
     return {name: sum(graph.size[t] for t in read) for name, read in old.items() if read}

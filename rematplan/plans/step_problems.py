@@ -47,24 +47,14 @@ class StepProblems:
     """Measured costs of ops. Costs of the same steps at other sizes are interpolated from them."""
 
     def with_inverses(self, step: CapturedStep) -> CapturedStep:
-        """Return the step with inverses (ops that compute an input from an output) added.
-
-        If the user allows inverses that round, all inverses are added; otherwise only exact ones, which copy numbers
-        without changing them.
-        """
+        """Return the step with all inverses if the user allows those that round, otherwise with exact ones."""
         if self.options.inverting:
             return with_inverses(step, self.named, renormalise=True).step
         return with_exact_inverses(step)
 
     def problem(self, step: CapturedStep, progress: Progress = silent) -> TrainingGraph:
-        """Make the planning problem of a captured step, with everything that the user's options add to it.
-
-        The costs of ops are measured or modelled. An op between forward and backward represents a loss outside of
-        the model. Ops that must not run again are marked. The bytes of optimizers and other reserved objects are
-        added as inputs.
-
-        ``step``: the captured step. ``progress``: called with the fraction done (0 to 1) and a short text.
-        """
+        """Make the planning problem of a captured step, with the loss, the ops that run once and the reserved bytes
+        of the user's options."""
         asked = self.options
         error = asked.max_inversion_error
         priced_ = priced(step, asked.costs, progress=progress, max_inversion_error=error, sized=self.sized)
@@ -87,10 +77,7 @@ class StepProblems:
         return step, self.problem(step)
 
     def loss(self, step: CapturedStep, graph: TrainingGraph) -> LossMemory:
-        """Return the memory of a loss outside of the model: what the user states, otherwise a default amount.
-
-        ``step``: the captured step. ``graph``: its planning problem, without the memory of the loss.
-        """
+        """Return the memory of a loss outside of the model: what the user states, otherwise a default amount."""
         stated = self.options.stated_loss()
         if stated is None:
             return LossMemory.usual(step, no_recompute(graph).estimate.peak)

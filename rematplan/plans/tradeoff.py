@@ -22,18 +22,18 @@ Curves = Mapping[str, Sequence[Plan]]
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """A row of a table: the plan of one strategy at one budget.
-
-    ``budget``: as the user wrote it. ``strategy``: the strategy's name. ``plan``: None if no plan fits.
-    ``smallest``: the smallest peak of all plans of the strategy, in bytes. ``best``: whether the plan fits and no
-    other strategy's plan has less overhead at this budget.
-    """
+    """A row of a table: the plan of one strategy at one budget."""
 
     budget: str
+    """As the user wrote it."""
     strategy: str
+    """The strategy's name."""
     plan: Plan | None
+    """None if no plan fits."""
     smallest: int
+    """The smallest peak of all plans of the strategy, in bytes."""
     best: bool = False
+    """Whether the plan fits and no other strategy's plan has less overhead at this budget."""
 
 
 def trace_curves(
@@ -42,12 +42,8 @@ def trace_curves(
     budgets: Sequence[int],
     progress: Progress = silent,
 ) -> tuple[dict[str, tuple[Plan, ...]], tuple[str, ...]]:
-    """Make the curve of each strategy: a sequence of plans with rising overhead and falling peak.
-
-    A strategy has no curve if the problem is too large for it, or if none of its plans fits the budgets. The curve
-    of `auto` is made last. It starts from the plans of the other strategies and has further budgets at some of their
-    peaks, so that it is nowhere above their curves.
-    """
+    """Return each strategy's plans with rising overhead and falling peak, and a note on each without: too large a
+    problem, or no fit."""
     store = PlanStore()
     found: dict[str, tuple[Plan, ...]] = {}
     notes = []
@@ -76,22 +72,15 @@ def trace_curves(
 
 
 def rival_peaks(rivals: Sequence[Plan], budgets: Sequence[int]) -> tuple[int, ...]:
-    """Return at most `RIVAL_PEAKS` peaks, in bytes, of plans that other strategies found, as further budgets for
-    `auto`.
-
-    The peaks are evenly spread among the Pareto-optimal plans of ``rivals``. Plans without recomputation, and peaks
-    below the smallest of ``budgets`` (bytes), are left out.
-    """
+    """Return up to `RIVAL_PEAKS` evenly spread peaks of Pareto-optimal plans that recompute, not below ``budgets``,
+    as budgets for `auto`."""
     front = [p for p in pareto(rivals) if p.estimate.reruns and p.estimate.peak >= min(budgets, default=0)]
     return tuple(p.estimate.peak for p in spread(front, RIVAL_PEAKS))
 
 
 def rows_at(curves: Curves, budgets: Sequence[Budget], base_peak: int, whole: int) -> tuple[Row, ...]:
-    """Return the rows of a table: for each budget and each strategy, the plan of least overhead that fits.
-
-    For the budget ``least``, it is the strategy's plan with the smallest peak; for ``min``, its cheapest plan with a
-    peak at most 1 % above the smallest.
-    """
+    """Return, for each budget and strategy, the row of the plan of least overhead that fits; for ``least`` of the
+    smallest peak."""
     rows: list[Row] = []
     for budget in budgets:
         here = [_row(budget, name, plans, base_peak, whole) for name, plans in curves.items()]

@@ -1,5 +1,5 @@
-"""Change a plan so that recomputation runs on a second thread or CUDA stream: always if the user states ``on``, and if
-it saves time if the user states ``auto``."""
+"""Change a plan so that recomputation runs on a second thread or CUDA stream, if possible, and for ``auto`` if it
+saves time."""
 
 from __future__ import annotations
 
@@ -35,9 +35,8 @@ def overlapped(
     sharing: Callable[[], Sharing],
     more: Iterable[Plan] = (),
 ) -> tuple[Plan, tuple[str, ...]]:
-    """Return a plan that runs on two lanes (two CUDA streams or threads), if ``mode`` asks for it and it
-    is possible.
-    """
+    """Return a plan on two lanes if ``mode`` asks for it and it is possible, and for `AUTO` if it saves time; else
+    the plan and why."""
     if mode in (None, OFF):
         return (replace(plan, lanes=None) if mode else plan), ()
     budget = plan.estimate.peak if plan.budget is None else plan.budget
@@ -64,11 +63,7 @@ def overlapped(
 
 
 def sharing_here(step: CapturedStep, graph: TrainingGraph, plan: Plan) -> Sharing:
-    """Measure how fast each of two lanes (CUDA streams or threads) is on this device while both work.
-
-    ``step``: the captured step. ``graph``: its planning problem. ``plan``: a plan of it, whose ops are run for the
-    measurement.
-    """
+    """Measure how fast each of two lanes is on this device while both work, on ops of ``plan``."""
     from rematplan.runtime.execute.lane_speed import measured_sharing  # torch takes seconds to import
 
     runs = runs_of(plan.schedule)
