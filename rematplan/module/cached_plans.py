@@ -1,10 +1,7 @@
-"""The compiled plans of a module, and the question which of them is valid for a call.
+"""The compiled plans of a module, and which of them is valid for a call.
 
-A plan belongs to one combination of several things. These are the arguments (shapes, types), modes (training,
-autocast), the state that the forward reads, the outcomes of branches that depend on values of inputs and buffers, and
-the gradients of earlier steps that still exist. The key of a cache entry (`plan_key`) covers the arguments, the modes
-and the module's structure. The entry's guard covers state and values that the traced forward read. `CacheEntry.fitting`
-covers the gradients.
+The key of an entry (`plan_key`) covers arguments, modes and structure; its guard covers state and values that the
+traced forward read; `CacheEntry.fitting` covers gradients of earlier steps.
 """
 
 from __future__ import annotations
@@ -31,13 +28,15 @@ from rematplan.runtime.statistics.insert import StatisticsStep
 
 @dataclass(frozen=True)
 class CacheEntry:
-    """A compiled plan for one combination of argument shapes and types, modes (training, autocast), module state and
-    outcomes of guards (checks that what the traced forward read is unchanged)."""
+    """A compiled plan for one combination of arguments, modes, module state and outcomes of guards."""
 
     running: Running
     outputs: pytree.TreeSpec
-    """The pytree structure of three things: the results of the forward; the attributes that it sets (by the module's
-    position, a dictionary by name); and the arguments, if it changes lists or dictionaries among them."""
+    """The pytree structure of the forward's results, the attributes that it sets, and the arguments if it changes
+    lists or dictionaries.
+
+    Attributes are by the module's position, and by name.
+    """
     constants: tuple[Any, ...]
     """The leaves of ``outputs``. A leaf is a constant or a placeholder: `ResultTensor` for an output tensor of the
     compiled plan, `ArgumentLeaf` for a leaf of the arguments, `ModuleTensor` for a parameter or buffer of the model."""
@@ -79,9 +78,7 @@ class CacheEntry:
 
     @cached_property
     def targets(self) -> dict[str, str]:
-        """The parameters that get gradients: a dictionary from the parameter's name in the model to its name in the
-        step. Code that must decide quickly whether gradients of earlier steps exist looks only at the first of these
-        parameters."""
+        """By name in the model, the name in the step of each parameter that gets a gradient."""
         found = (o.target for o in self.compiled.like.outputs if o.kind == "gradient")
         return {target.removeprefix("model."): target for target in found}
 
@@ -93,9 +90,8 @@ class CacheEntry:
         return next((w for (others, most), w in known if gradients <= most and names <= others), None)
 
     def counting(self, gradients: int, names: frozenset[str]) -> CacheEntry:
-        """Return this entry. If ``gradients`` is not 0, first add the entry to its dictionary `with_gradients`, because
-        its plan also fits the budget while gradients of earlier steps exist.
-        """
+        """Return this entry, noted in `with_gradients` if ``gradients``, in bytes, is not 0: its plan also fits
+        then."""
         if gradients:
             self.with_gradients[names, gradients] = self
         return self
@@ -103,18 +99,15 @@ class CacheEntry:
     def planned_again(
         self, made: StepPlan, steps: Steps, statistics: StatisticsStep | None = None
     ) -> CacheEntry:
-        """Return an entry for the same forward with another step and a plan of it. If this entry serves training steps
-        during which gradients of earlier steps exist, and the new plan fits the budget then, the new entry serves them,
-        too.
-        """
+        """Return an entry for the same forward with another step and plan, which also serves earlier gradients if
+        the plan fits then."""
         other = replace(self, running=Running.of(made), steps=steps, statistics=statistics)
         other = replace(other, with_gradients={}, measured=[])
         return other.counting(made.gradients, next((names for names, _ in self.with_gradients), frozenset()))
 
     def swap_plan(self) -> None:
-        """Replace the plan by the better one that the search in the background has found. From then on, this entry does
-        not serve steps with so many bytes of earlier gradients that only the old plan fits the budget. To be called
-        only if ``running.improved``."""
+        """Replace the plan by the better one of ``running.improved``, and stop serving earlier gradients with which
+        it does not fit."""
         found = self.running.swap()
         # The old plan also fitted with earlier gradients; the new one may not.
         alone = [key for key, w in self.with_gradients.items() if w is self and key[1] > found.gradients]
@@ -123,19 +116,14 @@ class CacheEntry:
 
 
 def plan_key(leaves: Sequence[Any], spec: pytree.TreeSpec, state: guards.ModuleState) -> Hashable:
-    """Return everything that a plan belongs to and that does not depend on values of tensors: the arguments' structure,
-    shapes, types and constants, the modes, and the module's structure.
-    """
+    """Return what a plan belongs to apart from values of tensors: the arguments' structure, shapes, types,
+    constants, modes, the module's structure."""
     return guards.call_key(leaves, spec), state.key
 
 
 class CachedPlans:
-    """The cache entries of a planned module, by their key (`plan_key`). Stored here are the entries for ordinary calls,
-    without statistics and without gradients of earlier steps. Each of them has the entries for calls with these
-    (`CacheEntry.measured`, `CacheEntry.with_gradients`).
-
-    ``limit``: the largest number of entries. Those that were not used for longest are dropped.
-    """
+    """The entries of a planned module by `plan_key`, for calls without statistics and earlier gradients; each has
+    those with them."""
 
     def __init__(self, limit: int) -> None:
         self.recent = Recent(limit)
@@ -151,9 +139,7 @@ class CachedPlans:
         tensors: Sequence[torch.Tensor],
         assumed: tuple[bool, ...],
     ) -> CacheEntry | None:
-        """Return the entry whose plan is valid for a call: it has the call's key, and everything that its traced
-        forward read is unchanged. Return None if there is none.
-        """
+        """Return the entry with the call's key whose guard holds, or None."""
         known = self._entries.get(key, ())
         return next((one for one in known if one.guard.holds(state, tensors, assumed)), None)
 
@@ -187,8 +173,7 @@ class CachedPlans:
         return [entry for entries in self._entries.values() for entry in entries]
 
     def all(self) -> list[CacheEntry]:
-        """Return all entries in use, each once: entries for ordinary calls, entries that compute statistics, and
-        entries for steps during which gradients of earlier steps exist."""
+        """Return all entries in use, each once, also those that compute statistics or serve earlier gradients."""
         every = [w for entry in self.plain() for w in (entry, *entry.measured)]
         return list({id(w): w for entry in every for w in (entry, *entry.with_gradients.values())}.values())
 

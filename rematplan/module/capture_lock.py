@@ -1,8 +1,4 @@
-"""A lock that separates reading the state of modules from capturing a module.
-
-Capturing temporarily replaces a module's tensors. So any number of threads may read modules at the same time, but only
-one thread may capture, while no other thread reads.
-"""
+"""A lock for modules: any number of threads read their state, or one captures, which replaces tensors for the time."""
 
 from __future__ import annotations
 
@@ -12,8 +8,8 @@ from threading import Condition, RLock, get_ident
 
 
 class CaptureLock:
-    """A reentrant lock for threads. Either any number of threads have it in shared mode (`shared`), in which they read
-    the state of modules; or one thread has it exclusively (`alone`), to capture a module."""
+    """A reentrant lock that any number of threads have in shared mode (`shared`), or one thread exclusively
+    (`alone`)."""
 
     def __init__(self) -> None:
         self._lock = RLock()  # entered itself: a condition's ``with`` takes four times as long
@@ -24,8 +20,7 @@ class CaptureLock:
         self._shared = _SharedMode(self)
 
     def shared(self) -> AbstractContextManager[None]:
-        """Return a context manager that runs the body of the ``with`` statement while no other thread has the lock
-        exclusively. Several threads may do so at the same time."""
+        """A context in which no other thread has the lock exclusively; several threads may be in it."""
         return self._shared
 
     @property
@@ -35,12 +30,8 @@ class CaptureLock:
 
     @contextmanager
     def alone(self) -> Iterator[None]:
-        """Run the body of the ``with`` statement while no other thread has the lock, neither exclusively nor in shared
-        mode.
-
-        A thread that has the lock in shared mode may call this. The thread gives up its shared mode while it waits and
-        while the body runs, and has it again afterwards.
-        """
+        """A context in which no other thread has the lock in any mode. A shared lock of this thread is given up
+        meanwhile."""
         me = get_ident()
         with self._lock:
             # Give up the shared lock while waiting, so that two threads that share it can both wait for `alone`. That

@@ -1,7 +1,7 @@
 """The captures of a planned module, and new cache entries from them.
 
-A new entry gets a plan that was made at other sizes, if such a plan is known to fit; otherwise its step is made and
-planned. The step is taken from a capture with symbolic sizes, or captured separately.
+A plan that was made at other sizes is used if it is known to fit; otherwise the step is made, from a capture with
+symbolic sizes or separately, and planned.
 """
 
 from __future__ import annotations
@@ -60,26 +60,25 @@ class ReadyCapture:
 
 @dataclass
 class Captures:
-    """The captures of a planned module. They make the cache entries of calls for which no plan is valid.
-
-    ``name``: the model's name, for messages. ``most``: the largest number of plans, of
-    kinds of calls whose captures are remembered, and of captures with symbolic sizes. ``shapes``: the captures, by
-    everything that selects a plan except sizes; the kind of call used last comes last. ``ready``: captures
-    that were made before, and serve the calls for which they are valid. ``warned``: whether
-    `warn_of_many` has issued its warning.
-    """
+    """The captures of a planned module, from which it makes the entries of calls for which no plan is valid."""
 
     name: str
+    """The model's name, for messages."""
     most: int
+    """The largest number of plans, of kinds of calls whose captures are remembered, and of captures with symbolic
+    sizes."""
     shapes: dict[Hashable, OpenShapes] = field(default_factory=dict)
+    """The captures by everything that selects a plan except sizes; the kind of call used last comes last."""
     ready: tuple[ReadyCapture, ...] = ()
+    """Captures that were made before, and serve the calls for which they are valid."""
     warned: bool = False
+    """Whether `warn_of_many` has issued its warning."""
     only_fixed: str = ""
     """Why every shape is captured separately; empty if symbolic sizes are tried."""
 
     def copy(self, *, with_shapes: bool = True) -> Captures:
-        """Return a copy, for a copy of the module. Captures that are later added to one of the two do not appear in the
-        other. ``with_shapes``: whether the copy begins with the captures of this object; if not, with none."""
+        """Return a copy for a copy of the module, with the present captures or none. Later captures of one do not
+        appear in the other."""
         shapes = {key: one.copy() for key, one in self.shapes.items()} if with_shapes else {}
         return replace(self, shapes=shapes)
 
@@ -124,8 +123,8 @@ class Captures:
             excess -= dropped
 
     def _of_call(self, tracing: Tracing) -> OpenShapes:
-        """Return the captures that serve a call: those for all calls that differ from it only in sizes of tensors. If
-        there are none, a new object for them is remembered, and the one that was not used for longest is dropped."""
+        """Return the captures for calls that differ from this one only in sizes. New ones may displace those that
+        were not used for longest."""
         key = guards.open_key(tracing.leaves, tracing.spec), tracing.state.key, tracing.assumed
         shapes = self.shapes.pop(key, None) or OpenShapes(reason=self.only_fixed)
         self.shapes[key] = shapes  # the latest of them
@@ -136,11 +135,8 @@ class Captures:
     def _with_known_plan(
         self, shapes: OpenShapes, tracing: Tracing, arrived: frozenset[str]
     ) -> CacheEntry | None:
-        """Return a cache entry for a call whose plan was found at other sizes, without making the step of the call's
-        sizes. Return None if no such plan is known to fit the budget.
-
-        ``shapes``: the captures that serve the call. ``arrived``: as for `entry`.
-        """
+        """Return an entry whose plan was found at other sizes, without making the step of these; None if no plan is
+        known to fit."""
         for instance, guard in shapes.accepted(tracing.state, tracing.batch):
             forward, sizes = instance.forward, instance.sizes
             with suppress(NotSymbolic):
@@ -184,11 +180,8 @@ class Captures:
 def capture_call(
     model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], name: str = ""
 ) -> tuple[ReadyCapture, CapturedStep]:
-    """Capture the forward and backward of a model for these arguments. Return the capture, with which a planned module
-    of the same model can begin, and the captured step before planning.
-
-    ``name``: names the model in messages; by default its class.
-    """
+    """Return a model's capture for these arguments, with which its planned module can begin, and the captured step
+    before planning."""
     with LOCK.alone(), torch.inference_mode(False), torch.enable_grad():
         tracing = Tracing.of(model, args, kwargs, name)
         found = Captures(tracing.name, most=1).captured(tracing)
@@ -203,9 +196,8 @@ def _learn(
     planner: Planner,
     arrived: frozenset[str],
 ) -> None:
-    """Remember the planning problem of a batch, so that plans of it can be used at other sizes. If it is the first
-    problem, also make and remember those of the shapes that were captured separately.
-    """
+    """Remember the problem of a batch for plans at other sizes, and with the first one those of separately captured
+    shapes."""
     assert found.problem is not None
     if not plans.learned:
         for known in shapes.known_instances(instance.forward):
@@ -217,6 +209,6 @@ def _learn(
 def _compiler(
     plans: SizedPlans, instance: Instance, steps: Steps
 ) -> Callable[[StepPlan], CompiledPlan] | None:
-    """Return a function that compiles plans for the batch of ``instance``, and compiles each schedule only once for all
-    sizes. Return None if that is not possible. ``steps``: makes the captured step for this batch."""
+    """Return a function that compiles plans for the batch of ``instance``, each schedule once for all sizes; None if
+    that is impossible."""
     return plans.compiler(instance.sizes, lambda: steps.captured)

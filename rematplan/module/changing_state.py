@@ -26,10 +26,10 @@ def check_state_returns(
     kwargs: dict[str, Any],
     again: Callable[[], object],
 ) -> None:
-    """Refuse a forward that computes with what it changes, unless the changed values return to earlier ones within
-    `MOST_STATES` calls, as those of a flag do, or of a table that is computed once.
+    """Refuse a forward that computes with state it changes, unless the state repeats within `MOST_STATES` calls or
+    is set once, like a table.
 
-    The forward runs in eager mode to find its states. Afterwards everything is as before.
+    The forward runs in eager mode to find out. Afterwards everything is as before.
     """
     read = sorted(state.guarded)
     if not read:

@@ -12,13 +12,12 @@ from rematplan.runtime.graph.allocator_rounding import allocated
 
 @dataclass(frozen=True)
 class ExistingGradients:
-    """What `existing_gradients` found.
-
-    ``names``: the parameters to whose gradients new ones will be added. ``bytes``: the memory of these gradients, of
-    the gradients of inputs, and of summed statistics, as the allocators of their devices count it."""
+    """The gradients of earlier steps that exist now."""
 
     names: frozenset[str]
+    """The parameters to whose gradients new ones will be added."""
     bytes: int
+    """The allocated bytes of these gradients, of the gradients of inputs, and of summed statistics."""
 
 
 def existing_gradients(
@@ -27,11 +26,9 @@ def existing_gradients(
     inputs: Sequence[torch.Tensor],
     summed: Collection[int],
 ) -> ExistingGradients | None:
-    """Return the gradients of earlier steps that exist now; None if there are none.
-
-    To be fast, only one parameter is looked at to decide whether gradients of parameters exist.
-    """
+    """Return the gradients of earlier steps that exist now, or None."""
     of_inputs = [g for t in inputs if (g := gradient_storage(t)) is not None]
+    # To be fast, one parameter decides for all.
     if gradient_storage(first) is None and not of_inputs and not summed:
         return None
     gradients = {name: g for name, t in named.items() if (g := gradient_storage(t)) is not None}

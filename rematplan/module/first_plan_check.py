@@ -23,13 +23,11 @@ mode."""
 def check_first_plan(
     model: nn.Module, planned: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], tolerance: float
 ) -> None:
-    """Compare the first planned step of this process with eager mode, if the test suite was not run with this version
-    of PyTorch. Do nothing with a tested version, or if a step of this process was compared before.
+    """Compare, on copies, the first planned step of this process with eager mode if this version of PyTorch is not
+    tested, and warn.
 
-    The step runs planned and in eager mode, forward and backward, on copies of the model and the arguments. The random
-    state is restored. A warning says that the version is not tested, and whether the comparison was possible. It is
-    impossible if the model cannot be copied, or if memory is too small: the copies and the eager steps need more than
-    the plan's budget.
+    Raises `ModelError` if they differ although eager mode repeats itself. A model that cannot be copied is not
+    compared.
     """
     version = torch.__version__
     if is_tested(version) or version in _checked:
@@ -54,9 +52,8 @@ def check_first_plan(
 
 
 def _results(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, torch.Tensor]:
-    """Run one forward and backward of copies of a model and its arguments, with ones as gradients of the outputs, and
-    restore the random state. Return the outputs, gradients and buffers; the keys describe them, such as ``output
-    0``."""
+    """Run forward and backward on copies, with ones as the outputs' gradients. Return outputs, gradients and buffers
+    by description."""
     model, args, kwargs = copy.deepcopy((model, args, dict(kwargs)))
     with same_draws(), torch.enable_grad():
         outputs = [o for o in pytree.tree_leaves(model(*args, **kwargs)) if isinstance(o, torch.Tensor)]
@@ -74,10 +71,8 @@ def _results(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any])
 def _different(
     expected: Mapping[str, torch.Tensor], found: Mapping[str, torch.Tensor], tolerance: float
 ) -> str:
-    """Return the key of the first tensor that differs between two results of `_results`; an empty string if none does.
-
-    ``tolerance``: the relative and absolute error that does not count as a difference.
-    """
+    """Return the key of the first tensor that differs by more than ``tolerance``, relative and absolute; empty if
+    none does."""
     for name in dict.fromkeys((*expected, *found)):
         one, other = expected.get(name), found.get(name)
         if one is None or other is None or one.shape != other.shape or one.dtype != other.dtype:

@@ -52,8 +52,8 @@ class Original:
 
 @dataclass(frozen=True)
 class Tracing:
-    """Traces a model's forward and backward for the arguments of a call: with fixed sizes (`fixed`), or with symbolic
-    sizes (`symbolic`), so that the result serves other sizes, too."""
+    """Traces a model's forward and backward for a call, with fixed sizes (`fixed`) or symbolic ones that serve
+    others (`symbolic`)."""
 
     name: str
     """The model's name, for messages."""
@@ -86,9 +86,8 @@ class Tracing:
         return [t.detach().requires_grad_(t.requires_grad) for t in tensors_in(self.leaves)]
 
     def check(self) -> None:
-        """Refuse a model or arguments that cannot be planned. Warn if submodules have hooks that may have side effects,
-        since they run only while a step is traced.
-        """
+        """Refuse a model or arguments that cannot be planned, and warn of hooks on submodules, which run only while
+        a step is traced."""
         check_traceable(self.model)
         for name, tensor in self.state.named.items():
             if tensor.is_meta:
@@ -138,11 +137,11 @@ class Tracing:
     def symbolic(
         self, varying: Collection[tuple[int, int]] | None = None, counts: tuple[int, ...] = ()
     ) -> OpenForward:
-        """Trace the forward and the backward with symbolic sizes. The result serves all sizes of the arguments for
-        which the graph is the same.
+        """Trace the forward and backward with symbolic sizes, for all sizes of the same graph; `NotSymbolic` if that
+        is impossible.
 
-        ``varying``: the dimensions whose sizes are symbolic, as pairs (position of the tensor in ``batch``,
-        dimension); None for all. ``counts``: the numbers of selected elements, which are symbolic, too.
+        ``varying``: the symbolic dimensions, as (position in ``batch``, dimension); None for all. ``counts``:
+        numbers of selected elements, symbolic too.
         """
         symbols = BatchSymbols(varying, counts)
         with self._recording() as record:
@@ -188,11 +187,8 @@ class Tracing:
 def _own_errors(
     model: nn.Module, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Iterator[None]:
-    """Run the body of the ``with`` statement, which captures a model. If capturing fails because of an exception and
-    the model's forward also fails in eager mode, raise the exception of eager mode instead.
-
-    The arguments are those of `own_error`.
-    """
+    """Run a block that captures a model. If it fails and the forward also fails in eager mode, raise eager mode's
+    exception."""
     try:
         yield
     except ModelError as error:

@@ -14,10 +14,8 @@ LINK = "_lru_list_elem"
 
 
 def empty_traced_caches() -> bool:
-    """Empty each cache of a function that has a tensor of a trace, and return whether there was one.
-
-    A tensor of an earlier trace fails in any later use, in eager mode, too.
-    """
+    """Empty the caches of functions that have a tensor of a trace, which fails in any later use. Return whether
+    there were any."""
     found: list[Any] = [one for one in gc.get_objects() if type(one) is CACHED and _has_traced(one)]
     for one in found:
         one.cache_clear()

@@ -55,10 +55,10 @@ def module_with_plan(
     calls: tuple[object, ...],
     capture: ReadyCapture | None = None,
 ) -> nn.Module:
-    """Return a planned module that follows a plan which was made before. It shares the model's parameters and buffers.
+    """Return a planned module, sharing the model's parameters and buffers, that follows a plan which was made
+    before.
 
-    ``calls``: the result of `ops_of` for the captured step without inverses. ``capture``: the capture of that step, if
-    it need not be made again.
+    ``calls``: `ops_of` the captured step without inverses. ``capture``: of that step, if it exists.
     """
     planner = GivenPlan(options, made=made, calls=calls)
     return planned_module(model, planner, ONE_SHAPE, ready=capture)

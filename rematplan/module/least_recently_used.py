@@ -10,15 +10,12 @@ from typing import Any
 
 @dataclass
 class Recent:
-    """Drops the cache entries that were not used for longest, so that at most ``limit`` of them remain. Entries with
-    the same key count as used together.
-
-    ``limit``: the largest number of entries. ``dropped``: the number of entries dropped so far. Threads may call `use`
-    at the same time, since it makes only one assignment.
-    """
+    """Drops the entries that were not used for longest. Entries with the same key count as used together."""
 
     limit: int
+    """The largest number of entries that remain."""
     dropped: int = 0
+    """The number of entries dropped so far."""
     _used: dict[Hashable, int] = field(default_factory=dict)
     _clock: Any = field(default_factory=count)
 
@@ -27,11 +24,10 @@ class Recent:
         self._used[key] = next(self._clock)
 
     def trim(self, entries: dict[Any, list[Any]]) -> None:
-        """Remove entries from ``entries`` until at most ``limit`` remain. The first to go are those of the key that was
-        not used for longest, and of these the oldest.
+        """Remove entries, in place, until ``limit`` remain: those of the key that was not used for longest, the
+        oldest first.
 
-        ``entries``: a dictionary from each key to a list of its entries, the oldest first. It is changed in place. A
-        key is removed together with its last entry.
+        ``entries``: a list of entries, the oldest first, by key.
         """
         while sum(map(len, entries.values())) > self.limit:
             oldest = min(entries, key=lambda key: self._used.get(key, -1))

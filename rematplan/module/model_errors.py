@@ -1,8 +1,4 @@
-"""Find the exception that a model raises in eager mode, for a model that cannot be captured.
-
-A forward that fails in eager mode, too, for example because of wrong shapes, is reported with its exception, not as an
-error of the tracer.
-"""
+"""Find the exception that a model raises in eager mode: a forward that fails there is not an error of the tracer."""
 
 from __future__ import annotations
 
@@ -31,12 +27,10 @@ TRACED = "FunctionalTensor"
 def own_error(
     model: nn.Module, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Exception | None:
-    """Return the exception that ``forward(*args, **kwargs)`` raises in eager mode. Return None if the forward raises
-    none, or only an error of TorchDynamo.
+    """Return the exception that a forward raises in eager mode; None if it raises none, or only an error of
+    TorchDynamo.
 
-    The forward runs on copies of the tensors among the arguments, without storing saved tensors. If it fails after it
-    has asked for a saved tensor (because it contains a backward), it runs again with saved tensors. The model's
-    attributes, buffers and gradients and all random states are restored.
+    It runs on copies, without saved tensors unless it asks for one. The model and all random states are restored.
     """
     asked: list[torch.Tensor] = []
 
@@ -67,10 +61,8 @@ def _raised(
 def eager_forwards(
     model: nn.Module, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], times: int
 ) -> Iterator[Exception | None]:
-    """Run a forward in eager mode, on copies of the tensors among the arguments, and yield after each run the exception
-    that it has raised (None if none). When the iteration ends, the model's attributes, buffers and gradients and all
-    random states are as before.
-    """
+    """Run a forward in eager mode on copies of tensors, and yield its exception, or None, after each run. Afterwards
+    all is restored."""
     with (
         warnings.catch_warnings(),
         same_buffers(model),

@@ -12,24 +12,20 @@ from rematplan.runtime.execute.autograd_function import CompiledPlan
 
 @dataclass(eq=False)
 class Running:
-    """The compiled plan that calls of a planned module follow now, and a search in the background for a better plan.
-
-    ``plan``: the plan. ``compiled``: its compiled form. ``refinement``: the search; None if there is none. ``swaps``:
-    how often a better plan from the search has replaced the plan.
-    """
+    """The compiled plan that calls of a planned module follow now, and a search in the background for a better plan."""
 
     plan: Plan
+    """The plan."""
     compiled: CompiledPlan
+    """Its compiled form."""
     refinement: Refinement | None = None
+    """The search; None if there is none."""
     swaps: int = 0
+    """How often a better plan from the search has replaced the plan."""
 
     @classmethod
     def of(cls, found: StepPlan, compile_: Callable[[StepPlan], CompiledPlan] | None = None) -> Running:
-        """Compile a plan and return it as the present plan. If ``found`` has a search for a better plan, begin the
-        search.
-
-        ``compile_``: compiles plans of the step; `compiled` by default.
-        """
+        """Compile a plan and return it as the present one, and begin its search for a better plan, if it has one."""
         compile_ = compile_ or compiled
         running = cls(found.plan, compile_(found), found.refinement)
         if found.refinement is not None:
@@ -38,8 +34,8 @@ class Running:
 
     @property
     def shown(self) -> Plan:
-        """The plan that calls follow now. Its lower bound is the larger of the plan's own and the one that the search
-        has proved, but not more than the plan's overhead. Its status is ``refining`` while the search runs."""
+        """The present plan, with the search's lower bound if that is larger, and the status ``refining`` while the
+        search runs."""
         plan, search = self.plan, self.refinement
         if search is None:
             return plan
@@ -53,8 +49,8 @@ class Running:
         return self.refinement is not None and self.refinement.ready
 
     def swap(self) -> StepPlan:
-        """Replace the present plan by the better one that the search has found, and return the better one. Calls in
-        progress continue with the old plan. To be called only if `improved`."""
+        """Replace the plan by the better one of `improved`, and return that one. Calls in progress continue with the
+        old plan."""
         assert self.refinement is not None
         before = self.compiled
         found, self.compiled = self.refinement.take()

@@ -1,8 +1,5 @@
-"""A module whose forward and backward follow a rematerialisation plan, in any training loop.
-
-The module keeps its class (as a base class), its parameters and its state. Only its ``forward`` is replaced by one that
-its `Runner` executes.
-"""
+"""A module whose forward and backward follow a plan. It keeps its class, as a base class, its parameters and its
+state."""
 
 from __future__ import annotations
 
@@ -35,10 +32,10 @@ def planned_module(
     statistics: Kronecker | None = None,
     ready: ReadyCapture | None = None,
 ) -> nn.Module:
-    """Return ``model`` with a planned forward and backward: an object of a subclass of its class that shares all its
-    state.
+    """Return an object of a subclass of the model's class, which shares its state and whose forward and backward are
+    planned by calls.
 
-    Plans are made by calls: the first call with a new combination of shapes, types and modes makes a plan for it.
+    Raises `ModelError` if the model cannot be traced, or is planned and its forward was replaced.
     """
     check_traceable(model)
     if isinstance(model, _Planned):
@@ -81,10 +78,9 @@ def _blank(kind: Any) -> nn.Module:
 
 
 def _become(planned: nn.Module, state: tuple[nn.Module, Runner, Any]) -> nn.Module:
-    """Make ``planned``, an object without attributes, the planned module of a model, and return it. It shares the
-    ``__dict__`` of the model, so that an attribute set on one of them later is also set on the other.
+    """Make ``planned``, an object without attributes, the planned module of a model; the two share one ``__dict__``.
 
-    ``state``: the model, its runner, and the function that replaces the planned forward (None if there is none).
+    ``state``: the model, its runner, and the function that replaces the planned forward, or None.
     """
     model, runner, replaced = state
     attributes = {"_rematplan": runner, "_rematplan_origin": model, "_rematplan_replaced": replaced}
@@ -94,12 +90,10 @@ def _become(planned: nn.Module, state: tuple[nn.Module, Runner, Any]) -> nn.Modu
 
 
 class _Forward:
-    """The descriptor of the attribute ``forward`` of planned modules. Without an assignment, the attribute is the
-    planned forward.
+    """The attribute ``forward`` of planned modules: the planned forward, or a function that was assigned to replace
+    it.
 
-    Assigning a function to ``forward`` replaces the planned forward; the function may call the planned one. A planned
-    module and its model share one ``__dict__``; an entry ``forward`` in it is the model's and does not replace the
-    planned one.
+    An entry ``forward`` in the shared ``__dict__`` is the model's, and does not replace the planned one.
     """
 
     def __init__(self, kind: type[nn.Module]) -> None:
@@ -126,8 +120,7 @@ OURS = ("plan", "plans", "source", "report", "prepare")
 
 
 class _Ours:
-    """A descriptor that gives planned modules an attribute of `Planning`, such as ``plan``. If the model has a
-    submodule, parameter, buffer or plain attribute of that name, reading the name returns the model's."""
+    """Gives planned modules an attribute of `Planning`, such as ``plan``, unless the model has one of that name."""
 
     def __init__(self, name: str) -> None:
         self.name = name
@@ -157,8 +150,7 @@ class _Planned(HasRunner):
 
     @disable_dynamo
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Call the module as usual. If a function was assigned to ``forward`` after planning and it bypasses the
-        planned forward, warn that this step had no plan."""
+        """Call the module as usual. If a function that replaced ``forward`` bypasses the planned one, warn."""
         call = functools.partial(super().__call__, *args, **kwargs)  # type: ignore[misc]
         if self._rematplan_replaced is None:
             return call()
@@ -166,8 +158,8 @@ class _Planned(HasRunner):
         return self._rematplan.unplanned.tell(cast(nn.Module, self), what, call)
 
     def _rematplan_model(self) -> nn.Module:
-        """Return the original model, which shares this object's attributes. If this object's class was changed after
-        planning (a parametrisation does that), return this object instead, since only it has the new class."""
+        """Return the original model; or this object if its class was changed after planning, as by a
+        parametrisation."""
         further = type(self) is not _class_of(self._rematplan_kind)
         return cast(nn.Module, self) if further else self._rematplan_origin
 

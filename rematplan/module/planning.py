@@ -74,33 +74,33 @@ def runner_of(planned: nn.Module) -> Runner:
 
 @dataclass(frozen=True)
 class PlanningStats:
-    """Figures about the plans, searches and captures of a planned module.
-
-    ``plans``: the number of plans in use. ``gaps``: for each plan, its overhead minus its proven lower bound, as a
-    share of the step's time without recomputation; None without a bound. ``searching``: the number of plans for which a
-    better one is being searched. ``seconds``: the total duration of these background searches so far. ``swaps``: how
-    often a better plan has replaced another.
-
-    ``captures``: the number of shapes that were captured separately. ``open_captures``: the number of captures made
-    with symbolic sizes, each of which serves several shapes. ``instances``: how often a shape was served by a capture
-    with symbolic sizes. ``carried``: how many of these needed neither a step nor a search, because a plan made at other
-    sizes was used. ``sources``: the number of compiled sources that serve all sizes. ``dropped``: the number of plans
-    that were dropped because there were more than `MAX_PLANS`. ``reasons``: why shapes were captured separately;
-    empty if there is no reason.
-    """
+    """Figures about the plans, searches and captures of a planned module."""
 
     plans: int
+    """The number of plans in use."""
     gaps: tuple[float | None, ...]
+    """For each plan, its overhead minus its proven lower bound, as a share of the step without recomputation; None
+    without a bound."""
     searching: int
+    """The number of plans for which a better one is being searched."""
     seconds: float
+    """The total duration of these background searches so far."""
     swaps: int
+    """How often a better plan has replaced another."""
     captures: int = 0
+    """The number of shapes that were captured separately."""
     open_captures: int = 0
+    """The number of captures made with symbolic sizes, which may serve several shapes."""
     instances: int = 0
+    """How often a shape was served by a capture with symbolic sizes."""
     carried: int = 0
+    """How many of these needed neither a step nor a search, because a plan made at other sizes was used."""
     sources: int = 0
+    """The number of compiled sources that serve all sizes."""
     dropped: int = 0
+    """The number of plans that were dropped because there were more than `MAX_PLANS`."""
     reasons: tuple[str, ...] = ()
+    """Why shapes were captured separately; empty if there is no reason."""
 
 
 class Planning:
@@ -289,8 +289,7 @@ def _last(planned: HasRunner) -> CacheEntry:
 def capture_of(
     planned: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[ReadyCapture, CapturedStep]:
-    """Return the capture of a planned module's forward and backward for these arguments, and the captured training
-    step, before planning. Another planned module of the same model can begin with the capture.
-    """
+    """Return the capture of a planned module for these arguments, which another of the same model can begin with,
+    and the step before planning."""
     found = Planning(planned)._planned
     return found._rematplan.captured(found._rematplan_original(), args, kwargs)

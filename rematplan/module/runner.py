@@ -1,5 +1,5 @@
-"""The course of a call of a planned module: find a valid plan or make one, execute it, and exchange it for a better one
-between two training steps."""
+"""The course of a planned module's call: find or make a valid plan, execute it, and exchange it for a better one
+between steps."""
 
 from __future__ import annotations
 
@@ -56,15 +56,10 @@ YOUNG = 1
 
 
 class Runner:
-    """Executes the calls of one planned module: captures, plans and compiles its training steps, and keeps the results
-    for later calls.
+    """Executes the calls of one planned module: captures, plans and compiles its training steps, and keeps the
+    results.
 
-    Args:
-        name: the model's name.
-        planner: makes the plans.
-        asked: the options for shapes: whether other shapes are planned, and how many plans are kept.
-        statistics: the Kronecker-factored statistics that the steps compute; None for none.
-        ready: a capture of the first call, if it was made before.
+    ``ready``: a capture of the first call, if it was made before.
     """
 
     def __init__(
@@ -98,11 +93,8 @@ class Runner:
         version."""
 
     def twin(self, *, with_plans: bool = True) -> Runner:
-        """Return a runner for a copy of the planned module. Plans that one of the two runners makes later do not appear
-        in the other.
-
-        ``with_plans``: whether the new runner begins with the plans and captures of this one; if not, with none.
-        """
+        """Return a runner for a copy of the module, with the present plans and captures or none. Later plans are not
+        shared."""
         twin = copy.copy(self)
         twin.tree, twin.deferred = None, []
         twin.unplanned = UnplannedCalls(self.name)
@@ -115,9 +107,10 @@ class Runner:
         return twin
 
     def __call__(self, original: Original, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Run the model on these arguments and return its outputs, whose backward follows the plan. If no plan exists
-        for a call of this kind, capture and plan the step first. The original model runs without a plan if gradients
-        are disabled, no tensor requires a gradient, or another tracer traces the call.
+        """Run the model and return its outputs, whose backward follows a plan; a step without a valid plan is
+        captured and planned.
+
+        Without a plan run calls without gradients, and calls that another tracer traces.
         """
         if not torch.is_grad_enabled():
             return original.plain(args, kwargs)
@@ -156,8 +149,8 @@ class Runner:
         return results
 
     def state_if_planned(self, original: Original, leaves: list[Any]) -> guards.ModuleState | None:
-        """Return the model's state if a call with these leaves of arguments is planned. Return None if it runs without
-        a plan: another tracer traces it, or no tensor requires a gradient."""
+        """Return the model's state, or None if the call runs without a plan: traced by another, or no tensor
+        requires a gradient."""
         if get_tracing_state() or any(isinstance(leaf, torch.fx.Proxy) for leaf in leaves):
             return None  # torch.jit or torch.fx traces
         state = self._state(original)
@@ -173,10 +166,8 @@ class Runner:
         measures: bool,
         assumed: tuple[bool, ...],
     ) -> tuple[CacheEntry, tuple[torch.Tensor, ...]]:
-        """Run the forward half of a plan. Return the plan's cache entry, and the tensors that the forward returns.
-
-        ``measures``: whether the step computes statistics. The other arguments are those of `_entry`.
-        """
+        """Run the forward half of a plan, which computes statistics if ``measures``. Return its entry and the
+        forward's tensors."""
         tensors = tensors_in(leaves)
         entry = self._entry(original, leaves, spec, state, assumed)
         if measures and self.recorder:
@@ -200,8 +191,10 @@ class Runner:
         return entry, flat
 
     def _distrust(self, found: OtherLayouts) -> None:
-        """Drop all plans and captures, since kernels returned other strides than a captured step has. Later captures
-        run these ops on real tensors; if that was not enough, they have fixed sizes, too.
+        """Drop all plans and captures after kernels returned other strides; later captures run these ops on real
+        tensors, then at fixed sizes.
+
+        Raises `ModelError` if that was not enough.
         """
         again = found.ops <= self.distrusted
         if again and self.captures.only_fixed:
@@ -218,11 +211,8 @@ class Runner:
             )
 
     def _warn_of_pending(self, entry: CacheEntry) -> None:
-        """Warn, once, if earlier calls hold so much for their backward that it exceeds the budget together with the
-        peak of this call.
-
-        ``entry``: the entry that this call follows.
-        """
+        """Warn, once, if what earlier calls hold for their backward exceeds the budget together with this call's
+        peak."""
         held, plan = sum(w.compiled.held_bytes for w in self.plans.all()), entry.plan
         if held and plan.budget is not None and held + plan.peak > plan.budget:
             self.told_of_pending = True
@@ -234,14 +224,11 @@ class Runner:
             )
 
     def _exchange(self, entry: CacheEntry, state: guards.ModuleState) -> None:
-        """If a new training step begins and a search in the background has found a better plan, replace the entry's
-        plan by it.
-
-        A new step begins if the optimizer has stepped or the gradients are None. The plan is not replaced while a
-        backward of this module is pending or may be repeated.
-        """
+        """At a new training step, replace the entry's plan by a better one that was found, unless a backward is
+        pending."""
         name = next(iter(entry.targets), "")
         trained, (known, version) = state.named.get(name), self.version
+        # The optimizer has stepped, or the gradients are None.
         new_step = trained is None or trained.grad is None or (known == name and trained._version != version)
         self.version = name, None if trained is None else trained._version
         if not (new_step and entry.running.improved) or any(w.compiled.pending for w in self.plans.all()):
@@ -251,13 +238,11 @@ class Runner:
                 entry.swap_plan()
 
     def _begin_training(self, leaves: list[Any], spec: pytree.TreeSpec, state: guards.ModuleState) -> None:
-        """At the first training step, let a budget in percent refer to this step, if plans were made for the same
-        shapes with other types, modes, layouts or devices. These plans and captures are dropped.
-
-        A step of other shapes does not count: its batch may be a small one.
-        """
+        """At the first training step, let a percentage refer to it if plans were made for the same shapes otherwise,
+        and drop these."""
         prepared, self.prepared = self.prepared, None
         planner = self.planner.of_training()
+        # A step of other shapes does not count: its batch may be a small one.
         if planner is None or prepared is None or prepared[1] != [t.shape for t in tensors_in(leaves)]:
             return
         if prepared[0] != plan_key(leaves, spec, state):
@@ -266,9 +251,8 @@ class Runner:
                 self.captures = replace(self.captures.copy(with_shapes=False), ready=())
 
     def prepare(self, original: Original, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Make the plan for a call with these arguments without running the model. If there is a plan for such a call,
-        keep it. If the module computes statistics, do the same for the step that computes them.
-        """
+        """Make the plan for these arguments without running the model, unless there is one, also that of its
+        statistics."""
         with LOCK.alone(), torch.inference_mode(False), torch.enable_grad():
             first = not self.plans
             entry = self.find(original, args, kwargs)
@@ -294,11 +278,8 @@ class Runner:
         return recorder.forward(parameters, accumulating)
 
     def _measured(self, entry: CacheEntry, recorder: Recorder) -> CacheEntry:
-        """Return the cache entry for the forward of ``entry`` whose step also computes statistics. It is planned if
-        there is none.
-
-        ``recorder``: collects the module's statistics; its options say which ones the step computes.
-        """
+        """Return the entry for the forward of ``entry`` whose step also computes statistics, planned if there is
+        none."""
         if not entry.measured:
             with LOCK.alone():
                 if not entry.measured:
@@ -312,9 +293,8 @@ class Runner:
         return self.last
 
     def find(self, original: Original, args: tuple[Any, ...], kwargs: dict[str, Any]) -> CacheEntry:
-        """Return the cache entry (compiled plan) for a call with these arguments whose guard holds, that is, for which
-        everything that the traced forward read is unchanged. If there is none, capture, plan and compile the step.
-        """
+        """Return the entry for these arguments whose guard holds; if there is none, capture, plan and compile the
+        step."""
         leaves, spec = flattened_call(args, kwargs)
         return self._entry(original, leaves, spec, self._state(original))
 
@@ -369,9 +349,8 @@ class Runner:
     def _with_gradients(
         self, entry: CacheEntry, state: guards.ModuleState, tensors: Sequence[torch.Tensor]
     ) -> CacheEntry:
-        """Return the cache entry whose plan fits the budget together with the gradients of earlier steps that exist
-        now; ``entry`` itself if none exist. It is planned if there is none.
-        """
+        """Return the entry whose plan fits with the gradients of earlier steps that exist, planned if there is none;
+        else ``entry``."""
         first = state.named.get(next(iter(entry.targets), ""))
         summed = self.recorder.summed_bytes.values() if self.recorder else ()
         held = existing_gradients(first, state.named, tensors, summed)
@@ -394,12 +373,8 @@ class Runner:
         return entry if found is None else replace(entry, running=Running.of(found), with_gradients={})
 
     def _with_tangents(self, entry: CacheEntry, arrived: frozenset[str] = frozenset()) -> CacheEntry:
-        """Return a cache entry for the forward of ``entry`` whose backward also takes gradients of the outputs
-        ``arrived``, and of outputs for which gradients arrived in earlier backwards. It is planned if there is none,
-        and later calls use it instead of ``entry``.
-
-        ``arrived``: the positions (as text) of the outputs for which a gradient has arrived that the plan left out.
-        """
+        """Return an entry whose backward also takes the gradients of the outputs ``arrived``, planned if needed.
+        Later calls use it."""
         if entry.statistics and self.recorder:
             plain = replace(entry, statistics=None, measured=[])
             return self._measured(self._with_tangents(plain, arrived), self.recorder)

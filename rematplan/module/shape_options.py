@@ -114,9 +114,8 @@ class ShapeOptions:
     def first_calls(
         self, model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]
     ) -> list[tuple[tuple[Any, ...], dict[str, Any]]]:
-        """Return the arguments of the calls that are planned first: of the largest sizes, those given, of the smallest
-        sizes and of sizes between, or of all sizes if these are few (`FEW`).
-        """
+        """Return the arguments of the calls that are planned first: the largest sizes, the given, and others, or all
+        if few (`FEW`)."""
         arguments = tuple(args), dict(kwargs)
         if not self.ranges:
             return [arguments]
@@ -148,12 +147,8 @@ class ShapeOptions:
     def call_of_sizes(
         self, model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any], numbers: Mapping[Axis, int]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Return the arguments of a call with other sizes, made from the given ones.
-
-        Entries of the given tensors are left out or repeated evenly, so that a mask of padded words has about the same
-        share of padding, and the forward takes the same branches. ``numbers``: of the axes; an axis that is absent gets
-        its largest.
-        """
+        """Return the given arguments at other sizes, the axes' largest unless in ``numbers``, with entries left out
+        or repeated evenly."""
         other = {
             id(tensor): _resized(
                 tensor,
@@ -247,11 +242,8 @@ def _fixed(place: str, size: int) -> Size:
 
 
 def _resized(tensor: torch.Tensor, sizes: Mapping[int, int]) -> torch.Tensor:
-    """Return a new tensor with other sizes in some dimensions. In each of these, the entries are the nearest ones of
-    ``tensor``, if the first and the last entries of both are at the same places.
-
-    ``sizes``: the new sizes, by dimension.
-    """
+    """Return a new tensor with other ``sizes`` by dimension, whose entries are the nearest ones of ``tensor`` from
+    first to last."""
     other = tensor.detach()
     for dim, size in sizes.items():
         last, most = max(0, other.shape[dim] - 1), max(1, size - 1)

@@ -42,23 +42,17 @@ def prove_ranges(
     args: Sequence[Any],
     kwargs: Mapping[str, Any],
 ) -> tuple[RangePlan, ...]:
-    """Find plans for all combinations of sizes in the ranges that a user states, and return at which sizes they fit.
+    """Find plans for the sizes in a user's ranges, and return where they fit; empty without ranges, or if plans
+    depend on more.
 
-    Each `RangePlan` of the result has all sizes of one dimension, while the other dimensions have fixed sizes. The
-    dimension with the most sizes varies, once for each combination of sizes of the other dimensions. If there are
-    more than `MOST_LINES` of these combinations, each dimension varies once, while the others have their largest
-    sizes, and a warning says so. Sizes below 2 are not checked, because their graphs have other ops.
-
-    The result is empty if no ranges are stated. It is also empty with options under which a plan depends on more
-    than the problem at one size: a saved plan, inverses that round, accumulation, several micro-batches in flight,
-    or a budget ``min`` or ``least``. If the step would have to be captured at more than `MOST_STEPS` sizes of a
-    dimension, a warning says so, and that dimension and later ones are not proven.
+    Raises `UnfitSizes`, or warns, where none fits. Warns of combinations and dimensions that are not proven.
     """
     options, found = planner.options, list[RangePlan]()
     if options.several or options.reserved.gradients or options.inverting or options.saved is not None:
         return ()
     if options.stated_budget().is_lean:
         return ()
+    # The other dimensions have fixed sizes. Sizes below 2 have other ops and are not checked.
     for axis, fixed in _lines({axis: shapes.usual(axis) for axis in shapes.axes}):
         made = set[int]()
 
@@ -88,11 +82,10 @@ def prove_ranges(
 
 
 def _lines(usual: Mapping[Axis, range]) -> list[tuple[Axis, AxisNumbers]]:
-    """Return pairs: an axis that varies over its usual numbers, and the fixed numbers of the other axes.
+    """Return each axis that varies over its usual numbers, with the other axes' fixed numbers, larger ones first.
 
-    Pairs with larger fixed numbers come first. An axis that is missing in the second item has its largest number. If
-    there are at most `MOST_LINES` combinations of numbers of all axes except the one with the most, there is a pair for
-    each combination. Otherwise there is one pair for each axis, and a warning says so.
+    Beyond `MOST_LINES` combinations, each axis varies once, and a warning says so. An axis without a number has its
+    largest.
     """
     axes = [axis for axis, numbers in usual.items() if numbers]
     if not axes:
@@ -119,10 +112,10 @@ def _named(axis: Axis, fixed: Mapping[Axis, int] = MappingProxyType({})) -> str:
 def prove_step(
     planner: Planner, dimension: str, sizes: Sequence[int], step_at: Callable[[int], CapturedStep]
 ) -> RangePlan:
-    """Return, for each size of one dimension of a step, the best known plan and whether it fits the budget.
+    """Return, for each size of one dimension, the best known plan and whether it fits; `auto` searches for more
+    where none does.
 
-    The known plans of the planner are evaluated first. If at some size none of them fits, and the strategy is
-    `auto`, further plans are searched for and stored in the planner's store.
+    Raises `UsageError` for a budget ``min`` or ``least``.
     """
 
     def capture(size: int) -> TrainingGraph:

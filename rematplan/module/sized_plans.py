@@ -1,12 +1,7 @@
 """Use plans that were found for some sizes of the batch at other sizes, without capturing or planning again.
 
-A step with open sizes is a captured step in which sizes are expressions of the batch's sizes. For a new batch, neither
-a captured step nor a planning problem with integer sizes has to be made: the bytes of all storages follow from the
-expressions, and one compiled source takes the values of the expressions as an argument. This is possible only between
-batches whose steps have the same structure: the same calls and tensors, apart from sizes. For batches that satisfy the
-guard of the capture, the structure depends only on which sizes are equal (such as a length that equals a width). So the
-structure for a batch is known without its step if a step was made for a batch among whose sizes the same ones are equal
-(`SizePattern`).
+Bytes follow from expressions of the sizes, and one compiled source takes their values. Batches must have steps of
+one structure. Under the capture's guard it depends only on which sizes are equal (`SizePattern`).
 """
 
 from __future__ import annotations
@@ -47,26 +42,22 @@ Layout: TypeAlias = tuple[tuple[Size, ...], tuple[Size, ...]]
 
 @dataclass(eq=False)
 class _StepStructure:
-    """The captured steps of one structure (the same calls and tensors, apart from sizes), and their plans.
-
-    ``step``: one of the steps, with its inverses. ``structure``: the result of `structure_of` for each of the steps.
-    ``carrier``: adds inverses to the steps. ``resizing``: the planning problems and known plans of the steps; None if
-    the problems have several structures, so that no plan can be used at other sizes. ``sources``: compiled plans that
-    serve all sizes, by the key of the schedule, the one used last at the end.
-    """
+    """The captured steps of one structure (the same calls and tensors, apart from sizes), and their plans."""
 
     step: CapturedStep
+    """One of the steps, with its inverses."""
     structure: Hashable
+    """The result of `structure_of` for each of the steps."""
     carrier: Planner
+    """Adds inverses to the steps."""
     resizing: Resizing | None
+    """The problems and known plans of the steps; None if problems have several structures, so that no plan serves
+    other sizes."""
     sources: OrderedDict[bytes, CompiledPlan] = field(default_factory=OrderedDict)
+    """Compiled plans that serve all sizes, by the key of the schedule, the one used last at the end."""
 
     def compiled(self, key: bytes, schedule: Schedule, most: int) -> CompiledPlan:
-        """Return the compiled plan of a schedule, which serves all sizes: the one in ``sources``, otherwise a new one,
-        which is added.
-
-        ``key``: the schedule's key in ``sources``. ``most``: the largest number of compiled plans that are kept.
-        """
+        """Return the compiled plan of a schedule for all sizes, from ``sources`` or new. At most ``most`` are kept."""
         found = self.sources.pop(key, None) or CompiledPlan(self.step, schedule, for_any_sizes=True)
         self.sources[key] = found
         while len(self.sources) > most:
@@ -76,15 +67,15 @@ class _StepStructure:
 
 @dataclass(eq=False)
 class SizedPlans:
-    """The planning problems and plans of a captured step with open sizes (expressions of the batch's sizes), known for
-    the sizes of some batches and used for others.
-
-    ``step``: the step. ``most``: the largest number of compiled sources that are kept for one structure of steps.
-    ``_structures``: the structures of steps, the one for which a problem was learned last at the end."""
+    """The problems and plans of a captured step with symbolic sizes, known for the sizes of some batches and used
+    for others."""
 
     step: OpenStep
+    """The step."""
     most: int
+    """The largest number of compiled sources that are kept for one structure of steps."""
     _structures: list[_StepStructure] = field(default_factory=list)
+    """The structures of steps, the one for which a problem was learned last at the end."""
     _of_pattern: OrderedDict[SizePattern, _StepStructure | None] = field(default_factory=OrderedDict)
     """By the pattern of equal sizes, the structure that all steps with this pattern had; None if they had several."""
 
@@ -121,9 +112,8 @@ class SizedPlans:
             self._of_pattern.popitem(last=False)
 
     def carried(self, sizes: SizeValues, batch: Sequence[torch.Tensor]) -> StepPlan | None:
-        """Return the cheapest known plan that fits the budget for a batch. The ``step`` of the result has other sizes.
-        Return None if no plan is known to fit, or if plans of other sizes cannot be used for this batch.
-        """
+        """Return the cheapest known plan that fits for a batch, with a ``step`` of other sizes; None if none is
+        known to fit or be usable."""
         alike = self._of_pattern.get(self._pattern(sizes))
         if alike is None or alike.resizing is None:
             return None
@@ -134,10 +124,8 @@ class SizedPlans:
     def compiler(
         self, sizes: SizeValues, made: Callable[[], CapturedStep]
     ) -> Callable[[StepPlan], CompiledPlan] | None:
-        """Return a function that compiles plans for certain sizes of the batch. It compiles each schedule only once,
-        for all sizes. Return None if that is not possible: two batches with this pattern of equal sizes had steps, or
-        planning problems, of different structures.
-        """
+        """Return a function that compiles plans for certain sizes, each schedule once for all; None if batches of
+        this pattern had several structures."""
         alike = self._of_pattern.get(self._pattern(sizes))
         if alike is None or alike.resizing is None:
             return None
@@ -150,11 +138,8 @@ class SizedPlans:
         return compile_
 
     def _check_layouts(self, sizes: SizeValues) -> None:
-        """Check that no op returns other strides at these sizes than the step with open sizes states. Only calls that
-        `check_layouts` would check, with arguments that are not contiguous at these sizes, are made and checked.
-
-        ``sizes``: the values of all size expressions in the step.
-        """
+        """Check that no op returns other strides at these sizes than stated, by calls with arguments that are not
+        contiguous."""
         doubtful = [
             call
             for call, operands in self._unsure
@@ -165,8 +150,8 @@ class SizedPlans:
 
     @cached_property
     def _unsure(self) -> tuple[tuple[Call, tuple[Layout, ...]], ...]:
-        """The calls whose results may have other strides than in the trace (`is_unsure`), whatever sizes are 1. Each is
-        paired with the shapes and strides of its tensor arguments."""
+        """The calls whose results may have other strides than in the trace, whatever sizes are 1, with their
+        arguments' shapes and strides."""
         values = self.step.values
         return tuple(
             (
@@ -181,19 +166,14 @@ class SizedPlans:
         )
 
     def _pattern(self, sizes: SizeValues) -> SizePattern:
-        """Return a key of which size expressions have equal values. Two batches with the same key have steps of the
-        same structure, if both satisfy the guard of the capture.
-
-        First come the expressions of sizes and strides, then those of bytes. The entry of an expression is its value,
-        if the step has this number as an integer size or stride (or number of bytes). Otherwise the entry is
-        ``_beyond``, which is larger than all these integers, plus the position of the first expression of equal value.
-
-        ``sizes``: the values of all size expressions in the step.
-        """
+        """Return a key of which size expressions have equal values: batches under the capture's guard with equal
+        keys have one structure."""
         found: list[int] = []
         for places, numbers in self._compared:
             first: dict[int, int] = {}
             found += [
+                # An integer of the step, or the position of the first expression of equal value, above all
+                # these integers.
                 sizes[at] if sizes[at] in numbers else self._beyond + first.setdefault(sizes[at], at)
                 for at in places
             ]
@@ -201,8 +181,8 @@ class SizedPlans:
 
     @cached_property
     def _compared(self) -> tuple[tuple[tuple[int, ...], frozenset[int]], ...]:
-        """Two pairs, one for sizes and strides and one for bytes. Each has the positions of the expressions that are
-        compared with each other, and the integers of the step with which they are compared, too."""
+        """For sizes and strides, then for bytes: the positions of compared expressions, and the step's integers they
+        are compared with."""
         layouts = [n for v in self.step.values.values() for n in (*v.shape, *v.stride, v.offset)]
         both = (0, 1, *layouts), self.step.memories
         return tuple(
@@ -246,10 +226,7 @@ class SizedPlans:
         return np.array([memory for memory, _ in self._memory_of.values()], dtype=np.int64)
 
     def _bytes(self, sizes: SizeValues, batch: Sequence[torch.Tensor]) -> Ints:
-        """Return the bytes of each storage, in the order of ``_storages``, as the allocator of its device counts them.
-
-        ``sizes``: the values of all size expressions in the step. ``batch``: the tensors among the arguments.
-        """
+        """Return the bytes of each storage, in the order of ``_storages``, as its device's allocator counts them."""
         found, (memories, at) = self._fixed_bytes.copy(), self._open_bytes
         found[memories] = np.array(sizes, dtype=np.int64)[at]
         for memory, tensor in self.step.bases(batch).items():
@@ -263,11 +240,7 @@ class SizedPlans:
 
 
 def _is_plain(shape: Sequence[Size], stride: Sequence[Size], sizes: SizeValues) -> bool:
-    """Return whether a tensor has exactly the strides of a new contiguous one. Its ``shape`` and ``stride`` have
-    integers and expressions of sizes.
-
-    ``sizes``: the values of all expressions.
-    """
+    """Return whether a tensor, whose shape and stride may have expressions, has the strides of a new contiguous one."""
     expected = 1
     for dim in reversed(range(len(shape))):
         size, step = (sizes[n.at] if isinstance(n, OpenSize) else n for n in (shape[dim], stride[dim]))
@@ -278,8 +251,8 @@ def _is_plain(shape: Sequence[Size], stride: Sequence[Size], sizes: SizeValues) 
 
 
 def structure_of(step: CapturedStep) -> Hashable:
-    """Return a key that is equal for two captured steps if one compiled source serves both: it has everything about the
-    step on which the source depends, except the values of sizes that the source takes as an argument."""
+    """Return a key that is equal for two captured steps if one compiled source, which takes sizes as argument,
+    serves both."""
     calls: list[Any] = [
         (
             *(c.name, c.results, c.single, c.is_view, c.seeded, c.backward, c.late, without_values(c.target)),

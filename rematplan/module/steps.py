@@ -12,20 +12,17 @@ from rematplan.runtime.graph.captured_step import CapturedStep
 
 @dataclass(eq=False)
 class Steps:
-    """A captured step before planning, in two versions: `whole` takes the gradients of all outputs (tangents), and
-    `captured` only those that a training loop is expected to supply.
-
-    ``make``: makes the first version. ``arrived``: positions (as text) of outputs for which an earlier backward has
-    received a gradient, so that it is expected from then on.
-    """
+    """A captured step before planning: `whole` takes all outputs' gradients, `captured` those that a training loop
+    is expected to supply."""
 
     make: Callable[[], CapturedStep]
+    """Makes the first version."""
     arrived: frozenset[str] = frozenset()
+    """Positions, as text, of outputs that received a gradient in an earlier backward, so that it is expected."""
 
     @staticmethod
     def of(whole: CapturedStep, captured: CapturedStep) -> Steps:
-        """Return a `Steps` whose two versions exist already. ``whole``: the step that takes the gradients of all
-        outputs. ``captured``: the step that takes only the expected ones."""
+        """Return a `Steps` whose two versions exist already."""
         steps = Steps(lambda: whole)
         steps.__dict__["captured"] = captured
         return steps

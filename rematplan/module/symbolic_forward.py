@@ -31,18 +31,17 @@ PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.d
 
 @dataclass(frozen=True)
 class Found:
-    """The result of tracing a forward and its backward for one combination of sizes.
-
-    ``step``: the captured step, before planning. ``outputs``: the pytree structure of the forward's results, of the
-    attributes that it sets, and of the arguments that it changes (see `FlatModel`). ``constants``: the leaves of that
-    structure; a placeholder represents each tensor. ``guard``: the check that everything else on which the trace
-    depends is unchanged.
-    """
+    """The result of tracing a forward and its backward for one combination of sizes."""
 
     step: CapturedStep
+    """The captured step, before planning."""
     outputs: pytree.TreeSpec
+    """The pytree structure of the forward's results, the attributes that it sets, and the arguments that it changes.
+    """
     constants: tuple[Any, ...]
+    """The leaves of that structure, with a placeholder for each tensor."""
     guard: guards.Guard
+    """The check that everything else on which the trace depends is unchanged."""
     count: int
     """The number of tensors that the step returns as outputs."""
     instance: Instance | None = None
@@ -51,17 +50,16 @@ class Found:
 
 @dataclass(frozen=True)
 class Instance:
-    """A capture with symbolic sizes together with the sizes of one batch, from which a captured step with integer sizes
-    can be made.
-
-    ``forward``: the capture. ``sizes``: the values, for this batch, of all size expressions in the capture. ``batch``:
-    the batch's tensors without their data: on the device ``meta``, with the same sizes, strides and storage sizes; and
-    those that carry numbers of selected elements (`with_counts`).
-    """
+    """A capture with symbolic sizes with the sizes of one batch, from which a captured step with integer sizes can
+    be made."""
 
     forward: OpenForward
+    """The capture."""
     sizes: SizeValues
+    """The values, for this batch, of all size expressions in the capture."""
     batch: Sequence[torch.Tensor]
+    """The batch's tensors on the device ``meta``, with equal sizes, strides and storage sizes, and those of counts
+    (`with_counts`)."""
 
     def step(self) -> CapturedStep:
         """Make the captured step for this batch, before planning. Each call makes another object."""
@@ -80,28 +78,24 @@ class _Shape:
 
 @dataclass(frozen=True)
 class OpenForward:
-    """The result of tracing a forward and its backward with symbolic sizes: with expressions of the sizes of the
-    arguments in place of integers.
-
-    ``step``, ``constants``, ``guard``: as in `Found`, but with expressions in place of sizes. ``outputs``, ``count``:
-    as in `Found`. ``attributes``: the positions, as text, of output tensors that occur only in attributes set by the
-    forward.
-    """
+    """The result of tracing a forward and its backward with symbolic sizes: fields as in `Found`, with expressions
+    in place of sizes."""
 
     step: OpenStep
     outputs: pytree.TreeSpec
     constants: tuple[Any, ...]
     attributes: frozenset[str]
+    """The positions, as text, of output tensors that occur only in attributes set by the forward."""
     guard: guards.Guard
+    """``step``, ``constants``, ``guard``: as in `Found`, but with expressions in place of sizes."""
     count: int
+    """``outputs``, ``count``: as in `Found`."""
 
     def found(
         self, state: guards.ModuleState | None, batch: Sequence[torch.Tensor], counts: Sequence[int] = ()
     ) -> Found | None:
-        """Return the trace for the sizes of a batch: a copy of this one in which each symbolic size is replaced by its
-        value. Return None if the batch or the module's state does not satisfy the guard, so that this trace is not
-        valid for it.
-        """
+        """Return a copy of the trace for the sizes of a batch, or None if the batch or the module's state breaks the
+        guard."""
         accepted = self.accepted(state, batch, counts)
         if accepted is None:
             return None
@@ -112,9 +106,8 @@ class OpenForward:
     def accepted(
         self, state: guards.ModuleState | None, batch: Sequence[torch.Tensor], counts: Sequence[int] = ()
     ) -> tuple[Instance, guards.Guard] | None:
-        """Return this capture with the sizes of a batch, as an `Instance` without a step, and the guard for these
-        sizes. Return None if the batch or the module's state does not satisfy the guard.
-        """
+        """Return this capture with the sizes of a batch and their guard, or None if the batch or the module's state
+        breaks it."""
         if state is not None and self.guard.decided.counts:
             now = self._counted(state, batch)
             if now is None:
@@ -139,11 +132,7 @@ class OpenForward:
         return None
 
     def step_at(self, batch: Sequence[torch.Tensor], sizes: SizeValues) -> CapturedStep:
-        """Make the captured step for a batch, before planning.
-
-        ``batch``: the tensors among the arguments. ``sizes``: the values, for this batch, of all size expressions in
-        ``step``.
-        """
+        """Make the captured step for a batch, before planning. ``sizes``: the values of all size expressions."""
         step = finished(without_full_slices(self.step.at(batch, sizes)))
         check_layouts(step)
         return replace(step, attributes=self.attributes)
@@ -154,12 +143,8 @@ class OpenForward:
         return tuple(_closed(c, sizes) for c in self.constants)
 
     def plans(self, arrived: frozenset[str], most: int) -> SizedPlans:
-        """Return the object that uses plans of this capture's steps at other sizes. There is one for each set
-        ``arrived``.
-
-        ``arrived``: positions (as text) of outputs for which an earlier backward received an unexpected gradient.
-        ``most``: the largest number of compiled sources that are kept for one structure of steps.
-        """
+        """Return what uses plans of this capture's steps at other sizes: one object for each set ``arrived`` of
+        outputs with unexpected gradients."""
         return self._plans.setdefault(arrived, SizedPlans(self.step, most))
 
     @cached_property
@@ -175,9 +160,8 @@ def _outline(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def open_constants(constants: Sequence[Any], table: ExpressionTable) -> list[Any]:
-    """Return the leaves of a forward's results with each symbolic size replaced by an integer, if it is constant, or
-    else by a reference to its expression in ``table``.
-    """
+    """Return the leaves of a forward's results with symbolic sizes as integers, if constant, or as references into
+    ``table``."""
     return [_open(c, table) for c in constants]
 
 

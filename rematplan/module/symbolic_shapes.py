@@ -1,5 +1,5 @@
-"""The captures of a planned module with symbolic sizes, called open sizes. A capture with open sizes serves all shapes
-for which the graph is the same; other shapes are captured separately."""
+"""The captures of a planned module with symbolic sizes, which serve all shapes of one graph; other shapes are
+captured separately."""
 
 from __future__ import annotations
 
@@ -29,8 +29,7 @@ Dimensions: TypeAlias = frozenset[tuple[int, int]]
 
 
 def _smallest(batch: Sequence[torch.Tensor]) -> list[tuple[int, int, int]]:
-    """Return where a batch has the sizes 0 and 1, as tuples (position of the tensor, dimension, size). PyTorch treats
-    these sizes specially, so batches that differ in them have different graphs."""
+    """Return where a batch has sizes 0 and 1, which PyTorch treats specially, as (tensor, dimension, size)."""
     return [
         (at, dim, size) for at, t in enumerate(batch) for dim, size in enumerate(t.shape) if size in (0, 1)
     ]
@@ -38,33 +37,31 @@ def _smallest(batch: Sequence[torch.Tensor]) -> list[tuple[int, int, int]]:
 
 @dataclass
 class OpenShapes:
-    """The captures of a planned module for calls that differ only in the sizes of their tensors. A shape is served by a
-    capture with symbolic sizes, if there is one for it, or else captured separately.
-
-    ``forwards``: the captures with symbolic sizes, the one used last first. ``opened``: how many of them were made,
-    those included that were dropped since. ``known``: the last shapes that were captured separately: fake tensors of
-    these shapes, and the results. ``met``: the last shapes of calls, as keys. ``misses``: how many of the latest
-    captures with symbolic sizes, in succession, served no known shape but that of their own batch, although another
-    known shape had sizes of 0 and 1 in the same dimensions as the batch. ``reason``: why no more captures with symbolic
-    sizes are made; empty if they are. ``limited``: why not all sizes can be symbolic, so that further captures have
-    symbols only for the sizes in which the batch differs from a known shape; empty if all sizes get symbols.
-
-    ``fixed``: the number of shapes that were captured separately. ``served``: how often a shape was served by a capture
-    with symbolic sizes. ``carried``: how many of these needed neither a step nor a search, because a plan made at other
-    sizes was used. ``exceptions``: the reasons (as keys) why single shapes were captured separately.
-    """
+    """The captures for calls that differ only in sizes: with symbolic sizes if possible, otherwise of a shape."""
 
     forwards: list[OpenForward] = field(default_factory=list)
+    """The captures with symbolic sizes, the one used last first."""
     opened: int = 0
+    """How many of them were made, those included that were dropped since."""
     known: list[tuple[list[torch.Tensor], Found]] = field(default_factory=list)
+    """The last shapes that were captured separately: fake tensors of these shapes, and the results."""
     met: dict[tuple[torch.Size, ...], None] = field(default_factory=dict)
+    """The last shapes of calls, as keys."""
     misses: int = 0
+    """How many latest captures in succession served no known shape but their own, although one had sizes of 0 and 1
+    alike."""
     reason: str = ""
+    """Why no more captures with symbolic sizes are made; empty if they are."""
     limited: str = ""
+    """Why only sizes in which the batch differs from a known shape get symbols; empty if all sizes do."""
     fixed: int = 0
+    """The number of shapes that were captured separately."""
     served: int = 0
+    """How often a shape was served by a capture with symbolic sizes."""
     carried: int = 0
+    """How many of these needed neither a step nor a search, because a plan made at other sizes was used."""
     exceptions: dict[str, None] = field(default_factory=dict)
+    """The reasons, as keys, why single shapes were captured separately."""
 
     def copy(self) -> OpenShapes:
         """Return a copy, for a copy of the module. Captures that are later added to one of the two do not appear in the
@@ -84,8 +81,7 @@ class OpenShapes:
 
     @property
     def reasons(self) -> tuple[str, ...]:
-        """Texts that say why shapes were captured separately, or with few symbolic sizes, each once. They are empty if
-        nothing prevents captures in which all sizes are symbolic."""
+        """Why shapes were captured separately, or with few symbolic sizes, each once."""
         limited = self.limited and f"only sizes that vary are symbolic: {self.limited}"
         return tuple(filter(None, (self.reason or limited, *self.exceptions)))
 
@@ -96,16 +92,14 @@ class OpenShapes:
         opened: Callable[[Dimensions | None, tuple[int, ...]], OpenForward],
         fixed: Callable[[], Found],
     ) -> Found:
-        """Return the captured step for the shapes of a batch, with its results and its guard. Take it from a capture
-        with symbolic sizes if possible; otherwise capture these shapes separately.
-
-        The first shape is captured separately, because a capture with symbolic sizes takes longer and training would
-        wait for it.
-        """
+        """Return the captured step for a batch's shapes, from a capture with symbolic sizes if possible, else
+        captured separately."""
         shapes = tuple(t.shape for t in batch)
         before = self.limited, self.reason
         try:
             found = self._instance(state, batch)
+            # The first shape has none: a capture with symbolic sizes takes longer, and training would wait
+            # for it.
             if found is None and self.known and not self.reason:
                 counts = self._counts(state, batch)
                 if counts or shapes not in self.met:
@@ -126,8 +120,8 @@ class OpenShapes:
     def accepted(
         self, state: guards.ModuleState, batch: Sequence[torch.Tensor]
     ) -> Iterator[tuple[Instance, guards.Guard]]:
-        """Yield the captures with symbolic sizes that are valid for a batch, each as an `Instance` with the batch's
-        sizes, and the guard for these sizes."""
+        """Yield the captures with symbolic sizes that are valid for a batch, each with the batch's sizes and their
+        guard."""
         for forward in self.forwards:
             with suppress(NotSymbolic):
                 found = forward.accepted(state, batch)
@@ -141,8 +135,8 @@ class OpenShapes:
         self.carried += 1
 
     def known_instances(self, forward: OpenForward) -> Iterator[Instance]:
-        """Yield, for each known shape (one that was captured separately) for which the capture ``forward`` with
-        symbolic sizes is valid, that capture with the shape's sizes."""
+        """Yield, for each separately captured shape for which ``forward`` is valid, that capture with the shape's
+        sizes."""
         for batch, known in self.known:
             with suppress(NotSymbolic):
                 outcomes = known.guard.decided.outcomes == forward.guard.decided.outcomes
@@ -152,8 +146,8 @@ class OpenShapes:
                     yield found[0]
 
     def _counts(self, state: guards.ModuleState, batch: Sequence[torch.Tensor]) -> tuple[int, ...]:
-        """Return the numbers that the forward takes as sizes for a batch, as the latest capture counts them that
-        decides alike; none if there is no such capture."""
+        """Return the numbers that the forward takes as sizes, as the latest capture that decides alike counts them;
+        else none."""
         found = (one.guard.decided.counted(state.named, batch) for _, one in reversed(self.known))
         return next((counts for counts in found if counts is not None), ())
 
@@ -187,16 +181,11 @@ class OpenShapes:
         opened: Callable[[Dimensions | None], OpenForward],
         fixed: Callable[[], Found],
     ) -> Found | None:
-        """Make a new capture with symbolic sizes, and return the step for this batch.
+        """Make a capture with symbolic sizes, and return this batch's step; None, or a separate capture's, if it
+        fails.
 
-        The new capture is compared with the known shapes that it serves. If there are none, it is compared with a
-        separate capture for this batch, which is then returned. If the calls of the two captures differ, the new
-        capture is dropped. So a model that treats a symbolic size differently from an integer (by its type) is captured
-        separately. A new capture that cannot be compared is dropped, too.
-
-        If a capture in which all sizes are symbolic fails, or its calls differ, a second one is made. In it, only those
-        sizes are symbolic in which the batch differs from a known shape, such as the number of samples. If that one
-        fails as well, or if the batch differs in all sizes, no further captures with symbolic sizes are made.
+        Its calls must equal those of known shapes, or of a separate capture. If not, fewer sizes get symbols, or
+        none any more.
         """
         own, differing = None, self._differing(batch)
         try:
@@ -208,6 +197,7 @@ class OpenShapes:
                 checked, forward = self._compared(forward, state)
         except ModelError as error:
             if not self.limited and len(differing) < sum(t.ndim for t in batch):
+                # With symbols only where the batch differs from a known shape, as in the number of samples.
                 self.limited = str(error)
                 return self._opened(state, batch, opened, fixed)
             self.reason = str(error)

@@ -1,5 +1,5 @@
-"""Warn of training that bypasses a planned module's plan: through methods other than ``forward``, through a function
-that replaced ``forward``, or through the original model or its parts."""
+"""Warn of training that bypasses a plan: by methods other than ``forward``, a replaced ``forward``, or the original
+model."""
 
 from __future__ import annotations
 
@@ -70,14 +70,13 @@ class UnplannedCalls:
             self.watched.pop().remove()
 
     def tell(self, planned: nn.Module, what: str, call: Callable[[], Any]) -> Any:
-        """Make a call, and return its result. Warn if a backward of the result would give gradients to the planned
-        module's parameters other than through a planned forward. Of calls inside of each other, only the innermost is
-        warned of.
-        """
+        """Return the result of a call, and warn if its backward would give the module's parameters gradients without
+        a planned forward."""
         if not torch.is_grad_enabled() or any_mode():
             return call()
         before = _FOUND.calls
         result = call()
+        # Of calls inside of each other, only the innermost is warned of.
         if _FOUND.calls == before and (what in self.told or _bypasses_plan(result, planned)):
             _FOUND.calls += 1
             if what not in self.told:
@@ -91,11 +90,8 @@ class UnplannedCalls:
 
 
 def watched_methods(kind: type[nn.Module], calls: Callable[[Any], UnplannedCalls]) -> dict[str, Any]:
-    """Return the methods of a model's class for its planned subclass: each does what the original does, by
-    `UnplannedCalls.tell`. The methods of `nn.Module` and special methods are not among them.
-
-    ``calls``: returns the `UnplannedCalls` of a planned module.
-    """
+    """Return the methods of a model's class, by name, as `UnplannedCalls.tell` calls them, without special ones and
+    those of `nn.Module`."""
     names = (name for name in dir(kind) if not (name.startswith("__") or hasattr(nn.Module, name)))
     found = {name: inspect.getattr_static(kind, name) for name in names}
     return {name: _watched(kind, m, calls) for name, m in found.items() if isinstance(m, FunctionType)}

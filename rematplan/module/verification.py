@@ -25,17 +25,18 @@ def run_once(module: Callable[..., torch.Tensor], batch: Sequence[torch.Tensor])
 
 @dataclass(frozen=True, slots=True)
 class Difference:
-    """A result of a training step in which plain autograd and the planned step differ by at least one bit.
-
-    ``name``: the result, such as ``gradient NAME``. ``absolute``: the largest absolute difference of an element.
-    ``relative``: the L2 norm of the difference, divided by the L2 norm of the result in plain autograd. A gradient
-    that should be 0 consists of rounding errors, so for gradients the divisor is at least `FLOOR` × the norm of all
-    gradients. ``absolute`` and ``relative`` are infinite if only one of the steps has the result.
-    """
+    """A result of a training step in which plain autograd and the planned step differ by at least one bit."""
 
     name: str
+    """The result, such as ``gradient NAME``."""
     absolute: float
+    """The largest absolute difference of an element; infinite if only one of the steps has the result."""
     relative: float
+    """The L2 norm of the difference divided by that of the result in plain autograd; infinite like ``absolute``.
+
+    For gradients the divisor is at least `FLOOR` × the norm of all: one that should be 0 consists of rounding
+    errors.
+    """
 
 
 FLOOR = 1e-2
@@ -44,15 +45,14 @@ FLOOR = 1e-2
 
 @dataclass(frozen=True, slots=True)
 class Verification:
-    """The result of comparing a planned step bit by bit with plain autograd, from the same state and seed.
-
-    ``compared``: the number of results of plain autograd. ``differences``: the results that differ. ``predicted``: the
-    predicted relative error of the tensors that the plan's inverses recompute; 0 if the step must be bit-equal.
-    """
+    """The result of comparing a planned step bit by bit with plain autograd, from the same state and seed."""
 
     compared: int
+    """The number of results of plain autograd."""
     differences: tuple[Difference, ...]
+    """The results that differ."""
     predicted: float = 0.0
+    """The predicted relative error of recomputed tensors; 0 if the step must be bit-equal."""
 
     @property
     def bit_equal(self) -> bool:
@@ -66,8 +66,7 @@ class Verification:
 
     @property
     def passed(self) -> bool:
-        """Whether the step is as planned: bit-equal; or the random state is bit-equal, and no relative difference
-        exceeds ``gradient_error(predicted)``, which is 0 if no inverses run."""
+        """Whether the step is bit-equal, or draws alike and errs by at most ``gradient_error(predicted)``."""
         drawn = any(d.name.startswith("random state") for d in self.differences)
         return self.bit_equal or (not drawn and self.error <= gradient_error(self.predicted))
 
@@ -98,11 +97,8 @@ def verify(
     seed: int = 0,
     predicted: float = 0.0,
 ) -> Verification:
-    """Run a training step by plain autograd and as planned, each from the same buffers and seed. Compare the loss, all
-    gradients, all buffers and the random state afterwards.
-
-    Buffers, gradients and the random state are restored at the end.
-    """
+    """Compare a planned training step with plain autograd, from the same buffers and seed. All state is restored
+    afterwards."""
     expected = _results(module, module, batch, seed)
     found = _results(module, planned, batch, seed)
     return Verification(len(expected), tuple(tensor_differences(expected, found)), predicted)
@@ -157,15 +153,14 @@ def _results(
 
 
 def _random_states() -> dict[str, torch.Tensor]:
-    """Return the states of PyTorch's random number generators: of the CPU under the key ``""``, and of CUDA device
-    number N under the key ``" of cuda:N"``."""
+    """Return the states of PyTorch's generators: ``""`` for the CPU, ``" of cuda:N"`` for CUDA device N."""
     on_cuda = torch.cuda.get_rng_state_all() if torch.cuda.is_available() else []
     return {"": torch.get_rng_state(), **{f" of cuda:{at}": state for at, state in enumerate(on_cuda)}}
 
 
 @contextmanager
 def untouched(module: nn.Module) -> Iterator[None]:
-    """Return a context manager that sets ``.grad`` of all parameters to None at its start, and restores ``.grad``, the
-    buffers, and the states of PyTorch's, Python's and NumPy's random number generators at its end."""
+    """A context that begins without gradients, and restores gradients, buffers and the states of all random number
+    generators."""
     with same_buffers(module), same_gradients(module), same_draws():
         yield
