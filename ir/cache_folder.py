@@ -1,7 +1,4 @@
-"""The user's cache folder, in which rematplan stores plans and measured costs for later processes.
-
-A cache file that cannot be read or written is not an error: its content is computed again.
-"""
+"""The user's cache folder for plans and measured costs. A cache file that cannot be read or written is no error."""
 
 from __future__ import annotations
 
@@ -27,10 +24,7 @@ def cache_folder() -> Path:
 
 
 def read_cached(file: Path) -> object:
-    """Return the JSON data of a file in the cache folder, or None if there is no such file or it is damaged.
-
-    A damaged file is logged once per process.
-    """
+    """Return the JSON data of a cache file; None if it does not exist or is damaged, which is logged."""
     if not os.path.exists(file):  # Path.exists raises an error where the folder may not be searched
         return None
     try:
@@ -41,9 +35,8 @@ def read_cached(file: Path) -> object:
 
 
 def write_cached(file: Path, content: str) -> bool:
-    """Write a file in the cache folder completely or not at all. Return True if it was written.
-
-    A failure raises nothing: it is logged, and False is returned. Missing folders are created.
+    """Write a cache file completely or not at all, with missing folders. Return whether it was written; a
+    failure is logged.
     """
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
@@ -56,10 +49,7 @@ def write_cached(file: Path, content: str) -> bool:
 
 
 def report_damage(file: Path, reason: str) -> None:
-    """Log that a file in the cache folder is damaged, so that its content is ignored.
-
-    The same message is logged only once per process. ``reason``: what is wrong with the file.
-    """
+    """Log, once per process and text, that a cache file is damaged and counts as empty."""
     log_once(f"{file} is damaged and counts as empty: {reason}")
 
 

@@ -101,10 +101,8 @@ def read_json(path: str | Path) -> object:
 
 
 def write_whole(path: str | Path, content: str | bytes) -> None:
-    """Write a file completely or not at all, by way of a temporary file in the same folder.
-
-    A symbolic link is followed. A path that exists and is not a regular file, such as ``/dev/stdout``, is written
-    directly.
+    """Write a file completely or not at all. Links are followed; an existing special file such as
+    ``/dev/stdout`` is written directly.
     """
     data = content.encode() if isinstance(content, str) else content
     path = Path(path)

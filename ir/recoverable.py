@@ -1,19 +1,9 @@
-"""Find the forward tensors that can be freed in the forward half and recovered by inverses in the backward half.
+"""Find the forward tensors that can be freed in the forward half and recovered by inverses in the backward
+half.
 
-An inverse is an additional op that computes a tensor from tensors that were computed from it. Let S be a forward
-tensor, and let L be the tensors that are live after the last forward op that reads S. S is *recoverable* if an inverse
-computes S from tensors of L, inputs of the step, and tensors of negligible size. If the inverse reads any other tensor,
-that tensor must be the result of another inverse, or of an op that does not read S and that S does not depend on.
-
-Example: an additive coupling computes y₂ = x₂ + G(y₁). Afterwards y₁ and y₂ are live, so x₂ = y₂ − G(y₁) is
-recoverable. The input of an ordinary residual block y = x + F(x) is not recoverable: only y is live, and F(x) needs
-x.
-
-A tensor is recovered only if the backward half needs it, directly or to recover another tensor, and only if
-the recovery frees more bytes than it keeps live.
-
-A plan has no use for an inverse that is in none of the recoveries found here. The simulator decides whether a schedule
-may run an inverse at a position: all tensors that the inverse reads must be resident at that moment.
+S is *recoverable* if inverses and ops that do not depend on S compute it from what is live after its last
+forward read. Example: y₂ = x₂ + G(y₁) leaves y₁ and y₂ live, so x₂ = y₂ − G(y₁). Of y = x + F(x) only y is
+live, and F(x) needs x.
 """
 
 from __future__ import annotations
@@ -32,25 +22,19 @@ MOST_TENSORS_SEARCHED = 4000
 
 @dataclass(frozen=True)
 class Recovery:
-    """How one forward tensor is recovered after it has been freed.
-
-    An inverse is an op that computes a tensor from tensors that were computed from it. ``tensor``: the tensor's name.
-    ``inverse``: the inverse that writes the tensor. ``steps``: the ops and inverses to run, in a valid order, ending
-    with ``inverse``. They start from tensors that are still live after the last forward op that reads the tensor.
-    """
+    """How one forward tensor is recovered after it has been freed."""
 
     tensor: str
     inverse: Op
+    """The inverse that writes the tensor."""
     steps: tuple[Op, ...]
+    """The ops and inverses to run, in a valid order from live tensors, ``inverse`` last."""
     others: tuple[Op, ...] = ()
     """Further inverses that can write the tensor, as alternatives to ``inverse``."""
 
     @cached_property
     def needed(self) -> tuple[str, ...]:
-        """The names of the tensors that must be resident before the recovery starts.
-
-        These are the tensors that its steps read and that none of its steps writes.
-        """
+        """The names of the tensors that the steps read and that none of them writes."""
         made = {t for step in self.steps for t in step.writes}
         return tuple(t for t in dict.fromkeys(t for s in self.steps for t in s.reads) if t not in made)
 
@@ -61,11 +45,8 @@ class Recovery:
 
 
 def recoveries(graph: TrainingGraph) -> dict[str, Recovery]:
-    """Find the forward tensors that are worth recovering by inverses. Return how to recover each, by tensor name.
-
-    A tensor can be recovered if inverses compute it from tensors that are still live after the last forward op that
-    reads it. Recovering it is worth it if the recovery serves the backward half and frees more bytes than it keeps
-    live. It serves the backward half if it computes a tensor that backward ops or another recovery read.
+    """Return, by tensor name, how to recover the tensors that serve the backward half and free more bytes
+    than they keep live.
     """
     tables = _StepTables(graph)
     targets = dict.fromkeys(t for inverse in graph.inverses for t in inverse.writes)
@@ -88,11 +69,7 @@ def recoveries(graph: TrainingGraph) -> dict[str, Recovery]:
 
 
 def _serving(found: dict[str, Recovery], wanted: Iterable[str]) -> set[str]:
-    """Return the names of the recoverable tensors among ``wanted``, and of all that must be recovered for them.
-
-    A recovery may read other recoverable tensors, which are then included, and so on. ``found``: the recovery of each
-    recoverable tensor, by name. ``wanted``: names of tensors.
-    """
+    """Return the recoverable tensors among ``wanted``, and those that must be recovered for them."""
     pending, serving = list(wanted), set()
     while pending:
         tensor = pending.pop()
@@ -112,12 +89,8 @@ def last_forward_read(graph: TrainingGraph) -> dict[str, int]:
 
 
 def _gainful(tables: _StepTables, found: dict[str, Recovery], wanted: set[str]) -> dict[str, Recovery]:
-    """Return those of the recoveries ``found`` that free more bytes than they keep live, by tensor name.
-
-    If a recovery reads another recovered tensor, both recoveries are in one group, and a group is accepted or rejected
-    as a whole. A group frees the tensors of ``wanted`` that its steps write. It keeps live the tensors that its steps
-    need and that would otherwise be freed. For example, keeping a norm's output to recover the norm's input gains
-    nothing, because both have the same size.
+    """Return the recoveries that free more bytes than they keep live. Those that need each other count as one
+    group.
     """
     size, inputs = tables.graph.size, tables.inputs
     group = {t: t for t in found}
@@ -141,6 +114,7 @@ def _gainful(tables: _StepTables, found: dict[str, Recovery], wanted: set[str]) 
         resident.setdefault(root(t), set()).update(
             h for h in kept if h not in wanted and h not in tables.outputs
         )
+    # For example, to keep a norm's output for its equally large input gains nothing.
     good = {g for g in spared if sum(size[t] for t in spared[g]) > sum(size[t] for t in resident[g])}
     return {t: r for t, r in found.items() if root(t) in good}
 
@@ -173,8 +147,9 @@ class _StepTables:
         return found
 
     def given(self, op: int) -> bool:
-        """Return whether an op's results are kept for ops that run again: it reads nothing and may run only once, as
-        what saves the state of a random generator does."""
+        """Return whether an op reads nothing and may run once, as what saves a random generator's state; its
+        results are kept.
+        """
         return not self.graph.ops[op].reads and self.graph.ops[op].name in self.once
 
     @cached_property
@@ -189,10 +164,8 @@ class _StepTables:
 
 
 class _RecoverySearch:
-    """Search for ops and inverses that recover one forward tensor (``target``) after the forward half has freed it.
-
-    First the search collects candidates: it starts at the inverses that write the tensor and goes backwards to what
-    writes their reads. Then it goes forwards from the live tensors, and finds which of the candidates can run.
+    """Searches for ops and inverses that recover the tensor ``target``: candidates backwards, then what can
+    run forwards.
     """
 
     def __init__(self, tables: _StepTables, target: str) -> None:
@@ -215,23 +188,17 @@ class _RecoverySearch:
         return made <= self.moment and (last > self.moment or tensor in tables.outputs)
 
     def _recipes(self, tensor: str) -> Iterable[Op]:
-        """Yield the ops and inverses that may compute ``tensor`` again after it has been freed.
-
-        These are all inverses that write it. They also include the op that writes it, if that op comes no later than
-        the last forward read of the tensor to be recovered (the target), the target does not depend on it, and it may
-        run more than once.
-        """
+        """Yield the ops and inverses that may compute ``tensor`` again after it was freed."""
         producer = self.tables.graph.producer[tensor]
         op = self.tables.graph.ops[producer]
+        # The op must have run by the target's last forward read, and be independent of the target.
         if producer <= self.moment and not self.before >> producer & 1 and op.name not in self.tables.once:
             yield op
         yield from self.tables.makers.get(tensor, ())
 
     def _wanted(self) -> dict[str, Op]:
-        """Return the ops and inverses that may take part in recovering the target, by name.
-
-        These are the target's inverses, the ops and inverses that may write the tensors they read, and so on back to
-        live tensors. The search stops after `MOST_TENSORS_SEARCHED` tensors.
+        """Return, by name, the ops and inverses that may take part in recovering the target, up to
+        `MOST_TENSORS_SEARCHED` tensors.
         """
         recipes = {r.name: r for r in self.tables.makers[self.target]}
         pending = [t for r in recipes.values() for t in r.reads]
@@ -274,10 +241,7 @@ class _RecoverySearch:
         return Recovery(self.target, ends[0], self._steps(ends[0], maker), tuple(ends[1:]))
 
     def _steps(self, end: Op, maker: dict[str, Op]) -> tuple[Op, ...]:
-        """Return the ops to run so that the inverse ``end`` can run, then ``end``: each once, in a valid order.
-
-        ``maker``: for each tensor that can be computed from live tensors, the op or inverse that writes it.
-        """
+        """Return the ops to run in a valid order, then ``end``. ``maker``: by tensor, what writes it."""
         order: dict[str, Op] = {}
         stack = [(end, False)]
         while stack:

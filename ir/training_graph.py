@@ -33,24 +33,23 @@ class Tensor:
 
 @dataclass(frozen=True, slots=True)
 class Op:
-    """An op or an inverse (an op that recovers a tensor from tensors that were computed from it).
-
-    ``name``: unique among ops and inverses. ``reads``, ``writes``: names of tensors. ``cost``: microseconds if
-    profiled or modelled, any unit otherwise. ``workspace``: bytes that are resident only while the op runs.
-    ``phase``: ``"forward"`` or ``"backward"``; None for an inverse, and for ops of a step without two halves.
-
-    ``gain``, ``noise``: a model of relative errors, which arise because inverses are not exact. Let e be the largest
-    relative error of the tensors that the op reads. An inverse writes tensors with the error gain · e + noise. An op
-    that runs again writes tensors with the error max(gain · e, √(gain · e · noise)).
-    """
+    """An op, or an inverse: an op that recovers a tensor from tensors that were computed from it."""
 
     name: str
+    """Unique among ops and inverses."""
     reads: tuple[str, ...]
+    """Names of tensors, as ``writes``."""
     writes: tuple[str, ...]
     cost: float
+    """Microseconds if profiled or modelled, else any unit."""
     workspace: int = 0
+    """Bytes that are resident only while it runs."""
     phase: Phase | None = None
+    """None for an inverse, and for ops of a step without two halves."""
     gain: float = 1.0
+    """If it reads a relative error e, an inverse writes gain · e + noise, and a repeated op max(gain · e,
+    √(gain · e · noise)).
+    """
     noise: float = 0.0
 
 

@@ -14,13 +14,11 @@ NAME = "batch"  # the dimension's name, if the file has none
 def with_batch(
     inputs: Sequence[Declared], dims: Mapping[str, int]
 ) -> tuple[tuple[Declared, ...], dict[str, int], Batch | None]:
-    """Find the batch dimension of an ONNX file's inputs, and make it symbolic if the user gives it another size.
-
-    The batch dimension is the first dimension of the first input that is not a scalar. If it is symbolic, all
-    dimensions with the same symbol are batch dimensions, too. If all inputs have fixed shapes and ``dims`` has a size
-    for ``"batch"``, the batch dimensions are the first dimensions of that input and of all inputs whose first dimension
-    has the same size. They become symbolic, with the name ``batch``.
+    """Return inputs and sizes with the batch dimension symbolic if the user states its size, and a `Batch`,
+    or None without another size.
     """
+    # The first dimension of the first input that is no scalar, and dimensions with the same symbol. If all
+    # shapes are fixed: first dimensions of the same size, named ``batch``.
     first = next((d for d in inputs if d.shape), None)
     if first is None or not first.shape:
         return tuple(inputs), dict(dims), None

@@ -68,9 +68,8 @@ def _bound_shape(declared: Declared, dims: Mapping[str, int]) -> tuple[int, ...]
 
 
 def known_shape(declared: Declared, bound: Mapping[str, int]) -> tuple[int, ...] | None:
-    """Return the shape of a graph output with its symbols replaced by sizes; None if a size is unknown.
-
-    ``bound``: the size of each symbol that occurs in the inputs, by name.
+    """Return the shape of a graph output with its symbols replaced by the sizes ``bound``; None if a size is
+    unknown.
     """
     if declared.shape is None:
         return None

@@ -1,7 +1,6 @@
-"""Constant folding: when an ONNX file is loaded, compute nodes whose inputs are all known, if the results are small.
+"""Constant folding: compute nodes of known inputs when an ONNX file is loaded, if the results are small.
 
-A node that is not folded (an op without a size rule, a large result) remains in the graph and is computed in each step.
-So folding need not be complete, but it must be right and cheap.
+Nodes that are not folded run in each step, so folding need not be complete.
 """
 
 from __future__ import annotations
@@ -35,10 +34,7 @@ def _broadcast(arrays: Arrays) -> int:
 
 
 def _shape_operand(at: int) -> SizeRule:
-    """Return the size rule of an op whose operand number ``at`` (from 0) contains the shape of the result.
-
-    A size rule computes an upper bound of the number of elements of an op's result from the op's operands.
-    """
+    """Return the rule for the elements of a result whose shape is the operand number ``at``, counted from 0."""
 
     def size(arrays: Arrays) -> int:
         shape = arrays[at]
@@ -104,13 +100,8 @@ def constant_value(node: Node) -> np.ndarray | None:
 
 
 def fold(node: Node, known: Mapping[str, np.ndarray]) -> tuple[np.ndarray, ...] | None:
-    """Compute the outputs of an ONNX node from constants. Return their values, or None if the node cannot be folded.
-
-    A node is not folded if an input is not in ``known``, if a result may have more than ``MAX_ELEMENTS`` elements, if
-    the op is not one of ONNX's own or is not in ``SIZE_RULES``, or if its evaluation fails.
-
-    ``known``: constant values by name, each of at most ``MAX_ELEMENTS`` elements.
-    """
+    """Compute a node's outputs from constants; None if it cannot be folded."""
+    # An input is unknown, or the op has no size rule.
     if node.domain or node.op not in SIZE_RULES or any(n and n not in known for n in node.inputs):
         return None
     arrays = [known[n] if n else None for n in node.inputs]

@@ -1,9 +1,6 @@
-"""Replace the control flow of an ONNX graph that does not depend on data.
+"""Replace an If of known condition by its branch, and unroll Loops and Scans of known length.
 
-An If with a known condition becomes its branch, and a Loop or Scan of known length is unrolled. Conditions and lengths
-must be known when the file is loaded. They are computed from constants, known shapes, and arithmetic on constants and
-shapes. The body of a Loop or Scan is repeated with the same weights in each iteration, and the outputs of all
-iterations are stacked. If a condition or length depends on data, an error names the node.
+Conditions and lengths come from constants and known shapes. If one depends on data, an error names the node.
 """
 
 from __future__ import annotations
@@ -66,27 +63,24 @@ def without_subgraphs(
 
 @dataclass
 class _Unrolling:
-    """The graph that is built while control flow is replaced.
-
-    ``draft``: the original content. ``nodes``: the new graph's nodes so far. ``initialisers``, ``shapes``, ``known``:
-    the stored tensors, known shapes and constant values of the new graph, by value name. ``count``: how many nodes with
-    subgraphs were replaced. ``fresh``: how many times a subgraph was inserted; it makes new names unique.
-    """
+    """The graph that is built while control flow is replaced."""
 
     draft: Draft
+    """The original content."""
     initialisers: dict[str, Array]
+    """Stored tensors of the new graph, by name, as ``shapes`` and ``known`` are."""
     shapes: dict[str, tuple[int, ...]]
     nodes: list[Node] = field(default_factory=list)
     known: dict[str, np.ndarray] = field(default_factory=dict)
+    """Small constant values."""
     count: int = 0
+    """How many nodes with subgraphs were replaced."""
     fresh: int = 0
+    """How many subgraphs were inserted; it makes new names unique."""
 
     def learn(self, array: Array) -> None:
-        """Record the value of a stored tensor in ``known``, if the tensor is small.
-
-        Tensors of integers or truth values may have ``MAX_ELEMENTS`` elements. Floating-point tensors may have a single
-        one: loop conditions compare counters with such numbers.
-        """
+        """Record the value of a small stored tensor in ``known``."""
+        # Single floating-point numbers too, because loop conditions compare counters with them.
         if math.prod(array.shape) <= (1 if array.dtype in roles.FLOATS else MAX_ELEMENTS):
             self.known[array.name] = array.load()
 
@@ -142,13 +136,10 @@ class _Unrolling:
     def inline(
         self, node: Node, body: Body, arguments: Mapping[str, str], names: Mapping[str, str]
     ) -> list[str]:
-        """Append the nodes of a subgraph once, and return the new graph's names of its outputs.
-
-        Each call gives new names to the values that the nodes write. The subgraph's initialisers get the same names in
-        all calls, so that all iterations of a loop read the same weights.
-        """
+        """Append a subgraph's nodes once, with new names for what they write, and return the names of its outputs."""
         self.fresh += 1
         inner = {**names, **arguments}
+        # The same names in all calls: all iterations read the same weights.
         for name, array in body.initialisers.items():
             inner[name] = f"{node.name}/{name}"
             if inner[name] not in self.initialisers:
@@ -178,10 +169,7 @@ class _Unrolling:
         return self.known[name]
 
     def scalar(self, node: Node, name: str, what: str) -> int:
-        """Return the value named ``name`` as an integer; a truth value gives 0 or 1.
-
-        ``node``, ``what``: the node that needs the value, and the value's purpose, for messages.
-        """
+        """Return the value ``name`` as an integer. ``what``: its purpose, for messages."""
         value = self.value(node, name, what)
         if value.size != 1 or value.dtype.kind not in "biu":
             raise ModelError(
@@ -190,10 +178,7 @@ class _Unrolling:
         return int(value.ravel()[0])
 
     def stacked(self, node: Node, parts: Sequence[str], axis: int, output: str) -> None:
-        """Append nodes that stack the values named ``parts``, one per iteration, along the new axis ``axis``.
-
-        ``node``: the loop, for names. ``output``: the name of the stacked value.
-        """
+        """Append nodes that stack the values ``parts``, one per iteration, along a new axis."""
         axes = self.constant(f"{output}.axes", np.asarray([axis], np.int64))
         rows = [self.emit(node, "Unsqueeze", (p, axes), f"{output}.{k}") for k, p in enumerate(parts)]
         self.emit(node, "Concat", rows, output, axis=axis)

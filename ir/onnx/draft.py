@@ -15,26 +15,22 @@ Dim = int | str | None
 
 @dataclass(frozen=True, slots=True)
 class Declared:
-    """A graph input or output as the ONNX file declares it.
-
-    ``dtype``: numpy's name of the element type, "" for an output without type. ``shape``: None if the number of
-    dimensions is unknown; else each dimension is a number, a symbol's name, or None if unknown.
-    """
+    """A graph input or output as the ONNX file declares it."""
 
     name: str
     dtype: str
+    """numpy's name of the element type; "" for an output without type."""
     shape: tuple[Dim, ...] | None
+    """Numbers, symbols, or None for unknown dimensions; None if their number is unknown."""
 
 
 @dataclass(frozen=True, slots=True)
 class Array:
-    """A tensor stored in an ONNX file, whose data are read only when ``load`` is called.
-
-    ``dtype``: numpy's name of the element type. ``shape``: its sizes. ``load``: returns the data.
-    """
+    """A tensor stored in an ONNX file, whose data are read when ``load`` is called."""
 
     name: str
     dtype: str
+    """numpy's name of the element type."""
     shape: tuple[int, ...]
     load: Callable[[], np.ndarray] = field(compare=False, repr=False)
 
@@ -46,80 +42,74 @@ class Array:
 
 @dataclass(frozen=True, slots=True)
 class Origin:
-    """What torch's exporter recorded about an initialiser (a tensor that is stored in the ONNX file), or about a tensor
-    of the exported module that it folded into initialisers.
-
-    ``kind``: torch.export's kind of input, such as ``PARAMETER``; empty if not recorded. ``folded_from``: the names
-    of the tensors from which the exporter computed it.
-    """
+    """What torch's exporter recorded about an initialiser, or about a module's tensor that it folded into one."""
 
     kind: str = ""
+    """torch.export's kind of input, such as ``PARAMETER``; empty if not recorded."""
     folded_from: tuple[str, ...] = ()
+    """The names of the tensors from which the exporter computed it."""
 
 
 @dataclass(frozen=True, slots=True)
 class Scope:
-    """What torch's exporter recorded about an ONNX node.
-
-    ``module``: the path of the ``nn.Module`` that ran the operator (``layer.0``). ``operator``: the torch operator
-    from which the node was made (``aten.linear.default``).
-    """
+    """What torch's exporter recorded about an ONNX node."""
 
     module: str = ""
+    """The path of the ``nn.Module`` (``layer.0``)."""
     operator: str = ""
+    """The torch operator (``aten.linear.default``)."""
 
 
 @dataclass(frozen=True)
 class Body:
-    """A subgraph of a node: a branch of an If, or the body of a Loop or Scan.
-
-    Its nodes can also read values of the surrounding graph. ``inputs``, ``outputs``: names of values.
-    ``initialisers``: the subgraph's constant tensors by name. ``nodes``: in the file's order.
-    """
+    """A branch of an If, or the body of a Loop or Scan. Its nodes can also read values of the surrounding graph."""
 
     inputs: tuple[str, ...]
+    """Names of values, as ``outputs``."""
     outputs: tuple[str, ...]
     initialisers: Mapping[str, Array]
+    """Constant tensors by name."""
     nodes: tuple[Node, ...]
+    """In the file's order."""
 
 
 @dataclass(frozen=True)
 class Draft:
-    """The content of an ONNX file's main graph as plain data, with local functions inlined.
-
-    ``inputs``, ``outputs``: as the file declares them. ``initialisers``: stored tensors by name. ``nodes``: first in
-    the file's order; the loader sorts them. ``producer``: the exporter's name. ``origins``: what the exporter recorded
-    about initialisers and the module's tensors, by name. ``scopes``: what it recorded about each node, by node name.
-    ``bodies``: subgraphs, by node name and then by attribute; node names are unique across all graphs. ``stated``:
-    shapes of values that nodes write, stated in the file or inferred; filled only if the file has subgraphs.
-    """
+    """The content of an ONNX file's main graph as plain data, with local functions inlined."""
 
     name: str
     inputs: tuple[Declared, ...]
     outputs: tuple[Declared, ...]
     initialisers: Mapping[str, Array]
+    """Stored tensors by name."""
     nodes: tuple[Node, ...]
+    """In the file's order until the loader sorts them."""
     producer: str = ""
+    """The exporter's name."""
     origins: Mapping[str, Origin] = field(default_factory=dict)
+    """By name of an initialiser or of a module's tensor."""
     scopes: Mapping[str, Scope] = field(default_factory=dict)
+    """By node name."""
     bodies: Mapping[str, Mapping[str, Body]] = field(default_factory=dict)
+    """Subgraphs by node name, which is unique across all graphs, and by attribute."""
     stated: Mapping[str, tuple[Dim, ...]] = field(default_factory=dict)
+    """Shapes of values that nodes write; empty without subgraphs."""
 
 
 @dataclass
 class Edit:
-    """The content of an ONNX file's main graph while the loader changes it in place.
-
-    ``initialisers``: stored tensors by name. ``origins``: what the exporter recorded about initialisers and the
-    module's tensors, by name. ``nodes``: in topological order. ``scopes``: what it recorded about each node, by the
-    node's name. ``used``: all names of values in use.
-    """
+    """The content of an ONNX file's main graph while the loader changes it in place."""
 
     initialisers: dict[str, Array]
+    """Stored tensors by name."""
     origins: dict[str, Origin]
+    """By name of an initialiser or of a module's tensor."""
     nodes: list[Node]
+    """In topological order."""
     scopes: dict[str, Scope]
+    """By node name."""
     used: set[str] = field(init=False)
+    """All names of values in use."""
 
     def __post_init__(self) -> None:
         self.used = {*self.initialisers, *(o for n in self.nodes for o in n.outputs)}

@@ -1,9 +1,8 @@
-"""Train through simulated quantisation: join each QuantizeLinear with the DequantizeLinear that reads it.
+"""Join each QuantizeLinear and the DequantizeLinear that reads it to a ``FakeQuantize``, through which
+gradients pass.
 
-A file of quantisation-aware training (QAT) rounds weights and activations by such pairs. Rounding has no gradient, so
-nothing before a pair would be trained. The joined op ``FakeQuantize`` passes the gradient straight through, as the
-frameworks that write such files do in training (straight-through estimator, Bengio et al., arXiv:1308.3432): its
-derivative is 1 where the value is within the range of the integers, and 0 outside.
+Its derivative is 1 within the range of the integers and 0 outside (straight-through estimator, Bengio et al.,
+arXiv:1308.3432).
 """
 
 from __future__ import annotations
@@ -24,8 +23,8 @@ _GRID = ("axis", "block_size")
 
 
 def with_fake_quantisation(nodes: Sequence[Node], source: Source) -> tuple[tuple[Node, ...], tuple[str, ...]]:
-    """Replace each DequantizeLinear that reads what a QuantizeLinear of the same scale and zero point writes by a
-    FakeQuantize of the real numbers. Torch's exporter may write a Clip of the integers between the two.
+    """Replace each DequantizeLinear of a QuantizeLinear with equal scale and zero point by a FakeQuantize;
+    return nodes and notes.
     """
     writers = {o: node for node in nodes if not node.domain for o in node.outputs if o}
     new = tuple(_joined(node, writers, source) or node for node in nodes)
@@ -41,6 +40,7 @@ def _joined(node: Node, writers: dict[str, Node], source: Source) -> Node | None
     """Return the FakeQuantize that replaces a node; None if the node is not the second of a pair."""
     writer = writers.get(node.inputs[0]) if node.op == "DequantizeLinear" and not node.domain else None
     ends: tuple[int, int] | None = INT32
+    # Torch's exporter may write a Clip of the integers between the two.
     if writer is not None and writer.op == "Clip":
         ends, writer = _ends(writer, source), writers.get(writer.inputs[0])
     if writer is None or ends is None or writer.op != "QuantizeLinear":

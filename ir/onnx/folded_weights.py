@@ -1,14 +1,7 @@
 """Restore weights from which an exporter computed a larger constant tensor that repeats their elements.
 
-Examples: a class token repeated over the batch, an embedding looked up at constant positions, a table of relative
-positions with a mask added. Constant folding by the exporter leaves one large tensor in which each element of the
-weight occurs many times. If this tensor were trained, the copies of an element would diverge.
-
-So the large tensor is replaced by the weight and by nodes that repeat it, whose result is bit-equal to the tensor in
-the file. If a parameter from which the exporter computed the tensor equals it when broadcast, that parameter is the
-weight. Otherwise equal values are treated as copies of one element. If all values of a tensor are equal (a table that
-starts at zero), these copies cannot be recognised. Then a repetition along the first axis is undone, if the tensor's
-name says that an expand made it.
+If the large tensor were trained, the copies of an element would diverge. So nodes compute it, bit-equal, from
+the weight: a parameter that equals it when broadcast, or its distinct values.
 """
 
 from __future__ import annotations
@@ -31,18 +24,15 @@ EXPANDED = re.compile(r"expand(_\d+)?$")  # dynamo's name for the result of an e
 
 @dataclass(frozen=True)
 class Repetition:
-    """How a tensor of the shape ``shape``, in which elements repeat, is computed from a smaller weight.
-
-    If ``rows`` is None, the weight is broadcast to ``shape``. Otherwise the weight is a matrix, and each vector of the
-    tensor along the axis ``axis`` is a row of the matrix. ``rows`` then contains the row numbers, in the shape
-    ``shape`` without this axis. ``mask``: a constant that is added afterwards, or None.
-    """
+    """How a tensor of the shape ``shape`` is computed from a smaller weight."""
 
     weight: np.ndarray
     shape: tuple[int, ...]
     rows: np.ndarray | None = None
+    """The row of the matrix ``weight`` for each vector along ``axis``; None: the weight is broadcast."""
     axis: int = 0
     mask: np.ndarray | None = None
+    """A constant that is added afterwards, or None."""
 
 
 def restore_repeated_weights(edit: Edit, evidence: Evidence) -> int:
@@ -74,23 +64,17 @@ def restore_repeated_weights(edit: Edit, evidence: Evidence) -> int:
 
 
 def _may_repeat(array: Array, evidence: Evidence) -> bool:
-    """Return whether an initialiser may repeat the elements of a smaller weight, judged without its values.
-
-    It must have two or more dimensions, 2 to ``MAX_ELEMENTS`` elements, and be made by the exporter from weights. It is
-    excluded if a layer reads it in an input for weights: then it is the layer's weight, perhaps transposed.
-    """
+    """Return whether an initialiser may repeat a smaller weight, judged without its values."""
     if len(array.shape) < 2 or not 1 < math.prod(array.shape) <= MAX_ELEMENTS:
         return False
     made = evidence.origins.get(array.name, Origin()).folded_from or GENERATED.match(array.name)
+    # Not if a layer reads it in an input for weights: then it is that layer's weight.
     return bool(made) and not roles.in_weight_input(array.name, evidence.used) and evidence.is_weight(array)
 
 
 def _broadcast_source(edit: Edit, array: Array) -> str:
-    """Return the name of the weight that equals the tensor ``array`` if broadcast to its shape; '' if there is none.
-
-    Only parameters from which the exporter computed the tensor are tried. For example, an exporter folds a linear layer
-    of an all-zero state to copies of the layer's bias.
-    """
+    """Return the name of a recorded parameter that equals ``array`` when broadcast; '' if there is none."""
+    # For example, a linear layer of an all-zero state is folded to copies of its bias.
     for name in edit.origins.get(array.name, Origin()).folded_from:
         weight = edit.float_weight(name)
         if weight is None or edit.origins.get(name, Origin()).kind != "PARAMETER":
@@ -125,20 +109,15 @@ def repetition_of(values: np.ndarray, expanded: bool = False) -> Repetition | No
 
 
 def _without_mask(values: np.ndarray, wide: np.ndarray) -> tuple[np.ndarray, np.ndarray | None]:
-    """Split a tensor into a sum of a first part and an attention mask. The mask is None if none is recognised.
-
-    Two kinds of mask are recognised. Values of magnitude 10⁴ (``LARGE``) or more are a mask, unless all values of the
-    tensor are that large. If the tensor is constant along the first axis except for values that are lower by more than
-    50 (``FORBIDDING``), the differences are a mask, and the first part has size 1 along this axis.
-
-    ``values``: the tensor. ``wide``: the tensor in float64.
-    """
+    """Split ``values`` into a first part and an attention mask; None in place of a mask that is not recognised."""
+    # Values of magnitude `LARGE` or more are a mask, unless all are that large.
     large = np.abs(wide) >= LARGE
     zero = np.zeros_like(values)
     if large.any():
         if large.all():
             return values, None
         return np.where(large, zero, values), np.where(large, values, zero)
+    # Constant along the first axis, except for values lower by more than 50.
     base = values.max(0, keepdims=True)
     below = np.rint(wide - base.astype(np.float64)).astype(values.dtype)
     told_apart = (below < FORBIDDING).any() and ((below == 0) | (below < FORBIDDING)).all()
@@ -167,15 +146,12 @@ def _rows(values: np.ndarray) -> tuple[np.ndarray, np.ndarray, int] | None:
 
 
 def _replacement(edit: Edit, array: Array, repetition: Repetition, version: int) -> list[Node]:
-    """Replace the initialiser ``array`` by a smaller weight, and return the nodes that compute the tensor from it.
-
-    The weight gets its original name if an expand of a single weight made the tensor. Otherwise it gets the tensor's
-    name with ``.weight`` appended.
-    """
+    """Replace the initialiser ``array`` by a smaller weight, and return the nodes that compute it."""
     del edit.initialisers[array.name]
     folded_from = edit.origins.get(array.name, Origin()).folded_from
     sources = [s for s in folded_from if "." in s and not BUFFER.match(s.rpartition(".")[2])]
     whole = EXPANDED.match(array.name) and len(sources) == 1
+    # The original name, if an expand of a single weight made the tensor.
     name = edit.fresh(sources[0] if whole else f"{array.name}.weight")
     _store(
         edit, name, repetition.weight.astype(array.dtype) if array.dtype != "bfloat16" else repetition.weight
@@ -202,10 +178,8 @@ def _store(edit: Edit, name: str, values: np.ndarray) -> str:
 
 
 class _Chain:
-    """A sequence of new ONNX nodes, each of which reads the result of the node before.
-
-    ``edit``: the file's content, to which the nodes' constants are added. ``name``: a prefix of new names. ``version``:
-    the nodes' opset. ``start``: the value that the first node reads.
+    """A sequence of new ONNX nodes, each of which reads the result of the node before. Their constants go
+    into ``edit``.
     """
 
     def __init__(self, edit: Edit, name: str, version: int, start: str) -> None:
@@ -213,10 +187,7 @@ class _Chain:
         self.nodes: list[Node] = []
 
     def add(self, op: str, operand: np.ndarray | None = None, **attributes: Attribute) -> None:
-        """Append a node of the op ``op`` that reads the result of the node before.
-
-        ``operand``: a constant that the node reads as second input, or None. ``attributes``: the node's attributes.
-        """
+        """Append a node that reads the last result and, if it is not None, the constant ``operand``."""
         out = self.edit.fresh(f"{self.name}.{op}")
         inputs: tuple[str, ...] = (self.last,)
         if operand is not None:

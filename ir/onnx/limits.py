@@ -32,9 +32,8 @@ def check_versions(proto: onnx.ModelProto) -> None:
 
 
 def check_tensors(proto: onnx.ModelProto) -> None:
-    """Check that the data of each tensor in an ONNX file match its shape, before memory is allocated for the shape.
-
-    Tensors in subgraphs and local functions are included. Of external tensors only offset and length are checked.
+    """Refuse an ONNX file if a tensor's data do not match its shape. Of external tensors, offset and length
+    are checked.
     """
     if proto.graph.sparse_initializer:
         raise ModelError("sparse initialisers are not supported")
@@ -97,10 +96,7 @@ def check_types(graph: onnx.GraphProto) -> None:
 
 
 def check_names(graph: onnx.GraphProto) -> None:
-    """Check that in a graph every value is written once, and that every value that is read is written.
-
-    Inputs and initialisers count as written, graph outputs as read. Subgraphs are not checked.
-    """
+    """Refuse a graph if a value is written twice or read but not written. Subgraphs are not checked."""
     _once((i.name for i in graph.input), "graph inputs")
     _once((t.name for t in graph.initializer), "initialisers")
     known = {i.name for i in graph.input} | {t.name for t in graph.initializer}

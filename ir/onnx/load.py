@@ -1,11 +1,4 @@
-"""Load an ONNX file as a :class:`rematplan.ir.onnx.graph.Graph`.
-
-The steps, in order, with the modules that do them: read the file (`protobuf`), replace symbolic dimensions by sizes
-(`batch_dimension`, `bound_dimensions`), sort the nodes, unroll control flow (`control_flow`), restore the weights that
-the exporter changed (`tied_weights`, `folded_weights`), set batch norm and dropout (`training_form`), remove Identity
-nodes and nodes that no output needs, fold constants (`constant_folding`), decide which tensors are trained
-(`weight_roles`, `weight_origins`), and collect notes for the user (`weight_notes`).
-"""
+"""Load an ONNX file as a :class:`rematplan.ir.onnx.graph.Graph`; `_graph` has the steps in order."""
 
 from __future__ import annotations
 
@@ -87,11 +80,11 @@ def _graph(draft: Draft, dims: Mapping[str, int], forms: Forms) -> Graph:
 
 
 def _sorted(draft: Draft) -> tuple[Node, ...]:
-    """Return the nodes of a file in topological order: of the nodes that can run next, the first in the file.
-
-    What the subgraphs of a node read counts as read by the node.
+    """Return the nodes in topological order: of those that can run next, the first in the file; ModelError
+    for a cycle.
     """
     writer = {name: i for i, node in enumerate(draft.nodes) for name in node.outputs if name}
+    # What a node's subgraphs read counts as read by the node.
     reads = [(*roles.reads(n), *captured(n.name, draft.bodies)) for n in draft.nodes]
     waits = [len({writer[n] for n in names if n in writer}) for names in reads]
     readers: dict[int, set[int]] = defaultdict(set)
@@ -115,11 +108,7 @@ def _sorted(draft: Draft) -> tuple[Node, ...]:
 
 
 def _without_aliases(nodes: Sequence[Node], draft: Draft) -> tuple[tuple[Node, ...], tuple[str, ...]]:
-    """Remove Identity nodes, so that weights that were tied by an Identity are one weight.
-
-    An Identity that writes a graph output remains, so that the output's name does not change, but other nodes read its
-    input instead of its output.
-    """
+    """Remove Identity nodes, so that weights they tied are one weight. Those that write graph outputs stay."""
     outputs = tuple(d.name for d in draft.outputs)
     alias: dict[str, str] = {}
     kept = []
@@ -145,10 +134,7 @@ def _live(nodes: Sequence[Node], outputs: Iterable[str]) -> tuple[Node, ...]:
 
 
 def _silenced(nodes: Sequence[Node], outputs: Iterable[str]) -> tuple[Node, ...]:
-    """Rename values that nodes write and that nothing reads to ``""``, which means absent in ONNX.
-
-    ``outputs``: the names of the graph outputs, which count as read.
-    """
+    """Rename values that neither a node nor ``outputs`` reads to ``""``, which means absent in ONNX."""
     read = {name for node in nodes for name in roles.reads(node)} | set(outputs)
     return tuple(replace(n, outputs=tuple(o if o in read else "" for o in n.outputs)) for n in nodes)
 
@@ -158,26 +144,22 @@ def _silenced(nodes: Sequence[Node], outputs: Iterable[str]) -> tuple[Node, ...]
 
 @dataclass
 class _Work:
-    """The tensors of a graph whose values are known when the file is loaded, while its constants are folded.
-
-    ``initialisers``: the tensors stored in the file. ``used``: the readers of each value. ``constants``: the results
-    of folded nodes so far. ``generated``: weights that the file does not store, because a node fills them with one
-    value. All four are keyed by tensor name.
-    """
+    """The tensors of a graph with known values, by name, while constants are folded."""
 
     initialisers: Mapping[str, Array]
+    """Stored in the file."""
     used: roles.Uses
+    """The readers of each value."""
     constants: dict[str, Array] = field(default_factory=dict)
+    """Results of folded nodes."""
     generated: dict[str, Array] = field(default_factory=dict)
+    """Weights that a node fills with one value."""
 
     def fold(self, nodes: Sequence[Node]) -> tuple[Node, ...]:
-        """Compute the nodes whose inputs are known constants, and return the remaining nodes.
-
-        The results are recorded in ``constants``. Nodes that read floating-point initialisers are not computed, because
-        these may be trained. Nodes that fill weights with one value are removed too, and recorded in ``generated``.
-
-        ``nodes``: in topological order.
+        """Compute the nodes of known constants into ``constants``, and return the others. ``nodes``: in
+        topological order.
         """
+        # Floating-point initialisers may be trained, so they are not known.
         known = {
             name: array.load()
             for name, array in self.initialisers.items()
@@ -198,10 +180,8 @@ class _Work:
         return tuple(left)
 
     def _take_generated(self, node: Node, known: Mapping[str, np.ndarray]) -> bool:
-        """Record the result of a ``ConstantOfShape`` node as a weight if it is used as one. Return whether it is.
-
-        Some exporters do not store a weight, but write a node that fills it with one value. ``known``: constants by
-        name.
+        """Record the result of a ``ConstantOfShape`` node in ``generated`` if it is used as a weight. Return
+        whether it is.
         """
         if node.op != "ConstantOfShape" or node.domain or node.inputs[0] not in known:
             return False
@@ -227,10 +207,7 @@ class _Work:
         return True
 
     def source(self, name: str) -> Array | None:
-        """Return the tensor named ``name``; None if its value is not known when the file is loaded.
-
-        It is stored in the file, the result of a folded node, or a weight that a node fills with one value.
-        """
+        """Return the stored, folded or generated tensor ``name``; None if its value is not known."""
         return self.initialisers.get(name) or self.constants.get(name) or self.generated.get(name)
 
 
@@ -258,11 +235,7 @@ def _in_memory(name: str, array: np.ndarray) -> Array:
 
 
 def _weights(work: _Work, draft: Draft, nodes: Sequence[Node], outputs: Sequence[str]) -> tuple[Weight, ...]:
-    """Return the weights of the graph: every known tensor that is still read, with its role.
-
-    First come the tensors stored in the file, then weights that nodes fill with one value, then results of folding. If
-    no tensor is a parameter by the rules of `weight_roles`, folded tensors that layers read as weights are parameters.
-    """
+    """Return each known tensor that is still read, with its role: stored ones, then generated, then folded."""
     used = roles.uses(nodes)
     trained = roles.differentiable_values(nodes, outputs)
     read = used.readers.keys() | set(outputs)
@@ -285,16 +258,14 @@ def _weights(work: _Work, draft: Draft, nodes: Sequence[Node], outputs: Sequence
         found.append(
             Weight(name, array.dtype, array.shape, role, array.load, generated=name in work.generated)
         )
+    # Some files store their weights in Constant nodes.
     if any(w.role == "parameter" for w in found):
         return tuple(found)
     return tuple(_promoted(w, used) for w in found)
 
 
 def _promoted(weight: Weight, used: roles.Uses) -> Weight:
-    """Return a constant with the role ``parameter`` if a layer reads it in an input for weights; else unchanged.
-
-    Some files store their weights in Constant nodes instead of initialisers. ``used``: the readers of each value.
-    """
+    """Return a constant as a ``parameter`` if a layer reads it in an input for weights; else unchanged."""
     layer = weight.role == "constant" and weight.dtype in roles.FLOATS and weight.shape
     return replace(weight, role="parameter") if layer and roles.in_weight_input(weight.name, used) else weight
 

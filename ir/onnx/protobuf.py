@@ -1,7 +1,5 @@
-"""Read an ONNX file into plain data (`Draft`), which contains no protobuf objects.
-
-A file that violates the format is refused here with an error of one line: a file that is not readable, not ONNX or
-truncated, tensors whose data do not match their shape, external data outside of the model's folder, missing opsets.
+"""Read an ONNX file into plain data (`Draft`) without protobuf objects. A file that violates the format is
+refused in one line.
 """
 
 from __future__ import annotations
@@ -93,14 +91,13 @@ def _innermost(error: BaseException) -> str:
 
 
 def _pin_function_opsets(model: Any) -> None:
-    """Write the opset versions of each local function of a model onto the function's nodes.
-
-    Each node then keeps its version when the function is inlined. The functions' lists of opsets are emptied, because
-    the inliner refuses functions whose opsets differ from the model's. ``model``: an onnx-ir model, changed in place.
+    """Write the opset versions of an onnx-ir model's local functions onto their nodes, and empty the
+    functions' lists.
     """
     for function in model.functions.values():
         for node in function.graph.all_nodes():
             node.version = function.opset_imports.get(node.domain, node.version)
+        # The inliner refuses functions whose opsets differ from the model's.
         function.opset_imports.clear()
 
 
@@ -140,10 +137,7 @@ SCOPES, OPERATORS = "pkg.torch.onnx.name_scopes", "pkg.torch.onnx.class_hierarch
 
 
 def _origins(proto: onnx.ModelProto) -> dict[str, Origin]:
-    """Return what the metadata of an ONNX file say about the exported module's tensors and about initialisers, by name.
-
-    The graph's metadata contain the kind of each tensor of the module, also of those that the exporter folded into
-    others. Further metadata are in the initialiser's entry or in its ``value_info`` entry. Initialisers without
+    """Return what the metadata say about the module's tensors and initialisers, by name; those without
     metadata are absent.
     """
     signature = next((p.value for p in proto.graph.metadata_props if p.key == SIGNATURE), "")
@@ -197,16 +191,16 @@ def _dtype(kind: Any, what: str) -> str:
 
 @dataclass
 class _Reading:
-    """A converter of the nodes of an onnx-ir graph to plain data, which also collects the nodes' subgraphs.
-
-    ``opsets``: the model's opset versions by domain. ``path``: the model's file, for external data. ``used``: node
-    names in use. ``bodies``: the subgraphs read so far, by node name and then by attribute.
-    """
+    """Converts the nodes of an onnx-ir graph to plain data, and collects their subgraphs in ``bodies``."""
 
     opsets: Mapping[str, int]
+    """The model's versions by domain."""
     path: Path
+    """The model's file, for external data."""
     used: set[str] = field(default_factory=set)
+    """Node names in use."""
     bodies: dict[str, dict[str, Body]] = field(default_factory=dict)
+    """By node name and attribute."""
 
     def nodes(self, graph: Any, depth: int = 0) -> tuple[Node, ...]:
         if depth > MAX_DEPTH:
@@ -245,9 +239,8 @@ class _Reading:
 
 
 def _check_signature(node: Any, name: str, domain: str, version: int) -> None:
-    """Check that a node has the inputs and the kinds of attributes that ONNX's schema of its op demands.
-
-    Ops that ONNX has no schema for are not checked here: they are refused later if they cannot be run.
+    """Refuse a node whose inputs or kinds of attributes differ from ONNX's schema. Ops without a schema are
+    not checked.
     """
     try:
         schema = onnx.defs.get_schema(node.op_type, version, domain)
@@ -319,16 +312,13 @@ def _array(name: str, tensor: Any, path: Path) -> Array:
 
 
 def _external(name: str, tensor: Any, path: Path) -> Any:
-    """Check a tensor whose data are in another file, and return it with the absolute path of that file.
-
-    The data must be in the folder of the model. If the model's file is a symbolic link (as in the cache of a download
-    tool), the folder of the link's target is allowed too.
-    """
+    """Check a tensor with external data in the model's folder, and return it with the absolute path."""
     what = f"initialiser {name!r}: external data {str(tensor.location)!r}"
     location = Path(str(tensor.location))
     if location.is_absolute() or ".." in location.parts or not location.parts:
         raise ModelError(f"{what} is outside of the model's folder")
     target = Path(os.path.realpath(path.parent / location))
+    # Also the target's folder, if the model's file is a symbolic link, as in download caches.
     folders = {Path(os.path.realpath(path.parent)), Path(os.path.realpath(path)).parent}
     if not any(target.is_relative_to(folder) for folder in folders):
         raise ModelError(f"{what} is outside of the model's folder")

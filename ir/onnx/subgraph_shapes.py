@@ -1,7 +1,6 @@
-"""Infer the shapes of values in an ONNX graph with subgraphs (If, Loop, Scan).
+"""Infer shapes in an ONNX graph with subgraphs, whose conditions and lengths often depend on shapes.
 
-Their conditions and lengths are often computed from shapes. ONNX's shape inference is used, but constants are folded
-first. Exporters compute even a constant padding by many nodes, and the inference cannot infer shapes beyond these.
+Constants are folded first, because ONNX's inference cannot see through the nodes that compute them.
 """
 
 from __future__ import annotations
@@ -19,11 +18,9 @@ MAX_BYTES = 1 << 28  # no inference for larger files, because it copies the weig
 
 
 def inferred_shapes(proto: onnx.ModelProto, draft: Draft) -> dict[str, tuple[Dim, ...]]:
-    """Infer the shapes of values in the main graph of an ONNX file, by value name.
+    """Return shapes of the main graph's values by name, those of ``draft.stated`` unchanged.
 
-    A dimension is a number, a symbol, or None if unknown. Shapes are inferred only if the graph has subgraphs and the
-    file has at most ``MAX_BYTES``; otherwise, and if the inference fails, ``draft.stated`` is returned. A shape in
-    ``draft.stated`` replaces the inferred one.
+    They are inferred if there are subgraphs and at most ``MAX_BYTES``.
     """
     if not draft.bodies or proto.ByteSize() > MAX_BYTES:
         return dict(draft.stated)
@@ -40,10 +37,7 @@ def inferred_shapes(proto: onnx.ModelProto, draft: Draft) -> dict[str, tuple[Dim
 
 
 def _folded(proto: onnx.ModelProto, draft: Draft) -> onnx.ModelProto:
-    """Return a copy of the model in which nodes that compute small integer constants are replaced by the values.
-
-    ``draft``: the content of the same model as plain data.
-    """
+    """Return a copy of the model in which small integer constants replace the nodes that compute them."""
     known = {
         name: array.load()
         for name, array in draft.initialisers.items()

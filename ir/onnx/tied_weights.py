@@ -1,16 +1,9 @@
-"""Undo what ONNX exporters do to weights: they merge equal weights, and they transpose weights, which unties tied ones.
+"""Undo what ONNX exporters do to weights: they merge equal ones, and transpose or reshape others, which
+unties tied ones.
 
-*Merged weights.* If several weights have equal values, torch's exporters store only one of them. TorchScript (in
-inference form) writes an Identity with the other weight's name; dynamo lets several modules read one initialiser. If
-the merged weights were trained as one, each would receive the gradients of all. So they are separated, unless the
-module really tied them. They count as merged by coincidence if all their values are the same number (initial scales and
-shifts), or if their names differ only in layer numbers (layers made by copying). Other equal weights, such as those of
-an embedding and a head, count as tied. TorchScript exports in training form merge only tied weights.
-
-*Transposed weights.* Exporters store a linear layer's weight transposed, as MatMul needs it, and a group norm's scale
-reshaped, as Mul needs it. The original weight is known if dynamo recorded its name, or if a TorchScript head is the
-transposed table of an embedding. Then the weight gets its original name and shape, and the layer reads a transpose or
-reshape of it. So a weight that an embedding and a head share remains one weight.
+Merged weights are separated if all their values are one number, or their names differ only in layer numbers;
+other equal ones count as tied. A stored transpose gets the original weight if its name is recorded, or an
+embedding's table equals it.
 """
 
 from __future__ import annotations
@@ -34,12 +27,8 @@ SAMPLE = 64  # rows and columns compared to recognise a transpose
 
 
 def untangled(draft: Draft) -> tuple[Draft, tuple[str, ...]]:
-    """Restore in an ONNX file's content the weights that the exported module had.
-
-    Weights that the exporter stored transposed or reshaped get their original shape. Weights that it merged because
-    their values are equal are separated. Tensors that repeat a weight's elements are computed from the weight.
-
-    ``draft``: the file's content; its nodes must be in topological order.
+    """Return the content with the weights that the exported module had, and notes. ``draft``: nodes in
+    topological order.
     """
     edit = Edit(dict(draft.initialisers), dict(draft.origins), list(draft.nodes), dict(draft.scopes))
     restored = _restore_folded(edit, draft)
@@ -62,11 +51,8 @@ def untangled(draft: Draft) -> tuple[Draft, tuple[str, ...]]:
 
 
 def _restore_folded(edit: Edit, draft: Draft) -> int:
-    """Restore weights that the exporter stored transposed or reshaped. Return how many stored tensors were replaced.
-
-    The layers that read such a tensor read a Transpose or Reshape of the original weight instead.
-
-    ``edit``: the file's content, changed in place. ``draft``: the content before.
+    """Restore weights that were stored transposed or reshaped, in place. Return how many. Their layers read a
+    view of them.
     """
     tables = _tables(edit)
     found: dict[str, tuple[str, _View]] = {}
@@ -86,17 +72,16 @@ def _restore_folded(edit: Edit, draft: Draft) -> int:
 
 @dataclass(frozen=True)
 class _View:
-    """A form in which exporters store a weight for a layer: transposed or reshaped.
-
-    ``op``: the ONNX op that computes the stored form from the weight. ``reader``: whether an input may be in this form,
-    by the reading node's op, the input's position and the torch operator. ``shape``: the weight's shape from the stored
-    one; None if the shape excludes this form. ``array``: the weight's values from the stored ones.
-    """
+    """A form in which exporters store a weight for a layer: transposed or reshaped."""
 
     op: str
+    """The ONNX op that computes the stored form."""
     reader: Callable[[str, int, str], bool]
+    """Whether an input may have this form, by the node's op, the input's position and torch's operator."""
     shape: Callable[[tuple[int, ...]], tuple[int, ...] | None]
+    """The weight's shape from the stored one; None if that excludes this form."""
     array: Callable[[np.ndarray], np.ndarray]
+    """The weight's values from the stored ones."""
 
 
 def _channels(shape: tuple[int, ...]) -> tuple[int, ...] | None:
@@ -130,9 +115,8 @@ def _tables(edit: Edit) -> Mapping[tuple[int, ...], list[str]]:
 def _source(
     edit: Edit, view: _View, copy: Array, scope: Scope, tables: Mapping[tuple[int, ...], list[str]]
 ) -> str:
-    """Return the original name of a weight that is stored transposed or reshaped, or '' if it is not recognised.
-
-    The name is the one that the exporter recorded, or that of an embedding table with the same values.
+    """Return the original name of a transposed or reshaped weight: the recorded one, or an equal embedding
+    table's; '' if unknown.
     """
     shape = view.shape(copy.shape)
     if shape is None:
@@ -150,14 +134,11 @@ def _source(
 
 
 def _is_transposed(stated: Array, copy: Array) -> bool:
-    """Return whether the matrix ``copy`` seems to be the transpose of the matrix ``stated``.
-
-    Only a sample of rows and columns is compared, because random values are never equal by chance. If all values of the
-    sample are one number, the answer is False.
-    """
+    """Return whether a sample of ``copy`` is the transpose of ``stated``, and not one repeated number."""
     if stated.shape != copy.shape[::-1] or stated.dtype != copy.dtype or 0 in stated.shape:
         return False
     a, b = stated.load(), copy.load()
+    # A sample suffices: random values are not equal by chance.
     rows, columns = (np.unique(np.linspace(0, n - 1, min(SAMPLE, n)).astype(int)) for n in a.shape)
     mine = np.asarray(a[np.ix_(rows, columns)])
     return bool(np.array_equal(mine, b[np.ix_(columns, rows)].T) and (mine != mine.flat[0]).any())
@@ -202,11 +183,8 @@ def _renamed(node: Node, names: Mapping[str, str]) -> Node:
 
 
 def _separate_aliases(edit: Edit) -> int:
-    """Replace each Identity that TorchScript wrote because it merged two weights, by a new weight with equal values.
-
-    TorchScript writes an Identity for a weight that equals another one. It remains if the module tied the two. Files
-    with a batch norm in training form are not changed: in this form TorchScript merges only tied weights.
-    """
+    """Replace each Identity that TorchScript wrote for merged weights by a weight of its own. Return how many."""
+    # In training form TorchScript merges tied weights alone.
     if any(_trains(node) for node in edit.nodes):
         return 0
     kept, separated = [], 0
@@ -227,12 +205,8 @@ def _trains(node: Node) -> bool:
 
 
 def _merged(array: Array, other: str) -> bool:
-    """Return whether an exporter merged two weights only because their initial values are equal.
-
-    This is assumed if all values are one number, or if the names differ only in layer numbers. Otherwise the two
-    weights count as tied by the module.
-
-    ``array``: the stored weight. ``other``: the name of the weight that was merged with it.
+    """Return whether an exporter merged ``other`` into ``array`` because initial values are equal, not
+    because they are tied.
     """
     return _is_uniform(array) or (array.name != other and _layer(array.name) == _layer(other))
 
@@ -250,11 +224,7 @@ def _is_uniform(array: Array) -> bool:
 
 
 def _separate_shared(edit: Edit) -> int:
-    """Give modules separate weights if the exporter merged their weights into one initialiser.
-
-    The initialiser's name says to which module it belongs. Each other module that reads it gets a new weight with equal
-    values, if the weights are equal only by coincidence.
-    """
+    """Give modules weights of their own if the exporter merged them into one initialiser. Return how many."""
     modules: dict[str, dict[str, list[int]]] = defaultdict(lambda: defaultdict(list))
     for at, node in enumerate(edit.nodes):
         for name in dict.fromkeys(node.inputs):
@@ -262,6 +232,7 @@ def _separate_shared(edit: Edit) -> int:
                 modules[name][edit.scopes[node.name].module].append(at)
     separated = 0
     for name, readers in modules.items():
+        # The initialiser's name says to which module it belongs.
         home = max((m for m in readers if m and name.startswith(f"{m}.")), key=len, default="")
         wanted = {m: m + name[len(home) :] for m in readers if m and not name.startswith(f"{m}.")}
         if not home or not wanted or not _may_separate(edit, name, wanted.values()):

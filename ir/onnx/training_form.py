@@ -1,13 +1,7 @@
-"""Put the batch norms and dropouts of an ONNX graph into training or inference form, or leave them unchanged.
+"""Put the batch norms and dropouts of an ONNX graph into training or inference form.
 
-Forms of batch norm: ``as-is``: unchanged; ``train``: every batch norm normalises by the batch and updates its running
-statistics once per step; ``frozen``: every batch norm uses its running statistics. Scale and shift are trained in all
-forms. Forms of dropout: ``as-is``, ``on`` or ``off``.
-
-A batch norm that an exporter folded into the preceding convolution cannot be recovered, because its scale is part of
-the convolution's kernel. With ``train``, a new batch norm is inserted after the convolution, with scale 1, the folded
-bias as shift, mean 0 and variance 1. In inference form both together would compute the same as the convolution in the
-file.
+A batch norm folded into a convolution is lost: ``train`` inserts a new one behind, with scale 1, the bias as
+shift, mean 0 and variance 1.
 """
 
 from __future__ import annotations
@@ -32,18 +26,12 @@ FOLDED_BY_SCRIPT = re.compile(r"onnx::Conv_\d+$")  # the name TorchScript gives 
 
 @dataclass(frozen=True, slots=True)
 class Forms:
-    """The forms into which a file's batch norms and dropouts are put when it is loaded.
-
-    ``bn``: ``as-is``: unchanged; ``train``: every batch norm normalises by the batch and updates its running
-    statistics; ``frozen``: every batch norm uses the running statistics. ``dropout``: ``as-is``: unchanged; ``on``
-    or ``off``.
-
-    Raises:
-        UsageError: a form is unknown.
-    """
+    """The forms of a file's batch norms and dropouts; UsageError if one is unknown."""
 
     bn: str = "as-is"
+    """``as-is``, ``train`` (by the batch, with updates of statistics) or ``frozen`` (by running statistics)."""
     dropout: str = "as-is"
+    """``as-is``, ``on`` or ``off``."""
 
     def __post_init__(self) -> None:
         for option, form, known in (("bn", self.bn, BN_FORMS), ("dropout", self.dropout, DROPOUT_FORMS)):
@@ -78,16 +66,16 @@ def in_form(draft: Draft, forms: Forms) -> tuple[Draft, tuple[str, ...]]:
 
 @dataclass
 class _Additions:
-    """The content that is built while nodes of one op are changed.
-
-    ``draft``: the content before. ``initialisers``: stored tensors by name, with those that changed nodes need.
-    ``nodes``: the new nodes so far. ``read``: the names of the values that nodes read or that are graph outputs.
-    """
+    """The content that is built while nodes of one op are changed."""
 
     draft: Draft
+    """The content before."""
     initialisers: dict[str, Array]
+    """Stored tensors by name, with new ones."""
     nodes: list[Node]
+    """The new nodes so far."""
     read: frozenset[str]
+    """Values that nodes read, and graph outputs."""
 
     def constant(self, name: str, value: np.ndarray) -> str:
         self.initialisers[name] = Array.of(name, value)
@@ -98,10 +86,7 @@ Change = Callable[[Node, _Additions], Node | None]
 
 
 def _change_all(draft: Draft, op: str, change: Change) -> tuple[Draft, int]:
-    """Change all nodes of one op. Return the new content and the number of changed nodes.
-
-    ``change``: returns the changed node, or None if the node can remain as it is.
-    """
+    """Change all nodes of one op, unless ``change`` returns None. Return the content and the number changed."""
     read = {i for n in draft.nodes for i in n.inputs} | {o.name for o in draft.outputs}
     more = _Additions(draft, dict(draft.initialisers), [], frozenset(read))
     count = 0
@@ -132,11 +117,8 @@ def _with_mode(node: Node, training: bool) -> dict[str, Attribute]:
 
 
 def _own_statistics(node: Node, more: _Additions) -> Node:
-    """Return a batch norm node with a separate copy of each running statistic that other nodes read too.
-
-    In training form each batch norm updates its running statistics from its input, so two batch norms cannot share
-    them. ``more``: gets the copies as initialisers.
-    """
+    """Return a batch norm with copies of the running statistics that other nodes read too."""
+    # In training form it updates them from its input, so two cannot share.
     inputs = list(node.inputs)
     shared = Counter(i for n in more.draft.nodes for i in n.inputs)
     for at in sorted(roles.STATISTICS):
@@ -164,10 +146,7 @@ BATCH_NORM: Mapping[str, Change] = {"train": _trained, "frozen": _frozen}
 
 
 def _insert_folded_norms(draft: Draft) -> tuple[Draft, int]:
-    """Insert a new batch norm after every convolution into which the exporter folded a batch norm.
-
-    It has scale 1, the convolution's bias as shift, mean 0 and variance 1; the convolution loses its bias.
-    """
+    """Insert a batch norm after each convolution into which one was folded; the convolution loses its bias."""
     initialisers, origins, nodes = dict(draft.initialisers), dict(draft.origins), []
     readers = Counter(i for n in draft.nodes for i in n.inputs)
     count = 0
@@ -206,10 +185,8 @@ def _insert_folded_norms(draft: Draft) -> tuple[Draft, int]:
 
 
 def _was_folded(node: Node, scope: Scope, draft: Draft) -> bool:
-    """Return whether the exporter folded a batch norm into the node, a convolution with a stored bias.
-
-    Either the node's metadata (``scope``) name a batch norm, or kernel and bias have names that TorchScript gives to
-    tensors that it changed.
+    """Return whether a batch norm was folded into a convolution with a stored bias, by metadata or
+    TorchScript's names.
     """
     if node.op not in ("Conv", "ConvTranspose") or node.domain or len(node.inputs) < 3:
         return False

@@ -1,8 +1,4 @@
-"""Notes for the user about weights of an ONNX file that are trained, or not trained, against a user's possible wish.
-
-The file does not always say which tensors were trained, and which of them were one tensor. These notes name the cases
-that the loader decides by a rule, so that a user can compare the decision with the network.
-"""
+"""Notes about weights that the loader trains, or does not, by a rule where the file does not say it."""
 
 from __future__ import annotations
 
@@ -50,8 +46,9 @@ def _named(names: Sequence[str]) -> str:
 
 
 def _derived(origins: Mapping[str, Origin], trained: Mapping[str, Weight]) -> list[str]:
-    """Return the names of trained weights that the exporter computed from a tensor that is trained too, or from one
-    from which it computed another trained weight."""
+    """Return the trained weights that the exporter computed from a trained tensor, or from one that other
+    weights share.
+    """
     users: dict[str, list[str]] = defaultdict(list)
     for name in trained:
         for source in origins.get(name, Origin()).folded_from:

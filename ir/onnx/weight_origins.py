@@ -1,10 +1,7 @@
-"""Decide which floating-point initialisers of an ONNX file are weights, and which are constants of the computation.
+"""Decide which floating-point initialisers are weights, by torch's metadata, else by names and values.
 
-Torch's dynamo exporter records in the file's metadata the kind of each tensor of the module (parameter, buffer,
-constant), and from which tensors it computed others. Without metadata, names and values decide. A tensor with the name
-of a buffer, or with values of an attention mask, is no weight. A tensor whose name the exporter generated (``val_71``,
-``onnx::Mul_12``) is a weight if a layer reads it in an input for weights, or if it has several elements and does not
-look like a mask.
+Buffers' names and values of attention masks are no weights. A generated name (``val_71``) is one if a layer
+reads it as weights, or it is no scalar and no mask.
 """
 
 from __future__ import annotations
@@ -37,10 +34,7 @@ SURELY_BUFFER = re.compile(
 
 
 class Evidence:
-    """What an ONNX file says about its floating-point initialisers, to decide which of them are trained weights.
-
-    ``draft``: the file's content. ``used``: the readers of each value.
-    """
+    """What an ONNX file says about its floating-point initialisers, to decide which are trained."""
 
     def __init__(self, draft: Draft, used: roles.Uses) -> None:
         self.origins, self.used, self.torch = draft.origins, used, draft.producer == "pytorch"
@@ -67,18 +61,11 @@ class Evidence:
         return math.prod(array.shape) > 1 and not _exceeds(array, -LARGE, LARGE)
 
     def _folded_from_weight(self, origin: Origin) -> bool:
-        """Return whether a weight is among the tensors from which the exporter computed a tensor (its sources).
-
-        The answer is True if a source is recorded as a parameter. Sources of another recorded kind are no weights. If
-        others have qualified names (``layer.0.weight``), the answer is True if one of these does not look like a
-        buffer's name. Otherwise it is False if a source is recorded with a kind, or made by a call such as ``arange``.
-        Else it is True if there is a source that no node writes. Sources with names that the exporter generated are
-        ignored.
-
-        ``origin``: what the exporter recorded about the tensor.
-        """
+        """Return whether a weight is among the tensors from which the exporter computed one."""
         sources = [s for s in origin.folded_from if not GENERATED.match(s)]
         stated = {s: self.origins[s].kind for s in sources if s in self.origins and self.origins[s].kind}
+        # In this order: recorded kinds, qualified names (``layer.0.weight``) that are no buffers', calls such
+        # as ``arange``, and sources that no node writes.
         if "PARAMETER" in stated.values():
             return True
         qualified = [s for s in sources if "." in s and s not in stated]
@@ -90,8 +77,7 @@ class Evidence:
 
 
 def _exceeds(array: Array, low: float, high: float) -> bool:
-    """Return whether a small tensor has a value that is not above ``low`` and below ``high``, as attention masks have
-    (a very negative or infinite one, or NaN)."""
+    """Return whether a small tensor has a value outside of (``low``, ``high``) or NaN, as attention masks have."""
     if math.prod(array.shape) > MAX_MASK:
         return False
     values = np.asarray(array.load(), np.float32)
@@ -99,9 +85,8 @@ def _exceeds(array: Array, low: float, high: float) -> bool:
 
 
 def _is_sinusoidal(array: Array) -> bool:
-    """Return whether a tensor looks like a table of sinusoidal positions: rows of pairs (a, b) with a² + b² ≈ 1.
-
-    The sines and cosines are interleaved, or in two halves of the row.
+    """Return whether rows are pairs (a, b) with a² + b² ≈ 1, interleaved or in halves, as in tables of
+    sinusoidal positions.
     """
     width = array.shape[-1] if array.shape else 0
     rows = math.prod(array.shape[:-1])

@@ -1,7 +1,6 @@
-"""How the nodes of an ONNX graph read its tensors, to decide which tensors are parameters, buffers or constants.
+"""How the nodes of an ONNX graph read its tensors, to decide which are parameters, buffers or constants.
 
-A floating-point initialiser can be a parameter only if a gradient reaches it: there is a path from it to an output on
-which each op is differentiable in the input that it reads. Batch norm's mean and variance are buffers.
+A gradient reaches a parameter over ops that are differentiable in the input that they read.
 """
 
 from __future__ import annotations
@@ -82,8 +81,9 @@ class Uses:
     readers: Mapping[str, tuple[tuple[Node, int], ...]]
 
     def through_views(self, name: str) -> Iterable[tuple[Node, int]]:
-        """Yield the readers of a value as pairs (node, input position). In place of a node that only rearranges the
-        value, such as a transpose, the readers of that node's result are yielded."""
+        """Yield the readers of a value as (node, input position); in place of nodes that only rearrange it,
+        their readers.
+        """
         waiting = [name]
         while waiting:
             for node, at in self.readers.get(waiting.pop(), ()):
@@ -121,29 +121,17 @@ def in_weight_input(name: str, used: Uses) -> bool:
 
 
 def is_generated_weight(name: str, fill: float, used: Uses) -> bool:
-    """Return whether a tensor that a node of the ONNX file fills with the number ``fill`` is a weight.
-
-    Some files do not store their weights, but fill them in this way. The tensor is a weight if a layer reads it in an
-    input for weights, or a batch norm reads it as mean or variance. If an addition, subtraction, multiplication or
-    division reads it, it is a weight unless ``fill`` is 0, ±1, not finite, or of magnitude 10⁴ or more: with such a
-    number it is rather a mask or an initial state.
-
-    ``name``: the tensor's name. ``used``: the readers of each value.
-    """
+    """Return whether a tensor that a node fills with ``fill`` is a weight, by its readers."""
     if in_weight_input(name, used) or is_statistic(name, used):
         return True
+    # Such a number is rather a mask or an initial state.
     if fill in (0.0, 1.0, -1.0) or not abs(fill) < 1e4:
         return False
     return any(node.op in AFFINE_OPS for node, _ in used.through_views(name))
 
 
 def differentiable_values(nodes: Iterable[Node], outputs: Iterable[str]) -> frozenset[str]:
-    """Return the names of the values that gradients of the outputs reach.
-
-    From such a value there is a path to an output on which each op is differentiable in the input that it reads.
-
-    ``nodes``: in topological order. ``outputs``: the names of the graph outputs.
-    """
+    """Return the names of the values that gradients of the outputs reach. ``nodes``: in topological order."""
     reached = set(outputs)
     for node in reversed(tuple(nodes)):
         if not any(o in reached for o in node.outputs if o):
@@ -155,9 +143,8 @@ def differentiable_values(nodes: Iterable[Node], outputs: Iterable[str]) -> froz
 
 @dataclass(frozen=True, slots=True)
 class Differentiated:
-    """What an ONNX Gradient node computes: the gradients of the value ``y`` with respect to the values ``xs``.
-
-    ``zs``: further values that ``y`` depends on, without gradients. All are names.
+    """What an ONNX Gradient node computes: gradients of ``y`` with respect to ``xs``. ``zs``: other values
+    that ``y`` depends on.
     """
 
     xs: tuple[str, ...]
@@ -184,11 +171,7 @@ def reads(node: Node) -> tuple[str, ...]:
 
 
 def trains_statistics(node: Node) -> bool:
-    """Return whether a batch norm node normalises by the batch and updates its running statistics.
-
-    ONNX has expressed this in three forms: ``training_mode`` since opset 14, more than one output since opset 7,
-    ``is_test`` of zero before.
-    """
+    """Return whether a batch norm normalises by the batch and updates its running statistics, in any opset."""
     if node.version >= 14:
         return bool(node.attributes.get("training_mode", 0))
     if node.version >= 7:

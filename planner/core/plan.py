@@ -199,7 +199,11 @@ def save_plan(plan: Plan, path: str | Path, graph: TrainingGraph | None = None) 
 
 
 def load_plan(path: str | Path, graph: TrainingGraph) -> Plan:
-    """Read a plan of ``graph`` from a JSON file; a ProblemError names the file."""
+    """Read a plan of the problem ``graph`` from a JSON file.
+
+    Raises:
+        ProblemError: the file cannot be read, or a reason that `plan_from_json` lists; the message names the file.
+    """
     try:
         return plan_from_json(read_json(path), graph)
     except ProblemError as error:

@@ -36,16 +36,8 @@ def _of_owner(name: str, states: Sequence[Mapping[str, Any]]) -> Any:
 
 
 def check_whole(state: Mapping[str, Any], owned: Collection[FactorKey]) -> None:
-    """Check that an optimizer's state contains the averages of the Kronecker factors that a process is to invert.
-
-    Args:
-        state: a ``state_dict`` of `KFAC`.
-        owned: the factors that this process averages and inverts: pairs of a weight name and 0 (of the inputs) or 1 (of
-            the outputs' gradients).
-
-    Raises:
-        UsageError: the state lacks the average of such a factor, although its layer had statistics when the state was
-            saved.
+    """Raise a UsageError if a ``state_dict`` lacks the average of a factor that this process inverts and that
+    had statistics.
     """
     layers = state[LAYERS]
     missing = [

@@ -13,14 +13,11 @@ from rematplan.optim.step_memory import Copies
 
 
 class Exchange(Protocol):
-    """What processes send each other in a step of K-FAC. The layers are the same in all processes.
+    """What processes send each other in a step of K-FAC. A factor's owner averages and inverts it; a layer's
+    workers use both inverses.
 
-    Statistics are the sums of outer products that each process adds to the Kronecker factors. Each factor has one
-    owner: the process that averages and inverts it. Each layer has workers: the processes that multiply its gradient by
-    both inverses. The owner of the layer's larger inverse is one of them.
-
-    `assign` is called first, once. In each step, every process calls the methods that communicate in the order of their
-    definition: `begin` (only if `early`), `sums`, `inverses`, `gradients`, `updates`, `others`.
+    `assign` is called first. In each step, all processes call, in this order: `begin` (if `early`), `sums`,
+    `inverses`, `gradients`, `updates`, `others`.
     """
 
     def assign(self, layers: Mapping[str, Layer]) -> None:
@@ -31,17 +28,13 @@ class Exchange(Protocol):
         """
 
     def parts(self) -> Collection[FactorPart]:
-        """Return all Kronecker factors of all layers: pairs of a weight name and a tuple of factors that have the same
-        owner.
-
-        The tuple is (0,) for the factor of the inputs, (1,) for that of the outputs' gradients, (0, 1) for both.
+        """Return all Kronecker factors: pairs of a weight name and those of its factors, (0,), (1,) or (0,
+        1), that have one owner.
         """
 
     def owned(self) -> Collection[FactorKey]:
-        """Return the Kronecker factors that this process averages and inverts.
-
-        Each is a pair of a weight name and 0 (the factor of the inputs) or 1 (the factor of the
-        outputs' gradients).
+        """Return the factors that this process averages and inverts: pairs of a weight name and 0 (inputs) or
+        1 (outputs' gradients).
         """
 
     def worked(self) -> Collection[str]:
@@ -51,9 +44,8 @@ class Exchange(Protocol):
 
     @property
     def early(self) -> bool:
-        """Whether statistics (sums of outer products) are sent by `begin`, while a backward runs, instead of by `sums`.
-
-        If they are, `sums` ignores its argument and returns the totals of the statistics that `begin` sent.
+        """Whether `begin` sends statistics while a backward runs. Then `sums` ignores its argument and
+        returns the totals of these.
         """
 
     @property
@@ -61,63 +53,37 @@ class Exchange(Protocol):
         """The tensors that the methods allocate temporarily in a step."""
 
     def begin(self, part: FactorPart, sums: Tensor, step: int) -> None:
-        """Start to send statistics that a backward has just computed to the owner of their factors, while the backward
-        runs.
-
-        Args:
-            part: the weight name and the factors to which the statistics belong, an item of `parts`.
-            sums: this process's statistics (sums of outer products), as a vector. It is overwritten.
-            step: the number of the training step.
+        """Start to send statistics of a running backward to the owner of ``part``, an item of `parts`. The
+        vector ``sums`` is overwritten.
         """
 
     def sums(self, sums: Iterable[tuple[FactorPart, Tensor]]) -> Iterable[tuple[FactorPart, Tensor]]:
-        """Add the statistics (sums of outer products) of all processes. The owner of a factor receives its total.
-
-        Args:
-            sums: this process's statistics: pairs of an item of `parts` (a weight name and factors) and a vector.
-
-        Returns:
-            Pairs of an item of `parts` and the total over all processes, for the factors that this process owns.
+        """Add the statistics of all processes, as pairs (item of `parts`, vector). Return the totals of the
+        factors that this process owns.
         """
 
     def inverses(self, made: Mapping[str, tuple[int, ...]]) -> None:
-        """Send new inverses of Kronecker factors from their owners to the processes that multiply gradients by them.
-
-        The inverses that this process receives are stored in its layers.
-
-        ``made``: the factors that this process has just inverted, by weight name: 0 stands for the factor of the
-        inputs, 1 for that of the outputs' gradients.
+        """Send the inverses that this process has just made (0 or 1, by weight name) to the layers' workers,
+        and store received ones.
         """
 
     def gradients(self, gradients: Mapping[str, Tensor], rows: float) -> Mapping[str, Tensor]:
-        """Average the gradients over the processes. The workers of a layer receive the mean of its gradient.
-
-        Args:
-            gradients: this process's gradients, by weight name.
-            rows: the weight of this process in the mean, for example its number of samples.
-
-        Returns:
-            The mean gradients by weight name, for the layers that this process is to multiply by inverses.
+        """Return the mean gradients over the processes of the layers that this process works on. ``rows``:
+        this process's weight.
         """
 
     def updates(
         self, names: Collection[str], updates: Mapping[str, Tensor], product: Tensor
     ) -> tuple[Mapping[str, Tensor], Tensor]:
-        """Collect the updates of all layers from the processes that computed them.
+        """Return the updates of all layers ``names``, and the sum of ``product`` = Σ lr² ⟨update, gradient⟩
+        over all processes.
 
-        Args:
-            names: the weight names of all layers to update.
-            updates: the updates that this process has computed, by weight name.
-            product: Σ lr² ⟨update, gradient⟩ over the layers in ``updates``, a scalar tensor.
-
-        Returns:
-            The updates of all layers in ``names``, and the sum of ``product`` over all these layers.
+        ``updates``: those that this process has computed.
         """
 
     def others(self, gradients: Collection[Tensor], rows: float) -> None:
-        """Average the gradients of parameters without Kronecker factors over the processes, in place.
-
-        ``rows``: the weight of this process in the mean, for example its number of samples.
+        """Average gradients without Kronecker factors over the processes, in place. ``rows``: this process's
+        weight.
         """
 
 

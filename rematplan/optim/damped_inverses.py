@@ -1,6 +1,5 @@
-"""Invert damped Kronecker factors: (F + λ I)⁻¹ with F symmetric and positive semi-definite.
-
-`INVERSES` is a table of the methods. Each method has a form for its result, such as `Dense` or `Spectral`.
+"""Invert damped Kronecker factors, (F + λ I)⁻¹ with F symmetric positive semi-definite, by the methods in
+`INVERSES`.
 """
 
 from __future__ import annotations
@@ -22,13 +21,12 @@ MORE_DAMPING = 10.0
 
 
 class Inverse(Protocol):
-    """The inverse (F + λ I)⁻¹, or an approximation, of a Kronecker factor F of n rows with damping λ.
-
-    Each implementation stores it in another form, for example as a matrix or by eigenvectors. The fields are tensors or
-    tuples of tensors, so that the inverse can be saved and sent. ``kind``: the name of the form.
+    """The inverse (F + λ I)⁻¹, or an approximation, in some form. Fields are tensors or tuples of tensors, so
+    it can be sent.
     """
 
     kind: ClassVar[str]
+    """The name of the form."""
 
     def apply(self, x: Tensor) -> Tensor:
         """Return the product (F + λ I)⁻¹ ``x`` for a Kronecker factor F of n rows and damping λ. ``x``: (…, n,
@@ -52,15 +50,14 @@ class Dense:
 
 @dataclass(frozen=True)
 class Spectral:
-    """The inverse (F + λ I)⁻¹ of a Kronecker factor F with damping λ, by r of the n eigenvectors of F; exact if r = n.
-
-    ``basis``: the eigenvectors, (…, n, r). ``scales``: the eigenvalue of the inverse for each eigenvector, (…, r).
-    ``rest``: the eigenvalue of the inverse for all vectors that are orthogonal to ``basis``, (…).
-    """
+    """(F + λ I)⁻¹ by r of F's n eigenvectors; exact if r = n."""
 
     basis: Tensor
+    """The eigenvectors, (…, n, r)."""
     scales: Tensor
+    """The inverse's eigenvalue for each, (…, r)."""
     rest: Tensor
+    """The inverse's eigenvalue for all orthogonal vectors, (…)."""
     kind: ClassVar[str] = "spectral"
 
     def apply(self, x: Tensor) -> Tensor:
@@ -74,10 +71,7 @@ class Spectral:
 
 @dataclass(frozen=True)
 class Diagonal:
-    """The inverse of the diagonal of F + λ I, for a Kronecker factor F of n rows and damping λ.
-
-    ``scales``: the diagonal of the inverse, (…, n).
-    """
+    """The inverse of the diagonal of F + λ I: ``scales``, (…, n)."""
 
     scales: Tensor
     kind: ClassVar[str] = "diagonal"
@@ -94,16 +88,7 @@ Make: TypeAlias = Callable[[Tensor, float, Inverse | None], Inverse]
 
 
 def cholesky(factor: Tensor, damping: float, _before: Inverse | None = None) -> Dense:
-    """Return (``factor`` + λ I)⁻¹ as a dense matrix, by Cholesky factorisation.
-
-    If rounding errors make the damped factor indefinite, λ is increased tenfold or more until the factorisation
-    succeeds.
-
-    Args:
-        factor: (…, n, n), symmetric.
-        damping: λ.
-        _before: the previous inverse, which is not used.
-    """
+    """Return (``factor`` + λ I)⁻¹ as a dense matrix. ``factor``: (…, n, n), symmetric; ``damping``: λ."""
     mean = float(factor.diagonal(dim1=-2, dim2=-1).mean())
     least = torch.finfo(factor.dtype).eps * factor.shape[-1] * max(mean, 0.0)
     while True:
@@ -113,34 +98,24 @@ def cholesky(factor: Tensor, damping: float, _before: Inverse | None = None) -> 
         del damped  # before the inverse, which needs as much memory, is allocated
         if not info.any():
             return Dense(torch.cholesky_inverse(lower))
+        # Rounding errors made the damped factor indefinite.
         damping = max(MORE_DAMPING * damping, least)
 
 
 def eigen(factor: Tensor, damping: float, _before: Inverse | None = None) -> Spectral:
-    """Return (``factor`` + λ I)⁻¹ by all eigenvectors of ``factor``.
-
-    Negative eigenvalues, which are rounding errors, count as 0. The computation takes five times as long as a Cholesky
-    factorisation (measured).
-
-    Args:
-        factor: (…, n, n), symmetric.
-        damping: λ.
-        _before: the previous inverse, which is not used.
+    """Return (``factor`` + λ I)⁻¹ by all eigenvectors; five times as long as Cholesky (measured). ``factor``:
+    (…, n, n), symmetric.
     """
     values, vectors = torch.linalg.eigh(factor)
+    # Negative eigenvalues are rounding errors.
     return Spectral(vectors, 1 / (values.clamp_min(0) + damping), values.new_zeros(values.shape[:-1]))
 
 
 def low_rank(factor: Tensor, damping: float, before: Inverse | None = None) -> Spectral:
-    """Return (``factor`` + λ I)⁻¹ approximately, by the n ÷ 8 largest eigenvalues of ``factor`` (at least one).
+    """Return about (``factor`` + λ I)⁻¹ by the n ÷ 8 largest eigenvalues, by Nyström's method. ``factor``:
+    (…, n, n), symmetric.
 
-    They are approximated by Nyström's method. All other eigenvalues of ``factor`` are replaced by their mean. Replacing
-    them by 0 makes the error up to 20 times larger (measured).
-
-    Args:
-        factor: (…, n, n), symmetric.
-        damping: λ.
-        before: the previous inverse. If it is `Spectral`, the approximation starts with its eigenvectors.
+    If ``before`` is `Spectral`, it starts with its eigenvectors.
     """
     rank = max(1, factor.shape[-1] // LOW_RANK_SHARE)
     values, basis = nystrom(factor, rank, before.basis if isinstance(before, Spectral) else None)
@@ -148,29 +123,15 @@ def low_rank(factor: Tensor, damping: float, before: Inverse | None = None) -> S
 
 
 def low_rank_inverse(factor: Tensor, values: Tensor, basis: Tensor, damping: float) -> Spectral:
-    """Return (``factor`` + λ I)⁻¹ approximately, from the largest eigenvalues of ``factor``.
-
-    All other eigenvalues of ``factor`` are replaced by their mean, which follows from the trace.
-
-    Args:
-        factor: (…, n, n).
-        values: the r largest eigenvalues of ``factor``, (…, r).
-        basis: the eigenvectors of ``values``, (…, n, r).
-        damping: λ.
-    """
+    """Return about (``factor`` + λ I)⁻¹ from the r largest eigenvalues (…, r) and their eigenvectors (…, n, r)."""
+    # The mean of the other eigenvalues; 0 in its place makes the error up to 20 times larger (measured).
     trace = factor.diagonal(dim1=-2, dim2=-1).sum(-1)
     discarded = (trace - values.sum(-1)).clamp_min(0) / max(1, factor.shape[-1] - values.shape[-1])
     return Spectral(basis, 1 / (values + damping), 1 / (discarded + damping))
 
 
 def diagonal(factor: Tensor, damping: float, _before: Inverse | None = None) -> Diagonal:
-    """Return the inverse of a diagonal Kronecker factor + λ I.
-
-    Args:
-        factor: the factor's diagonal, (…, n). Negative entries count as 0.
-        damping: λ.
-        _before: the previous inverse, which is not used.
-    """
+    """Return the inverse of a diagonal factor (…, n) + λ I. Negative entries count as 0."""
     return Diagonal(1 / (factor.clamp_min(0) + damping))
 
 
@@ -188,10 +149,7 @@ _KINDS: Mapping[str, type[Any]] = {c.kind: c for c in (Dense, Spectral, Diagonal
 
 
 def saved(inverse: Inverse) -> dict[str, Any]:
-    """Return an inverse as a dictionary that can be saved or sent, and that `restored` reads.
-
-    The keys are the names of the inverse's fields, and ``kind`` for the name of its form.
-    """
+    """Return an inverse as a dictionary of its fields and ``kind``, which `restored` reads."""
     return {"kind": inverse.kind} | {f.name: getattr(inverse, f.name) for f in fields(inverse)}  # type: ignore[arg-type]
 
 

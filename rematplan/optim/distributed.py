@@ -1,28 +1,11 @@
 """K-FAC on several processes: each inverts the factors of some layers (Osawa et al. 2019, 2020).
 
-Each Kronecker factor has one owner: the process that averages and inverts it. Each layer has workers: the processes
-that multiply its gradient by both inverses. Every process runs forward and backward on its part of the batch. Then
+A step: a reduce-scatter adds statistics (with ``early``, a reduce per layer during the backward); owners
+invert; a reduce-scatter averages gradients for the workers; broadcasts distribute updates. If torch has
+averaged the gradients, they are not sent again.
 
-1. a reduce-scatter adds the packed statistics (sums of outer products) of all processes, after the backward. The owner
-   of a factor receives its total. With ``early`` there is one reduce for each layer, while the backward runs;
-2. owners average, damp and invert their factors;
-3. a reduce-scatter averages the gradients. The workers of a layer receive the mean and multiply it by the inverses;
-4. an all-gather, made of one broadcast per sender, distributes the updates to all processes.
-
-With one worker per layer, steps 3 and 4 together move as many bytes as the all-reduce of gradients in plain data
-parallelism, so only step 1 is additional. If `torch.nn.parallel.DistributedDataParallel` or FSDP2 has already averaged
-the gradients, step 3 communicates nothing.
-
-Both factors of a layer have one owner, unless inverting the two takes longer than the time of all inversions divided by
-the number of processes: then they may have different owners (`assignment`). The owner of the larger inverse is a
-worker. It receives the smaller inverse whenever that inverse is new, which is additional communication.
-
-A layer may have several workers (``grad_workers``; Pauloski et al. 2021, KAISA). The processes then form a grid: each
-row is a block of consecutive ranks, there are ``grad_workers`` blocks, and a column contains the ranks with the same
-position in their blocks. The workers of a layer are the column of the owner of its larger inverse. New inverses are
-sent along columns. Gradients are averaged within blocks and then along columns. Updates are sent within blocks, in
-every step. One worker per layer needs the least memory. If every process is a worker of every layer, step 4 is not
-needed.
+With ``grad_workers`` (KAISA, Pauloski et al. 2021) a layer's workers are a column of a grid of consecutive
+ranks. One worker per layer needs the least memory.
 """
 
 from __future__ import annotations
@@ -87,12 +70,8 @@ class Ranks:
         self._dtype = torch.float32
 
     def assign(self, layers: Mapping[str, Layer]) -> None:
-        """Assign the Kronecker factors of ``layers`` to the processes that will average and invert them.
-
-        The time of inversions is divided evenly. Also choose which processes multiply each layer's gradient by the
-        inverses.
-
-        ``layers``: by weight name.
+        """Choose the processes that invert the factors of ``layers`` (by weight name) in about equal times,
+        and the layers' workers.
         """
         self._layers = layers
         sides = {name: layer.sides for name, layer in layers.items()}
@@ -108,17 +87,14 @@ class Ranks:
             self._early_sums = EarlySums(nothing, mine, self._start)
 
     def parts(self) -> Collection[FactorPart]:
-        """Return all Kronecker factors of all layers: pairs of a weight name and a tuple of factors that have the same
-        owner.
-
-        The tuple is (0,) for the factor of the inputs, (1,) for that of the outputs' gradients, (0, 1) for both.
+        """Return all Kronecker factors: pairs of a weight name and those of its factors, (0,), (1,) or (0,
+        1), that have one owner.
         """
         return self._parts
 
     def owned(self) -> Collection[FactorKey]:
-        """Return the Kronecker factors that this process averages and inverts, as `assign` has chosen them.
-
-        Each is a pair of a weight name and 0 (the factor of the inputs) or 1 (that of the outputs' gradients).
+        """Return the factors that this process averages and inverts: pairs of a weight name and 0 (inputs) or
+        1 (outputs' gradients).
         """
         return tuple(factor for factor, owner in by_factor(self._parts).items() if owner == self._grid.rank)
 
@@ -129,15 +105,10 @@ class Ranks:
         return tuple(name for name in self._places if self._places[name] == self._grid.here)
 
     def begin(self, part: FactorPart, sums: Tensor, step: int) -> None:
-        """Start to add statistics that a backward has just computed over all processes, while the backward still runs.
+        """Start to add the statistics of a running backward for the owner of ``part``. The vector ``sums`` is
+        overwritten.
 
-        The process that inverts the factors receives the total. All processes must call this method equally often for
-        each item of `parts`.
-
-        Args:
-            part: the weight name and the factors to which the statistics belong, an item of `parts`.
-            sums: this process's statistics (sums of outer products), as a vector. It is overwritten.
-            step: the number of the training step.
+        All processes must call this equally often for each item of `parts`.
         """
         assert self._early_sums
         self._early_sums.add(part, sums.to(self._dtype), step)
@@ -151,16 +122,8 @@ class Ranks:
         return started
 
     def sums(self, sums: Iterable[tuple[FactorPart, Tensor]]) -> Iterable[tuple[FactorPart, Tensor]]:
-        """Return the statistics added over all processes, for the factors that this process owns.
-
-        If `begin` has sent statistics, they are the result, and ``sums`` is ignored. Otherwise a reduce-scatter adds
-        ``sums``.
-
-        Args:
-            sums: this process's statistics: pairs of an item of `parts` (a weight name and factors) and a vector.
-
-        Returns:
-            Pairs of an item of `parts` and the total over all processes.
+        """Return the totals of statistics of the factors that this process owns: those that `begin` sent, if
+        any, else of ``sums``.
         """
         if self._early_sums and (found := self._grid.call(self._early_sums.finish)):
             return found.items()
@@ -169,21 +132,15 @@ class Ranks:
         return self._reduce_scatter(parts, self._parts, range(grid.size), grid.rank, grid.group).items()
 
     def inverses(self, made: Mapping[str, tuple[int, ...]]) -> None:
-        """Send new inverses from their owners to the processes that multiply the layers' gradients by them.
-
-        The inverses that this process receives are stored in its layers.
-
-        ``made``: the factors that this process has just inverted, by weight name: 0 stands for the factor of the
-        inputs, 1 for that of the outputs' gradients.
+        """Send the inverses that this process has just made (0 or 1, by weight name) to the layers' workers,
+        and store received ones.
         """
         assert self._routes
         self._routes.send(made)
 
     def gradients(self, gradients: Mapping[str, Tensor], rows: float) -> Mapping[str, Tensor]:
-        """Return the mean gradients, by weight name, of the layers that this process multiplies by inverses.
-
-        The mean over the processes is computed by a reduce-scatter and an all-reduce, and ``rows`` is the weight of
-        this process in it. If ``reduce_gradients`` is False, the gradients are returned as they are.
+        """Return the mean gradients, weighted by ``rows``, of the layers that this process works on; as they
+        are without ``reduce_gradients``.
         """
         places = {name: self._places[name] for name in gradients}
         here = self._grid.here
@@ -202,16 +159,10 @@ class Ranks:
     def updates(
         self, names: Collection[str], updates: Mapping[str, Tensor], product: Tensor
     ) -> tuple[Mapping[str, Tensor], Tensor]:
-        """Return the updates of all layers in ``names``, and the sum of ``product`` over all these layers.
-
-        Each process broadcasts the updates that it has computed, and its ``product``, within its block of consecutive
-        ranks. If a block is one process, it has computed all updates, and nothing is sent.
-
-        Args:
-            names: the weight names of all layers to update.
-            updates: the updates that this process has computed, by weight name.
-            product: Σ lr² ⟨update, gradient⟩ over the layers in ``updates``, a scalar tensor.
+        """Return the updates of all layers ``names``, and the sum of ``product`` over all of them, by
+        broadcasts within blocks.
         """
+        # A block of one process has computed all updates.
         if self._grid.width == 1:
             return updates, product
         at = {place: [n for n in names if self._places[n] == place] for place in range(self._grid.width)}
@@ -237,10 +188,8 @@ class Ranks:
         return found, torch.stack([buffer[-1] for buffer in buffers]).sum()
 
     def others(self, gradients: Collection[Tensor], rows: float) -> None:
-        """Average gradients over the processes, in place, by one all-reduce.
-
-        ``rows``: the weight of this process in the mean. If ``reduce_gradients`` is False, the gradients stay
-        unchanged.
+        """Average gradients in place by one all-reduce, weighted by ``rows``; unchanged without
+        ``reduce_gradients``.
         """
         if not self._reduce or not gradients:
             return
@@ -259,14 +208,9 @@ class Ranks:
         here: int,
         group: ProcessGroup | None,
     ) -> dict[Key, Tensor]:
-        """Add tensors over the processes of a group, and return the sums that are meant for this process, by key.
+        """Add tensors over a group of processes, and return the sums for this process, by key.
 
-        Args:
-            parts: this process's tensors, by key. All processes have the same keys and shapes.
-            places: for each key, the index in the group of the process that receives the sum.
-            among: the indices of all processes of the group, from 0.
-            here: this process's index in the group.
-            group: the process group; None for all processes.
+        ``places``: the index of each sum's receiver. All processes have the same keys and shapes.
         """
         mine = {name: part for name, part in parts.items() if places[name] == here}
         if len(among) == 1:

@@ -19,22 +19,10 @@ class Pending(Protocol):
 
 
 class EarlySums:
-    """Adds statistics (sums of outer products) over all processes, as soon as a backward has computed them.
+    """Adds statistics over all processes as soon as a backward has computed them. A part is one factor of a
+    layer, or both.
 
-    A part is one Kronecker factor of a layer, or both. The process that owns it receives the sum.
-
-    Processes may compute the layers in different orders, because their plans differ, but must start the same
-    communications in the same order. So all processes send the parts of one backward in a fixed order: the reverse
-    order of the argument ``parts``. Statistics of a part are stored until those of all parts before it have been sent.
-    `finish` sends what is missing, with zeros for a part without statistics. All processes need the same number of
-    backwards with statistics between two calls of `finish`.
-
-    Args:
-        parts: for each part, in the same order in all processes, a function that returns a vector of zeros: no
-            statistics.
-        owned: the parts whose sums this process receives.
-        start: called with a part and a vector; starts to add the vectors of all processes into that of the part's
-            owner.
+    All processes need the same number of backwards with statistics between two calls of `finish`.
     """
 
     def __init__(
@@ -43,7 +31,11 @@ class EarlySums:
         owned: Collection[FactorPart],
         start: Callable[[FactorPart, Tensor], Pending],
     ) -> None:
+        # Zeros by part, parts whose sums come here, and the function that starts to add a vector into that of
+        # the part's owner.
         self._nothing, self._owned, self._start = dict(parts), owned, start
+        # Plans differ, so processes compute layers in different orders, but must start the same
+        # communications in one order.
         self._order = tuple(reversed(self._nothing))
         self._waiting: dict[FactorPart, deque[Tensor]] = defaultdict(deque)
         self._step: int | None = None
@@ -56,19 +48,10 @@ class EarlySums:
         self._sums: dict[FactorPart, Tensor] = {}
 
     def add(self, part: FactorPart, sums: Tensor, step: int) -> None:
-        """Send the statistics of one backward for a part, or store them until the parts before it have been sent.
-
-        A part is one Kronecker factor of a layer, or both. All processes send the parts in the same order: the reverse
-        order of the constructor's argument ``parts``.
-
-        At the first call of a new training step, statistics of an earlier step that `finish` did not return are
-        dropped: the backwards of that step led to no update.
-
-        Args:
-            part: one of the parts given to the constructor.
-            sums: the statistics, a vector that is overwritten.
-            step: the number of the training step.
+        """Send the statistics of one backward for a part, or store them until the parts before it are sent.
+        ``sums`` is overwritten.
         """
+        # What `finish` did not return is dropped: the backwards of that step led to no update.
         if step != self._step:
             self.finish()
             self._step = step
@@ -78,12 +61,10 @@ class EarlySums:
             self._send(self._waiting[self._next].popleft())
 
     def finish(self) -> dict[FactorPart, Tensor]:
-        """Send all statistics that are not sent yet, and return the sums over all processes, by the parts of this
-        process.
-
-        A part is one Kronecker factor of a layer, or both. Parts without statistics are sent as zeros. The result is
-        empty if there was no backward since the last call.
+        """Send what is not sent yet, and return the sums of this process's parts; empty without a backward
+        since the last call.
         """
+        # Parts without statistics are sent as zeros.
         rounds = max(self._received.values(), default=0)
         while self._sent < rounds * len(self._order):
             waiting = self._waiting[self._next]

@@ -39,36 +39,34 @@ _COUNTS = ("count", "made", "changed", "rank", "trace")
 
 @dataclass
 class Factor:
-    """One of the two Kronecker factors of a layer, with ``size`` rows: its moving average and its inverse.
-
-    ``blocks``: () for one matrix; (groups,) for a grouped layer, which has one matrix for each group. ``how``: the
-    method of inversion, a name of `INVERSES` or ``auto``. ``dtype``: the data type of the average and the inverse.
-    ``vector``: whether the statistics contain only the factor's diagonal.
-
-    ``total``: the sum of outer products, in which each step multiplies the earlier sum by a decay. It is stored as a
-    packed triangle or as its diagonal. It is None before the first statistics, and if another process stores it.
-    ``count``: the number of rows in ``total``, with the same decay, so that ``total`` ÷ ``count`` is a moving average
-    without a correction at the start. ``trace``: the trace of ``total``, averaged over the groups, if another process
-    stores ``total``; otherwise None.
-
-    ``inverse``: the latest inverse; None before the first inversion, and if this process does not need it. ``made``:
-    how often the factor has been inverted. ``changed``: whether ``total`` has changed since the last inversion.
-    ``rank``: the number of eigenvalues above the damping, as last counted by the method ``auto``; None if it was never
-    counted.
-    """
+    """One of the two Kronecker factors of a layer: its moving average and its inverse."""
 
     size: int
+    """The number of rows."""
     blocks: tuple[int, ...]
+    """() for one matrix; (groups,) for one matrix per group."""
     how: str
+    """The method of inversion: a name of `INVERSES` or ``auto``."""
     dtype: torch.dtype
+    """Of the average and the inverse."""
     vector: bool = False
+    """Whether the statistics contain only the diagonal."""
     total: Tensor | None = None
+    """The decayed sum of outer products, as a packed triangle or diagonal; None before statistics, or if
+    another process stores it.
+    """
     count: float = 0.0
+    """The decayed number of rows. ``total`` ÷ ``count`` is the average, which needs no correction at the start."""
     inverse: Inverse | None = None
+    """The latest; None before the first inversion, or if this process does not need it."""
     made: int = 0
+    """How often it has been inverted."""
     changed: bool = False
+    """Whether ``total`` has changed since."""
     rank: int | None = None
+    """Eigenvalues above the damping as last counted by ``auto``; None if never."""
     trace: float | None = None
+    """Of ``total``, averaged over groups, if another process stores ``total``; else None."""
 
     @property
     def diagonal(self) -> bool:
@@ -78,10 +76,7 @@ class Factor:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """The shape of ``total``: (…, size) for a diagonal, otherwise (…, size (size + 1) ÷ 2), a packed triangle.
-
-        A grouped layer has its number of groups as the first dimension.
-        """
+        """The shape of ``total``: (…, size) for a diagonal, else (…, size (size + 1) ÷ 2), with the groups first."""
         return (*self.blocks, self.size if self.diagonal else packed_size(self.size))
 
     @property
@@ -91,22 +86,16 @@ class Factor:
         return float(torch.Size(self.blocks).numel() * self.size ** (1 if self.diagonal else 3))
 
     def kept(self, factor: Tensor) -> Tensor:
-        """Return the part of new statistics that is added to ``total``: the packed triangle of a symmetric matrix, or
-        its diagonal.
-
-        ``factor``: the sum of outer products, (…, size, size), or (…, size) if statistics contain only the diagonal.
+        """Return what is added to ``total`` of new statistics (…, size, size): the packed triangle, or the
+        diagonal.
         """
         if not self.diagonal:
             return pack(factor.to(self.dtype))
         return (factor if self.vector else factor.diagonal(dim1=-2, dim2=-1)).to(self.dtype)
 
     def fold(self, kept: Tensor, count: float, decay: float) -> None:
-        """Add new statistics to the moving average.
-
-        Args:
-            kept: the sum of outer products over ``count`` rows, with the shape of ``total``, as from the method `kept`.
-            count: the number of rows.
-            decay: the factor by which the earlier sum and its count are multiplied first.
+        """Add statistics over ``count`` rows, in the form of `kept`, to the average, whose earlier sums are
+        multiplied by ``decay`` first.
         """
         if self.total is None:
             self.total = torch.zeros_like(kept)
@@ -115,13 +104,7 @@ class Factor:
         self.changed = True
 
     def fold_trace(self, trace: float, count: float, decay: float) -> None:
-        """Add the trace of new statistics to ``trace``, in a process that does not store the moving average itself.
-
-        Args:
-            trace: the trace of the sum of outer products over ``count`` rows.
-            count: the number of rows.
-            decay: the factor by which the earlier trace and its count are multiplied first.
-        """
+        """The same for the trace alone, in a process that does not store the average."""
         self.trace = decay * (self.trace or 0.0) + trace
         self.count = decay * self.count + count
 
@@ -132,10 +115,7 @@ class Factor:
         return mean if self.diagonal else unpack(mean, self.size)
 
     def trace_of(self, kept: Tensor) -> Tensor:
-        """Return the trace of a sum of outer products, averaged over the groups of a grouped layer.
-
-        ``kept``: the sum as a packed triangle or a diagonal, as from the method `kept`.
-        """
+        """Return the trace of a sum in the form of `kept`, averaged over groups."""
         return (kept.sum(-1) if self.diagonal else packed_trace(kept, self.size)).mean()
 
     def mean_eigenvalue(self) -> Tensor | float:
@@ -145,11 +125,7 @@ class Factor:
         return trace / (self.count * self.size)
 
     def invert(self, damping: float) -> None:
-        """Invert the moving average + ``damping`` I, and store the result in ``inverse``.
-
-        Some methods give an approximation. If a low-rank form is not positive definite, Cholesky factorisation is used
-        instead.
-        """
+        """Invert the average + ``damping`` I into ``inverse``, exactly or approximately, by the method ``how``."""
         self.inverse = self._inverse(self.mean(), damping)
         self.made, self.changed = self.made + 1, False
 
@@ -161,13 +137,8 @@ class Factor:
         return INVERSES[self.how](mean, damping, self.inverse)
 
     def _measured(self, mean: Tensor, damping: float) -> Inverse | None:
-        """Return a low-rank inverse of ``mean`` + ``damping`` I, for the method ``auto``; None if a dense inverse is
-        better.
-
-        A dense inverse is better for factors of fewer than 2,048 rows, and if more than rows ÷ 16 eigenvalues are above
-        the damping. If there were too many, they are counted again only at every tenth inversion.
-
-        ``mean``: the moving average, (…, size, size).
+        """Return a low-rank inverse of ``mean`` + ``damping`` I; None if a dense one is better
+        (`LOW_RANK_FROM`, `LOW_RANK_BELOW`).
         """
         few = self.size // LOW_RANK_BELOW
         lately = self.rank is not None and self.rank > few and self.made % MEASURE_EVERY
@@ -179,10 +150,8 @@ class Factor:
         return low_rank_inverse(mean, values, basis, damping) if self.rank <= few else None
 
     def effective_rank(self, damping: float) -> int:
-        """Return how many eigenvalues of the moving average are above ``damping``.
-
-        For a grouped layer it is the largest number of any group. It takes O(size³) operations, or O(size) for a
-        diagonal.
+        """Return how many eigenvalues of the average are above ``damping``, of any group the most. O(size³),
+        or O(size) for a diagonal.
         """
         mean = self.mean()
         values = mean if self.diagonal else torch.linalg.eigvalsh(mean)
@@ -195,13 +164,8 @@ class Factor:
         return {"inverse": inverse} | {part: getattr(self, part) for part in parts}
 
     def load(self, state: Mapping[str, Any], device: torch.device, average: bool, inverse: bool) -> None:
-        """Restore the moving average, the inverse and the counters from a dictionary that `state` returned.
-
-        Args:
-            state: the dictionary.
-            device: the device of the restored tensors.
-            average: whether this process needs the moving average. Otherwise only its trace is stored.
-            inverse: whether this process needs the inverse.
+        """Restore what `state` returned. ``average``, ``inverse``: whether this process needs them; without
+        the average it keeps the trace.
         """
         for part in _COUNTS:
             setattr(self, part, state[part])
@@ -217,9 +181,8 @@ class Factor:
         return torch.Size(self.shape).numel() * self.dtype.itemsize
 
     def inverse_bytes(self) -> int:
-        """Return an upper bound of the bytes of the inverse, whether the inverse exists already or not.
-
-        For the method ``auto`` it is the size of a dense inverse, which it may fall back to.
+        """Return an upper bound of the inverse's bytes, whether it exists or not; for ``auto`` those of a
+        dense one.
         """
         if self.inverse is not None and self.how != AUTO:
             return inverse_bytes(self.inverse)

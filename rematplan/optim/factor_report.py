@@ -9,26 +9,22 @@ from rematplan.optim.layer import Layer
 
 @dataclass(frozen=True)
 class SideReport:
-    """One Kronecker factor, as a row of a report.
-
-    ``layer``: the name of the layer's weight. ``side``: ``A`` (of the inputs) or ``G`` (of the outputs' gradients).
-    ``size``: the factor's number of rows. ``rank``: the number of its eigenvalues above the damping. ``kind``: the form
-    of its inverse, such as ``dense`` or ``spectral``; empty if it has not been inverted yet.
-    """
+    """One Kronecker factor, as a row of a report."""
 
     layer: str
+    """The name of the layer's weight."""
     side: str
+    """``A`` (inputs) or ``G`` (outputs' gradients)."""
     size: int
+    """The number of rows."""
     rank: int
+    """Eigenvalues above the damping."""
     kind: str
+    """The form of its inverse, such as ``dense``; empty before the first inversion."""
 
 
 def rows_of(layer: Layer, damping: float) -> tuple[SideReport, ...]:
-    """Return a report of each Kronecker factor of a layer whose moving average is stored in this process.
-
-    ``damping``: λ of the layer, from which the damping of each factor follows. A report counts the eigenvalues above
-    the factor's damping.
-    """
+    """Return a report of each factor of a layer whose average is in this process. ``damping``: λ of the layer."""
     if layer.a.total is None and layer.g.total is None:
         return ()
     return tuple(

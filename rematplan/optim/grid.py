@@ -14,22 +14,10 @@ Result = TypeVar("Result")
 
 
 class Grid:
-    """The processes of a group as a grid, and the position of this process in it.
+    """The processes of a group as a grid: rows are blocks of consecutive ranks. Methods raise a ProcessEnded
+    if another process is lost.
 
-    Each row of the grid is a block of consecutive ranks. A column contains the processes with the same position in
-    their blocks.
-
-    ``group``: the process group; None for all processes. ``rank``: this process's rank in the group. ``size``: the
-    number of processes in the group. ``width``: the number of processes in a block. ``here``: the position of this
-    process in its block, from 0. ``block``, ``column``: the process groups of this process's block and column.
-
-    Args:
-        group: the process group; None for all processes.
-        columns_of: the number of processes in a column, a divisor of the number of processes.
-
-    Raises:
-        UsageError: there is no process group, or ``columns_of`` is no divisor of the number of processes.
-        ProcessEnded: from any method, if another process has ended or cannot be reached.
+    UsageError if there is no process group, or ``columns_of``, the size of a column, does not divide it.
     """
 
     def __init__(self, group: ProcessGroup | None, columns_of: int) -> None:
@@ -41,15 +29,15 @@ class Grid:
         self.rank, self.size = distributed.get_rank(group), distributed.get_world_size(group)
         if columns_of < 1 or self.size % columns_of:
             raise UsageError(f"grad_workers is {columns_of}, which does not divide {self.size} processes")
+        # The processes in a block, and this one's position in it.
         self.width = self.size // columns_of
         self.here = self.rank % self.width
         self.block = self.subgroup([range(b, b + self.width) for b in range(0, self.size, self.width)])
         self.column = self.subgroup([range(c, self.size, self.width) for c in range(self.width)])
 
     def subgroup(self, parts: Sequence[range]) -> ProcessGroup | None:
-        """Create a process group for each range of ranks in ``parts``, and return the group that contains this process.
-
-        Return None if no range contains it. All processes must call this method, with equal ``parts``.
+        """Create a process group for each range of ranks, and return this process's, or None. All processes
+        must call this equally.
         """
         found: ProcessGroup | None = None
         for part in parts:

@@ -20,18 +20,10 @@ Pass: TypeAlias = Callable[..., Any]
 
 
 class InverseRoutes:
-    """Sends new inverses of Kronecker factors from their owners, which computed them, to the workers, which use them.
+    """Sends new inverses from their owners to the layers' workers: first within the owner's block, then along
+    a column of the grid.
 
-    Processes form a grid (`Grid`): rows are blocks of consecutive ranks. A layer has one worker in each block, which
-    multiplies the layer's gradient by both inverses. All its workers form a column of the grid. An inverse is first
-    sent to the worker in the owner's block, and then along the column.
-
-    Args:
-        grid: the processes.
-        layers: the layers by weight name.
-        parts: the owner's rank, by weight name and factors: (0,) for that of the inputs, (1,) for that of the outputs'
-            gradients, (0, 1) for both.
-        places: the position of the layer's worker in each block, by weight name.
+    ``places``: the position of a layer's worker in each block.
     """
 
     def __init__(
@@ -48,12 +40,8 @@ class InverseRoutes:
         self._routes = sorted(route for route in routes if not alone or route[0] != route[1])
 
     def send(self, made: Mapping[str, tuple[int, ...]]) -> None:
-        """Send the new inverses in ``made``, and store the inverses that this process receives in its layers.
-
-        All processes must call this method.
-
-        ``made``: the factors that this process has just inverted, by weight name: 0 stands for the factor of the
-        inputs, 1 for that of the outputs' gradients.
+        """Send the factors ``made`` (0 or 1, by weight name) in this process, and store received ones. All
+        processes must call this.
         """
         grid = self._grid
         for source, place in self._routes:
@@ -69,12 +57,8 @@ class InverseRoutes:
                     layer.sides[at].inverse = restored(state, layer.weight.device)
 
     def _saved(self, made: Mapping[str, tuple[int, ...]], place: int) -> SavedInverses:
-        """Return those of this process's new inverses that the processes at position ``place`` of their blocks need.
-
-        A block is a row of the grid of processes, with consecutive ranks. The inverses are dictionaries, by weight name
-        and factor (0 or 1).
-
-        ``made``: the factors that this process has just inverted (0, 1 or both), by weight name.
+        """Return, as dictionaries, this process's new inverses that workers at position ``place`` of the
+        blocks need.
         """
         keys = ((name, at) for name, these in made.items() for at in these if self._places[name] == place)
         found = {(name, at): self._layers[name].sides[at].inverse for name, at in keys}
@@ -82,15 +66,9 @@ class InverseRoutes:
         return {key: _map(Tensor.contiguous, state) for key, state in states.items()}
 
     def _passed(self, states: SavedInverses, here: bool, whole: Pass, part: Pass) -> SavedInverses:
-        """Send ``states`` to other processes, or receive inverses from another process; return the inverses in both
-        cases.
+        """Send ``states``, or receive inverses if not ``here``; return them in both cases.
 
-        Args:
-            states: the inverses as dictionaries, by weight name and factor, if this process sends; otherwise empty.
-            here: whether this process sends.
-            whole: sends, or receives into its argument, a list of one object: the names, kinds and shapes of all
-                inverses.
-            part: sends, or receives into its argument, one tensor.
+        ``whole`` transfers the kinds and shapes, ``part`` one tensor.
         """
         said: list[Any] = [{key: _map(torch.Tensor.to, state, "meta") for key, state in states.items()}]
         self._grid.call(whole, said)
@@ -104,10 +82,8 @@ class InverseRoutes:
         return states
 
     def _between(self, source: int, target: int) -> tuple[Pass, Pass]:
-        """Return two functions that transfer data from process ``source`` to process ``target``.
-
-        The first transfers a list of objects, the second a tensor. They send their argument if this process is
-        ``source``. Otherwise they receive into it.
+        """Return functions that transfer a list of objects and a tensor from ``source`` to ``target``; the
+        receiver's argument is overwritten.
         """
         grid = self._grid
         end: dict[str, Any] = {"group": grid.group}
@@ -122,11 +98,8 @@ class InverseRoutes:
         )
 
     def _along_column(self, source: int) -> tuple[Pass, Pass]:
-        """Return two functions that broadcast data from process ``source`` to the processes in the same column of the
-        grid as this process.
-
-        The processes form a grid of rows and columns (`Grid`). The first function broadcasts a list of objects, the
-        second a tensor. They send their argument if this process is ``source``. Otherwise they receive into it.
+        """Return functions that broadcast a list of objects and a tensor from ``source`` along this column;
+        receivers' arguments are overwritten.
         """
         end: dict[str, Any] = {"src": self._grid.everywhere(source), "group": self._grid.column}
         return functools.partial(distributed.broadcast_object_list, **end), functools.partial(
@@ -135,11 +108,7 @@ class InverseRoutes:
 
 
 def _map(function: Callable[..., Any], state: Mapping[str, Any], *args: Any, **kwargs: Any) -> dict[str, Any]:
-    """Apply ``function`` to each tensor of an inverse in the form of a dictionary, and return the dictionary of the
-    results.
-
-    The function gets ``args`` and ``kwargs`` as further arguments. Strings in the dictionary are copied.
-    """
+    """Apply ``function`` to each tensor of an inverse as a dictionary, and return the results. Strings are copied."""
     return {
         name: part
         if isinstance(part, str)

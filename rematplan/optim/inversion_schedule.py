@@ -11,14 +11,10 @@ from rematplan.optim.options import Options
 
 
 class Refresh:
-    """Inverts the Kronecker factors that this process owns, some of them in each step, so that no step takes long.
+    """Inverts this process's factors whose averages have changed: each once in ``inverse_every`` steps,
+    spread over these.
 
-    The factors of all layers are divided among ``inverse_every`` slots of about equal cost (`longest_first`). A factor
-    is inverted in each step whose number modulo ``inverse_every`` is the factor's slot, if its moving average has
-    changed since its last inversion.
-
-    During the first ``early_steps`` steps, and while it has no inverse, a factor is inverted in every step in which its
-    average has changed.
+    In the first ``early_steps`` steps, and while it has no inverse, a factor is inverted in each step.
     """
 
     def __init__(self, layers: Mapping[str, Layer], owned: Collection[FactorKey], options: Options) -> None:
@@ -30,14 +26,8 @@ class Refresh:
         self._slots = {key: slot for key, slot in slots.items() if key in owned}
 
     def __call__(self, clock: int, damping: Callable[[Layer], float]) -> Mapping[str, tuple[int, ...]]:
-        """Invert the Kronecker factors whose inversion is due in step number ``clock``.
-
-        Args:
-            clock: the number of steps so far.
-            damping: returns λ, the damping, of a layer.
-
-        Returns:
-            The factors that were inverted, by weight name (0: of the inputs, 1: of the outputs' gradients).
+        """Invert the factors that are due in step ``clock``, and return them (0 or 1) by weight name.
+        ``damping``: λ of a layer.
         """
         made: dict[str, tuple[int, ...]] = {}
         for name, at in self._due(clock):

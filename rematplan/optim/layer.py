@@ -20,19 +20,18 @@ BOTH = (0, 1)
 
 @dataclass(frozen=True)
 class Layer:
-    """A weight and its bias, with their two Kronecker factors.
-
-    ``name``: the weight's name. ``weight``, ``bias``: the parameters; ``bias`` is None if there is none. ``form``: the
-    statistics of the layer as tensors of the device ``meta``; they define how weight and bias become one matrix. ``a``:
-    the factor of the layer's inputs. ``g``: the factor of the gradients of its outputs.
-    """
+    """A weight and its bias, with their two Kronecker factors."""
 
     name: str
+    """Of the weight."""
     weight: Parameter
     bias: Parameter | None
     form: Factors
+    """Statistics on the device ``meta``, which define how weight and bias become one matrix."""
     a: Factor
+    """The factor of the inputs."""
     g: Factor
+    """The factor of the outputs' gradients."""
 
     @property
     def sides(self) -> tuple[Factor, Factor]:
@@ -50,11 +49,8 @@ class Layer:
         return self.a.inverse is not None and self.g.inverse is not None
 
     def gradient(self) -> Tensor | None:
-        """Return the gradient of weight and bias as one matrix, in the Kronecker factors' data type; None if the weight
-        has none.
-
-        The shape is (outputs, inputs), or (groups, outputs, inputs) for a grouped layer. The bias is the last column.
-        If only the bias has no gradient, its column is 0.
+        """Return the gradient of weight and bias (last column) as one matrix, (outputs, inputs) per group;
+        None if the weight has none.
         """
         if self.weight.grad is None:
             return None
@@ -63,15 +59,12 @@ class Layer:
         if self.form.bias:
             grad = None if self.bias is None else self.bias.grad
             outputs = self.form.groups * self.form.g.shape[-1]
+            # A bias without a gradient.
             bias = weight.new_zeros(outputs) if grad is None else whole(grad).to(self.a.dtype)
         return self.form.matrix(weight, bias)
 
     def empty(self) -> Tensor:
-        """Return an uninitialised matrix in the shape of weight and bias as one matrix, which is the layer's property
-        `shape`.
-
-        It has the data type of the Kronecker factors, and is on the weight's device.
-        """
+        """Return an uninitialised matrix of `shape`, in the factors' type and on the weight's device."""
         return torch.empty(self.shape, dtype=self.a.dtype, device=self.weight.device)
 
     @property
@@ -82,43 +75,25 @@ class Layer:
         return torch.Size((*blocks, self.g.size, self.a.size))
 
     def sums(self, factors: Factors, loss_scale: float, which: tuple[int, ...] = BOTH) -> Tensor:
-        """Return the statistics of a step as one vector, to be added over processes.
+        """Return statistics as one vector: A and G, packed or diagonal, then the numbers of rows and samples.
 
-        It contains the sums of outer products A (of the inputs) and G (of the outputs' gradients), each as a packed
-        triangle or a diagonal, then the numbers of rows and of samples. G is divided by ``loss_scale``² if it comes
-        from the backward of the loss (``factors.of_loss``).
-
-        If ``which`` is (0,) or (1,), the vector contains only A or only G, and then the traces of both at its end. A
-        process that inverts only one of the two factors needs both traces for its damping.
-
-        Args:
-            factors: the statistics.
-            loss_scale: the factor by which the loss was multiplied before the backward.
-            which: the factors to include: 0 for A, 1 for G.
+        With one factor in ``which``, the vector has only this one, and the traces of both at its end.
         """
         counts = torch.tensor([factors.rows, factors.samples], dtype=self.a.dtype, device=self.weight.device)
         scale = loss_scale if factors.of_loss else 1.0
         kept = (self.a.kept(factors.a), self.g.kept(factors.g) / scale**2)
+        # A process that inverts one factor needs both traces for its damping.
         traces = [torch.stack([side.trace_of(part) for side, part in zip(self.sides, kept, strict=True)])]
         return torch.cat((*(kept[at].flatten() for at in which), counts, *(traces if which != BOTH else ())))
 
     def no_sums(self, device: torch.device | str | None = None, which: tuple[int, ...] = BOTH) -> Tensor:
-        """Return a vector of zeros in the format of `sums`, as if there were no statistics.
-
-        ``device``: None for the weight's device. ``which``: the factors that the vector includes: 0 for that of the
-        inputs, 1 for that of the outputs' gradients.
-        """
+        """Return zeros in the format of `sums`. ``device``: None for the weight's."""
         size = sum(torch.Size(self.sides[at].shape).numel() for at in which) + (2 if which == BOTH else 4)
         return torch.zeros(size, dtype=self.a.dtype, device=device or self.weight.device)
 
     def fold(self, sums: Tensor, decay: float, which: tuple[int, ...] = BOTH) -> None:
-        """Add statistics to the moving averages of the Kronecker factors. Statistics of an empty batch change nothing.
-
-        Args:
-            sums: the statistics as a vector in the format of the method `sums`, added over the processes.
-            decay: the factor by which the earlier averages are multiplied first.
-            which: the factors that the vector includes: 0 for that of the inputs, 1 for that of the outputs' gradients.
-                Of a factor that is not included only the trace is added.
+        """Add statistics in the format of `sums` to the averages, which are multiplied by ``decay`` first. An
+        empty batch changes nothing.
         """
         numbers = 2 if which == BOTH else 4
         rows, samples, *traces = sums[-numbers:].tolist()
@@ -131,13 +106,10 @@ class Layer:
             self.sides[at].fold_trace(traces[at], (rows, samples)[at], decay)
 
     def dampings(self, damping: float) -> tuple[float, float]:
-        """Return the damping of each Kronecker factor: π √λ for A (of the inputs), √λ ÷ π for G (of the outputs'
-        gradients).
+        """Return π √λ for A and √λ ÷ π for G. π² is the mean eigenvalue of A ÷ that of G (Martens and Grosse
+        2015, 6.3).
 
-        π² is the mean eigenvalue of A ÷ that of G (Martens and Grosse 2015, section 6.3). π is 1 if a factor is zero,
-        or if π² is not finite.
-
-        ``damping``: λ.
+        π is 1 if a factor is zero.
         """
         like: dict[str, Any] = {"dtype": self.a.dtype, "device": self.weight.device}
         a, g = torch.stack([torch.as_tensor(side.mean_eigenvalue(), **like) for side in self.sides]).tolist()
@@ -146,24 +118,18 @@ class Layer:
         return pi * math.sqrt(damping), math.sqrt(damping) / pi
 
     def precondition(self, gradient: Tensor) -> Tensor:
-        """Multiply a gradient by the latest damped inverses: (G + √λ/π I)⁻¹ ``gradient`` (A + π√λ I)⁻¹.
-
-        A and G are the Kronecker factors of the inputs and of the outputs' gradients, λ is the damping, and π is as in
-        `dampings`. Both factors must have been inverted.
-
-        ``gradient``: the gradient of weight and bias as one matrix, (…, outputs, inputs).
+        """Return (G + √λ/π I)⁻¹ ``gradient`` (A + π√λ I)⁻¹ by the latest inverses, which must exist.
+        ``gradient``: (…, outputs, inputs).
         """
         assert self.a.inverse is not None
         assert self.g.inverse is not None
         return self.a.inverse.apply(self.g.inverse.apply(gradient).mT).mT
 
     def updates(self, matrix: Tensor) -> tuple[tuple[Parameter, Tensor], ...]:
-        """Split an update of weight and bias as one matrix into pairs of a parameter and its update.
+        """Split an update (…, outputs, inputs) into pairs (parameter, update in its shape and type, or its
+        shard).
 
-        An update has its parameter's data type and shape. A bias without a gradient is left out. For a sharded
-        parameter the update is this process's shard.
-
-        ``matrix``: (…, outputs, inputs), with the bias as the last column.
+        A bias without a gradient is left out.
         """
         weight, bias = self.form.tensors(matrix, self.weight.shape)
         parts = [(self.weight, weight)]
@@ -176,25 +142,16 @@ class Layer:
         return {"a": self.a.state(), "g": self.g.state()}
 
     def load(self, state: Mapping[str, Any], averages: tuple[int, ...] = BOTH, inverses: bool = True) -> None:
-        """Restore the state of both Kronecker factors from a dictionary that `state` returned.
-
-        Args:
-            state: the dictionary.
-            averages: the factors (0: of the inputs, 1: of the outputs' gradients) whose moving averages this process
-                needs. It then gets their inverses, too.
-            inverses: whether this process needs the inverses of both factors.
+        """Restore what `state` returned. ``averages``: the factors whose averages this process needs;
+        ``inverses``: whether it needs inverses.
         """
         for at, (side, key) in enumerate(zip(self.sides, "ag", strict=True)):
             side.load(state[key], self.weight.device, at in averages, inverses or at in averages)
 
 
 def layers_of(model: nn.Module, forms: Mapping[str, Factors], how: str) -> dict[str, Layer]:
-    """Return the model's layers that are trained and have Kronecker factors, by weight name.
-
-    Args:
-        model: the model.
-        forms: the factors of each weight, as tensors of the device ``meta``, by weight name.
-        how: the method of inversion: a name of `INVERSES` or ``auto``.
+    """Return the trained layers with Kronecker factors, by weight name. ``forms``: their factors on the
+    device ``meta``.
     """
     named = dict(model.named_parameters())
     return {
@@ -205,15 +162,7 @@ def layers_of(model: nn.Module, forms: Mapping[str, Factors], how: str) -> dict[
 
 
 def layer(name: str, form: Factors, weight: Parameter, bias: Parameter | None, how: str) -> Layer:
-    """Return the layer of one weight, without statistics yet.
-
-    Args:
-        name: the weight's name.
-        form: the layer's factors, as tensors of the device ``meta``.
-        weight: the weight.
-        bias: the bias, or None.
-        how: the method of inversion: a name of `INVERSES` or ``auto``.
-    """
+    """Return the layer of one weight, without statistics yet."""
     blocks = (form.groups,) if form.groups > 1 else ()
     sides = (
         Factor(t.shape[-1], blocks, how, t.dtype, vector=t.dim() == 1 + len(blocks)) for t in (form.a, form.g)

@@ -1,8 +1,5 @@
-"""Approximate the largest eigenvalues and eigenvectors of a positive semi-definite matrix by one or two matrix
-products.
-
-The method is the stabilised Nyström approximation of Tropp, Yurtsever, Udell and Cevher (2017), algorithm 3. It takes
-O(n² r) operations for n rows and rank r.
+"""The largest eigenvalues of a positive semi-definite matrix by the stabilised Nyström approximation (Tropp
+et al. 2017, algorithm 3), O(n² r).
 """
 
 from __future__ import annotations
@@ -12,17 +9,10 @@ from torch import Tensor
 
 
 def nystrom(matrix: Tensor, rank: int, start: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    """Approximate the ``rank`` largest eigenvalues of a matrix, in descending order, and their eigenvectors.
+    """Return about the ``rank`` largest eigenvalues, descending, (…, rank), and their eigenvectors, (…, n,
+    rank).
 
-    Args:
-        matrix: (…, n, n), symmetric and positive semi-definite up to rounding errors.
-        rank: the number of eigenvalues, from 1 to n.
-        start: (…, n, columns), vectors that span about the same space as the eigenvectors, such as the eigenvectors of
-            an earlier state of the matrix. If there are fewer than ``rank``, random vectors with a fixed seed are
-            added. None: all vectors are random, and one power iteration improves them.
-
-    Returns:
-        The eigenvalues, (…, rank), and the eigenvectors, (…, n, rank).
+    ``start``: vectors that span about their space; missing ones are random with a fixed seed.
     """
     # Scaled to a largest diagonal entry of 1: a norm squares entries, which may overflow or underflow float32.
     largest = matrix.diagonal(dim1=-2, dim2=-1).amax(-1)[..., None, None]

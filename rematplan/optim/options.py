@@ -19,16 +19,7 @@ MakeOthers: TypeAlias = Callable[[list[Group]], Optimizer]
 
 
 def check_others(model: nn.Module, theirs: list[Group], others: MakeOthers | None) -> None:
-    """Check that parameters without Kronecker factors have an optimizer.
-
-    Args:
-        model: the model, for the names of parameters.
-        theirs: the param groups of parameters without factors; may be empty.
-        others: makes the optimizer for ``theirs``; None if the user named none.
-
-    Raises:
-        UsageError: ``theirs`` is not empty and ``others`` is None; the message names the first five parameters.
-    """
+    """Raise a UsageError if there are parameters without Kronecker factors (``theirs``) and no optimizer for them."""
     if others is not None or not theirs:
         return
     left = {id(p) for group in theirs for p in group["params"]}
@@ -52,10 +43,8 @@ class OptionNames(TypedDict, total=False):
 
 @dataclass(frozen=True, kw_only=True)
 class Options:
-    """The options of `KFAC` that are the same for all param groups. The docstring of `KFAC` says what they mean.
-
-    Raises:
-        UsageError: an option is out of its range; the message names the option and its value.
+    """The options of `KFAC` that all param groups share; UsageError if one is out of its range. `KFAC` says
+    what they mean.
     """
 
     kl_clip: float | None = 1e-3
@@ -80,10 +69,8 @@ class Options:
 
 
 def check_settings(settings: Mapping[str, float]) -> None:
-    """Check the settings of a param group: learning rate, momentum and weight decay (0 or more), and damping (above 0).
-
-    Raises:
-        UsageError: a setting is out of its range; the message names the setting and its value.
+    """Raise a UsageError if a param group's learning rate, momentum or weight decay is below 0, or its
+    damping not above 0.
     """
     for name, number in settings.items():
         if not number >= 0:

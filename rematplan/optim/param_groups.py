@@ -19,20 +19,10 @@ OTHERS = "others"
 def split_groups(
     model: nn.Module, layers: Mapping[str, Layer], params: Iterable[Group] | None
 ) -> tuple[dict[str, Layer], list[Group], list[Group]]:
-    """Split param groups into those of layers with Kronecker factors, and those of all other trained parameters.
+    """Return the layers whose weights are in ``params``, the param groups of their parameters, and those of
+    other trained parameters.
 
-    Args:
-        model: the model whose parameters are optimized.
-        layers: all layers with Kronecker factors, by weight name.
-        params: param groups; None stands for one group of all parameters of the model.
-
-    Returns:
-        Three results. The first contains the layers whose weights are in ``params``, by weight name. The second
-        contains the param groups of these layers' parameters. The third contains the param groups of the other trained
-        parameters; the options of a group are those that the original group has under its key ``others``.
-
-    Raises:
-        UsageError: a group is no dictionary with ``params``, or no weight has Kronecker factors.
+    The last have a group's options under ``others``. UsageError if no weight has factors.
     """
     groups: list[Group] = (
         [{"params": list(model.parameters())}] if params is None else [_group(g) for g in params]

@@ -15,20 +15,16 @@ from rematplan.runtime.statistics.recorder import Listener
 
 
 class PlannedSource:
-    """Provides the Kronecker factors of one planned module, or of several planned modules inside of a model, to `KFAC`.
-
-    ``parts``: the planned modules. The key is the prefix of their parameters' names in the whole model, such as
-    ``encoder.``; empty for the model itself.
-    """
+    """Provides the Kronecker factors of one or several planned modules inside of a model to `KFAC`."""
 
     def __init__(self, parts: Mapping[str, Planning]) -> None:
+        # By the prefix of their parameters' names, such as ``encoder.``.
         self._parts = parts
         self._relays: tuple[_Relay, ...] = ()
 
     def layers(self) -> Mapping[str, Factors]:
-        """Return, by weight name in the whole model, the Kronecker factors as tensors of the device ``meta``.
-
-        They have the shapes and data types of the factors that `statistics` will return, but no values.
+        """Return the factors by weight name in the whole model, on the device ``meta``: shapes and types
+        without values.
         """
         return _Joined({prefix: part.statistics_layers() for prefix, part in self._parts.items()})
 
@@ -43,10 +39,8 @@ class PlannedSource:
         return Statistics(factors, skipped, self.step()) if len(factors) else None
 
     def listen(self, listener: Listener) -> None:
-        """Call ``listener`` with Kronecker factors as soon as a backward has computed them.
-
-        Its arguments are the factors by weight name in the whole model, and the number of the training step. Another
-        call of this method replaces the listener.
+        """Call ``listener`` with factors of a running backward and the number of the training step. It
+        replaces an earlier listener.
         """
         self._relays = tuple(_Relay(self, prefix, listener) for prefix in self._parts)
         for relay, part in zip(self._relays, self._parts.values(), strict=True):
@@ -64,10 +58,7 @@ class PlannedSource:
         return [(step + 1, draws) for step, draws in states]
 
     def load(self, state: Sequence[tuple[int, int]]) -> None:
-        """Restore what `state` returned: for each planned module, its step number and how often it has drawn labels.
-
-        The labels that the modules draw from then on are the same as after the call of `state`.
-        """
+        """Restore what `state` returned, so that the modules draw the same labels."""
         for part, (step, draws) in zip(self._parts.values(), state, strict=True):
             part.statistics_state = step, draws
 
@@ -79,17 +70,13 @@ class _Relay:
         self._source, self._prefix, self._listener = source, prefix, listener
 
     def report(self, factors: Mapping[str, Factors], _step: int) -> None:
-        """Call the listener with Kronecker factors of one module, by weight name in the whole model.
-
-        The listener's second argument is the step number of the whole model, not ``_step``, that of the module.
-        """
+        """Call the listener with one module's factors, by names in the whole model, and the whole model's step."""
         self._listener(_Joined({self._prefix: factors}), self._source.step())
 
 
 class _Joined(Mapping[str, Factors]):
-    """A mapping with the Kronecker factors of several modules, by weight name in the whole model.
-
-    Factors are stored as packed triangles. A factor becomes a dense matrix only when it is read.
+    """The factors of several modules by weight name in the whole model. A packed factor becomes a matrix when
+    it is read.
     """
 
     def __init__(self, parts: Mapping[str, Mapping[str, Factors]]) -> None:
@@ -113,10 +100,8 @@ class _Joined(Mapping[str, Factors]):
 
 
 def source_of(model: nn.Module) -> StatisticsSource:
-    """Return the source of the Kronecker factors of a planned module, or of all planned modules inside of ``model``.
-
-    Raises:
-        UsageError: no module is planned with statistics.
+    """Return the source of the factors of all planned modules in ``model``; UsageError if none is planned
+    with statistics.
     """
     parts, reasons = {}, []
     for name, module in model.named_modules():

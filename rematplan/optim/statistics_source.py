@@ -14,23 +14,16 @@ class StatisticsSource(Protocol):
     gradients of their outputs."""
 
     def layers(self) -> Mapping[str, Factors]:
-        """Return, by weight name, the Kronecker factors as tensors of the device ``meta``.
-
-        They have the shapes and data types of the factors that `statistics` will return, but no values.
-        """
+        """Return the factors by weight name, on the device ``meta``: shapes and types without values."""
 
     def statistics(self) -> Statistics | None:
-        """Return the Kronecker factors (sums of outer products) over the micro-batches since the last update of the
-        weights.
-
-        The optimizer adds them to its averages only once: it ignores a result whose ``step`` it has read before. None:
-        there are no statistics.
+        """Return the factors over the micro-batches since the last update, or None. A ``step`` that was read
+        before is ignored.
         """
 
     def state(self) -> Any:
-        """Return what a checkpoint must contain so that later statistics are the same after `load`.
-
-        The optimizer calls this method after an update of the weights.
+        """Return what `load` needs to continue with the same statistics. It is called after an update of the
+        weights.
         """
 
     def load(self, state: Any) -> None:

@@ -1,13 +1,7 @@
-"""The memory that a step of the optimizer `KFAC` allocates temporarily.
+"""The bytes that a step of `KFAC` allocates temporarily: the largest of reading statistics, inverting, and
+updating.
 
-A step has three phases, and the largest of them counts:
-
-1. the statistics of each layer are unpacked, packed in another form, and added to the moving averages;
-2. factors are inverted, one after the other;
-3. the gradients of all layers become matrices, whose updates are computed and applied.
-
-The numbers of copies are those at the peak of each phase, measured with PyTorch 2.13 on a CPU. Tests measure them
-again.
+The copies were measured at each peak with PyTorch 2.13 on a CPU; tests measure them again.
 """
 
 from __future__ import annotations
@@ -39,16 +33,16 @@ SCALARS = 4096
 
 @dataclass(frozen=True)
 class Copies:
-    """How many copies of some tensors an exchange between processes allocates temporarily, at most.
-
-    ``sums``: of the statistics of all layers. ``inverses``: of the inverses that this process uses. ``gradients``: of
-    the gradients of all layers. ``others``: of the gradients of all other parameters.
-    """
+    """The most copies that an exchange between processes allocates temporarily."""
 
     sums: int = 0
+    """Of the statistics of all layers."""
     inverses: int = 0
+    """Of the inverses that this process uses."""
     gradients: int = 0
+    """Of the gradients of all layers."""
     others: int = 0
+    """Of the gradients of all other parameters."""
 
 
 def sums_bytes(layer: Layer) -> int:
@@ -62,15 +56,10 @@ def sums_bytes(layer: Layer) -> int:
 def step_bytes(
     layers: Mapping[str, Layer], owned: Collection[str], copies: Copies, others: int, rest: int
 ) -> int:
-    """Return an upper bound of the bytes that one step allocates temporarily, in addition to parameters, gradients,
-    statistics and the optimizer's state.
+    """Return an upper bound of the bytes that one step allocates temporarily.
 
-    Args:
-        layers: all layers with Kronecker factors, by weight name.
-        owned: the weight names of the layers of which this process inverts a factor.
-        copies: what the exchange between processes allocates.
-        others: temporary bytes of the step of the optimizer for the parameters without factors.
-        rest: bytes of these parameters.
+    ``owned``: layers of which this process inverts a factor. ``others``, ``rest``: the other optimizer's
+    temporary bytes, and its parameters'.
     """
     every = layers.values()
     matrices = [layer.shape.numel() * layer.a.dtype.itemsize for layer in every]

@@ -35,11 +35,8 @@ def auto_cuts(
     budget: Budget,
     asked: PlanOptions,
 ) -> tuple[str, ...]:
-    """Choose where to cut a model into pipeline stages, so that the simulated duration of a step (the makespan) is
-    short.
-
-    Messages between ranks are assumed to take no time. The search may end without cuts with which all ranks fit their
-    budget. Cuts are returned in that case, too.
+    """Return the cuts into stages with a short simulated step, if messages take no time. Not all ranks need
+    fit the budget.
     """
     known = cut_names(exported(model, args, kwargs))
     if len(known) < schedule.stages - 1:
@@ -71,13 +68,10 @@ def auto_cuts(
 
 
 def agreed(choose: Callable[[], tuple[str, ...]]) -> tuple[str, ...]:
-    """Call ``choose`` in the process of rank 0 of the default process group, and return its result in all processes.
-
-    If each process called ``choose``, the results could differ, because measured costs and searches with a time limit
-    differ. Without a process group, this process calls ``choose``.
-    """
+    """Return, in all processes, what ``choose`` returns in rank 0; without a process group, call it here."""
     if not (distributed.is_available() and distributed.is_initialized()):
         return choose()
+    # Measured costs and timed searches differ between processes.
     found: list[Any] = [None, None]
     error: Exception | None = None
     if distributed.get_rank() == 0:

@@ -36,43 +36,39 @@ from rematplan.runtime.problem.weight_gradients import with_separate_weights, wi
 
 @dataclass(frozen=True)
 class StagePlace:
-    """The position of a stage in its pipeline, and facts about the next stage and the module that wraps the stage.
-
-    ``first``: whether this is the first stage, whose inputs the caller keeps. Each micro-batch of another stage has its
-    own inputs from its forward to its backward. ``last``: whether this is the last stage, from whose outputs the loss
-    is computed. ``split``: whether the schedule computes weight gradients later than the gradients of inputs.
-    ``copied``: bytes of copies of the outputs that a module around the stage keeps for each micro-batch from its
-    forward to its backward. ``handed``: bytes of the outputs for one micro-batch if the next stage is on the same rank,
-    and so counts them as its inputs; otherwise 0. ``freed``: whether torch frees the outputs of a micro-batch once they
-    are sent, before its backward. ``alone``: whether no module is around the stage, which could hold its outputs and
-    their gradients, too.
-    """
+    """The position of a stage in its pipeline, and facts about its neighbours."""
 
     first: bool
+    """The caller keeps its inputs. Other stages have inputs of their own for each micro-batch."""
     last: bool
+    """Whether the loss is computed from its outputs."""
     split: bool
+    """Whether the schedule computes weight gradients later."""
     copied: int
+    """Bytes of output copies that a module around the stage keeps per micro-batch from forward to backward."""
     handed: int
+    """Bytes of the outputs if the next stage is on the same rank and counts them; else 0."""
     freed: bool
+    """Whether torch frees sent outputs before their backward."""
     alone: bool
+    """Whether no module is around the stage that could hold its outputs and their gradients."""
 
 
 @dataclass(frozen=True)
 class CapturedStage:
-    """A pipeline stage with its captured step and its planning problem.
-
-    ``stage``: the stage's module and arguments. ``step``: the captured forward and backward of one micro-batch, with
-    inverses. ``problem``: the planning problem. ``capture``: that from which ``step`` was made. ``calls``: the
-    ATen ops of the capture before inverses were added, in order, with the types of their results. A module that
-    captures the stage again checks that they are the same. ``options``: those with which it was planned.
-    """
+    """A pipeline stage with its captured step and its planning problem."""
 
     stage: StageModule
+    """The module and its arguments."""
     step: CapturedStep
+    """The forward and backward of one micro-batch, with inverses."""
     problem: StageProblem
     capture: ReadyCapture
+    """From which ``step`` was made."""
     calls: tuple[object, ...]
+    """The ATen ops before inverses were added, with the types of their results, to check a later capture."""
     options: PlanOptions
+    """With which it was planned."""
 
     def planned(self, plan: Plan, prepared: bool = True) -> nn.Module:
         """Return a module that runs the stage as ``plan`` says. The module shares the stage's parameters
@@ -134,14 +130,12 @@ def captured_stage(
 
 
 def _are_messages(step: CapturedStep, received: bool) -> bool:
-    """Return whether the gradients of a stage's outputs had the strides of new contiguous tensors at capture. In a
-    pipeline, gradients arrive with these strides.
-
-    ``received``: whether the gradients arrive in receive buffers. If the next stage is on the same rank, it passes the
-    gradients that autograd computed. These are contiguous, too, but the stride of a dimension of size 1 is arbitrary.
+    """Return whether the outputs' gradients had, at capture, the strides with which they arrive in a
+    pipeline: contiguous.
     """
     fakes = [step.values[i.value].fake for i in step.inputs if i.kind == "tangent"]
     return all(
+        # Without receive buffers, the stride of a dimension of size 1 is arbitrary.
         fake.stride() == torch.empty(fake.shape, device="meta").stride() and (received or 1 not in fake.shape)
         for fake in fakes
     )

@@ -22,17 +22,12 @@ GLOO_SCALARS = 16
 
 @dataclass(frozen=True)
 class DataParallel:
-    """How many processes have the same stage of a pipeline, each with other samples.
-
-    ``shards``: the number of processes over which FSDP2 (``fully_shard``) divides the stage's parameters.
-    ``replicas``: the number of processes in which DistributedDataParallel averages the stage's gradients. 1: not used.
-
-    Raises:
-        UsageError: a number is below 1, or both are above 1.
-    """
+    """How many processes have the same stage of a pipeline; UsageError if a number is below 1 or both are above 1."""
 
     shards: int = 1
+    """Over so many processes FSDP2 divides the stage's parameters."""
     replicas: int = 1
+    """In so many processes DistributedDataParallel averages gradients."""
 
     def __post_init__(self) -> None:
         for name, number in (("shards", self.shards), ("replicas", self.replicas)):
@@ -42,20 +37,18 @@ class DataParallel:
             raise UsageError("state shards (FSDP2) or replicas (DistributedDataParallel), not both")
 
     def resident(self, stage: StageModule, device: torch.device) -> int:
-        """Return the bytes that are held during the whole step for a stage.
-
-        With FSDP2: this process's shard of the parameters, in addition to the gathered parameters. FSDP2 divides the
-        first dimension of each parameter evenly, rounded up, so the gathered parameters are padded. With
-        DistributedDataParallel: its buckets, which are as large as the gradients, and copies of the stage's buffers. It
-        broadcasts these before each forward: all buffers of one type in one copy. A thread of gloo may free its last
-        copy late, in the worst case after the copies of the next forward are made.
+        """Return the bytes that FSDP2 or DistributedDataParallel holds for a stage during the whole step,
+        beyond its parameters.
         """
         if self.shards > 1:
+            # This process's shard, and padding: the first dimension is divided evenly, rounded up.
             every = list(stage.module.parameters())
             padding = self._gathered(every) - sum(p.nbytes for p in every)
             return padding + sum(allocated(self._shard(p), device) for p in every)
         if self.replicas == 1:
             return 0
+        # All buffers of one type are broadcast in one copy before each forward, and a thread of gloo may free
+        # its last one late. Buckets are as large as the gradients.
         copies: Counter[torch.dtype] = Counter()
         for buffer in stage.module.buffers():
             copies[buffer.dtype] += buffer.nbytes
@@ -64,17 +57,15 @@ class DataParallel:
         return buckets + sum(sizes) + GLOO_THREADS * max(sizes, default=0)
 
     def reducing(self, stage: StageModule, device: torch.device) -> int:
-        """Return by how many bytes the reduction of a stage's gradients at the end of a step exceeds the gathered
-        parameters and the gradients, which it replaces. 0 without FSDP2.
-
-        FSDP2 frees the gathered parameters. It copies the gradients into one tensor, padded so that it can be divided
-        evenly, frees all of them but the last, and allocates the shard of the result. On a CPU, gloo then copies that
-        tensor once more.
+        """Return the bytes by which FSDP2's reduction of gradients exceeds the gathered parameters and
+        gradients, which it replaces.
         """
         trained = [p for p in stage.module.parameters() if p.requires_grad]
         if self.shards == 1 or not trained:
             return 0
         gradients = sum(p.nbytes for p in trained)
+        # Gradients are copied into one padded tensor, which gloo copies again on a CPU, and freed except the
+        # last; then the shard is allocated.
         padded = self._gathered(trained)
         shard = padded // self.shards
         copy = padded + GLOO_SCALARS if device.type == "cpu" else 0
@@ -82,10 +73,8 @@ class DataParallel:
         return max(0, needed - gradients - self._gathered(stage.module.parameters()))
 
     def copied(self, outputs: int) -> int:
-        """Return the bytes that are held for each micro-batch from forward to backward: with
-        DistributedDataParallel, a copy of the stage's outputs, which it makes to find unused parameters.
-
-        ``outputs``: bytes of the stage's outputs for one micro-batch.
+        """Return the bytes of the output copies that DistributedDataParallel holds per micro-batch from
+        forward to backward.
         """
         return outputs if self.replicas > 1 else 0
 
@@ -102,8 +91,8 @@ ALONE = DataParallel()
 
 
 def check_precision(number: int, stage: nn.Module) -> None:
-    """Check that FSDP2 does not convert the parameters, outputs or gradients of a stage to another type. The stage's
-    plan and the buffers for its messages are for the types that it was planned with.
+    """Raise a UsageError if FSDP2 converts a stage's parameters, outputs or gradients, whose types the plan
+    relies on.
     """
     for part in stage.modules():
         state = getattr(part, "_get_fsdp_state", None)

@@ -1,8 +1,7 @@
-"""The stages of a dataflow pipeline: their planning problems, and the compiled stages that follow plans.
+"""The stages of a dataflow pipeline, which recover their inputs by inverses in the backward and return them
+with the gradients.
 
-In the backward of a dataflow pipeline, each stage recovers its input by inverses. It sends the input to the previous
-stage together with the input's gradient, so that the previous stage can recover its own input, too. Therefore
-invertible stages keep nothing between forward and backward.
+So invertible stages keep nothing between forward and backward.
 """
 
 from __future__ import annotations
@@ -48,20 +47,17 @@ SMALL = 1e-6
 
 @dataclass(frozen=True)
 class DataflowPart:
-    """A captured stage of a dataflow pipeline, where inverses recover activations in the backward, and its planning
-    problem.
-
-    ``number``: the stage's number, from 0. ``stages``: how many stages the pipeline has. ``stage``: the stage's module
-    and arguments. ``step``: the captured forward and backward. ``problem``: the planning problem. ``rounding``: the
-    relative error of an op that rounds otherwise in the stage than in the model; 0 if none does (`_rounding`).
-    """
+    """A captured stage of a dataflow pipeline and its planning problem."""
 
     number: int
+    """From 0."""
     stages: int
+    """How many the pipeline has."""
     stage: StageModule
     step: CapturedStep
     problem: StageProblem
     rounding: float
+    """The relative error of an op that rounds otherwise than in the model; 0 if none does (`_rounding`)."""
 
     def compiled(self, plan: Plan, group: ProcessGroup) -> DataflowStage:
         """Compile the stage so that it follows ``plan``, and return it in the form that `DataflowSchedule` runs."""
@@ -139,8 +135,10 @@ def dataflow_stages(
 
 
 def _untaken_bytes(step: CapturedStep, schedule: Schedule) -> list[int]:
-    """Return, for each step of a schedule, the bytes of tensors that have arrived in a message, but that the schedule
-    takes from it only later. A message is received whole, before the first op of a forward or backward."""
+    """Return, for each step of a schedule, the bytes of tensors that have arrived but are taken from their
+    message later.
+    """
+    # A message arrives whole before a forward's or backward's first op.
     boundary = schedule.index(Run(LOSS))
     found = [0] * len(schedule)
     for at, one in enumerate(schedule):
@@ -152,14 +150,9 @@ def _untaken_bytes(step: CapturedStep, schedule: Schedule) -> list[int]:
 
 
 def _rounding(captured: CapturedStep, step: CapturedStep) -> float:
-    """Return the relative error of an op of a stage that rounds otherwise than in the model; 0 if none does.
-
-    An op may sum in another order if it reads a tensor that has other strides than in the model. Its error is then half
-    the distance between 1 and the next larger number of the tensor's type.
-
-    The halves of a reversible network, for example, are slices of one tensor in the model, and separate tensors in the
-    stage, so that inverses can recover one after the other.
-    """
+    """Return half the type's epsilon if a floating-point tensor has other strides than in the model, else 0."""
+    # Ops may then sum in another order. A reversible network's halves are slices in the model, and separate
+    # tensors in the stage.
     pairs = (
         (captured.values[name].fake, step.values[name].fake) for name in captured.values.keys() & step.values
     )

@@ -1,7 +1,4 @@
-"""A pipeline stage that computes no gradients, because neither its parameters nor those of earlier stages are trained.
-
-Such a stage has only a forward. It needs no plan, so its module runs as it is, and its memory is measured by one run.
-"""
+"""A pipeline stage without gradients: its module runs as it is, and one run of its forward measures its memory."""
 
 from __future__ import annotations
 
@@ -29,11 +26,7 @@ of its forward, and of what the forward leaves allocated."""
 
 @dataclass(frozen=True)
 class FrozenStage:
-    """A pipeline stage that computes no gradients.
-
-    ``stage``: the stage's module and arguments. ``problem``: a planning problem with only one plan: the forward, and
-    then nothing.
-    """
+    """A pipeline stage that computes no gradients. Its problem has one plan: the forward."""
 
     stage: StageModule
     problem: StageProblem
@@ -45,9 +38,8 @@ class FrozenStage:
 
 
 def frozen_stage(number: int, stage: StageModule, template: StagePlan, place: StagePlace) -> FrozenStage:
-    """Run the forward of a stage that computes no gradients once, and return the stage with its memory.
-
-    The run changes neither the stage's buffers nor the state of the random generators.
+    """Run the forward of a stage without gradients once, and return the stage with its memory. Buffers and
+    random states do not change.
     """
     device = stage.device
     args, kwargs = pytree.tree_map(lambda one: _zeros(one, device), (stage.args, dict(stage.kwargs)))

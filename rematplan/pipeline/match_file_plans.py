@@ -1,9 +1,7 @@
-"""Apply the plans of a pipeline file to the stages that processes capture.
+"""Apply the plans of a pipeline file, made for slices of the whole step with its loss, to the stages that
+processes capture.
 
-The plans in the file are for slices of the captured step of the whole model with its loss. A process captures only its
-stages, without a loss, and their ops have other names. So the file states the ops of each stage, and they are paired
-with those of the captured stage by ATen op, in order. Each pair must read results of paired ops and write equally many
-bytes.
+Their ops are paired by ATen op, in order; pairs must read paired results and write equally many bytes.
 """
 
 from __future__ import annotations
@@ -76,12 +74,11 @@ def file_plan(file: PlannedPipeline, number: int, part: CapturedStage) -> Plan:
 
 
 def message_copies(step: CapturedStep, names: Sequence[str]) -> frozenset[str]:
-    """Return which of the ops ``names`` copy a tensor only to send it. The step of the whole model has no such op.
-
-    The forward of a stage copies an output that is not dense. The backward copies a gradient of an input if the
-    gradient has other strides than the input, or is also the gradient of another input, as with two inputs that the
-    stage adds. No op reads such a copy.
+    """Return which of the ops ``names`` copy a tensor only to send it, which the step of the whole model does
+    not do.
     """
+    # Of an output that is not dense, or of an input's gradient with other strides or of two inputs. No op
+    # reads such a copy.
     read = {t for call in step.calls for t in step.reads(call)}
     return frozenset(
         name
@@ -92,10 +89,8 @@ def message_copies(step: CapturedStep, names: Sequence[str]) -> frozenset[str]:
 
 
 def loss_ops(step: CapturedStep, graph: TrainingGraph, names: Sequence[str]) -> frozenset[str]:
-    """Return which of the ops ``names`` belong to the loss, in forward or backward. The loss is outside of the model.
-
-    A forward op belongs to the loss if it is in none of the model's modules. A backward op belongs to it if, in
-    addition, it reads no result of a backward op of the model.
+    """Return which of the ops ``names`` belong to the loss: forward ops outside of the model, and backward
+    ops that read no model's backward op.
     """
     found: set[str] = set()
     for name in names:
@@ -109,10 +104,8 @@ def loss_ops(step: CapturedStep, graph: TrainingGraph, names: Sequence[str]) -> 
 
 
 def matched(ops: Sequence[StageOp], others: Sequence[StageOp]) -> dict[str, str]:
-    """Pair the ops of the same part of a model in two captures. Return the names in ``others`` by the names in ``ops``.
-
-    Ops are paired by ATen op and phase (forward or backward), in order. Paired ops must read results of paired ops and
-    write equally many bytes.
+    """Return names in ``others`` by names in ``ops``, paired by ATen op and phase, in order; ProblemError if
+    they do not match.
     """
     mine, theirs = _by_key(ops), _by_key(others)
     for key in sorted({*mine, *theirs}):
@@ -130,9 +123,7 @@ def matched(ops: Sequence[StageOp], others: Sequence[StageOp]) -> dict[str, str]
 
 
 def _runs(file: PlannedPipeline, number: int, pairs: Mapping[str, str], loss: Collection[str]) -> list[str]:
-    """Return the ops that the file's plan of a stage runs, in order, by their names in the captured stage. Ops of the
-    loss are left out.
-    """
+    """Return, by captured names, the ops that the file's plan of a stage runs, in order, without the loss."""
     boundaries = {BOUNDARY: loss_boundary.LOSS, WEIGHTS: loss_boundary.WEIGHTS}
     runs = []
     for kind, name in _plan(file, number).get("steps", ()):
@@ -145,15 +136,11 @@ def _runs(file: PlannedPipeline, number: int, pairs: Mapping[str, str], loss: Co
 
 
 def _after_weights(graph: TrainingGraph, runs: Sequence[str]) -> list[str]:
-    """Return the ops that a plan runs, in order, with those that read the second boundary op directly after it, if they
-    are before it.
-
-    In the file's stage, an op that reads a gradient that the stage returns runs before that boundary. A captured stage
-    may return a copy of the gradient, and then runs the op after the boundary.
-    """
+    """Return the runs with readers of the second boundary moved behind it."""
     if loss_boundary.WEIGHTS not in runs:
         return list(runs)
     end = runs.index(loss_boundary.WEIGHTS)
+    # A captured stage may return a copy of a gradient, so its reader runs later than in the file's stage.
     late = [o for o in runs[:end] if o in graph.op and loss_boundary.WEIGHTS in graph.op[o].reads]
     return [*(o for o in runs[:end] if o not in late), runs[end], *late, *runs[end + 1 :]]
 

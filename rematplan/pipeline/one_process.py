@@ -14,9 +14,8 @@ def step_in_one_process(
     batch: Sequence[torch.Tensor],
     microbatches: int,
 ) -> list[float]:
-    """Run the forward and backward of each micro-batch in turn, and return the losses.
-
-    Gradients are added to those that exist, and then divided by ``microbatches``, as PyTorch's schedules do.
+    """Run forward and backward of each micro-batch in turn, and return the losses. All gradients are divided
+    by ``microbatches``.
     """
     losses = []
     for number, parts in enumerate(zip(*(t.tensor_split(microbatches) for t in batch), strict=True)):

@@ -32,10 +32,7 @@ def parse_rank_budget(text: str) -> Budget:
 
 
 def parse_link(text: str | None) -> Link:
-    """Read the speed of a network link from text such as ``25GB/s,5us``: a bandwidth, a latency or both.
-
-    An unstated latency is 0, and an unstated bandwidth is infinite. None or an empty text is a link that takes no time.
-    """
+    """Read a link from text such as ``25GB/s,5us``: bandwidth, latency or both. What is not stated takes no time."""
     link = FREE_LINK
     for part in text.split(",") if text else ():
         speed, delay = _BANDWIDTH.fullmatch(part.strip()), _LATENCY.fullmatch(part.strip())

@@ -45,30 +45,28 @@ AMPLE = 2**50
 
 @dataclass(frozen=True)
 class PipelineRequest:
-    """A user's options for planning a pipeline.
-
-    ``schedule``: the name of a schedule, or ``auto``. ``stages``: the number of stages. ``microbatches``: the number of
-    micro-batches in a step. ``budget``: the budget of each rank. ``cuts``: names of the modules with which the second
-    and each later stage begin; None: the search chooses cuts. ``link``: bandwidth and latency of the network between
-    ranks. ``overhead``: microseconds that each action (a forward or backward of a stage) takes in addition to its ops.
-    ``optimizer``: the size of the optimizer's state ÷ that of the trained parameters. ``seconds``: about how long the
-    search may take.
-    """
+    """A user's options for planning a pipeline."""
 
     schedule: str
+    """The name of a schedule, or ``auto``."""
     stages: int
     microbatches: int
     budget: Budget
+    """Of each rank."""
     cuts: tuple[str, ...] | None
+    """Names of the modules with which the second and each later stage begin; None: the search chooses."""
     link: Link
+    """Between ranks."""
     overhead: float
+    """Microseconds of an action in addition to its ops."""
     optimizer: float
+    """The bytes of optimizer state ÷ those of trained parameters."""
     seconds: float
+    """About how long the search may take."""
 
 
 def step_for(schedule: str, step: CapturedStep) -> CapturedStep:
-    """Return the captured step of a micro-batch as a schedule runs it: if the schedule computes weight gradients later
-    than the inputs', calls that compute both are divided in two (`with_separate_weights`)."""
+    """Return the captured step as a schedule runs it: with weight gradients apart if it computes them later."""
     return with_separate_weights(step) if schedule in SPLIT else step
 
 
@@ -78,9 +76,8 @@ def plan_stages(
     model: Mapping[str, Any],
     progress: Progress,
 ) -> PlannedPipeline:
-    """Divide a captured step into pipeline stages, and plan what each stage recomputes.
-
-    Of the pipelines that are found, the one with the least makespan (simulated duration of a step) is returned.
+    """Divide a captured step into stages and plan them; of the pipelines found, return the one with the least
+    makespan.
     """
     chains = {name: named_chain(*priced, asked.cuts or ()) for name, priced in steps.items()}
     cuts = None
@@ -100,10 +97,8 @@ def _best(
     cuts: Mapping[str, Cuts] | None,
     progress: Progress,
 ) -> PlannedPipeline:
-    """Return the pipeline with the least makespan that is found with the schedules in ``chains``.
-
-    ``chains``: for the name of each schedule, the step of one micro-batch as a chain of blocks. ``cuts``: for each
-    schedule, the positions in its chain at which stages begin; None: each search chooses them.
+    """Return the pipeline with the least makespan found with the schedules in ``chains``; ``cuts`` None:
+    searches choose them.
     """
     refused: list[InfeasibleBudget] = []
     best: PlannedPipeline | None = None
@@ -152,13 +147,9 @@ def _searches(
 def _search(
     chain: NamedChain, schedule: PipelineSchedule, asked: PipelineRequest, progress: Progress = silent
 ) -> PipelineSearch:
-    """Return a search, not run yet, for the cuts and plans of a pipeline with one schedule, within the budget of
-    ``asked``.
-
-    A percentage is converted to bytes here. It refers to the largest peak of a rank without recomputation, with the
-    cuts that are chosen if memory is unlimited.
-    """
+    """Return a search, not run yet, for the cuts and plans of one schedule within the budget of ``asked``."""
     own = _narrow(chain, schedule.name, schedule.stages)
+    # A percentage refers to the largest peak without recomputation, with the cuts of unlimited memory.
     ample = _terms(own, asked, AMPLE)
     search = PipelineSearch(own.chain, schedule, ample, AutoStages(), progress, least_kept=False)
     amount = asked.budget.bytes(_largest_peak(search) if asked.budget.kind == "share" else 0, int)
@@ -170,9 +161,8 @@ def _search(
 def best_cuts(
     chain: NamedChain, schedule: PipelineSchedule, asked: PipelineRequest, planner: StagePlanner | None
 ) -> tuple[str, ...]:
-    """Search for the cuts into pipeline stages with the least makespan (simulated duration of a step).
-
-    If no tried cuts fit the budget of all ranks, return cuts with which the largest peak of a rank is small.
+    """Search for the cuts with the least simulated step; if no tried ones fit all ranks, return cuts with a
+    small largest peak.
     """
     search = _search(chain, schedule, asked)
     search.planner = planner or _planner(asked.seconds, schedule.ranks)
@@ -186,21 +176,16 @@ def _planner(seconds: float, ranks: int) -> AutoStages:
 
 
 def _narrow(chain: NamedChain, schedule: str, stages: int) -> NamedChain:
-    """Return the chain with the cuts that a schedule may use.
-
-    For ``dataflow``, cuts are allowed only where the forward sends no more bytes than at neighbouring cuts: a cut
-    inside a reversible coupling would send a tensor from which inverses cannot recover the others. If this leaves too
-    few cuts for the number of stages, and for all other schedules, the chain is returned unchanged.
-    """
+    """Return the chain with the cuts that a schedule may use; unchanged if these would be too few."""
     if schedule not in RECOVERING:
         return chain
+    # A cut inside a reversible coupling would send a tensor from which inverses cannot recover the others.
     narrow = replace(chain, chain=replace(chain.chain, narrow=True))
     return narrow if len(narrow.chain.allowed()) >= stages - 1 else chain
 
 
 def _largest_peak(search: PipelineSearch) -> int:
-    """Run a search, and return the largest peak of a rank in the pipeline that it finds. The budget of the search must
-    be so large that nothing is recomputed."""
+    """Run a search with an ample budget, and return the largest peak of a rank in its pipeline."""
     return max(search.run().peaks)
 
 
@@ -222,10 +207,7 @@ def _schedule(name: str, chain: NamedChain, asked: PipelineRequest) -> PipelineS
 
 
 def _hop(chain: NamedChain, asked: PipelineRequest) -> float:
-    """Return the longest time of a message between stages ÷ the time of the slowest stage or link.
-
-    For this, the chain is divided into stages of similar times, without recomputation.
-    """
+    """Return the longest time of a message ÷ that of the slowest stage or link, for stages of similar times."""
     one = chain.chain
 
     def base(start: int, end: int, _stage: int) -> float:

@@ -100,11 +100,8 @@ def rank_plans(
     budget: int,
     asked: PlanOptions,
 ) -> dict[int, RankPlan]:
-    """Search for plans of the stages of each rank with which the rank stays within ``budget`` bytes. Return them by the
-    number of the rank.
-
-    In a dataflow pipeline, inverses recover activations in the backward. There, no plan may keep more bytes between
-    forward and backward than the known plan that keeps the fewest (`starting_plans`).
+    """Return, by rank, plans of its stages within ``budget`` bytes. Dataflow plans keep no more than
+    `starting_plans` between forward and backward.
     """
 
     def search(rank: int, most: int) -> RankSearch:

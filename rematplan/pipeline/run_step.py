@@ -65,32 +65,28 @@ gradients."""
 
 @dataclass(frozen=True)
 class RankReport:
-    """The measurements of one rank in a pipeline step, and a comparison with plain PyTorch in a single process.
-
-    ``promised``, ``measured``: the predicted and the measured peak in bytes, parameters and buffers included.
-    ``extra``: predicted microseconds of recomputation per micro-batch. ``losses``: the losses of the micro-batches;
-    empty except on the rank of the last stage.
-
-    ``compared``: the number of parameters, buffers and losses that were compared; 0 without comparison. ``different``:
-    the names of parameters and buffers that differ, or whose gradients have a relative error above ``expected``; ``the
-    losses`` if these differ. Buffers and losses must be bit-equal, except in a dataflow whose forwards round otherwise
-    than the model (`DataflowPart.rounding`): there, the relative error that `forward_error` predicts is accepted.
-    ``expected``: the predicted relative error of gradients: 0 except in a dataflow. ``error``: the largest relative
-    error of a gradient. ``of_forwards``: the largest relative error of a buffer or loss.
-
-    ``anew``: why the rank's stages were planned again instead of following the file's plans; empty if they follow them.
-    """
+    """The measurements of one rank in a pipeline step, and a comparison with plain PyTorch in one process."""
 
     promised: int
+    """The predicted peak in bytes, parameters and buffers included."""
     measured: int
+    """The measured one."""
     extra: float
+    """Predicted microseconds of recomputation per micro-batch."""
     losses: tuple[float, ...] = ()
+    """Of the micro-batches; empty except on the last stage's rank."""
     compared: int = 0
+    """How many parameters, buffers and losses were compared; 0 without comparison."""
     different: tuple[str, ...] = ()
+    """What differs by more than the predicted error, by name; ``the losses`` if these do."""
     expected: float = 0.0
+    """The predicted relative error of gradients; 0 except in a dataflow."""
     error: float = 0.0
+    """The largest relative error of a gradient."""
     of_forwards: float = 0.0
+    """The largest relative error of a buffer or loss."""
     anew: str = ""
+    """Why the rank's stages were planned again; empty if they follow the file's plans."""
 
 
 def run_on_all_ranks(plan: PlannedPipeline, *, verify: bool, time_limit: float) -> list[RankReport]:
@@ -107,9 +103,7 @@ def run_on_all_ranks(plan: PlannedPipeline, *, verify: bool, time_limit: float) 
 def reports_of_step(plan: PlannedPipeline, rank: int, *, verify: bool, time_limit: float) -> list[RankReport]:
     """Run one pipeline step as one rank of the default process group, and return the reports of all ranks.
 
-    ``plan`` states the cuts, the schedule, the budget and the plans. A rank searches for other plans within the budget
-    in three cases: the captured stages have other ops than ``plan`` states, the rank's peak would exceed the budget, or
-    the schedule is ``dataflow``.
+    A rank searches for other plans if the file's do not match or fit, or the schedule is ``dataflow``.
     """
     try:
         return _of_all_ranks(_run(plan, rank, verify, time_limit), plan.schedule.ranks)
@@ -181,10 +175,7 @@ def _run(plan: PlannedPipeline, rank: int, verify: bool, time_limit: float) -> R
 
 
 def _rank_plan(plan: PlannedPipeline, pipe: Pipeline, rank: int, asked: PlanOptions) -> tuple[RankPlan, str]:
-    """Return plans for the stages of a rank, and the reason why they are not the plans of the pipeline file.
-
-    The reason is empty if the file's plans can be used. Otherwise plans are searched for as ``asked`` says.
-    """
+    """Return plans for a rank's stages, and why they are not the file's; empty if they are."""
     parts = [(s, pipe.parts[s]) for s in pipe.order.stage_of_rank[rank]]
     try:
         if pipe.order.name in CHANNELS:
@@ -204,14 +195,11 @@ def _rank_plan(plan: PlannedPipeline, pipe: Pipeline, rank: int, asked: PlanOpti
 
 
 def _expected_errors(pipe: Pipeline, rank: int, stages: Sequence[Any]) -> tuple[float, float]:
-    """Return two predicted relative errors: that of gradients, and that of buffers and losses.
-
-    Both are 0, except in a dataflow. There, gradients differ because inverses round. Buffers and losses differ if the
-    forward of a stage rounds otherwise than the model (`DataflowPart.rounding`). The ranks exchange their predictions.
-    """
+    """Return the predicted relative errors of gradients, and of buffers and losses; both 0 except in a dataflow."""
     part = pipe.parts[pipe.order.stage_of_rank[rank][0]]
     if not isinstance(part, DataflowPart):
         return 0.0, 0.0
+    # Inverses round, and a stage's forward may round otherwise than the model.
     every = _of_all_ranks((stages[0].error, stages[0].gain, part.rounding), pipe.order.ranks)
     expected = gradient_error_of([(max(error, rounding), gain) for error, gain, rounding in every])
     return expected, forward_error(max(rounding for _, _, rounding in every))
@@ -234,9 +222,8 @@ def _is_random(part: CapturedPart) -> bool:
 
 
 def _loaded(plan: PlannedPipeline) -> LoadedModel:
-    """Load the network or the ONNX file that a pipeline file names, with data of one micro-batch.
-
-    Random weights and data are drawn with a fixed seed, so that they are equal in all processes.
+    """Load the model that a pipeline file names, with one micro-batch. The seed is fixed, so all processes
+    have equal values.
     """
     model: dict[str, Any] = {name: plan.model.get(name) for name in MODEL_FIELDS}
     for name, kind in MODEL_FIELDS.items():
@@ -268,17 +255,15 @@ def _loaded(plan: PlannedPipeline) -> LoadedModel:
 
 
 def _whole_batch(loaded: LoadedModel, microbatches: int) -> tuple[tuple[torch.Tensor, ...], torch.Tensor]:
-    """Return the inputs and the targets of all micro-batches. The tensors of the micro-batches are joined along their
-    first dimension.
-
-    The first micro-batch is the batch of ``loaded``. Each further micro-batch has the same numbers in a random order.
-    For a loss without targets, zeros are returned as targets.
+    """Return the inputs and targets of all micro-batches, joined along the first dimension; zeros for a loss
+    without targets.
     """
     generator = torch.Generator().manual_seed(SEED)
 
     def joined(one: torch.Tensor) -> torch.Tensor:
         if not one.ndim:
             raise UsageError(f"{loaded.name} has an input without dimensions, which has no micro-batches")
+        # Each further micro-batch has the first one's numbers in a random order.
         orders = [torch.randperm(one.numel(), generator=generator) for _ in range(microbatches - 1)]
         return torch.cat([one, *(one.flatten()[order].view(one.shape) for order in orders)])
 
@@ -288,10 +273,8 @@ def _whole_batch(loaded: LoadedModel, microbatches: int) -> tuple[tuple[torch.Te
 
 
 def _seed_forwards(pipe: Pipeline, rank: int, stages: Sequence[Any]) -> None:
-    """Seed PyTorch's generator before each forward of each of a rank's stages, by the micro-batch and the stage. So a
-    single process can draw the same random numbers.
-
-    ``stages``: the rank's stages, which have not run yet.
+    """Seed PyTorch's generator before each forward by micro-batch and stage, so that one process can draw the
+    same numbers.
     """
     for number, stage in zip(pipe.order.stage_of_rank[rank], stages, strict=True):
         forwards = (a for a in pipe.order.actions[rank] if (a.kind, a.stage) == ("F", number))
@@ -306,14 +289,10 @@ def _seed_next(seeds: Iterator[int], _module: nn.Module, _inputs: Any) -> None:
 def _in_one_process(
     module: WithLoss, inputs: Sequence[torch.Tensor], target: torch.Tensor, pipe: Pipeline, random: bool
 ) -> list[float]:
-    """Run one step in plain PyTorch with the same micro-batches as the pipeline, and return the losses of the
-    micro-batches.
-
-    Gradients are averaged over the micro-batches. If the model draws random numbers (``random``), it is cut as in the
-    pipeline, so that each stage draws the same numbers as there.
-    """
+    """Run the step in plain PyTorch with the pipeline's micro-batches, and return their losses."""
     first = [t.tensor_split(pipe.order.microbatches)[0] for t in inputs]
     channels = pipe.order.name in CHANNELS
+    # Cut as the pipeline, so that each stage draws the same random numbers.
     cut = [one.module for one in stage_modules(module.model, first, {}, pipe.cuts)] if random else []
 
     def loss_of(number: int, *parts: torch.Tensor) -> torch.Tensor:
@@ -331,12 +310,8 @@ def _in_one_process(
 def _gradient_errors(
     ours: Mapping[str, torch.Tensor], theirs: Mapping[str, torch.Tensor], names: set[str]
 ) -> dict[str, float]:
-    """Return the relative error of the gradients of ``ours`` compared with those of ``theirs``, by name.
-
-    The error is the norm of the difference ÷ the norm of the gradient in ``theirs``, or ÷ a hundredth of the norm of
-    all gradients if that is larger. It is 0 if both gradients are missing, and infinite if only one is missing. One
-    exception: it is 0 if the gradient in ``theirs`` is missing and that in ``ours`` is zeros, because PyTorch's stages
-    send a gradient of zeros for a tensor that the loss does not read.
+    """Return, by name, the relative errors of the gradients of ``ours``; infinite if one is missing, unless
+    ``ours`` has zeros for it.
     """
     wanted = [theirs[n].grad for n in names]
     norms = [float(g.double().norm()) for g in wanted if g is not None]
@@ -344,6 +319,7 @@ def _gradient_errors(
 
     def error(one: torch.Tensor | None, other: torch.Tensor | None) -> float:
         if other is None:
+            # PyTorch's stages send zeros for a tensor that the loss does not read.
             return 0.0 if one is None or not one.any() else math.inf
         return math.inf if one is None else _relative_error(one, other, least)
 
@@ -351,8 +327,7 @@ def _gradient_errors(
 
 
 def _relative_error(one: torch.Tensor, other: torch.Tensor, least: float = 0.0) -> float:
-    """Return the norm of the difference of two tensors ÷ the norm of ``other``, or ÷ ``least`` if that is larger; 0 if
-    they have the same bits."""
+    """Return the norm of the difference ÷ that of ``other``, or ÷ ``least`` if larger; 0 for equal bits."""
     if torch.equal(one, other):
         return 0.0
     distance = float((one.detach().double() - other.detach().double()).norm())

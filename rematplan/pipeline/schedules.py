@@ -63,16 +63,14 @@ def _frees_outputs() -> bool:
 
 
 def as_torch_runs_it(schedule: PipelineSchedule) -> PipelineSchedule:
-    """Return a schedule with the receives and frees of messages of this version of PyTorch, after a check that each
-    rank has the actions, in the order, that PyTorch's schedule class of this name runs.
-
-    PyTorch runs the actions of its class, whatever a pipeline file says, so that peaks and times of other actions would
-    be wrong. A ``dataflow`` is returned unchanged, because PyTorch has no class for it: the schedule's actions are run.
+    """Return a schedule with the messages of this PyTorch; ProblemError if PyTorch's class runs other
+    actions. ``dataflow`` is unchanged.
     """
     if schedule.name == "dataflow":
         return schedule
     each = schedule.stages // schedule.ranks
     run = schedule_named(schedule.name, schedule.ranks, schedule.microbatches, each=each)
+    # PyTorch runs its class's actions whatever a file says, and peaks of others would be wrong.
     for rank, (planned, wanted) in enumerate(zip(schedule.actions, run.actions, strict=True)):
         for number, (one, other) in enumerate(zip_longest(planned, wanted)):
             if one != other:

@@ -24,17 +24,15 @@ WRAPPER = "model."
 
 @dataclass(frozen=True)
 class NamedChain:
-    """A captured step as a chain of blocks of ops. A pipeline stage may begin at each block.
-
-    ``chain``: the blocks. ``names``: for each block, the name of the module (or op) with which it begins; empty for the
-    first block. ``batch``: the names of the inputs that differ between micro-batches. ``outputs``: the bytes of the
-    model's outputs for one micro-batch from which the loss is computed.
-    """
+    """A captured step as a chain of blocks at which stages may begin."""
 
     chain: StageChain
     names: tuple[str, ...]
+    """The module or op with which each block begins; empty for the first."""
     batch: frozenset[str]
+    """Names of inputs that differ between micro-batches."""
     outputs: int = 0
+    """Bytes of the model's outputs for one micro-batch that the loss reads."""
 
     def positions(self, cuts: Sequence[str]) -> tuple[int, ...]:
         """Return the position in the chain of each block that a name in ``cuts`` denotes: the name of its first
@@ -59,9 +57,8 @@ def named_chain(
     only: Collection[str] | None = None,
     prefix: str = WRAPPER,
 ) -> NamedChain:
-    """Divide a captured step into a chain of blocks that begin at modules, and name each block after its module.
-
-    If no module can begin a block, blocks begin at ops and are named after them.
+    """Divide a captured step into blocks that begin at modules and have their names; at ops, if no module can
+    begin one.
     """
     kinds = {step.values[i.value].storage: i.kind for i in step.inputs}
     owner = {i.target: step.values[i.value].storage for i in step.inputs if i.kind == "parameter"}
@@ -89,9 +86,8 @@ def named_chain(
 
 
 def _outputs(step: CapturedStep, prefix: str) -> int:
-    """Return the bytes of the results of the model's forward that are read by forward ops outside of the model.
-
-    ``prefix``: what precedes the names of the model's modules in the step.
+    """Return the bytes of the model's forward results that forward ops outside of it read. ``prefix``: of
+    module names.
     """
     made: set[str] = set()
     read: set[str] = set()
@@ -105,9 +101,9 @@ def _outputs(step: CapturedStep, prefix: str) -> int:
 def _homes(
     step: CapturedStep, graph: TrainingGraph, blocks: Groups, names: Sequence[str], prefix: str
 ) -> dict[int, int]:
-    """Return the block of each backward op's forward op, by the position of the backward op. The two have the same
-    sequence number. A sum of gradients has the number of the forward op whose gradient it adds. Backward ops without a
-    number are left out.
+    """Return, by position of a backward op, the block of its forward op: the one with its sequence number.
+
+    Backward ops without a number are left out.
     """
     block_of = {graph.ops[o].name: block for block, ops in enumerate(blocks) for o in ops}
     home: dict[int | None, int] = {}
@@ -135,13 +131,8 @@ def _begins(
     only: Collection[str] | None,
     prefix: str,
 ) -> dict[int, str]:
-    """Return the names of the modules at which blocks begin. The keys are positions in ``graph`` of the modules'
-    first ops.
-
-    Two kinds of modules are excluded: those between whose forward ops other ops run, and those that run first in the
-    step. Of the rest, the modules in ``wanted`` are used first, then the outermost modules, then the modules inside
-    them, and so on by depth. A depth is used only if there are then fewer than `MOST_BLOCKS` modules; if the outermost
-    modules are more, some of them are chosen.
+    """Return, by position of its first op, the name of each module at which a block begins; fewer than
+    `MOST_BLOCKS`, ``wanted`` first.
     """
     ix = indexed(graph)
     forward = [o for o, is_forward in enumerate(ix.forward) if is_forward]
@@ -154,6 +145,7 @@ def _begins(
             first.setdefault(name, at)
             last[name] = at
             count[name] += 1
+    # Not modules that are interrupted by other ops, or that begin the step.
     whole = [name for name in first if first[name] and last[name] - first[name] + 1 == count[name]]
     whole = [name for name in whole if only is None or name in only]
     whole.sort(key=lambda name: (name not in wanted, name.count("."), first[name]))
@@ -162,14 +154,14 @@ def _begins(
     for name in whole:
         depth.setdefault(first[name], -1 if name in wanted else name.count("."))
         found.setdefault(first[name], name)
+    # From the outermost inwards, as deep as there are few enough.
     most = max((d for d in range(9) if sum(x <= d for x in depth.values()) < MOST_BLOCKS), default=0)
     chosen = {forward[at]: name for at, name in found.items() if depth[at] <= most}
     return chosen if len(chosen) < MOST_BLOCKS else _narrowest(graph, chosen, wanted)
 
 
 def _narrowest(graph: TrainingGraph, begins: Mapping[int, str], wanted: Sequence[str]) -> dict[int, str]:
-    """Divide the places in ``begins`` into fewer than `MOST_BLOCKS` groups of consecutive places, and return from each
-    group the place at which the forward would send the fewest bytes. Also return the places of the modules in
+    """Return fewer than `MOST_BLOCKS` of the places, where the forward sends the fewest bytes, and those of
     ``wanted``.
     """
     places = sorted(begins)

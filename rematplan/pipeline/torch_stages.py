@@ -19,16 +19,11 @@ META = torch.device("meta")
 
 
 class _Stage(PipelineStage):
-    """A stage that allocates the buffer of a message when it begins to receive it, that takes keyword arguments only if
-    it is the first one, and whose arguments need not be tensors.
+    """A stage that allocates the buffer of a message when it begins to receive it; `PipelineStage` does so
+    before a step.
 
-    `PipelineStage` allocates the buffers of all micro-batches before a step and keeps them. Here its records hold
-    tensors without memory instead. Each is replaced by a buffer for the time from the receive to the action that takes
-    the message over.
-
-    PyTorch passes the keyword arguments of ``step`` to all stages of a rank. If the first rank also has a later stage,
-    the module of the later stage would refuse them. PyTorch need not check the arguments, since guards of the planned
-    module do.
+    If it is not the first, it drops keyword arguments. Arguments need not be tensors: the planned module's
+    guards check them.
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -59,9 +54,9 @@ class _Stage(PipelineStage):
         return ops
 
     def get_fwd_send_ops(self, fwd_chunk_id: int) -> list[P2POp]:
-        """Return the operations that send the outputs of a micro-batch. PyTorch 2.11 sends them with their graphs,
-        which hold the stage's inputs until the end of the sending."""
+        """Return the operations that send a micro-batch's outputs, without their graphs."""
         ops = super().get_fwd_send_ops(fwd_chunk_id)
+        # PyTorch 2.11 sends them with graphs, which hold the stage's inputs until then.
         for op in ops:
             op.tensor = op.tensor.detach()
         return ops
@@ -89,9 +84,9 @@ class _Stage(PipelineStage):
         return received
 
     def _hand_over(self, kind: str, chunk: int, infos: Iterable[Any]) -> None:
-        """Give up all references to a message of micro-batch ``chunk``: those of the records ``infos``, and the list of
-        the operations that received it, because some schedules keep this list."""
+        """Give up all references to a received message of micro-batch ``chunk``."""
         _move(infos, META)
+        # Some schedules keep this list of operations.
         self._receives.pop((kind, chunk), []).clear()
 
     def forward_one_chunk(
@@ -112,9 +107,9 @@ class _Stage(PipelineStage):
         full_backward: bool = True,
         last_backward: bool = False,
     ) -> None:
-        """Run the backward of a micro-batch. PyTorch keeps all losses to the end of a step; without their graphs, which
-        hold the inputs of the last stage, these can be freed."""
+        """Run the backward of a micro-batch, and detach its loss."""
         super().backward_one_chunk(bwd_chunk_id, loss, full_backward, last_backward)
+        # PyTorch keeps all losses to the end of a step; their graphs hold the last stage's inputs.
         if loss is not None and not loss._is_view():
             loss.detach_()
 
@@ -142,11 +137,8 @@ def torch_stage(
     group: ProcessGroup | None = None,
     split: bool = False,
 ) -> PipelineStage:
-    """Return a stage of `torch.distributed.pipelining` that runs a planned module.
-
-    The shapes of its inputs and outputs are passed to PyTorch. Otherwise PyTorch would infer them by running modules on
-    uninitialised memory, which would spoil the running statistics of batch norms.
-    """
+    """Return a stage of `torch.distributed.pipelining` that runs a planned module."""
+    # Without these shapes PyTorch would run modules on uninitialised memory, which spoils running statistics.
     return _Stage(
         module,
         number,
@@ -160,12 +152,12 @@ def torch_stage(
 
 
 def deferred_weights(module: nn.Module) -> Callable[[], Callable[..., None]]:
-    """Return the ``dw_builder`` that a PyTorch pipeline stage needs for a split backward (input gradients first, weight
-    gradients later). PyTorch calls it directly after a backward of the planned module. It then returns a function
-    without arguments that computes the weight gradients which that backward postponed. The function does nothing if
-    there are none."""
+    """Return a ``dw_builder`` for a split backward: called after one, it returns a function that computes its
+    weight gradients.
+    """
 
     def builder() -> Callable[..., None]:
+        # PyTorch calls this directly after the backward.
         calls = deferred_backwards(module) if isinstance(module, HasRunner) else ()
         if not calls:  # nothing in the stage needs gradients
             return lambda: None

@@ -14,25 +14,21 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Rival:
-    """One of several plans of a training step that a table compares, with its predicted and measured figures.
-
-    ``name``: how the plan was found, such as ``auto with inverses``. ``plan``: the plan. ``extra``: the predicted extra
-    time, as a share of the predicted time of the step without recomputation. ``error``: the largest predicted relative
-    error of a tensor that the plan recovers by inverses (ops that compute an input from an output); 0 if there is none.
-    ``report``: the measurements; None if the plan was not run.
-    """
+    """One of several plans that a table compares, with its figures."""
 
     name: str
+    """How it was found, such as ``auto with inverses``."""
     plan: Plan
     extra: float
+    """The predicted extra time ÷ the predicted time without recomputation."""
     error: float
+    """The largest predicted relative error of a recovered tensor; 0 if there is none."""
     report: StepReport | None = None
+    """None if the plan was not run."""
 
     def fits(self, budget: int) -> str:
-        """Return whether the plan fits ``budget`` bytes, as a word for a table.
-
-        ``no``: the predicted peak is above the budget. ``predicted``: the predicted peak is within the budget, but the
-        measured peak is above it. ``yes``: otherwise.
+        """Return ``yes``, ``no``, or ``predicted`` if the predicted peak is within ``budget`` bytes and the
+        measured one above.
         """
         if self.plan.peak > budget:
             return "no"
@@ -40,10 +36,6 @@ class Rival:
 
     @property
     def gradient_error(self) -> float | None:
-        """The largest measured relative difference between the planned step and plain autograd in a loss, gradient or
-        buffer.
-
-        0 if all are bit-equal. None if the plan was not run, or if its results were not compared with plain autograd.
-        """
+        """The largest measured relative difference to plain autograd, 0 if bit-equal; None if it was not compared."""
         checked = self.report.verification if self.report else None
         return checked.error if checked else None

@@ -88,8 +88,7 @@ def _cells(row: AtSize) -> tuple[str, ...]:
 
 
 def largest_line(fit: Fit) -> str:
-    """Return the largest sizes that fit in one line, such as ``largest batch: 41 without a plan, 96 at +12 %, from 121
-    on proven impossible``."""
+    """Return the largest sizes that fit, and what is proven impossible, in one line."""
     found = fit.largest
     if found is None:
         return f"largest {fit.dimension}: not known"

@@ -33,22 +33,14 @@ COLUMNS = (
 
 
 def transient(stage: StagePlan) -> int:
-    """Return the largest number of bytes that a stage needs for one micro-batch while it runs this micro-batch's
-    forward or backward. (A backward may be split into that of the stage's input and that of its weights.)
-
-    Parameters, buffers and the bytes of other micro-batches are not included.
+    """Return the most bytes that a stage needs for one micro-batch during its actions, without states and
+    other micro-batches.
     """
     return max(stage.transient_forward, stage.transient_backward, stage.transient_weight)
 
 
 def ranks_table(plan: PlannedPipeline) -> Table:
-    """Return a table with one row per rank of a planned pipeline.
-
-    A row has the rank's stages, the number of micro-batches in flight, the bytes that each of these keeps between its
-    forward and its backward, the largest number of bytes that one needs while its forward or backward runs, the bytes
-    of states and gradients, the largest number of bytes of messages that wait, the predicted peak, and the time of
-    recomputation as a share of the other time.
-    """
+    """Return a table with one row per rank of a planned pipeline: what it holds, its peak, and its extra time."""
     title = f"{plan.problem}: {plan.schedule.name} within {show_bytes(plan.budget)} a rank"
     table = Table(title=title, box=box.SIMPLE_HEAD, title_justify="left", title_style="bold")
     for i, column in enumerate(COLUMNS):
@@ -72,11 +64,8 @@ def ranks_table(plan: PlannedPipeline) -> Table:
 
 
 def pipeline_table(plan: PlannedPipeline) -> Table:
-    """Return a table of a planned pipeline's schedule: the cuts between stages, the makespan, the bubble (idle share of
-    the time), the slowest stage, and the bytes of the messages.
-
-    The slowest stage's time is followed by a lower bound for the time of the slowest stage, which is proven for all
-    cuts and plans.
+    """Return a table of a planned pipeline's schedule: cuts, makespan, bubble, slowest stage with its proven
+    floor, and messages.
     """
     order, line, slowest = plan.schedule, plan.timeline, plan.slowest
     formula = FORMULAS[order.name]
@@ -100,11 +89,7 @@ def pipeline_table(plan: PlannedPipeline) -> Table:
 
 
 def measured_ranks_table(plan: PlannedPipeline, reports: Sequence[RankReport]) -> Table:
-    """Return a table with one row per rank of a pipeline that was run: its predicted peak, its measured peak, and the
-    time of recomputation per micro-batch.
-
-    ``plan``: the pipeline, for the title. ``reports``: the measurements of rank 0, rank 1, and so on.
-    """
+    """Return a table of predicted and measured peaks, one row per rank of a pipeline that was run."""
     title = f"{plan.problem}: {plan.schedule.name} within {show_bytes(plan.budget)} a rank, measured"
     table = Table(title=title, box=box.SIMPLE_HEAD, title_justify="left", title_style="bold")
     for column in (

@@ -29,29 +29,28 @@ WORTH_CUTTING = 1.6
 
 @dataclass(frozen=True, slots=True)
 class MeasuredPoint:
-    """The measured peak and overhead of a plan, as a point in the diagram of overhead against peak.
-
-    In each round of timing, the overhead is the plan's step time ÷ the step time without recomputation in the same
-    round, − 1. ``peak``: the measured peak in bytes. ``least``, ``overhead``, ``largest``: the minimum, the median and
-    the maximum of the overhead over the rounds.
+    """The measured peak and overhead of a plan. In each round the overhead is its time ÷ that without
+    recomputation, − 1.
     """
 
     peak: int
+    """Bytes."""
     least: float
+    """The least overhead of all rounds."""
     overhead: float
+    """The median."""
     largest: float
+    """The largest."""
 
 
 @dataclass(frozen=True, slots=True)
 class Floors:
-    """Lower bounds that are proven for every schedule of a planning problem.
-
-    ``peak``: the least possible peak in bytes; 0 if none is known. ``overheads``: pairs of a budget in bytes and the
-    least possible overhead within this budget; infinite if no schedule fits the budget.
-    """
+    """Lower bounds that are proven for every schedule of a problem."""
 
     peak: int = 0
+    """Bytes; 0 if none is known."""
     overheads: tuple[tuple[int, float], ...] = ()
+    """Pairs (budget in bytes, least overhead); infinite if no schedule fits."""
 
 
 def save_trade_off(
@@ -62,12 +61,7 @@ def save_trade_off(
     measured: Sequence[MeasuredPoint] = (),
     floors: Floors = Floors(),
 ) -> None:
-    """Write a diagram of the overhead of plans against their peak to a PNG file. A failure leaves no partial file.
-
-    Each strategy is a staircase, because a plan serves every budget from its peak upwards. The strategy ``auto`` is
-    drawn on top. The region that no schedule can reach is shaded. If the overhead at one small budget would flatten all
-    other plans, the vertical axis is cut, and a small panel shows the whole range.
-    """
+    """Write a diagram of the overhead of plans against their peak to a PNG file, completely or not at all."""
     figure = Figure(figsize=(11, 5.6), layout="constrained")
     grid = figure.add_gridspec(2, 2, width_ratios=(3.4, 1), height_ratios=(1.5, 1))
     axes, side = figure.add_subplot(grid[:, 0]), figure.add_subplot(grid[0, 1])
@@ -78,6 +72,7 @@ def save_trade_off(
     axes.set_ylabel("overhead: extra computing time (%)")
     _add_share_axis(axes, max(base.estimate.peak, 1) / picture.scale / 100)
     top, cut = picture.top, picture.cut
+    # One small budget would flatten all other plans, so a small panel shows the whole range.
     axes.set_ylim(picture.bottom, cut if top > WORTH_CUTTING * cut else ROOM * top + 0.5)
     if top > WORTH_CUTTING * cut:
         small = figure.add_subplot(grid[1, 1])
@@ -101,10 +96,8 @@ def save_png(figure: Figure, path: Path) -> None:
 
 
 class _Picture:
-    """The contents of the diagram of overhead against peak: a curve for each strategy, measured points, and proven
-    bounds.
-
-    Peaks are divided by ``scale`` bytes (1 ``unit``, such as MiB); overheads are in percent.
+    """The diagram of overhead (percent) against peak (in ``unit``s of ``scale`` bytes): curves, measured
+    points and bounds.
     """
 
     def __init__(
@@ -136,24 +129,18 @@ class _Picture:
 
     @property
     def cut(self) -> float:
-        """The overhead in percent at which the vertical axis would be cut, so that the overheads at small budgets do
-        not flatten the rest.
-
-        All measured points are below it. So is each curve's least overhead at the budget halfway between the smallest
-        peak of all plans and the peak without recomputation, and twice the least of these overheads.
-        """
+        """The overhead in percent at which the vertical axis would be cut, above all measured points."""
         points = [point for curve in self.curves.values() for point in curve]
         if not points:
             return 1.0
+        # Each curve's least overhead halfway between the smallest peak and that without recomputation stays
+        # visible.
         middle = (min(x for x, _ in points) + self.right) / 2
         shown = [min((y for x, y in curve if x <= middle), default=0.0) for curve in self.curves.values()]
         return ROOM * max(*shown, 2 * min(shown), *self._measured_tops(), 1.0)
 
     def draw(self, axes: Axes, size: float = 1.0) -> None:
-        """Draw the curves, the measured points, the plan without recomputation and the shaded regions into ``axes``.
-
-        ``size``: a factor for the sizes of lines and markers.
-        """
+        """Draw all contents into ``axes``. ``size``: a factor for lines and markers."""
         others = [name for name in self.curves if name != TOP]
         for k, name in enumerate(others):
             self._staircase(axes, name, COLOURS[k % len(COLOURS)], MARKERS[k % len(MARKERS)], size)
@@ -251,14 +238,13 @@ class _Picture:
 
 
 def _proven(floors: Floors, plans: Sequence[Plan], scale: int) -> list[tuple[float, float]]:
-    """Return the highest known lower bound of the overhead at each budget, as pairs (budget ÷ ``scale``, percent).
-
-    The pairs are in ascending order of budgets. They come from ``floors`` and from the plans' own lower bounds. A bound
-    for one budget also holds for every smaller budget. Infinite bounds are left out.
+    """Return the highest known lower bounds, as pairs (budget ÷ ``scale``, percent), by rising budget,
+    without infinite ones.
     """
     known = [(p.budget, p.lower_bound) for p in plans if p.budget is not None and p.lower_bound is not None]
     found: list[tuple[float, float]] = []
     highest = 0.0
+    # A bound for one budget holds for smaller ones.
     for budget, floor in sorted((*floors.overheads, *known), reverse=True):
         if math.isfinite(floor):
             highest = max(highest, 100 * floor)
@@ -267,9 +253,8 @@ def _proven(floors: Floors, plans: Sequence[Plan], scale: int) -> list[tuple[flo
 
 
 def _add_share_axis(axes: Axes, one_percent: float) -> None:
-    """Add a second horizontal axis at the top, in percent of the peak without recomputation.
-
-    ``one_percent``: 1 % of that peak, in the unit of the lower axis.
+    """Add an axis at the top in percent of the peak without recomputation. ``one_percent``: in the lower
+    axis's unit.
     """
 
     def to_share(x: Any) -> Any:  # numbers or arrays

@@ -21,11 +21,10 @@ LEAST = 1e-18
 
 
 def save_comparison(path: Path, title: str, rivals: Sequence[Rival], budget: int) -> None:
-    """Draw the peak of each plan against its extra time, and against its error, as two panels of a PNG file. A failure
-    leaves no partial file.
+    """Draw each plan's peak against its predicted extra time and its error to a PNG file, completely or not
+    at all.
 
-    If a plan was run, its peak and its error (of gradients) are measured. Otherwise its peak and its error (of tensors
-    that inverses recover) are predicted. Extra times are predicted.
+    Peaks and errors are measured if a plan was run.
     """
     figure = Figure(figsize=(11, 5.2), layout="constrained")
     times, errors = figure.subplots(1, 2)

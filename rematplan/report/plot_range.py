@@ -13,17 +13,15 @@ from rematplan.report.plot import COLOURS, MARKERS, save_png, unit_of
 
 
 def save_range(path: Path, title: str, plans: Sequence[RangePlan]) -> None:
-    """Draw overhead and predicted peak against the size of a dimension, such as the batch, as two panels of a PNG file.
-    A failure leaves no partial file.
-
-    ``plans``: plans for the same range of sizes, each item for another budget. Each item is one line. Sizes at which no
-    plan fits have no point. The dashed line is the peak of the step without recomputation.
+    """Draw overhead and predicted peak against a dimension's size to a PNG file, completely or not at all,
+    one line per budget.
     """
     figure = Figure(figsize=(11, 4.6), layout="constrained")
     times, peaks = figure.subplots(1, 2)
     rows = plans[0].proof.rows
     unit, scale = unit_of(max(row.base_peak for row in rows))
     for k, plan in enumerate(plans):
+        # Sizes at which no plan fits have no point.
         fitting = [row for row in plan.proof.rows if row.fits]
         style = {"color": COLOURS[k % len(COLOURS)], "marker": MARKERS[k % len(MARKERS)], "markersize": 2.5}
         label, sizes = show_bytes(plan.proof.budget), [row.size for row in fitting]

@@ -39,9 +39,7 @@ NUMBERED = 1 / 90
 
 
 def save_timeline(path: Path, plan: PlannedPipeline) -> None:
-    """Draw the forwards and backwards of a planned pipeline over time, and the predicted peak of each rank, as a PNG
-    file. A failure leaves no partial file.
-    """
+    """Draw a planned pipeline over time, and the ranks' predicted peaks, to a PNG file, completely or not at all."""
     save_png(timeline_figure(plan), path)
 
 
@@ -75,11 +73,7 @@ def _short(name: str) -> str:
 
 
 def draw_timeline(axes: Axes, line: Timeline) -> None:
-    """Draw the forwards and backwards of each rank of a pipeline over time into ``axes``, with one row per rank.
-
-    If a rank has several stages, the later ones are drawn in lighter shades. ``line``: the start and end of each
-    forward and backward on each rank.
-    """
+    """Draw each rank's actions over time into ``axes``, one row per rank, later stages of a rank lighter."""
     scale, unit = next(((s, u) for s, u in ((1e6, "s"), (1e3, "ms")) if line.makespan >= s), (1.0, "µs"))
     present = {span.action.kind for row in line.rows for span in row}
     for rank, row in enumerate(line.rows):

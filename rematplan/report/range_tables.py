@@ -18,11 +18,7 @@ ROWS = 12
 
 
 def range_table(name: str, plan: RangePlan) -> Table:
-    """Return a table of the predicted peak and overhead of a step at several sizes of one dimension, such as the batch.
-
-    It shows about `ROWS` evenly spread sizes, the smallest and the largest included. If a plan fits one size and none
-    fits the next, it shows both sizes as well. ``name``: the problem's name. ``plan``: the plans for all sizes.
-    """
+    """Return a table of the predicted peak and overhead at the sizes that `shown_rows` picks."""
     proof = plan.proof
     title = f"{name}: {plan.members} plans for {len(proof.rows)} sizes within {show_bytes(proof.budget)}"
     table = Table(title=title, box=box.SIMPLE_HEAD, title_justify="left", title_style="bold")
@@ -51,11 +47,8 @@ def range_table(name: str, plan: RangePlan) -> Table:
 
 
 def shown_rows(rows: Sequence[RangeRow[int]]) -> list[int]:
-    """Return the positions of those ``rows`` (one per batch size, in order) that a short table shows, in ascending
-    order.
-
-    These are about `ROWS` evenly spread positions, and both rows of each neighbouring pair in which one row fits the
-    budget and the other does not.
+    """Return, ascending, about `ROWS` evenly spread positions, and pairs of neighbours of which one fits and
+    one does not.
     """
     edges = {k + d for k in range(len(rows) - 1) for d in (0, 1) if rows[k].fits is not rows[k + 1].fits}
     return sorted({*spread_places(len(rows), ROWS), *edges})

@@ -30,10 +30,7 @@ ALWAYS = ("parameters", "buffers", "batch", "activations", "gradients", "workspa
 
 
 def show_lanes(plan: Plan) -> str:
-    """Describe the predicted peak and time of a plan on two lanes (CUDA streams or threads) in one line of text.
-
-    The plan must have two lanes.
-    """
+    """Describe the predicted peak and time of a plan, which must have two lanes, in one line."""
     assert plan.lanes is not None
     share = 100 * saved(plan, plan.estimate.cost)
     return (
@@ -44,13 +41,9 @@ def show_lanes(plan: Plan) -> str:
 
 
 def split_for_people(graph: TrainingGraph, plan: Plan) -> dict[str, int]:
-    """Return the bytes that are resident at a plan's peak, by kind of memory. The keys are names for the user (the
-    values of `LABELS`), such as ``activations``.
-
-    Kinds with 0 bytes are left out. The exception is a problem from a captured training step: all kinds in `ALWAYS` are
-    present.
-    """
+    """Return the bytes at a plan's peak by kind of memory, with the names of `LABELS`."""
     found = {LABELS.get(kind, kind): n for kind, n in peak_split(graph, plan.schedule).items()}
+    # Kinds with 0 bytes are shown for a captured training step.
     shown = dict.fromkeys(ALWAYS, 0) if graph.fixed_split else {}
     return {name: n for name, n in (shown | found).items() if n or name in shown}
 
@@ -66,8 +59,9 @@ def pairs_table(title: str, rows: Mapping[str, str]) -> Table:
 
 
 def split_table(graph: TrainingGraph, base: Plan, plan: Plan) -> Table:
-    """Return a table of the bytes that are resident at the peak, by kind of memory. One column is for the plan without
-    recomputation (``base``), one for ``plan``."""
+    """Return a table of the bytes at the peak by kind, for the plan without recomputation (``base``) and for
+    ``plan``.
+    """
     table = figures_table(f"{graph.name}: bytes held at the peak", "", "no recompute", "planned")
     without, planned = split_for_people(graph, base), split_for_people(graph, plan)
     for kind in dict.fromkeys((*without, *planned)):
@@ -88,9 +82,7 @@ def ladder_table(plan: Plan) -> Table:
 
 
 def plan_table(graph: TrainingGraph, plan: Plan, base: Plan, error: float = 0.0) -> Table:
-    """Return a table of a plan: its strategy, budget, predicted peak, overhead, number of recomputed ops and status;
-    and, where there are any, its errors, its times on two lanes (CUDA streams or threads) and its proven lower bound.
-    """
+    """Return a table of a plan's figures, with errors, two lanes and the lower bound if it has them."""
     e = plan.estimate
     rows = {
         "strategy": plan.strategy,
@@ -119,11 +111,8 @@ def plan_table(graph: TrainingGraph, plan: Plan, base: Plan, error: float = 0.0)
 
 
 def trade_off_table(name: str, base: Plan, rows: Sequence[Row]) -> Table:
-    """Return a table of the plans of several strategies at several budgets.
-
-    It has one section per budget and one row per strategy. The plan with the least overhead of each section is bold.
-    ``name``: the problem's name. ``base``: the plan without recomputation. ``rows``: one for each budget and strategy;
-    rows of the same budget are consecutive.
+    """Return a table of strategies' plans, one section per budget with its best plan bold; rows of a budget
+    are consecutive.
     """
     columns = ("predicted\npeak", "of no\nrecompute", "overhead", "ops\nrecomputed")
     table = figures_table(f"{name}: memory against time", "budget", "strategy", *columns, left=2)
@@ -157,11 +146,7 @@ def _cells(plan: Plan, base: Plan) -> tuple[str, ...]:
 
 
 def measured_table(name: str, measured: Sequence[MeasuredPlan]) -> Table:
-    """Return a table of the measured peaks and step times of plans that were timed alternately.
-
-    ``name``: the problem's name. ``measured``: the plan without recomputation, then other plans, and at the end plain
-    autograd. Overheads are relative to the first item.
-    """
+    """Return a table of measured peaks and times; overheads are relative to the first item, without recomputation."""
     table = figures_table(
         f"{name}: measured on this machine, median of {len(measured[0].seconds)} rounds",
         "strategy",
@@ -190,11 +175,7 @@ def measured_table(name: str, measured: Sequence[MeasuredPlan]) -> Table:
 
 
 def step_table(name: str, report: StepReport) -> Table:
-    """Return a table of a planned step that was run: its peaks, times and losses, next to the peak and time of plain
-    autograd.
-
-    ``name``: the name of the step.
-    """
+    """Return a table of a planned step that was run, next to plain autograd."""
     predicted, measured = report.plan.peak, report.measured_peak
     rows = {
         "predicted peak": show_bytes(predicted),
@@ -216,10 +197,8 @@ def step_table(name: str, report: StepReport) -> Table:
 
 
 def comparison_table(name: str, budget: int, rivals: Sequence[Rival]) -> Table:
-    """Return a table of plans: whether each fits ``budget`` bytes, its peak, its extra time and its error.
-
-    ``name``: the problem's name. ``rivals``: the plans with their figures. If the first plan was run, the last row is
-    plain autograd.
+    """Return a table of plans within ``budget`` bytes: fit, peak, extra time and error, with plain autograd
+    if the first was run.
     """
     columns = (
         "fits",
@@ -259,10 +238,7 @@ def _error(error: float) -> str:
 
 
 def models_table(entries: Sequence[tuple[ZooEntry, int]]) -> Table:
-    """Return a table of the networks that rematplan provides: name, summary, default sizes and number of parameters.
-
-    ``entries``: pairs of a network and its number of parameters.
-    """
+    """Return a table of rematplan's networks. ``entries``: pairs of a network and its number of parameters."""
     table = figures_table("Networks", "name", "", "sizes", "parameters", left=3)
     for entry, parameters in entries:
         sizes = ", ".join(f"{name} {size}" for name, size in entry.sizes.items())
@@ -271,10 +247,7 @@ def models_table(entries: Sequence[tuple[ZooEntry, int]]) -> Table:
 
 
 def devices_table(rows: Sequence[Mapping[str, Any]]) -> Table:
-    """Return a table of device models: floating-point operations per second, memory bandwidth and launch time.
-
-    ``rows``: the items of ``devices`` in the JSON output of ``rematplan info devices``.
-    """
+    """Return a table of device models from the rows of ``rematplan info devices``."""
     columns = ("TFLOP/s\nfloat32", "TFLOP/s\nfloat16", "GB/s", "launch\nµs")
     keys = ("teraflops_float32", "teraflops_float16", "gigabytes_a_second", "launch_microseconds")
     table = figures_table("Device models", "name", "", *columns, left=2)
