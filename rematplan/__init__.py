@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from rematplan.auditing.faults import Fault
     from rematplan.compile_backend import backend
     from rematplan.fitting.fit import Fit, fit
+    from rematplan.knapsack_solver import KnapsackSolver
     from rematplan.optim.kfac import KFAC
     from rematplan.pipeline.plan_pipeline import plan_pipeline
     from rematplan.pipeline.runnable_pipeline import Pipeline
@@ -68,6 +69,7 @@ __all__ = [
     "Fault",
     "Fit",
     "InfeasibleBudget",
+    "KnapsackSolver",
     "Kronecker",
     "LoadedStep",
     "ModelError",
@@ -126,6 +128,7 @@ _HOMES = {
     "Fault": "rematplan.auditing.faults",
     **dict.fromkeys(("Fit", "fit"), "rematplan.fitting.fit"),
     "backend": "rematplan.compile_backend",
+    "KnapsackSolver": "rematplan.knapsack_solver",
     "Pipeline": "rematplan.pipeline.runnable_pipeline",
     "plan_module": "rematplan.plan_any_module",
     "plan_stage": "rematplan.plan_any_module",

@@ -55,7 +55,7 @@ LAYERS = {
         "least",
         "strategies",
         "auto",
-        "registry peak_report search_job worker background",
+        "registry peak_report search_job worker background knapsack",
         "pipeline",
     ),
     "runtime": (
@@ -84,7 +84,8 @@ LAYERS = {
         "step_loading",
         "fitting",
         "step_measurement",
-        "api plan_any_module plan_in_place symbolic_halves compile_for_sizes compile_backend onnx_backend",
+        "knapsack_solver api plan_any_module plan_in_place symbolic_halves compile_for_sizes compile_backend "
+        "onnx_backend",
         "integrations",
         "pipeline",
         "auditing",

@@ -112,7 +112,11 @@ except (ImportError, AttributeError) as error:
     raise _missing(str(error)) from error
 
 if TYPE_CHECKING:
+    from torch._C import DispatchKeySet
     from torch._C import _cuda_clearCublasWorkspaces as clear_cublas_workspaces
+    from torch._C import _dispatch_tls_local_exclude_set as excluded_dispatch_keys
+    from torch._C import _dispatch_tls_local_include_set as included_dispatch_keys
+    from torch._C import _ForceDispatchKeyGuard as ForceDispatchKeyGuard
     from torch._dynamo import OptimizedModule
     from torch._dynamo import config as dynamo_config
     from torch._dynamo.backends.common import aot_autograd
@@ -123,15 +127,20 @@ if TYPE_CHECKING:
     from torch._functorch import config as functorch_config
     from torch._functorch._aot_autograd.schemas import MemoryFormatMeta
     from torch._functorch.aot_autograd import aot_export_joint_with_descriptors
+    from torch._functorch.partitioners import _size_of as node_bytes
+    from torch._functorch.partitioners import estimate_runtime
     from torch._inductor import config as inductor_config
     from torch._inductor.compile_fx import compile_fx, compile_fx_inner
-    from torch._inductor.custom_graph_pass import CustomPartitionerFn
+    from torch._inductor.custom_graph_pass import CustomKnapsackSolver, CustomPartitionerFn
     from torch._inductor.decomposition import select_decomp_table
     from torch.fx.experimental.proxy_tensor import make_fx
     from torch.utils import _device as device_mode
 
 LATER = {
+    "CustomKnapsackSolver": ("torch._inductor.custom_graph_pass", "CustomKnapsackSolver"),
     "CustomPartitionerFn": ("torch._inductor.custom_graph_pass", "CustomPartitionerFn"),
+    "DispatchKeySet": ("torch._C", "DispatchKeySet"),
+    "ForceDispatchKeyGuard": ("torch._C", "_ForceDispatchKeyGuard"),
     "LocalSource": ("torch._dynamo.source", "LocalSource"),
     "MemoryFormatMeta": ("torch._functorch._aot_autograd.schemas", "MemoryFormatMeta"),
     "OptimizedModule": ("torch._dynamo", "OptimizedModule"),
@@ -147,10 +156,14 @@ LATER = {
     "compile_fx_inner": ("torch._inductor.compile_fx", "compile_fx_inner"),
     "device_mode": ("torch.utils._device", ""),
     "dynamo_config": ("torch._dynamo.config", ""),
+    "estimate_runtime": ("torch._functorch.partitioners", "estimate_runtime"),
+    "excluded_dispatch_keys": ("torch._C", "_dispatch_tls_local_exclude_set"),
     "functorch_config": ("torch._functorch.config", ""),
     "get_torch_obj_rule_map": ("torch._dynamo.trace_rules", "get_torch_obj_rule_map"),
+    "included_dispatch_keys": ("torch._C", "_dispatch_tls_local_include_set"),
     "inductor_config": ("torch._inductor.config", ""),
     "make_fx": ("torch.fx.experimental.proxy_tensor", "make_fx"),
+    "node_bytes": ("torch._functorch.partitioners", "_size_of"),
     "select_decomp_table": ("torch._inductor.decomposition", "select_decomp_table"),
 }
 """Names that are looked up at first use: the module that defines each, and its name there. An empty name
@@ -224,15 +237,18 @@ __all__ = [
     "TESTED",
     "AutoDispatchBelowAutograd",
     "CompileContext",
+    "CustomKnapsackSolver",
     "CustomPartitionerFn",
     "DataDependentOutputException",
     "DelayedError",
     "DisableAutocast",
     "DispatchKey",
+    "DispatchKeySet",
     "DynamicOutputShapeException",
     "ExperimentalConfig",
     "FakeTensor",
     "FakeTensorMode",
+    "ForceDispatchKeyGuard",
     "FunctionalTensor",
     "HigherOrderOperator",
     "LocalSource",
@@ -263,6 +279,8 @@ __all__ = [
     "disable_profiler_legacy",
     "dynamo_config",
     "enable_profiler_legacy",
+    "estimate_runtime",
+    "excluded_dispatch_keys",
     "forward_mode_level",
     "from_functional_tensor",
     "functionalize_commit_update",
@@ -280,6 +298,7 @@ __all__ = [
     "get_sdp_priority_order",
     "get_torch_obj_rule_map",
     "get_tracing_state",
+    "included_dispatch_keys",
     "inductor_config",
     "is_dispatch_key_excluded",
     "is_functional_tensor",
@@ -288,6 +307,7 @@ __all__ = [
     "is_tested",
     "keeps_graph",
     "make_fx",
+    "node_bytes",
     "parametrizations_are_cached",
     "peek_interpreter_stack",
     "profiler_enabled",
