@@ -1,7 +1,5 @@
-"""A backend of `torch.compile` that plans which forward ops are recomputed in the backward.
-
-It splits each joint graph (forward and backward) that AOTAutograd makes into two graphs, according to the plan.
-"""
+"""A backend of `torch.compile` that splits each joint graph of AOTAutograd into forward and backward according to a
+plan."""
 
 from __future__ import annotations
 
@@ -53,31 +51,28 @@ freed tensors are kept for reuse: a GPT of 4 layers took 1.04 times its budget, 
 
 
 class PlanningBackend:
-    """A backend of `torch.compile` that plans the recomputation of each graph it compiles. Made by `backend`.
-
-    ``planner``: makes a plan for a captured step. ``compiler``: ``eager`` or ``inductor``. ``dynamic``: whether graphs
-    with symbolic sizes are compiled; otherwise they are refused. ``plans``: every plan for which a graph was compiled.
-
-    TorchDynamo numbers the functions that it compiles (frames). It also numbers the compilations of each frame: a frame
-    is compiled again for other sizes or modes. ``compiled``: for each frame's number, the numbers of its compilations.
-    ``frames``: the numbers of the frames that have a plan. A frame that was only compiled without gradients has none.
-
-    ``reasons``: the reasons why graphs with symbolic sizes were compiled for fixed sizes, as the keys of a dictionary,
-    in the order in which they occurred.
-    """
+    """A backend of `torch.compile` that plans the recomputation of each graph that it compiles; made by `backend`."""
 
     def __init__(self, planner: Planner, compiler: str, dynamic: bool = True) -> None:
+        #: ``compiler``: ``eager`` or ``inductor``. ``dynamic``: whether graphs with symbolic sizes are
+        #: compiled; otherwise they are refused.
         self.planner, self.compiler, self.dynamic = planner, compiler, dynamic
+        #: Every plan for which a graph was compiled.
         self.plans: list[Plan] = []
+        #: By TorchDynamo's number of a function (frame), the numbers of its compilations, of which each new
+        #: size or mode is one.
         self.compiled: dict[int, set[int]] = {}
+        #: The numbers of the frames that have a plan. A frame that was only compiled without gradients has
+        #: none.
         self.frames: set[int] = set()
+        #: Why graphs with symbolic sizes were compiled for fixed sizes, in order.
         self.reasons: dict[str, None] = {}
 
     def __call__(self, module: fx.GraphModule, inputs: Sequence[Any], **_: Any) -> Callable[..., Any]:
-        """Compile a graph of forward ops and return the compiled function. Its backward, if any, follows a plan.
+        """Compile a graph of forward ops, for all sizes if these are symbolic, and return a function whose backward
+        follows a plan.
 
-        A graph with symbolic sizes is compiled once for all sizes (`SymbolicGraph`). If its ops depend on the value of
-        a size, the sizes are fixed to their present values, so that TorchDynamo compiles again for other sizes.
+        If ops depend on a size's value, the sizes are fixed, and TorchDynamo compiles again for others.
         """
         self._say_limit()
         if any(isinstance(given, torch.SymInt) for given in inputs):
@@ -135,23 +130,16 @@ class PlanningBackend:
         return graphs.forward, graphs.backward
 
     def scope(self, step: CapturedStep, parameters: Shapes) -> str:
-        """Return a key for the budget of a graph. A budget in percent is the same number of bytes for all graphs with
-        this key.
-
-        The key consists of TorchDynamo's number of the compiled function, the ops of ``step``, and ``parameters`` (the
-        shapes of the parameters). Graphs that differ only in the sizes of their batch get the same key. Graphs after a
-        graph break, and graphs of other models, get other keys.
-        """
+        """Return a key for the budget of a graph: a percentage is the same number of bytes for all graphs with this
+        key."""
         present = CompileContext.current_compile_id()
+        # Equal for graphs that differ only in the sizes of their batch; different after a graph break and for
+        # other models.
         return repr((present and present.frame_id, parameters, [str(call.target) for call in step.calls]))
 
     def plan(self, planner: Planner, step: CapturedStep) -> Plan:
-        """Return the plan of a captured step. If no plan fits the budget, do what the option ``on_infeasible`` says.
-
-        By default, an error is raised if no graph of the same function (a frame of TorchDynamo) has had a plan so
-        far. If one has, as when the function is compiled again for other sizes, the result is the plan with the
-        smallest peak that was found, and a warning is given if this peak exceeds the budget.
-        """
+        """Return the plan of a captured step. If none fits, ``on_infeasible`` decides, by default an error for a
+        function's first graph."""
         present = CompileContext.current_compile_id()
         frame = None if present is None else present.frame_id
         try:
@@ -163,10 +151,8 @@ class PlanningBackend:
         return plan
 
     def _frame(self) -> set[int]:
-        """Add the current compilation to ``compiled``, and return the numbers of all compilations of the same function.
-
-        Outside of a compilation by TorchDynamo the result is an empty set.
-        """
+        """Add the current compilation to ``compiled``, and return all of its function's; empty outside of
+        TorchDynamo."""
         present = CompileContext.current_compile_id()
         if present is None or present.frame_id is None or present.frame_compile_id is None:
             return set()
@@ -175,11 +161,8 @@ class PlanningBackend:
         return times
 
     def _say_limit(self) -> None:
-        """Warn when TorchDynamo compiles a function for the last time, because of its limit of compilations.
-
-        TorchDynamo runs the function at further sizes and modes without compiling it, hence without a plan, and does
-        not tell the backend.
-        """
+        """Warn when TorchDynamo compiles a function for the last time: it runs further sizes and modes without a
+        plan."""
         before = sum(map(len, self.compiled.values()))
         times, limit = self._frame(), dynamo_config.recompile_limit
         if len(times) == limit and sum(map(len, self.compiled.values())) > before:

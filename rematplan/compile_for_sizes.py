@@ -1,9 +1,7 @@
 """A graph from TorchDynamo with symbolic sizes, compiled once for each plan that is used, not once for each size.
 
-The sizes are integer arguments of the compiled graph. When a combination of sizes occurs for the first time, the bytes
-and costs of all ops are computed from the graph's size expressions, and a plan within the budget is chosen: the
-cheapest one for which the graph is compiled, unless another known plan has less overhead by more than 1 % of the step's
-time and few plans are compiled. For another plan the graph is compiled again, with the same symbols.
+New sizes get a plan by the bytes and costs of the graph's size expressions, if possible one that is compiled already
+(`plan_at_sizes`).
 """
 
 from __future__ import annotations
@@ -44,13 +42,12 @@ Partition: TypeAlias = Callable[..., Halves]
 
 
 class Compiler(Protocol):
-    """The interface of the object that compiles and plans graphs for `SymbolicGraph`; `PlanningBackend` implements it.
-
-    ``plans``: every plan for which a graph was compiled. ``planner``: plans captured steps.
-    """
+    """Compiles and plans graphs for `SymbolicGraph`; `PlanningBackend` implements it."""
 
     plans: list[Plan]
+    """Every plan for which a graph was compiled."""
     planner: Planner
+    """Plans captured steps."""
 
     def compile(
         self, module: fx.GraphModule, inputs: Sequence[Any], partition: Partition
@@ -58,46 +55,28 @@ class Compiler(Protocol):
         """Compile a graph of forward ops, and return the compiled function."""
 
     def scope(self, step: CapturedStep, parameters: Shapes) -> str:
-        """Return a key for ``step``. Steps with equal keys share a budget: a percentage is converted to bytes for the
-        first of them, and these bytes serve the others.
-
-        ``parameters``: the shapes of the graph's parameters.
-        """
+        """Return a key for ``step``. Steps with equal keys share the bytes that a percentage has for the first."""
 
     def plan(self, planner: Planner, step: CapturedStep) -> Plan:
-        """Return the plan of the captured step of a graph that is being compiled. If no plan fits the budget, the
-        user's option ``on_infeasible`` decides.
-
-        ``planner``: plans the step.
-        """
+        """Return the plan of a graph's captured step. If none fits the budget, ``on_infeasible`` decides."""
 
 
 @dataclass(frozen=True)
 class _Version:
-    """A graph that was compiled for one plan.
-
-    ``schedule``: the plan's schedule. ``run``: the compiled function. ``holds``: called with the values of the graph's
-    symbolic sizes; returns whether the compiled function is valid for them.
-    """
+    """A graph that was compiled for one plan."""
 
     schedule: Schedule
+    """The plan's schedule."""
     run: Callable[..., Any]
+    """The compiled function."""
     holds: Callable[..., bool]
+    """Returns whether the compiled function is valid for the values of the graph's symbolic sizes."""
 
 
 class SymbolicGraph:
-    """A compiled function for a graph with symbolic sizes, which serves all sizes with which TorchDynamo calls it. The
-    graph is compiled once for each plan that these sizes need.
+    """A compiled function for a graph with symbolic sizes, which serves all sizes with which TorchDynamo calls it.
 
-    Args:
-        compiler: compiles the graph and plans its step.
-        module: the graph of forward ops that TorchDynamo traced.
-        inputs: the graph's inputs: tensors, and symbolic sizes.
-
-    Raises:
-        NotSymbolic: the graph's ops depend on the value of a size.
-        InfeasibleBudget: no plan fits the budget at the present sizes, and the user's option ``on_infeasible`` asks for
-            an error in this case.
+    Raises `NotSymbolic` if ops depend on a size's value, and `InfeasibleBudget` as ``on_infeasible`` asks.
     """
 
     def __init__(self, compiler: Compiler, module: fx.GraphModule, inputs: Sequence[Any]) -> None:
@@ -140,9 +119,8 @@ class SymbolicGraph:
             self._remember(sizes, self._added(self.plan, self.first, lambda *_: True))
 
     def __call__(self, *given: Any) -> Any:
-        """Run the graph with the plan for the sizes of its inputs, and return its results. Sizes that occur for the
-        first time are planned first.
-        """
+        """Run the graph with the plan for its inputs' sizes, which are planned when they occur first, and return its
+        results."""
         if self.step is None:  # without a backward there is no plan
             return self.first(*given)
         sizes = (
@@ -162,8 +140,10 @@ class SymbolicGraph:
         return self.step.at_sizes(self.step.expressions(*values), nbytes)
 
     def _version(self, sizes: InputSizes) -> _Version:
-        """Plan the step for sizes that occur for the first time, and return the graph that is compiled for the plan.
-        Compile it if there is none yet.
+        """Plan the step for new sizes, and return the graph that is compiled for the plan, compiling it if there is
+        none.
+
+        Raises `ModelError` if the compiled graph is not valid for the sizes.
         """
         known = [version for version in self.versions if version.holds(*sizes[0])]
         plan = plan_at_sizes(self.planner, self._step_at(sizes), [version.schedule for version in known])
@@ -179,11 +159,8 @@ class SymbolicGraph:
         return version
 
     def _compiled_again(self, plan: Plan) -> _Version:
-        """Compile the graph for another plan, and return the result.
-
-        TorchDynamo's guards were fixed after the first compilation. If this compilation assumes more about sizes than
-        those guards check, the additional assumptions become the condition `_Version.holds` of the result.
-        """
+        """Compile the graph for another plan. What it assumes beyond TorchDynamo's fixed guards becomes
+        `_Version.holds`."""
         shapes = self.mode.shape_env
         assert shapes is not None
 
@@ -230,8 +207,8 @@ def _copied(module: fx.GraphModule) -> fx.GraphModule:
 
 
 def _traced(node: fx.Node, given: Any) -> Any:
-    """Return the value of an input with which TorchDynamo traced the graph: for a tensor, the tensor without data that
-    is recorded on the placeholder ``node``; for a size, ``given`` itself."""
+    """Return the value with which TorchDynamo traced an input: the placeholder's tensor without data, or the size
+    itself."""
     return node.meta["example_value"] if isinstance(given, torch.Tensor) else given
 
 

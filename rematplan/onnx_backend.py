@@ -3,8 +3,7 @@
     import onnx.backend.test, rematplan.onnx_backend
     suite = onnx.backend.test.BackendTest(rematplan.onnx_backend, __name__)
 
-A model with an unsupported op is refused before anything runs, with a message that names the op. The suite counts such
-a model as skipped, not as passed.
+A model with an unsupported op is refused before anything runs, and counted as skipped.
 """
 
 from __future__ import annotations
@@ -27,24 +26,18 @@ from rematplan.runtime.onnx.ops.values import to_array, to_tensor
 
 
 class Refused(ModelError, unittest.SkipTest):
-    """Raised for a model that the ONNX backend does not run. ONNX's test suite counts the test as skipped.
-
-    The message names the op or the value that is the reason.
-    """
+    """Raised for a model that the ONNX backend does not run, with the op or value that is the reason; counted as
+    skipped."""
 
 
 class OnnxModelRep(BackendRep):
-    """An ONNX model that is ready to run its forward with torch.
-
-    A model with symbolic dimensions is built again at each call of `run`, for the shapes of the call's inputs.
-
-    ``model``: the ONNX model. ``device``: the device on which it runs. ``symbolic``: for the name of each symbolic
-    dimension, the first input and axis that have it, as ``INPUT.AXIS``; empty if there is none. ``module``: the torch
-    module, built with size 1 for symbolic dimensions.
-    """
+    """An ONNX model that is ready to run its forward. With symbolic dimensions it is built again for each call's
+    shapes."""
 
     def __init__(self, model: onnx.ModelProto, device: torch.device) -> None:
         self.model, self.device = model, device
+        #: By symbolic dimension, the first ``INPUT.AXIS`` that has it. ``module`` is built with size 1 for
+        #: them.
         self.symbolic = _symbolic(model)
         self.module = self._made(dict.fromkeys(self.symbolic, 1))
 
@@ -85,10 +78,8 @@ class RematplanBackend(Backend):
     def run_model(
         cls, model: onnx.ModelProto, inputs: Sequence[Any], device: str = "CPU", **options: Any
     ) -> tuple[Any, ...]:
-        """Prepare a model, run it once, and return its outputs as NumPy arrays, in the graph's order.
-
-        ``inputs``: arrays in the order of the graph's inputs. ``device``: ``CPU`` or ``CUDA``.
-        """
+        """Prepare a model for ``CPU`` or ``CUDA``, run it once on arrays, and return its outputs as NumPy arrays,
+        both in the graph's order."""
         return cls.prepare(model, device, **options).run(inputs)
 
     @classmethod
@@ -99,11 +90,8 @@ class RematplanBackend(Backend):
 
 
 def _symbolic(model: onnx.ModelProto) -> dict[str, str]:
-    """Return the names of the model's symbolic input dimensions, each with the first input and axis that have it.
-
-    The input and axis are written ``INPUT.AXIS``. They are also the name of a dimension that has no name. The inputs do
-    not include the weights.
-    """
+    """Return the model's symbolic input dimensions, each with the first ``INPUT.AXIS``, also its name if it has
+    none. Weights do not count."""
     weights = {t.name for t in model.graph.initializer}
     found: dict[str, str] = {}
     for value in model.graph.input:
@@ -114,12 +102,8 @@ def _symbolic(model: onnx.ModelProto) -> dict[str, str]:
 
 
 def _check_comparable(graph: Graph) -> None:
-    """Refuse an ONNX model whose outputs cannot be compared with the expected outputs of ONNX's test suite.
-
-    Two kinds of models are refused: those with random results, since torch and NumPy draw different numbers, and those
-    with an inverse two-sided DFT, whose expected results are too inexact. A dropout is accepted only if the model's
-    attributes and constants prove that it is inactive.
-    """
+    """Refuse a model with random results, or with an inverse two-sided DFT, whose expected results in ONNX's test
+    suite are inexact."""
     constants = {w.name: w for w in graph.weights if w.role == "constant"}
     for node in graph.nodes:
         if row_of(node).random and not (node.op == "Dropout" and _is_off(node, constants)):
@@ -130,10 +114,8 @@ def _check_comparable(graph: Graph) -> None:
 
 
 def _is_off(node: Node, constants: Mapping[str, Weight]) -> bool:
-    """Return whether the model proves that a dropout returns its input: it is not in training mode, or its ratio is 0.
-
-    ``constants``: the model's constants by name. A mode or ratio that is not among them proves nothing.
-    """
+    """Return whether the model proves that a dropout returns its input: not in training mode, or by a constant ratio
+    of 0."""
     if node.version < 12:
         return bool(node.attributes.get("is_test", 0))
     ratio, training = (constants.get(n) if n else None for n in (*node.inputs, "", "")[1:3])

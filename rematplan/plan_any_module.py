@@ -337,10 +337,7 @@ def asked_of(
 def make_first_plans(
     planned: nn.Module, asked: ModuleOptions, model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> None:
-    """Make the plans for a first call, and for the ranges of sizes that the user states.
-
-    ``planned``: the planned module of ``model``. ``args``, ``kwargs``: the arguments of the call.
-    """
+    """Make the plans for a first call and for the user's ranges of sizes, and check the first plan."""
     for positional, named in asked.shapes.first_calls(model, args, kwargs):
         Planning(planned).prepare(*positional, **named)
     runner = runner_of(planned)

@@ -99,14 +99,8 @@ def remove(model: Module) -> Module:
 
 
 class InPlace(HasRunner):
-    """The ``forward`` of a module that is planned in place. It is an attribute of the instance, and looks like a bound
-    method to libraries that wrap ``forward.__func__``.
-
-    ``model``: the module. ``asked``: what the user asks of the plans. ``replaced``: an earlier attribute ``forward``
-    of the instance, which is what is planned; None for the forward of its class. ``active``: whether calls are planned.
-    ``seen``: the function that the plans are for; None if there are none. ``modules``: the names of the modules that
-    are planned in parts; None for the whole model. ``parts``: runs the parts; None if the whole model is planned.
-    """
+    """The ``forward`` of a module that is planned in place: an attribute that looks like a bound method to wrapping
+    libraries."""
 
     __slots__ = ("active", "asked", "model", "modules", "parts", "replaced", "seen")
 
@@ -114,9 +108,14 @@ class InPlace(HasRunner):
         self, model: nn.Module, asked: ModuleOptions, *, modules: tuple[str, ...] | None = None
     ) -> None:
         self.model, self.asked, self.modules = model, asked, modules
+        #: An earlier attribute ``forward`` of the instance, which is what is planned; None for the forward of
+        #: its class.
         self.replaced: Callable[..., Any] | None = None
+        #: Whether calls are planned.
         self.active = True
+        #: Runs the parts; None if the whole model is planned.
         self.parts: PlannedParts | None = None
+        #: The function that the plans are for; None if there are none.
         self.seen: Callable[..., Any] | None = None
         self._rematplan = self._new_runner()
 
@@ -199,11 +198,8 @@ class InPlace(HasRunner):
         self._say(plan.peak, plan.budget or plan.peak, plan.estimate.overhead, searching)
 
     def _plan_in_parts(self, error: ModelError) -> None:
-        """Let the model be planned in parts, since the whole cannot be captured, now or for an earlier call's plans.
-
-        Raises:
-            ModelError: ``error``, if that is not possible.
-        """
+        """Let the model be planned in parts, since the whole cannot be captured; raise ``error`` if that is not
+        possible."""
         runner = self._rematplan
         if runner.plans and error.__cause__ is None:  # not the tracer's
             raise error
@@ -270,8 +266,8 @@ class InPlace(HasRunner):
 
     @property
     def __func__(self) -> Callable[..., Any]:
-        """A function whose first argument is a module that is planned in place, as of a bound method. A library that
-        wraps it and binds the result to the module keeps a forward that copies of the module can have, too."""
+        """A function of a module that is planned in place, as of a bound method, which a library may wrap and bind
+        again."""
 
         def forward(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
             planned = vars(module).get(IN_PLACE)

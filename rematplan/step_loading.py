@@ -33,18 +33,18 @@ MOST_REFUSALS = 5
 
 @dataclass(frozen=True)
 class LoadedModel:
-    """A model with its loss and a batch, not captured.
-
-    ``module``: the model with its loss. ``batch``: the inputs of ``module``: the model's inputs and the targets.
-    ``name``: the name of the network or the file. ``notes``: what the loader changed or noticed, as sentences for the
-    user. ``mode``: the context in which the module runs: for a model without data the fake mode of its tensors.
-    """
+    """A model with its loss and a batch, not captured."""
 
     module: WithLoss
+    """The model with its loss."""
     batch: tuple[torch.Tensor, ...]
+    """The model's inputs and the targets."""
     name: str
+    """Of the network or the file."""
     notes: tuple[str, ...]
+    """What the loader changed or noticed, as sentences for the user."""
     mode: AbstractContextManager[object]
+    """The context in which the module runs: for a model without data the fake mode of its tensors."""
 
 
 @dataclass(frozen=True)
@@ -181,10 +181,8 @@ def load_model(
     weightless: bool = False,
     device: str = "cpu",
 ) -> LoadedModel:
-    """Load a network of the zoo or an ONNX file with a loss and a random batch, without capturing its training step.
-
-    The arguments are those of `load_step`.
-    """
+    """Load a network of the zoo or an ONNX file with a loss and a random batch, not captured; arguments as of
+    `load_step`."""
     forms, place = Forms(bn, dropout), _device(device)
     if isinstance(model, str) and model in ZOO:
         if forms != Forms():
@@ -218,11 +216,8 @@ def _device(name: str) -> torch.device:
 
 
 def _open(loaded: LoadedStep, inverses: bool) -> LoadedStep:
-    """Find the inverses of a captured step (ops that compute an input from an output), and return the step with them.
-
-    If ``inverses`` is false, only exact inverses are found. Otherwise all are found, and notes for the user say why
-    some tensors have no inverse. The step with exact inverses is then attached as `LoadedStep.without`.
-    """
+    """Return the step with exact inverses, or with all of them and notes on tensors without, and the former as
+    ``without``."""
     without = replace(loaded, step=with_exact_inverses(loaded.step))
     if not inverses:
         return without
@@ -300,11 +295,8 @@ def _empty_input(value: Value) -> torch.Tensor:
 
 
 def _random_input(value: Value, generator: torch.Generator) -> torch.Tensor:
-    """Return a random tensor for an input of an ONNX graph.
-
-    Floating-point numbers are normally distributed, booleans are all true, and integers are 0 or 1, so that they are
-    valid indices into any dimension of two or more elements.
-    """
+    """Return a random tensor for a graph's input: normal numbers, true, or integers 0 and 1, which are valid
+    indices."""
     dtype = torch_dtype(value.dtype, f"the graph input {value.name!r}")
     shape = value.shape or ()
     check_fits(math.prod(shape) * dtype.itemsize, f"the graph input {value.name!r}'s numbers")

@@ -185,15 +185,13 @@ def _one_lane(loaded: LoadedStep, plan: Plan) -> Callable[[], None]:
 
 
 def predicted_error(loaded: LoadedStep, plan: Plan) -> float:
-    """Return the largest predicted relative error of the forward tensors that the backward reads under a plan.
-
-    Only a tensor that the plan recovers by inverses (ops that compute an input from an output) has an error. The result
-    is 0 if the step has no inverse that rounds. Otherwise it is at least one rounding error, even if the plan runs no
-    inverse, because the step may sum in another order than plain autograd.
-    """
+    """Return the largest predicted relative error of the forward tensors that the backward reads; 0 if no inverse of
+    the step rounds."""
     if not loaded.inexact:
         return 0.0
     free = {call.name: CallCost(0.0) for call in loaded.step.priced_calls}
+    # At least one rounding error, even if no inverse runs: the step may sum in another order than plain
+    # autograd.
     rounding = max(torch.finfo(p.dtype).eps for p in loaded.module.parameters() if p.is_floating_point()) / 2
     return max(
         rounding,

@@ -19,13 +19,10 @@ Halves: TypeAlias = tuple[fx.GraphModule, fx.GraphModule]
 
 
 class SymbolicJointGraph:
-    """A joint graph (forward and backward) with symbolic sizes. It gives the captured step and both halves' graphs.
+    """A joint graph (forward and backward) with symbolic sizes, from which a captured step and both halves' graphs
+    are made.
 
-    Args:
-        joint: the graph.
-        outputs: the number of its results that the forward returns.
-        symbols: the names of the sizes.
-        name: its name.
+    ``outputs``: the number of its results that the forward returns.
     """
 
     def __init__(self, joint: fx.GraphModule, outputs: int, symbols: Sequence[str], name: str) -> None:

@@ -113,11 +113,10 @@ def cause_of(difference: FirstDifference) -> Cause:
 
 
 def first_difference(region: Region, other_ops: bool = False) -> FirstDifference | None:
-    """Return the first op whose result or autocast state differs; None if there is none.
+    """Return the first op whose result or autocast state differs, one beyond rounding if possible; None if there is
+    none.
 
-    A difference like those of rounding counts only if there are no others. Ops that only one of the runs has are no
-    difference, because PyTorch computes some functions in other ways without gradients, unless ``other_ops`` is set, or
-    they are of other modules or follow random numbers.
+    Ops of only one run count with ``other_ops``, or if they are of other modules or follow random numbers.
     """
     rounding = other = None
     for first, again in _pairs(region):
@@ -127,6 +126,7 @@ def first_difference(region: Region, other_ops: bool = False) -> FirstDifference
             found = FirstDifference(region, first, again)
             if _other_module(found) or _host_draws(found):
                 return found
+            # PyTorch computes some functions in other ways without gradients.
             other = other or found
         elif first.values != again.values:
             found = FirstDifference(region, first, again)
@@ -137,8 +137,8 @@ def first_difference(region: Region, other_ops: bool = False) -> FirstDifference
 
 
 def chooses_others(region: Region) -> str:
-    """Return the first op with whole numbers as results, such as a router's topk, that chooses others when it runs
-    again; an empty string if there is none."""
+    """Return the first op with whole numbers as results, as a router's topk, that chooses others again; empty if
+    there is none."""
     found = (f for f, a in _pairs(region) if _key(f) == _key(a) and _whole(f) and f.values != a.values)
     return next((f"{f.op} in {f.module}" if f.module else f.op for f in found), "")
 
@@ -154,8 +154,10 @@ def _key(run: OpRun) -> tuple[str, str]:
 
 
 def _pairs(region: Region) -> Iterator[tuple[OpRun, OpRun]]:
-    """Yield pairs of a run of the forward and of the recomputation, as far as the recomputation went. Runs of the
-    forward that it left out, because their results were saved, are skipped."""
+    """Yield pairs of a run of the forward and of the recomputation, without runs that the recomputation left out.
+
+    A run without its like in the forward is paired with the next one there.
+    """
     places: Mapping[tuple[str, str], list[int]] = {}
     places = {
         key: [i for i, run in enumerate(region.first) if _key(run) == key]

@@ -10,13 +10,11 @@ INTERRUPTED = 130
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run a command of the command line, and return its exit status.
+    """Run a command and return its exit status: 0 success, 1 a check failed, 2 bad input, 3 unreachable budget, 130
+    interrupted.
 
-    0: success. 1: a verification found a difference, ``audit`` found a fault, ``fit`` says that the step does not fit,
-    or the reader of standard output has ended. 2: an argument, a file or a problem is at fault. 3: no plan fits the
-    budget. 130: interrupted. Errors are printed on standard error, in one line.
-
-    ``argv``: the command and its arguments; None: those of the process.
+    Status 1 also follows if standard output is closed, or `fit` finds that a step does not fit. ``argv`` None: the
+    process's.
     """
     try:
         # Imported here, so that Ctrl-C during the import is reported in one line, too.

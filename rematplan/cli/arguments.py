@@ -62,8 +62,8 @@ def dimension(text: str) -> tuple[str, int]:
 
 
 def dimension_or_range(text: str) -> tuple[str, int | range]:
-    """Read the name of a dimension with its size or with a range of sizes: ``batch=8`` becomes ``("batch", 8)``,
-    ``batch=1..64`` becomes ``("batch", range(1, 65))``, and ``length=8..64..8`` has the multiples of 8.
+    """Read ``batch=8`` as ``("batch", 8)``, ``batch=1..64`` as ``("batch", range(1, 65))``, ``length=8..64..8`` as
+    multiples of 8.
 
     A range includes both ends, and has 2 to `MOST_SIZES` sizes.
     """

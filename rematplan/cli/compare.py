@@ -63,11 +63,10 @@ def add(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace, out: Output) -> int:
-    """Run ``rematplan compare``: plan a step by several strategies, run each plan unless ``--no-run`` is set, and show
-    the results in a table.
+    """Run ``rematplan compare``: plan a step by several strategies, run the plans unless ``--no-run`` is set, and
+    show a table.
 
-    Return the exit status: 1 if loss, gradients or buffers under a plan differ from plain autograd's by more than
-    predicted, otherwise 0.
+    The exit status is 1 if a plan's results differ by more than predicted, else 0.
     """
     check_outputs(args.png)
     auto = strategy(Auto.name, **{LIMIT: SECONDS, "two_lanes": ON, **strategy_options(args)})
@@ -125,12 +124,8 @@ def _rivals(
 def _overlapped(
     rivals: list[PlannedRival], budget: int, auto: Strategy, costs: str, out: Output
 ) -> list[PlannedRival]:
-    """Return a list with one further row of the table: a plan that runs on two lanes (CUDA streams or threads).
-
-    It is the fastest such plan within the budget (bytes) or, if none fits, the one with the smallest peak. The list is
-    empty if no plan uses two lanes. The plans are made from those of ``rivals``, the rows so far, and from those of the
-    strategy `reversible`. The new row's name is that of the last of ``rivals``, with ``, overlap`` appended.
-    """
+    """Return a list of one further row, the fastest plan on two lanes within the budget, or the leanest; empty if no
+    plan uses two."""
     last, base, found = rivals[-1], rivals[0].plan.estimate.cost, []
     sharing = cache(partial(_sharing, last, auto, costs, out))
     for source in {id(r.source): r.source for r in rivals}.values():

@@ -52,22 +52,22 @@ that limit."""
 
 @dataclass(frozen=True)
 class TradeOff:
-    """The trade-off between memory and overhead of one planning problem.
-
-    ``source``: the problem. ``base``: the plan without recomputation. ``curves``: a dict from the strategy's name to
-    its plans, by rising overhead and falling peak. ``budgets``: the budgets for which the table has rows. ``notes``:
-    sentences for the user. ``measured``: the measurements: first of the plan without recomputation, then of other
-    plans, last of plain autograd; empty without ``--measure``. ``floors``: pairs of a budget in bytes and the proven
-    lower bound of the overhead within it; empty without ``--png``.
-    """
+    """The trade-off between memory and overhead of one planning problem."""
 
     source: Source
+    """The problem."""
     base: Plan
+    """The plan without recomputation."""
     curves: Mapping[str, Sequence[Plan]]
+    """By strategy, its plans by rising overhead and falling peak."""
     budgets: Sequence[Budget]
+    """The budgets for which the table has rows."""
     notes: tuple[str, ...]
+    """Sentences for the user."""
     measured: tuple[MeasuredPlan, ...] = ()
+    """Of the plan without recomputation, then of other plans, last of plain autograd; empty without ``--measure``."""
     floors: tuple[tuple[int, float], ...] = ()
+    """Pairs of a budget in bytes and the proven lower bound of the overhead within it; empty without ``--png``."""
 
     @property
     def whole(self) -> int:
@@ -159,10 +159,7 @@ def trace(
 
 
 def prove(trade_off: TradeOff, strategies: Mapping[str, Strategy], out: Output) -> TradeOff:
-    """Return the trade-off with its ``floors``: proven lower bounds of the overhead at several budgets.
-
-    The `FLOORS` + 1 budgets are evenly spaced, from the peak without recomputation to the smallest peak of the curves.
-    """
+    """Return the trade-off with proven lower bounds of the overhead at `FLOORS` + 1 evenly spaced budgets."""
     graph, base = trade_off.source.graph, trade_off.base.estimate.peak
     least = min(p.estimate.peak for plans in trade_off.curves.values() for p in plans)
     budgets = [base - (base - least) * k // FLOORS for k in range(FLOORS + 1)]
@@ -177,11 +174,8 @@ def prove(trade_off: TradeOff, strategies: Mapping[str, Strategy], out: Output) 
 
 
 def measure(trade_off: TradeOff, out: Output) -> TradeOff:
-    """Run plans on this machine, alternately, and return the trade-off with their measurements (``measured``).
-
-    The plans are the one without recomputation and up to `MEASURED_PLANS` plans on the Pareto front. Plain autograd is
-    run, too.
-    """
+    """Run the plan without recomputation, up to `MEASURED_PLANS` Pareto-optimal plans and plain autograd
+    alternately. Return them with the trade-off."""
     from rematplan import api
 
     loaded = trade_off.source.loaded
@@ -205,8 +199,8 @@ def show(trade_off: TradeOff, out: Output) -> None:
 
 
 def write(trade_off: TradeOff, png: Path | None, csv: Path | None) -> None:
-    """Write the curves as a picture to ``png`` and as a table to ``csv``, with measurements if there are any. A file
-    whose path is None is not written."""
+    """Write the curves, with measurements if any, as a picture and as a table. A file whose path is None is not
+    written."""
     if csv:
         eager = trade_off.measured[-1:]
         measured = {
@@ -248,8 +242,8 @@ def document(trade_off: TradeOff) -> dict[str, Any]:
 
 
 def _measured(measured: Sequence[MeasuredPlan]) -> list[dict[str, Any]]:
-    """Return the JSON output for the plans that were run: the measured peak, the median of the times in seconds, and
-    the minimum, median and maximum of the measured overhead."""
+    """Return the JSON output of the plans that were run: measured peak, median seconds, and least, median and
+    largest overhead."""
     return [
         _point(m.plan)
         | {"strategy": m.plan.strategy, "measured_peak": m.peak, "seconds": median(m.seconds)}
@@ -266,18 +260,15 @@ def _point(plan: Plan) -> dict[str, Any]:
 
 
 def _without_store_all(curves: Mapping[str, Sequence[Plan]]) -> Mapping[str, Sequence[Plan]]:
-    """Return the curves to show in the table: all except that of ``store_all``, whose only plan is the table's first
-    row anyway. If there is no other curve, it is returned."""
+    """Return the curves for the table: without ``store_all``, whose plan is the first row, unless it is the only
+    one."""
     others = {name: plans for name, plans in curves.items() if name != StoreAll.name}
     return others or curves
 
 
 def _without_blocks(strategies: Mapping[str, Strategy]) -> Mapping[str, Strategy]:
-    """Return the strategies that can plan a problem whose ops are not marked as forward or backward: those that do not
-    divide the forward into blocks.
-
-    If there are none, return all strategies, so that their errors are shown to the user.
-    """
+    """Return the strategies that do not divide the forward into blocks, for ops without phases; all if there are
+    none, to show their errors."""
     from rematplan.planner.strategies.block_strategy import CandidateStrategy
 
     return {n: s for n, s in strategies.items() if not isinstance(s, CandidateStrategy)} or strategies

@@ -33,17 +33,18 @@ TIME_LIMIT = 20.0
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """A network of the demo and the budget for its training step.
-
-    ``name``: the network's name in the zoo. ``batch``: samples. ``image``: the side of the image in pixels. ``width``:
-    channels. ``budget``: the memory budget as text, such as ``60%``.
-    """
+    """A network of the demo and the budget for its training step."""
 
     name: str
+    """In the zoo."""
     batch: int
+    """Samples."""
     image: int
+    """The side of the image in pixels."""
     width: int
+    """Channels."""
     budget: str
+    """As text, such as ``60%``."""
 
 
 CASES = (Case("unet", 2, 192, 32, "60%"), Case("resnet50", 8, 224, 64, "60%"))
@@ -80,11 +81,8 @@ def run(args: argparse.Namespace, out: Output) -> int:
 
 
 def _plan_from(trade_off: curve.TradeOff, budget: str) -> Plan:
-    """Return the plan of least overhead within a budget from the curves that were already computed, so that no new
-    search is needed.
-
-    ``budget``: text, such as ``60%`` or ``min``.
-    """
+    """Return the computed curves' plan of least overhead within a budget such as ``60%``; `InfeasibleBudget` if none
+    fits."""
     base, stated = trade_off.base.estimate.peak, parse_budget(budget)
     every = {"auto": [p for plans in trade_off.curves.values() for p in plans]}
     (row,) = rows_at(every, [stated], base, trade_off.whole)

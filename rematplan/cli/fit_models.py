@@ -1,5 +1,5 @@
-"""Models without data for ``rematplan fit``: a network of the zoo, an ONNX file, a function of the user's, or a
-configuration file of Hugging Face."""
+"""Models without data for ``rematplan fit``: of the zoo, an ONNX file, a user's function, or a configuration of
+Hugging Face."""
 
 from __future__ import annotations
 

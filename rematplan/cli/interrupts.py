@@ -13,10 +13,8 @@ _pressed = threading.Event()
 
 @contextmanager
 def remembered() -> Iterator[None]:
-    """In this context, `stop_if_pressed` knows whether Ctrl-C was pressed.
-
-    Do nothing outside of the main thread, or if the process has its own handler of the signal.
-    """
+    """A context in which `stop_if_pressed` knows of Ctrl-C. No effect outside of the main thread, or with another
+    handler."""
     _pressed.clear()
     ours = threading.current_thread() is threading.main_thread()
     ours = ours and signal.getsignal(signal.SIGINT) is signal.default_int_handler

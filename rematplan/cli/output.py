@@ -50,10 +50,9 @@ class Output:
 
     @contextmanager
     def progress(self, title: str) -> Iterator[Progress]:
-        """Show a progress bar while the context lasts, unless ``quiet`` is set. It yields a function that updates the
-        bar. That function, and the end of the context, raise a KeyboardInterrupt if Ctrl-C was pressed before.
+        """Show a progress bar unless ``quiet`` is set. Yields its function of the fraction done and a text.
 
-        The function takes the fraction done (0 to 1) and a short text. ``title``: the first words of the bar's line.
+        That function, and the end of the context, raise KeyboardInterrupt if Ctrl-C was pressed.
         """
         with nullcontext(silent) if self.quiet else progress_bar(title) as update:
 

@@ -143,12 +143,8 @@ def run(args: argparse.Namespace, out: Output) -> int:
 
 
 def kept_inputs(plan: PlannedPipeline) -> tuple[str, ...]:
-    """Return a note for each stage of a dataflow pipeline that keeps tensors between the forward and the backward of a
-    micro-batch. For other schedules, return no notes.
-
-    In a dataflow pipeline, most stages keep nothing, because inverses (ops that compute another op's input from its
-    output) recover the stage's input in the backward. A note says how many bytes a stage keeps nevertheless, and why.
-    """
+    """Return, for a dataflow pipeline, a note on each stage that keeps bytes from forward to backward, and why; else
+    none."""
     if plan.schedule.name != DATAFLOW:
         return ()
     kept = {s.stage: show_bytes(s.kept_bytes) for s in plan.stages if s.kept_bytes}

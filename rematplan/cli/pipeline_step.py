@@ -44,10 +44,8 @@ def add(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace, out: Output) -> int:
-    """Run ``rematplan pipeline-step`` as one rank of a pipeline. Rank 0 shows the measurements of all ranks.
-
-    Return the exit status: 1 if ``--verify`` found a difference from a single process, otherwise 0.
-    """
+    """Run ``rematplan pipeline-step`` as one rank; rank 0 shows all measurements. The exit status is 1 if
+    ``--verify`` found a difference."""
     plan = load_pipeline(args.file)
     ranks = plan.schedule.ranks
     if "RANK" not in os.environ or "WORLD_SIZE" not in os.environ:

@@ -123,8 +123,8 @@ def run(args: argparse.Namespace, out: Output) -> int:
 
 
 def _error(source: Source, plan: Plan) -> float:
-    """Return the largest predicted relative error, under a plan, of the forward tensors that the backward reads. The
-    errors are rounding errors of inverses: ops that recover another op's input from its output."""
+    """Return the largest predicted relative error, from inverses that round, of the forward tensors that the
+    backward reads."""
     if source.loaded is None:
         return worst_error(source.graph, plan.schedule)
     from rematplan.api import predicted_error
@@ -133,11 +133,10 @@ def _error(source: Source, plan: Plan) -> float:
 
 
 def plan_for(source: Source, args: argparse.Namespace, out: Output) -> tuple[Source, Plan]:
-    """Plan a problem as the arguments say, or load the plan that they name. Return the problem to which the plan
-    belongs, with notes for the user, and the plan.
+    """Plan a problem as the arguments say, or load the plan that they name. Return the problem, with notes, and its
+    plan.
 
-    A captured step is planned as `plan_module` plans it. With inverses that round, the plan may belong to the step
-    without them.
+    With inverses that round, the plan may belong to the step without them.
     """
     graph, stated = source.graph, args.budget
     asking = asking_for_units(parse_budget(stated), graph) if stated else nullcontext()
@@ -206,8 +205,8 @@ def _splits(args: argparse.Namespace) -> object:
 
 @contextmanager
 def asking_for_units(budget: Budget, graph: TrainingGraph) -> Iterator[None]:
-    """A context for planning within a budget. If `InfeasibleBudget` is raised in it, and the budget is a small number
-    without a unit, a question is added to the error: whether the user meant, for example, GiB or percent."""
+    """A context that asks, in an `InfeasibleBudget` for a small number without a unit, whether GiB or percent were
+    meant."""
     try:
         yield
     except InfeasibleBudget as e:

@@ -38,22 +38,19 @@ MODEL_ONLY = ("dim", "loss", "bn", "dropout", "costs", "device")
 
 @dataclass(frozen=True)
 class Source:
-    """A problem to plan, with its origin.
-
-    ``graph``: the problem. ``loaded``: the captured training step from which it was made; None if it was read from a
-    problem file. ``notes``: sentences for the user.
-    """
+    """A problem to plan, with its origin."""
 
     graph: TrainingGraph
+    """The problem."""
     loaded: LoadedStep | None
+    """The captured training step from which it was made; None if it was read from a problem file."""
     notes: tuple[str, ...] = ()
+    """Sentences for the user."""
 
 
 def add_model(parser: argparse.ArgumentParser, *, problem_file: bool, ranges: bool = False) -> None:
-    """Add to ``parser`` the argument MODEL and the options for loading it.
-
-    ``problem_file``: whether MODEL may be a problem file. ``ranges``: whether ``--dim`` accepts a range of sizes.
-    """
+    """Add the argument MODEL and its options. ``problem_file``: whether it may be one. ``ranges``: whether ``--dim``
+    accepts ranges."""
     parser.add_argument(
         "model",
         metavar="MODEL",
@@ -117,11 +114,8 @@ def add_costs(parser: argparse.ArgumentParser) -> None:
 
 
 def load(args: argparse.Namespace, out: Output, *, runs: bool = False) -> Source:
-    """Load the problem that the argument MODEL names.
-
-    ``runs``: whether the caller will run the step. If not, and the costs of ops are not measured on this machine, the
-    step is captured without weights and data.
-    """
+    """Load the problem that MODEL names, without weights and data if the caller does not run the step (``runs``) or
+    measure costs."""
     if not is_problem(args):
         return _load_model(args, out, runs)
     for option in MODEL_ONLY:
@@ -204,11 +198,7 @@ def zoo_sizes(name: str, stated: Mapping[str, int]) -> Mapping[str, int]:
 
 
 def check_reachable(model: str, device: str | None) -> None:
-    """Check that the network or the model's file, and the device, exist. This is done before torch is loaded, which
-    takes seconds.
-
-    ``model``: the argument MODEL: a path or the name of a network. ``device``: the value of ``--device``, or None.
-    """
+    """Check, before torch is loaded, that the model's name or file and the device exist, else raise `UsageError`."""
     if (Path(model).suffix or Path(model).name != model) and not Path(model).exists():
         raise UsageError(f"{model}: there is no such file")
     if model not in SUMMARIES and not Path(model).exists():
@@ -240,8 +230,8 @@ def price(loaded: LoadedStep, out: Output, costs: str, inverses: bool | float = 
 
 @contextmanager
 def zoo_errors() -> Iterator[None]:
-    """A context that replaces a `ZooError` raised in it by a `UsageError` with the same text. (The zoo does not depend
-    on rematplan, so it has an error class of its own.)"""
+    """A context that replaces a `ZooError` by a `UsageError` with the same text: the zoo does not depend on
+    rematplan."""
     try:
         yield
     except ZooError as error:

@@ -22,11 +22,8 @@ def add(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace, out: Output) -> int:
-    """Run ``rematplan profile``: measure every distinct op of a step, and write the costs to a file. Return the exit
-    status 0.
-
-    Other commands read the file with ``--costs FILE.json``.
-    """
+    """Run ``rematplan profile``: measure a step's distinct ops, and write the costs for ``--costs FILE.json``.
+    Return the exit status 0."""
     check_outputs(args.output)
     step = load_model(args, out).step
     from rematplan.runtime.costs.profile import profile_costs

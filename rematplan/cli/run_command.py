@@ -44,8 +44,7 @@ exit status).
 
 
 class Parser(argparse.ArgumentParser):
-    """An argument parser that raises a `UsageError` for wrong arguments, so that the error is shown in one line.
-    Options must be written in full, without abbreviation."""
+    """An argument parser that raises `UsageError` for wrong arguments, and accepts no abbreviated options."""
 
     def __init__(self, **more: Any) -> None:
         super().__init__(allow_abbrev=False, **more)
@@ -63,12 +62,7 @@ class Parser(argparse.ArgumentParser):
 
 
 def run(argv: Sequence[str] | None = None) -> int:
-    """Run a command of the command line, and return its exit status, as described at `rematplan.cli.main`.
-
-    Errors that the user's input causes, errors of files and lack of memory are printed as one line on standard error.
-
-    ``argv``: the command and its arguments; None: those of the process.
-    """
+    """Run a command and return its exit status, as at `rematplan.cli.main`. Expected errors are printed as one line."""
     if isinstance(
         sys.stdout, io.TextIOWrapper
     ):  # names in files may contain characters that the terminal cannot show
@@ -117,11 +111,8 @@ def _warnings_in_one_line() -> Iterator[None]:
 
 
 def parser(argv: Sequence[str]) -> Parser:
-    """Return the parser of the command line. It knows all commands, but only the arguments of the command that ``argv``
-    names.
-
-    The modules of the other commands are not imported, because some take seconds.
-    """
+    """Return the command line's parser, with the arguments of the command that ``argv`` names: importing the others
+    takes seconds."""
     root = Parser(
         prog="rematplan",
         description="Run a training step within a memory budget, with the least extra time for recomputation.",

@@ -67,11 +67,8 @@ def plan_sizes(args: argparse.Namespace, out: Output) -> int:
 
 
 def draw_sizes(args: argparse.Namespace, out: Output) -> int:
-    """Run ``rematplan curve`` for a range of sizes, and return the exit status 0.
-
-    For several budgets, the overhead at each size is shown in tables and, if asked for, written as a picture and a CSV
-    file.
-    """
+    """Run ``rematplan curve`` for a range of sizes: show, and write if asked for, the overhead at each. Return the
+    exit status 0."""
     if args.measure:
         raise UsageError("--measure goes with one size, not with a range")
     if set(args.strategy or (Auto.name,)) != {Auto.name}:
@@ -121,11 +118,8 @@ def _title(problems: ProblemRange) -> str:
 
 
 def _bytes(budget: Budget, problems: ProblemRange, auto: Auto) -> int:
-    """Return the budget in bytes, which is the same for all sizes of the range.
-
-    It is computed from one captured problem, the one with the largest peak without recomputation. A percentage refers
-    to this peak, and ``min`` and ``least`` to the smallest peak found for this problem.
-    """
+    """Return the budget in bytes, one for all sizes, from the captured problem with the largest peak without
+    recomputation."""
     largest = max(problems.captured.values(), key=lambda graph: no_recompute(graph).estimate.peak)
     return budget.of(largest, lambda: least_plan(auto, largest, kind="least").estimate.peak)
 
@@ -151,8 +145,8 @@ def _document(problems: ProblemRange, plans: Sequence[RangePlan], notes: Sequenc
 
 
 def _row(plan: RangePlan, row: RangeRow[int]) -> dict[str, Any]:
-    """Return the JSON output for one size: the figures of the cheapest plan that fits or, if none fits, of the plan
-    with the smallest peak."""
+    """Return the JSON output for one size: figures of the cheapest plan that fits, else of the one with the smallest
+    peak."""
     return {
         "size": row.size,
         "fits": row.fits,

@@ -47,10 +47,9 @@ def add(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace, out: Output) -> int:
-    """Run ``rematplan step``: plan the model's training step or load a plan, run the step, and print its measurements.
+    """Run ``rematplan step``: plan the model's step or load a plan, run it, and print its measurements.
 
-    Return the exit status: 1 if ``--verify`` found a larger difference from plain autograd than the plan predicts,
-    otherwise 0. A plan predicts a difference only if it uses inverses with rounding errors.
+    The exit status is 1 if ``--verify`` found a larger difference than the plan predicts, else 0.
     """
     if (args.budget is None) == (args.plan is None):
         raise UsageError("state a --budget or a --plan file, not both")
@@ -76,10 +75,7 @@ def run(args: argparse.Namespace, out: Output) -> int:
 
 
 def _added_loss(loaded: LoadedStep, stated: str | None) -> tuple[str, ...]:
-    """Return a note that names the loss of ``loaded``, if the user chose none; otherwise an empty tuple.
-
-    ``stated``: the value of the option ``--loss``; None if the user did not use it.
-    """
+    """Return a note that names the loss if the user stated none, else an empty tuple."""
     if stated is not None:
         return ()
     loss = loaded.module.loss
@@ -87,10 +83,8 @@ def _added_loss(loaded: LoadedStep, stated: str | None) -> tuple[str, ...]:
 
 
 def run_plan(loaded: LoadedStep, plan: Plan, out: Output, steps: int, check: bool) -> StepReport:
-    """Run a training step according to a plan ``steps`` times, print a table of its measurements, and return them.
-
-    ``check``: whether to compare loss, gradients and buffers with plain autograd.
-    """
+    """Run a step by a plan ``steps`` times, compared with plain autograd if ``check``, print its measurements and
+    return them."""
     from rematplan import api
 
     with out.progress("running") as progress:
@@ -100,11 +94,7 @@ def run_plan(loaded: LoadedStep, plan: Plan, out: Output, steps: int, check: boo
 
 
 def exit_status(report: StepReport) -> int:
-    """Return the exit status of a step that was run: 1 if the verification failed; 0 if it passed or was not asked for.
-
-    The verification fails if a difference from plain autograd is larger than the plan predicts. The differences are
-    then printed on standard error.
-    """
+    """Return 1, after printing the differences, if a verification failed; 0 if it passed or was not asked for."""
     if report.verification is None or report.verification.passed:
         return 0
     print(f"rematplan: {report.verification}", file=sys.stderr)

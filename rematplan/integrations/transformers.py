@@ -1,7 +1,5 @@
-"""Plan the model of a Hugging Face ``Trainer`` within a budget in bytes.
-
-Tested with transformers 5.24, accelerate 1.15, peft 0.21 and trl 1.16. Install ``rematplan[transformers]``.
-"""
+"""Plan the model of a Hugging Face ``Trainer`` within a budget, tested with transformers 5.24, accelerate 1.15, peft
+0.21, trl 1.16."""
 
 from __future__ import annotations
 

@@ -1,8 +1,7 @@
 """Which dimensions of an op's operands and results belong together: the table `RULES`, one row an op.
 
-An op can be split along an axis if each part of its results depends on the same part of its operands only. An operand
-without the axis is read whole by each part. A result without the axis is, if the op adds along the axis, the sum of the
-parts' results.
+An op can be split along an axis if each part of its results depends on that part of its operands only. A result
+without the axis is the sum of the parts' results.
 """
 
 from __future__ import annotations
@@ -26,16 +25,16 @@ broadcast against a larger dimension."""
 
 @dataclass(frozen=True)
 class AxisSpan:
-    """Where a tensor has the axis: its dimensions ``first`` to ``last``, flattened, have n · ``inner`` entries for an
-    axis of n indices, and entry i belongs to index i // ``inner``."""
+    """Where a tensor has the axis: dimensions ``first`` to ``last``, flattened, whose entry i belongs to index i //
+    ``inner``."""
 
     first: int
     last: int
     inner: int = 1
 
     def of_part(self, shape: Sequence[int], indices: int) -> Shape:
-        """Return the shape of a part of ``indices`` indices. It keeps all dimensions: the last of the span has the
-        part's entries, and the others of the span have size 1."""
+        """Return the shape of a part of ``indices`` indices, of the same rank: the span's last dimension has the
+        entries, the others size 1."""
         ones = (1,) * (self.last - self.first)
         return (*shape[: self.first], *ones, indices * self.inner, *shape[self.last + 1 :])
 
@@ -111,8 +110,8 @@ def _expand(one: Shaped) -> DimensionRule:
 
 
 def _along(at: int, shapes: Mapping[int, int] | None = None) -> Rule:
-    """The op treats one dimension whole, argument ``at``, and all others alike in all tensors. ``shapes``: by its
-    position, each argument that is the shape of a result, and the position of the result."""
+    """The op treats one dimension, argument ``at``, whole. ``shapes``: by argument that is a result's shape, the
+    result's position."""
 
     def rule(one: Shaped) -> DimensionRule:
         rank = len(one.shape(one.results[0]))
@@ -180,8 +179,8 @@ def _reduction(without: str) -> Rule:
 
 
 def _product(text: str) -> Rule:
-    """A product, as `torch.einsum` writes it. A bias, the first of three operands, is broadcast; then the op cannot be
-    split along the dimension that it sums over, since each part would add the bias."""
+    """A product as `torch.einsum` writes it. With a bias, the first of three operands, it cannot be split along what
+    it sums."""
     left, right = text.split("->")
     operands = left.split(",")
     summed = frozenset(left) - frozenset(right) - {","}
@@ -201,6 +200,7 @@ def _product(text: str) -> Rule:
                 found = tuple(names)
             if labels.setdefault(value, found) != found:  # one tensor is both operands
                 return DimensionRule({}, frozenset())
+        # Each part would add the bias.
         biased = len(operands) == 3
         return DimensionRule(labels, summed if biased else frozenset(), "" if biased else SUM)
 
@@ -224,8 +224,8 @@ def _embedding_backward(one: Shaped) -> DimensionRule | None:
 
 
 def _normalised(shape_at: int, full: Sequence[int], without: str) -> Rule:
-    """A norm over the last dimensions, as many as argument ``shape_at`` has. ``full``: the positions of the operands
-    that have all dimensions; statistics have the leading ones, and size 1 for others; weights have the last ones."""
+    """A norm over as many last dimensions as argument ``shape_at`` has. ``full``: the positions of operands with all
+    dimensions."""
 
     def rule(one: Shaped) -> DimensionRule:
         first = one.results[0] if one.call.results[0] else one.operand(full[0])
@@ -277,8 +277,7 @@ def _with_classes(rows: Labels) -> Labels:
 
 
 def _fixed_in_convolution(one: Shaped, weight: str, at: int) -> frozenset[int | str]:
-    """Return the labels along which a convolution cannot be split: channels, and pixels unless each pixel is computed
-    from the same pixel only. ``at``: the position of its strides."""
+    """Return the labels along which a convolution cannot be split: channels, and pixels unless it is pointwise."""
     stride, padding, dilation, transposed, output_padding = one.call.args[at : at + 5]
     kernel = one.shape(weight)[2:]
     per_pixel = (
@@ -371,10 +370,9 @@ def rule_of(step: CapturedStep, call: Call) -> DimensionRule | None:
 def states_of(
     step: CapturedStep, call: Call, known: Mapping[str, State], indices: int
 ) -> dict[str, State] | None:
-    """Return the states of a call's operands and results, if it is split along an axis; None if it cannot be.
+    """Return the states of a call's operands and results if it is split along an axis, or None if it cannot be.
 
-    An operand without a state is read whole. ``known``: states of values; at least one of the call's operands or
-    results is among them. ``indices``: the number of indices of the axis.
+    An operand without a state is read whole. ``known``: states of values, at least one of the call's.
     """
     one = Shaped(call, step)
     have = {v: s for v in (*one.operands, *one.results) if isinstance(s := known.get(v), AxisSpan)}
@@ -417,8 +415,7 @@ def _reshaped(one: Shaped, have: Mapping[str, AxisSpan], indices: int) -> dict[s
 
 
 def through_view(old: Shape, new: Shape, span: AxisSpan, indices: int) -> AxisSpan | None:
-    """Return where a tensor has the axis after a change of its shape that keeps the order of its numbers; None if the
-    dimensions before the axis, or its indices, do not survive."""
+    """Return where a tensor has the axis after a reshape; None if the axis is not separate dimensions then."""
     before = math.prod(old[: span.first])
     first, product = 0, 1
     while first < len(new) and (product < before or new[first] == 1):

@@ -1,8 +1,7 @@
 """Which regions with a loss can compute the loss's gradient in the forward half, part by part.
 
-A backward is linear in the gradient of the loss, a single number. So it may run before that number is known, with 1 in
-its place, if its results are multiplied by the number later. Then each part's scores are computed once, and freed
-before the next part's. Fused kernels for language models do the same (Liger Kernel, Hsu et al. 2024).
+A backward is linear in the gradient of the loss, so it may run with 1 in its place and be scaled later. Each part's
+scores are then computed once, as in fused kernels (Liger Kernel, Hsu et al. 2024).
 """
 
 from __future__ import annotations
@@ -64,10 +63,9 @@ class EarlyBackward:
 
 
 def early_backward(use: StepUse, region: SplitRegion) -> EarlyBackward | None:
-    """Return the backward of a region that can run in the forward half; None if it cannot.
+    """Return the backward of a region with a loss that can run in the forward half, or None if it cannot.
 
-    It can if the region has a loss, if all that its backward reads is known before the loss's gradient is, and if it is
-    linear in that gradient. In float16 it cannot: gradients that no factor has scaled may be too small for the type.
+    It must be linear in the loss's gradient, read nothing later than that, and not be in float16.
     """
     step, inside = use.step, set(region.calls)
     late = [c for c in step.calls if c.name in inside and c.backward]
@@ -91,6 +89,7 @@ def early_backward(use: StepUse, region: SplitRegion) -> EarlyBackward | None:
         if call in before and _reads(call, after):
             return None
         scaled.update(r for r in call.results if r)
+    # Gradients that no factor has scaled may be too small for the type.
     if any(step.values[v].fake.dtype == torch.float16 for v in scaled):
         return None
     made = {r: c for c in before for r in c.results if r}
@@ -98,8 +97,8 @@ def early_backward(use: StepUse, region: SplitRegion) -> EarlyBackward | None:
 
 
 def _source(use: StepUse, read: set[str], waits: set[str]) -> tuple[str | None, list[Call]]:
-    """Return the single number from which the values ``read`` are computed, and the calls that do so. It is the only
-    one of these values, or the only gradient of an output on which they depend. ``waits``: what depends on any."""
+    """Return the number from which the values ``read`` are computed, and the calls that do so; None if there is no
+    single one."""
     one = next(iter(read), "")
     if len(read) == 1 and use.step.values[one].fake.numel() == 1:
         return one, []

@@ -129,8 +129,8 @@ class _Growth:
 
     @property
     def useful(self) -> bool:
-        """Whether the region has tensors of which only parts exist after the split, and parts can run one after the
-        other in each half of the step."""
+        """Whether the split leaves tensors of which only parts exist, and parts can run one after the other in each
+        half."""
         return 0 < len(self.calls) <= MOST_CALLS and self.saved > 0 and self._is_convex()
 
     def _is_convex(self) -> bool:

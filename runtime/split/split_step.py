@@ -1,8 +1,7 @@
 """Split regions of a captured step: each op becomes one op for each part of the axis.
 
-The new ops are ordinary ATen calls, part after part: slices of the operands, the region's ops on each part, and a `cat`
-of those results that are read whole. Gradients of weights are summed over the parts. So the planner may keep or
-recompute each part separately, and simulator and executor treat them as all other ops.
+Slices of operands, ops of parts and a `cat` of what is read whole are ordinary calls, which the planner keeps or
+recomputes separately. Gradients of weights are summed.
 """
 
 from __future__ import annotations
@@ -33,10 +32,8 @@ NO_CLASS = -100
 
 
 def bounds_of(region: SplitRegion, parts: int) -> tuple[int, ...]:
-    """Return the first index of each part, and the number of indices at the end: fewer parts if the axis is short.
-
-    Parts are about equally large. If there are enough indices, all parts except the last have a multiple of `ROWS`.
-    """
+    """Return the first index of each part, and the number of indices last. Short axes have fewer parts; starts are
+    multiples of `ROWS` if possible."""
     n = region.indices
     grain = ROWS if n >= ROWS * parts else 1
     starts = dict.fromkeys((2 * n * k + parts * grain) // (2 * parts * grain) * grain for k in range(parts))
@@ -44,9 +41,7 @@ def bounds_of(region: SplitRegion, parts: int) -> tuple[int, ...]:
 
 
 def split_regions(step: CapturedStep, parts: Mapping[SplitRegion, int]) -> CapturedStep:
-    """Return a step in which regions are split. ``parts``: by region, into how many parts. A region that is too short
-    for two parts stays whole.
-    """
+    """Return a step whose regions are split into so many ``parts``. A region too short for two parts stays whole."""
     bounds = {r: found for r, k in parts.items() if len(found := bounds_of(r, k)) > 2}
     return _Splitter(step, bounds).split() if bounds else step
 
@@ -388,11 +383,9 @@ class _Splitter(CallEmitter):
         self.whole.add(total)
 
     def _finish_loss(self, call: Call, region: SplitRegion) -> None:
-        """Emit the mean or sum of the rows' losses, as the whole op computes it: in the same order, with the same bits.
-
-        The op itself reduces them, as scores of a single class; it ignores rows with an ignored target. With weights of
-        classes, the rows' weights are summed in the same way, and the mean is the quotient.
-        """
+        """Emit the mean or sum of the rows' losses in the order of the whole op, so with the same bits."""
+        # The op itself reduces them, as scores of one class, without ignored rows. Weights of classes are
+        # summed alike, and divide.
         loss, total = (r or f"{call.name}.unused{k}" for k, r in enumerate(call.results))
         if f"{call.name}.marks" not in self.values:
             self._divisor(call)

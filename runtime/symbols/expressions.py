@@ -1,7 +1,7 @@
-"""The sizes of a captured step as expressions of the batch's sizes, compiled into one function that computes them all.
+"""The sizes of a captured step as integer expressions of the batch's sizes, compiled into one function that computes
+them all.
 
-Only integer arithmetic is allowed. PyTorch rearranges expressions over floating-point numbers, so they may round to
-another size than the model's arithmetic does.
+PyTorch rearranges expressions of floating-point numbers, which may then round to another size.
 """
 
 from __future__ import annotations
@@ -48,19 +48,16 @@ class OpenSize:
 
 @dataclass
 class ExpressionTable:
-    """The expressions that compute the open sizes of a captured step, each once.
-
-    ``symbols``: the names of the batch's sizes that the expressions contain, in the order in which the function of
-    `compiled` takes them. ``expressions``: the position of each expression in the table, by the SymPy expression.
-    """
+    """The expressions that compute the symbolic sizes of a captured step, each once."""
 
     symbols: tuple[str, ...]
+    """The batch's sizes in the expressions, in the order in which `compiled` takes them."""
     expressions: dict[Any, int] = field(default_factory=dict)
+    """The position of each SymPy expression in the table."""
 
     def add(self, size: Any) -> int | OpenSize:
-        """Return a size as an integer if it is constant. Otherwise return an `OpenSize`, which has the position of the
-        size's expression in the table. The expression is added to the table if it is new.
-        """
+        """Return a constant size as an integer, another as an `OpenSize` of its entry, which may be new;
+        `NotSymbolic` if it depends on values."""
         if isinstance(size, (torch.SymFloat, torch.SymBool)):
             raise NotSymbolic("it computes a number that is not an integer from a size")
         if not isinstance(size, torch.SymInt):
@@ -75,8 +72,8 @@ class ExpressionTable:
         return OpenSize(self.expressions.setdefault(expression, len(self.expressions)))
 
     def compiled(self) -> Callable[..., tuple[int, ...]]:
-        """Return a function from the batch's sizes, as one argument for each of ``symbols``, to the values of all
-        expressions, in the order of their positions."""
+        """Return a function from the batch's sizes, in the order of ``symbols``, to the values of all expressions by
+        position."""
         body = "".join(f"{PRINTER.doprint(e)}, " for e in self.expressions)
         source = f"lambda {', '.join(self.symbols)}: ({body})"
         return eval(compile(source, "<sizes of a step>", "eval"), dict(SYMPY_INTERP))  # type: ignore[no-any-return]

@@ -1,5 +1,5 @@
-"""Remove slices that cover a whole dimension from a captured step. Eager mode skips them in an index of several
-dimensions (``x[a, b]``), but a trace with symbolic sizes contains them."""
+"""Remove slices of whole dimensions, which eager mode skips in an index ``x[a, b]`` but a trace with symbolic sizes
+contains."""
 
 from __future__ import annotations
 
@@ -15,11 +15,8 @@ SLICE_BACKWARD = torch.ops.aten.slice_backward.default
 
 
 def without_full_slices(step: CapturedStep) -> CapturedStep:
-    """Return a captured step without the slices that cover a whole dimension, if they are in an index of several
-    dimensions, ``x[a, b]``: eager mode skips them. The backwards of these slices are removed, too.
-
-    ``step``: the step as it was read from a trace with symbolic sizes.
-    """
+    """Return a captured step, read from a trace with symbolic sizes, without whole-dimension slices in an index
+    ``x[a, b]`` and their backwards."""
     names: dict[str, str] = {}
     storages: dict[str, str] = {}
     gone = set[str]()
@@ -51,8 +48,10 @@ def without_full_slices(step: CapturedStep) -> CapturedStep:
 
 
 def _same(step: CapturedStep, call: Call) -> Value | None:
-    """Return the argument of a call that can replace the call's result. That is so for a slice, in an index of several
-    dimensions, that covers a whole dimension, and for the backward of such a slice. Return None for other calls.
+    """Return the argument that can replace a call's result, for a whole-dimension slice in an index or its backward;
+    else None.
+
+    Raises `NotSymbolic` if the backward's result has another layout.
     """
     if not call.indexed or call.target not in (SLICE, SLICE_BACKWARD):
         return None

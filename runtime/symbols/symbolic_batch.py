@@ -26,21 +26,20 @@ U-Nets have about 50. Windows of images (Swin) double them from layer to layer; 
 
 
 class FixedSize(NamedTuple):
-    """A size of a batch that a trace assumes not to change.
-
-    ``at``: the position of the tensor in the batch. ``dim``: the dimension. ``size``: the size. ``line``: the line of
-    the model's code that needs it as a number; empty if that is not known.
-    """
+    """A size of a batch that a trace assumes not to change."""
 
     at: int
+    """The position of the tensor in the batch."""
     dim: int
+    """The dimension."""
     size: int
+    """The size."""
     line: str
+    """The line of the model's code that needs it as a number; empty if that is not known."""
 
 
 class _Outcomes(ShapeEnv):
-    """A shape environment that keeps the outcomes of all conditions on sizes. PyTorch's own keeps the last 256 of them,
-    which was an eighth of a U-Net's capture."""
+    """A shape environment that keeps the outcomes of all conditions on sizes; PyTorch's own keeps the last 256."""
 
     def __init__(self) -> None:
         super().__init__(allow_scalar_outputs=False, allow_dynamic_output_shape_ops=False)
@@ -49,11 +48,8 @@ class _Outcomes(ShapeEnv):
         """The line of the model's code at which a symbol was replaced by a number or by another symbol."""
 
     def evaluate_sym_node(self, sym_node: SymNode, *how: Any, **named: Any) -> Any:
-        """Return the outcome of a condition, or the value of a size. The first time, what the outcome assumes about the
-        sizes is added to the guard, unless the tracer has suppressed that.
-
-        ``how``, ``named``: as PyTorch's method takes them.
-        """
+        """Return the outcome of a condition or the value of a size. The first time, what it assumes joins the guard
+        unless suppressed."""
         key = sym_node.expr, how, tuple(named.items()), self._suppress_guards_tls()
         if key not in self._outcomes:
             before = len(self.replacements)
@@ -65,20 +61,18 @@ class _Outcomes(ShapeEnv):
 
 
 class BatchSymbols:
-    """Symbols for the sizes of a batch, and for the numbers of elements that a forward selects in it. Each dimension
-    has a separate symbol, even if two sizes of the traced batch are equal.
-
-    ``varying``: the dimensions that get a symbol, as pairs (position of the tensor in the batch, dimension); None for
-    all. ``counts``: the numbers of selected elements for the traced batch. ``shapes``: the shape environment of a
-    tracer. It has only these symbols: none for values of tensors, and none for other shapes that depend on values.
-    ``fakes``: the batch as fake tensors with symbolic sizes; empty before `begin`.
-    """
+    """Symbols for the sizes of a batch, one for each dimension even if sizes are equal, and for numbers of selected
+    elements."""
 
     def __init__(
         self, varying: Collection[tuple[int, int]] | None = None, counts: tuple[int, ...] = ()
     ) -> None:
+        #: ``varying``: the dimensions with a symbol, as (position in the batch, dimension); None for all.
+        #: ``counts``: numbers of selected elements.
         self.varying, self.counts = varying, counts
+        #: It has only these symbols: none for values of tensors, or shapes that depend on values.
         self.shapes = _Outcomes()
+        #: The batch as fake tensors with symbolic sizes; empty before `begin`.
         self.fakes: list[torch.Tensor] = []
         self.inputs = 0
         """The number of tensors in the batch. Further ones in ``fakes`` carry ``counts``."""
@@ -88,9 +82,9 @@ class BatchSymbols:
         self._checked = 0
 
     def begin(self, mode: FakeTensorMode, batch: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """Return fake tensors for the batch, with symbols for its sizes, and those that carry ``counts``
-        (`with_counts`). Sizes of dimensions that are not in ``varying`` stay fixed, as do sizes 0 and 1, because
-        PyTorch runs other ops for them.
+        """Return fake tensors for the batch and its ``counts``, with symbols for ``varying`` sizes except 0 and 1.
+
+        Raises `NotSymbolic` for a tensor that is not plain and dense.
         """
         from rematplan.runtime.graph.compat import LocalSource  # loads TorchDynamo
 
@@ -182,10 +176,10 @@ def with_counts(batch: Sequence[torch.Tensor], counts: Sequence[int]) -> list[to
 
 
 class SizeGuard:
-    """A compiled condition on the sizes and strides of a batch, under which one captured step is valid for the batch.
+    """A compiled condition on the sizes and strides of a batch, under which one captured step is valid for the
+    batch.
 
-    ``code``: the condition as a Python expression of ``L``, a dictionary of the batch's tensors under the names ``t0``,
-    ``t1`` and so on.
+    ``code``: a Python expression of ``L``, the batch's tensors by the names ``t0``, ``t1`` ….
     """
 
     def __init__(self, code: str) -> None:
@@ -207,8 +201,8 @@ class SizeGuard:
 
 
 class _Sizes:
-    """What a guard reads of a tensor: sizes and strides. The offset in the storage is always 0 here, since a captured
-    step is valid for all offsets (see `OpenStep.at`)."""
+    """What a guard reads of a tensor: sizes and strides. The offset is 0, since a step is valid for all offsets
+    (`OpenStep.at`)."""
 
     __slots__ = ("size", "stride")
 

@@ -30,48 +30,47 @@ AS_STRIDED = torch.ops.aten.as_strided
 
 @dataclass(frozen=True, slots=True)
 class OpenValue:
-    """A tensor of a captured step with open sizes: each `Size` is an integer, or the position of an expression of the
-    batch's sizes.
-
-    ``storage``: the name of its storage. ``call``: the name of the call that makes it; None for an input. ``memory``:
-    the number of the memory (the storage in PyTorch) that contains it. Several storages of a step have one memory if a
-    call returns an argument together with new results. ``dtype``, ``device``, ``shape``, ``stride``, ``offset``: as of
-    a tensor; strides and offset in elements.
-    """
+    """A tensor of a captured step whose sizes are integers or positions of expressions of the batch's sizes."""
 
     storage: str
+    """The name of its storage."""
     call: str | None
+    """The name of the call that makes it; None for an input."""
     memory: int
+    """The number of PyTorch's storage that contains it. A call that returns an argument with new results puts
+    several storages in one."""
     dtype: torch.dtype
     device: torch.device
     shape: tuple[Size, ...]
     stride: tuple[Size, ...]
     offset: Size
+    """In elements, as ``stride``."""
 
 
 @dataclass(frozen=True)
 class OpenStep:
-    """A captured step that is valid for all batches that satisfy ``guard``, because its sizes are expressions of the
-    batch's sizes.
-
-    ``name``, ``inputs``, ``outputs``, ``constants``: as in `CapturedStep`. ``calls``: with `OpenSize` in place of sizes
-    among their arguments. ``values``: the tensors by name. ``memories``: for each memory, by its number, the bytes.
-    ``guard``: the condition on the batch's sizes and strides. ``expressions``: a function that takes the batch's open
-    sizes and returns the values of all expressions. ``places``: for each argument of that function, the position of the
-    tensor in the batch and the dimension. ``fixed``: the sizes of the batch that are not open.
-    """
+    """A captured step, valid for all batches that satisfy ``guard``, whose sizes are expressions of the batch's
+    sizes."""
 
     name: str
     inputs: tuple[StepInput, ...]
     outputs: tuple[StepOutput, ...]
     calls: tuple[Call, ...]
+    """With `OpenSize` in place of sizes among their arguments."""
     values: Mapping[str, OpenValue]
+    """The tensors by name."""
     memories: tuple[Size, ...]
+    """The bytes of each memory, by its number."""
     constants: Mapping[str, torch.Tensor]
+    """``name``, ``inputs``, ``outputs``, ``constants``: as in `CapturedStep`."""
     guard: SizeGuard
+    """The condition on the batch's sizes and strides."""
     expressions: Callable[..., tuple[int, ...]]
+    """From the batch's symbolic sizes to the values of all expressions."""
     places: tuple[tuple[int, int], ...]
+    """For each argument of ``expressions``, the position of the tensor in the batch and the dimension."""
     fixed: tuple[FixedSize, ...]
+    """The sizes of the batch that are not symbolic."""
 
     @staticmethod
     def of(step: CapturedStep, symbols: BatchSymbols, table: ExpressionTable) -> OpenStep:
@@ -93,10 +92,10 @@ class OpenStep:
 
     @staticmethod
     def of_graph(step: CapturedStep, table: ExpressionTable) -> OpenStep:
-        """Make a step with open sizes from the joint graph (forward and backward) of another compiler, such as
-        torch.compile. That compiler guards the sizes itself, so the guard of the new step is always true. The step has
-        no ``places``, so `sizes` cannot be used: call ``expressions`` with the compiler's sizes, and `at_sizes` with
-        the result.
+        """Make a symbolic step from the joint graph of another compiler, such as torch.compile, which guards the
+        sizes itself.
+
+        It has no ``places``: call ``expressions`` with the compiler's sizes, then `at_sizes`, instead of `sizes`.
         """
         values, memories = _opened(step, table)
         always, none = SizeGuard("True"), ()
@@ -113,10 +112,10 @@ class OpenStep:
         return found
 
     def at(self, batch: Sequence[torch.Tensor], sizes: Sequence[int]) -> CapturedStep:
-        """Return the captured step with integer sizes for a batch, as if it had been read from a trace of that batch.
+        """Return the captured step with integer sizes, tracked if they come from expressions, as a trace of this
+        batch would give it.
 
-        Sizes that come from expressions are tracked (`TrackedSize`). The storages of its inputs have the sizes and
-        offsets of the batch's storages, which may be larger than the tensors.
+        Inputs have the storages and offsets of the batch, which may be larger than its tensors.
         """
         base = self.bases(batch)
         nbytes = {memory: tensor.untyped_storage().nbytes() for memory, tensor in base.items()}
@@ -173,11 +172,8 @@ class OpenStep:
         return frozenset(c.name for c in self.calls if has_open((c.args, dict(c.kwargs))))
 
     def renamed(self, names: Mapping[str, str]) -> OpenStep:
-        """Return the same step with other names for calls, values and storages.
-
-        ``names``: new names by old ones. A name that is missing here is kept. If it equals one of the new names, ``_``
-        is appended.
-        """
+        """Return the step with other names for calls, values and storages. A name that is not in ``names`` stays, or
+        gets ``_`` if taken."""
         taken = set(names.values())
         every = {*self.values, *(c.name for c in self.calls)}
         new = {name: names.get(name) or _free(name, taken) for name in every}
@@ -201,9 +197,8 @@ class OpenStep:
 
 
 def _opened(step: CapturedStep, table: ExpressionTable) -> tuple[dict[str, OpenValue], tuple[Size, ...]]:
-    """Return the tensors of a captured step with open sizes in place of symbolic ones, by name, and the bytes of each
-    memory (see `OpenValue.memory`). Expressions of sizes are added to ``table``.
-    """
+    """Return a step's tensors with expressions added to ``table`` in place of symbolic sizes, and the bytes of each
+    memory."""
     memories: dict[int, tuple[int, Size]] = {}
     values = {}
     for value in step.values.values():
@@ -231,11 +226,9 @@ def _free(name: str, taken: Iterable[str]) -> str:
 
 
 class _Fakes:
-    """Makes fake tensors with integer sizes. Tensors with the same memory (see `OpenValue.memory`) share one fake
-    storage.
+    """Makes fake tensors with integer sizes, which share a storage if they have one `OpenValue.memory`.
 
-    ``nbytes``: the bytes of each memory. ``offsets``: for each memory whose tensors do not begin at 0, their offset in
-    elements.
+    ``nbytes``: of each memory. ``offsets``: of memories whose tensors do not begin at 0, in elements.
     """
 
     def __init__(self, nbytes: Sequence[int], offsets: Mapping[int, int]) -> None:
